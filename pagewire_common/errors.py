@@ -1,0 +1,82 @@
+"""The two kinds of error a person is meant to read, and the interceptor that keeps every other kind inside."""
+
+import inspect
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import structlog
+
+log = structlog.get_logger()
+
+
+class StartError(Exception):
+    """The service cannot start; the message is one sentence for whoever started it."""
+
+
+class RequestError(Exception):
+    """A call ends with this gRPC status and this sentence."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+Behavior = Callable[[Any, grpc.aio.ServicerContext[Any, Any]], Any]
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns RequestError into its status and anything else uncaught into INTERNAL without details.
+
+    gRPC would show an uncaught exception's text to the client.
+    """
+
+    def __init__(self, prefix: str = "/pagewire.") -> None:
+        self.prefix = prefix
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(self.prefix):
+            return handler
+        kind = "_".join(
+            "stream" if streams else "unary" for streams in (handler.request_streaming, handler.response_streaming)
+        )
+        behavior = getattr(handler, kind)
+        guard = _guard_generator if inspect.isasyncgenfunction(behavior) else _guard_coroutine
+        return handler._replace(**{kind: guard(behavior)})
+
+
+def _guard_coroutine(behavior: Behavior) -> Behavior:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await behavior(request, context)
+        except Exception as error:
+            await _abort(context, error)
+
+    return call
+
+
+def _guard_generator(behavior: Behavior) -> Behavior:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any, None]:
+        try:
+            async with aclosing(behavior(request, context)) as responses:
+                async for response in responses:
+                    yield response
+        except Exception as error:
+            await _abort(context, error)
+
+    return call
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
+    if isinstance(error, RequestError):
+        await context.abort(error.code, str(error))
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    log.error("call failed", exc_info=error)
+    await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")

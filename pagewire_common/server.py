@@ -1,0 +1,84 @@
+"""The life of a gRPC server: bind, report health, serve until SIGTERM or SIGINT, drain, exit 0."""
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pagewire_common.errors import ErrorInterceptor, StartError
+
+log = structlog.get_logger()
+
+# Clients may ping every 10 s, also between calls; two servers on one port are an error, not a load balancer.
+OPTIONS: Sequence[tuple[str, int]] = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.max_metadata_size", 16 << 10),
+)
+
+
+class GrpcServer:
+    """A gRPC server with health, reflection and sentences for errors.
+
+    Every named service, and the server as a whole (""), is NOT_SERVING until `set_serving`.
+    Create it inside the running event loop.
+    """
+
+    def __init__(self, service_names: Sequence[str]) -> None:
+        self.server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=OPTIONS)
+        self._names = ("", *service_names)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        reflection.enable_server_reflection((*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
+
+    async def start(self, listen: str) -> str:
+        """Bind and serve; returns HOST:PORT as bound. Raises StartError when the address cannot be had."""
+        await self.set_serving(False)
+        try:
+            port = self.server.add_insecure_port(listen)
+        except RuntimeError as error:
+            raise StartError(f"cannot listen on {listen}: the port is in use, or the address is not ours") from error
+        await self.server.start()
+        address = f"{listen.rpartition(':')[0]}:{port}"
+        log.info("listening", address=address)
+        return address
+
+    async def set_serving(self, serving: bool) -> None:
+        """Report SERVING or NOT_SERVING for every service."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in self._names:
+            await self._health.set(name, status)
+
+    async def stop(self, drain: Callable[[], Awaitable[None]] | None = None, grace: float = 0.0) -> None:
+        """Report NOT_SERVING for good, let `drain` finish for at most `grace` seconds, then close every call."""
+        await self._health.enter_graceful_shutdown()
+        if drain is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(drain(), grace)
+        await self.server.stop(grace=1.0)
+
+
+def stop_event() -> asyncio.Event:
+    """An event that the first SIGTERM or SIGINT sets."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+def run(program: str, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a service to its end; StartError becomes one sentence on stderr and exit status 1."""
+    try:
+        asyncio.run(main())
+    except StartError as error:
+        sys.exit(f"{program}: {error}")

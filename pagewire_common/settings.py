@@ -1,0 +1,61 @@
+"""Configuration by flags and PAGEWIRE_ environment variables, through one typed class a service.
+
+Flags win over the environment, the environment over defaults. A bad value ends the process with one sentence.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import AfterValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
+
+
+def parse_address(address: str) -> str:
+    """Check that an address is HOST:PORT; raises ValueError otherwise. Port 0 lets the system choose."""
+    host, separator, port = address.rpartition(":")
+    if not (host and separator and port.isdigit() and int(port) < 65536):
+        raise ValueError(f"'{address}' is not HOST:PORT")
+    return address
+
+
+Address = Annotated[str, AfterValidator(parse_address)]
+
+
+class ServiceSettings(BaseSettings):
+    """The settings that both services have."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="PAGEWIRE_",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+    )
+
+    model: str = Field(
+        "default",
+        description="'default', a Hugging Face directory, a GGUF file, or a hub name; the same for both services",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log to write")
+    log_format: Literal["auto", "json", "console"] = Field("auto", description="auto: console on a terminal, else json")
+    grace: float = Field(30.0, ge=0, description="seconds that work in flight is given after SIGTERM")
+
+
+Settings = TypeVar("Settings", bound=ServiceSettings)
+
+
+def load_settings(cls: type[Settings], program: str, arguments: Sequence[str] | None = None) -> Settings:
+    """Read the settings of a service; a bad flag, variable or value exits with status 2 and a sentence on stderr."""
+    cls.model_config["cli_prog_name"] = program
+    try:
+        return CliApp.run(cls, list(sys.argv[1:] if arguments is None else arguments))
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = str(first["loc"][0]).replace("_", "-")
+        value = "" if first["type"] == "missing" else f" (got {first['input']!r})"
+        sys.exit(f"{program}: --{field}: {first['msg'].removeprefix('Value error, ')}{value}")
+    except Exception as error:  # the settings library raises its own types for flags it cannot read
+        sys.exit(f"{program}: {error}")
