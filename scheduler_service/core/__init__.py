@@ -1,0 +1,31 @@
+"""The scheduling brain: standard library only, so no gRPC, protobuf, torch, asyncio, clock or I/O.
+
+A `Scheduler` plans the steps of one worker; several share one `WaitingQueue`.
+"""
+
+from scheduler_service.core.block_allocator import BlockAllocator
+from scheduler_service.core.block_manager import AllocStatus, BlockManager
+from scheduler_service.core.budget import SchedulingBudget
+from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.outputs import ModelOutput, ScheduledSequence, SchedulerOutput, SequenceOutput
+from scheduler_service.core.queue import WaitingQueue
+from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.core.sequence import SamplingParams, Sequence, SequenceGroup, SequenceStatus
+
+__all__ = [
+    "AllocStatus",
+    "BlockAllocator",
+    "BlockManager",
+    "ModelOutput",
+    "SamplingParams",
+    "ScheduledSequence",
+    "Scheduler",
+    "SchedulerConfig",
+    "SchedulerOutput",
+    "SchedulingBudget",
+    "Sequence",
+    "SequenceGroup",
+    "SequenceOutput",
+    "SequenceStatus",
+    "WaitingQueue",
+]

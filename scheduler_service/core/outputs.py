@@ -1,0 +1,75 @@
+"""What the scheduler decides in a step, what the worker answers, and what that means for each sequence."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from scheduler_service.core.sequence import Sequence, SequenceGroup
+
+
+class ScheduledSequence(NamedTuple):
+    """One sequence's part of a step: compute this many tokens, then sample or not."""
+
+    sequence: Sequence
+    num_tokens: int
+    samples: bool
+
+
+class BlockTableUpdate(NamedTuple):
+    """The table of a known sequence from `start` on."""
+
+    sequence_id: int
+    start: int
+    block_ids: list[int]
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """One step of one worker. `ignored` groups ended while planning, with their `error` set."""
+
+    step_id: int
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    new_sequences: list[tuple[Sequence, list[int]]] = field(default_factory=list)
+    """Sequences that the worker does not know, with their block tables."""
+    block_table_updates: list[BlockTableUpdate] = field(default_factory=list)
+    blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)
+    preempted: list[int] = field(default_factory=list)
+    ignored: list[SequenceGroup] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the worker has nothing to do or to learn."""
+        return not (self.scheduled or self.finished or self.preempted)
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position: entry 0 is the token that stands there, then the likeliest ones."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+    """Of the token that stands there, 1 for the likeliest."""
+
+
+@dataclass(slots=True)
+class ModelOutput:
+    """The worker's answer: one token for each sequence that samples, in the order of `SchedulerOutput.scheduled`."""
+
+    step_id: int
+    token_ids: list[int]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    failed_sequence_ids: frozenset[int] = frozenset()
+
+
+class SequenceOutput(NamedTuple):
+    """What a sequence gained: nothing (`token_id` None) while its prompt is computed, else one token.
+
+    `prompt_logprobs` belong to the positions from `prompt_start` on.
+    """
+
+    sequence: Sequence
+    token_id: int | None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_start: int = 0

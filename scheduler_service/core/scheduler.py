@@ -1,0 +1,304 @@
+"""Plans one worker's steps.
+
+There is no prefill phase and no decode phase: a sequence is scheduled for the tokens that are not computed yet, as
+many as the step's budget leaves. Sequences that need a single token go first, so that a long prompt never holds up
+the others; then prompts under way; then the head of the waiting queue. When blocks run out, the group that was
+admitted last is preempted: its blocks are freed and it computes its tokens anew later (preemption by recompute).
+"""
+
+from scheduler_service.core.block_manager import AllocStatus, BlockManager
+from scheduler_service.core.budget import SchedulingBudget
+from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.outputs import (
+    BlockTableUpdate,
+    ModelOutput,
+    ScheduledSequence,
+    SchedulerOutput,
+    SequenceOutput,
+)
+from scheduler_service.core.queue import WaitingQueue
+from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
+
+
+class _Chunk:
+    """What one sequence takes of a step, until the step is written out."""
+
+    __slots__ = ("changed", "copies", "num_tokens", "sequence")
+
+    def __init__(self, sequence: Sequence, num_tokens: int, changed: int | None, copies: list[tuple[int, int]]) -> None:
+        self.sequence = sequence
+        self.num_tokens = num_tokens
+        self.changed = changed  # first index of its block table that the worker must learn
+        self.copies = copies
+
+
+class _Step:
+    """A step being planned."""
+
+    __slots__ = ("budget", "chunks", "ignored", "num_preempted")
+
+    def __init__(self, budget: SchedulingBudget) -> None:
+        self.budget = budget
+        self.chunks: dict[SequenceGroup, list[_Chunk]] = {}
+        self.ignored: list[SequenceGroup] = []
+        self.num_preempted = 0
+
+
+class Scheduler:
+    """Running groups, block tables and step counter of one worker's session, fed by a queue that may be shared.
+
+    `schedule` and `update_from_output` alternate. Between them `finish_requests` and `finish_sequence` may be called
+    at any time; they free blocks at once, and the worker, which works in step order, never notices.
+    """
+
+    def __init__(self, config: SchedulerConfig, waiting: WaitingQueue) -> None:
+        self.config = config
+        self.waiting = waiting
+        self.running: dict[SequenceGroup, None] = {}  # in the order of admission
+        self.blocks = BlockManager(config.block_size, config.num_device_blocks, config.watermark)
+        self.num_preemptions = 0
+        self._by_id: dict[str, SequenceGroup] = {}  # running ones
+        self._finished: list[int] = []  # to tell the worker
+        self._preempted: list[int] = []
+        self._step_id = 0
+
+    def add_request(self, group: SequenceGroup) -> None:
+        """Queue a request; raises ValueError when its id waits already."""
+        self.waiting.append(group)
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """How many groups run here and how many wait."""
+        return len(self.running), len(self.waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `schedule` might return something other than an empty step."""
+        return bool(self.running or self.waiting or self._finished or self._preempted)
+
+    def release_all(self) -> None:
+        """The worker is lost: give every running group back to the head of the queue. Plan no further steps."""
+        groups = list(self.running)
+        for group in groups:
+            self._release(group)
+        self.waiting.put_back(groups)
+        self.num_preemptions += len(groups)
+
+    # ---- planning
+
+    def schedule(self) -> SchedulerOutput:
+        """Plan the next step. An empty one takes no step id and need not be sent."""
+        step = _Step(SchedulingBudget(self.config.max_num_batched_tokens, self.config.max_num_seqs))
+        for group in self.running:
+            step.budget.take(num_seqs=len(group.live))
+        for group in self._single_tokens_first():
+            if group in self.running:  # it may have been preempted for an earlier one
+                self._schedule_running(group, step)
+        if not step.num_preempted:
+            self._schedule_waiting(step)
+        return self._write(step)
+
+    def _single_tokens_first(self) -> list[SequenceGroup]:
+        ready: list[SequenceGroup] = []
+        behind: list[SequenceGroup] = []
+        for group in self.running:
+            is_ready = all(sequence.num_uncomputed_tokens == 1 for sequence in group.live)
+            (ready if is_ready else behind).append(group)
+        return ready + behind
+
+    def _schedule_running(self, group: SequenceGroup, step: _Step) -> None:
+        while not self.blocks.can_append_slots(chunks := self._chunks(group, step.budget.num_tokens)):
+            if len(self.running) == 1:
+                self._ignore(group, step)
+                return
+            victim = next(reversed(self.running))
+            self._preempt(victim, step)
+            if victim is group:
+                return
+        if chunks:
+            step.budget.take(num_tokens=sum(num_tokens for _, num_tokens in chunks))
+            step.chunks[group] = [
+                _Chunk(sequence, num_tokens, *self.blocks.append_slots(sequence, num_tokens))
+                for sequence, num_tokens in chunks
+            ]
+
+    def _chunks(self, group: SequenceGroup, token_budget: int) -> list[tuple[Sequence, int]]:
+        """What each sequence computes next; a follower has no table before its leader's prompt is done."""
+        chunks: list[tuple[Sequence, int]] = []
+        for sequence in group.live:
+            if sequence.id in self.blocks.tables and token_budget:
+                num_tokens = min(sequence.num_uncomputed_tokens, token_budget)
+                chunks.append((sequence, num_tokens))
+                token_budget -= num_tokens
+        return chunks
+
+    def _schedule_waiting(self, step: _Step) -> None:
+        while self.waiting and step.budget.num_tokens:
+            group = self.waiting.head
+            sequences = group.live
+            status = self.blocks.can_allocate(group, leave_watermark=bool(self.running))
+            if status is AllocStatus.NEVER or len(sequences) > self.config.max_num_seqs:
+                self.waiting.pop()
+                self._ignore(group, step)
+                continue
+            if status is AllocStatus.LATER or len(sequences) > step.budget.num_seqs:
+                return
+            self.waiting.pop()
+            leader = sequences[0]
+            self.blocks.allocate(leader)
+            for sequence in sequences:
+                sequence.status = SequenceStatus.RUNNING
+            self.running[group] = None
+            self._by_id[group.request_id] = group
+            num_tokens = min(leader.num_uncomputed_tokens, step.budget.num_tokens)
+            step.budget.take(num_tokens=num_tokens, num_seqs=len(sequences))
+            step.chunks[group] = [_Chunk(leader, num_tokens, None, [])]
+
+    def _preempt(self, group: SequenceGroup, step: _Step) -> None:
+        step.budget.give_back(
+            num_tokens=sum(chunk.num_tokens for chunk in step.chunks.pop(group, ())), num_seqs=len(group.live)
+        )
+        self._preempted.extend(sequence.id for sequence in group.live if sequence.is_known)
+        self._release(group)
+        self.waiting.put_back([group])
+        self.num_preemptions += 1
+        step.num_preempted += 1
+
+    def _release(self, group: SequenceGroup) -> None:
+        """Take a group off the worker: it will be new there when it comes back."""
+        del self.running[group]
+        del self._by_id[group.request_id]
+        for sequence in group.live:
+            self.blocks.free(sequence)
+            sequence.status = SequenceStatus.WAITING
+            sequence.num_computed_tokens = 0
+            sequence.is_known = False
+
+    def _ignore(self, group: SequenceGroup, step: _Step) -> None:
+        group.error = (
+            f"the request's {len(group.live)} sequence(s) do not fit the worker, which has "
+            f"{self.config.num_device_blocks} blocks of {self.config.block_size} tokens and "
+            f"{self.config.max_num_seqs} sequences"
+        )
+        for sequence in group.live:
+            self.finish_sequence(sequence, SequenceStatus.FINISHED_IGNORED)
+        step.ignored.append(group)
+
+    def _write(self, step: _Step) -> SchedulerOutput:
+        output = SchedulerOutput(self._step_id + 1, ignored=step.ignored)
+        for chunks in step.chunks.values():
+            for chunk in chunks:
+                sequence = chunk.sequence
+                samples = chunk.num_tokens == sequence.num_uncomputed_tokens
+                output.scheduled.append(ScheduledSequence(sequence, chunk.num_tokens, samples))
+                output.blocks_to_copy += chunk.copies
+                table = self.blocks.tables[sequence.id]
+                if not sequence.is_known:
+                    sequence.is_known = True
+                    output.new_sequences.append((sequence, table))
+                elif chunk.changed is not None:
+                    output.block_table_updates.append(
+                        BlockTableUpdate(sequence.id, chunk.changed, table[chunk.changed :])
+                    )
+        output.finished, self._finished = self._finished, []
+        output.preempted, self._preempted = self._preempted, []
+        if not output.is_empty:
+            self._step_id += 1
+        return output
+
+    # ---- taking the answer in
+
+    def update_from_output(self, output: SchedulerOutput, answer: ModelOutput) -> list[SequenceOutput]:
+        """Account for a step's computed tokens and append the sampled ones.
+
+        Returns what each sequence gained, in the order of the step; a sequence that thereby ended has its final
+        status. Sequences that were finished or preempted while the step ran gain nothing. Raises ValueError when
+        the answer is not to this step.
+        """
+        if answer.step_id != output.step_id:
+            raise ValueError(f"the worker answered step {answer.step_id} instead of step {output.step_id}")
+        num_samples = sum(scheduled.samples for scheduled in output.scheduled)
+        if len(answer.token_ids) != num_samples:
+            raise ValueError(f"the worker returned {len(answer.token_ids)} tokens for {num_samples} samples")
+        sampled = iter(answer.token_ids)
+        gained: list[SequenceOutput] = []
+        for sequence, num_tokens, samples in output.scheduled:
+            token_id = next(sampled) if samples else None
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue
+            start = sequence.num_computed_tokens + 1
+            sequence.num_computed_tokens += num_tokens
+            self._fork_followers(sequence)
+            if sequence.id in answer.failed_sequence_ids:
+                sequence.group.error = "the model's output for this request was not a finite number"
+                self.finish_sequence(sequence, SequenceStatus.FINISHED_ABORTED)
+                token_id = None
+            elif token_id is not None:
+                self._append_token(sequence, token_id)
+            gained.append(
+                SequenceOutput(
+                    sequence,
+                    token_id,
+                    answer.logprobs.get(sequence.id),
+                    answer.prompt_logprobs.get(sequence.id),
+                    start,
+                )
+            )
+        return gained
+
+    def _fork_followers(self, leader: Sequence) -> None:
+        """Once the prompt is computed, those who have no blocks yet go on from it.
+
+        A follower that has no output yet computes the last prompt token itself, because what it needs is that
+        token's logits, not its keys and values.
+        """
+        if leader.num_computed_tokens < leader.num_prompt_tokens or len(leader.group.sequences) == 1:
+            return
+        for follower in leader.group.live:
+            if follower.id not in self.blocks.tables:
+                follower.num_computed_tokens = min(follower.num_prompt_tokens, len(follower.token_ids) - 1)
+                self.blocks.fork(leader, follower, follower.num_computed_tokens)
+
+    def _append_token(self, sequence: Sequence, token_id: int) -> None:
+        sampling = sequence.sampling
+        sequence.token_ids.append(token_id)
+        if sequence.num_output_tokens > sampling.min_tokens:
+            if token_id in sampling.stop_token_ids:
+                sequence.stop_token_id = token_id
+                return self.finish_sequence(sequence, SequenceStatus.FINISHED_STOPPED)
+            if token_id in sampling.eos_token_ids:
+                return self.finish_sequence(sequence, SequenceStatus.FINISHED_STOPPED)
+        if (
+            sequence.num_output_tokens >= sampling.max_tokens
+            or len(sequence.token_ids) >= self.config.max_sequence_tokens
+        ):
+            self.finish_sequence(sequence, SequenceStatus.FINISHED_LENGTH_CAPPED)
+        return None
+
+    # ---- ending
+
+    def finish_sequence(self, sequence: Sequence, status: SequenceStatus) -> None:
+        """End one sequence and free its blocks; nothing happens when it has ended already."""
+        if sequence.status.is_finished:
+            return
+        sequence.status = status
+        self.blocks.free(sequence)
+        if sequence.is_known:
+            self._finished.append(sequence.id)
+        group = sequence.group
+        if group.is_finished:
+            if group in self.running:
+                del self.running[group]
+                del self._by_id[group.request_id]
+            else:
+                self.waiting.remove(group.request_id)
+
+    def finish_requests(self, request_ids: list[str], status: SequenceStatus) -> list[SequenceGroup]:
+        """End requests that run here or wait; returns those that there were. Unknown ids are passed over."""
+        ended: list[SequenceGroup] = []
+        for request_id in request_ids:
+            group = self._by_id.get(request_id) or self.waiting.get(request_id)
+            if group is not None:
+                for sequence in group.live:
+                    self.finish_sequence(sequence, status)
+                ended.append(group)
+        return ended

@@ -1,0 +1,127 @@
+"""Requests as the scheduler sees them: a `SequenceGroup` is one request, a `Sequence` one of its outputs.
+
+Within a group the first live sequence is the leader: it computes the prompt once, and its followers, which hold no
+blocks until then, fork the prompt's blocks from it. A preempted group starts again the same way.
+"""
+
+import enum
+import itertools
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
+
+
+class SequenceStatus(enum.Enum):
+    """Where a sequence stands."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    SWAPPED = enum.auto()
+    FINISHED_STOPPED = enum.auto()
+    FINISHED_LENGTH_CAPPED = enum.auto()
+    FINISHED_ABORTED = enum.auto()
+    FINISHED_IGNORED = enum.auto()
+
+    @property
+    def is_finished(self) -> bool:
+        return self not in (SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.SWAPPED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens and when to stop, with every default filled in.
+
+    `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 are off. `eos_token_ids`
+    are the tokens that end the output silently (empty with ignore_eos), `stop_token_ids` those that the request
+    named. `logprobs` None asks for none, 0 for the chosen token's alone.
+    """
+
+    max_tokens: int
+    n: int = 1
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    eos_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    def for_index(self, index: int) -> "SamplingParams":
+        """The parameters of one output: prompt log-probabilities are computed once, with the first."""
+        return self if index == 0 or self.prompt_logprobs is None else replace(self, prompt_logprobs=None)
+
+
+_sequence_ids = itertools.count(1)
+
+
+class Sequence:
+    """One output: prompt and generated tokens, and how many of them have keys and values on the worker."""
+
+    __slots__ = (
+        "group",
+        "id",
+        "index",
+        "is_known",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "sampling",
+        "status",
+        "stop_token_id",
+        "token_ids",
+    )
+
+    def __init__(self, group: "SequenceGroup", index: int, prompt_token_ids: SequenceOf[int]) -> None:
+        self.id = next(_sequence_ids)
+        self.group = group
+        self.index = index
+        self.sampling = group.sampling.for_index(index)
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_computed_tokens = 0
+        self.status = SequenceStatus.WAITING
+        self.is_known = False  # to the worker of the current session
+        self.stop_token_id: int | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    def __repr__(self) -> str:
+        return f"Sequence({self.id}, {self.status.name}, {self.num_computed_tokens}/{len(self.token_ids)})"
+
+
+class SequenceGroup:
+    """One request: `sampling.n` sequences that start from the same prompt.
+
+    `error` says, in a sentence for the client, why a group ended without being served.
+    """
+
+    __slots__ = ("error", "request_id", "sampling", "sequences")
+
+    def __init__(self, request_id: str, prompt_token_ids: SequenceOf[int], sampling: SamplingParams) -> None:
+        self.request_id = request_id
+        self.sampling = sampling
+        self.sequences = [Sequence(self, index, prompt_token_ids) for index in range(sampling.n)]
+        self.error: str | None = None
+
+    @property
+    def live(self) -> list[Sequence]:
+        """The sequences that have not finished; the first is the leader."""
+        return [sequence for sequence in self.sequences if not sequence.status.is_finished]
+
+    @property
+    def is_finished(self) -> bool:
+        return all(sequence.status.is_finished for sequence in self.sequences)

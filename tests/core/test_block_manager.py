@@ -1,0 +1,107 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler_service.core import AllocStatus, BlockAllocator, BlockManager, SamplingParams, SequenceGroup
+
+
+def make_group(num_tokens: int, n: int = 1) -> SequenceGroup:
+    return SequenceGroup("r", range(num_tokens), SamplingParams(n=n, max_tokens=100))
+
+
+def test_a_block_is_free_again_only_when_its_last_holder_lets_go() -> None:
+    allocator = BlockAllocator(2)
+    block = allocator.allocate()
+    allocator.share(block)
+    allocator.free(block)
+    assert allocator.num_free == 1
+    allocator.free(block)
+    assert allocator.num_free == 2
+
+
+def test_freeing_or_sharing_a_free_block_is_refused() -> None:
+    allocator = BlockAllocator(1)
+    with pytest.raises(ValueError, match="free already"):
+        allocator.free(0)
+    with pytest.raises(ValueError, match="cannot be shared"):
+        allocator.share(0)
+
+
+@given(st.lists(st.sampled_from(["allocate", "share", "free"]), max_size=60))
+def test_free_and_held_always_add_up(operations: list[str]) -> None:
+    allocator, held = BlockAllocator(5), []
+    for operation in operations:
+        if operation == "allocate" and allocator.num_free:
+            held.append(allocator.allocate())
+        elif operation == "share" and held:
+            allocator.share(held[0])
+            held.append(held[0])
+        elif operation == "free" and held:
+            allocator.free(held.pop())
+        allocator.check()
+        assert allocator.num_free == 5 - len(set(held))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "taken", "status"),
+    [
+        (16, 0, AllocStatus.OK),  # exactly the pool
+        (17, 0, AllocStatus.NEVER),
+        (12, 1, AllocStatus.OK),
+        (13, 1, AllocStatus.LATER),
+    ],
+)
+def test_can_allocate_answers_now_later_or_never(num_tokens: int, taken: int, status: AllocStatus) -> None:
+    blocks = BlockManager(block_size=4, num_device_blocks=4)
+    for _ in range(taken):
+        blocks.device.allocate()
+    assert blocks.can_allocate(make_group(num_tokens), leave_watermark=False) is status
+
+
+def test_the_watermark_is_left_free_only_when_asked() -> None:
+    blocks = BlockManager(block_size=4, num_device_blocks=4, watermark=0.25)
+    assert blocks.can_allocate(make_group(16), leave_watermark=True) is AllocStatus.LATER
+    assert blocks.can_allocate(make_group(16), leave_watermark=False) is AllocStatus.OK
+
+
+def test_writing_to_a_shared_block_copies_it_and_the_last_writer_keeps_the_original() -> None:
+    blocks = BlockManager(block_size=4, num_device_blocks=4)
+    group = make_group(6, n=2)
+    parent, child = group.sequences
+    blocks.allocate(parent)
+    original = list(blocks.tables[parent.id])
+    parent.num_computed_tokens, child.num_computed_tokens = 6, 5
+    blocks.fork(parent, child, 5)
+    chunks = [(parent, 1), (child, 1)]
+    assert blocks.can_append_slots(chunks)
+    changed, copies = blocks.append_slots(parent, 1)
+    assert changed == 1
+    assert copies == [(original[1], blocks.tables[parent.id][1])]
+    assert blocks.append_slots(child, 1) == (None, [])
+    assert blocks.tables[child.id] == original
+    blocks.check()
+
+
+def test_can_append_slots_counts_copies_exactly() -> None:
+    """Of three sharers that all write, two need a copy: with one block free they cannot, with two they can."""
+    for num_blocks, fits in ((2, False), (3, True)):
+        blocks = BlockManager(block_size=4, num_device_blocks=num_blocks)
+        group = make_group(2, n=3)
+        leader, *followers = group.sequences
+        blocks.allocate(leader)
+        for follower in followers:
+            blocks.fork(leader, follower, 1)
+        assert blocks.can_append_slots([(sequence, 1) for sequence in group.sequences]) is fits
+
+
+def test_a_group_needs_its_shared_prompt_blocks_once() -> None:
+    blocks = BlockManager(block_size=4, num_device_blocks=100)
+    assert blocks.num_blocks_of(make_group(8, n=3)) == 2
+    assert blocks.num_blocks_of(make_group(9, n=3)) == 2 + 3
+
+
+def test_check_notices_a_leaked_block() -> None:
+    blocks = BlockManager(block_size=4, num_device_blocks=4)
+    blocks.device.allocate()
+    with pytest.raises(AssertionError, match="stands in 0 tables"):
+        blocks.check()

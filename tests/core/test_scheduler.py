@@ -1,0 +1,393 @@
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+
+import pytest
+from fake_worker import FakeWorker, reference_output
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler_service.core import (
+    ModelOutput,
+    SamplingParams,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+    SequenceGroup,
+    SequenceStatus,
+    WaitingQueue,
+)
+
+
+def make_scheduler(waiting: WaitingQueue | None = None, **sizes: int | float) -> Scheduler:
+    defaults = {
+        "block_size": 4,
+        "num_device_blocks": 16,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 8,
+        "max_model_len": 64,
+        "watermark": 0.0,
+    }
+    return Scheduler(SchedulerConfig(**(defaults | sizes)), WaitingQueue() if waiting is None else waiting)  # type: ignore[arg-type]
+
+
+def make_group(name: str, num_tokens: int, **sampling: object) -> SequenceGroup:
+    return SequenceGroup(name, range(num_tokens), SamplingParams(**({"max_tokens": 4} | sampling)))  # type: ignore[arg-type]
+
+
+def plan(output: SchedulerOutput) -> dict[str, list[int]]:
+    """How many tokens each request's sequences compute in a step."""
+    chunks: dict[str, list[int]] = {}
+    for sequence, num_tokens, _ in output.scheduled:
+        chunks.setdefault(sequence.group.request_id, []).append(num_tokens)
+    return chunks
+
+
+def step(scheduler: Scheduler, worker: FakeWorker) -> SchedulerOutput:
+    output = scheduler.schedule()
+    if not output.is_empty:
+        scheduler.update_from_output(output, worker.execute(output))
+    scheduler.blocks.check()
+    return output
+
+
+def run(scheduler: Scheduler, worker: FakeWorker, most_steps: int = 10_000) -> None:
+    for _ in range(most_steps):
+        if not scheduler.has_work:
+            return
+        step(scheduler, worker)
+    pytest.fail("the run does not end")
+
+
+def output_of(group: SequenceGroup, index: int = 0) -> list[int]:
+    sequence = group.sequences[index]
+    return sequence.token_ids[sequence.num_prompt_tokens :]
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_samples_only_after_the_last() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    scheduler.add_request(make_group("a", 20))
+    worker = FakeWorker(scheduler.config)
+    outputs = [step(scheduler, worker) for _ in range(4)]
+    assert [plan(output) for output in outputs] == [{"a": [8]}, {"a": [8]}, {"a": [4]}, {"a": [1]}]
+    assert [output.scheduled[0].samples for output in outputs] == [False, False, True, True]
+
+
+def test_decodes_and_prefill_chunks_share_a_step_and_decodes_go_first() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    worker = FakeWorker(scheduler.config)
+    scheduler.add_request(make_group("long", 12))
+    step(scheduler, worker)
+    scheduler.add_request(make_group("short", 2))
+    assert plan(step(scheduler, worker)) == {"long": [4], "short": [2]}
+    scheduler.add_request(make_group("longer", 30))
+    assert plan(step(scheduler, worker)) == {"long": [1], "short": [1], "longer": [6]}
+
+
+def test_requests_start_in_the_order_of_arrival_and_the_head_is_never_overtaken() -> None:
+    scheduler = make_scheduler(num_device_blocks=4)
+    worker = FakeWorker(scheduler.config)
+    for name, num_tokens in (("first", 12), ("second", 12), ("third", 2)):
+        scheduler.add_request(make_group(name, num_tokens, max_tokens=2))
+    assert list(plan(step(scheduler, worker))) == ["first"]
+    assert [group.request_id for group in scheduler.waiting] == ["second", "third"]
+
+
+def test_sequences_are_counted_not_groups() -> None:
+    scheduler = make_scheduler(max_num_seqs=4)
+    worker = FakeWorker(scheduler.config)
+    scheduler.add_request(make_group("three", 2, n=3))
+    scheduler.add_request(make_group("two", 2, n=2))
+    step(scheduler, worker)
+    assert scheduler.get_request_counts() == (1, 1)
+    run(scheduler, worker)
+
+
+def test_when_blocks_run_out_the_last_admitted_is_preempted_and_comes_back_first() -> None:
+    scheduler = make_scheduler(num_device_blocks=4)
+    worker = FakeWorker(scheduler.config)
+    older, younger = make_group("older", 8, max_tokens=5), make_group("younger", 8, max_tokens=5)
+    for group in (older, younger, make_group("next", 4)):
+        scheduler.add_request(group)
+    step(scheduler, worker)
+    output = step(scheduler, worker)
+    assert list(plan(output)) == ["older"]
+    assert output.preempted == [younger.sequences[0].id]
+    assert scheduler.waiting.head is younger
+    assert younger.sequences[0].num_computed_tokens == 0
+    run(scheduler, worker)
+    for group in (older, younger):
+        assert output_of(group) == reference_output(group, 0, scheduler.config.max_sequence_tokens)
+
+
+def test_victims_tokens_return_to_the_budget() -> None:
+    """What a victim had been planned for goes to those who are planned after it, token for token.
+
+    Two groups of two come back from a lost worker with 12 output tokens each, and a single one joins them. In the
+    second step the single one is planned first (1 token), then the first group (1 + 12); the second group needs
+    blocks, takes the single one's place, and of the budget of 26 tokens finds 13, not 12.
+    """
+    waiting = WaitingQueue()
+    scheduler = make_scheduler(waiting, num_device_blocks=64)
+    worker = FakeWorker(scheduler.config)
+    groups = [make_group(name, 4, n=2, max_tokens=20) for name in "ab"]
+    for group in groups:
+        scheduler.add_request(group)
+    while min(len(sequence.token_ids) for group in groups for sequence in group.sequences) < 16:
+        step(scheduler, worker)
+    for sequence in (sequence for group in groups for sequence in group.sequences):
+        del sequence.token_ids[16:]
+    scheduler.release_all()
+    scheduler.add_request(make_group("single", 4))
+
+    scheduler = make_scheduler(waiting, num_device_blocks=17, max_num_batched_tokens=40)
+    worker = FakeWorker(scheduler.config)
+    assert plan(step(scheduler, worker)) == {"a": [16], "b": [16], "single": [4]}
+    scheduler.config = replace(scheduler.config, max_num_batched_tokens=26)
+    assert plan(step(scheduler, worker)) == {"a": [1, 12], "b": [1, 12]}
+    assert [group.request_id for group in waiting] == ["single"]
+
+
+def test_n_outputs_share_the_prompts_blocks_until_they_write() -> None:
+    scheduler = make_scheduler()
+    worker = FakeWorker(scheduler.config)
+    group = make_group("a", 8, n=3, max_tokens=3)
+    scheduler.add_request(group)
+    step(scheduler, worker)
+    tables = [scheduler.blocks.tables[sequence.id] for sequence in group.sequences]
+    assert tables[0][:2] == tables[1] == tables[2]
+    run(scheduler, worker)
+    assert [output_of(group, index) for index in range(3)] == [reference_output(group, index, 64) for index in range(3)]
+
+
+def test_an_output_that_ends_with_its_first_token_leaves_the_prompt_to_the_others() -> None:
+    group = make_group("a", 6, n=2, max_tokens=3)
+    first = reference_output(group, 0, 64)[0]
+    group = make_group("a", 6, n=2, max_tokens=3, eos_token_ids=frozenset({first}))
+    scheduler = make_scheduler()
+    scheduler.add_request(group)
+    run(scheduler, FakeWorker(scheduler.config))
+    assert output_of(group, 0) == [first]
+    assert output_of(group, 1) == reference_output(group, 1, 64)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "status", "num_tokens", "stop"),
+    [
+        ({"max_tokens": 3}, SequenceStatus.FINISHED_LENGTH_CAPPED, 3, None),
+        ({"max_tokens": 99}, SequenceStatus.FINISHED_LENGTH_CAPPED, 60, None),
+        ({"max_tokens": 9, "eos_token_ids": frozenset(range(50))}, SequenceStatus.FINISHED_STOPPED, 1, None),
+        ({"max_tokens": 9, "stop_token_ids": frozenset(range(50))}, SequenceStatus.FINISHED_STOPPED, 1, "token"),
+        (
+            {"max_tokens": 9, "min_tokens": 3, "eos_token_ids": frozenset(range(50))},
+            SequenceStatus.FINISHED_STOPPED,
+            4,
+            None,
+        ),
+    ],
+)
+def test_sequences_end_for_the_stated_reason(
+    sampling: dict[str, object], status: SequenceStatus, num_tokens: int, stop: str | None
+) -> None:
+    scheduler = make_scheduler()
+    group = make_group("a", 4, **sampling)
+    scheduler.add_request(group)
+    run(scheduler, FakeWorker(scheduler.config))
+    sequence = group.sequences[0]
+    assert (sequence.status, sequence.num_output_tokens) == (status, num_tokens)
+    assert sequence.stop_token_id == (sequence.token_ids[-1] if stop else None)
+
+
+def test_a_prompt_of_exactly_the_pool_runs() -> None:
+    scheduler = make_scheduler(num_device_blocks=4, watermark=0.5)
+    group = make_group("a", 15)
+    scheduler.add_request(group)
+    run(scheduler, FakeWorker(scheduler.config))
+    assert group.sequences[0].num_output_tokens == 1
+
+
+@pytest.mark.parametrize(("num_tokens", "n"), [(99, 1), (4, 9)])
+def test_a_group_that_can_never_run_is_ignored_with_a_reason_and_the_next_one_runs(num_tokens: int, n: int) -> None:
+    scheduler = make_scheduler()
+    group, neighbour = make_group("big", num_tokens, n=n), make_group("small", 4)
+    scheduler.add_request(group)
+    scheduler.add_request(neighbour)
+    output = step(scheduler, FakeWorker(scheduler.config))
+    assert output.ignored == [group]
+    assert group.error is not None
+    assert "16 blocks of 4 tokens and 8 sequences" in group.error
+    assert {sequence.status for sequence in group.sequences} == {SequenceStatus.FINISHED_IGNORED}
+    assert plan(output) == {"small": [4]}
+
+
+def test_outputs_that_together_outgrow_the_pool_end_the_group_not_the_engine() -> None:
+    scheduler = make_scheduler(num_device_blocks=4)
+    group = make_group("a", 4, n=4, max_tokens=12)
+    scheduler.add_request(group)
+    run(scheduler, FakeWorker(scheduler.config))
+    assert {sequence.status for sequence in group.sequences} == {SequenceStatus.FINISHED_IGNORED}
+    assert scheduler.blocks.device.num_free == 4
+
+
+def test_abort_frees_every_block_at_once_wherever_the_request_is() -> None:
+    scheduler = make_scheduler(max_num_seqs=3)
+    worker = FakeWorker(scheduler.config)
+    for name, n in (("running", 3), ("waiting", 1)):
+        scheduler.add_request(make_group(name, 6, n=n, max_tokens=20))
+    output = scheduler.schedule()
+    answer = worker.execute(output)
+    ended = scheduler.finish_requests(["running", "waiting", "unknown"], SequenceStatus.FINISHED_ABORTED)
+    assert [group.request_id for group in ended] == ["running", "waiting"]
+    assert scheduler.blocks.device.num_free == 16
+    assert scheduler.update_from_output(output, answer) == []
+    assert scheduler.finish_requests(["running"], SequenceStatus.FINISHED_ABORTED) == []  # a doubled abort
+    last = scheduler.schedule()
+    assert last.finished == [output.scheduled[0].sequence.id]
+    assert not scheduler.has_work
+
+
+def test_a_lost_worker_gives_its_groups_back_in_order_and_another_goes_on_from_their_tokens() -> None:
+    waiting = WaitingQueue()
+    first = make_scheduler(waiting)
+    groups = [make_group(name, 6, n=n, max_tokens=6) for name, n in (("a", 1), ("b", 2), ("c", 1))]
+    for group in groups:
+        first.add_request(group)
+    worker = FakeWorker(first.config)
+    for _ in range(3):
+        step(first, worker)
+    first.release_all()
+    assert list(waiting) == groups
+    assert first.blocks.device.num_free == 16
+    second = make_scheduler(waiting)
+    run(second, FakeWorker(second.config))
+    for group in groups:
+        for index in range(group.sampling.n):
+            assert output_of(group, index) == reference_output(group, index, 64)
+
+
+def test_a_sequence_whose_logits_are_not_finite_ends_alone() -> None:
+    scheduler = make_scheduler()
+    sick, well = make_group("sick", 4), make_group("well", 4)
+    scheduler.add_request(sick)
+    scheduler.add_request(well)
+    output = scheduler.schedule()
+    failed = frozenset({sick.sequences[0].id})
+    scheduler.update_from_output(output, ModelOutput(1, [0, 7], failed_sequence_ids=failed))
+    assert sick.sequences[0].status is SequenceStatus.FINISHED_ABORTED
+    assert sick.error is not None
+    assert output_of(sick) == []
+    assert output_of(well) == [7]
+
+
+@pytest.mark.parametrize("answer", [ModelOutput(2, [1]), ModelOutput(1, []), ModelOutput(1, [1, 2])])
+def test_an_answer_that_does_not_fit_the_step_is_refused(answer: ModelOutput) -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_group("a", 4))
+    output = scheduler.schedule()
+    with pytest.raises(ValueError, match="the worker"):
+        scheduler.update_from_output(output, answer)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("block_size", 0),
+        ("num_device_blocks", 0),
+        ("max_num_seqs", 0),
+        ("max_model_len", -1),
+        ("watermark", 1.0),
+        ("watermark", float("nan")),
+        ("max_num_batched_tokens", 7),
+    ],
+)
+def test_impossible_configurations_name_the_field(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=field):
+        make_scheduler(**{field: value})
+
+
+requests = st.tuples(
+    st.integers(1, 40),  # prompt tokens
+    st.integers(1, 3),  # n
+    st.integers(1, 20),  # max tokens
+    st.integers(0, 4),  # min tokens
+    st.sets(st.integers(0, 49), max_size=3),  # end tokens
+    st.integers(0, 12),  # arrives before this step
+    st.one_of(st.none(), st.integers(0, 12)),  # is aborted before this step
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.lists(requests, min_size=1, max_size=12),
+    st.integers(1, 6),  # block size
+    st.integers(1, 24),  # blocks
+    st.integers(1, 6),  # sequences
+    st.integers(0, 30),  # further tokens in a step
+    st.floats(0, 0.5),  # watermark
+    st.sets(st.integers(0, 20), max_size=2),  # steps at which the worker is lost
+)
+def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_behind(
+    specs: SequenceOf[tuple[int, int, int, int, set[int], int, int | None]],
+    block_size: int,
+    num_blocks: int,
+    max_num_seqs: int,
+    more_tokens: int,
+    watermark: float,
+    losses: set[int],
+) -> None:
+    sizes: dict[str, int | float] = {
+        "block_size": block_size,
+        "num_device_blocks": num_blocks,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_seqs + more_tokens,
+        "watermark": watermark,
+    }
+    waiting = WaitingQueue()
+    scheduler = make_scheduler(waiting, **sizes)
+    worker = FakeWorker(scheduler.config)
+    groups = [
+        make_group(
+            str(i),
+            length,
+            n=n,
+            max_tokens=max_tokens,
+            min_tokens=min(min_tokens, max_tokens),
+            eos_token_ids=frozenset(ends),
+        )
+        for i, (length, n, max_tokens, min_tokens, ends, _, _) in enumerate(specs)
+    ]
+    finished: dict[int, int] = {}
+    for now in range(5_000):
+        for group, (*_, arrival, abort) in zip(groups, specs, strict=True):
+            if now == arrival:
+                scheduler.add_request(group)
+            if now == abort:
+                scheduler.finish_requests([group.request_id], SequenceStatus.FINISHED_ABORTED)
+        if now in losses:
+            scheduler.release_all()
+            assert scheduler.blocks.device.num_free == num_blocks
+            scheduler = make_scheduler(waiting, **sizes)
+            worker = FakeWorker(scheduler.config)
+        if now > 12 and not scheduler.has_work:
+            break
+        output = scheduler.schedule()
+        scheduler.blocks.check()
+        assert sum(scheduled.num_tokens for scheduled in output.scheduled) <= max_num_seqs + more_tokens
+        assert len(output.scheduled) <= sum(len(group.live) for group in scheduler.running) <= max_num_seqs
+        if not output.is_empty:
+            for gained in scheduler.update_from_output(output, worker.execute(output)):
+                if gained.sequence.status.is_finished:
+                    finished[gained.sequence.id] = finished.get(gained.sequence.id, 0) + 1
+        scheduler.blocks.check()
+    else:
+        pytest.fail("the run does not end")
+    assert scheduler.blocks.device.num_free == num_blocks
+    assert not worker.mirrors
+    assert all(count == 1 for count in finished.values())
+    for group in groups:
+        for index, sequence in enumerate(group.sequences):
+            assert sequence.status.is_finished or group.request_id not in waiting
+            expected = reference_output(group, index, scheduler.config.max_sequence_tokens)
+            if sequence.status in (SequenceStatus.FINISHED_STOPPED, SequenceStatus.FINISHED_LENGTH_CAPPED):
+                assert output_of(group, index) == expected
+            else:  # aborted or ignored on the way
+                assert output_of(group, index) == expected[: sequence.num_output_tokens]
