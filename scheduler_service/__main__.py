@@ -1,0 +1,19 @@
+"""Run the scheduler service: python -m scheduler_service --help."""
+
+from pagewire_common.logs import configure_logging
+from pagewire_common.server import run
+from pagewire_common.settings import load_settings
+from scheduler_service.settings import SchedulerSettings
+
+
+def main() -> None:
+    settings = load_settings(SchedulerSettings, "scheduler_service")
+    configure_logging(settings.log_level, settings.log_format)
+    # Imported after the flags are known to be good, because the tokenizer library takes a second to load.
+    from scheduler_service.server import serve
+
+    run("scheduler_service", lambda: serve(settings))
+
+
+if __name__ == "__main__":
+    main()

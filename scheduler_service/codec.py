@@ -1,0 +1,112 @@
+"""Between the core's types and the worker's protobufs; pure, and the only place where the two meet."""
+
+from typing import NamedTuple
+
+from pagewire.v1 import scheduler_output_pb2 as pb
+from pagewire.v1 import worker_service_pb2 as worker_pb
+from scheduler_service.core import ModelOutput, SamplingParams, SchedulerOutput, Sequence
+from scheduler_service.core.outputs import TokenLogprobs
+
+PROTOCOL_VERSION = 1
+
+
+class WorkerInfo(NamedTuple):
+    """What a worker said of itself."""
+
+    protocol_version: int
+    model_id: str
+    model_fingerprint: str
+    dtype: str
+    device: str
+    block_size: int
+    num_device_blocks: int
+    num_host_blocks: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    vocabulary_size: int
+    epoch: int
+
+
+def decode_worker_info(message: worker_pb.GetWorkerInfoResponse) -> WorkerInfo:
+    return WorkerInfo(**{name: getattr(message, name) for name in WorkerInfo._fields})
+
+
+def encode_sampling(sampling: SamplingParams, index: int) -> pb.SequenceSampling:
+    return pb.SequenceSampling(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        seed=sampling.seed,
+        index=index,
+        min_tokens=sampling.min_tokens,
+        eos_token_ids=sorted(sampling.eos_token_ids | sampling.stop_token_ids),
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
+        logit_bias=sampling.logit_bias,
+        allowed_token_ids=sampling.allowed_token_ids,
+        bad_words=[pb.TokenSequence(token_ids=word) for word in sampling.bad_words],
+    )
+
+
+def _encode_new_sequence(sequence: Sequence, block_ids: list[int]) -> pb.NewSequence:
+    return pb.NewSequence(
+        sequence_id=sequence.id,
+        token_ids=sequence.token_ids,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_computed_tokens=sequence.num_computed_tokens,
+        block_ids=block_ids,
+        sampling=encode_sampling(sequence.sampling, sequence.index),
+    )
+
+
+def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.SchedulerOutput:
+    """A step as the worker will read it; a step of nothing but decodes leaves its second and third column out."""
+    message = pb.SchedulerOutput(
+        epoch=epoch,
+        step_id=output.step_id,
+        new_sequences=[_encode_new_sequence(sequence, block_ids) for sequence, block_ids in output.new_sequences],
+        sequence_ids=[scheduled.sequence.id for scheduled in output.scheduled],
+        block_table_updates=[
+            pb.BlockTableUpdate(sequence_id=sequence_id, start=start, block_ids=block_ids)
+            for sequence_id, start, block_ids in output.block_table_updates
+        ],
+        finished=output.finished,
+        preempted=output.preempted,
+    )
+    if any(scheduled.num_tokens != 1 for scheduled in output.scheduled):
+        message.num_scheduled_tokens.extend(scheduled.num_tokens for scheduled in output.scheduled)
+    if not all(scheduled.samples for scheduled in output.scheduled):
+        message.samples.extend(scheduled.samples for scheduled in output.scheduled)
+    if output.blocks_to_copy:
+        message.blocks_to_copy.sources.extend(source for source, _ in output.blocks_to_copy)
+        message.blocks_to_copy.destinations.extend(destination for _, destination in output.blocks_to_copy)
+    return message
+
+
+def _decode_logprobs(columns: pb.SampleLogprobs) -> list[TokenLogprobs]:
+    """Cut the columns of one sequence into positions; raises ValueError when they do not fit together."""
+    width, positions = columns.width, len(columns.ranks)
+    if not len(columns.token_ids) == len(columns.logprobs) == width * positions:
+        raise ValueError(f"log-probabilities of sequence {columns.sequence_id} have columns of different lengths")
+    token_ids, logprobs = list(columns.token_ids), list(columns.logprobs)
+    return [
+        TokenLogprobs(token_ids[i * width : (i + 1) * width], logprobs[i * width : (i + 1) * width], columns.ranks[i])
+        for i in range(positions)
+    ]
+
+
+def decode_model_output(message: pb.ModelOutput) -> ModelOutput:
+    """A worker's answer; raises ValueError when it contradicts itself."""
+    output = ModelOutput(
+        message.step_id, list(message.token_ids), failed_sequence_ids=frozenset(message.failed_sequence_ids)
+    )
+    for columns in message.logprobs:
+        (output.logprobs[columns.sequence_id],) = _decode_logprobs(columns)
+    for columns in message.prompt_logprobs:
+        output.prompt_logprobs[columns.sequence_id] = _decode_logprobs(columns)
+    return output

@@ -1,0 +1,81 @@
+"""The model that is served: what the scheduler learns of it from the first worker."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pagewire_common.errors import StartError
+from scheduler_service.codec import WorkerInfo
+from scheduler_service.tokenization import Tokenizer
+
+
+def model_name(model: str) -> str:
+    """The name that a worker gives the model of this --model value: a folder's name, a GGUF file's stem.
+
+    Raises StartError when the value is a path to nothing.
+    """
+    path = Path(model).expanduser()
+    if path.exists():
+        return path.stem if path.suffix == ".gguf" else path.resolve().name
+    if model.startswith(("/", ".", "~")) or path.suffix == ".gguf":
+        raise StartError(f"the model {model} does not exist")
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """The model's generation_config.json, read the way its authors' own library reads it.
+
+    Without do_sample, decoding is greedy whatever the other fields say.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_new_tokens: int | None = None
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "GenerationDefaults":
+        names = ("top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+        values = {name: config[name] for name in names if config.get(name) is not None}
+        return cls(temperature=float(config.get("temperature") or 1.0) if config.get("do_sample") else 0.0, **values)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Name, limits, defaults and tokenizer of the model."""
+
+    name: str
+    fingerprint: str
+    dtype: str
+    context_length: int
+    vocabulary_size: int
+    max_num_seqs: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer: Tokenizer
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+
+    @classmethod
+    def load(cls, info: WorkerInfo, directory: Path, *, max_num_seqs: int) -> "ServedModel":
+        """Read the files that a worker sent. Takes about a second; call it on a thread."""
+        config = _read_json(directory / "config.json")
+        generation = _read_json(directory / "generation_config.json")
+        eos = generation.get("eos_token_id", config.get("eos_token_id"))
+        return cls(
+            name=info.model_id,
+            fingerprint=info.model_fingerprint,
+            dtype=info.dtype,
+            context_length=min(info.max_model_len, info.num_device_blocks * info.block_size),
+            vocabulary_size=info.vocabulary_size,
+            max_num_seqs=min(max_num_seqs, info.max_num_seqs),
+            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+            tokenizer=Tokenizer(directory),
+            defaults=GenerationDefaults.from_config(generation),
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}

@@ -1,0 +1,49 @@
+"""The scheduler process: servers, engine, and the order in which they start and stop."""
+
+import asyncio
+
+import structlog
+
+from pagewire.v1 import admin_service_pb2, inference_service_pb2
+from pagewire.v1.admin_service_pb2_grpc import add_AdminServiceServicer_to_server
+from pagewire.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
+from pagewire_common.server import GrpcServer, stop_event
+from scheduler_service.admin_servicer import AdminServicer
+from scheduler_service.engine import Engine
+from scheduler_service.servicer import InferenceServicer
+from scheduler_service.settings import SchedulerSettings
+
+log = structlog.get_logger()
+
+
+async def serve(settings: SchedulerSettings) -> None:
+    """Serve until SIGTERM or SIGINT: admit nothing more, let streams finish for the grace period, return."""
+    stop = stop_event()
+    engine = Engine(settings)
+    server = GrpcServer(
+        [
+            inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
+            admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
+        ]
+    )
+    add_InferenceServiceServicer_to_server(InferenceServicer(engine), server.server)
+    add_AdminServiceServicer_to_server(AdminServicer(engine), server.server)
+    await server.start(settings.listen)
+
+    async def announce() -> None:
+        model = await engine.wait_for_model()
+        await server.set_serving(True)
+        log.info("ready", model=model.name, context_length=model.context_length)
+
+    running = asyncio.create_task(engine.run())
+    announcing = asyncio.create_task(announce())
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+    log.info("stopping", requests=len(engine.requests))
+    await server.stop(engine.drain, settings.grace)
+    for task in (announcing, running, stopping):
+        task.cancel()
+    for result in await asyncio.gather(announcing, running, stopping, return_exceptions=True):
+        if isinstance(result, Exception):
+            raise result
+    log.info("stopped")

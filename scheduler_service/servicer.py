@@ -1,0 +1,127 @@
+"""InferenceService: from protobuf to a checked request, and from deltas to protobuf."""
+
+import asyncio
+from typing import Any
+
+import grpc
+import structlog
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire.v1.inference_service_pb2_grpc import InferenceServiceServicer
+from pagewire_common.errors import RequestError
+from scheduler_service.core import SequenceStatus
+from scheduler_service.core.outputs import TokenLogprobs
+from scheduler_service.engine import Engine
+from scheduler_service.request import RequestState
+from scheduler_service.streams import OutputDelta
+from scheduler_service.validation import (
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_STRINGS,
+    check_request,
+    check_token_ids,
+    encode_prompt,
+)
+
+log = structlog.get_logger()
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_FINISH_REASONS = {
+    SequenceStatus.FINISHED_STOPPED: pb.FINISH_REASON_STOP,
+    SequenceStatus.FINISHED_LENGTH_CAPPED: pb.FINISH_REASON_LENGTH,
+    SequenceStatus.FINISHED_ABORTED: pb.FINISH_REASON_ABORT,
+}
+
+
+class InferenceServicer(InferenceServiceServicer):
+    """The public service; see the .proto for its contract."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def Generate(  # type: ignore[override]  # it writes itself, to bound how long a write may take
+        self, request: pb.GenerateRequest, context: Context
+    ) -> None:
+        model = await self._engine.model()
+        state = self._engine.submit(await check_request(request, model), model)
+        structlog.contextvars.bind_contextvars(request_id=state.request.request_id)
+        try:
+            seeded: set[int] = set()
+            async for delta in state.stream:
+                message = encode_delta(state, delta)
+                if delta.index not in seeded:
+                    seeded.add(delta.index)
+                    message.seed = state.request.sampling.seed
+                await self._write(message, context)
+        finally:
+            self._engine.close(state)
+            log.info(
+                "request closed",
+                prompt_tokens=len(state.request.prompt_token_ids),
+                output_tokens=[sequence.num_output_tokens for sequence in state.group.sequences],
+                status=[sequence.status.name for sequence in state.group.sequences],
+            )
+
+    async def _write(self, message: pb.GenerateResponse, context: Context) -> None:
+        limit = self._engine.settings.stall_timeout
+        try:
+            async with asyncio.timeout(limit):
+                await context.write(message)
+        except TimeoutError:
+            raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the client read nothing for {limit:g} s") from None
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        return pb.AbortResponse(aborted=self._engine.abort(request.request_id))
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
+        model = await self._engine.model()
+        return pb.GetModelResponse(
+            name=model.name,
+            context_length=model.context_length,
+            vocabulary_size=model.vocabulary_size,
+            max_n=min(MAX_N, model.max_num_seqs),
+            max_logprobs=MAX_LOGPROBS,
+            max_stop_strings=MAX_STOP_STRINGS,
+            eos_token_ids=model.eos_token_ids,
+            has_chat_template=model.tokenizer.has_chat_template,
+        )
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        return pb.TokenizeResponse(token_ids=await encode_prompt(request, await self._engine.model()))
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        model = await self._engine.model()
+        check_token_ids("token_ids", request.token_ids, model)
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        return pb.DetokenizeResponse(text=await model.tokenizer.decode(request.token_ids, skip_special_tokens=skip))
+
+
+def encode_delta(state: RequestState, delta: OutputDelta) -> pb.GenerateResponse:
+    """One message of a stream; the last of an index carries why it ended and its usage."""
+    message = pb.GenerateResponse(
+        request_id=state.request.request_id,
+        index=delta.index,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        logprobs=map(_encode_logprobs, delta.logprobs),
+        prompt_logprobs=map(_encode_logprobs, delta.prompt_logprobs),
+    )
+    if delta.status is not None:
+        message.finish_reason = _FINISH_REASONS[delta.status]
+        if isinstance(delta.stop, str):
+            message.stop_string = delta.stop
+        elif delta.stop is not None:
+            message.stop_token_id = delta.stop
+        message.usage.prompt_tokens = len(state.request.prompt_token_ids)
+        message.usage.output_tokens = delta.num_output_tokens
+    return message
+
+
+def _encode_logprobs(position: TokenLogprobs) -> pb.TokenLogprobs:
+    chosen, *top = (
+        pb.TokenLogprob(token_id=token_id, logprob=logprob, rank=rank)
+        for rank, (token_id, logprob) in enumerate(zip(position.token_ids, position.logprobs, strict=True))
+    )
+    chosen.rank = position.rank
+    return pb.TokenLogprobs(chosen=chosen, top=top)

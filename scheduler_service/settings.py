@@ -1,0 +1,29 @@
+"""The scheduler service's settings."""
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+from pydantic_settings import NoDecode
+
+from pagewire_common.settings import Address, ServiceSettings
+
+
+def _split(value: object) -> object:
+    """Accept a,b as well as a repeated flag."""
+    values = [value] if isinstance(value, str) else value
+    return [part for item in values for part in item.split(",") if part] if isinstance(values, list) else values
+
+
+class SchedulerSettings(ServiceSettings):
+    """Plans the steps of the workers and streams their tokens to clients."""
+
+    listen: Address = Field("127.0.0.1:50051", description="HOST:PORT to serve clients on")
+    workers: Annotated[list[Address], NoDecode, BeforeValidator(_split), Field(min_length=1)] = Field(
+        ["127.0.0.1:50052"], description="HOST:PORT of each worker, separated by commas"
+    )
+    max_num_batched_tokens: int = Field(2048, ge=1, description="most tokens in one step; a worker's own limit counts")
+    max_num_seqs: int = Field(256, ge=1, description="most sequences in one step; a worker's own limit counts")
+    max_num_waiting: int = Field(8192, ge=1, description="most requests in flight before RESOURCE_EXHAUSTED")
+    watermark: float = Field(0.01, ge=0, lt=1, description="share of device blocks that admission leaves free")
+    no_worker_timeout: float = Field(60.0, ge=0, description="seconds a request waits while no worker is connected")
+    stall_timeout: float = Field(60.0, gt=0, description="seconds a client may leave a message unread")

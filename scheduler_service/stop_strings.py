@@ -1,0 +1,42 @@
+"""Stop strings that may span tokens: text that could be the beginning of one is held back until it is decided."""
+
+from collections.abc import Sequence
+
+
+class StopChecker:
+    """Passes text through up to the first stop string."""
+
+    def __init__(self, stop_strings: Sequence[str], *, include_stop: bool) -> None:
+        self._stops = tuple(stop_strings)
+        self._include_stop = include_stop
+        self._longest = max(map(len, self._stops), default=0)
+        self._held = ""
+
+    def step(self, text: str) -> tuple[str, str | None]:
+        """Take new text; returns what may be shown of it and the stop string that ends it, if one was found.
+
+        Of several in the same text the one that begins first counts, and of those the longest.
+        """
+        if not self._stops:
+            return text, None
+        text = self._held + text
+        hits = [(start, -len(stop), stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if hits:
+            start, _, stop = min(hits)
+            self._held = ""
+            return text[: start + len(stop) if self._include_stop else start], stop
+        held = self._length_to_hold(text)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held], None
+
+    def flush(self) -> str:
+        """What was held back, when the output ends for another reason."""
+        held, self._held = self._held, ""
+        return held
+
+    def _length_to_hold(self, text: str) -> int:
+        """Length of the longest end of the text that a stop string begins with."""
+        for length in range(min(len(text), self._longest - 1), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,71 @@
+"""Output on its way to one client: merged while the client is slow, so a stream never holds more than its output."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from pagewire_common.errors import RequestError
+from scheduler_service.core import SequenceStatus
+from scheduler_service.core.outputs import TokenLogprobs
+
+
+@dataclass(slots=True)
+class OutputDelta:
+    """What one output gained. `status` is set, and `stop` may be, when it ended."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    status: SequenceStatus | None = None
+    stop: str | int | None = None
+    """The stop string or stop token that ended it, when the request named one."""
+    num_output_tokens: int = 0
+
+    def merge(self, later: "OutputDelta") -> None:
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.prompt_logprobs += later.prompt_logprobs
+        self.status = later.status
+        self.stop = later.stop
+        self.num_output_tokens = later.num_output_tokens
+
+
+class OutputStream:
+    """The deltas of one request. The engine puts, one reader iterates until every output has ended."""
+
+    def __init__(self, num_outputs: int) -> None:
+        self._num_open = num_outputs
+        self._pending: dict[int, OutputDelta] = {}
+        self._error: RequestError | None = None
+        self._changed = asyncio.Event()
+
+    def put(self, delta: OutputDelta) -> None:
+        """Never waits: what the reader has not taken yet is merged."""
+        if waiting := self._pending.get(delta.index):
+            waiting.merge(delta)
+        else:
+            self._pending[delta.index] = delta
+        self._changed.set()
+
+    def fail(self, error: RequestError) -> None:
+        """End the stream with an error, after what is pending."""
+        self._error = error
+        self._changed.set()
+
+    def __aiter__(self) -> "OutputStream":
+        return self
+
+    async def __anext__(self) -> OutputDelta:
+        """The next delta; raises the RequestError that ended the stream."""
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            if not self._num_open:
+                raise StopAsyncIteration
+            self._changed.clear()
+            await self._changed.wait()
+        delta = self._pending.pop(next(iter(self._pending)))
+        self._num_open -= delta.status is not None
+        return delta

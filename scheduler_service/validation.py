@@ -1,0 +1,217 @@
+"""From a GenerateRequest to a checked GenerationRequest, or to a status that names the field and its limit."""
+
+import math
+import secrets
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import grpc
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_common.errors import RequestError
+from scheduler_service.core import SamplingParams
+from scheduler_service.model import ServedModel
+from scheduler_service.request import GenerationRequest
+from scheduler_service.tokenization import TemplateError
+
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_TOKENS = 64
+MAX_LOGIT_BIASES = 1024
+MAX_BAD_WORDS = 64
+MAX_STRING = 256
+MAX_REQUEST_ID = 128
+ROLES = ("system", "user", "assistant", "tool")
+
+# Positive temperatures below this count as this: dividing logits by less overflows without changing the choice.
+MIN_TEMPERATURE = 0.01
+
+# Part of the contract, but not of this server yet.
+UNIMPLEMENTED_FIELDS = ("priority", "tenant", "cache_salt", "lora_name")
+UNIMPLEMENTED_SAMPLING = (
+    "best_of",
+    "beam_width",
+    "length_penalty",
+    "early_stopping",
+    "json_schema",
+    "regex",
+    "choice",
+    "grammar",
+)
+
+
+def invalid(message: str) -> NoReturn:
+    raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, message)
+
+
+async def check_request(message: pb.GenerateRequest, model: ServedModel) -> GenerationRequest:
+    """Check everything about a request, cheapest first. Raises RequestError."""
+    if len(message.request_id) > MAX_REQUEST_ID:
+        invalid(f"request_id has {len(message.request_id)} characters; at most {MAX_REQUEST_ID} are allowed")
+    _refuse_unimplemented(message)
+    sampling = message.sampling
+    _check_sampling(sampling, model)
+    prompt = await encode_prompt(message, model)
+    max_tokens = _max_tokens(sampling, len(prompt), model)
+    bad_words = await model.tokenizer.encode_words(sampling.bad_words) if sampling.bad_words else ()
+    return GenerationRequest(
+        request_id=message.request_id or uuid.uuid4().hex,
+        prompt_token_ids=prompt,
+        sampling=_sampling_params(sampling, model, max_tokens, bad_words),
+        stop=tuple(sampling.stop),
+        include_stop_str_in_output=sampling.include_stop_str_in_output,
+        skip_special_tokens=sampling.skip_special_tokens if sampling.HasField("skip_special_tokens") else True,
+    )
+
+
+async def encode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, model: ServedModel) -> list[int]:
+    """The prompt's token ids, within the vocabulary and shorter than the context. Raises RequestError."""
+    kind = message.WhichOneof("prompt" if isinstance(message, pb.GenerateRequest) else "input")
+    if kind == "token_ids" and isinstance(message, pb.GenerateRequest):
+        prompt = list(message.token_ids.ids)
+        check_token_ids("token_ids", prompt, model)
+    elif kind == "text":
+        _check_characters("text", len(message.text), model)
+        prompt = await model.tokenizer.encode(message.text, parse_special_tokens=message.parse_special_tokens)
+    elif kind == "chat":
+        prompt = await _encode_chat(message.chat, model)
+    else:
+        invalid("prompt is missing: set one of text, token_ids or chat")
+    if not prompt:
+        invalid(f"{kind} is empty; the prompt needs at least one token")
+    if len(prompt) >= model.context_length:
+        invalid(
+            f"the prompt has {len(prompt)} tokens; the context has {model.context_length}, "
+            "and at least one must be left for the output"
+        )
+    return prompt
+
+
+def check_token_ids(field: str, token_ids: Iterable[int], model: ServedModel) -> None:
+    largest = max(token_ids, default=0)
+    if largest >= model.vocabulary_size:
+        invalid(f"{field} contains {largest}; the vocabulary has {model.vocabulary_size} tokens")
+
+
+async def _encode_chat(chat: pb.Chat, model: ServedModel) -> list[int]:
+    if not model.tokenizer.has_chat_template:
+        invalid("chat is not possible with this model: it has no chat template; use text or token_ids")
+    if not chat.messages:
+        invalid("chat.messages is empty; at least one message is needed")
+    for position, message in enumerate(chat.messages):
+        if message.role not in ROLES:
+            invalid(f"chat.messages[{position}].role is {message.role[:32]!r}; it must be one of {', '.join(ROLES)}")
+    _check_characters("chat", sum(len(message.content) for message in chat.messages), model)
+    try:
+        return await model.tokenizer.encode_chat([{"role": m.role, "content": m.content} for m in chat.messages])
+    except TemplateError as error:
+        invalid(str(error))
+
+
+def _check_characters(field: str, count: int, model: ServedModel) -> None:
+    """Refuse what cannot fit before spending time on tokenizing it: no token is longer than the longest one."""
+    most = model.context_length * model.tokenizer.longest_token
+    if count > most:
+        invalid(f"{field} has {count} characters; the context of {model.context_length} tokens holds fewer than {most}")
+
+
+def _refuse_unimplemented(message: pb.GenerateRequest) -> None:
+    names = [name for name in UNIMPLEMENTED_FIELDS if getattr(message, name)]
+    names += ["resume"] if message.HasField("resume") else []
+    names += [f"sampling.{name}" for name in UNIMPLEMENTED_SAMPLING if message.sampling.HasField(name)]
+    if names:
+        raise RequestError(grpc.StatusCode.UNIMPLEMENTED, f"{names[0]} is not implemented by this server")
+
+
+def _check_sampling(sampling: pb.SamplingParams, model: ServedModel) -> None:
+    _check_number("n", sampling, 1, min(MAX_N, model.max_num_seqs))
+    _check_number("max_tokens", sampling, 1, math.inf)
+    _check_number("temperature", sampling, 0, 100)
+    _check_number("top_p", sampling, 0, 1, open_low=True)
+    _check_number("min_p", sampling, 0, 1)
+    _check_number("presence_penalty", sampling, -2, 2)
+    _check_number("frequency_penalty", sampling, -2, 2)
+    _check_number("repetition_penalty", sampling, 0, 10, open_low=True)
+    _check_number("logprobs", sampling, 0, MAX_LOGPROBS)
+    _check_number("prompt_logprobs", sampling, 0, MAX_LOGPROBS)
+    _check_strings("stop", sampling.stop, MAX_STOP_STRINGS)
+    _check_strings("bad_words", sampling.bad_words, MAX_BAD_WORDS)
+    _check_length("stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKENS)
+    _check_length("logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIASES)
+    _check_length("allowed_token_ids", len(sampling.allowed_token_ids), model.vocabulary_size)
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        check_token_ids(f"sampling.{name}", getattr(sampling, name), model)
+    for token_id, bias in sampling.logit_bias.items():
+        if not -100 <= bias <= 100:  # also refuses NaN
+            invalid(f"sampling.logit_bias[{token_id}] is {bias:g}; it must be in [-100, 100]")
+
+
+def _check_number(name: str, sampling: pb.SamplingParams, low: float, high: float, *, open_low: bool = False) -> None:
+    if not sampling.HasField(name):
+        return
+    value = getattr(sampling, name)
+    if not math.isfinite(value) or value < low or value > high or (open_low and value == low):
+        bound = f"at least {low:g}" if high == math.inf else f"in {'(' if open_low else '['}{low:g}, {high:g}]"
+        invalid(f"sampling.{name} is {value:g}; it must be {bound}")
+
+
+def _check_strings(name: str, strings: Sequence[str], most: int) -> None:
+    _check_length(name, len(strings), most)
+    for position, string in enumerate(strings):
+        if not 1 <= len(string) <= MAX_STRING:
+            invalid(
+                f"sampling.{name}[{position}] has {len(string)} characters; it must have between 1 and {MAX_STRING}"
+            )
+
+
+def _check_length(name: str, length: int, most: int) -> None:
+    if length > most:
+        invalid(f"sampling.{name} has {length} entries; at most {most} are allowed")
+
+
+def _max_tokens(sampling: pb.SamplingParams, num_prompt_tokens: int, model: ServedModel) -> int:
+    room = model.context_length - num_prompt_tokens
+    if sampling.HasField("max_tokens"):
+        if sampling.max_tokens > room:
+            invalid(
+                f"the prompt has {num_prompt_tokens} tokens and sampling.max_tokens is {sampling.max_tokens}; "
+                f"together they exceed the context of {model.context_length} tokens"
+            )
+        max_tokens = sampling.max_tokens
+    else:
+        max_tokens = min(room, model.defaults.max_new_tokens or room)
+    if sampling.min_tokens > max_tokens:
+        invalid(f"sampling.min_tokens is {sampling.min_tokens}; it must be at most max_tokens ({max_tokens})")
+    return max_tokens
+
+
+def _sampling_params(
+    sampling: pb.SamplingParams, model: ServedModel, max_tokens: int, bad_words: tuple[tuple[int, ...], ...]
+) -> SamplingParams:
+    def optional(name: str, default: Any) -> Any:
+        return getattr(sampling, name) if sampling.HasField(name) else default
+
+    defaults = model.defaults
+    given = {
+        name: optional(name, getattr(defaults, name)) for name in ("top_k", "top_p", "min_p", "repetition_penalty")
+    }
+    temperature = optional("temperature", defaults.temperature) or 0.0
+    return SamplingParams(
+        n=sampling.n or 1,
+        max_tokens=max_tokens,
+        min_tokens=sampling.min_tokens,
+        temperature=max(temperature, MIN_TEMPERATURE) if temperature else 0.0,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(63),
+        eos_token_ids=frozenset() if sampling.ignore_eos else frozenset(model.eos_token_ids),
+        stop_token_ids=frozenset(sampling.stop_token_ids),
+        logprobs=optional("logprobs", None),
+        prompt_logprobs=optional("prompt_logprobs", None),
+        logit_bias=dict(sampling.logit_bias),
+        allowed_token_ids=tuple(sorted(set(sampling.allowed_token_ids))),
+        bad_words=bad_words,
+        **given,
+    )

@@ -1,0 +1,96 @@
+"""The scheduler's end of the wire to one worker."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+
+from pagewire.v1 import scheduler_output_pb2 as pb
+from pagewire.v1 import worker_service_pb2 as worker_pb
+from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
+from scheduler_service.codec import WorkerInfo, decode_model_output, decode_worker_info, encode_scheduler_output
+from scheduler_service.core import ModelOutput, SchedulerOutput
+
+# A worker that cannot be reached is noticed within about 20 s even when its machine is gone without a word.
+OPTIONS = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+)
+TOKENIZER_FILES = frozenset(
+    (
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    )
+)
+MAX_TOKENIZER_BYTES = 256 << 20
+
+
+class WorkerError(Exception):
+    """The worker cannot be used; the message says why."""
+
+
+class Session:
+    """One Execute stream: a step goes out, its answer comes back."""
+
+    def __init__(self, call: "grpc.aio.StreamStreamCall[pb.SchedulerOutput, pb.ModelOutput]", epoch: int) -> None:
+        self.epoch = epoch
+        self._call = call
+
+    def when_broken(self, callback: Callable[[], None]) -> None:
+        """Call back when the stream ends for whatever reason, also between steps."""
+        self._call.add_done_callback(lambda _: callback())
+
+    @property
+    def is_broken(self) -> bool:
+        return self._call.done()
+
+    async def execute(self, output: SchedulerOutput) -> ModelOutput:
+        """Have one step run. Raises grpc.aio.AioRpcError when the stream breaks, WorkerError on a wrong answer."""
+        await self._call.write(encode_scheduler_output(output, self.epoch))
+        answer = await self._call.read()
+        if not isinstance(answer, pb.ModelOutput):
+            raise WorkerError(f"the worker ended the session: {await self._call.details() or 'no reason given'}")
+        if answer.epoch != self.epoch:
+            raise WorkerError(f"the worker answered for epoch {answer.epoch} in the session of epoch {self.epoch}")
+        try:
+            return decode_model_output(answer)
+        except ValueError as error:
+            raise WorkerError(str(error)) from error
+
+    def close(self) -> None:
+        self._call.cancel()
+
+
+class WorkerClient:
+    """A channel to one worker. Create it inside the event loop that uses it."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+        self._stub = WorkerServiceStub(self._channel)
+
+    async def get_info(self) -> WorkerInfo:
+        return decode_worker_info(await self._stub.GetWorkerInfo(worker_pb.GetWorkerInfoRequest(), timeout=10))
+
+    async def fetch_tokenizer(self, directory: Path) -> None:
+        """Write the worker's tokenizer files into a folder. Raises WorkerError on a file that is none."""
+        left = MAX_TOKENIZER_BYTES
+        async for piece in self._stub.GetTokenizer(worker_pb.GetTokenizerRequest(), timeout=60):
+            left -= len(piece.data)
+            if piece.name not in TOKENIZER_FILES or left < 0:
+                raise WorkerError("the worker sent something that is not a tokenizer")
+            with (directory / piece.name).open("ab") as file:
+                file.write(piece.data)
+
+    def open_session(self, epoch: int) -> Session:
+        return Session(self._stub.Execute(), epoch)
+
+    async def close(self) -> None:
+        await self._channel.close()

@@ -1,0 +1,58 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler_service.stop_strings import StopChecker
+
+texts = st.text("ab c", max_size=12)
+stops = st.lists(st.text("ab c", min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+def feed(pieces: list[str], stop_strings: list[str], include_stop: bool) -> tuple[list[str], str | None]:
+    checker = StopChecker(stop_strings, include_stop=include_stop)
+    shown = []
+    for piece in pieces:
+        text, stop = checker.step(piece)
+        shown.append(text)
+        if stop is not None:
+            return shown, stop
+    return [*shown, checker.flush()], None
+
+
+@given(st.lists(st.text("ab c", max_size=1), max_size=20), stops, st.booleans())
+def test_text_ends_where_the_first_stop_string_completes(
+    pieces: list[str], stop_strings: list[str], include_stop: bool
+) -> None:
+    """Character by character: the oracle looks for the shortest prefix that ends with a stop string."""
+    shown, stop = feed(pieces, stop_strings, include_stop)
+    whole = "".join(pieces)
+    for end in range(len(whole) + 1):
+        hits = [s for s in stop_strings if whole[:end].endswith(s)]
+        if hits:
+            longest = max(hits, key=len)
+            assert stop == longest
+            assert "".join(shown) == (whole[:end] if include_stop else whole[: end - len(longest)])
+            return
+    assert stop is None
+    assert "".join(shown) == whole
+
+
+@given(st.lists(texts, max_size=6), stops)
+def test_nothing_of_a_stop_string_is_ever_shown_however_text_is_cut(pieces: list[str], stop_strings: list[str]) -> None:
+    shown, stop = feed(pieces, stop_strings, include_stop=False)
+    whole = "".join(pieces)
+    assert whole.startswith("".join(shown))
+    assert (stop is not None) == any(s in whole for s in stop_strings)
+    assert not any(s in "".join(shown) for s in stop_strings)
+
+
+@given(st.lists(texts, max_size=6), stops)
+def test_text_that_cannot_become_a_stop_string_is_not_held_back(pieces: list[str], stop_strings: list[str]) -> None:
+    checker = StopChecker(stop_strings, include_stop=False)
+    taken = shown = ""
+    for piece in pieces:
+        text, stop = checker.step(piece)
+        if stop is not None:
+            return
+        taken, shown = taken + piece, shown + text
+        held = taken[len(shown) :]
+        assert not held or any(s.startswith(held) for s in stop_strings)

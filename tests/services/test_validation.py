@@ -1,0 +1,133 @@
+import math
+
+import grpc
+import pytest
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_common.errors import RequestError
+from scheduler_service.model import GenerationDefaults, ServedModel
+from scheduler_service.validation import check_request
+
+
+def request(text: str = "hello", **sampling: object) -> pb.GenerateRequest:
+    return pb.GenerateRequest(text=text, sampling=pb.SamplingParams(**sampling))  # type: ignore[arg-type]
+
+
+def chat(*messages: tuple[str, str]) -> pb.GenerateRequest:
+    return pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role=r, content=c) for r, c in messages]))
+
+
+INVALID = {
+    "no prompt": (pb.GenerateRequest(), "prompt is missing"),
+    "empty text": (request(""), "text is empty"),
+    "empty token ids": (pb.GenerateRequest(token_ids=pb.TokenIds()), "token_ids is empty"),
+    "empty chat": (chat(), "chat.messages is empty"),
+    "unknown role": (chat(("wizard", "hi")), r"chat.messages\[0\].role is 'wizard'"),
+    "template refuses": (chat(("assistant", "hi")), "the user must speak last"),
+    "prompt of the whole context": (request("x" * 100), "100 tokens; the context has 100"),
+    "a 5 MB prompt": (request("x" * 5_000_000), "text has 5000000 characters"),
+    "a 5 MB chat": (chat(("user", "x" * 5_000_000)), "chat has 5000000 characters"),
+    "token outside the vocabulary": (
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 259])),
+        "token_ids contains 259; the vocabulary has 259",
+    ),
+    "long request id": (pb.GenerateRequest(request_id="x" * 129, text="a"), "request_id has 129"),
+    "no outputs": (request(n=0), r"sampling.n is 0; it must be in \[1, 8\]"),
+    "a million outputs": (request(n=10**6), "sampling.n is 1e\\+06"),
+    "no tokens": (request(max_tokens=0), "max_tokens is 0; it must be at least 1"),
+    "more tokens than the context": (request(max_tokens=96), "5 tokens and sampling.max_tokens is 96.*100"),
+    "min over max": (request(min_tokens=5, max_tokens=4), "min_tokens is 5; it must be at most max_tokens"),
+    "top_p of zero": (request(top_p=0), r"top_p is 0; it must be in \(0, 1\]"),
+    "stop strings": (request(stop=["x"] * 10_000), "sampling.stop has 10000 entries; at most 16"),
+    "empty stop string": (request(stop=["a", ""]), r"sampling.stop\[1\] has 0 characters"),
+    "long stop string": (request(stop=["x" * 257]), r"sampling.stop\[0\] has 257 characters"),
+    "stop tokens": (request(stop_token_ids=[1] * 65), "stop_token_ids has 65 entries"),
+    "stop token outside": (request(stop_token_ids=[300]), "stop_token_ids contains 300"),
+    "logprobs": (request(logprobs=21), r"logprobs is 21; it must be in \[0, 20\]"),
+    "prompt logprobs": (request(prompt_logprobs=21), "prompt_logprobs is 21"),
+    "bias outside": (request(logit_bias={300: 1.0}), "logit_bias contains 300"),
+    "large bias": (request(logit_bias={1: 101.0}), r"logit_bias\[1\] is 101"),
+    "allowed outside": (request(allowed_token_ids=[259]), "allowed_token_ids contains 259"),
+    "bad words": (request(bad_words=["x"] * 65), "bad_words has 65 entries"),
+}
+FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+@pytest.mark.parametrize(("message", "reason"), INVALID.values(), ids=INVALID)
+async def test_bad_input_is_refused_with_the_field_and_its_limit(
+    message: pb.GenerateRequest, reason: str, byte_model: ServedModel
+) -> None:
+    with pytest.raises(RequestError, match=reason) as error:
+        await check_request(message, byte_model)
+    assert error.value.code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -2.5, 101.0])
+async def test_floats_that_are_no_sensible_number_are_refused(name: str, value: float, byte_model: ServedModel) -> None:
+    with pytest.raises(RequestError, match=f"sampling.{name} is") as error:
+        await check_request(request(**{name: value}), byte_model)
+    assert error.value.code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+async def test_biases_that_are_no_number_are_refused(value: float, byte_model: ServedModel) -> None:
+    with pytest.raises(RequestError, match=r"logit_bias\[1\] is"):
+        await check_request(request(logit_bias={1: value}), byte_model)
+
+
+@pytest.mark.parametrize(
+    ("message", "name"),
+    [
+        (pb.GenerateRequest(text="a", priority=1), "priority"),
+        (pb.GenerateRequest(text="a", tenant="t"), "tenant"),
+        (pb.GenerateRequest(text="a", cache_salt="s"), "cache_salt"),
+        (pb.GenerateRequest(text="a", lora_name="l"), "lora_name"),
+        (pb.GenerateRequest(text="a", resume=pb.ResumeState()), "resume"),
+        (request(best_of=2), "sampling.best_of"),
+        (request(beam_width=2), "sampling.beam_width"),
+        (request(length_penalty=1), "sampling.length_penalty"),
+        (request(early_stopping=True), "sampling.early_stopping"),
+        (request(json_schema="{}"), "sampling.json_schema"),
+        (request(regex="a*"), "sampling.regex"),
+        (request(choice=pb.Choice(options=["a"])), "sampling.choice"),
+        (request(grammar="x"), "sampling.grammar"),
+    ],
+)
+async def test_fields_without_a_feature_are_refused_by_name(
+    message: pb.GenerateRequest, name: str, byte_model: ServedModel
+) -> None:
+    with pytest.raises(RequestError, match=f"^{name} is not implemented") as error:
+        await check_request(message, byte_model)
+    assert error.value.code is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_what_is_not_set_is_the_models_own_generation_config(byte_model: ServedModel) -> None:
+    config = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 40, "max_new_tokens": 7}
+    from dataclasses import replace
+
+    model = replace(byte_model, defaults=GenerationDefaults.from_config(config))
+    sampling = (await check_request(request(), model)).sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.6, 0.9, 40, 7)
+    sampling = (await check_request(request(temperature=0, top_p=1, top_k=0, max_tokens=9), model)).sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.0, 1.0, 0, 9)
+
+
+async def test_a_model_without_a_generation_config_is_greedy_and_fills_the_context(byte_model: ServedModel) -> None:
+    checked = await check_request(request("hello"), byte_model)
+    assert checked.sampling.temperature == 0.0
+    assert checked.sampling.max_tokens == 95
+    assert checked.sampling.eos_token_ids == {2}
+    assert checked.skip_special_tokens
+    assert checked.request_id
+
+
+async def test_ignore_eos_keeps_only_the_requests_own_stop_tokens(byte_model: ServedModel) -> None:
+    sampling = (await check_request(request(ignore_eos=True, stop_token_ids=[7]), byte_model)).sampling
+    assert (sampling.eos_token_ids, sampling.stop_token_ids) == (frozenset(), {7})
+
+
+async def test_requests_without_a_seed_get_different_ones(byte_model: ServedModel) -> None:
+    seeds = {(await check_request(request(), byte_model)).sampling.seed for _ in range(10)}
+    assert len(seeds) == 10
+    assert (await check_request(request(seed=0), byte_model)).sampling.seed == 0
