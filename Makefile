@@ -1,0 +1,52 @@
+# Everything runs in .venv, which `make setup` builds from nothing; every other target sets it up first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PROTOS := $(wildcard protos/pagewire/v1/*.proto)
+COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
+# PyTorch's own index has the small build for machines without a GPU; where it does not answer, PyPI has the other.
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+TORCH_PROBE := import shutil, urllib.request as u; shutil.which("nvidia-smi") or \
+  (u.urlopen("$(TORCH_CPU_INDEX)/torch/", timeout=5), print("--extra-index-url $(TORCH_CPU_INDEX)"))
+
+.PHONY: setup proto demo test lint fmt up down bench
+setup: $(VENV)/installed $(VENV)/generated
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=…")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt \
+	  $$($(BIN)/python -c '$(TORCH_PROBE)' 2>/dev/null) -e '.[dev]'
+	touch $@
+
+proto: $(VENV)/generated
+
+$(VENV)/generated: $(VENV)/installed $(PROTOS)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=protos --pyi_out=protos \
+	  --grpc_python_out=protos --mypy_grpc_out=quiet:protos $(PROTOS)
+	touch $@
+
+demo: setup
+	$(BIN)/python -m pagewire_client generate --chat "What is the capital of France? Answer in one sentence."
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/buf lint protos
+
+fmt: setup
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+up:
+	$(COMPOSE) up --build --detach
+
+down:
+	$(COMPOSE) down
+
+bench: setup
+	$(BIN)/python -m bench

@@ -1,0 +1,31 @@
+"""A thin Python client of pagewire: `Client` for asyncio, `LLM` for offline batches, and a command line."""
+
+from pagewire.v1.inference_service_pb2 import (
+    FINISH_REASON_ABORT,
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
+    FinishReason,
+    GenerateResponse,
+    SamplingParams,
+    Usage,
+)
+from pagewire_client.client import Client, Prompt
+from pagewire_client.llm import LLM, Completion, Output
+from pagewire_client.local import LocalServer, ServerError
+
+__all__ = [
+    "FINISH_REASON_ABORT",
+    "FINISH_REASON_LENGTH",
+    "FINISH_REASON_STOP",
+    "LLM",
+    "Client",
+    "Completion",
+    "FinishReason",
+    "GenerateResponse",
+    "LocalServer",
+    "Output",
+    "Prompt",
+    "SamplingParams",
+    "ServerError",
+    "Usage",
+]

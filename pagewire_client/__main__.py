@@ -1,0 +1,125 @@
+"""The command line: generate and chat, against a server or one of its own. Output streams to stdout."""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+
+import grpc
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_client.client import Client, Prompt
+from pagewire_client.local import LocalServer, ServerError
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--target",
+        metavar="HOST:PORT",
+        default=os.environ.get("PAGEWIRE_TARGET"),
+        help="a running scheduler service; without one, both services are started here for this command",
+    )
+    common.add_argument("--model", default="default", help="what to serve when no --target is given")
+    common.add_argument("--max-tokens", type=int, default=512, help="most tokens to generate (default 512)")
+    common.add_argument("--temperature", type=float, help="0 takes the likeliest token (default: the model's)")
+    common.add_argument("--top-k", type=int)
+    common.add_argument("--top-p", type=float)
+    common.add_argument("--seed", type=int, help="makes sampling repeatable")
+    common.add_argument("--stop", action="append", default=[], help="text that ends the output; may be repeated")
+
+    parser = argparse.ArgumentParser(prog="pagewire_client", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    generate = commands.add_parser("generate", parents=[common], help="continue a prompt")
+    generate.add_argument("prompt", help="the prompt; - reads it from stdin")
+    generate.add_argument("--chat", action="store_true", help="put the prompt through the model's chat template")
+    chat = commands.add_parser("chat", parents=[common], help="talk with the model; Ctrl-D ends")
+    chat.add_argument("--system", help="the system message")
+    return parser.parse_args(arguments)
+
+
+def sampling_params(arguments: argparse.Namespace) -> pb.SamplingParams:
+    return pb.SamplingParams(
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        stop=arguments.stop,
+    )
+
+
+async def stream(client: Client, prompt: Prompt, sampling: pb.SamplingParams) -> str:
+    """Print an answer as it comes and how fast it came; returns its text."""
+    began = time.perf_counter()
+    first = None
+    text, num_tokens = "", 0
+    async for response in client.generate(prompt, sampling):
+        first = first or time.perf_counter()
+        num_tokens += len(response.token_ids)
+        text += response.text
+        sys.stdout.write(response.text)
+        sys.stdout.flush()
+    ended = time.perf_counter()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    first = first or ended
+    rate = f"{(num_tokens - 1) / (ended - first):.1f} tokens/s" if num_tokens > 1 and ended > first else "one token"
+    sys.stderr.write(f"[{num_tokens} tokens, first after {first - began:.2f} s, then {rate}]\n")
+    return text
+
+
+async def generate(arguments: argparse.Namespace, target: str) -> None:
+    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    prompt: Prompt = [{"role": "user", "content": text}] if arguments.chat else text
+    async with Client(target) as client:
+        await stream(client, prompt, sampling_params(arguments))
+
+
+async def chat(arguments: argparse.Namespace, target: str) -> None:
+    messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    async with Client(target) as client:
+        async for line in _lines():
+            question = {"role": "user", "content": line}
+            try:
+                answer = await stream(client, [*messages, question], sampling_params(arguments))
+            except grpc.aio.AioRpcError as error:
+                sys.stderr.write(f"{error.details()}\n")  # the conversation goes on without this turn
+            else:
+                messages += [question, {"role": "assistant", "content": answer}]
+
+
+async def _lines() -> AsyncIterator[str]:
+    """What is typed, line by line, until the input ends."""
+    with contextlib.suppress(EOFError):
+        while True:
+            if line := (await asyncio.to_thread(input, "> " if sys.stdin.isatty() else "")).strip():
+                yield line
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    command = generate if arguments.command == "generate" else chat
+    if command is chat and sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  # line editing for input()
+    try:
+        if arguments.target:
+            asyncio.run(command(arguments, arguments.target))
+        else:
+            sys.stderr.write("starting a scheduler and a worker …\n")
+            with LocalServer(arguments.model) as server:
+                asyncio.run(command(arguments, server.target))
+    except (ServerError, ValueError) as error:
+        sys.exit(f"pagewire_client: {error}")
+    except grpc.aio.AioRpcError as error:
+        sys.exit(f"pagewire_client: {error.code().name}: {error.details()}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

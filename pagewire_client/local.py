@@ -1,0 +1,125 @@
+"""Both services as child processes on free ports, for offline batches, demos and tests."""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import IO, Self
+
+STOP_SECONDS = 10.0
+
+
+class ServerError(Exception):
+    """A service could not be started; the message is its own last word."""
+
+
+class ServiceProcess:
+    """One service. Its JSON log is read for the address it listens on; whatever else it says is shown."""
+
+    def __init__(self, module: str, arguments: Sequence[str]) -> None:
+        self.module = module
+        self.last_words = ""
+        self._events: queue.Queue[dict[str, object] | None] = queue.Queue()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module, "--log-format", "json", *arguments],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C is for the parent, which then stops its children in order
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
+        assert self.process.stderr is not None
+        self._reader = threading.Thread(target=self._read, args=(self.process.stderr,), daemon=True)
+        self._reader.start()
+
+    def _read(self, stderr: IO[str]) -> None:
+        for line in stderr:  # a progress bar's carriage returns end lines too
+            try:
+                event = json.loads(line)
+            except ValueError:
+                if line.strip():
+                    self.last_words = line.strip()
+                    end = "\n" if line.startswith(self.module) else "\r"
+                    print(line.rstrip("\n"), end=end, file=sys.stderr, flush=True)  # noqa: T201
+            else:
+                if isinstance(event, dict):
+                    self._events.put(event)
+        self._events.put(None)
+
+    def wait_for(self, name: str, timeout: float) -> dict[str, object]:
+        """The next log event of this name. Raises ServerError when the process ends or stays silent."""
+        while True:
+            try:
+                event = self._events.get(timeout=timeout)
+            except queue.Empty:
+                raise ServerError(f"{self.module} was not ready within {timeout:g} s") from None
+            if event is None:
+                raise ServerError(self.last_words or f"{self.module} ended with status {self.process.wait()}")
+            if event.get("event") == name:
+                return event
+
+    def stop(self) -> int:
+        """SIGTERM, then SIGKILL if that does not help; returns the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        status = self.process.wait()
+        self._reader.join()
+        return status
+
+
+class LocalServer:
+    """A scheduler and a worker on this machine, from construction until `stop`.
+
+    `scheduler_arguments` and `worker_arguments` are further flags. Raises ServerError when either does not start.
+    """
+
+    def __init__(
+        self,
+        model: str = "default",
+        *,
+        scheduler_arguments: Sequence[str] = (),
+        worker_arguments: Sequence[str] = (),
+        timeout: float = 600.0,
+    ) -> None:
+        self.processes: list[ServiceProcess] = []
+        try:
+            worker = self._start("worker_service", ["--model", model, *worker_arguments])
+            worker_address = str(worker.wait_for("listening", timeout)["address"])
+            scheduler = self._start(
+                "scheduler_service", ["--model", model, "--workers", worker_address, *scheduler_arguments]
+            )
+            self.target = str(scheduler.wait_for("listening", timeout)["address"])
+            worker.wait_for("ready", timeout)
+            scheduler.wait_for("ready", timeout)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self, module: str, arguments: Sequence[str]) -> ServiceProcess:
+        process = ServiceProcess(module, ["--listen", "127.0.0.1:0", *arguments])
+        self.processes.append(process)
+        return process
+
+    def stop(self) -> list[int]:
+        """Stop both, the scheduler first; returns their exit statuses."""
+        statuses = [process.stop() for process in reversed(self.processes)]
+        self.processes.clear()
+        return statuses
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
