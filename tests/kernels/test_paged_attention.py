@@ -1,0 +1,127 @@
+"""Paged attention against dense attention in float64, with everything that a sequence does not own poisoned."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.attention import AttentionMetadata, paged_attention
+
+NAN = float("nan")
+
+
+@dataclass
+class Case:
+    """A step over a cache in which only the sequences' own slots are not NaN."""
+
+    query_lens: list[int]
+    context_lens: list[int]
+    query: Tensor
+    layer_cache: Tensor
+    block_tables: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    def run(self, rows: slice = slice(None)) -> Tensor:
+        """Attend with only some of the sequences in the step."""
+        query_lens, context_lens = self.query_lens[rows], self.context_lens[rows]
+        first = sum(self.query_lens[: rows.start or 0])
+        metadata = AttentionMetadata.build(
+            query_lens, context_lens, self.block_tables[rows], self.layer_cache.shape[2], torch.device("cpu")
+        )
+        return paged_attention(self.query[first : first + sum(query_lens)], self.layer_cache, metadata, 0.3)
+
+
+def make_case(
+    lens: list[tuple[int, int]], block_size: int, num_kv_heads: int, groups: int, head_dim: int, seed: int = 0
+) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+    query_lens = [query_len for query_len, _ in lens]
+    context_lens = [computed + query_len for query_len, computed in lens]
+    num_blocks = [-(-context_len // block_size) for context_len in context_lens]
+    # A pool of all layers, of which the middle one is attended; block 0 belongs to nobody.
+    pool = torch.full((sum(num_blocks) + 2, 3, 2, block_size, num_kv_heads, head_dim), NAN)
+    layer_cache = pool[:, 1]
+    shuffled = (torch.randperm(sum(num_blocks) + 1, generator=generator) + 1).tolist()
+    block_tables = torch.full((len(lens), max(num_blocks) + 2), len(pool) + 99)
+    keys, values = [], []
+    for row, (context_len, needed) in enumerate(zip(context_lens, num_blocks, strict=True)):
+        block_tables[row, :needed] = torch.tensor([shuffled.pop() for _ in range(needed)])
+        key, value = torch.randn(2, context_len, num_kv_heads, head_dim, generator=generator)
+        for position in range(context_len):
+            block = block_tables[row, position // block_size]
+            layer_cache[block, 0, position % block_size] = key[position]
+            layer_cache[block, 1, position % block_size] = value[position]
+        keys.append(key)
+        values.append(value)
+    query = torch.randn(sum(query_lens), num_kv_heads * groups, head_dim, generator=generator)
+    return Case(query_lens, context_lens, query, layer_cache, block_tables, keys, values)
+
+
+def dense(case: Case) -> Tensor:
+    """The obvious way: one query token and one head at a time."""
+    output = torch.empty_like(case.query, dtype=torch.float64)
+    groups = case.query.shape[1] // case.layer_cache.shape[3]
+    row = 0
+    for query_len, context_len, key, value in zip(
+        case.query_lens, case.context_lens, case.keys, case.values, strict=True
+    ):
+        for position in range(context_len - query_len, context_len):
+            for head in range(case.query.shape[1]):
+                visible = key[: position + 1, head // groups].double()
+                weights = (visible @ case.query[row, head].double() * 0.3).softmax(0)
+                output[row, head] = weights @ value[: position + 1, head // groups].double()
+            row += 1
+    return output.float()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lens=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 40)), min_size=1, max_size=6),
+    block_size=st.sampled_from([1, 3, 4, 16]),
+    heads=st.sampled_from([(1, 1), (2, 3), (3, 1)]),
+    head_dim=st.sampled_from([2, 10, 16]),
+)
+def test_chunks_and_decodes_in_one_step_match_dense_attention(
+    lens: list[tuple[int, int]], block_size: int, heads: tuple[int, int], head_dim: int
+) -> None:
+    case = make_case(lens, block_size, *heads, head_dim)
+    torch.testing.assert_close(case.run(), dense(case), atol=1e-5, rtol=1e-5)
+
+
+def test_garbage_in_unused_slots_never_reaches_a_row() -> None:
+    case = make_case([(1, 5), (1, 0), (4, 3), (1, 31)], block_size=4, num_kv_heads=2, groups=2, head_dim=8)
+    assert case.layer_cache.isnan().any()
+    assert case.run().isfinite().all()
+
+
+def test_a_poisoned_sequence_spoils_no_other() -> None:
+    case = make_case([(1, 5), (1, 7), (3, 2), (3, 0)], block_size=4, num_kv_heads=2, groups=2, head_dim=8)
+    clean = case.run()
+    for row in (1, 3):
+        case.layer_cache[case.block_tables[row, 0]] = NAN
+    poisoned = case.run()
+    assert torch.equal(poisoned[:1], clean[:1])
+    assert poisoned[1].isnan().all()
+    assert torch.equal(poisoned[2:5], clean[2:5])
+
+
+def test_a_row_is_the_same_alone_and_among_others() -> None:
+    case = make_case([(1, 5), (1, 300), (1, 40), (5, 2)], block_size=16, num_kv_heads=2, groups=3, head_dim=16)
+    together = case.run()
+    row = 0
+    for number, query_len in enumerate(case.query_lens):
+        alone = case.run(slice(number, number + 1))
+        torch.testing.assert_close(together[row : row + query_len], alone, atol=1e-6, rtol=1e-6)
+        row += query_len
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_close(dtype: torch.dtype) -> None:
+    case = make_case([(1, 20), (7, 9)], block_size=4, num_kv_heads=2, groups=2, head_dim=16)
+    expected = dense(case)
+    case.query, case.layer_cache = case.query.to(dtype), case.layer_cache.to(dtype)
+    torch.testing.assert_close(case.run().float(), expected, atol=3e-2, rtol=3e-2)

@@ -1,0 +1,73 @@
+"""Short ways to say what the scheduler says, in messages and in the worker's own types."""
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from pagewire.v1 import scheduler_output_pb2 as pb
+from worker_service.session import SequenceState
+from worker_service.step import TOKENS, Limits, NewSequence, SamplingParams
+
+LIMITS = Limits(
+    block_size=4,
+    num_device_blocks=64,
+    num_host_blocks=8,
+    vocabulary_size=131,
+    max_model_len=128,
+    max_num_batched_tokens=256,
+    max_num_seqs=16,
+)
+
+
+def tokens(values: Sequence[int]) -> "array[int]":
+    """An array of token ids or block numbers."""
+    return array(TOKENS, values)
+
+
+def state(
+    token_ids: Sequence[int], num_prompt_tokens: int | None = None, sequence_id: int = 1, **sampling: Any
+) -> SequenceState:
+    """A sequence about to sample."""
+    prompt = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
+    return SequenceState(
+        sequence_id, tokens(token_ids), prompt, len(token_ids), tokens(range(32)), SamplingParams(**sampling)
+    )
+
+
+def new_sequence(
+    sequence_id: int,
+    token_ids: Sequence[int],
+    block_ids: Sequence[int],
+    num_computed_tokens: int = 0,
+    num_prompt_tokens: int | None = None,
+    **sampling: Any,
+) -> NewSequence:
+    """A new sequence in the worker's own type."""
+    prompt = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
+    return NewSequence(
+        sequence_id, tokens(token_ids), prompt, num_computed_tokens, tokens(block_ids), SamplingParams(**sampling)
+    )
+
+
+def sampling_message(**changes: Any) -> pb.SequenceSampling:
+    """Greedy sampling with every default filled in, as the scheduler sends it."""
+    return pb.SequenceSampling(**{"temperature": 0.0, "top_p": 1.0, "repetition_penalty": 1.0, **changes})
+
+
+def new_message(
+    sequence_id: int,
+    token_ids: Sequence[int],
+    block_ids: Sequence[int],
+    num_computed_tokens: int = 0,
+    num_prompt_tokens: int | None = None,
+    **sampling: Any,
+) -> pb.NewSequence:
+    """A new sequence as the scheduler sends it."""
+    return pb.NewSequence(
+        sequence_id=sequence_id,
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids) if num_prompt_tokens is None else num_prompt_tokens,
+        num_computed_tokens=num_computed_tokens,
+        block_ids=block_ids,
+        sampling=sampling_message(**sampling),
+    )

@@ -1,0 +1,44 @@
+"""Folders that are built once and then only read, even when several processes want them at the same time.
+
+A folder appears by a rename when it is complete; whoever finds it may use it without a lock. What a killed process
+left half-built has a name of its own and is removed by the next builder.
+"""
+
+import fcntl
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from pagewire_common.errors import StartError
+
+
+def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
+    """Return `folder`, after `build` has filled it if it did not exist; waits while another process builds it.
+
+    Raises what `build` raises, and StartError where the folder cannot be written.
+    """
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with open(folder.with_name(folder.name + ".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it if this process dies
+            if not folder.is_dir():
+                _build(folder, build)
+    except OSError as error:
+        raise StartError(f"cannot write to the cache folder {folder.parent}: {error}") from error
+    return folder
+
+
+def _build(folder: Path, build: Callable[[Path], None]) -> None:
+    prefix = folder.name + ".partial-"
+    for leftover in folder.parent.glob(prefix + "*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+    try:
+        build(partial)
+        partial.chmod(0o755)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,17 @@
+"""What can go wrong with a step."""
+
+
+class InvalidStepError(ValueError):
+    """A SchedulerOutput contradicts the worker's limits or the session; the message is one sentence."""
+
+
+class FencingError(ValueError):
+    """A step out of turn: a gap in step_id, or an epoch that is not the session's; the message is one sentence."""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out on the host or the device; torch raises a plain RuntimeError for the host's."""
+    wording = ("out of memory", "allocate memory", "enough memory")
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in wording)
+    )

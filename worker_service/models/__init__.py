@@ -1,0 +1,1 @@
+"""Native model implementations: a file a family, and what families share."""

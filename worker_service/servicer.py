@@ -1,0 +1,214 @@
+"""WorkerService over gRPC: readiness, fencing between sessions, and the order of steps within one.
+
+The event loop only moves messages; decoding, computing and encoding of a step happen on the device thread. The newest
+session owns the worker: from the moment one begins, no step of an older one is started.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import structlog
+
+from pagewire.v1 import worker_service_pb2_grpc
+from pagewire.v1.scheduler_output_pb2 import ModelOutput, SchedulerOutput
+from pagewire.v1.worker_service_pb2 import (
+    GetTokenizerRequest,
+    GetTokenizerResponse,
+    GetWorkerInfoRequest,
+    GetWorkerInfoResponse,
+)
+from pagewire_common.errors import RequestError
+from worker_service.codec import decode_scheduler_output, encode_model_output, encode_worker_info
+from worker_service.device_thread import DeviceThread
+from worker_service.errors import FencingError, InvalidStepError, is_out_of_memory
+from worker_service.session import Session
+from worker_service.tokenizer_files import read_pieces
+
+if TYPE_CHECKING:
+    from worker_service.worker import Worker  # imports torch, which the server does after its port is bound
+
+log = structlog.get_logger()
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_STEPS_IN_HAND = 2
+"""Steps of a session that are read and not yet answered: the one being computed, and one so that the next can follow it
+without waiting for a message."""
+
+
+@dataclass(eq=False)
+class _Stream:
+    """One open session."""
+
+    session: Session
+    answers: "asyncio.Queue[asyncio.Future[ModelOutput] | None]" = field(default_factory=asyncio.Queue)
+    """In the order of the steps; None after the last."""
+    awaited: "asyncio.Future[ModelOutput] | None" = None
+    """The answer that the call is waiting for."""
+    room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_STEPS_IN_HAND))
+    end: RequestError | None = None
+    """Why no further step of it may be started. Set on either thread."""
+
+
+class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
+    """Serves one session at a time. Create it inside the running event loop; UNAVAILABLE until `set_ready`."""
+
+    def __init__(self, device_thread: DeviceThread) -> None:
+        self._device_thread = device_thread
+        self._worker: Worker | None = None
+        self._stream: _Stream | None = None
+        self._newest_epoch = 0
+        self._draining = False
+        self._no_session = asyncio.Event()
+        self._no_session.set()
+
+    def set_ready(self, worker: "Worker") -> None:
+        """From now on sessions can be opened."""
+        self._worker = worker
+
+    async def drain(self) -> None:
+        """Open no more sessions, and return once none is open."""
+        self._draining = True
+        await self._no_session.wait()
+
+    async def GetWorkerInfo(self, request: GetWorkerInfoRequest, context: Context) -> GetWorkerInfoResponse:
+        worker = self._ready_worker()
+        return encode_worker_info(worker.info, worker.limits, self._newest_epoch)
+
+    async def GetTokenizer(self, request: GetTokenizerRequest, context: Context) -> AsyncIterator[GetTokenizerResponse]:
+        for name, data in read_pieces(self._ready_worker().tokenizer_files):
+            yield GetTokenizerResponse(name=name, data=data)
+
+    async def Execute(
+        self, request_iterator: AsyncIterator[SchedulerOutput], context: Context
+    ) -> AsyncIterator[ModelOutput]:
+        worker = self._ready_worker()
+        steps = aiter(request_iterator)
+        first = await anext(steps, None)
+        if first is None:
+            return
+        stream = self._begin(worker, first)
+        reader = asyncio.create_task(self._read(worker, stream, first, steps))
+        try:
+            while (answer := await stream.answers.get()) is not None:
+                stream.awaited = answer
+                yield await answer
+                stream.room.release()
+            await reader
+        finally:
+            self._end(stream)
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+            while not stream.answers.empty():
+                unanswered = stream.answers.get_nowait()
+                if unanswered is not None and not unanswered.cancel():
+                    unanswered.exception()  # asyncio complains of errors that nobody looked at
+
+    def _ready_worker(self) -> "Worker":
+        if self._worker is None:
+            raise RequestError(grpc.StatusCode.UNAVAILABLE, "the worker is still loading its model")
+        return self._worker
+
+    def _begin(self, worker: "Worker", first: SchedulerOutput) -> _Stream:
+        if self._draining:
+            raise RequestError(grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
+        if first.epoch <= self._newest_epoch:
+            raise RequestError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"epoch {first.epoch} is not newer than epoch {self._newest_epoch}, which this worker has served",
+            )
+        if first.step_id != 1:
+            raise RequestError(
+                grpc.StatusCode.FAILED_PRECONDITION, f"a session begins with step_id 1, not {first.step_id}"
+            )
+        self._newest_epoch = first.epoch
+        if self._stream is not None:
+            self._supersede(self._stream)
+        self._stream = _Stream(Session(first.epoch, worker.limits))
+        self._no_session.clear()
+        log.info("session began", epoch=first.epoch)
+        return self._stream
+
+    def _supersede(self, stream: _Stream) -> None:
+        stream.end = RequestError(grpc.StatusCode.FAILED_PRECONDITION, f"superseded by epoch {self._newest_epoch}")
+        # Wakes the older call wherever it waits: for the device, or for its next step.
+        if stream.awaited is not None and not stream.awaited.done():
+            stream.awaited.set_exception(stream.end)
+        else:
+            failed: asyncio.Future[ModelOutput] = asyncio.get_running_loop().create_future()
+            failed.set_exception(stream.end)
+            stream.answers.put_nowait(failed)
+
+    def _end(self, stream: _Stream) -> None:
+        if stream.end is None:
+            stream.end = RequestError(grpc.StatusCode.CANCELLED, "closed by the scheduler")
+        log.info("session ended", epoch=stream.session.epoch, reason=str(stream.end))
+        if self._stream is stream:
+            self._stream = None
+            self._no_session.set()
+
+    async def _read(
+        self, worker: "Worker", stream: _Stream, first: SchedulerOutput, steps: AsyncIterator[SchedulerOutput]
+    ) -> None:
+        """Hand steps to the device thread as they come; it computes them one after the other."""
+        try:
+            step: SchedulerOutput | None = first
+            while step is not None:
+                await stream.room.acquire()
+                stream.answers.put_nowait(self._submit(worker, stream, step))
+                step = await anext(steps, None)
+        finally:
+            stream.answers.put_nowait(None)
+
+    def _submit(self, worker: "Worker", stream: _Stream, step: SchedulerOutput) -> "asyncio.Future[ModelOutput]":
+        """Compute a step on the device thread. Unlike a wrapped future, this one may be failed before it is done."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[ModelOutput] = loop.create_future()
+        computed = self._device_thread.submit(partial(_compute, worker, stream, step))
+        computed.add_done_callback(lambda done: loop.call_soon_threadsafe(_settle, answer, done))
+        return answer
+
+
+def _settle(answer: "asyncio.Future[ModelOutput]", computed: "Future[ModelOutput]") -> None:
+    if answer.done():
+        return
+    if (error := computed.exception()) is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(computed.result())
+
+
+def _compute(worker: "Worker", stream: _Stream, message: SchedulerOutput) -> ModelOutput:
+    """Compute one step, on the device thread. After an error the session is over, whatever was sent ahead."""
+    if stream.end is not None:
+        raise stream.end
+    try:
+        output = decode_scheduler_output(message, worker.limits)
+        chunks = stream.session.apply(output)
+        answer = worker.runner.execute(output, chunks)
+        stream.session.commit(chunks, answer.token_ids)
+        return encode_model_output(output.epoch, output.step_id, answer)
+    except Exception as error:
+        stream.end = _explain(error)
+        if stream.end.code is grpc.StatusCode.INTERNAL:
+            raise
+        raise stream.end from error
+
+
+def _explain(error: Exception) -> RequestError:
+    if isinstance(error, InvalidStepError):
+        return RequestError(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+    if isinstance(error, FencingError):
+        return RequestError(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+    if is_out_of_memory(error):
+        log.error("out of memory in a step", exc_info=error)
+        return RequestError(
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "the worker ran out of memory in this step; start it with a lower --max-num-batched-tokens",
+        )
+    return RequestError(grpc.StatusCode.INTERNAL, "a step failed")

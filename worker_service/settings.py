@@ -1,0 +1,29 @@
+"""What a worker can be told by flags and environment."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from pagewire_common.settings import Address, ServiceSettings
+
+
+class WorkerSettings(ServiceSettings):
+    """The worker's settings; those without a default here are chosen at start from the model and the device."""
+
+    listen: Address = Field("127.0.0.1:50052", description="HOST:PORT to serve WorkerService on")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu")
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
+        "auto", description="of weights and cache; auto: the checkpoint's own"
+    )
+    block_size: int = Field(16, ge=1, le=256, description="tokens in a KV cache block")
+    num_device_blocks: int | None = Field(
+        None, ge=1, description="KV cache blocks on the device; by default what its memory has room for"
+    )
+    swap_space: float = Field(1.0, ge=0, description="GiB of host memory for swapped blocks")
+    max_num_batched_tokens: int = Field(2048, ge=1, description="most tokens computed in one step")
+    max_num_seqs: int = Field(256, ge=1, description="most sequences computed in one step")
+    max_model_len: int | None = Field(None, ge=1, description="most tokens of a sequence; by default the model's limit")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the GPU's memory to use in all")
+    threads: int | None = Field(None, ge=1, description="CPU threads of the forward pass; by default one a core")
+    cache: Path = Field(Path("~/.cache/pagewire"), description="folder for downloaded and converted models")

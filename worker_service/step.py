@@ -1,0 +1,168 @@
+"""The vocabulary of a session: what the scheduler says of a step and what the worker answers, free of protobuf.
+
+`codec` makes these from messages and has checked every value that can be judged without knowing the session; `session`
+judges the rest.
+"""
+
+from array import array
+from dataclasses import dataclass, field
+from functools import cached_property
+
+TOKENS = "q"
+"""The type code of arrays of token ids and block numbers: 64-bit, which torch reads without conversion."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a step must keep within."""
+
+    block_size: int
+    num_device_blocks: int
+    num_host_blocks: int
+    vocabulary_size: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """What a scheduler must know before it opens a session, beside the limits."""
+
+    model_id: str
+    model_fingerprint: str
+    dtype: str
+    device: str
+    features: tuple[str, ...]
+    swap_bytes_per_second: int
+    prefill_tokens_per_second: int
+    block_bytes: int
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose a sequence's tokens; the meaning of each field is SequenceSampling's."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    index: int = 0
+    min_tokens: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    @cached_property
+    def edits_logits(self) -> bool:
+        """Whether anything but the temperature and its filters changes which token is likeliest."""
+        return bool(
+            self.penalizes or (self.min_tokens and self.eos_token_ids) or self.logit_bias
+            or self.allowed_token_ids or self.bad_words
+        )  # fmt: skip
+
+    @cached_property
+    def penalizes(self) -> bool:
+        """Whether earlier tokens count."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+@dataclass(frozen=True)
+class NewSequence:
+    """Everything to know of a sequence."""
+
+    sequence_id: int
+    token_ids: "array[int]"
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: "array[int]"
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class BlockTableUpdate:
+    """Replaces a block table's entries from `start` on."""
+
+    sequence_id: int
+    start: int
+    block_ids: "array[int]"
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A new sequence that takes another's first tokens and its parameters."""
+
+    parent_id: int
+    child_id: int
+    num_tokens: int
+    num_computed_tokens: int
+    block_ids: "array[int]"
+    index: int
+
+
+@dataclass(frozen=True)
+class BlockMapping:
+    """Pairs of block numbers: read from sources[i], write to destinations[i]. No destination appears twice."""
+
+    sources: tuple[int, ...] = ()
+    destinations: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class SchedulerOutput:
+    """One step's work. `sequence_ids`, `num_scheduled_tokens` and `samples` are columns of equal length."""
+
+    epoch: int
+    step_id: int
+    new_sequences: tuple[NewSequence, ...] = ()
+    sequence_ids: tuple[int, ...] = ()
+    num_scheduled_tokens: tuple[int, ...] = ()
+    samples: tuple[bool, ...] = ()
+    block_table_updates: tuple[BlockTableUpdate, ...] = ()
+    forks: tuple[Fork, ...] = ()
+    blocks_to_swap_out: BlockMapping = BlockMapping()
+    blocks_to_swap_in: BlockMapping = BlockMapping()
+    blocks_to_copy: BlockMapping = BlockMapping()
+    finished: tuple[int, ...] = ()
+    preempted: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class SampleLogprobs:
+    """Log-probabilities as columns, `width` entries a position: the token that stands there, then the likeliest."""
+
+    sequence_id: int
+    width: int
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int]
+    """One a position: the first entry's rank, 1 for the likeliest."""
+
+
+@dataclass(frozen=True)
+class StepTiming:
+    """Durations of a step's parts in microseconds."""
+
+    move_us: int
+    forward_us: int
+    sample_us: int
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """What one step produced."""
+
+    token_ids: list[int]
+    """One for each sequence that sampled, in the order of the step; 0 for one that failed."""
+    timing: StepTiming
+    logprobs: list[SampleLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[SampleLogprobs] = field(default_factory=list)
+    failed_sequence_ids: list[int] = field(default_factory=list)
+    """Those whose logits were not finite."""

@@ -1,0 +1,135 @@
+"""A loaded worker: from settings to a model with its cache on a device, and what there is to know about it.
+
+Loading and stepping both happen on the one thread that owns the device.
+"""
+
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import torch
+
+from pagewire_common.errors import StartError
+from worker_service.cache_engine import CacheEngine, CacheShape
+from worker_service.capacity import count_device_blocks
+from worker_service.checkpoint import Checkpoint
+from worker_service.errors import is_out_of_memory
+from worker_service.model_runner import ModelRunner
+from worker_service.model_store import find_model
+from worker_service.models.llama import LlamaConfig, LlamaForCausalLM
+from worker_service.profiling import measure_prefill
+from worker_service.settings import WorkerSettings
+from worker_service.step import Limits, WorkerInfo
+from worker_service.tokenizer_files import find_tokenizer_files
+
+log = structlog.get_logger()
+
+MODEL_TYPES = ("llama", "mistral")
+"""The families of networks that can be run, by the `model_type` of config.json."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Everything that serves a session."""
+
+    info: WorkerInfo
+    limits: Limits
+    runner: ModelRunner
+    tokenizer_files: list[Path]
+
+
+def load_worker(settings: WorkerSettings) -> Worker:
+    """Find, load and measure the model, and give the memory that is left to its cache. Raises StartError."""
+    device = _choose_device(settings)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    cache = settings.cache.expanduser()
+    source = find_model(settings.model, cache)
+    checkpoint = Checkpoint(source.path)
+    tokenizer_files = find_tokenizer_files(source.path, cache)
+    config = _read_config(checkpoint)
+    max_model_len = _choose_max_model_len(settings, config)
+    dtype = checkpoint.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    shape = CacheShape(config.num_layers, settings.block_size, config.num_kv_heads, config.head_dim, dtype)
+    num_host_blocks = int(settings.swap_space * 2**30) // shape.block_bytes
+    try:
+        model = LlamaForCausalLM(config, dtype, device)
+        checkpoint.load_into(model.checkpoint_tensors())
+        speed = measure_prefill(model, shape, device, settings.max_num_batched_tokens, settings.max_num_seqs)
+        num_device_blocks = settings.num_device_blocks or count_device_blocks(
+            device,
+            shape.block_bytes,
+            settings.max_num_seqs * -(-max_model_len // settings.block_size),
+            settings.gpu_memory_utilization,
+        )
+        cache_engine = CacheEngine(shape, num_device_blocks, num_host_blocks, device)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise StartError(
+            f"{settings.model} and its cache do not fit into the memory of {device.type}: {str(error).splitlines()[0]}"
+        ) from error
+    return Worker(
+        info=WorkerInfo(
+            model_id=source.model_id,
+            model_fingerprint=checkpoint.fingerprint(tokenizer_files),
+            dtype=str(dtype).removeprefix("torch."),
+            device=f"{device.type} ({_device_name(device)})",
+            features=("swap",) if num_host_blocks else (),
+            swap_bytes_per_second=cache_engine.measure_swap_bandwidth(),
+            prefill_tokens_per_second=speed,
+            block_bytes=shape.block_bytes,
+        ),
+        limits=Limits(
+            block_size=settings.block_size,
+            num_device_blocks=num_device_blocks,
+            num_host_blocks=num_host_blocks,
+            vocabulary_size=config.vocabulary_size,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_seqs=settings.max_num_seqs,
+        ),
+        runner=ModelRunner(model, cache_engine),
+        tokenizer_files=tokenizer_files,
+    )
+
+
+def _choose_device(settings: WorkerSettings) -> torch.device:
+    available = torch.cuda.is_available()
+    if settings.device == "cuda" and not available:
+        raise StartError("--device cuda: torch finds no usable GPU; install a CUDA build of torch, or use --device cpu")
+    return torch.device("cuda", 0) if available and settings.device != "cpu" else torch.device("cpu")
+
+
+def _read_config(checkpoint: Checkpoint) -> LlamaConfig:
+    file = checkpoint.path / "config.json"
+    if checkpoint.model_type not in MODEL_TYPES:
+        raise StartError(
+            f"{file}: a model {checkpoint.model_type} is not supported; supported are {' and '.join(MODEL_TYPES)}"
+        )
+    try:
+        return LlamaConfig.from_json(checkpoint.config)
+    except KeyError as error:
+        raise StartError(f"{file}: {error.args[0]} is missing") from error
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise StartError(f"{file}: {error}") from error
+
+
+def _choose_max_model_len(settings: WorkerSettings, config: LlamaConfig) -> int:
+    if settings.max_model_len is None:
+        return config.max_model_len
+    if settings.max_model_len > config.max_model_len:
+        raise StartError(f"--max-model-len is {settings.max_model_len}; the model's limit is {config.max_model_len}")
+    return settings.max_model_len
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
