@@ -4,10 +4,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/pagewire/v1/*.proto)
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
-# PyTorch's own index has the small build for machines without a GPU; where it does not answer, PyPI has the other.
-TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
-TORCH_PROBE := import shutil, urllib.request as u; shutil.which("nvidia-smi") or \
-  (u.urlopen("$(TORCH_CPU_INDEX)/torch/", timeout=5), print("--extra-index-url $(TORCH_CPU_INDEX)"))
 
 .PHONY: setup proto demo test lint fmt up down bench
 setup: $(VENV)/installed $(VENV)/generated
@@ -16,7 +12,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=…")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt \
-	  $$($(BIN)/python -c '$(TORCH_PROBE)' 2>/dev/null) -e '.[dev]'
+	  $$($(BIN)/python deploy/torch_index.py) -e '.[dev]'
 	touch $@
 
 proto: $(VENV)/generated

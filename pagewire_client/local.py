@@ -39,6 +39,11 @@ class ServiceProcess:
         self._reader.start()
 
     def _read(self, stderr: IO[str]) -> None:
+        with stderr:
+            self._read_lines(stderr)
+        self._events.put(None)
+
+    def _read_lines(self, stderr: IO[str]) -> None:
         for line in stderr:  # a progress bar's carriage returns end lines too
             try:
                 event = json.loads(line)
@@ -50,7 +55,6 @@ class ServiceProcess:
             else:
                 if isinstance(event, dict):
                     self._events.put(event)
-        self._events.put(None)
 
     def wait_for(self, name: str, timeout: float) -> dict[str, object]:
         """The next log event of this name. Raises ServerError when the process ends or stays silent."""

@@ -1,7 +1,6 @@
 """The life of a gRPC server: bind, report health, serve until SIGTERM or SIGINT, drain, exit 0."""
 
 import asyncio
-import contextlib
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -58,12 +57,10 @@ class GrpcServer:
         for name in self._names:
             await self._health.set(name, status)
 
-    async def stop(self, drain: Callable[[], Awaitable[None]] | None = None, grace: float = 0.0) -> None:
-        """Report NOT_SERVING for good, let `drain` finish for at most `grace` seconds, then close every call."""
+    async def stop(self, drain: Callable[[float], Awaitable[None]], grace: float) -> None:
+        """Report NOT_SERVING for good, let `drain` end the work in flight within `grace` seconds, close every call."""
         await self._health.enter_graceful_shutdown()
-        if drain is not None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(drain(), grace)
+        await drain(grace)
         await self.server.stop(grace=1.0)
 
 

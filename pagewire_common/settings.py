@@ -48,7 +48,7 @@ Settings = TypeVar("Settings", bound=ServiceSettings)
 
 
 def load_settings(cls: type[Settings], program: str, arguments: Sequence[str] | None = None) -> Settings:
-    """Read the settings of a service; a bad flag, variable or value exits with status 2 and a sentence on stderr."""
+    """Read the settings of a service; a bad one ends the process with a sentence on stderr."""
     cls.model_config["cli_prog_name"] = program
     try:
         return CliApp.run(cls, list(sys.argv[1:] if arguments is None else arguments))

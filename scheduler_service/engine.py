@@ -6,6 +6,7 @@ publishes; when its stream breaks, its groups go back to the head of the shared 
 """
 
 import asyncio
+import contextlib
 import random
 import tempfile
 import time
@@ -35,6 +36,7 @@ log = structlog.get_logger()
 FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 5.0
 
+_SHUTTING_DOWN = RequestError(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
 _STATUS_OF_ERROR = {
     SequenceStatus.FINISHED_IGNORED: grpc.StatusCode.INVALID_ARGUMENT,
     SequenceStatus.FINISHED_ABORTED: grpc.StatusCode.INTERNAL,
@@ -71,7 +73,7 @@ class Engine:
     def submit(self, request: GenerationRequest, model: ServedModel) -> RequestState:
         """Queue a request. Raises UNAVAILABLE, RESOURCE_EXHAUSTED or ALREADY_EXISTS."""
         if self._is_draining:
-            raise RequestError(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
+            raise _SHUTTING_DOWN
         if len(self.requests) >= self.settings.max_num_waiting:
             raise RequestError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, f"{len(self.requests)} requests are in flight; try again later"
@@ -132,11 +134,16 @@ class Engine:
         """The served model, however long it takes until a worker tells of it."""
         return await asyncio.shield(self._model)
 
-    async def drain(self) -> None:
-        """Admit nothing more and return when every stream has been closed."""
+    async def drain(self, grace: float) -> None:
+        """Admit nothing more, wait until every stream has been closed, and end those left after `grace` seconds."""
         self._is_draining = True
-        if self.requests:
-            await self._is_empty.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace):
+                if self.requests:
+                    await self._is_empty.wait()
+        for state in self.requests.values():
+            self._finish(state, SequenceStatus.FINISHED_ABORTED)
+            state.stream.fail(_SHUTTING_DOWN)
 
     # ---- for the worker loops
 
@@ -243,8 +250,11 @@ class _WorkerLoop:
                 await self._serve()
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
-            except (WorkerError, OSError, ValueError) as error:
+            except WorkerError as error:
                 reason = str(error)
+            except Exception as error:  # whatever it is, the other workers and everybody's streams go on
+                log.error("worker loop failed", worker=self.client.address, exc_info=error)
+                reason = "internal error; the server's log has the details"
             if self.num_steps > steps_before:
                 pause = FIRST_RETRY_SECONDS
             if reason != self.last_error:

@@ -1,6 +1,7 @@
 """The model that is served: what the scheduler learns of it from the first worker."""
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ def model_name(model: str) -> str:
     path = Path(model).expanduser()
     if path.exists():
         return path.stem if path.suffix == ".gguf" else path.resolve().name
-    if model.startswith(("/", ".", "~")) or path.suffix == ".gguf":
-        raise StartError(f"the model {model} does not exist")
+    if path.suffix == ".gguf" or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model):
+        raise StartError(f"there is no file or folder {path}")
     return model
 
 

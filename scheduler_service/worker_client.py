@@ -1,5 +1,7 @@
 """The scheduler's end of the wire to one worker."""
 
+import asyncio
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,8 +55,10 @@ class Session:
 
     async def execute(self, output: SchedulerOutput) -> ModelOutput:
         """Have one step run. Raises grpc.aio.AioRpcError when the stream breaks, WorkerError on a wrong answer."""
-        await self._call.write(encode_scheduler_output(output, self.epoch))
-        answer = await self._call.read()
+        answer: object = None
+        with contextlib.suppress(asyncio.InvalidStateError):  # the stream had ended before this step
+            await self._call.write(encode_scheduler_output(output, self.epoch))
+            answer = await self._call.read()
         if not isinstance(answer, pb.ModelOutput):
             raise WorkerError(f"the worker ended the session: {await self._call.details() or 'no reason given'}")
         if answer.epoch != self.epoch:

@@ -5,6 +5,7 @@ session owns the worker: from the moment one begins, no step of an older one is 
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -64,17 +65,21 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         self._stream: _Stream | None = None
         self._newest_epoch = 0
         self._draining = False
-        self._no_session = asyncio.Event()
-        self._no_session.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     def set_ready(self, worker: "Worker") -> None:
         """From now on sessions can be opened."""
         self._worker = worker
 
-    async def drain(self) -> None:
-        """Open no more sessions, and return once none is open."""
+    async def drain(self, grace: float) -> None:
+        """Open no more sessions; end the open one when no sequence lives in it, or after `grace` seconds."""
         self._draining = True
-        await self._no_session.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace):
+                await self._idle.wait()
+        if self._stream is not None:
+            self._close(self._stream, RequestError(grpc.StatusCode.UNAVAILABLE, "the worker is shutting down"))
 
     async def GetWorkerInfo(self, request: GetWorkerInfoRequest, context: Context) -> GetWorkerInfoResponse:
         worker = self._ready_worker()
@@ -99,6 +104,8 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
                 stream.awaited = answer
                 yield await answer
                 stream.room.release()
+                if not stream.session.sequences and stream.answers.empty():
+                    self._idle.set()
             await reader
         finally:
             self._end(stream)
@@ -128,21 +135,20 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             )
         self._newest_epoch = first.epoch
         if self._stream is not None:
-            self._supersede(self._stream)
+            self._close(
+                self._stream,
+                RequestError(grpc.StatusCode.FAILED_PRECONDITION, f"superseded by epoch {self._newest_epoch}"),
+            )
         self._stream = _Stream(Session(first.epoch, worker.limits))
-        self._no_session.clear()
         log.info("session began", epoch=first.epoch)
         return self._stream
 
-    def _supersede(self, stream: _Stream) -> None:
-        stream.end = RequestError(grpc.StatusCode.FAILED_PRECONDITION, f"superseded by epoch {self._newest_epoch}")
-        # Wakes the older call wherever it waits: for the device, or for its next step.
-        if stream.awaited is not None and not stream.awaited.done():
-            stream.awaited.set_exception(stream.end)
-        else:
-            failed: asyncio.Future[ModelOutput] = asyncio.get_running_loop().create_future()
-            failed.set_exception(stream.end)
-            stream.answers.put_nowait(failed)
+    def _close(self, stream: _Stream, reason: RequestError) -> None:
+        stream.end = reason
+        # Wakes the call where it waits for its next step.
+        wake: asyncio.Future[ModelOutput] = asyncio.get_running_loop().create_future()
+        wake.set_exception(reason)
+        stream.answers.put_nowait(wake)
 
     def _end(self, stream: _Stream) -> None:
         if stream.end is None:
@@ -150,7 +156,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         log.info("session ended", epoch=stream.session.epoch, reason=str(stream.end))
         if self._stream is stream:
             self._stream = None
-            self._no_session.set()
+            self._idle.set()
 
     async def _read(
         self, worker: "Worker", stream: _Stream, first: SchedulerOutput, steps: AsyncIterator[SchedulerOutput]
@@ -160,6 +166,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             step: SchedulerOutput | None = first
             while step is not None:
                 await stream.room.acquire()
+                self._idle.clear()
                 stream.answers.put_nowait(self._submit(worker, stream, step))
                 step = await anext(steps, None)
         finally:

@@ -1,9 +1,12 @@
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from pagewire_client import LocalServer
 from scheduler_service.model import ServedModel
 from scheduler_service.tokenization import Tokenizer
 
@@ -50,3 +53,39 @@ def byte_model(byte_tokenizer: Tokenizer) -> ServedModel:
         eos_token_ids=(2,),
         tokenizer=byte_tokenizer,
     )
+
+
+@pytest.fixture(scope="session")
+def tiny_model_directory(byte_tokenizer_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of random weights that knows the byte tokenizer: a real model, and a fast one."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=259,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(0)
+    directory = tmp_path_factory.mktemp("tiny") / "tiny-llama"
+    shutil.copytree(byte_tokenizer_directory, directory)
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tiny_model_directory: Path) -> Iterator[LocalServer]:
+    """Both services with the tiny model and a pool of 64 blocks: 512 tokens."""
+    with LocalServer(
+        str(tiny_model_directory),
+        worker_arguments=["--num-device-blocks", "64", "--block-size", "8", "--threads", "1", "--swap-space", "0"],
+        scheduler_arguments=["--stall-timeout", "30"],
+    ) as server:
+        yield server

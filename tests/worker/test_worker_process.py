@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from worker_helpers import new_message
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import worker_service_pb2, worker_service_pb2_grpc
@@ -73,27 +74,35 @@ def test_a_worker_serves_and_ends_with_status_zero_on_sigterm(start: Any, tiny_c
     assert worker.stop()[0] == 0
 
 
-def test_sigterm_lets_the_open_session_finish(start: Any, tiny_checkpoint: Path) -> None:
+def test_sigterm_lets_the_live_sequences_finish(start: Any, tiny_checkpoint: Path) -> None:
     worker = start("--model", str(tiny_checkpoint), "--num-device-blocks", "8")
     address = worker.wait_for("listening")["address"]
     worker.wait_for("ready")
     with grpc.insecure_channel(address) as channel:
-        begun = threading.Event()
+        begun, ended = threading.Event(), threading.Event()
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
 
         def steps() -> Iterator[pb.SchedulerOutput]:
-            yield pb.SchedulerOutput(epoch=1, step_id=1)
+            first = pb.SchedulerOutput(epoch=1, step_id=1, sequence_ids=[7], num_scheduled_tokens=[2])
+            first.new_sequences.append(new_message(7, [1, 2], [0]))
+            yield first
             assert begun.wait(60)
             worker.process.send_signal(signal.SIGTERM)
             for update in watch:
                 if update.status == health_pb2.HealthCheckResponse.NOT_SERVING:
                     break
-            yield pb.SchedulerOutput(epoch=1, step_id=2)
+            yield pb.SchedulerOutput(epoch=1, step_id=2, sequence_ids=[7])
+            yield pb.SchedulerOutput(epoch=1, step_id=3, finished=[7])
+            ended.wait(60)
 
         answers = worker_service_pb2_grpc.WorkerServiceStub(channel).Execute(steps())
-        assert next(answers).step_id == 1
+        assert len(next(answers).token_ids) == 1
         begun.set()
-        assert [answer.step_id for answer in answers] == [2]
+        assert len(next(answers).token_ids) == 1
+        assert next(answers).step_id == 3
+        with pytest.raises(grpc.RpcError, match="the worker is shutting down"):
+            next(answers)
+        ended.set()
         watch.cancel()
     assert worker.end()[0] == 0
 

@@ -96,7 +96,7 @@ async def loading() -> AsyncIterator[Service]:
     service = Service(servicer, server, await server.start("127.0.0.1:0"))
     yield service
     await service.channel.close()
-    await server.stop()
+    await server.stop(servicer.drain, 0)
 
 
 @pytest.fixture
@@ -268,26 +268,40 @@ async def test_a_scheduler_that_vanishes_frees_the_worker(service: Service, gate
     await client.send()
     await gate.wait_until_entered()
     client.call.cancel()
-    await asyncio.wait_for(service.servicer.drain(), 10)
+    await asyncio.wait_for(service.servicer.drain(60), 10)
     gate.open.set()
 
 
-async def test_draining_waits_for_the_open_session_and_refuses_others(service: Service) -> None:
+async def test_draining_lets_the_live_sequences_finish_and_refuses_other_sessions(service: Service) -> None:
     client = service.session()
-    await client.step()
-    drain = asyncio.create_task(service.servicer.drain())
-    await client.step()
+    await client.step(**prompt_step(new_message(1, PROMPT, range(8))))
+    drain = asyncio.create_task(service.servicer.drain(60))
+    await client.generate(1, 2)
     late = service.session()
     await late.send()
     assert await late.status() == (grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
     assert not drain.done()
-    await client.step()
-    await client.close()
+    await client.step(finished=[1])
     await asyncio.wait_for(drain, 10)
+    assert await client.status() == (grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
+
+
+async def test_draining_ends_a_session_that_outlasts_the_grace(service: Service) -> None:
+    client = service.session()
+    await client.step(**prompt_step(new_message(1, PROMPT, range(8))))
+    await asyncio.wait_for(service.servicer.drain(0), 10)
+    assert await client.status() == (grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
+
+
+async def test_draining_does_not_wait_for_an_idle_session(service: Service) -> None:
+    client = service.session()
+    await client.step()
+    await asyncio.wait_for(service.servicer.drain(60), 10)
+    assert await client.status() == (grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
 
 
 async def test_draining_without_a_session_is_done_at_once(service: Service) -> None:
-    await asyncio.wait_for(service.servicer.drain(), 10)
+    await asyncio.wait_for(service.servicer.drain(60), 10)
 
 
 @pytest.mark.parametrize(

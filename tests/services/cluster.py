@@ -1,0 +1,22 @@
+"""Looks at a running scheduler from outside."""
+
+import asyncio
+
+import grpc
+
+from pagewire.v1.admin_service_pb2 import ClusterState, GetClusterStateRequest
+from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
+
+
+async def cluster_state(target: str) -> ClusterState:
+    async with grpc.aio.insecure_channel(target) as channel:
+        return (await AdminServiceStub(channel).GetClusterState(GetClusterStateRequest())).state
+
+
+async def until_idle(target: str) -> ClusterState:
+    """The cluster's state once nothing waits or runs; the scheduler checks its block tables for every answer."""
+    async with asyncio.timeout(30):
+        while True:
+            state = await cluster_state(target)
+            if not state.num_waiting and not any(worker.num_running for worker in state.workers):
+                return state

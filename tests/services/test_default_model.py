@@ -1,0 +1,112 @@
+"""The default model served in float32 against transformers' own generation, whatever the scheduler does to it."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from cluster import cluster_state, until_idle
+from prompts import PROMPTS
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pagewire_client import Client, LocalServer, SamplingParams
+from pagewire_client.llm import collect
+from pagewire_common.settings import load_settings
+from worker_service.model_store import find_model
+from worker_service.settings import WorkerSettings
+
+NUM_TOKENS = 64
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+
+# The longest prompt and its output take 65 blocks; the 32 together would take more than 350.
+SMALL_POOL = 90
+
+
+@pytest.fixture(scope="module")
+def model_directory() -> Path:
+    return find_model("default", load_settings(WorkerSettings, "tests", []).cache.expanduser()).path
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LocalServer]:
+    with LocalServer(worker_arguments=["--dtype", "float32"]) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def small_server() -> Iterator[LocalServer]:
+    arguments = ["--dtype", "float32", "--num-device-blocks", str(SMALL_POOL), "--swap-space", "0"]
+    with LocalServer(worker_arguments=arguments) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def greedy_tokens(model_directory: Path) -> list[list[int]]:
+    """What transformers generates for each prompt alone, in float32."""
+    tokenizer = AutoTokenizer.from_pretrained(model_directory)
+    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32).eval()
+    outputs = []
+    for prompt in PROMPTS:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        with torch.inference_mode():
+            (output,) = model.generate(
+                **inputs, max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=[]
+            )
+        outputs.append(output[inputs.input_ids.shape[1] :].tolist())
+    assert all(len(output) == NUM_TOKENS for output in outputs)
+    return outputs
+
+
+def sampled(index: int) -> SamplingParams:
+    return SamplingParams(max_tokens=NUM_TOKENS, temperature=0.8, top_p=0.95, seed=1000 + index, ignore_eos=True)
+
+
+async def together(target: str, sampling: list[SamplingParams]) -> list[list[int]]:
+    """All prompts at once."""
+    async with Client(target) as client:
+        pairs = zip(PROMPTS, sampling, strict=True)
+        completions = await asyncio.gather(*(collect(client, prompt, params) for prompt, params in pairs))
+    return [completion.outputs[0].token_ids for completion in completions]
+
+
+async def preemptions(target: str) -> int:
+    (worker,) = (await cluster_state(target)).workers
+    return worker.num_preemptions
+
+
+def test_there_are_32_prompts_and_they_differ() -> None:
+    assert len(set(PROMPTS)) == 32
+
+
+async def test_32_concurrent_greedy_outputs_equal_transformers(
+    server: LocalServer, greedy_tokens: list[list[int]]
+) -> None:
+    assert await together(server.target, [GREEDY] * len(PROMPTS)) == greedy_tokens
+    assert await preemptions(server.target) == 0
+
+
+async def test_greedy_outputs_equal_transformers_through_at_least_ten_preemptions(
+    small_server: LocalServer, greedy_tokens: list[list[int]]
+) -> None:
+    before = await preemptions(small_server.target)
+    assert await together(small_server.target, [GREEDY] * len(PROMPTS)) == greedy_tokens
+    assert await preemptions(small_server.target) >= before + 10
+    (worker,) = (await until_idle(small_server.target)).workers
+    assert worker.num_free_device_blocks == SMALL_POOL
+
+
+async def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_after_preemption(
+    server: LocalServer, small_server: LocalServer
+) -> None:
+    params = [sampled(index) for index in range(len(PROMPTS))]
+    async with Client(server.target) as client:
+        alone = [
+            (await collect(client, prompt, param)).outputs[0].token_ids
+            for prompt, param in zip(PROMPTS, params, strict=True)
+        ]
+    assert await together(server.target, params) == alone
+    before = await preemptions(small_server.target)
+    assert await together(small_server.target, params) == alone
+    assert await preemptions(small_server.target) >= before + 10
+    assert len({tuple(tokens) for tokens in alone}) == len(PROMPTS)

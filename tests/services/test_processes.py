@@ -1,0 +1,200 @@
+"""The services as processes: starting, failing to start, losing each other, stopping."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pagewire_client import Client, SamplingParams
+from pagewire_client.llm import collect
+from pagewire_client.local import ServiceProcess
+
+Start = Callable[..., tuple[ServiceProcess, str]]
+WORKER_SIZES = ("--num-device-blocks", "64", "--block-size", "8", "--threads", "1", "--swap-space", "0")
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a service and returns it with its address; whatever is left is killed at the end."""
+    processes: list[ServiceProcess] = []
+
+    def start(module: str, *arguments: str, listen: str = "127.0.0.1:0") -> tuple[ServiceProcess, str]:
+        process = ServiceProcess(module, ["--listen", listen, *arguments])
+        processes.append(process)
+        return process, str(process.wait_for("listening", 60)["address"])
+
+    yield start
+    for process in processes:
+        process.process.kill()
+        process.stop()
+
+
+def run(module: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | environment,
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("module", ["scheduler_service", "worker_service"])
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--model", "/nowhere/model"], "/nowhere/model"),
+        (["--model", "nothing.gguf"], "nothing.gguf"),
+        (["--listen", "nonsense"], "--listen: 'nonsense' is not HOST:PORT"),
+        (["--grace", "nan"], "--grace"),
+        (["--log-level", "loud"], "--log-level"),
+    ],
+)
+def test_a_service_that_cannot_start_says_why_in_one_sentence(module: str, arguments: list[str], sentence: str) -> None:
+    if "--listen" not in arguments:
+        arguments = ["--listen", "127.0.0.1:0", *arguments]
+    result = run(module, *arguments)
+    assert result.returncode != 0
+    assert sentence in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stderr.strip().splitlines()[-1].startswith(f"{module}: ")
+
+
+@pytest.mark.parametrize("module", ["scheduler_service", "worker_service"])
+def test_a_port_in_use_is_an_error_at_once(module: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        result = run(module, "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
+    assert result.returncode == 1
+    assert "the port is in use" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_settings_come_from_the_environment_too() -> None:
+    result = run("scheduler_service", PAGEWIRE_WATERMARK="2")
+    assert result.returncode == 1
+    assert "--watermark: Input should be less than 1" in result.stderr
+
+
+def test_an_unreadable_model_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{half a")
+    result = run("worker_service", "--listen", "127.0.0.1:0", "--model", str(tmp_path))
+    assert result.returncode == 1
+    assert "config.json" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+
+
+async def test_a_scheduler_without_a_worker_is_not_serving_and_requests_end_unavailable(start: Start) -> None:
+    scheduler, target = start(
+        "scheduler_service", "--workers", f"127.0.0.1:{free_port()}", "--no-worker-timeout", "0.5"
+    )
+    async with Client(target) as client, grpc.aio.insecure_channel(target) as channel:
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
+        assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await collect(client, "hello")
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "no worker was connected for 0.5 s" in str(error.value.details())
+    assert scheduler.stop() == 0
+
+
+async def test_a_worker_of_another_model_is_refused_with_both_names(start: Start, tiny_model_directory: Path) -> None:
+    _, address = start("worker_service", "--model", str(tiny_model_directory), *WORKER_SIZES)
+    scheduler, _ = start("scheduler_service", "--workers", address)
+    while "serves the model" not in (reason := str(scheduler.wait_for("worker unavailable", 60)["reason"])):
+        pass
+    assert "'tiny-llama'" in reason
+    assert "'default'" in reason
+
+
+async def test_sigterm_lets_streams_finish_admits_no_more_and_exits_0(start: Start, tiny_model_directory: Path) -> None:
+    model = str(tiny_model_directory)
+    worker, address = start("worker_service", "--model", model, *WORKER_SIZES)
+    scheduler, target = start("scheduler_service", "--model", model, "--workers", address)
+    async with Client(target) as client:
+        await client.wait_until_serving(60)
+        stream = client.generate("hello", SamplingParams(max_tokens=400, ignore_eos=True))
+        await anext(stream)
+        scheduler.process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(scheduler.wait_for, "stopping", 30)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await collect(client, "too late")
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert [message async for message in stream][-1].usage.output_tokens == 400
+    assert await asyncio.to_thread(scheduler.process.wait, 30) == 0
+    assert worker.stop() == 0
+
+
+async def test_streams_that_outlast_the_grace_end_unavailable(start: Start, tiny_model_directory: Path) -> None:
+    model = str(tiny_model_directory)
+    _, address = start("worker_service", "--model", model, *WORKER_SIZES)
+    scheduler, target = start("scheduler_service", "--model", model, "--workers", address, "--grace", "0")
+    async with Client(target) as client:
+        await client.wait_until_serving(60)
+        stream = client.generate("hello", SamplingParams(max_tokens=500, ignore_eos=True))
+        await anext(stream)
+        scheduler.process.send_signal(signal.SIGTERM)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            async for _ in stream:
+                pass
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "shutting down" in str(error.value.details())
+    assert await asyncio.to_thread(scheduler.process.wait, 30) == 0
+
+
+async def test_an_idle_worker_that_stops_exits_0_and_its_successor_is_found(
+    start: Start, tiny_model_directory: Path
+) -> None:
+    model = str(tiny_model_directory)
+    worker, address = start("worker_service", "--model", model, *WORKER_SIZES)
+    _, target = start("scheduler_service", "--model", model, "--workers", address)
+    async with Client(target) as client:
+        await client.wait_until_serving(60)
+        before = await collect(client, "hello", SamplingParams(max_tokens=3))
+        assert worker.stop() == 0
+        waiting = asyncio.create_task(collect(client, "hello", SamplingParams(max_tokens=3)))
+        start("worker_service", "--model", model, *WORKER_SIZES, listen=address)
+        assert (await waiting).outputs == before.outputs
+
+
+async def test_killing_the_worker_is_a_pause_not_an_error(start: Start, tiny_model_directory: Path) -> None:
+    """Its successor computes the tokens so far anew and goes on; the streams never learn of it."""
+    model = str(tiny_model_directory)
+    worker, address = start("worker_service", "--model", model, *WORKER_SIZES)
+    _, target = start("scheduler_service", "--model", model, "--workers", address)
+    prompts = [f"prompt number {number}" for number in range(4)]
+    sampling = SamplingParams(n=2, max_tokens=60, temperature=1.0, seed=5, ignore_eos=True)
+    async with Client(target) as client:
+        await client.wait_until_serving(60)
+        undisturbed = [await collect(client, prompt, sampling) for prompt in prompts]
+        first_tokens = asyncio.Event()
+
+        async def disturbed(prompt: str) -> list[list[int]]:
+            tokens: list[list[int]] = [[], []]
+            async for message in client.generate(prompt, sampling):
+                tokens[message.index] += message.token_ids
+                if sum(map(len, tokens)) > 10:
+                    first_tokens.set()
+            return tokens
+
+        streams = [asyncio.create_task(disturbed(prompt)) for prompt in prompts]
+        await first_tokens.wait()
+        worker.process.kill()
+        start("worker_service", "--model", model, *WORKER_SIZES, listen=address)
+        for completion, stream in zip(undisturbed, streams, strict=True):
+            assert await stream == [output.token_ids for output in completion.outputs]

@@ -1,0 +1,34 @@
+import grpc
+import pytest
+from google.protobuf import descriptor_pool, message_factory
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from pagewire_client import LocalServer
+
+
+def test_a_client_without_our_protos_finds_and_calls_generate(tiny_server: LocalServer) -> None:
+    """What grpcurl does: services, messages and field types all come from the server."""
+    with grpc.insecure_channel(tiny_server.target) as channel:
+        database = ProtoReflectionDescriptorDatabase(channel)
+        assert {"pagewire.v1.InferenceService", "pagewire.v1.AdminService"} <= set(database.get_services())
+        pool = descriptor_pool.DescriptorPool(database)
+        method = pool.FindServiceByName("pagewire.v1.InferenceService").FindMethodByName("Generate")
+        request_type = message_factory.GetMessageClass(method.input_type)
+        response_type = message_factory.GetMessageClass(method.output_type)
+        assert request_type.DESCRIPTOR.file.pool is pool
+        call = channel.unary_stream(
+            "/pagewire.v1.InferenceService/Generate",
+            request_serializer=request_type.SerializeToString,
+            response_deserializer=response_type.FromString,
+        )
+        responses = list(call(request_type(text="hello", sampling={"max_tokens": 4, "ignore_eos": True}), timeout=30))
+    assert sum(len(response.token_ids) for response in responses) == 4
+    assert responses[-1].usage.output_tokens == 4
+
+
+@pytest.mark.parametrize("service", ["", "pagewire.v1.InferenceService", "pagewire.v1.AdminService"])
+def test_health_is_reported_for_every_service_and_overall(tiny_server: LocalServer, service: str) -> None:
+    with grpc.insecure_channel(tiny_server.target) as channel:
+        response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
+    assert response.status == health_pb2.HealthCheckResponse.SERVING
