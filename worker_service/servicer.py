@@ -145,10 +145,13 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
 
     def _close(self, stream: _Stream, reason: RequestError) -> None:
         stream.end = reason
-        # Wakes the call where it waits for its next step.
-        wake: asyncio.Future[ModelOutput] = asyncio.get_running_loop().create_future()
-        wake.set_exception(reason)
-        stream.answers.put_nowait(wake)
+        # Wakes the call wherever it waits: for the device, or for its next step.
+        if stream.awaited is not None and not stream.awaited.done():
+            stream.awaited.set_exception(reason)
+        else:
+            failed: asyncio.Future[ModelOutput] = asyncio.get_running_loop().create_future()
+            failed.set_exception(reason)
+            stream.answers.put_nowait(failed)
 
     def _end(self, stream: _Stream) -> None:
         if stream.end is None:

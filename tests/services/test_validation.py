@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -104,8 +105,6 @@ async def test_fields_without_a_feature_are_refused_by_name(
 
 async def test_what_is_not_set_is_the_models_own_generation_config(byte_model: ServedModel) -> None:
     config = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 40, "max_new_tokens": 7}
-    from dataclasses import replace
-
     model = replace(byte_model, defaults=GenerationDefaults.from_config(config))
     sampling = (await check_request(request(), model)).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.6, 0.9, 40, 7)
@@ -125,6 +124,13 @@ async def test_a_model_without_a_generation_config_is_greedy_and_fills_the_conte
 async def test_ignore_eos_keeps_only_the_requests_own_stop_tokens(byte_model: ServedModel) -> None:
     sampling = (await check_request(request(ignore_eos=True, stop_token_ids=[7]), byte_model)).sampling
     assert (sampling.eos_token_ids, sampling.stop_token_ids) == (frozenset(), {7})
+
+
+async def test_tokens_that_only_the_tokenizer_knows_are_refused(byte_model: ServedModel) -> None:
+    smaller = replace(byte_model, vocabulary_size=60)
+    for message in (request("~"), request("!", bad_words=["~"]), chat(("user", "~"))):
+        with pytest.raises(RequestError, match="the vocabulary has 60 tokens"):
+            await check_request(message, smaller)
 
 
 async def test_requests_without_a_seed_get_different_ones(byte_model: ServedModel) -> None:
