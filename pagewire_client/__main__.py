@@ -4,9 +4,10 @@ import argparse
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 
 import grpc
 
@@ -79,40 +80,53 @@ async def generate(arguments: argparse.Namespace, target: str) -> None:
         await stream(client, prompt, sampling_params(arguments))
 
 
-async def chat(arguments: argparse.Namespace, target: str) -> None:
+def chat(arguments: argparse.Namespace, target: str) -> None:
+    """The event loop runs while the model answers and rests while the user types, so that Ctrl-C works at both."""
     messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
-    async with Client(target) as client:
-        async for line in _lines():
-            question = {"role": "user", "content": line}
-            try:
-                answer = await stream(client, [*messages, question], sampling_params(arguments))
-            except grpc.aio.AioRpcError as error:
-                sys.stderr.write(f"{error.details()}\n")  # the conversation goes on without this turn
-            else:
-                messages += [question, {"role": "assistant", "content": answer}]
+
+    async def answer(conversation: Prompt) -> str:
+        async with Client(target) as client:
+            return await stream(client, conversation, sampling_params(arguments))
+
+    for line in _lines():
+        question = {"role": "user", "content": line}
+        try:
+            text = asyncio.run(answer([*messages, question]))
+        except grpc.aio.AioRpcError as error:
+            sys.stderr.write(f"{error.details()}\n")  # the conversation goes on without this turn
+        else:
+            messages += [question, {"role": "assistant", "content": text}]
 
 
-async def _lines() -> AsyncIterator[str]:
+def _lines() -> Iterator[str]:
     """What is typed, line by line, until the input ends."""
     with contextlib.suppress(EOFError):
         while True:
-            if line := (await asyncio.to_thread(input, "> " if sys.stdin.isatty() else "")).strip():
+            if line := input("> " if sys.stdin.isatty() else "").strip():
                 yield line
+
+
+def run(arguments: argparse.Namespace, target: str) -> None:
+    if arguments.command == "generate":
+        asyncio.run(generate(arguments, target))
+    else:
+        chat(arguments, target)
 
 
 def main() -> None:
     arguments = parse_arguments()
-    command = generate if arguments.command == "generate" else chat
-    if command is chat and sys.stdin.isatty():
+    if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # line editing for input()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # leave by the same way as for Ctrl-C, and stop what was started
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         if arguments.target:
-            asyncio.run(command(arguments, arguments.target))
+            run(arguments, arguments.target)
         else:
             sys.stderr.write("starting a scheduler and a worker …\n")
             with LocalServer(arguments.model) as server:
-                asyncio.run(command(arguments, server.target))
+                run(arguments, server.target)
     except (ServerError, ValueError) as error:
         sys.exit(f"pagewire_client: {error}")
     except grpc.aio.AioRpcError as error:

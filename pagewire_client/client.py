@@ -16,7 +16,6 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.max_send_message_length", 64 << 20),
 )
 
 

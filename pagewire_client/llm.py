@@ -3,6 +3,7 @@
 import asyncio
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -54,7 +55,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: str | Sequence[Prompt],
         sampling: pb.SamplingParams | Sequence[pb.SamplingParams] | None = None,
         *,
         progress: bool = True,
@@ -64,13 +65,15 @@ class LLM:
         Raises ValueError when prompts and parameters differ in number, and grpc.aio.AioRpcError with the server's
         sentence for the first prompt it refuses.
         """
-        batch: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)  # type: ignore[arg-type]
+        batch: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
         each = (
             [sampling] * len(batch) if sampling is None or isinstance(sampling, pb.SamplingParams) else list(sampling)
         )
         if len(each) != len(batch):
             raise ValueError(f"there are {len(batch)} prompts and {len(each)} sampling parameters")
-        return asyncio.run(self._generate(batch, each, progress))
+        # On a thread of its own, because a notebook has an event loop running on this one.
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(asyncio.run, self._generate(batch, each, progress)).result()
 
     async def _generate(
         self, batch: list[Prompt], each: Sequence[pb.SamplingParams | None], progress: bool

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import IO, Self
 
 STOP_SECONDS = 10.0
+MAX_EVENTS = 1000
 
 
 class ServerError(Exception):
@@ -52,9 +53,14 @@ class ServiceProcess:
                     self.last_words = line.strip()
                     end = "\n" if line.startswith(self.module) else "\r"
                     print(line.rstrip("\n"), end=end, file=sys.stderr, flush=True)  # noqa: T201
-            else:
-                if isinstance(event, dict):
-                    self._events.put(event)
+                continue
+            if not isinstance(event, dict):
+                continue
+            if event.get("level") in ("warning", "error"):
+                print(f"{self.module}: {line.rstrip()}", file=sys.stderr, flush=True)  # noqa: T201
+            self._events.put(event)
+            if self._events.qsize() > MAX_EVENTS:  # nobody reads them any more
+                self._events.get_nowait()
 
     def wait_for(self, name: str, timeout: float) -> dict[str, object]:
         """The next log event of this name. Raises ServerError when the process ends or stays silent."""

@@ -2,3 +2,8 @@
 
 Nothing here knows about requests, blocks or models.
 """
+
+import os
+
+# gRPC's C core would write lines of its own beside our sentences. It reads this when grpc is first imported.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -18,7 +18,6 @@ log = structlog.get_logger()
 # Clients may ping every 10 s, also between calls; two servers on one port are an error, not a load balancer.
 OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_metadata_size", 16 << 10),
@@ -29,11 +28,12 @@ class GrpcServer:
     """A gRPC server with health, reflection and sentences for errors.
 
     Every named service, and the server as a whole (""), is NOT_SERVING until `set_serving`.
-    Create it inside the running event loop.
+    Messages beyond `max_receive_bytes` are refused by gRPC itself. Create it inside the running event loop.
     """
 
-    def __init__(self, service_names: Sequence[str]) -> None:
-        self.server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=OPTIONS)
+    def __init__(self, service_names: Sequence[str], *, max_receive_bytes: int) -> None:
+        options = (*OPTIONS, ("grpc.max_receive_message_length", max_receive_bytes))
+        self.server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
         self._names = ("", *service_names)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)

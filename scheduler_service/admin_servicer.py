@@ -29,7 +29,6 @@ class AdminServicer(AdminServiceServicer):
                 last_error=worker.last_error,
             )
             if (scheduler := worker.scheduler) is not None:
-                scheduler.blocks.check()
                 state.connected = True
                 state.last_error = ""
                 state.num_running = len(scheduler.running)

@@ -10,7 +10,7 @@ import contextlib
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -21,12 +21,13 @@ from scheduler_service.codec import PROTOCOL_VERSION, WorkerInfo
 from scheduler_service.core import (
     Scheduler,
     SchedulerConfig,
+    SchedulerOutput,
     SequenceGroup,
     SequenceOutput,
     SequenceStatus,
     WaitingQueue,
 )
-from scheduler_service.model import ServedModel, model_name
+from scheduler_service.model import ServedModel, max_sequence_tokens, model_name
 from scheduler_service.request import GenerationRequest, RequestState
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.worker_client import Session, WorkerClient, WorkerError
@@ -57,6 +58,7 @@ class Engine:
         self._model_name = model_name(settings.model)
         self._model: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
         self._model_lock = asyncio.Lock()
+        self._being_checked: set[str] = set()
         self._is_draining = False
         self._is_empty = asyncio.Event()
         self._num_outages = 0
@@ -70,18 +72,31 @@ class Engine:
         except TimeoutError:
             raise self._no_worker() from None
 
-    def submit(self, request: GenerationRequest, model: ServedModel) -> RequestState:
-        """Queue a request. Raises UNAVAILABLE, RESOURCE_EXHAUSTED or ALREADY_EXISTS."""
+    @contextlib.contextmanager
+    def admission(self, request_id: str) -> Iterator[None]:
+        """Hold a place for a request while it is being checked, so that a flood is refused before any work is done.
+
+        Raises UNAVAILABLE, RESOURCE_EXHAUSTED or ALREADY_EXISTS.
+        """
         if self._is_draining:
             raise _SHUTTING_DOWN
-        if len(self.requests) >= self.settings.max_num_waiting:
+        in_flight = len(self.requests) + len(self._being_checked)
+        if in_flight >= self.settings.max_num_requests:
             raise RequestError(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{len(self.requests)} requests are in flight; try again later"
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{in_flight} requests are in flight; try again later"
             )
-        if request.request_id in self.requests:
-            raise RequestError(
-                grpc.StatusCode.ALREADY_EXISTS, f"request_id {request.request_id!r} is in flight already"
-            )
+        if request_id in self.requests or request_id in self._being_checked:
+            raise RequestError(grpc.StatusCode.ALREADY_EXISTS, f"request_id {request_id!r} is in flight already")
+        self._being_checked.add(request_id)
+        try:
+            yield
+        finally:
+            self._being_checked.discard(request_id)
+
+    def submit(self, request: GenerationRequest, model: ServedModel) -> RequestState:
+        """Queue a request, within its `admission`. Raises UNAVAILABLE when the server began to shut down meanwhile."""
+        if self._is_draining:
+            raise _SHUTTING_DOWN
         state = RequestState(request, model.tokenizer)
         self.requests[request.request_id] = state
         self._is_empty.clear()
@@ -172,6 +187,13 @@ class Engine:
         ):
             if ours != theirs:
                 raise WorkerError(f"the worker's {name} is {theirs}, that of the workers before it {ours}")
+        for name, promised, offered in (
+            ("longest sequence", model.context_length, max_sequence_tokens(info)),
+            ("pool", model.pool_tokens, info.num_device_blocks * info.block_size),
+            ("largest step", model.max_num_seqs, min(self.settings.max_num_seqs, info.max_num_seqs)),
+        ):
+            if offered < promised:
+                raise WorkerError(f"the worker's {name} is {offered}; requests were promised {promised}")
 
     def publish(self, scheduler: Scheduler, gained: Sequence[SequenceOutput]) -> None:
         """Bring sampled tokens to their streams; a stop string found on the way ends its sequence."""
@@ -180,10 +202,14 @@ class Engine:
             state = self.requests.get(group.request_id)
             if state is None or state.group is not group:
                 continue
-            if group.error is not None:
+            try:
+                if group.error is not None:
+                    self.fail(group)
+                elif state.process(item):
+                    scheduler.finish_sequence(item.sequence, SequenceStatus.FINISHED_STOPPED)
+            except Exception as error:  # one request's text must not cost the others their tokens
+                log.error("request failed", request_id=group.request_id, exc_info=error)
                 self.fail(group)
-            elif state.process(item):
-                scheduler.finish_sequence(item.sequence, SequenceStatus.FINISHED_STOPPED)
 
     def fail(self, group: SequenceGroup) -> None:
         """End a request that the scheduler or the worker gave up on."""
@@ -237,6 +263,7 @@ class _WorkerLoop:
         self.last_error = "not connected yet"
         self._engine = engine
         self._wake = asyncio.Event()
+        self._in_flight: SchedulerOutput | None = None  # the step that was sent and not answered
 
     def wake(self) -> None:
         self._wake.set()
@@ -273,13 +300,15 @@ class _WorkerLoop:
         session.when_broken(self.wake)
         self.scheduler = scheduler
         log.info("worker connected", worker=self.client.address, epoch=self.epoch, blocks=info.num_device_blocks)
+        self._in_flight = None
         try:
             while True:
                 await self._step(scheduler, session)
         finally:
             self.scheduler = None
             session.close()
-            scheduler.release_all()
+            for group in scheduler.release_all(self._in_flight):
+                self._engine.fail(group)
             self.num_preemptions += scheduler.num_preemptions
             self._engine.connection_lost()
             self._engine.wake()
@@ -292,13 +321,19 @@ class _WorkerLoop:
         if output.is_empty and not session.is_broken:
             await self._wake.wait()
             return
+        if output.preempted:
+            self._engine.wake()  # another worker may have room for them
+        self._in_flight = output
         answer = await session.execute(output)
         try:
             gained = scheduler.update_from_output(output, answer)
         except ValueError as error:
             raise WorkerError(str(error)) from error
+        self._in_flight = None
         self.num_steps += 1
         self._engine.publish(scheduler, gained)
+        if self._engine.settings.check_invariants:
+            scheduler.blocks.check()
 
 
 def _config(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerConfig:

@@ -24,6 +24,11 @@ def model_name(model: str) -> str:
     return model
 
 
+def max_sequence_tokens(info: WorkerInfo) -> int:
+    """The most tokens of one sequence on this worker: the model's limit, or its whole pool."""
+    return min(info.max_model_len, info.num_device_blocks * info.block_size)
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
     """The model's generation_config.json, read the way its authors' own library reads it.
@@ -53,6 +58,8 @@ class ServedModel:
     fingerprint: str
     dtype: str
     context_length: int
+    block_size: int
+    pool_tokens: int
     vocabulary_size: int
     max_num_seqs: int
     eos_token_ids: tuple[int, ...]
@@ -70,7 +77,9 @@ class ServedModel:
             name=info.model_id,
             fingerprint=info.model_fingerprint,
             dtype=info.dtype,
-            context_length=min(info.max_model_len, info.num_device_blocks * info.block_size),
+            context_length=max_sequence_tokens(info),
+            block_size=info.block_size,
+            pool_tokens=info.num_device_blocks * info.block_size,
             vocabulary_size=info.vocabulary_size,
             max_num_seqs=min(max_num_seqs, info.max_num_seqs),
             eos_token_ids=tuple(token_id for token_id in eos_token_ids if 0 <= token_id < info.vocabulary_size),

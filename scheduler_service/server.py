@@ -24,7 +24,8 @@ async def serve(settings: SchedulerSettings) -> None:
         [
             inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
             admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
-        ]
+        ],
+        max_receive_bytes=16 << 20,  # a prompt of the longest contexts, several times over
     )
     add_InferenceServiceServicer_to_server(InferenceServicer(engine), server.server)
     add_AdminServiceServicer_to_server(AdminServicer(engine), server.server)

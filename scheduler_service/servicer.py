@@ -1,6 +1,7 @@
 """InferenceService: from protobuf to a checked request, and from deltas to protobuf."""
 
 import asyncio
+import uuid
 from typing import Any
 
 import grpc
@@ -15,10 +16,12 @@ from scheduler_service.engine import Engine
 from scheduler_service.request import RequestState
 from scheduler_service.streams import OutputDelta
 from scheduler_service.validation import (
+    MAX_DETOKENIZE,
     MAX_LOGPROBS,
     MAX_N,
     MAX_STOP_STRINGS,
     check_request,
+    check_request_id,
     check_token_ids,
     encode_prompt,
 )
@@ -44,7 +47,10 @@ class InferenceServicer(InferenceServiceServicer):
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
         model = await self._engine.model()
-        state = self._engine.submit(await check_request(request, model), model)
+        check_request_id(request.request_id)
+        request_id = request.request_id or uuid.uuid4().hex
+        with self._engine.admission(request_id):
+            state = self._engine.submit(await check_request(request, request_id, model), model)
         structlog.contextvars.bind_contextvars(request_id=state.request.request_id)
         try:
             seeded: set[int] = set()
@@ -92,7 +98,7 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         model = await self._engine.model()
-        check_token_ids("token_ids", request.token_ids, model)
+        check_token_ids("token_ids", request.token_ids, model, most=MAX_DETOKENIZE)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         return pb.DetokenizeResponse(text=await model.tokenizer.decode(request.token_ids, skip_special_tokens=skip))
 

@@ -60,10 +60,10 @@ class OutputStream:
     async def __anext__(self) -> OutputDelta:
         """The next delta; raises the RequestError that ended the stream."""
         while not self._pending:
-            if self._error is not None:
-                raise self._error
             if not self._num_open:
                 raise StopAsyncIteration
+            if self._error is not None:
+                raise self._error
             self._changed.clear()
             await self._changed.wait()
         delta = self._pending.pop(next(iter(self._pending)))

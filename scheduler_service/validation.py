@@ -2,8 +2,7 @@
 
 import math
 import secrets
-import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 import grpc
@@ -23,6 +22,7 @@ MAX_LOGIT_BIASES = 1024
 MAX_BAD_WORDS = 64
 MAX_STRING = 256
 MAX_REQUEST_ID = 128
+MAX_DETOKENIZE = 1 << 17
 ROLES = ("system", "user", "assistant", "tool")
 
 # Positive temperatures below this count as this: dividing logits by less overflows without changing the choice.
@@ -46,20 +46,25 @@ def invalid(message: str) -> NoReturn:
     raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, message)
 
 
-async def check_request(message: pb.GenerateRequest, model: ServedModel) -> GenerationRequest:
+def check_request_id(request_id: str) -> None:
+    """Raises RequestError for one that is too long to be carried through every log line."""
+    if len(request_id) > MAX_REQUEST_ID:
+        invalid(f"request_id has {len(request_id)} characters; at most {MAX_REQUEST_ID} are allowed")
+
+
+async def check_request(message: pb.GenerateRequest, request_id: str, model: ServedModel) -> GenerationRequest:
     """Check everything about a request, cheapest first. Raises RequestError."""
-    if len(message.request_id) > MAX_REQUEST_ID:
-        invalid(f"request_id has {len(message.request_id)} characters; at most {MAX_REQUEST_ID} are allowed")
     _refuse_unimplemented(message)
     sampling = message.sampling
     _check_sampling(sampling, model)
     prompt = await encode_prompt(message, model)
+    _check_context("the prompt", len(prompt), model)
     max_tokens = _max_tokens(sampling, len(prompt), model)
     bad_words = await model.tokenizer.encode_words(sampling.bad_words) if sampling.bad_words else ()
     for word in bad_words:
         check_token_ids("sampling.bad_words", word, model)
     return GenerationRequest(
-        request_id=message.request_id or uuid.uuid4().hex,
+        request_id=request_id,
         prompt_token_ids=prompt,
         sampling=_sampling_params(sampling, model, max_tokens, bad_words),
         stop=tuple(sampling.stop),
@@ -69,9 +74,10 @@ async def check_request(message: pb.GenerateRequest, model: ServedModel) -> Gene
 
 
 async def encode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, model: ServedModel) -> list[int]:
-    """The prompt's token ids, within the vocabulary and shorter than the context. Raises RequestError."""
+    """The prompt's token ids, at least one and all in the vocabulary. Raises RequestError."""
     kind = message.WhichOneof("prompt" if isinstance(message, pb.GenerateRequest) else "input")
     if kind == "token_ids" and isinstance(message, pb.GenerateRequest):
+        _check_context("token_ids", len(message.token_ids.ids), model)
         prompt = list(message.token_ids.ids)
     elif kind == "text":
         _check_characters("text", len(message.text), model)
@@ -83,16 +89,21 @@ async def encode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, model:
     if not prompt:
         invalid(f"{kind} is empty; the prompt needs at least one token")
     check_token_ids(kind, prompt, model)  # a tokenizer may know tokens that the model does not
-    if len(prompt) >= model.context_length:
-        invalid(
-            f"the prompt has {len(prompt)} tokens; the context has {model.context_length}, "
-            "and at least one must be left for the output"
-        )
     return prompt
 
 
-def check_token_ids(field: str, token_ids: Iterable[int], model: ServedModel) -> None:
+def _check_context(field: str, num_tokens: int, model: ServedModel) -> None:
+    if num_tokens >= model.context_length:
+        invalid(
+            f"{field} has {num_tokens} tokens; the context has {model.context_length}, "
+            "and at least one must be left for the output"
+        )
+
+
+def check_token_ids(field: str, token_ids: Collection[int], model: ServedModel, *, most: int | None = None) -> None:
     """Raises RequestError for an id that the model has no embedding for; the worker would refuse the whole step."""
+    if most is not None:
+        _check_length(field, len(token_ids), most)
     largest = max(token_ids, default=0)
     if largest >= model.vocabulary_size:
         invalid(f"{field} contains {largest}; the vocabulary has {model.vocabulary_size} tokens")
@@ -103,6 +114,7 @@ async def _encode_chat(chat: pb.Chat, model: ServedModel) -> list[int]:
         invalid("chat is not possible with this model: it has no chat template; use text or token_ids")
     if not chat.messages:
         invalid("chat.messages is empty; at least one message is needed")
+    _check_length("chat.messages", len(chat.messages), model.context_length)
     for position, message in enumerate(chat.messages):
         if message.role not in ROLES:
             invalid(f"chat.messages[{position}].role is {message.role[:32]!r}; it must be one of {', '.join(ROLES)}")
@@ -136,16 +148,14 @@ def _check_sampling(sampling: pb.SamplingParams, model: ServedModel) -> None:
     _check_number("min_p", sampling, 0, 1)
     _check_number("presence_penalty", sampling, -2, 2)
     _check_number("frequency_penalty", sampling, -2, 2)
-    _check_number("repetition_penalty", sampling, 0, 10, open_low=True)
+    _check_number("repetition_penalty", sampling, 0.01, 10)
     _check_number("logprobs", sampling, 0, MAX_LOGPROBS)
     _check_number("prompt_logprobs", sampling, 0, MAX_LOGPROBS)
     _check_strings("stop", sampling.stop, MAX_STOP_STRINGS)
     _check_strings("bad_words", sampling.bad_words, MAX_BAD_WORDS)
-    _check_length("stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKENS)
-    _check_length("logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIASES)
-    _check_length("allowed_token_ids", len(sampling.allowed_token_ids), model.vocabulary_size)
-    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-        check_token_ids(f"sampling.{name}", getattr(sampling, name), model)
+    check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids, model, most=MAX_STOP_TOKENS)
+    check_token_ids("sampling.logit_bias", sampling.logit_bias, model, most=MAX_LOGIT_BIASES)
+    check_token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids, model, most=model.vocabulary_size)
     for token_id, bias in sampling.logit_bias.items():
         if not -100 <= bias <= 100:  # also refuses NaN
             invalid(f"sampling.logit_bias[{token_id}] is {bias:g}; it must be in [-100, 100]")
@@ -161,7 +171,7 @@ def _check_number(name: str, sampling: pb.SamplingParams, low: float, high: floa
 
 
 def _check_strings(name: str, strings: Sequence[str], most: int) -> None:
-    _check_length(name, len(strings), most)
+    _check_length(f"sampling.{name}", len(strings), most)
     for position, string in enumerate(strings):
         if not 1 <= len(string) <= MAX_STRING:
             invalid(
@@ -171,11 +181,21 @@ def _check_strings(name: str, strings: Sequence[str], most: int) -> None:
 
 def _check_length(name: str, length: int, most: int) -> None:
     if length > most:
-        invalid(f"sampling.{name} has {length} entries; at most {most} are allowed")
+        invalid(f"{name} has {length} entries; at most {most} are allowed")
 
 
 def _max_tokens(sampling: pb.SamplingParams, num_prompt_tokens: int, model: ServedModel) -> int:
     room = model.context_length - num_prompt_tokens
+    if (n := sampling.n) > 1:  # the prompt's full blocks are shared, what follows is not
+        shared = num_prompt_tokens // model.block_size
+        blocks_each = (model.pool_tokens // model.block_size - shared) // n
+        in_pool = (shared + blocks_each) * model.block_size - num_prompt_tokens
+        if (sampling.max_tokens or 1) > in_pool:
+            invalid(
+                f"the prompt has {num_prompt_tokens} tokens, sampling.n is {n} and sampling.max_tokens "
+                f"{sampling.max_tokens or 1}; together they exceed the pool of {model.pool_tokens} tokens"
+            )
+        room = min(room, in_pool)
     if sampling.HasField("max_tokens"):
         if sampling.max_tokens > room:
             invalid(

@@ -174,7 +174,7 @@ def _sampling(where: str, message: pb.SequenceSampling, limits: Limits) -> Sampl
             (token, message.logit_bias[token])
             for token in _token_ids(f"{where}: logit_bias", message.logit_bias.keys(), limits)
         ),
-        allowed_token_ids=tuple(_token_ids(f"{where}: allowed_token_ids", message.allowed_token_ids, limits)),
+        allowed_token_ids=array(TOKENS, _token_ids(f"{where}: allowed_token_ids", message.allowed_token_ids, limits)),
         bad_words=tuple(tuple(_token_ids(f"{where}: bad_words", word.token_ids, limits)) for word in message.bad_words),
     )
 

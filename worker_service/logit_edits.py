@@ -26,7 +26,7 @@ def edit_logits(logits: Tensor, sequences: Sequence[SequenceState]) -> None:
 def _ban(row: Tensor, sequence: SequenceState) -> None:
     params = sequence.sampling
     if params.allowed_token_ids:
-        allowed = torch.tensor(params.allowed_token_ids, device=row.device)
+        allowed = torch.frombuffer(params.allowed_token_ids, dtype=torch.int64).to(row.device)
         kept = row[allowed]
         row.fill_(-torch.inf)
         row[allowed] = kept

@@ -29,7 +29,7 @@ async def serve(settings: WorkerSettings) -> None:
     configure_logging(settings.log_level, settings.log_format)
     stop = stop_event()
     device_thread = DeviceThread()
-    server = GrpcServer([SERVICE_NAME])
+    server = GrpcServer([SERVICE_NAME], max_receive_bytes=64 << 20)
     servicer = WorkerServicer(device_thread)
     worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.server)
     await server.start(settings.listen)

@@ -57,7 +57,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: "array[int]" = field(default_factory=lambda: array(TOKENS))
     bad_words: tuple[tuple[int, ...], ...] = ()
 
     @cached_property

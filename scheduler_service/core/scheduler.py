@@ -4,6 +4,9 @@ There is no prefill phase and no decode phase: a sequence is scheduled for the t
 many as the step's budget leaves. Sequences that need a single token go first, so that a long prompt never holds up
 the others; then prompts under way; then the head of the waiting queue. When blocks run out, the group that was
 admitted last is preempted: its blocks are freed and it computes its tokens anew later (preemption by recompute).
+
+A request that brings workers down must not take everybody's streams with it. Whoever was in two lost steps in a row
+is a suspect and is scheduled alone; a suspect whose step is lost as well is ended.
 """
 
 from scheduler_service.core.block_manager import AllocStatus, BlockManager
@@ -17,7 +20,7 @@ from scheduler_service.core.outputs import (
     SequenceOutput,
 )
 from scheduler_service.core.queue import WaitingQueue
-from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_service.core.sequence import MAX_LOST_STEPS, Sequence, SequenceGroup, SequenceStatus
 
 
 class _Chunk:
@@ -61,6 +64,7 @@ class Scheduler:
         self._finished: list[int] = []  # to tell the worker
         self._preempted: list[int] = []
         self._step_id = 0
+        self._suspect: SequenceGroup | None = None
 
     def add_request(self, group: SequenceGroup) -> None:
         """Queue a request; raises ValueError when its id waits already."""
@@ -75,13 +79,26 @@ class Scheduler:
         """Whether `schedule` might return something other than an empty step."""
         return bool(self.running or self.waiting or self._finished or self._preempted)
 
-    def release_all(self) -> None:
-        """The worker is lost: give every running group back to the head of the queue. Plan no further steps."""
+    def release_all(self, lost: SchedulerOutput | None = None) -> list[SequenceGroup]:
+        """The worker is gone: give every running group back to the head of the queue. Plan no further steps.
+
+        `lost` is the step that it was lost in, if any. Returns the group that was ended for it, in a list, or none.
+        """
+        in_step = {} if lost is None else dict.fromkeys(s.sequence.group for s in lost.scheduled)
+        ended: list[SequenceGroup] = []
+        for group in in_step:
+            group.num_lost_steps += 1
+            if group.num_lost_steps >= MAX_LOST_STEPS and len(in_step) == 1 and not group.is_finished:
+                group.error = f"{group.num_lost_steps} workers failed in a row while computing this request"
+                for sequence in group.live:
+                    self.finish_sequence(sequence, SequenceStatus.FINISHED_ABORTED)
+                ended.append(group)
         groups = list(self.running)
         for group in groups:
             self._release(group)
         self.waiting.put_back(groups)
         self.num_preemptions += len(groups)
+        return ended
 
     # ---- planning
 
@@ -90,12 +107,22 @@ class Scheduler:
         step = _Step(SchedulingBudget(self.config.max_num_batched_tokens, self.config.max_num_seqs))
         for group in self.running:
             step.budget.take(num_seqs=len(group.live))
-        for group in self._single_tokens_first():
-            if group in self.running:  # it may have been preempted for an earlier one
-                self._schedule_running(group, step)
-        if not step.num_preempted:
-            self._schedule_waiting(step)
+        if not self._schedule_suspect(step):
+            for group in self._single_tokens_first():
+                if group in self.running:  # it may have been preempted for an earlier one
+                    self._schedule_running(group, step)
+            if not step.num_preempted:
+                self._schedule_waiting(step)
         return self._write(step)
+
+    def _schedule_suspect(self, step: _Step) -> bool:
+        """Give the step to one suspect alone, if there is one and it has room; returns whether that was done."""
+        if self._suspect is not None and self._suspect in self.running and self._suspect.is_suspect:
+            self._schedule_running(self._suspect, step)
+        elif self.waiting and self.waiting.head.is_suspect:
+            self._suspect = self.waiting.head
+            self._schedule_waiting(step, most=1)
+        return bool(step.chunks)
 
     def _single_tokens_first(self) -> list[SequenceGroup]:
         ready: list[SequenceGroup] = []
@@ -131,9 +158,11 @@ class Scheduler:
                 token_budget -= num_tokens
         return chunks
 
-    def _schedule_waiting(self, step: _Step) -> None:
-        while self.waiting and step.budget.num_tokens:
+    def _schedule_waiting(self, step: _Step, most: int | None = None) -> None:
+        while self.waiting and step.budget.num_tokens and len(step.chunks) != most:
             group = self.waiting.head
+            if group.is_suspect and step.chunks:
+                return  # its turn comes in a step of its own
             sequences = group.live
             status = self.blocks.can_allocate(group, leave_watermark=bool(self.running))
             if status is AllocStatus.NEVER or len(sequences) > self.config.max_num_seqs:
@@ -172,6 +201,7 @@ class Scheduler:
             sequence.status = SequenceStatus.WAITING
             sequence.num_computed_tokens = 0
             sequence.is_known = False
+        group.has_unforked = len(group.sequences) > 1
 
     def _ignore(self, group: SequenceGroup, step: _Step) -> None:
         group.error = (
@@ -227,9 +257,12 @@ class Scheduler:
                 continue
             start = sequence.num_computed_tokens + 1
             sequence.num_computed_tokens += num_tokens
-            self._fork_followers(sequence)
+            if sequence.group.has_unforked:
+                self._fork_followers(sequence)
             if sequence.id in answer.failed_sequence_ids:
-                sequence.group.error = "the model's output for this request was not a finite number"
+                sequence.group.error = (
+                    "no token could be chosen: the sampling parameters allow none, or the model's output was not finite"
+                )
                 self.finish_sequence(sequence, SequenceStatus.FINISHED_ABORTED)
                 token_id = None
             elif token_id is not None:
@@ -251,16 +284,21 @@ class Scheduler:
         A follower that has no output yet computes the last prompt token itself, because what it needs is that
         token's logits, not its keys and values.
         """
-        if leader.num_computed_tokens < leader.num_prompt_tokens or len(leader.group.sequences) == 1:
+        group = leader.group
+        if leader.num_computed_tokens < leader.num_prompt_tokens:
             return
-        for follower in leader.group.live:
+        group.has_unforked = False
+        for follower in group.live:
             if follower.id not in self.blocks.tables:
+                if follower.token_ids is group.prompt_token_ids:
+                    follower.token_ids = list(group.prompt_token_ids)
                 follower.num_computed_tokens = min(follower.num_prompt_tokens, len(follower.token_ids) - 1)
                 self.blocks.fork(leader, follower, follower.num_computed_tokens)
 
     def _append_token(self, sequence: Sequence, token_id: int) -> None:
         sampling = sequence.sampling
         sequence.token_ids.append(token_id)
+        sequence.group.num_lost_steps = 0
         if sequence.num_output_tokens > sampling.min_tokens:
             if token_id in sampling.stop_token_ids:
                 sequence.stop_token_id = token_id

@@ -62,6 +62,9 @@ class SamplingParams:
 
 _sequence_ids = itertools.count(1)
 
+# A group that was alone in the last of this many lost steps, without a token between them, is ended.
+MAX_LOST_STEPS = 3
+
 
 class Sequence:
     """One output: prompt and generated tokens, and how many of them have keys and values on the worker."""
@@ -79,13 +82,13 @@ class Sequence:
         "token_ids",
     )
 
-    def __init__(self, group: "SequenceGroup", index: int, prompt_token_ids: SequenceOf[int]) -> None:
+    def __init__(self, group: "SequenceGroup", index: int, token_ids: list[int]) -> None:
         self.id = next(_sequence_ids)
         self.group = group
         self.index = index
         self.sampling = group.sampling.for_index(index)
-        self.token_ids = list(prompt_token_ids)
-        self.num_prompt_tokens = len(self.token_ids)
+        self.token_ids = token_ids
+        self.num_prompt_tokens = len(token_ids)
         self.num_computed_tokens = 0
         self.status = SequenceStatus.WAITING
         self.is_known = False  # to the worker of the current session
@@ -106,16 +109,35 @@ class Sequence:
 class SequenceGroup:
     """One request: `sampling.n` sequences that start from the same prompt.
 
-    `error` says, in a sentence for the client, why a group ended without being served.
+    `error` says, in a sentence for the client, why a group ended without being served. `has_unforked` is set while
+    followers wait for the leader's prompt; until they fork for the first time they share one list of its tokens.
+    `num_lost_steps` counts the steps that a worker was lost in since the group last gained a token.
     """
 
-    __slots__ = ("error", "request_id", "sampling", "sequences")
+    __slots__ = (
+        "error",
+        "has_unforked",
+        "num_lost_steps",
+        "prompt_token_ids",
+        "request_id",
+        "sampling",
+        "sequences",
+    )
 
     def __init__(self, request_id: str, prompt_token_ids: SequenceOf[int], sampling: SamplingParams) -> None:
         self.request_id = request_id
         self.sampling = sampling
-        self.sequences = [Sequence(self, index, prompt_token_ids) for index in range(sampling.n)]
+        self.prompt_token_ids = list(prompt_token_ids)
+        self.sequences = [Sequence(self, 0, list(prompt_token_ids))]
+        self.sequences += [Sequence(self, index, self.prompt_token_ids) for index in range(1, sampling.n)]
+        self.has_unforked = sampling.n > 1
+        self.num_lost_steps = 0
         self.error: str | None = None
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether two lost steps in a row make it likely that this group is what workers are lost to."""
+        return self.num_lost_steps >= MAX_LOST_STEPS - 1
 
     @property
     def live(self) -> list[Sequence]:

@@ -14,9 +14,10 @@ async def cluster_state(target: str) -> ClusterState:
 
 
 async def until_idle(target: str) -> ClusterState:
-    """The cluster's state once nothing waits or runs; the scheduler checks its block tables for every answer."""
+    """The cluster's state once nothing waits or runs."""
     async with asyncio.timeout(30):
         while True:
             state = await cluster_state(target)
             if not state.num_waiting and not any(worker.num_running for worker in state.workers):
                 return state
+            await asyncio.sleep(0.01)

@@ -48,6 +48,8 @@ def byte_model(byte_tokenizer: Tokenizer) -> ServedModel:
         fingerprint="f",
         dtype="float32",
         context_length=100,
+        block_size=4,
+        pool_tokens=400,
         vocabulary_size=259,
         max_num_seqs=8,
         eos_token_ids=(2,),
@@ -86,6 +88,6 @@ def tiny_server(tiny_model_directory: Path) -> Iterator[LocalServer]:
     with LocalServer(
         str(tiny_model_directory),
         worker_arguments=["--num-device-blocks", "64", "--block-size", "8", "--threads", "1", "--swap-space", "0"],
-        scheduler_arguments=["--stall-timeout", "30"],
+        scheduler_arguments=["--check-invariants"],
     ) as server:
         yield server

@@ -79,6 +79,7 @@ def test_generate_streams_to_stdout_and_reports_speed_on_stderr(tiny_server: Loc
     assert "tokens/s" in result.stderr or "one token" in result.stderr
     piped = command_line("generate", "--target", tiny_server.target, "--max-tokens", "5", "-", stdin="hello")
     assert piped.stdout == result.stdout
+    assert "[5 tokens" in result.stderr
 
 
 def test_chat_keeps_the_conversation(tiny_server: LocalServer) -> None:

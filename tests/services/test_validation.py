@@ -7,7 +7,7 @@ import pytest
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.errors import RequestError
 from scheduler_service.model import GenerationDefaults, ServedModel
-from scheduler_service.validation import check_request
+from scheduler_service.validation import check_request, check_request_id
 
 
 def request(text: str = "hello", **sampling: object) -> pb.GenerateRequest:
@@ -32,7 +32,15 @@ INVALID = {
         pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 259])),
         "token_ids contains 259; the vocabulary has 259",
     ),
-    "long request id": (pb.GenerateRequest(request_id="x" * 129, text="a"), "request_id has 129"),
+    "100,000 empty messages": (chat(*[("user", "")] * 100_000), "chat.messages has 100000 entries; at most 100"),
+    "token ids past the context": (
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 1_000_000)),
+        "token_ids has 1000000 tokens; the context has 100",
+    ),
+    "outputs that together exceed the pool": (
+        request("x" * 50, n=8, max_tokens=49),
+        "50 tokens, sampling.n is 8 and sampling.max_tokens 49; together they exceed the pool of 400 tokens",
+    ),
     "no outputs": (request(n=0), r"sampling.n is 0; it must be in \[1, 8\]"),
     "a million outputs": (request(n=10**6), "sampling.n is 1e\\+06"),
     "no tokens": (request(max_tokens=0), "max_tokens is 0; it must be at least 1"),
@@ -51,6 +59,14 @@ INVALID = {
     "allowed outside": (request(allowed_token_ids=[259]), "allowed_token_ids contains 259"),
     "bad words": (request(bad_words=["x"] * 65), "bad_words has 65 entries"),
 }
+
+
+def test_a_long_request_id_is_refused() -> None:
+    check_request_id("x" * 128)
+    with pytest.raises(RequestError, match="request_id has 129"):
+        check_request_id("x" * 129)
+
+
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
@@ -59,7 +75,7 @@ async def test_bad_input_is_refused_with_the_field_and_its_limit(
     message: pb.GenerateRequest, reason: str, byte_model: ServedModel
 ) -> None:
     with pytest.raises(RequestError, match=reason) as error:
-        await check_request(message, byte_model)
+        await check_request(message, "id", byte_model)
     assert error.value.code is grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -67,14 +83,14 @@ async def test_bad_input_is_refused_with_the_field_and_its_limit(
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -2.5, 101.0])
 async def test_floats_that_are_no_sensible_number_are_refused(name: str, value: float, byte_model: ServedModel) -> None:
     with pytest.raises(RequestError, match=f"sampling.{name} is") as error:
-        await check_request(request(**{name: value}), byte_model)
+        await check_request(request(**{name: value}), "id", byte_model)
     assert error.value.code is grpc.StatusCode.INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 async def test_biases_that_are_no_number_are_refused(value: float, byte_model: ServedModel) -> None:
     with pytest.raises(RequestError, match=r"logit_bias\[1\] is"):
-        await check_request(request(logit_bias={1: value}), byte_model)
+        await check_request(request(logit_bias={1: value}), "id", byte_model)
 
 
 @pytest.mark.parametrize(
@@ -99,30 +115,36 @@ async def test_fields_without_a_feature_are_refused_by_name(
     message: pb.GenerateRequest, name: str, byte_model: ServedModel
 ) -> None:
     with pytest.raises(RequestError, match=f"^{name} is not implemented") as error:
-        await check_request(message, byte_model)
+        await check_request(message, "id", byte_model)
     assert error.value.code is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_what_is_not_set_is_the_models_own_generation_config(byte_model: ServedModel) -> None:
     config = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 40, "max_new_tokens": 7}
     model = replace(byte_model, defaults=GenerationDefaults.from_config(config))
-    sampling = (await check_request(request(), model)).sampling
+    sampling = (await check_request(request(), "id", model)).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.6, 0.9, 40, 7)
-    sampling = (await check_request(request(temperature=0, top_p=1, top_k=0, max_tokens=9), model)).sampling
+    sampling = (await check_request(request(temperature=0, top_p=1, top_k=0, max_tokens=9), "id", model)).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.0, 1.0, 0, 9)
 
 
 async def test_a_model_without_a_generation_config_is_greedy_and_fills_the_context(byte_model: ServedModel) -> None:
-    checked = await check_request(request("hello"), byte_model)
+    checked = await check_request(request("hello"), "id", byte_model)
     assert checked.sampling.temperature == 0.0
     assert checked.sampling.max_tokens == 95
     assert checked.sampling.eos_token_ids == {2}
     assert checked.skip_special_tokens
-    assert checked.request_id
+    assert checked.request_id == "id"
+
+
+async def test_several_outputs_run_as_far_as_the_pool_allows_all_of_them(byte_model: ServedModel) -> None:
+    """50 tokens of prompt fill 12 blocks of 4 that are shared; of the other 88 each of 8 outputs has 11."""
+    sampling = (await check_request(request("x" * 50, n=8), "id", byte_model)).sampling
+    assert sampling.max_tokens == 12 * 4 + 11 * 4 - 50
 
 
 async def test_ignore_eos_keeps_only_the_requests_own_stop_tokens(byte_model: ServedModel) -> None:
-    sampling = (await check_request(request(ignore_eos=True, stop_token_ids=[7]), byte_model)).sampling
+    sampling = (await check_request(request(ignore_eos=True, stop_token_ids=[7]), "id", byte_model)).sampling
     assert (sampling.eos_token_ids, sampling.stop_token_ids) == (frozenset(), {7})
 
 
@@ -130,10 +152,10 @@ async def test_tokens_that_only_the_tokenizer_knows_are_refused(byte_model: Serv
     smaller = replace(byte_model, vocabulary_size=60)
     for message in (request("~"), request("!", bad_words=["~"]), chat(("user", "~"))):
         with pytest.raises(RequestError, match="the vocabulary has 60 tokens"):
-            await check_request(message, smaller)
+            await check_request(message, "id", smaller)
 
 
 async def test_requests_without_a_seed_get_different_ones(byte_model: ServedModel) -> None:
-    seeds = {(await check_request(request(), byte_model)).sampling.seed for _ in range(10)}
+    seeds = {(await check_request(request(), "id", byte_model)).sampling.seed for _ in range(10)}
     assert len(seeds) == 10
-    assert (await check_request(request(seed=0), byte_model)).sampling.seed == 0
+    assert (await check_request(request(seed=0), "id", byte_model)).sampling.seed == 0

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from worker_helpers import state
+from worker_helpers import state, tokens
 
 from kernels.noise import gumbel_noise, row_keys
 from worker_service import logit_filters
@@ -97,7 +97,7 @@ sequences = st.builds(
     min_tokens=st.sampled_from([0, 4]),
     eos_token_ids=st.just((1, 2)),
     logit_bias=st.dictionaries(token, st.sampled_from([-100.0, 2.0, 30.0]), max_size=3).map(lambda m: tuple(m.items())),
-    allowed_token_ids=st.one_of(st.just(()), st.lists(token, min_size=3, max_size=9, unique=True).map(tuple)),
+    allowed_token_ids=st.one_of(st.just(()), st.lists(token, min_size=3, max_size=9, unique=True)).map(tokens),
     bad_words=st.lists(st.lists(token, min_size=1, max_size=2).map(tuple), max_size=2).map(tuple),
 )
 
@@ -175,7 +175,7 @@ def test_greedy_ties_go_to_the_lowest_id() -> None:
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"allowed_token_ids": (3, 4)}])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"allowed_token_ids": tokens((3, 4))}])
 def test_a_poisoned_row_fails_alone(poison: float, sampling: dict[str, Any]) -> None:
     logits = random_logits(3, 0)
     batch = [state([5], temperature=1.0), state([5], **sampling), state([5])]
@@ -187,7 +187,7 @@ def test_a_poisoned_row_fails_alone(poison: float, sampling: dict[str, Any]) -> 
 def test_a_row_without_any_possible_token_fails() -> None:
     logits = random_logits(2, 0)
     logits[0] = -math.inf
-    batch = [state([5]), state([5], allowed_token_ids=(3,), bad_words=((3,),), temperature=1.0)]
+    batch = [state([5]), state([5], allowed_token_ids=tokens((3,)), bad_words=((3,),), temperature=1.0)]
     assert sample(logits, batch) == ([0, 0], [True, True])
 
 

@@ -39,7 +39,8 @@ def test_every_sampling_parameter_arrives() -> None:
     output = decode_scheduler_output(pb.SchedulerOutput(new_sequences=[message]), LIMITS)
     params = output.new_sequences[0].sampling
     for name, value in sampling.items():
-        assert getattr(params, name) == (tuple(value) if isinstance(value, list) else value)
+        arrived = getattr(params, name)
+        assert (list(arrived) if isinstance(value, list) else arrived) == value
     assert params.logit_bias == ((3, -2.5),)
     assert params.bad_words == ((9, 10),)
 

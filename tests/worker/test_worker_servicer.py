@@ -90,7 +90,7 @@ class Client:
 @pytest.fixture
 async def loading() -> AsyncIterator[Service]:
     """A service whose model is not there yet."""
-    server = GrpcServer([SERVICE_NAME])
+    server = GrpcServer([SERVICE_NAME], max_receive_bytes=1 << 20)
     servicer = WorkerServicer(DeviceThread())
     worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.server)
     service = Service(servicer, server, await server.start("127.0.0.1:0"))

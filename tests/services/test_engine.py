@@ -1,0 +1,107 @@
+"""The engine in this process, against workers over real gRPC that can be told to fail."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import grpc
+import pytest
+from fake_worker_service import FakeWorkerService, serving
+
+from pagewire_common.errors import RequestError
+from scheduler_service.codec import decode_worker_info
+from scheduler_service.core import SamplingParams
+from scheduler_service.engine import Engine
+from scheduler_service.request import GenerationRequest, RequestState
+from scheduler_service.settings import SchedulerSettings
+from scheduler_service.worker_client import WorkerError
+
+
+@asynccontextmanager
+async def running(*workers: str, **settings: object) -> AsyncIterator[Engine]:
+    engine = Engine(SchedulerSettings(workers=list(workers), model="fake", check_invariants=True, **settings))  # type: ignore[arg-type]
+    task = asyncio.create_task(engine.run())
+    try:
+        async with asyncio.timeout(60):
+            yield engine
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def submit(engine: Engine, name: str, prompt: list[int], max_tokens: int = 5, n: int = 1) -> RequestState:
+    sampling = SamplingParams(max_tokens=max_tokens, n=n)
+    with engine.admission(name):
+        model = await engine.model()
+        return engine.submit(GenerationRequest(request_id=name, prompt_token_ids=prompt, sampling=sampling), model)
+
+
+async def text_of(engine: Engine, state: RequestState) -> str:
+    try:
+        return "".join([delta.text async for delta in state.stream])
+    finally:
+        engine.close(state)
+
+
+async def test_a_poison_request_ends_with_an_error_and_its_neighbours_finish(byte_tokenizer_directory: Path) -> None:
+    worker = FakeWorkerService(byte_tokenizer_directory, poison=99)
+    async with serving(worker) as address, running(address) as engine:
+        poison = asyncio.create_task(text_of(engine, await submit(engine, "poison", [5, 99])))
+        neighbours = [
+            asyncio.create_task(text_of(engine, await submit(engine, str(number), [5, 6], n=2))) for number in range(3)
+        ]
+        with pytest.raises(RequestError, match="3 workers failed in a row") as error:
+            await poison
+        assert error.value.code is grpc.StatusCode.INTERNAL
+        assert [await neighbour for neighbour in neighbours] == ["g" * 10] * 3
+        assert worker.num_sessions == 4
+        assert not engine.requests
+        (loop,) = engine.workers
+        assert loop.scheduler is not None
+        assert loop.scheduler.blocks.device.num_free == 64
+
+
+async def test_a_worker_with_less_room_than_was_promised_is_refused(byte_tokenizer_directory: Path) -> None:
+    large = FakeWorkerService(byte_tokenizer_directory, num_device_blocks=64)
+    small = FakeWorkerService(byte_tokenizer_directory, num_device_blocks=63)
+    async with serving(large) as address, running(address) as engine:
+        await engine.model()
+        client = engine.workers[0].client
+        await engine.accept(client, decode_worker_info(large.info))
+        with pytest.raises(WorkerError, match="longest sequence is 504; requests were promised 512"):
+            await engine.accept(client, decode_worker_info(small.info))
+
+
+async def test_two_workers_share_one_queue_and_a_request_does_not_care_which(byte_tokenizer_directory: Path) -> None:
+    workers = [FakeWorkerService(byte_tokenizer_directory) for _ in range(2)]
+    async with serving(workers[0]) as first, serving(workers[1]) as second, running(first, second) as engine:
+        states = [await submit(engine, str(number), [5] * 100, max_tokens=50) for number in range(40)]
+        assert await asyncio.gather(*(text_of(engine, state) for state in states)) == ["g" * 50] * 40
+        while not all(loop.num_steps for loop in engine.workers):
+            await asyncio.gather(text_of(engine, await submit(engine, "one", [5])))
+
+
+async def test_a_full_server_refuses_before_it_tokenizes(byte_tokenizer_directory: Path) -> None:
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    async with serving(worker) as address, running(address, max_num_requests=1) as engine:
+        with engine.admission("first"), pytest.raises(RequestError) as error, engine.admission("second"):
+            pass
+        assert error.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        with engine.admission("second"):  # the first has gone
+            pass
+
+
+async def test_one_requests_broken_text_does_not_cost_the_others_their_tokens(
+    byte_tokenizer_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(FakeWorkerService(byte_tokenizer_directory)) as address, running(address) as engine:
+        broken = await submit(engine, "broken", [5])
+        monkeypatch.setattr(broken, "process", lambda gained: 1 / 0)
+        well = await submit(engine, "well", [5])
+        with pytest.raises(RequestError) as error:
+            await text_of(engine, broken)
+        assert error.value.code is grpc.StatusCode.INTERNAL
+        assert await text_of(engine, well) == "ggggg"
+        assert engine.workers[0].num_preemptions == 0
