@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/pagewire/v1/*.proto)
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: setup proto demo test lint fmt up down bench
+.PHONY: setup proto demo test lint fmt up down bench bench-scheduler
 setup: $(VENV)/installed $(VENV)/generated
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -46,3 +46,6 @@ down:
 
 bench: setup
 	$(BIN)/python -m bench
+
+bench-scheduler: setup
+	$(BIN)/python -m bench.scheduler

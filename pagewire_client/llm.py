@@ -36,6 +36,7 @@ class Completion:
     prompt: Prompt
     outputs: list[Output]
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     prompt_logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
 
 
@@ -120,4 +121,5 @@ async def collect(client: Client, prompt: Prompt, sampling: pb.SamplingParams | 
             reason = response.WhichOneof("stop_reason")
             output.stop_reason = getattr(response, reason) if reason else None
             completion.prompt_tokens = response.usage.prompt_tokens
+            completion.cached_tokens = response.usage.cached_tokens
     return completion

@@ -34,7 +34,10 @@ class AdminServicer(AdminServiceServicer):
                 state.num_running = len(scheduler.running)
                 state.num_device_blocks = scheduler.blocks.device.num_blocks
                 state.num_free_device_blocks = scheduler.blocks.device.num_free
-                state.num_preemptions += scheduler.num_preemptions
+                state.num_swapped = len(scheduler.swapped)
+                state.num_host_blocks = scheduler.blocks.host.num_blocks
+                state.num_free_host_blocks = scheduler.blocks.host.num_free
+                state.num_preemptions += sum(scheduler.num_preemptions.values())
             workers.append(state)
         return pb.GetClusterStateResponse(state=pb.ClusterState(num_waiting=len(self._engine.waiting), workers=workers))
 

@@ -25,6 +25,9 @@ class WorkerInfo(NamedTuple):
     max_num_seqs: int
     max_model_len: int
     vocabulary_size: int
+    swap_bytes_per_second: int
+    prefill_tokens_per_second: int
+    block_bytes: int
     epoch: int
 
 
@@ -82,9 +85,13 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
         message.num_scheduled_tokens.extend(scheduled.num_tokens for scheduled in output.scheduled)
     if not all(scheduled.samples for scheduled in output.scheduled):
         message.samples.extend(scheduled.samples for scheduled in output.scheduled)
-    if output.blocks_to_copy:
-        message.blocks_to_copy.sources.extend(source for source, _ in output.blocks_to_copy)
-        message.blocks_to_copy.destinations.extend(destination for _, destination in output.blocks_to_copy)
+    for pairs, mapping in (
+        (output.blocks_to_swap_out, message.blocks_to_swap_out),
+        (output.blocks_to_swap_in, message.blocks_to_swap_in),
+        (output.blocks_to_copy, message.blocks_to_copy),
+    ):
+        mapping.sources.extend(source for source, _ in pairs)
+        mapping.destinations.extend(destination for _, destination in pairs)
     return message
 
 

@@ -8,6 +8,7 @@ publishes; when its stream breaks, its groups go back to the head of the shared 
 import asyncio
 import contextlib
 import random
+import secrets
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from scheduler_service.core import (
     SequenceStatus,
     WaitingQueue,
 )
+from scheduler_service.core.prefix_key import root_key
 from scheduler_service.model import ServedModel, max_sequence_tokens, model_name
 from scheduler_service.request import GenerationRequest, RequestState
 from scheduler_service.settings import SchedulerSettings
@@ -59,6 +61,7 @@ class Engine:
         self._model: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
         self._model_lock = asyncio.Lock()
         self._being_checked: set[str] = set()
+        self._cache_secret = secrets.token_bytes(32)  # keys of the prefix cache cannot be guessed from outside
         self._is_draining = False
         self._is_empty = asyncio.Event()
         self._num_outages = 0
@@ -97,7 +100,7 @@ class Engine:
         """Queue a request, within its `admission`. Raises UNAVAILABLE when the server began to shut down meanwhile."""
         if self._is_draining:
             raise _SHUTTING_DOWN
-        state = RequestState(request, model.tokenizer)
+        state = RequestState(request, model.tokenizer, root_key(self._cache_secret, request.cache_salt.encode()))
         self.requests[request.request_id] = state
         self._is_empty.clear()
         self.waiting.append(state.group)
@@ -309,7 +312,7 @@ class _WorkerLoop:
             session.close()
             for group in scheduler.release_all(self._in_flight):
                 self._engine.fail(group)
-            self.num_preemptions += scheduler.num_preemptions
+            self.num_preemptions += sum(scheduler.num_preemptions.values())
             self._engine.connection_lost()
             self._engine.wake()
 
@@ -345,4 +348,10 @@ def _config(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerConfig:
         max_num_seqs=min(settings.max_num_seqs, info.max_num_seqs, max_num_batched_tokens),
         max_model_len=info.max_model_len,
         watermark=settings.watermark,
+        num_host_blocks=info.num_host_blocks,
+        prefix_caching=settings.prefix_caching,
+        preemption_mode=settings.preemption_mode,
+        block_bytes=info.block_bytes,
+        swap_bytes_per_second=info.swap_bytes_per_second,
+        prefill_tokens_per_second=info.prefill_tokens_per_second,
     )

@@ -18,14 +18,15 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    cache_salt: str = ""
 
 
 class RequestState:
     """A request in flight: its group in the scheduler, its text so far, its stream."""
 
-    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, cache_root: bytes) -> None:
         self.request = request
-        self.group = SequenceGroup(request.request_id, request.prompt_token_ids, request.sampling)
+        self.group = SequenceGroup(request.request_id, request.prompt_token_ids, request.sampling, cache_root)
         self.stream = OutputStream(request.sampling.n)
         self._outputs = [_Text(request, tokenizer) for _ in self.group.sequences]
         self._num_prompt_logprobs = 0

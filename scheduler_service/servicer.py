@@ -120,6 +120,7 @@ def encode_delta(state: RequestState, delta: OutputDelta) -> pb.GenerateResponse
         elif delta.stop is not None:
             message.stop_token_id = delta.stop
         message.usage.prompt_tokens = len(state.request.prompt_token_ids)
+        message.usage.cached_tokens = state.group.num_cached_tokens or 0
         message.usage.output_tokens = delta.num_output_tokens
     return message
 

@@ -6,6 +6,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode
 
 from pagewire_common.settings import Address, ServiceSettings
+from scheduler_service.core import PreemptionMode
 
 
 def _split(value: object) -> object:
@@ -25,6 +26,10 @@ class SchedulerSettings(ServiceSettings):
     max_num_seqs: int = Field(256, ge=1, description="most sequences in one step; a worker's own limit counts")
     max_num_requests: int = Field(4096, ge=1, description="most requests in flight before RESOURCE_EXHAUSTED")
     watermark: float = Field(0.01, ge=0, lt=1, description="share of device blocks that admission leaves free")
+    prefix_caching: bool = Field(True, description="reuse the keys and values of prompts that begin alike")
+    preemption_mode: PreemptionMode = Field(
+        PreemptionMode.AUTO, description="what becomes of requests that must make room; auto: what is cheaper"
+    )
     no_worker_timeout: float = Field(60.0, ge=0, description="seconds a request waits while no worker is connected")
     stall_timeout: float = Field(60.0, gt=0, description="seconds a client may leave a message unread")
     check_invariants: bool = Field(False, description="verify the block tables after every step; for tests")

@@ -29,7 +29,7 @@ ROLES = ("system", "user", "assistant", "tool")
 MIN_TEMPERATURE = 0.01
 
 # Part of the contract, but not of this server yet.
-UNIMPLEMENTED_FIELDS = ("priority", "tenant", "cache_salt", "lora_name")
+UNIMPLEMENTED_FIELDS = ("priority", "tenant", "lora_name")
 UNIMPLEMENTED_SAMPLING = (
     "best_of",
     "beam_width",
@@ -55,6 +55,8 @@ def check_request_id(request_id: str) -> None:
 async def check_request(message: pb.GenerateRequest, request_id: str, model: ServedModel) -> GenerationRequest:
     """Check everything about a request, cheapest first. Raises RequestError."""
     _refuse_unimplemented(message)
+    if len(message.cache_salt) > MAX_STRING:
+        invalid(f"cache_salt has {len(message.cache_salt)} characters; at most {MAX_STRING} are allowed")
     sampling = message.sampling
     _check_sampling(sampling, model)
     prompt = await encode_prompt(message, model)
@@ -69,6 +71,7 @@ async def check_request(message: pb.GenerateRequest, request_id: str, model: Ser
         sampling=_sampling_params(sampling, model, max_tokens, bad_words),
         stop=tuple(sampling.stop),
         include_stop_str_in_output=sampling.include_stop_str_in_output,
+        cache_salt=message.cache_salt,
         skip_special_tokens=sampling.skip_special_tokens if sampling.HasField("skip_special_tokens") else True,
     )
 

@@ -6,7 +6,7 @@ A `Scheduler` plans the steps of one worker; several share one `WaitingQueue`.
 from scheduler_service.core.block_allocator import BlockAllocator
 from scheduler_service.core.block_manager import AllocStatus, BlockManager
 from scheduler_service.core.budget import SchedulingBudget
-from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from scheduler_service.core.outputs import ModelOutput, ScheduledSequence, SchedulerOutput, SequenceOutput
 from scheduler_service.core.queue import WaitingQueue
 from scheduler_service.core.scheduler import Scheduler
@@ -17,6 +17,7 @@ __all__ = [
     "BlockAllocator",
     "BlockManager",
     "ModelOutput",
+    "PreemptionMode",
     "SamplingParams",
     "ScheduledSequence",
     "Scheduler",

@@ -1,4 +1,36 @@
-"""Reference-counted numbers of the blocks in one memory pool."""
+"""Reference-counted numbers of the blocks in one memory pool, and the prefix cache that lives in its free blocks.
+
+A block that was computed may carry a key that stands for its tokens and everything before them. When its last holder
+lets go it keeps key and contents, and can be found and held again, until the pool has nothing else to hand out.
+"""
+
+from collections import OrderedDict
+
+
+class Evictor:
+    """Free blocks that can still be found, in the order in which they will be given up; every operation is O(1).
+
+    The block that was let go of first goes first. Holders let go of their last blocks first, so of a sequence's blocks
+    the one with the most tokens before it, which is the least likely to be shared, goes before the others.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._blocks
+
+    def add(self, block: int) -> None:
+        self._blocks[block] = None
+
+    def remove(self, block: int) -> None:
+        del self._blocks[block]
+
+    def evict(self) -> int:
+        return self._blocks.popitem(last=False)[0]
 
 
 class BlockAllocator:
@@ -7,22 +39,35 @@ class BlockAllocator:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._ref_counts = [0] * num_blocks
+        self._keys: list[bytes | None] = [None] * num_blocks
+        self._by_key: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is the warmest
+        self._evictor = Evictor()
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Blocks that nobody holds, findable or not."""
+        return len(self._free) + len(self._evictor)
 
     def allocate(self) -> int:
-        """A free block, held once; raises IndexError when there is none: ask `num_free` first."""
-        block = self._free.pop()
+        """A free block, held once; raises KeyError when there is none: ask `num_free` first."""
+        if self._free:
+            block = self._free.pop()
+        else:
+            block = self._evictor.evict()
+            key = self._keys[block]
+            assert key is not None
+            del self._by_key[key]
+            self._keys[block] = None
         self._ref_counts[block] = 1
         return block
 
     def share(self, block: int) -> None:
-        """Let one more holder have an allocated block."""
+        """Let one more holder have a block that is held, or that `find` has just returned."""
         if self._ref_counts[block] == 0:
-            raise ValueError(f"block {block} is free and cannot be shared")
+            if block not in self._evictor:
+                raise ValueError(f"block {block} is free and cannot be shared")
+            self._evictor.remove(block)
         self._ref_counts[block] += 1
 
     def free(self, block: int) -> None:
@@ -31,14 +76,38 @@ class BlockAllocator:
             raise ValueError(f"block {block} is free already")
         self._ref_counts[block] -= 1
         if self._ref_counts[block] == 0:
-            self._free.append(block)
+            if self._keys[block] is None:
+                self._free.append(block)
+            else:
+                self._evictor.add(block)
 
     def ref_count(self, block: int) -> int:
         return self._ref_counts[block]
 
+    def publish(self, block: int, key: bytes) -> None:
+        """Make a computed block findable; where another block has the key already, that one stays the one found."""
+        if key not in self._by_key and self._keys[block] is None:
+            self._by_key[key] = block
+            self._keys[block] = key
+
+    def withdraw(self, block: int) -> None:
+        """Make a held block unfindable; nothing happens when it is already."""
+        key, self._keys[block] = self._keys[block], None
+        if key is not None:
+            del self._by_key[key]
+
+    def find(self, key: bytes) -> int | None:
+        """The block of this key, held or free."""
+        return self._by_key.get(key)
+
     def check(self) -> None:
-        """Assert free + held = total and that no free block is held."""
+        """Assert free + held = total, that no free block is held, and that keys and blocks agree."""
         held = sum(count > 0 for count in self._ref_counts)
-        assert len(self._free) + held == self.num_blocks, f"{len(self._free)} free + {held} held != {self.num_blocks}"
+        assert self.num_free + held == self.num_blocks, f"{self.num_free} free + {held} held != {self.num_blocks}"
         assert len(set(self._free)) == len(self._free), "a block is free twice"
-        assert all(self._ref_counts[block] == 0 for block in self._free), "a free block is held"
+        for block in range(self.num_blocks):
+            key = self._keys[block]
+            assert key is None or self._by_key[key] == block, "a key leads to another block"
+            assert (block in self._evictor) == (key is not None and self._ref_counts[block] == 0)
+        assert all(self._ref_counts[block] == 0 and self._keys[block] is None for block in self._free)
+        assert len(self._by_key) == sum(key is not None for key in self._keys)

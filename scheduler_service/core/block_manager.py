@@ -1,7 +1,8 @@
 """Block tables: which blocks hold the keys and values of each sequence, in the order of positions.
 
 A table covers at least the computed tokens of its sequence. A block may stand in several tables while nobody writes
-to it; whoever writes to a shared block gets a copy first (copy on write).
+to it; whoever writes to a shared block gets a copy first (copy on write). A sequence that is swapped out has a table of
+host blocks instead; what its group shared stays shared there.
 """
 
 import enum
@@ -9,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from scheduler_service.core.block_allocator import BlockAllocator
+from scheduler_service.core.prefix_key import next_key
 from scheduler_service.core.sequence import Sequence, SequenceGroup
 
 
@@ -21,13 +23,24 @@ class AllocStatus(enum.Enum):
 
 
 class BlockManager:
-    """Owns the device blocks of one worker and every sequence's table of them."""
+    """Owns the device and host blocks of one worker and every sequence's table of them."""
 
-    def __init__(self, block_size: int, num_device_blocks: int, watermark: float = 0.0) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        num_device_blocks: int,
+        num_host_blocks: int = 0,
+        watermark: float = 0.0,
+        *,
+        prefix_caching: bool = False,
+    ) -> None:
         self.block_size = block_size
         self.device = BlockAllocator(num_device_blocks)
+        self.host = BlockAllocator(num_host_blocks)
         self.num_watermark_blocks = int(watermark * num_device_blocks)
+        self.prefix_caching = prefix_caching
         self.tables: dict[int, list[int]] = {}
+        self.host_tables: dict[int, list[int]] = {}
 
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -45,13 +58,61 @@ class BlockManager:
         needed = self.num_blocks_of(group)
         if needed > self.device.num_blocks:
             return AllocStatus.NEVER
+        # A cached block that somebody holds costs nothing.
+        needed -= sum(self.device.ref_count(block) > 0 for block in self._cached_blocks(group.live[0]))
         reserve = self.num_watermark_blocks if leave_watermark else 0
         return AllocStatus.OK if needed + reserve <= self.device.num_free else AllocStatus.LATER
 
     def allocate(self, leader: Sequence) -> None:
-        """Give a sequence without a table the blocks for all of its tokens."""
+        """Give a sequence without a table the blocks for all of its tokens, cached ones first: those are computed."""
         assert leader.id not in self.tables
-        self.tables[leader.id] = [self.device.allocate() for _ in range(self.num_blocks(len(leader.token_ids)))]
+        table = self._cached_blocks(leader)
+        for block in table:
+            self.device.share(block)
+        leader.num_computed_tokens = len(table) * self.block_size
+        leader.num_published_blocks = len(table)
+        table.extend(self.device.allocate() for _ in range(self.num_blocks(len(leader.token_ids)) - len(table)))
+        self.tables[leader.id] = table
+        leader.num_slots = len(table) * self.block_size
+
+    def publish(self, sequence: Sequence) -> None:
+        """Make the sequence's full computed blocks findable. Call it once their keys and values have been stored."""
+        if not self.prefix_caching:
+            return
+        num_full = sequence.num_computed_tokens // self.block_size
+        if num_full > sequence.num_published_blocks:
+            table, keys = self.tables[sequence.id], self._keys(sequence, num_full)
+            for index in range(sequence.num_published_blocks, num_full):
+                self.device.publish(table[index], keys[index])
+            sequence.num_published_blocks = num_full
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Take the sequence's blocks out of the prefix cache, because what they hold is not sound."""
+        for block in self.tables[sequence.id]:
+            self.device.withdraw(block)
+
+    def _cached_blocks(self, sequence: Sequence) -> list[int]:
+        """The longest cached prefix, short of the last token: that one has to be computed for its logits.
+
+        A prompt whose log-probabilities were asked for has to be computed whole.
+        """
+        if not self.prefix_caching or sequence.sampling.prompt_logprobs is not None:
+            return []
+        blocks: list[int] = []
+        for key in self._keys(sequence, (len(sequence.token_ids) - 1) // self.block_size):
+            block = self.device.find(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def _keys(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
+        """Keys of at least the first `num_blocks` blocks, which must be full; computed once."""
+        keys = sequence.block_keys
+        for index in range(len(keys), num_blocks):
+            tokens = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
+            keys.append(next_key(keys[-1] if keys else sequence.group.cache_root, tokens))
+        return keys[:num_blocks]
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let a sequence without a table share the blocks of the parent's first `num_tokens` tokens."""
@@ -60,32 +121,21 @@ class BlockManager:
         for block in blocks:
             self.device.share(block)
         self.tables[child.id] = blocks
+        child.num_slots = len(blocks) * self.block_size
+        child.num_published_blocks = min(parent.num_published_blocks, num_tokens // self.block_size)
 
     def can_append_slots(self, chunks: Iterable[tuple[Sequence, int]]) -> bool:
         """Whether these sequences can all have room for this many tokens past their computed ones."""
-        num_new = 0
-        writers: Counter[int] = Counter()  # of shared blocks
-        for sequence, num_tokens in chunks:
-            table = self.tables[sequence.id]
-            end = self.num_blocks(sequence.num_computed_tokens + num_tokens)
-            num_new += max(0, end - len(table))
-            for block in table[sequence.num_computed_tokens // self.block_size : end]:
-                if self.device.ref_count(block) > 1:
-                    writers[block] += 1
-        # Of a block's holders the last to write finds itself alone and needs no copy.
-        num_copies = sum(min(count, self.device.ref_count(block) - 1) for block, count in writers.items())
-        return num_new + num_copies <= self.device.num_free
+        return self._num_new_blocks(chunks, self.tables, self.device) <= self.device.num_free
 
-    def append_slots(self, sequence: Sequence, num_tokens: int) -> tuple[int | None, list[tuple[int, int]]]:
+    def append_slots(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]]:
         """Make room for `num_tokens` tokens past the computed ones, in blocks that nobody else holds.
 
-        Returns the first index of the table that changed (None when nothing did) and the blocks to copy, as pairs
-        of source and destination.
+        Returns the blocks to copy, as pairs of source and destination.
         """
         table = self.tables[sequence.id]
         first = sequence.num_computed_tokens // self.block_size
         end = self.num_blocks(sequence.num_computed_tokens + num_tokens)
-        changed: int | None = None
         copies: list[tuple[int, int]] = []
         for index in range(first, min(end, len(table))):
             block = table[index]
@@ -93,22 +143,90 @@ class BlockManager:
                 table[index] = self.device.allocate()
                 self.device.free(block)
                 copies.append((block, table[index]))
-                changed = index if changed is None else changed
-        if end > len(table):
-            changed = len(table) if changed is None else changed
-            table.extend(self.device.allocate() for _ in range(end - len(table)))
-        return changed, copies
+                sequence.num_known_blocks = min(sequence.num_known_blocks, index)
+        table.extend(self.device.allocate() for _ in range(end - len(table)))
+        sequence.num_slots = len(table) * self.block_size
+        return copies
+
+    def _num_new_blocks(
+        self, chunks: Iterable[tuple[Sequence, int]], tables: dict[int, list[int]], pool: BlockAllocator
+    ) -> int:
+        """Blocks that these sequences take to store so many tokens past their computed ones: new ones and copies."""
+        num_new = 0
+        writers: Counter[int] = Counter()  # of shared blocks
+        for sequence, num_tokens in chunks:
+            table = tables[sequence.id]
+            end = self.num_blocks(sequence.num_computed_tokens + num_tokens)
+            num_new += max(0, end - len(table))
+            for block in table[sequence.num_computed_tokens // self.block_size : end]:
+                if pool.ref_count(block) > 1:
+                    writers[block] += 1
+        # Of a block's holders the last to write finds itself alone and needs no copy.
+        return num_new + sum(min(count, pool.ref_count(block) - 1) for block, count in writers.items())
+
+    def can_swap_out(self, group: SequenceGroup) -> bool:
+        """Whether host memory has room for all of a running group's blocks."""
+        return len(self._distinct(group, self.tables)) <= self.host.num_free
+
+    def swap_out(self, group: SequenceGroup) -> list[tuple[int, int]]:
+        """Move a group's tables to host blocks; returns the pairs of device and host block to copy."""
+        return self._move(group, self.tables, self.device, self.host_tables, self.host)
+
+    def can_swap_in(self, group: SequenceGroup, *, leave_watermark: bool) -> AllocStatus:
+        """Whether a swapped group fits, with room for the tokens that it computes next."""
+        next_tokens = [(s, s.num_uncomputed_tokens) for s in group.live if s.id in self.host_tables]
+        needed = len(self._distinct(group, self.host_tables))
+        needed += self._num_new_blocks(next_tokens, self.host_tables, self.host)
+        if needed > self.device.num_blocks:
+            return AllocStatus.NEVER
+        reserve = self.num_watermark_blocks if leave_watermark else 0
+        return AllocStatus.OK if needed + reserve <= self.device.num_free else AllocStatus.LATER
+
+    def swap_in(self, group: SequenceGroup) -> list[tuple[int, int]]:
+        """Move a group's tables back to device blocks; returns the pairs of host and device block to copy."""
+        for sequence in group.live:
+            sequence.num_known_blocks = 0
+        return self._move(group, self.host_tables, self.host, self.tables, self.device)
+
+    def _distinct(self, group: SequenceGroup, tables: dict[int, list[int]]) -> set[int]:
+        return {block for sequence in group.live for block in tables.get(sequence.id, ())}
+
+    def _move(
+        self,
+        group: SequenceGroup,
+        tables_from: dict[int, list[int]],
+        pool_from: BlockAllocator,
+        tables_to: dict[int, list[int]],
+        pool_to: BlockAllocator,
+    ) -> list[tuple[int, int]]:
+        """A block that several of the group share is copied once, and shared again where it arrives."""
+        arrived: dict[int, int] = {}
+        for sequence in group.live:
+            if sequence.id not in tables_from:
+                continue
+            table = tables_from.pop(sequence.id)
+            for block in table:
+                if block in arrived:
+                    pool_to.share(arrived[block])
+                else:
+                    arrived[block] = pool_to.allocate()
+                pool_from.free(block)
+            tables_to[sequence.id] = [arrived[block] for block in table]
+        return list(arrived.items())
 
     def free(self, sequence: Sequence) -> None:
-        """Let go of a sequence's blocks; nothing happens when it has none."""
+        """Let go of a sequence's blocks, wherever they are; nothing happens when it has none."""
         for block in reversed(self.tables.pop(sequence.id, ())):
             self.device.free(block)
+        for block in reversed(self.host_tables.pop(sequence.id, ())):
+            self.host.free(block)
 
     def check(self) -> None:
-        """Assert that free + held = total and that reference counts equal the tables."""
-        self.device.check()
-        held = Counter(block for table in self.tables.values() for block in table)
-        for block in range(self.device.num_blocks):
-            assert self.device.ref_count(block) == held[block], (
-                f"block {block} is counted {self.device.ref_count(block)} times and stands in {held[block]} tables"
-            )
+        """Assert on both pools that free + held = total and that reference counts equal the tables."""
+        for pool, tables in ((self.device, self.tables), (self.host, self.host_tables)):
+            pool.check()
+            held = Counter(block for table in tables.values() for block in table)
+            for block in range(pool.num_blocks):
+                assert pool.ref_count(block) == held[block], (
+                    f"block {block} is counted {pool.ref_count(block)} times and stands in {held[block]} tables"
+                )

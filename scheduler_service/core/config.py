@@ -1,6 +1,19 @@
 """What a scheduler must know of its worker and its limits, checked once."""
 
+import enum
 from dataclasses import dataclass
+
+
+class PreemptionMode(enum.Enum):
+    """What becomes of a group that has to make room.
+
+    RECOMPUTE frees its blocks, and it computes its tokens anew; SWAP copies them to host memory and back; AUTO takes
+    whichever the worker's measured speeds make cheaper for that group. Without room in host memory all recompute.
+    """
+
+    RECOMPUTE = "recompute"
+    SWAP = "swap"
+    AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -9,7 +22,8 @@ class SchedulerConfig:
 
     `max_num_batched_tokens` and `max_num_seqs` bound one step; `max_model_len` bounds prompt and output of one
     sequence; `watermark` is the share of device blocks that admission leaves free so that running sequences can
-    grow before anyone has to be preempted.
+    grow before anyone has to be preempted. AUTO compares `block_bytes` each way at `swap_bytes_per_second` with the
+    tokens to compute anew at `prefill_tokens_per_second`; where a speed is 0, that way counts as never finishing.
     """
 
     block_size: int
@@ -18,11 +32,20 @@ class SchedulerConfig:
     max_num_seqs: int
     max_model_len: int
     watermark: float = 0.01
+    num_host_blocks: int = 0
+    prefix_caching: bool = True
+    preemption_mode: PreemptionMode = PreemptionMode.RECOMPUTE
+    block_bytes: int = 0
+    swap_bytes_per_second: int = 0
+    prefill_tokens_per_second: int = 0
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_device_blocks", "max_num_batched_tokens", "max_num_seqs", "max_model_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("num_host_blocks", "block_bytes", "swap_bytes_per_second", "prefill_tokens_per_second"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark is {self.watermark}; it must be in [0, 1)")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -28,10 +28,17 @@ class SchedulerOutput:
 
     step_id: int
     scheduled: list[ScheduledSequence] = field(default_factory=list)
+    num_samples: int = 0
+    """How many of them sample."""
     new_sequences: list[tuple[Sequence, list[int]]] = field(default_factory=list)
     """Sequences that the worker does not know, with their block tables."""
     block_table_updates: list[BlockTableUpdate] = field(default_factory=list)
+    blocks_to_swap_out: list[tuple[int, int]] = field(default_factory=list)
+    """Pairs of device and host block, copied first."""
+    blocks_to_swap_in: list[tuple[int, int]] = field(default_factory=list)
+    """Pairs of host and device block, copied second."""
     blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
+    """Pairs of device blocks, copied third."""
     finished: list[int] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
     ignored: list[SequenceGroup] = field(default_factory=list)
@@ -39,7 +46,7 @@ class SchedulerOutput:
     @property
     def is_empty(self) -> bool:
         """Whether the worker has nothing to do or to learn."""
-        return not (self.scheduled or self.finished or self.preempted)
+        return not (self.scheduled or self.finished or self.preempted or self.blocks_to_swap_out)
 
 
 class TokenLogprobs(NamedTuple):

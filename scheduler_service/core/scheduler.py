@@ -2,16 +2,23 @@
 
 There is no prefill phase and no decode phase: a sequence is scheduled for the tokens that are not computed yet, as
 many as the step's budget leaves. Sequences that need a single token go first, so that a long prompt never holds up
-the others; then prompts under way; then the head of the waiting queue. When blocks run out, the group that was
-admitted last is preempted: its blocks are freed and it computes its tokens anew later (preemption by recompute).
+the others; then prompts under way; then groups that were swapped out; then, when none is left of those, the head of the
+waiting queue. When blocks run out, the group that was admitted last is preempted: its blocks are freed and it computes
+its tokens anew later (recompute), or they are copied to host memory and back (swap). Within a step all swapping out is
+planned before any swapping in, which is the order in which the worker does it.
+
+Most steps are like the one before: every running sequence computes one token. Such a step reuses the plan of the one
+before and looks only at who needs a block; anything that joins, leaves or changes puts an end to the plan.
 
 A request that brings workers down must not take everybody's streams with it. Whoever was in two lost steps in a row
 is a suspect and is scheduled alone; a suspect whose step is lost as well is ended.
 """
 
+from collections import OrderedDict
+
 from scheduler_service.core.block_manager import AllocStatus, BlockManager
 from scheduler_service.core.budget import SchedulingBudget
-from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from scheduler_service.core.outputs import (
     BlockTableUpdate,
     ModelOutput,
@@ -26,25 +33,28 @@ from scheduler_service.core.sequence import MAX_LOST_STEPS, Sequence, SequenceGr
 class _Chunk:
     """What one sequence takes of a step, until the step is written out."""
 
-    __slots__ = ("changed", "copies", "num_tokens", "sequence")
+    __slots__ = ("copies", "num_tokens", "sequence")
 
-    def __init__(self, sequence: Sequence, num_tokens: int, changed: int | None, copies: list[tuple[int, int]]) -> None:
+    def __init__(self, sequence: Sequence, num_tokens: int, copies: list[tuple[int, int]]) -> None:
         self.sequence = sequence
         self.num_tokens = num_tokens
-        self.changed = changed  # first index of its block table that the worker must learn
         self.copies = copies
 
 
 class _Step:
     """A step being planned."""
 
-    __slots__ = ("budget", "chunks", "ignored", "num_preempted")
+    __slots__ = ("budget", "chunks", "ignored", "needy", "num_preempted", "steady", "swap_in", "swap_out")
 
     def __init__(self, budget: SchedulingBudget) -> None:
         self.budget = budget
         self.chunks: dict[SequenceGroup, list[_Chunk]] = {}
         self.ignored: list[SequenceGroup] = []
         self.num_preempted = 0
+        self.steady: list[ScheduledSequence] = []  # the last step's plan, when it holds again
+        self.needy: list[Sequence] = []  # those of it whose block tables grew
+        self.swap_out: list[tuple[int, int]] = []
+        self.swap_in: list[tuple[int, int]] = []
 
 
 class Scheduler:
@@ -58,29 +68,38 @@ class Scheduler:
         self.config = config
         self.waiting = waiting
         self.running: dict[SequenceGroup, None] = {}  # in the order of admission
-        self.blocks = BlockManager(config.block_size, config.num_device_blocks, config.watermark)
-        self.num_preemptions = 0
-        self._by_id: dict[str, SequenceGroup] = {}  # running ones
+        self._max_sequence_tokens = config.max_sequence_tokens
+        self.swapped: OrderedDict[SequenceGroup, None] = OrderedDict()  # first to resume first
+        self.blocks = BlockManager(
+            config.block_size,
+            config.num_device_blocks,
+            config.num_host_blocks,
+            config.watermark,
+            prefix_caching=config.prefix_caching,
+        )
+        self.num_preemptions = {PreemptionMode.RECOMPUTE: 0, PreemptionMode.SWAP: 0}
+        self._by_id: dict[str, SequenceGroup] = {}  # running and swapped ones
         self._finished: list[int] = []  # to tell the worker
         self._preempted: list[int] = []
         self._step_id = 0
         self._suspect: SequenceGroup | None = None
+        self._steady: list[ScheduledSequence] | None = None  # the plan in which everybody computes one token
 
     def add_request(self, group: SequenceGroup) -> None:
         """Queue a request; raises ValueError when its id waits already."""
         self.waiting.append(group)
 
-    def get_request_counts(self) -> tuple[int, int]:
-        """How many groups run here and how many wait."""
-        return len(self.running), len(self.waiting)
+    def get_request_counts(self) -> tuple[int, int, int]:
+        """How many groups run here, how many wait, and how many are swapped out here."""
+        return len(self.running), len(self.waiting), len(self.swapped)
 
     @property
     def has_work(self) -> bool:
         """Whether `schedule` might return something other than an empty step."""
-        return bool(self.running or self.waiting or self._finished or self._preempted)
+        return bool(self.running or self.swapped or self.waiting or self._finished or self._preempted)
 
     def release_all(self, lost: SchedulerOutput | None = None) -> list[SequenceGroup]:
-        """The worker is gone: give every running group back to the head of the queue. Plan no further steps.
+        """The worker is gone: give all its groups back to the head of the queue. Plan no further steps.
 
         `lost` is the step that it was lost in, if any. Returns the group that was ended for it, in a list, or none.
         """
@@ -93,11 +112,11 @@ class Scheduler:
                 for sequence in group.live:
                     self.finish_sequence(sequence, SequenceStatus.FINISHED_ABORTED)
                 ended.append(group)
-        groups = list(self.running)
+        groups = [*self.running, *self.swapped]
         for group in groups:
             self._release(group)
         self.waiting.put_back(groups)
-        self.num_preemptions += len(groups)
+        self.num_preemptions[PreemptionMode.RECOMPUTE] += len(groups)
         return ended
 
     # ---- planning
@@ -105,6 +124,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Plan the next step. An empty one takes no step id and need not be sent."""
         step = _Step(SchedulingBudget(self.config.max_num_batched_tokens, self.config.max_num_seqs))
+        if self._steady is not None and self._schedule_steady(self._steady, step):
+            return self._write(step)
         for group in self.running:
             step.budget.take(num_seqs=len(group.live))
         if not self._schedule_suspect(step):
@@ -112,8 +133,25 @@ class Scheduler:
                 if group in self.running:  # it may have been preempted for an earlier one
                     self._schedule_running(group, step)
             if not step.num_preempted:
-                self._schedule_waiting(step)
+                self._schedule_swapped(step)
+                if not self.swapped:
+                    self._schedule_waiting(step)
         return self._write(step)
+
+    def _schedule_steady(self, plan: list[ScheduledSequence], step: _Step) -> bool:
+        """Repeat the last plan and fill the rest of the step from the queue; returns whether that was possible."""
+        if self.swapped or (self.waiting and self.waiting.head.is_suspect):
+            return False
+        needy = [s for s, _, _ in plan if s.num_computed_tokens == s.num_slots]
+        if len(needy) > self.blocks.device.num_free:
+            return False
+        for sequence in needy:
+            self.blocks.append_slots(sequence, 1)
+        step.budget.take(num_tokens=len(plan), num_seqs=len(plan))
+        step.steady, step.needy = plan, needy
+        if self.waiting:
+            self._schedule_waiting(step)
+        return True
 
     def _schedule_suspect(self, step: _Step) -> bool:
         """Give the step to one suspect alone, if there is one and it has room; returns whether that was done."""
@@ -144,7 +182,7 @@ class Scheduler:
         if chunks:
             step.budget.take(num_tokens=sum(num_tokens for _, num_tokens in chunks))
             step.chunks[group] = [
-                _Chunk(sequence, num_tokens, *self.blocks.append_slots(sequence, num_tokens))
+                _Chunk(sequence, num_tokens, self.blocks.append_slots(sequence, num_tokens))
                 for sequence, num_tokens in chunks
             ]
 
@@ -157,6 +195,25 @@ class Scheduler:
                 chunks.append((sequence, num_tokens))
                 token_budget -= num_tokens
         return chunks
+
+    def _schedule_swapped(self, step: _Step) -> None:
+        """Resume groups in turn while there is room. Whoever waits for them waits for older groups only."""
+        while self.swapped and step.budget.num_tokens:
+            group = next(iter(self.swapped))
+            status = self.blocks.can_swap_in(group, leave_watermark=bool(self.running))
+            if status is AllocStatus.NEVER:
+                self._ignore(group, step)
+                continue
+            sequences = group.live
+            if status is AllocStatus.LATER or len(sequences) > step.budget.num_seqs:
+                return
+            step.budget.take(num_seqs=len(sequences))
+            step.swap_in += self.blocks.swap_in(group)
+            del self.swapped[group]
+            self.running[group] = None
+            for sequence in sequences:
+                sequence.status = SequenceStatus.RUNNING
+            self._schedule_running(group, step)
 
     def _schedule_waiting(self, step: _Step, most: int | None = None) -> None:
         while self.waiting and step.budget.num_tokens and len(step.chunks) != most:
@@ -174,34 +231,64 @@ class Scheduler:
             self.waiting.pop()
             leader = sequences[0]
             self.blocks.allocate(leader)
+            if group.num_cached_tokens is None:
+                group.num_cached_tokens = leader.num_computed_tokens
             for sequence in sequences:
                 sequence.status = SequenceStatus.RUNNING
             self.running[group] = None
             self._by_id[group.request_id] = group
             num_tokens = min(leader.num_uncomputed_tokens, step.budget.num_tokens)
             step.budget.take(num_tokens=num_tokens, num_seqs=len(sequences))
-            step.chunks[group] = [_Chunk(leader, num_tokens, None, [])]
+            step.chunks[group] = [_Chunk(leader, num_tokens, [])]
 
     def _preempt(self, group: SequenceGroup, step: _Step) -> None:
-        step.budget.give_back(
-            num_tokens=sum(chunk.num_tokens for chunk in step.chunks.pop(group, ())), num_seqs=len(group.live)
-        )
-        self._preempted.extend(sequence.id for sequence in group.live if sequence.is_known)
-        self._release(group)
-        self.waiting.put_back([group])
-        self.num_preemptions += 1
+        chunks = step.chunks.pop(group, [])
+        step.budget.give_back(num_tokens=sum(chunk.num_tokens for chunk in chunks), num_seqs=len(group.live))
+        # Blocks that were to be copied on write in this step have nothing in them yet that could be swapped out.
+        mode = PreemptionMode.RECOMPUTE if any(chunk.copies for chunk in chunks) else self._preemption_mode(group)
+        self.num_preemptions[mode] += 1
         step.num_preempted += 1
+        self._steady = None
+        if mode is PreemptionMode.SWAP:
+            step.swap_out += self.blocks.swap_out(group)
+            del self.running[group]
+            self.swapped[group] = None
+            self.swapped.move_to_end(group, last=False)
+            for sequence in group.live:
+                sequence.status = SequenceStatus.SWAPPED
+        else:
+            self._preempted.extend(sequence.id for sequence in group.live if sequence.is_known)
+            self._release(group)
+            self.waiting.put_back([group])
+
+    def _preemption_mode(self, group: SequenceGroup) -> PreemptionMode:
+        config = self.config
+        if config.preemption_mode is PreemptionMode.RECOMPUTE or not self.blocks.can_swap_out(group):
+            return PreemptionMode.RECOMPUTE
+        if config.preemption_mode is PreemptionMode.SWAP:
+            return PreemptionMode.SWAP
+        num_blocks = self.blocks.num_blocks_of(group)
+        swap = 2 * num_blocks * config.block_bytes * config.prefill_tokens_per_second
+        recompute = num_blocks * config.block_size * config.swap_bytes_per_second
+        return PreemptionMode.SWAP if swap < recompute else PreemptionMode.RECOMPUTE
 
     def _release(self, group: SequenceGroup) -> None:
         """Take a group off the worker: it will be new there when it comes back."""
-        del self.running[group]
-        del self._by_id[group.request_id]
+        self._forget(group)
         for sequence in group.live:
             self.blocks.free(sequence)
             sequence.status = SequenceStatus.WAITING
             sequence.num_computed_tokens = 0
             sequence.is_known = False
+            sequence.num_known_blocks = 0
+            sequence.num_published_blocks = 0
         group.has_unforked = len(group.sequences) > 1
+
+    def _forget(self, group: SequenceGroup) -> None:
+        self.running.pop(group, None)
+        self.swapped.pop(group, None)
+        self._steady = None
+        del self._by_id[group.request_id]
 
     def _ignore(self, group: SequenceGroup, step: _Step) -> None:
         group.error = (
@@ -214,26 +301,42 @@ class Scheduler:
         step.ignored.append(group)
 
     def _write(self, step: _Step) -> SchedulerOutput:
-        output = SchedulerOutput(self._step_id + 1, ignored=step.ignored)
+        output = SchedulerOutput(
+            self._step_id + 1,
+            ignored=step.ignored,
+            blocks_to_swap_out=step.swap_out,
+            blocks_to_swap_in=step.swap_in,
+        )
+        for sequence in step.needy:
+            self._write_table(sequence, output)
+        scheduled: list[ScheduledSequence] = []
         for chunks in step.chunks.values():
             for chunk in chunks:
-                sequence = chunk.sequence
-                samples = chunk.num_tokens == sequence.num_uncomputed_tokens
-                output.scheduled.append(ScheduledSequence(sequence, chunk.num_tokens, samples))
+                samples = chunk.num_tokens == chunk.sequence.num_uncomputed_tokens
+                scheduled.append(ScheduledSequence(chunk.sequence, chunk.num_tokens, samples))
                 output.blocks_to_copy += chunk.copies
-                table = self.blocks.tables[sequence.id]
-                if not sequence.is_known:
-                    sequence.is_known = True
-                    output.new_sequences.append((sequence, table))
-                elif chunk.changed is not None:
-                    output.block_table_updates.append(
-                        BlockTableUpdate(sequence.id, chunk.changed, table[chunk.changed :])
-                    )
+                self._write_table(chunk.sequence, output)
+        output.scheduled = step.steady + scheduled if scheduled else step.steady
+        output.num_samples = len(step.steady) + sum(chunk.samples for chunk in scheduled)
+        if scheduled:
+            num_live = sum(len(group.live) for group in self.running)
+            is_steady = num_live == len(output.scheduled) and all(n == 1 and samples for _, n, samples in scheduled)
+            self._steady = output.scheduled if is_steady else None
         output.finished, self._finished = self._finished, []
         output.preempted, self._preempted = self._preempted, []
         if not output.is_empty:
             self._step_id += 1
         return output
+
+    def _write_table(self, sequence: Sequence, output: SchedulerOutput) -> None:
+        """Tell the worker what it does not know of a sequence and its block table."""
+        table, num_known = self.blocks.tables[sequence.id], sequence.num_known_blocks
+        if not sequence.is_known:
+            sequence.is_known = True
+            output.new_sequences.append((sequence, table))
+        elif num_known < len(table):
+            output.block_table_updates.append(BlockTableUpdate(sequence.id, num_known, table[num_known:]))
+        sequence.num_known_blocks = len(table)
 
     # ---- taking the answer in
 
@@ -246,23 +349,26 @@ class Scheduler:
         """
         if answer.step_id != output.step_id:
             raise ValueError(f"the worker answered step {answer.step_id} instead of step {output.step_id}")
-        num_samples = sum(scheduled.samples for scheduled in output.scheduled)
-        if len(answer.token_ids) != num_samples:
-            raise ValueError(f"the worker returned {len(answer.token_ids)} tokens for {num_samples} samples")
+        if len(answer.token_ids) != output.num_samples:
+            raise ValueError(f"the worker returned {len(answer.token_ids)} tokens for {output.num_samples} samples")
         sampled = iter(answer.token_ids)
         gained: list[SequenceOutput] = []
+        block_size = self.config.block_size
         for sequence, num_tokens, samples in output.scheduled:
             token_id = next(sampled) if samples else None
             if sequence.status is not SequenceStatus.RUNNING:
                 continue
             start = sequence.num_computed_tokens + 1
             sequence.num_computed_tokens += num_tokens
+            if num_tokens > 1 or sequence.num_computed_tokens % block_size == 0:
+                self.blocks.publish(sequence)
             if sequence.group.has_unforked:
                 self._fork_followers(sequence)
             if sequence.id in answer.failed_sequence_ids:
                 sequence.group.error = (
                     "no token could be chosen: the sampling parameters allow none, or the model's output was not finite"
                 )
+                self.blocks.withdraw(sequence)
                 self.finish_sequence(sequence, SequenceStatus.FINISHED_ABORTED)
                 token_id = None
             elif token_id is not None:
@@ -288,6 +394,7 @@ class Scheduler:
         if leader.num_computed_tokens < leader.num_prompt_tokens:
             return
         group.has_unforked = False
+        self._steady = None
         for follower in group.live:
             if follower.id not in self.blocks.tables:
                 if follower.token_ids is group.prompt_token_ids:
@@ -299,16 +406,14 @@ class Scheduler:
         sampling = sequence.sampling
         sequence.token_ids.append(token_id)
         sequence.group.num_lost_steps = 0
-        if sequence.num_output_tokens > sampling.min_tokens:
+        num_output_tokens = sequence.num_output_tokens
+        if num_output_tokens > sampling.min_tokens:
             if token_id in sampling.stop_token_ids:
                 sequence.stop_token_id = token_id
                 return self.finish_sequence(sequence, SequenceStatus.FINISHED_STOPPED)
             if token_id in sampling.eos_token_ids:
                 return self.finish_sequence(sequence, SequenceStatus.FINISHED_STOPPED)
-        if (
-            sequence.num_output_tokens >= sampling.max_tokens
-            or len(sequence.token_ids) >= self.config.max_sequence_tokens
-        ):
+        if num_output_tokens >= sampling.max_tokens or len(sequence.token_ids) >= self._max_sequence_tokens:
             self.finish_sequence(sequence, SequenceStatus.FINISHED_LENGTH_CAPPED)
         return None
 
@@ -318,15 +423,15 @@ class Scheduler:
         """End one sequence and free its blocks; nothing happens when it has ended already."""
         if sequence.status.is_finished:
             return
+        self._steady = None
         sequence.status = status
         self.blocks.free(sequence)
         if sequence.is_known:
             self._finished.append(sequence.id)
         group = sequence.group
         if group.is_finished:
-            if group in self.running:
-                del self.running[group]
-                del self._by_id[group.request_id]
+            if group.request_id in self._by_id:
+                self._forget(group)
             else:
                 self.waiting.remove(group.request_id)
 

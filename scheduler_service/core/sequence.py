@@ -70,12 +70,16 @@ class Sequence:
     """One output: prompt and generated tokens, and how many of them have keys and values on the worker."""
 
     __slots__ = (
+        "block_keys",
         "group",
         "id",
         "index",
         "is_known",
         "num_computed_tokens",
+        "num_known_blocks",
         "num_prompt_tokens",
+        "num_published_blocks",
+        "num_slots",
         "sampling",
         "status",
         "stop_token_id",
@@ -92,7 +96,11 @@ class Sequence:
         self.num_computed_tokens = 0
         self.status = SequenceStatus.WAITING
         self.is_known = False  # to the worker of the current session
+        self.num_known_blocks = 0  # leading entries of its block table that the worker knows as they are now
         self.stop_token_id: int | None = None
+        self.num_slots = 0  # tokens that its device blocks have room for
+        self.block_keys: list[bytes] = []  # of its leading full blocks, as far as they were needed
+        self.num_published_blocks = 0  # leading blocks that are in the prefix cache, or that another one is there for
 
     @property
     def num_output_tokens(self) -> int:
@@ -111,12 +119,16 @@ class SequenceGroup:
 
     `error` says, in a sentence for the client, why a group ended without being served. `has_unforked` is set while
     followers wait for the leader's prompt; until they fork for the first time they share one list of its tokens.
-    `num_lost_steps` counts the steps that a worker was lost in since the group last gained a token.
+    `num_lost_steps` counts the steps that a worker was lost in since the group last gained a token. Groups of equal
+    `cache_root` may share cached prefixes; `num_cached_tokens` is what was found of the prompt when it was first
+    admitted.
     """
 
     __slots__ = (
+        "cache_root",
         "error",
         "has_unforked",
+        "num_cached_tokens",
         "num_lost_steps",
         "prompt_token_ids",
         "request_id",
@@ -124,8 +136,12 @@ class SequenceGroup:
         "sequences",
     )
 
-    def __init__(self, request_id: str, prompt_token_ids: SequenceOf[int], sampling: SamplingParams) -> None:
+    def __init__(
+        self, request_id: str, prompt_token_ids: SequenceOf[int], sampling: SamplingParams, cache_root: bytes = b""
+    ) -> None:
         self.request_id = request_id
+        self.cache_root = cache_root
+        self.num_cached_tokens: int | None = None
         self.sampling = sampling
         self.prompt_token_ids = list(prompt_token_ids)
         self.sequences = [Sequence(self, 0, list(prompt_token_ids))]

@@ -52,13 +52,19 @@ class FakeWorker:
     last_step: int = 0
 
     def __post_init__(self) -> None:
-        self.slots: list[list[int]] = [[-1] * self.config.block_size for _ in range(self.config.num_device_blocks)]
+        empty = [-1] * self.config.block_size
+        self.slots: list[list[int]] = [list(empty) for _ in range(self.config.num_device_blocks)]
+        self.host_slots: list[list[int]] = [list(empty) for _ in range(self.config.num_host_blocks)]
 
     def execute(self, output: SchedulerOutput) -> ModelOutput:
         assert output.step_id == self.last_step + 1, "a gap in the step ids"
         self.last_step = output.step_id
         for sequence_id in (*output.finished, *output.preempted):
             del self.mirrors[sequence_id]
+        for source, destination in output.blocks_to_swap_out:
+            self.host_slots[destination] = list(self.slots[source])
+        for source, destination in output.blocks_to_swap_in:
+            self.slots[destination] = list(self.host_slots[source])
         for source, destination in output.blocks_to_copy:
             self.slots[destination] = list(self.slots[source])
         for sequence, table in output.new_sequences:

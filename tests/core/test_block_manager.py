@@ -42,6 +42,57 @@ def test_free_and_held_always_add_up(operations: list[str]) -> None:
         assert allocator.num_free == 5 - len(set(held))
 
 
+def test_blocks_are_given_up_least_recently_used_first_and_the_deepest_of_a_sequence_before_the_others() -> None:
+    blocks = BlockManager(block_size=1, num_device_blocks=6, prefix_caching=True)
+    keys = {}
+    for name in ("older", "newer"):
+        group = SequenceGroup(name, range(3), SamplingParams(max_tokens=1), name.encode())
+        (sequence,) = group.sequences
+        blocks.allocate(sequence)
+        sequence.num_computed_tokens = 3
+        blocks.publish(sequence)
+        keys[name] = list(sequence.block_keys)
+        blocks.free(sequence)
+    gone = []
+    for _ in range(6):
+        blocks.device.allocate()
+        blocks.device.check()
+        gone.append(
+            next(
+                (name, depth)
+                for name in keys
+                for depth in range(3)
+                if blocks.device.find(keys[name][depth]) is None and (name, depth) not in gone
+            )
+        )
+    assert gone == [("older", 2), ("older", 1), ("older", 0), ("newer", 2), ("newer", 1), ("newer", 0)]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["allocate", "publish", "find", "free", "withdraw"]), st.integers(0, 3))))
+def test_the_cache_never_confuses_free_held_and_findable(operations: list[tuple[str, int]]) -> None:
+    allocator, held, keys = BlockAllocator(4), [], {}
+    for operation, number in operations:
+        key = bytes([number])
+        if operation == "allocate" and allocator.num_free:
+            held.append(allocator.allocate())
+            keys = {k: b for k, b in keys.items() if b != held[-1]}
+        elif operation == "publish" and held:
+            if key not in keys and held[-1] not in keys.values():
+                keys[key] = held[-1]
+            allocator.publish(held[-1], key)
+        elif operation == "find" and (block := allocator.find(key)) is not None:
+            allocator.share(block)
+            held.append(block)
+        elif operation == "free" and held:
+            allocator.free(held.pop(0))
+        elif operation == "withdraw" and held:
+            allocator.withdraw(held[0])
+            keys = {k: b for k, b in keys.items() if b != held[0]}
+        allocator.check()
+        assert allocator.num_free == 4 - len(set(held))
+        assert {bytes([n]): b for n in range(4) if (b := allocator.find(bytes([n]))) is not None} == keys
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "taken", "status"),
     [
@@ -74,10 +125,10 @@ def test_writing_to_a_shared_block_copies_it_and_the_last_writer_keeps_the_origi
     blocks.fork(parent, child, 5)
     chunks = [(parent, 1), (child, 1)]
     assert blocks.can_append_slots(chunks)
-    changed, copies = blocks.append_slots(parent, 1)
-    assert changed == 1
-    assert copies == [(original[1], blocks.tables[parent.id][1])]
-    assert blocks.append_slots(child, 1) == (None, [])
+    parent.num_known_blocks = 2
+    assert blocks.append_slots(parent, 1) == [(original[1], blocks.tables[parent.id][1])]
+    assert parent.num_known_blocks == 1
+    assert blocks.append_slots(child, 1) == []
     assert blocks.tables[child.id] == original
     blocks.check()
 

@@ -1,3 +1,4 @@
+from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from scheduler_service.core import (
     ModelOutput,
+    PreemptionMode,
     SamplingParams,
     Scheduler,
     SchedulerConfig,
@@ -18,8 +20,8 @@ from scheduler_service.core import (
 )
 
 
-def make_scheduler(waiting: WaitingQueue | None = None, **sizes: int | float) -> Scheduler:
-    defaults = {
+def make_scheduler(waiting: WaitingQueue | None = None, **sizes: object) -> Scheduler:
+    defaults: dict[str, object] = {
         "block_size": 4,
         "num_device_blocks": 16,
         "max_num_batched_tokens": 64,
@@ -30,8 +32,9 @@ def make_scheduler(waiting: WaitingQueue | None = None, **sizes: int | float) ->
     return Scheduler(SchedulerConfig(**(defaults | sizes)), WaitingQueue() if waiting is None else waiting)  # type: ignore[arg-type]
 
 
-def make_group(name: str, num_tokens: int, **sampling: object) -> SequenceGroup:
-    return SequenceGroup(name, range(num_tokens), SamplingParams(**({"max_tokens": 4} | sampling)))  # type: ignore[arg-type]
+def make_group(name: str, num_tokens: int, *, root: bytes = b"", **sampling: object) -> SequenceGroup:
+    """Its prompt is 0, 1, 2, …, so that any two prompts begin alike."""
+    return SequenceGroup(name, range(num_tokens), SamplingParams(**({"max_tokens": 4} | sampling)), root)  # type: ignore[arg-type]
 
 
 def plan(output: SchedulerOutput) -> dict[str, list[int]]:
@@ -98,7 +101,7 @@ def test_sequences_are_counted_not_groups() -> None:
     scheduler.add_request(make_group("three", 2, n=3))
     scheduler.add_request(make_group("two", 2, n=2))
     step(scheduler, worker)
-    assert scheduler.get_request_counts() == (1, 1)
+    assert scheduler.get_request_counts() == (1, 1, 0)
     run(scheduler, worker)
 
 
@@ -117,6 +120,169 @@ def test_when_blocks_run_out_the_last_admitted_is_preempted_and_comes_back_first
     run(scheduler, worker)
     for group in (older, younger):
         assert output_of(group) == reference_output(group, 0, scheduler.config.max_sequence_tokens)
+
+
+def test_a_prompt_that_was_computed_is_found_while_and_after_somebody_holds_it() -> None:
+    scheduler = make_scheduler()
+    worker = FakeWorker(scheduler.config)
+    first, second, third = (make_group(name, 11) for name in ("first", "second", "third"))
+    scheduler.add_request(first)
+    step(scheduler, worker)
+    scheduler.add_request(second)
+    assert plan(step(scheduler, worker)) == {"first": [1], "second": [3]}
+    run(scheduler, worker)
+    assert scheduler.blocks.device.num_free == 16
+    scheduler.add_request(third)
+    assert plan(step(scheduler, worker)) == {"third": [3]}
+    assert [group.num_cached_tokens for group in (first, second, third)] == [0, 8, 8]
+    run(scheduler, worker)
+    assert output_of(first) == output_of(second) == output_of(third) == reference_output(first, 0, 64)
+
+
+def test_a_block_is_findable_only_after_it_has_been_computed() -> None:
+    scheduler = make_scheduler()
+    for name in ("first", "second"):
+        scheduler.add_request(make_group(name, 11))
+    assert plan(scheduler.schedule()) == {"first": [11], "second": [11]}
+
+
+def test_output_is_found_too_and_the_last_token_is_always_computed() -> None:
+    scheduler = make_scheduler()
+    worker = FakeWorker(scheduler.config)
+    first = make_group("first", 6, max_tokens=7)
+    scheduler.add_request(first)
+    run(scheduler, worker)
+    continued = SequenceGroup("continued", first.sequences[0].token_ids[:12], SamplingParams(max_tokens=2))
+    scheduler.add_request(continued)
+    assert plan(step(scheduler, worker)) == {"continued": [4]}  # of three full blocks two are used
+
+
+@pytest.mark.parametrize("other", [{"root": b"another salt"}, {"prompt_logprobs": 1}])
+def test_prompts_of_another_salt_or_whose_log_probabilities_are_wanted_are_computed_whole(
+    other: dict[str, object],
+) -> None:
+    scheduler = make_scheduler()
+    worker = FakeWorker(scheduler.config)
+    scheduler.add_request(make_group("first", 11))
+    run(scheduler, worker)
+    scheduler.add_request(make_group("other", 11, **other))  # type: ignore[arg-type]
+    assert plan(step(scheduler, worker)) == {"other": [11]}
+
+
+def test_what_a_sequence_with_unsound_logits_stored_is_never_found() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    scheduler.add_request(make_group("sick", 11))
+    first = scheduler.schedule()
+    scheduler.update_from_output(first, ModelOutput(1, []))
+    second = scheduler.schedule()
+    failed = frozenset({second.scheduled[0].sequence.id})
+    scheduler.update_from_output(second, ModelOutput(2, [0], failed_sequence_ids=failed))
+    scheduler.add_request(make_group("well", 11))
+    assert plan(scheduler.schedule()) == {"well": [8]}
+
+
+def test_a_preempted_group_finds_what_is_left_of_its_own_blocks() -> None:
+    scheduler = make_scheduler(num_device_blocks=8, block_size=2)
+    worker = FakeWorker(scheduler.config)
+    for name, root in (("older", b"a"), ("younger", b"b")):
+        scheduler.add_request(make_group(name, 5, root=root, max_tokens=9))
+    while not sum(scheduler.num_preemptions.values()):
+        step(scheduler, worker)
+    younger = scheduler.waiting.head
+    while younger not in scheduler.running:
+        output = step(scheduler, worker)
+    assert 0 < plan(output)["younger"][0] < len(younger.sequences[0].token_ids)
+    run(scheduler, worker)
+    assert output_of(younger) == reference_output(younger, 0, 16)
+
+
+def test_a_swapped_group_comes_back_with_its_blocks_and_computes_nothing_anew() -> None:
+    scheduler = make_scheduler(num_device_blocks=7, num_host_blocks=7, preemption_mode=PreemptionMode.SWAP)
+    worker = FakeWorker(scheduler.config)
+    groups = [make_group(name, 7, n=2, max_tokens=9) for name in ("older", "younger")]
+    for group in groups:
+        scheduler.add_request(group)
+    computed: Counter[str] = Counter()
+    while scheduler.has_work:
+        for name, chunks in plan(step(scheduler, worker)).items():
+            computed[name] += sum(chunks)
+    assert scheduler.num_preemptions[PreemptionMode.SWAP] > 0
+    assert scheduler.num_preemptions[PreemptionMode.RECOMPUTE] == 0
+    # The prompt once, the last prompt token again by the follower, and every output token but the last of each.
+    assert computed == {"older": 7 + 1 + 2 * 8, "younger": 7 + 1 + 2 * 8}
+    for group in groups:
+        for index in range(2):
+            assert output_of(group, index) == reference_output(group, index, 24)
+
+
+def swapping_scheduler(**sizes: object) -> tuple[Scheduler, FakeWorker, SequenceGroup]:
+    """Two groups of two of which the younger has just been swapped out."""
+    defaults: dict[str, object] = {"num_device_blocks": 7, "num_host_blocks": 7, "preemption_mode": PreemptionMode.SWAP}
+    scheduler = make_scheduler(**(defaults | sizes))
+    worker = FakeWorker(scheduler.config)
+    for name in ("older", "younger"):
+        scheduler.add_request(make_group(name, 7, n=2, max_tokens=9))
+    while not sum(scheduler.num_preemptions.values()):
+        step(scheduler, worker)
+    return scheduler, worker, next(iter(scheduler.swapped or scheduler.waiting))
+
+
+def test_aborting_a_swapped_group_frees_its_host_blocks() -> None:
+    scheduler, _, younger = swapping_scheduler()
+    assert scheduler.get_request_counts() == (1, 0, 1)
+    assert scheduler.blocks.host.num_free < 7
+    assert scheduler.finish_requests(["younger"], SequenceStatus.FINISHED_ABORTED) == [younger]
+    assert scheduler.blocks.host.num_free == 7
+    assert set(scheduler.schedule().finished) == {sequence.id for sequence in younger.sequences}
+    assert scheduler.get_request_counts() == (1, 0, 0)
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 1])
+def test_without_room_in_host_memory_a_victim_recomputes_and_nothing_dies(num_host_blocks: int) -> None:
+    scheduler, worker, _ = swapping_scheduler(num_host_blocks=num_host_blocks)
+    assert scheduler.num_preemptions == {PreemptionMode.SWAP: 0, PreemptionMode.RECOMPUTE: 1}
+    run(scheduler, worker)
+
+
+def test_a_lost_worker_gives_swapped_groups_back_too() -> None:
+    scheduler, _, younger = swapping_scheduler()
+    scheduler.release_all()
+    assert [group.request_id for group in scheduler.waiting] == ["older", "younger"]
+    assert {sequence.status for sequence in younger.sequences} == {SequenceStatus.WAITING}
+    assert scheduler.blocks.host.num_free == 7
+
+
+def test_nobody_is_admitted_while_somebody_is_swapped_out() -> None:
+    scheduler, worker, younger = swapping_scheduler()
+    scheduler.add_request(make_group("newcomer", 1, max_tokens=1))
+    while True:
+        admitted = "newcomer" in plan(step(scheduler, worker))
+        if younger not in scheduler.swapped:
+            break
+        assert not admitted
+    run(scheduler, worker)
+
+
+def test_a_swapped_group_that_can_never_come_back_is_ended_and_its_host_blocks_are_freed() -> None:
+    """Two outputs that share six prompt tokens grow until one more token of each needs more than the pool."""
+    scheduler, worker, younger = swapping_scheduler()
+    for sequence in younger.live:
+        sequence.token_ids += [1] * 20
+    run(scheduler, worker)
+    assert {sequence.status for sequence in younger.sequences} == {SequenceStatus.FINISHED_IGNORED}
+    assert younger.error is not None
+    assert scheduler.blocks.host.num_free == 7
+
+
+@pytest.mark.parametrize(("swap_speed", "mode"), [(10_000_000, PreemptionMode.SWAP), (1_000, PreemptionMode.RECOMPUTE)])
+def test_auto_takes_whichever_is_cheaper(swap_speed: int, mode: PreemptionMode) -> None:
+    scheduler, _, _ = swapping_scheduler(
+        preemption_mode=PreemptionMode.AUTO,
+        block_bytes=10_000,
+        swap_bytes_per_second=swap_speed,
+        prefill_tokens_per_second=1_000,
+    )
+    assert scheduler.num_preemptions[mode] == 1
 
 
 def test_victims_tokens_return_to_the_budget() -> None:
@@ -364,6 +530,9 @@ requests = st.tuples(
     st.integers(1, 6),  # sequences
     st.integers(0, 30),  # further tokens in a step
     st.floats(0, 0.5),  # watermark
+    st.integers(0, 16),  # host blocks
+    st.sampled_from(PreemptionMode),
+    st.booleans(),  # prefix caching
     st.sets(st.integers(0, 20), max_size=2),  # steps at which the worker is lost
 )
 def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_behind(
@@ -373,9 +542,18 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
     max_num_seqs: int,
     more_tokens: int,
     watermark: float,
+    num_host_blocks: int,
+    mode: PreemptionMode,
+    prefix_caching: bool,
     losses: set[int],
 ) -> None:
-    sizes: dict[str, int | float] = {
+    sizes: dict[str, object] = {
+        "num_host_blocks": num_host_blocks,
+        "preemption_mode": mode,
+        "prefix_caching": prefix_caching,
+        "block_bytes": 1000,
+        "swap_bytes_per_second": 100_000,
+        "prefill_tokens_per_second": 50 * block_size,  # recompute a block in 20 ms, as swapping takes both ways
         "block_size": block_size,
         "num_device_blocks": num_blocks,
         "max_num_seqs": max_num_seqs,
@@ -389,6 +567,7 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
         make_group(
             str(i),
             length,
+            root=bytes(i % 3 // 2),  # two in three may share
             n=n,
             max_tokens=max_tokens,
             min_tokens=min(min_tokens, max_tokens),
@@ -406,6 +585,7 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
         if now in losses:
             scheduler.release_all()
             assert scheduler.blocks.device.num_free == num_blocks
+            assert scheduler.blocks.host.num_free == num_host_blocks
             scheduler = make_scheduler(waiting, **sizes)
             worker = FakeWorker(scheduler.config)
         if now > 12 and not scheduler.has_work:
@@ -422,6 +602,7 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
     else:
         pytest.fail("the run does not end")
     assert scheduler.blocks.device.num_free == num_blocks
+    assert scheduler.blocks.host.num_free == num_host_blocks
     assert not worker.mirrors
     assert all(count == 1 for count in finished.values())
     for group in groups:

@@ -35,10 +35,12 @@ def server() -> Iterator[LocalServer]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def small_server() -> Iterator[LocalServer]:
-    arguments = ["--dtype", "float32", "--num-device-blocks", str(SMALL_POOL), "--swap-space", "0"]
-    with LocalServer(worker_arguments=arguments) as server:
+@pytest.fixture(scope="module", params=["recompute", "swap"])
+def small_server(request: pytest.FixtureRequest) -> Iterator[LocalServer]:
+    with LocalServer(
+        worker_arguments=["--dtype", "float32", "--num-device-blocks", str(SMALL_POOL)],
+        scheduler_arguments=["--preemption-mode", request.param, "--check-invariants"],
+    ) as server:
         yield server
 
 
@@ -87,6 +89,17 @@ async def test_32_concurrent_greedy_outputs_equal_transformers(
     assert await preemptions(server.target) == 0
 
 
+async def test_outputs_from_cached_prefixes_equal_transformers(
+    server: LocalServer, greedy_tokens: list[list[int]]
+) -> None:
+    async with Client(server.target) as client:
+        await collect(client, PROMPTS[-1], GREEDY)
+        completion = await collect(client, PROMPTS[-1], GREEDY)
+    assert completion.prompt_tokens > 900
+    assert completion.cached_tokens == (completion.prompt_tokens - 1) // 16 * 16
+    assert completion.outputs[0].token_ids == greedy_tokens[-1]
+
+
 async def test_greedy_outputs_equal_transformers_through_at_least_ten_preemptions(
     small_server: LocalServer, greedy_tokens: list[list[int]]
 ) -> None:
@@ -95,19 +108,34 @@ async def test_greedy_outputs_equal_transformers_through_at_least_ten_preemption
     assert await preemptions(small_server.target) >= before + 10
     (worker,) = (await until_idle(small_server.target)).workers
     assert worker.num_free_device_blocks == SMALL_POOL
+    assert worker.num_free_host_blocks == worker.num_host_blocks
 
 
-async def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_after_preemption(
-    server: LocalServer, small_server: LocalServer
+@pytest.fixture(scope="module")
+def sampled_alone(server: LocalServer) -> list[list[int]]:
+    """Every prompt with a seed of its own, one after the other."""
+
+    async def run() -> list[list[int]]:
+        async with Client(server.target) as client:
+            return [
+                (await collect(client, prompt, sampled(index))).outputs[0].token_ids
+                for index, prompt in enumerate(PROMPTS)
+            ]
+
+    outputs = asyncio.run(run())
+    assert len({tuple(tokens) for tokens in outputs}) == len(PROMPTS)
+    return outputs
+
+
+async def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(
+    server: LocalServer, sampled_alone: list[list[int]]
 ) -> None:
-    params = [sampled(index) for index in range(len(PROMPTS))]
-    async with Client(server.target) as client:
-        alone = [
-            (await collect(client, prompt, param)).outputs[0].token_ids
-            for prompt, param in zip(PROMPTS, params, strict=True)
-        ]
-    assert await together(server.target, params) == alone
+    assert await together(server.target, [sampled(index) for index in range(len(PROMPTS))]) == sampled_alone
+
+
+async def test_a_seed_gives_the_same_tokens_through_at_least_ten_preemptions(
+    small_server: LocalServer, sampled_alone: list[list[int]]
+) -> None:
     before = await preemptions(small_server.target)
-    assert await together(small_server.target, params) == alone
+    assert await together(small_server.target, [sampled(index) for index in range(len(PROMPTS))]) == sampled_alone
     assert await preemptions(small_server.target) >= before + 10
-    assert len({tuple(tokens) for tokens in alone}) == len(PROMPTS)

@@ -98,7 +98,6 @@ async def test_biases_that_are_no_number_are_refused(value: float, byte_model: S
     [
         (pb.GenerateRequest(text="a", priority=1), "priority"),
         (pb.GenerateRequest(text="a", tenant="t"), "tenant"),
-        (pb.GenerateRequest(text="a", cache_salt="s"), "cache_salt"),
         (pb.GenerateRequest(text="a", lora_name="l"), "lora_name"),
         (pb.GenerateRequest(text="a", resume=pb.ResumeState()), "resume"),
         (request(best_of=2), "sampling.best_of"),
