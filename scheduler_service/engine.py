@@ -20,6 +20,8 @@ import structlog
 from pagewire_common.errors import RequestError
 from scheduler_service.codec import PROTOCOL_VERSION, WorkerInfo
 from scheduler_service.core import (
+    FairQueue,
+    PriorityQueue,
     Scheduler,
     SchedulerConfig,
     SchedulerOutput,
@@ -54,7 +56,7 @@ class Engine:
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self.settings = settings
-        self.waiting = WaitingQueue()
+        self.waiting = _waiting_queue(settings)
         self.requests: dict[str, RequestState] = {}
         self.workers = [_WorkerLoop(self, address) for address in settings.workers]
         self._model_name = model_name(settings.model)
@@ -100,7 +102,8 @@ class Engine:
         """Queue a request, within its `admission`. Raises UNAVAILABLE when the server began to shut down meanwhile."""
         if self._is_draining:
             raise _SHUTTING_DOWN
-        state = RequestState(request, model.tokenizer, root_key(self._cache_secret, request.cache_salt.encode()))
+        cache_root = root_key(self._cache_secret, request.tenant.encode(), request.cache_salt.encode())
+        state = RequestState(request, model.tokenizer, cache_root)
         self.requests[request.request_id] = state
         self._is_empty.clear()
         self.waiting.append(state.group)
@@ -180,7 +183,11 @@ class Engine:
                 with tempfile.TemporaryDirectory(prefix="pagewire-") as directory:
                     await client.fetch_tokenizer(Path(directory))
                     model = await asyncio.to_thread(
-                        ServedModel.load, info, Path(directory), max_num_seqs=self.settings.max_num_seqs
+                        ServedModel.load,
+                        info,
+                        Path(directory),
+                        max_num_seqs=self.settings.max_num_seqs,
+                        has_priorities=self.settings.policy == "priority",
                     )
                 self._model.set_result(model)
         model = self._model.result()
@@ -337,6 +344,16 @@ class _WorkerLoop:
         self._engine.publish(scheduler, gained)
         if self._engine.settings.check_invariants:
             scheduler.blocks.check()
+
+
+def _waiting_queue(settings: SchedulerSettings) -> WaitingQueue:
+    match settings.policy:
+        case "fcfs":
+            return WaitingQueue()
+        case "priority":
+            return PriorityQueue(settings.overtakes)
+        case "fair":
+            return FairQueue(settings.tenant_weights)
 
 
 def _config(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerConfig:

@@ -62,12 +62,13 @@ class ServedModel:
     pool_tokens: int
     vocabulary_size: int
     max_num_seqs: int
+    has_priorities: bool
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
     @classmethod
-    def load(cls, info: WorkerInfo, directory: Path, *, max_num_seqs: int) -> "ServedModel":
+    def load(cls, info: WorkerInfo, directory: Path, *, max_num_seqs: int, has_priorities: bool) -> "ServedModel":
         """Read the files that a worker sent. Takes about a second; call it on a thread."""
         config = _read_json(directory / "config.json")
         generation = _read_json(directory / "generation_config.json")
@@ -82,6 +83,7 @@ class ServedModel:
             pool_tokens=info.num_device_blocks * info.block_size,
             vocabulary_size=info.vocabulary_size,
             max_num_seqs=min(max_num_seqs, info.max_num_seqs),
+            has_priorities=has_priorities,
             eos_token_ids=tuple(token_id for token_id in eos_token_ids if 0 <= token_id < info.vocabulary_size),
             tokenizer=Tokenizer(directory),
             defaults=GenerationDefaults.from_config(generation),

@@ -19,6 +19,8 @@ class GenerationRequest:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     cache_salt: str = ""
+    tenant: str = ""
+    priority: int = 0
 
 
 class RequestState:
@@ -26,7 +28,14 @@ class RequestState:
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, cache_root: bytes) -> None:
         self.request = request
-        self.group = SequenceGroup(request.request_id, request.prompt_token_ids, request.sampling, cache_root)
+        self.group = SequenceGroup(
+            request.request_id,
+            request.prompt_token_ids,
+            request.sampling,
+            cache_root,
+            priority=request.priority,
+            tenant=request.tenant,
+        )
         self.stream = OutputStream(request.sampling.n)
         self._outputs = [_Text(request, tokenizer) for _ in self.group.sequences]
         self._num_prompt_logprobs = 0

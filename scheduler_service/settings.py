@@ -1,6 +1,6 @@
 """The scheduler service's settings."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode
@@ -26,6 +26,15 @@ class SchedulerSettings(ServiceSettings):
     max_num_seqs: int = Field(256, ge=1, description="most sequences in one step; a worker's own limit counts")
     max_num_requests: int = Field(4096, ge=1, description="most requests in flight before RESOURCE_EXHAUSTED")
     watermark: float = Field(0.01, ge=0, lt=1, description="share of device blocks that admission leaves free")
+    policy: Literal["fcfs", "priority", "fair"] = Field(
+        "fcfs", description="who is next: the first to come; the lowest priority number; the tenant served least so far"
+    )
+    overtakes: int = Field(
+        64, ge=1, description="later arrivals that may overtake a request for each level of better priority"
+    )
+    tenant_weights: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        {}, description='shares of tenants under the fair policy, as JSON: {"gold": 3}; 1 for those not named'
+    )
     prefix_caching: bool = Field(True, description="reuse the keys and values of prompts that begin alike")
     preemption_mode: PreemptionMode = Field(
         PreemptionMode.AUTO, description="what becomes of requests that must make room; auto: what is cheaper"

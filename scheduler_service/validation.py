@@ -22,6 +22,7 @@ MAX_LOGIT_BIASES = 1024
 MAX_BAD_WORDS = 64
 MAX_STRING = 256
 MAX_REQUEST_ID = 128
+MAX_PRIORITY = 1000
 MAX_DETOKENIZE = 1 << 17
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -29,7 +30,7 @@ ROLES = ("system", "user", "assistant", "tool")
 MIN_TEMPERATURE = 0.01
 
 # Part of the contract, but not of this server yet.
-UNIMPLEMENTED_FIELDS = ("priority", "tenant", "lora_name")
+UNIMPLEMENTED_FIELDS = ("lora_name",)
 UNIMPLEMENTED_SAMPLING = (
     "best_of",
     "beam_width",
@@ -55,8 +56,13 @@ def check_request_id(request_id: str) -> None:
 async def check_request(message: pb.GenerateRequest, request_id: str, model: ServedModel) -> GenerationRequest:
     """Check everything about a request, cheapest first. Raises RequestError."""
     _refuse_unimplemented(message)
-    if len(message.cache_salt) > MAX_STRING:
-        invalid(f"cache_salt has {len(message.cache_salt)} characters; at most {MAX_STRING} are allowed")
+    for name, text in (("cache_salt", message.cache_salt), ("tenant", message.tenant)):
+        if len(text) > MAX_STRING:
+            invalid(f"{name} has {len(text)} characters; at most {MAX_STRING} are allowed")
+    if message.priority and not model.has_priorities:
+        invalid(f"priority is {message.priority}; this server does not run with --policy priority")
+    if abs(message.priority) > MAX_PRIORITY:
+        invalid(f"priority is {message.priority}; it must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
     sampling = message.sampling
     _check_sampling(sampling, model)
     prompt = await encode_prompt(message, model)
@@ -72,6 +78,8 @@ async def check_request(message: pb.GenerateRequest, request_id: str, model: Ser
         stop=tuple(sampling.stop),
         include_stop_str_in_output=sampling.include_stop_str_in_output,
         cache_salt=message.cache_salt,
+        tenant=message.tenant,
+        priority=message.priority,
         skip_special_tokens=sampling.skip_special_tokens if sampling.HasField("skip_special_tokens") else True,
     )
 

@@ -7,7 +7,9 @@ from scheduler_service.core.block_allocator import BlockAllocator
 from scheduler_service.core.block_manager import AllocStatus, BlockManager
 from scheduler_service.core.budget import SchedulingBudget
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
+from scheduler_service.core.fair_queue import FairQueue
 from scheduler_service.core.outputs import ModelOutput, ScheduledSequence, SchedulerOutput, SequenceOutput
+from scheduler_service.core.priority_queue import PriorityQueue
 from scheduler_service.core.queue import WaitingQueue
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.core.sequence import SamplingParams, Sequence, SequenceGroup, SequenceStatus
@@ -16,8 +18,10 @@ __all__ = [
     "AllocStatus",
     "BlockAllocator",
     "BlockManager",
+    "FairQueue",
     "ModelOutput",
     "PreemptionMode",
+    "PriorityQueue",
     "SamplingParams",
     "ScheduledSequence",
     "Scheduler",

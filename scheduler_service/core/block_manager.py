@@ -144,6 +144,9 @@ class BlockManager:
                 self.device.free(block)
                 copies.append((block, table[index]))
                 sequence.num_known_blocks = min(sequence.num_known_blocks, index)
+            else:
+                # A fork may write, after its own tokens, to a block that was published with its parent's.
+                self.device.withdraw(block)
         table.extend(self.device.allocate() for _ in range(end - len(table)))
         sequence.num_slots = len(table) * self.block_size
         return copies
@@ -167,6 +170,11 @@ class BlockManager:
     def can_swap_out(self, group: SequenceGroup) -> bool:
         """Whether host memory has room for all of a running group's blocks."""
         return len(self._distinct(group, self.tables)) <= self.host.num_free
+
+    def num_held_alone(self, group: SequenceGroup) -> int:
+        """Device blocks that would be free if this running group let go of its own."""
+        held = Counter(block for sequence in group.live for block in self.tables.get(sequence.id, ()))
+        return sum(self.device.ref_count(block) == count for block, count in held.items())
 
     def swap_out(self, group: SequenceGroup) -> list[tuple[int, int]]:
         """Move a group's tables to host blocks; returns the pairs of device and host block to copy."""

@@ -1,4 +1,8 @@
-"""The one queue of requests that no worker has been given yet, shared by every worker's scheduler."""
+"""The one queue of requests that no worker has been given yet, shared by every worker's scheduler.
+
+A policy is an order of this queue and a choice of victims. First come, first served is the plain queue; the others are
+`PriorityQueue` and `FairQueue`.
+"""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -9,13 +13,20 @@ from scheduler_service.core.sequence import SequenceGroup
 class WaitingQueue:
     """First come, first served. Preempted groups go back to the head. Every operation is O(1)."""
 
+    charges = False
+    """Whether `charge` wants to hear of every token."""
+
     def __init__(self) -> None:
         self._groups: OrderedDict[str, SequenceGroup] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._groups)
 
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._groups
+
     def __iter__(self) -> Iterator[SequenceGroup]:
+        """The groups that wait, in no order that counts."""
         return iter(self._groups.values())
 
     def append(self, group: SequenceGroup) -> None:
@@ -25,16 +36,18 @@ class WaitingQueue:
         self._groups[group.request_id] = group
 
     def put_back(self, groups: Iterable[SequenceGroup]) -> None:
-        """Return groups to the head; the first of them will be the new head."""
+        """Return groups that were popped; the first of them comes first again."""
         for group in reversed(list(groups)):
             self._groups[group.request_id] = group
             self._groups.move_to_end(group.request_id, last=False)
 
     @property
     def head(self) -> SequenceGroup:
+        """Who is next; the queue must not be empty."""
         return next(iter(self._groups.values()))
 
     def pop(self) -> SequenceGroup:
+        """Take the head."""
         return self._groups.popitem(last=False)[1]
 
     def get(self, request_id: str) -> SequenceGroup | None:
@@ -43,3 +56,14 @@ class WaitingQueue:
     def remove(self, request_id: str) -> None:
         """Take a group out of the middle; nothing happens when it does not wait here."""
         self._groups.pop(request_id, None)
+
+    def victim(self, running: dict[SequenceGroup, None]) -> SequenceGroup:
+        """Who makes room when blocks run out: of groups in the order of admission, the last."""
+        return next(reversed(running))
+
+    def outranks(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:  # noqa: ARG002
+        """Whether a running group should be preempted so that a waiting one can start."""
+        return False
+
+    def charge(self, group: SequenceGroup, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Hear of service that a group was given."""

@@ -140,8 +140,12 @@ class Scheduler:
 
     def _schedule_steady(self, plan: list[ScheduledSequence], step: _Step) -> bool:
         """Repeat the last plan and fill the rest of the step from the queue; returns whether that was possible."""
-        if self.swapped or (self.waiting and self.waiting.head.is_suspect):
+        if self.swapped:
             return False
+        if self.waiting:
+            head = self.waiting.head
+            if head.is_suspect or self.waiting.outranks(head, self.waiting.victim(self.running)):
+                return False
         needy = [s for s, _, _ in plan if s.num_computed_tokens == s.num_slots]
         if len(needy) > self.blocks.device.num_free:
             return False
@@ -175,7 +179,7 @@ class Scheduler:
             if len(self.running) == 1:
                 self._ignore(group, step)
                 return
-            victim = next(reversed(self.running))
+            victim = self.waiting.victim(self.running)
             self._preempt(victim, step)
             if victim is group:
                 return
@@ -227,12 +231,15 @@ class Scheduler:
                 self._ignore(group, step)
                 continue
             if status is AllocStatus.LATER or len(sequences) > step.budget.num_seqs:
-                return
+                if not self._make_room(group, step):
+                    return
+                most = len(step.chunks) + 1  # whoever made room for this one does not come back at once
             self.waiting.pop()
             leader = sequences[0]
             self.blocks.allocate(leader)
             if group.num_cached_tokens is None:
                 group.num_cached_tokens = leader.num_computed_tokens
+                self.waiting.charge(group, leader.num_prompt_tokens, 0)
             for sequence in sequences:
                 sequence.status = SequenceStatus.RUNNING
             self.running[group] = None
@@ -240,6 +247,29 @@ class Scheduler:
             num_tokens = min(leader.num_uncomputed_tokens, step.budget.num_tokens)
             step.budget.take(num_tokens=num_tokens, num_seqs=len(sequences))
             step.chunks[group] = [_Chunk(leader, num_tokens, [])]
+
+    def _make_room(self, group: SequenceGroup, step: _Step) -> bool:
+        """Preempt running groups that a waiting one outranks, if that gives it the room that it needs."""
+        if step.steady:
+            return False  # the plan is made; the next step will begin with this
+        victims: list[SequenceGroup] = []
+        candidates = dict(self.running)
+        num_blocks = self.blocks.device.num_free - self.blocks.num_watermark_blocks
+        num_seqs = step.budget.num_seqs
+        while candidates and (num_blocks < self.blocks.num_blocks_of(group) or num_seqs < len(group.live)):
+            victim = self.waiting.victim(candidates)
+            # Blocks that were swapped in within this step are not in their place yet, and cannot be swapped out.
+            if step.swap_in or not self.waiting.outranks(group, victim):
+                return False
+            del candidates[victim]
+            victims.append(victim)
+            num_blocks += self.blocks.num_held_alone(victim)
+            num_seqs += len(victim.live)
+        for victim in victims:
+            self._preempt(victim, step)
+        return self.blocks.can_allocate(group, leave_watermark=bool(self.running)) is AllocStatus.OK and (
+            len(group.live) <= step.budget.num_seqs
+        )
 
     def _preempt(self, group: SequenceGroup, step: _Step) -> None:
         chunks = step.chunks.pop(group, [])
@@ -406,6 +436,8 @@ class Scheduler:
         sampling = sequence.sampling
         sequence.token_ids.append(token_id)
         sequence.group.num_lost_steps = 0
+        if self.waiting.charges:
+            self.waiting.charge(sequence.group, 0, 1)
         num_output_tokens = sequence.num_output_tokens
         if num_output_tokens > sampling.min_tokens:
             if token_id in sampling.stop_token_ids:

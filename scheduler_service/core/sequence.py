@@ -130,16 +130,29 @@ class SequenceGroup:
         "has_unforked",
         "num_cached_tokens",
         "num_lost_steps",
+        "priority",
         "prompt_token_ids",
+        "rank",
         "request_id",
         "sampling",
         "sequences",
+        "tenant",
     )
 
     def __init__(
-        self, request_id: str, prompt_token_ids: SequenceOf[int], sampling: SamplingParams, cache_root: bytes = b""
+        self,
+        request_id: str,
+        prompt_token_ids: SequenceOf[int],
+        sampling: SamplingParams,
+        cache_root: bytes = b"",
+        *,
+        priority: int = 0,
+        tenant: str = "",
     ) -> None:
         self.request_id = request_id
+        self.priority = priority
+        self.tenant = tenant
+        self.rank = 0  # of a queue that orders by rank
         self.cache_root = cache_root
         self.num_cached_tokens: int | None = None
         self.sampling = sampling

@@ -151,6 +151,22 @@ def test_a_group_needs_its_shared_prompt_blocks_once() -> None:
     assert blocks.num_blocks_of(make_group(9, n=3)) == 2 + 3
 
 
+def test_a_block_that_is_written_to_leaves_the_cache() -> None:
+    """A fork of three tokens inherits a block that was published with four, and writes its own fourth."""
+    blocks = BlockManager(block_size=4, num_device_blocks=4, prefix_caching=True)
+    parent, child = make_group(4, n=2).sequences
+    blocks.allocate(parent)
+    parent.num_computed_tokens, child.num_computed_tokens = 4, 3
+    blocks.publish(parent)
+    (block,) = blocks.tables[parent.id]
+    blocks.fork(parent, child, 3)
+    blocks.free(parent)
+    assert blocks.device.find(parent.block_keys[0]) == block
+    assert blocks.append_slots(child, 1) == []
+    assert blocks.device.find(parent.block_keys[0]) is None
+    blocks.check()
+
+
 def test_check_notices_a_leaked_block() -> None:
     blocks = BlockManager(block_size=4, num_device_blocks=4)
     blocks.device.allocate()

@@ -1,4 +1,5 @@
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
@@ -8,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_service.core import (
+    FairQueue,
     ModelOutput,
     PreemptionMode,
+    PriorityQueue,
     SamplingParams,
     Scheduler,
     SchedulerConfig,
@@ -32,9 +35,12 @@ def make_scheduler(waiting: WaitingQueue | None = None, **sizes: object) -> Sche
     return Scheduler(SchedulerConfig(**(defaults | sizes)), WaitingQueue() if waiting is None else waiting)  # type: ignore[arg-type]
 
 
-def make_group(name: str, num_tokens: int, *, root: bytes = b"", **sampling: object) -> SequenceGroup:
+def make_group(
+    name: str, num_tokens: int, *, root: bytes = b"", priority: int = 0, tenant: str = "", **sampling: object
+) -> SequenceGroup:
     """Its prompt is 0, 1, 2, …, so that any two prompts begin alike."""
-    return SequenceGroup(name, range(num_tokens), SamplingParams(**({"max_tokens": 4} | sampling)), root)  # type: ignore[arg-type]
+    params = SamplingParams(**({"max_tokens": 4} | sampling))  # type: ignore[arg-type]
+    return SequenceGroup(name, range(num_tokens), params, root, priority=priority, tenant=tenant)
 
 
 def plan(output: SchedulerOutput) -> dict[str, list[int]]:
@@ -522,7 +528,7 @@ requests = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=500)
 @given(
     st.lists(requests, min_size=1, max_size=12),
     st.integers(1, 6),  # block size
@@ -533,6 +539,7 @@ requests = st.tuples(
     st.integers(0, 16),  # host blocks
     st.sampled_from(PreemptionMode),
     st.booleans(),  # prefix caching
+    st.sampled_from([WaitingQueue, PriorityQueue, FairQueue]),
     st.sets(st.integers(0, 20), max_size=2),  # steps at which the worker is lost
 )
 def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_behind(
@@ -545,6 +552,7 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
     num_host_blocks: int,
     mode: PreemptionMode,
     prefix_caching: bool,
+    policy: Callable[[], WaitingQueue],
     losses: set[int],
 ) -> None:
     sizes: dict[str, object] = {
@@ -560,7 +568,7 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
         "max_num_batched_tokens": max_num_seqs + more_tokens,
         "watermark": watermark,
     }
-    waiting = WaitingQueue()
+    waiting = policy()
     scheduler = make_scheduler(waiting, **sizes)
     worker = FakeWorker(scheduler.config)
     groups = [
@@ -568,6 +576,8 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
             str(i),
             length,
             root=bytes(i % 3 // 2),  # two in three may share
+            priority=-(i % 4),
+            tenant=str(i % 3),
             n=n,
             max_tokens=max_tokens,
             min_tokens=min(min_tokens, max_tokens),

@@ -52,6 +52,7 @@ def byte_model(byte_tokenizer: Tokenizer) -> ServedModel:
         pool_tokens=400,
         vocabulary_size=259,
         max_num_seqs=8,
+        has_priorities=False,
         eos_token_ids=(2,),
         tokenizer=byte_tokenizer,
     )

@@ -83,6 +83,24 @@ async def test_two_workers_share_one_queue_and_a_request_does_not_care_which(byt
             await asyncio.gather(text_of(engine, await submit(engine, "one", [5])))
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+async def test_every_policy_serves_everybody(byte_tokenizer_directory: Path, policy: str) -> None:
+    worker = FakeWorkerService(byte_tokenizer_directory, num_device_blocks=16)
+    async with serving(worker) as address, running(address, policy=policy, tenant_weights={"0": 2.0}) as engine:
+        model = await engine.model()
+        states = []
+        for number in range(30):
+            request = GenerationRequest(
+                request_id=str(number),
+                prompt_token_ids=[5] * 20,
+                sampling=SamplingParams(max_tokens=20),
+                priority=number % 3,
+                tenant=str(number % 2),
+            )
+            states.append(engine.submit(request, model))
+        assert await asyncio.gather(*(text_of(engine, state) for state in states)) == ["g" * 20] * 30
+
+
 async def test_a_full_server_refuses_before_it_tokenizes(byte_tokenizer_directory: Path) -> None:
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address, running(address, max_num_requests=1) as engine:

@@ -32,6 +32,12 @@ INVALID = {
         pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 259])),
         "token_ids contains 259; the vocabulary has 259",
     ),
+    "priority without the policy": (
+        pb.GenerateRequest(text="a", priority=1),
+        "priority is 1; this server does not run with --policy priority",
+    ),
+    "long tenant": (pb.GenerateRequest(text="a", tenant="t" * 257), "tenant has 257 characters"),
+    "long salt": (pb.GenerateRequest(text="a", cache_salt="t" * 257), "cache_salt has 257 characters"),
     "100,000 empty messages": (chat(*[("user", "")] * 100_000), "chat.messages has 100000 entries; at most 100"),
     "token ids past the context": (
         pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 1_000_000)),
@@ -96,8 +102,6 @@ async def test_biases_that_are_no_number_are_refused(value: float, byte_model: S
 @pytest.mark.parametrize(
     ("message", "name"),
     [
-        (pb.GenerateRequest(text="a", priority=1), "priority"),
-        (pb.GenerateRequest(text="a", tenant="t"), "tenant"),
         (pb.GenerateRequest(text="a", lora_name="l"), "lora_name"),
         (pb.GenerateRequest(text="a", resume=pb.ResumeState()), "resume"),
         (request(best_of=2), "sampling.best_of"),
@@ -145,6 +149,13 @@ async def test_several_outputs_run_as_far_as_the_pool_allows_all_of_them(byte_mo
 async def test_ignore_eos_keeps_only_the_requests_own_stop_tokens(byte_model: ServedModel) -> None:
     sampling = (await check_request(request(ignore_eos=True, stop_token_ids=[7]), "id", byte_model)).sampling
     assert (sampling.eos_token_ids, sampling.stop_token_ids) == (frozenset(), {7})
+
+
+async def test_priorities_are_bounded_where_they_count(byte_model: ServedModel) -> None:
+    model = replace(byte_model, has_priorities=True)
+    assert (await check_request(pb.GenerateRequest(text="a", priority=-1000), "id", model)).priority == -1000
+    with pytest.raises(RequestError, match=r"priority is 1001; it must be in \[-1000, 1000\]"):
+        await check_request(pb.GenerateRequest(text="a", priority=1001), "id", model)
 
 
 async def test_tokens_that_only_the_tokenizer_knows_are_refused(byte_model: ServedModel) -> None:

@@ -1,0 +1,90 @@
+"""Tenants share by virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
+
+Every tenant has a counter of the service it was given: prompt tokens, and output tokens at twice their number, divided
+by its weight. The tenant of the lowest counter is next; within a tenant, first come, first served. Who comes back after
+a pause starts at the lowest counter of those waiting, so that nobody saves up service by being idle.
+"""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+
+from scheduler_service.core.queue import WaitingQueue
+from scheduler_service.core.sequence import SequenceGroup
+
+PROMPT_TOKEN_COST = 1.0
+OUTPUT_TOKEN_COST = 2.0
+# Names of tenants come from clients: counters of more than these that have nothing waiting are forgotten.
+MAX_IDLE_TENANTS = 4096
+
+
+class FairQueue(WaitingQueue):
+    """A queue a tenant, and a heap of tenants whose stale entries are renewed when they come up: counters only grow."""
+
+    charges = True
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        super().__init__()
+        self._weights = weights or {}
+        self._tenants: dict[str, OrderedDict[str, SequenceGroup]] = {}
+        self._heap: list[tuple[float, str]] = []
+        self.counters: dict[str, float] = {}
+
+    def append(self, group: SequenceGroup) -> None:
+        super().append(group)
+        self._queue_of(group.tenant)[group.request_id] = group
+
+    def put_back(self, groups: Iterable[SequenceGroup]) -> None:
+        for group in reversed(list(groups)):
+            self._groups[group.request_id] = group
+            queue = self._queue_of(group.tenant)
+            queue[group.request_id] = group
+            queue.move_to_end(group.request_id, last=False)
+
+    @property
+    def head(self) -> SequenceGroup:
+        return next(iter(self._tenants[self._next_tenant()].values()))
+
+    def pop(self) -> SequenceGroup:
+        group = self.head
+        self.remove(group.request_id)
+        return group
+
+    def remove(self, request_id: str) -> None:
+        group = self._groups.pop(request_id, None)
+        if group is not None:
+            queue = self._tenants[group.tenant]
+            del queue[request_id]
+            if not queue:
+                del self._tenants[group.tenant]  # its entry in the heap is passed over when it comes up
+
+    def charge(self, group: SequenceGroup, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        cost = PROMPT_TOKEN_COST * num_prompt_tokens + OUTPUT_TOKEN_COST * num_output_tokens
+        counter = self.counters.get(group.tenant, 0.0)
+        self.counters[group.tenant] = counter + cost / self._weights.get(group.tenant, 1.0)
+
+    def _queue_of(self, tenant: str) -> OrderedDict[str, SequenceGroup]:
+        if tenant not in self._tenants:
+            lowest = self.counters[self._next_tenant()] if self._tenants else 0.0
+            if len(self.counters) >= MAX_IDLE_TENANTS + len(self._tenants):
+                self._forget_idle_tenants(lowest)
+            self.counters[tenant] = max(self.counters.get(tenant, 0.0), lowest)
+            self._tenants[tenant] = OrderedDict()
+            heapq.heappush(self._heap, (self.counters[tenant], tenant))
+        return self._tenants[tenant]
+
+    def _forget_idle_tenants(self, lowest: float) -> None:
+        """Drop counters that would be raised to the lowest anyway; of the others, what is left is the most served."""
+        ahead = sorted((c, t) for t, c in self.counters.items() if t not in self._tenants and c > lowest)
+        kept = {t: c for c, t in ahead[-MAX_IDLE_TENANTS // 2 :]}
+        self.counters = {t: self.counters[t] for t in self._tenants} | kept
+
+    def _next_tenant(self) -> str:
+        while True:
+            counter, tenant = self._heap[0]
+            if tenant not in self._tenants:
+                heapq.heappop(self._heap)
+            elif counter < self.counters[tenant]:
+                heapq.heapreplace(self._heap, (self.counters[tenant], tenant))
+            else:
+                return tenant

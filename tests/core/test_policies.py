@@ -1,0 +1,151 @@
+from collections import Counter
+
+import pytest
+from fake_worker import FakeWorker
+from hypothesis import given
+from hypothesis import strategies as st
+from test_scheduler import make_group, make_scheduler, output_of, plan, run, step
+
+from scheduler_service.core import FairQueue, PriorityQueue, SequenceGroup, WaitingQueue
+
+
+@pytest.mark.parametrize("policy", [WaitingQueue, PriorityQueue, FairQueue])
+@given(operations=st.lists(st.tuples(st.sampled_from(["append", "pop", "put back", "remove"]), st.integers(0, 9))))
+def test_a_queue_gives_everybody_exactly_once(policy: type[WaitingQueue], operations: list[tuple[str, int]]) -> None:
+    queue, waiting, popped, count = policy(), {}, [], 0
+    for operation, number in operations:
+        if operation == "append":
+            group = make_group(str(count), 1, priority=number % 3, tenant=str(number % 2))
+            queue.append(group)
+            waiting[group.request_id] = group
+            count += 1
+        elif operation == "pop" and waiting:
+            head = queue.head
+            assert queue.pop() is head
+            assert waiting.pop(head.request_id) is head
+            popped.append(head)
+        elif operation == "put back" and popped:
+            group = popped.pop()
+            queue.put_back([group])
+            waiting[group.request_id] = group
+        elif operation == "remove" and waiting:
+            request_id = sorted(waiting)[number % len(waiting)]
+            queue.remove(request_id)
+            del waiting[request_id]
+            queue.remove(request_id)  # nothing happens
+        assert len(queue) == len(waiting)
+        assert set(queue) == set(waiting.values())
+        assert all(queue.get(request_id) is group for request_id, group in waiting.items())
+
+
+def test_a_queue_refuses_a_request_that_waits_already() -> None:
+    queue = PriorityQueue()
+    queue.append(make_group("same", 1))
+    with pytest.raises(ValueError, match="'same' is waiting already"):
+        queue.append(make_group("same", 1))
+
+
+def test_lower_numbers_go_first_and_equal_ones_in_the_order_of_arrival() -> None:
+    queue = PriorityQueue()
+    for name, priority in (("c", 1), ("a", -1), ("d", 1), ("b", 0)):
+        queue.append(make_group(name, 1, priority=priority))
+    assert [queue.pop().request_id for _ in range(4)] == ["a", "b", "c", "d"]
+
+
+@given(st.lists(st.tuples(st.integers(-2, 2), st.booleans()), max_size=200), st.integers(1, 8))
+def test_nobody_is_overtaken_more_often_than_ageing_allows(arrivals: list[tuple[int, bool]], overtakes: int) -> None:
+    """At most `overtakes` later arrivals for each level of priority between the two."""
+    queue = PriorityQueue(overtakes)
+    number_of: dict[SequenceGroup, int] = {}
+    overtaken: Counter[tuple[SequenceGroup, int]] = Counter()
+    for number, (priority, pops) in enumerate(arrivals):
+        group = make_group(str(number), 1, priority=priority)
+        number_of[group] = number
+        queue.append(group)
+        if pops:
+            first = queue.pop()
+            for other in queue:
+                if number_of[other] < number_of[first]:
+                    overtaken[other, other.priority - first.priority] += 1
+    for (_, levels), count in overtaken.items():
+        assert levels > 0
+        assert count <= levels * overtakes
+
+
+def test_a_better_priority_takes_the_place_of_the_worst_and_that_one_still_finishes() -> None:
+    queue = PriorityQueue()
+    scheduler = make_scheduler(queue, num_device_blocks=8, max_num_seqs=2)
+    worker = FakeWorker(scheduler.config)
+    low, middle = make_group("low", 6, priority=5, max_tokens=8), make_group("middle", 6, priority=3, max_tokens=8)
+    for group in (low, middle):
+        scheduler.add_request(group)
+    step(scheduler, worker)
+    step(scheduler, worker)
+    urgent = make_group("urgent", 6, priority=0, max_tokens=8)
+    scheduler.add_request(urgent)
+    output = step(scheduler, worker)
+    assert set(plan(output)) == {"middle", "urgent"}
+    assert output.preempted == [low.sequences[0].id]
+    equal = make_group("equal", 6, priority=0)
+    scheduler.add_request(equal)
+    assert set(plan(step(scheduler, worker))) == {"equal", "urgent"}  # middle's turn to make room
+    another = make_group("another", 6, priority=0)
+    scheduler.add_request(another)
+    assert "another" not in plan(step(scheduler, worker))  # equals do not preempt each other
+    run(scheduler, worker)
+    assert all(len(output_of(group)) == 8 for group in (low, middle, urgent))
+
+
+def test_nobody_is_preempted_when_that_would_not_make_enough_room() -> None:
+    queue = PriorityQueue()
+    scheduler = make_scheduler(queue, num_device_blocks=8)
+    worker = FakeWorker(scheduler.config)
+    for name, priority in (("better", -2), ("worse", 2)):
+        scheduler.add_request(make_group(name, 14, priority=priority, max_tokens=2, root=name.encode()))
+    step(scheduler, worker)
+    scheduler.add_request(make_group("large", 25, priority=0, max_tokens=2, root=b"large"))
+    assert set(plan(step(scheduler, worker))) == {"better", "worse"}
+
+
+def serve(queue: FairQueue, num_steps: int, load: dict[str, int]) -> Counter[str]:
+    """Output tokens that each tenant gets of a worker that runs two sequences, when all have requests without end."""
+    scheduler = make_scheduler(queue, max_num_seqs=2, num_device_blocks=64)
+    worker = FakeWorker(scheduler.config)
+    served: Counter[str] = Counter()
+    number = 0
+    for _ in range(num_steps):
+        for tenant, backlog in load.items():
+            for _ in range(backlog - sum(group.tenant == tenant for group in queue)):
+                scheduler.add_request(make_group(f"{tenant}{number}", 6, tenant=tenant, max_tokens=8))
+                number += 1
+        output = scheduler.schedule()
+        for gained in scheduler.update_from_output(output, worker.execute(output)):
+            served[gained.sequence.group.tenant] += gained.token_id is not None
+    return served
+
+
+def test_a_tenant_that_floods_the_queue_gets_no_more_than_one_that_does_not() -> None:
+    served = serve(FairQueue(), 400, {"flood": 50, "modest": 1})
+    assert abs(served["flood"] - served["modest"]) <= 4 * 8  # a few requests' worth
+
+
+def test_service_follows_the_weights() -> None:
+    served = serve(FairQueue({"gold": 3.0}), 800, {"gold": 5, "plain": 5})
+    assert served["gold"] / served["plain"] == pytest.approx(3, rel=0.1)
+
+
+def test_made_up_tenants_do_not_fill_the_memory() -> None:
+    queue = FairQueue()
+    for number in range(20_000):
+        queue.append(make_group(str(number), 1, tenant=str(number)))
+        queue.charge(queue.pop(), 1, 1)
+    assert len(queue.counters) <= 4096 + 1
+
+
+def test_nobody_saves_up_service_by_being_idle() -> None:
+    queue = FairQueue()
+    queue.append(make_group("busy", 1, tenant="busy"))
+    queue.charge(queue.pop(), 1000, 0)
+    queue.append(make_group("busy2", 1, tenant="busy"))
+    queue.append(make_group("newcomer", 1, tenant="newcomer"))
+    assert queue.counters["newcomer"] == queue.counters["busy"] == 1000
