@@ -74,6 +74,17 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
         step_id=output.step_id,
         new_sequences=[_encode_new_sequence(sequence, block_ids) for sequence, block_ids in output.new_sequences],
         sequence_ids=[scheduled.sequence.id for scheduled in output.scheduled],
+        forks=[
+            pb.Fork(
+                parent_sequence_id=parent_id,
+                child_sequence_id=child.id,
+                num_tokens=child.num_prompt_tokens,
+                num_computed_tokens=child.num_computed_tokens,
+                block_ids=block_ids,
+                index=child.index,
+            )
+            for parent_id, child, block_ids in output.forks
+        ],
         block_table_updates=[
             pb.BlockTableUpdate(sequence_id=sequence_id, start=start, block_ids=block_ids)
             for sequence_id, start, block_ids in output.block_table_updates

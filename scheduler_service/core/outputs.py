@@ -22,6 +22,14 @@ class BlockTableUpdate(NamedTuple):
     block_ids: list[int]
 
 
+class Fork(NamedTuple):
+    """A sequence that the worker makes of the prompt of another one."""
+
+    parent_id: int
+    child: Sequence
+    block_ids: list[int]
+
+
 @dataclass(slots=True)
 class SchedulerOutput:
     """One step of one worker. `ignored` groups ended while planning, with their `error` set."""
@@ -32,6 +40,7 @@ class SchedulerOutput:
     """How many of them sample."""
     new_sequences: list[tuple[Sequence, list[int]]] = field(default_factory=list)
     """Sequences that the worker does not know, with their block tables."""
+    forks: list[Fork] = field(default_factory=list)
     block_table_updates: list[BlockTableUpdate] = field(default_factory=list)
     blocks_to_swap_out: list[tuple[int, int]] = field(default_factory=list)
     """Pairs of device and host block, copied first."""

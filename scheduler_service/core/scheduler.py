@@ -21,6 +21,7 @@ from scheduler_service.core.budget import SchedulingBudget
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from scheduler_service.core.outputs import (
     BlockTableUpdate,
+    Fork,
     ModelOutput,
     ScheduledSequence,
     SchedulerOutput,
@@ -79,7 +80,7 @@ class Scheduler:
         )
         self.num_preemptions = {PreemptionMode.RECOMPUTE: 0, PreemptionMode.SWAP: 0}
         self._by_id: dict[str, SequenceGroup] = {}  # running and swapped ones
-        self._finished: list[int] = []  # to tell the worker
+        self._finished: list[Sequence] = []  # to tell the worker
         self._preempted: list[int] = []
         self._step_id = 0
         self._suspect: SequenceGroup | None = None
@@ -310,6 +311,7 @@ class Scheduler:
             sequence.status = SequenceStatus.WAITING
             sequence.num_computed_tokens = 0
             sequence.is_known = False
+            sequence.forked_from = None
             sequence.num_known_blocks = 0
             sequence.num_published_blocks = 0
         group.has_unforked = len(group.sequences) > 1
@@ -352,7 +354,10 @@ class Scheduler:
             num_live = sum(len(group.live) for group in self.running)
             is_steady = num_live == len(output.scheduled) and all(n == 1 and samples for _, n, samples in scheduled)
             self._steady = output.scheduled if is_steady else None
-        output.finished, self._finished = self._finished, []
+        for sequence in self._finished:
+            output.finished.append(sequence.id)
+            sequence.is_known = False
+        self._finished.clear()
         output.preempted, self._preempted = self._preempted, []
         if not output.is_empty:
             self._step_id += 1
@@ -363,7 +368,11 @@ class Scheduler:
         table, num_known = self.blocks.tables[sequence.id], sequence.num_known_blocks
         if not sequence.is_known:
             sequence.is_known = True
-            output.new_sequences.append((sequence, table))
+            parent, sequence.forked_from = sequence.forked_from, None
+            if parent is not None and parent.is_known and not sequence.num_output_tokens:
+                output.forks.append(Fork(parent.id, sequence, table))
+            else:
+                output.new_sequences.append((sequence, table))
         elif num_known < len(table):
             output.block_table_updates.append(BlockTableUpdate(sequence.id, num_known, table[num_known:]))
         sequence.num_known_blocks = len(table)
@@ -431,6 +440,7 @@ class Scheduler:
                     follower.token_ids = list(group.prompt_token_ids)
                 follower.num_computed_tokens = min(follower.num_prompt_tokens, len(follower.token_ids) - 1)
                 self.blocks.fork(leader, follower, follower.num_computed_tokens)
+                follower.forked_from = leader
 
     def _append_token(self, sequence: Sequence, token_id: int) -> None:
         sampling = sequence.sampling
@@ -459,7 +469,7 @@ class Scheduler:
         sequence.status = status
         self.blocks.free(sequence)
         if sequence.is_known:
-            self._finished.append(sequence.id)
+            self._finished.append(sequence)
         group = sequence.group
         if group.is_finished:
             if group.request_id in self._by_id:

@@ -71,6 +71,7 @@ class Sequence:
 
     __slots__ = (
         "block_keys",
+        "forked_from",
         "group",
         "id",
         "index",
@@ -99,6 +100,7 @@ class Sequence:
         self.num_known_blocks = 0  # leading entries of its block table that the worker knows as they are now
         self.stop_token_id: int | None = None
         self.num_slots = 0  # tokens that its device blocks have room for
+        self.forked_from: Sequence | None = None  # whose tokens it begins with, until the worker knows it
         self.block_keys: list[bytes] = []  # of its leading full blocks, as far as they were needed
         self.num_published_blocks = 0  # leading blocks that are in the prefix cache, or that another one is there for
 

@@ -59,7 +59,7 @@ class FakeWorker:
     def execute(self, output: SchedulerOutput) -> ModelOutput:
         assert output.step_id == self.last_step + 1, "a gap in the step ids"
         self.last_step = output.step_id
-        for sequence_id in (*output.finished, *output.preempted):
+        for sequence_id in output.preempted:
             del self.mirrors[sequence_id]
         for source, destination in output.blocks_to_swap_out:
             self.host_slots[destination] = list(self.slots[source])
@@ -72,10 +72,16 @@ class FakeWorker:
             self.mirrors[sequence.id] = Mirror(
                 list(sequence.token_ids), list(table), sequence.index, sequence.num_computed_tokens
             )
+        for parent_id, child, table in output.forks:
+            assert child.id not in self.mirrors, "a known sequence was forked"
+            tokens = self.mirrors[parent_id].tokens[: child.num_prompt_tokens]
+            self.mirrors[child.id] = Mirror(tokens, list(table), child.index, child.num_computed_tokens)
         for update in output.block_table_updates:
             table = self.mirrors[update.sequence_id].table
             assert update.start <= len(table)
             table[update.start :] = update.block_ids
+        for sequence_id in output.finished:
+            del self.mirrors[sequence_id]
         # All keys and values of a step are written before any are read.
         for sequence, num_tokens, samples in output.scheduled:
             self._store(self.mirrors[sequence.id], num_tokens, samples)

@@ -327,6 +327,9 @@ def test_n_outputs_share_the_prompts_blocks_until_they_write() -> None:
     step(scheduler, worker)
     tables = [scheduler.blocks.tables[sequence.id] for sequence in group.sequences]
     assert tables[0][:2] == tables[1] == tables[2]
+    output = step(scheduler, worker)
+    assert not output.new_sequences
+    assert [fork.child.index for fork in output.forks] == [1, 2]
     run(scheduler, worker)
     assert [output_of(group, index) for index in range(3)] == [reference_output(group, index, 64) for index in range(3)]
 

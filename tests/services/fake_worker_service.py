@@ -48,6 +48,7 @@ class FakeWorkerService(WorkerServiceServicer):
         poisoned: set[int] = set()
         async for output in requests:
             poisoned |= {new.sequence_id for new in output.new_sequences if self.poison in new.token_ids}
+            poisoned |= {fork.child_sequence_id for fork in output.forks if fork.parent_sequence_id in poisoned}
             if poisoned & set(output.sequence_ids):
                 await context.abort(grpc.StatusCode.INTERNAL, "a step failed")
             num_samples = sum(output.samples) if output.samples else len(output.sequence_ids)
