@@ -325,7 +325,7 @@ class _WorkerLoop:
 
     async def _step(self, scheduler: Scheduler, session: Session) -> None:
         self._wake.clear()
-        output = scheduler.schedule()
+        output = scheduler.schedule(time.monotonic())
         for group in output.ignored:
             self._engine.fail(group)
         if output.is_empty and not session.is_broken:
@@ -336,7 +336,7 @@ class _WorkerLoop:
         self._in_flight = output
         answer = await session.execute(output)
         try:
-            gained = scheduler.update_from_output(output, answer)
+            gained = scheduler.update_from_output(output, answer, time.monotonic())
         except ValueError as error:
             raise WorkerError(str(error)) from error
         self._in_flight = None
@@ -367,6 +367,8 @@ def _config(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerConfig:
         watermark=settings.watermark,
         num_host_blocks=info.num_host_blocks,
         prefix_caching=settings.prefix_caching,
+        phase_rule=settings.phase_rule,
+        delay_factor=settings.delay_factor,
         preemption_mode=settings.preemption_mode,
         block_bytes=info.block_bytes,
         swap_bytes_per_second=info.swap_bytes_per_second,

@@ -1,5 +1,6 @@
 """One request between the servicer and the scheduler: what was asked for, and what its tokens mean as text."""
 
+import time
 from dataclasses import dataclass
 
 from scheduler_service.core import SamplingParams, SequenceGroup, SequenceOutput, SequenceStatus
@@ -35,6 +36,7 @@ class RequestState:
             cache_root,
             priority=request.priority,
             tenant=request.tenant,
+            arrived_at=time.monotonic(),
         )
         self.stream = OutputStream(request.sampling.n)
         self._outputs = [_Text(request, tokenizer) for _ in self.group.sequences]

@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode
 
 from pagewire_common.settings import Address, ServiceSettings
-from scheduler_service.core import PreemptionMode
+from scheduler_service.core import PhaseRule, PreemptionMode
 
 
 def _split(value: object) -> object:
@@ -26,6 +26,12 @@ class SchedulerSettings(ServiceSettings):
     max_num_seqs: int = Field(256, ge=1, description="most sequences in one step; a worker's own limit counts")
     max_num_requests: int = Field(4096, ge=1, description="most requests in flight before RESOURCE_EXHAUSTED")
     watermark: float = Field(0.01, ge=0, lt=1, description="share of device blocks that admission leaves free")
+    phase_rule: PhaseRule = Field(
+        PhaseRule.CHUNKED, description="chunked: prompts and decodes share a step; separate: a step is one or the other"
+    )
+    delay_factor: float = Field(
+        0.0, ge=0, description="with separate phases, hold prompts back for this many times the last prompt step"
+    )
     policy: Literal["fcfs", "priority", "fair"] = Field(
         "fcfs", description="who is next: the first to come; the lowest priority number; the tenant served least so far"
     )

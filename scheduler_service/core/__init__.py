@@ -6,7 +6,7 @@ A `Scheduler` plans the steps of one worker; several share one `WaitingQueue`.
 from scheduler_service.core.block_allocator import BlockAllocator
 from scheduler_service.core.block_manager import AllocStatus, BlockManager
 from scheduler_service.core.budget import SchedulingBudget
-from scheduler_service.core.config import PreemptionMode, SchedulerConfig
+from scheduler_service.core.config import PhaseRule, PreemptionMode, SchedulerConfig
 from scheduler_service.core.fair_queue import FairQueue
 from scheduler_service.core.outputs import ModelOutput, ScheduledSequence, SchedulerOutput, SequenceOutput
 from scheduler_service.core.priority_queue import PriorityQueue
@@ -20,6 +20,7 @@ __all__ = [
     "BlockManager",
     "FairQueue",
     "ModelOutput",
+    "PhaseRule",
     "PreemptionMode",
     "PriorityQueue",
     "SamplingParams",

@@ -1,6 +1,7 @@
 """What a scheduler must know of its worker and its limits, checked once."""
 
 import enum
+import math
 from dataclasses import dataclass
 
 
@@ -16,6 +17,13 @@ class PreemptionMode(enum.Enum):
     AUTO = "auto"
 
 
+class PhaseRule(enum.Enum):
+    """Whether prompts and decodes share a step (CHUNKED), or a step is all of one or all of the other (SEPARATE)."""
+
+    CHUNKED = "chunked"
+    SEPARATE = "separate"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Sizes and budgets; raises ValueError with the field and its bound.
@@ -24,6 +32,8 @@ class SchedulerConfig:
     sequence; `watermark` is the share of device blocks that admission leaves free so that running sequences can
     grow before anyone has to be preempted. AUTO compares `block_bytes` each way at `swap_bytes_per_second` with the
     tokens to compute anew at `prefill_tokens_per_second`; where a speed is 0, that way counts as never finishing.
+    With SEPARATE phases admission waits until the head of the queue has waited for `delay_factor` times the last
+    prompt step, so that prompts batch up; 0 admits at once.
     """
 
     block_size: int
@@ -34,6 +44,8 @@ class SchedulerConfig:
     watermark: float = 0.01
     num_host_blocks: int = 0
     prefix_caching: bool = True
+    phase_rule: PhaseRule = PhaseRule.CHUNKED
+    delay_factor: float = 0.0
     preemption_mode: PreemptionMode = PreemptionMode.RECOMPUTE
     block_bytes: int = 0
     swap_bytes_per_second: int = 0
@@ -46,6 +58,8 @@ class SchedulerConfig:
         for name in ("num_host_blocks", "block_bytes", "swap_bytes_per_second", "prefill_tokens_per_second"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        if not 0 <= self.delay_factor < math.inf:
+            raise ValueError(f"delay_factor is {self.delay_factor}; it must be at least 0 and finite")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark is {self.watermark}; it must be in [0, 1)")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -18,7 +18,7 @@ from collections import OrderedDict
 
 from scheduler_service.core.block_manager import AllocStatus, BlockManager
 from scheduler_service.core.budget import SchedulingBudget
-from scheduler_service.core.config import PreemptionMode, SchedulerConfig
+from scheduler_service.core.config import PhaseRule, PreemptionMode, SchedulerConfig
 from scheduler_service.core.outputs import (
     BlockTableUpdate,
     Fork,
@@ -84,6 +84,8 @@ class Scheduler:
         self._preempted: list[int] = []
         self._step_id = 0
         self._suspect: SequenceGroup | None = None
+        self._prompts_began: float | None = None  # when the step in flight was planned, if it computes prompts
+        self._prompt_seconds = 0.0  # how long the last one of those took
         self._steady: list[ScheduledSequence] | None = None  # the plan in which everybody computes one token
 
     def add_request(self, group: SequenceGroup) -> None:
@@ -122,29 +124,64 @@ class Scheduler:
 
     # ---- planning
 
-    def schedule(self) -> SchedulerOutput:
-        """Plan the next step. An empty one takes no step id and need not be sent."""
+    def schedule(self, now: float = 0.0) -> SchedulerOutput:
+        """Plan the next step; `now` is in seconds of any steady clock, and matters only with a delay factor.
+
+        An empty step takes no step id and need not be sent.
+        """
         step = _Step(SchedulingBudget(self.config.max_num_batched_tokens, self.config.max_num_seqs))
-        if self._steady is not None and self._schedule_steady(self._steady, step):
+        if self._steady is not None and self._schedule_steady(self._steady, step, now):
             return self._write(step)
         for group in self.running:
             step.budget.take(num_seqs=len(group.live))
         if not self._schedule_suspect(step):
-            for group in self._single_tokens_first():
-                if group in self.running:  # it may have been preempted for an earlier one
-                    self._schedule_running(group, step)
-            if not step.num_preempted:
-                self._schedule_swapped(step)
-                if not self.swapped:
-                    self._schedule_waiting(step)
+            if self.config.phase_rule is PhaseRule.CHUNKED:
+                self._schedule_together(step)
+            else:
+                self._schedule_separately(step, now)
         return self._write(step)
 
-    def _schedule_steady(self, plan: list[ScheduledSequence], step: _Step) -> bool:
+    def _schedule_together(self, step: _Step) -> None:
+        ready, behind = self._split()
+        for group in ready + behind:
+            if group in self.running:  # it may have been preempted for an earlier one
+                self._schedule_running(group, step)
+        if not step.num_preempted:
+            self._schedule_swapped(step)
+            if not self.swapped:
+                self._schedule_waiting(step)
+
+    def _schedule_separately(self, step: _Step, now: float) -> None:
+        """Prompts first, those under way before new ones, and only while nothing is swapped out; else all decodes."""
+        ready, behind = self._split()
+        for group in behind:
+            if group in self.running:
+                self._schedule_running(group, step)
+        if not step.num_preempted and not self.swapped and self._may_admit(now):
+            self._schedule_waiting(step)
+        if step.chunks:
+            self._prompts_began = now
+            return
+        for group in ready:
+            if group in self.running:
+                self._schedule_running(group, step)
+        if not step.num_preempted:
+            self._schedule_swapped(step)
+
+    def _may_admit(self, now: float) -> bool:
+        """Whether the head has waited for long enough that prompts could batch up."""
+        if not self.waiting or not self.running:
+            return True
+        return now - self.waiting.head.arrived_at >= self.config.delay_factor * self._prompt_seconds
+
+    def _schedule_steady(self, plan: list[ScheduledSequence], step: _Step, now: float) -> bool:
         """Repeat the last plan and fill the rest of the step from the queue; returns whether that was possible."""
         if self.swapped:
             return False
         if self.waiting:
             head = self.waiting.head
+            if self.config.phase_rule is PhaseRule.SEPARATE and self._may_admit(now):
+                return False
             if head.is_suspect or self.waiting.outranks(head, self.waiting.victim(self.running)):
                 return False
         needy = [s for s, _, _ in plan if s.num_computed_tokens == s.num_slots]
@@ -154,7 +191,7 @@ class Scheduler:
             self.blocks.append_slots(sequence, 1)
         step.budget.take(num_tokens=len(plan), num_seqs=len(plan))
         step.steady, step.needy = plan, needy
-        if self.waiting:
+        if self.waiting and self.config.phase_rule is PhaseRule.CHUNKED:
             self._schedule_waiting(step)
         return True
 
@@ -167,13 +204,14 @@ class Scheduler:
             self._schedule_waiting(step, most=1)
         return bool(step.chunks)
 
-    def _single_tokens_first(self) -> list[SequenceGroup]:
+    def _split(self) -> tuple[list[SequenceGroup], list[SequenceGroup]]:
+        """Running groups of which every sequence needs a single token, and those that are behind."""
         ready: list[SequenceGroup] = []
         behind: list[SequenceGroup] = []
         for group in self.running:
             is_ready = all(sequence.num_uncomputed_tokens == 1 for sequence in group.live)
             (ready if is_ready else behind).append(group)
-        return ready + behind
+        return ready, behind
 
     def _schedule_running(self, group: SequenceGroup, step: _Step) -> None:
         while not self.blocks.can_append_slots(chunks := self._chunks(group, step.budget.num_tokens)):
@@ -379,7 +417,9 @@ class Scheduler:
 
     # ---- taking the answer in
 
-    def update_from_output(self, output: SchedulerOutput, answer: ModelOutput) -> list[SequenceOutput]:
+    def update_from_output(
+        self, output: SchedulerOutput, answer: ModelOutput, now: float = 0.0
+    ) -> list[SequenceOutput]:
         """Account for a step's computed tokens and append the sampled ones.
 
         Returns what each sequence gained, in the order of the step; a sequence that thereby ended has its final
@@ -390,6 +430,9 @@ class Scheduler:
             raise ValueError(f"the worker answered step {answer.step_id} instead of step {output.step_id}")
         if len(answer.token_ids) != output.num_samples:
             raise ValueError(f"the worker returned {len(answer.token_ids)} tokens for {output.num_samples} samples")
+        if self._prompts_began is not None:
+            self._prompt_seconds = now - self._prompts_began
+            self._prompts_began = None
         sampled = iter(answer.token_ids)
         gained: list[SequenceOutput] = []
         block_size = self.config.block_size

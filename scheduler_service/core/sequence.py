@@ -123,10 +123,11 @@ class SequenceGroup:
     followers wait for the leader's prompt; until they fork for the first time they share one list of its tokens.
     `num_lost_steps` counts the steps that a worker was lost in since the group last gained a token. Groups of equal
     `cache_root` may share cached prefixes; `num_cached_tokens` is what was found of the prompt when it was first
-    admitted.
+    admitted. `arrived_at` is in seconds of the clock that `Scheduler.schedule` is told.
     """
 
     __slots__ = (
+        "arrived_at",
         "cache_root",
         "error",
         "has_unforked",
@@ -150,10 +151,12 @@ class SequenceGroup:
         *,
         priority: int = 0,
         tenant: str = "",
+        arrived_at: float = 0.0,
     ) -> None:
         self.request_id = request_id
         self.priority = priority
         self.tenant = tenant
+        self.arrived_at = arrived_at
         self.rank = 0  # of a queue that orders by rank
         self.cache_root = cache_root
         self.num_cached_tokens: int | None = None

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scheduler_service.core import (
     FairQueue,
     ModelOutput,
+    PhaseRule,
     PreemptionMode,
     PriorityQueue,
     SamplingParams,
@@ -90,6 +91,42 @@ def test_decodes_and_prefill_chunks_share_a_step_and_decodes_go_first() -> None:
     assert plan(step(scheduler, worker)) == {"long": [4], "short": [2]}
     scheduler.add_request(make_group("longer", 30))
     assert plan(step(scheduler, worker)) == {"long": [1], "short": [1], "longer": [6]}
+
+
+def test_separate_phases_never_mix_prompts_and_decodes() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8, phase_rule=PhaseRule.SEPARATE)
+    worker = FakeWorker(scheduler.config)
+    scheduler.add_request(make_group("first", 6, root=b"1"))
+    assert plan(step(scheduler, worker)) == {"first": [6]}
+    scheduler.add_request(make_group("second", 12, root=b"2"))
+    scheduler.add_request(make_group("third", 3, root=b"3"))
+    assert plan(step(scheduler, worker)) == {"second": [8]}
+    assert plan(step(scheduler, worker)) == {"second": [4], "third": [3]}
+    assert plan(step(scheduler, worker)) == {"first": [1], "second": [1], "third": [1]}
+    run(scheduler, worker)
+
+
+def test_a_delay_factor_lets_prompts_batch_up() -> None:
+    """The prompt step took 1 s; with a factor of 3 the next prompt waits until the head has waited 3 s."""
+    scheduler = make_scheduler(phase_rule=PhaseRule.SEPARATE, delay_factor=3.0)
+    worker = FakeWorker(scheduler.config)
+
+    def step_at(now: float) -> list[str]:
+        output = scheduler.schedule(now)
+        scheduler.update_from_output(output, worker.execute(output), now + 1)
+        return list(plan(output))
+
+    for name, arrived_at in (("first", 0.0), ("second", 1.0), ("third", 3.0)):
+        group = make_group(name, 4, root=name.encode(), max_tokens=9)
+        group.arrived_at = arrived_at
+        if name == "first":
+            scheduler.add_request(group)
+            assert step_at(0.0) == ["first"]
+        else:
+            scheduler.add_request(group)
+    assert [step_at(now) for now in (1.0, 2.0, 3.0)] == [["first"]] * 3
+    assert step_at(4.0) == ["second", "third"]
+    assert step_at(5.0) == ["first", "second", "third"]
 
 
 def test_requests_start_in_the_order_of_arrival_and_the_head_is_never_overtaken() -> None:
@@ -510,6 +547,9 @@ def test_an_answer_that_does_not_fit_the_step_is_refused(answer: ModelOutput) ->
         ("num_device_blocks", 0),
         ("max_num_seqs", 0),
         ("max_model_len", -1),
+        ("delay_factor", float("inf")),
+        ("delay_factor", -1.0),
+        ("num_host_blocks", -1),
         ("watermark", 1.0),
         ("watermark", float("nan")),
         ("max_num_batched_tokens", 7),
@@ -543,6 +583,7 @@ requests = st.tuples(
     st.sampled_from(PreemptionMode),
     st.booleans(),  # prefix caching
     st.sampled_from([WaitingQueue, PriorityQueue, FairQueue]),
+    st.sampled_from(PhaseRule),
     st.sets(st.integers(0, 20), max_size=2),  # steps at which the worker is lost
 )
 def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_behind(
@@ -556,12 +597,15 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
     mode: PreemptionMode,
     prefix_caching: bool,
     policy: Callable[[], WaitingQueue],
+    phase_rule: PhaseRule,
     losses: set[int],
 ) -> None:
     sizes: dict[str, object] = {
         "num_host_blocks": num_host_blocks,
         "preemption_mode": mode,
         "prefix_caching": prefix_caching,
+        "phase_rule": phase_rule,
+        "delay_factor": 2.0,
         "block_bytes": 1000,
         "swap_bytes_per_second": 100_000,
         "prefill_tokens_per_second": 50 * block_size,  # recompute a block in 20 ms, as swapping takes both ways
@@ -603,12 +647,16 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
             worker = FakeWorker(scheduler.config)
         if now > 12 and not scheduler.has_work:
             break
-        output = scheduler.schedule()
+        output = scheduler.schedule(now)
         scheduler.blocks.check()
+        if phase_rule is PhaseRule.SEPARATE:
+            decodes = [s for s, n, _ in output.scheduled if n == 1 and s.num_output_tokens]
+            prompts = [s for s, n, _ in output.scheduled if n > 1]
+            assert not (decodes and prompts) or losses or sum(scheduler.num_preemptions.values())
         assert sum(scheduled.num_tokens for scheduled in output.scheduled) <= max_num_seqs + more_tokens
         assert len(output.scheduled) <= sum(len(group.live) for group in scheduler.running) <= max_num_seqs
         if not output.is_empty:
-            for gained in scheduler.update_from_output(output, worker.execute(output)):
+            for gained in scheduler.update_from_output(output, worker.execute(output), now + 0.5):
                 if gained.sequence.status.is_finished:
                     finished[gained.sequence.id] = finished.get(gained.sequence.id, 0) + 1
         scheduler.blocks.check()
