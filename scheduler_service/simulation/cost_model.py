@@ -1,0 +1,68 @@
+"""How long a step takes on a simulated worker, and how large that worker is."""
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from scheduler_service.core import SchedulerOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Microseconds of a step as a sum, and the worker's sizes.
+
+    A prefill token is one of a chunk of several, a decode token one that a sequence computes alone; context is counted
+    over the scheduled sequences, in tokens that their last token attends to. The defaults are rounded from a worker of
+    the default model on two CPU cores; give a file of your own for anything else.
+    """
+
+    step_us: float = 2_000.0
+    prefill_token_us: float = 500.0
+    decode_token_us: float = 1_500.0
+    context_token_us: float = 0.5
+    swap_bytes_per_second: float = 5e9
+    block_bytes: int = 368_640
+    block_size: int = 16
+    num_device_blocks: int = 4_096
+    num_host_blocks: int = 2_048
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2_048
+
+    def step_seconds(self, output: SchedulerOutput) -> float:
+        prefill = decode = context = 0
+        for sequence, num_tokens, _ in output.scheduled:
+            context += sequence.num_computed_tokens + num_tokens
+            if num_tokens == 1:
+                decode += 1
+            else:
+                prefill += num_tokens
+        compute_us = (
+            self.step_us
+            + self.prefill_token_us * prefill
+            + self.decode_token_us * decode
+            + self.context_token_us * context
+        )
+        moved = (len(output.blocks_to_swap_out) + len(output.blocks_to_swap_in)) * self.block_bytes
+        return compute_us / 1e6 + moved / self.swap_bytes_per_second
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        return 1e6 / self.prefill_token_us
+
+    @classmethod
+    def read(cls, path: Path) -> "CostModel":
+        """Read a JSON object of these fields; those that are missing keep their defaults. Raises ValueError."""
+        try:
+            values = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+        known: dict[str, Any] = {
+            field.name: float if isinstance(field.default, float) else int for field in fields(cls)
+        }
+        if not isinstance(values, dict) or not set(values) <= set(known):
+            raise ValueError(f"{path}: the fields of a cost model are {', '.join(known)}")
+        for name, value in values.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+                raise ValueError(f"{path}: {name} is {value!r}; it must be a positive number")
+        return cls(**{name: known[name](value) for name, value in values.items()})

@@ -1,0 +1,199 @@
+"""Runs a trace through schedulers that share one queue, one for each simulated worker, on a virtual clock.
+
+Two kinds of event exist: a request arrives, and a worker ends its step. An idle worker sleeps until a request may be
+its own; only as many are woken as there is work for, so that a thousand idle workers cost nothing.
+"""
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from scheduler_service.core import (
+    ModelOutput,
+    PhaseRule,
+    PreemptionMode,
+    SamplingParams,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+    SequenceGroup,
+    WaitingQueue,
+)
+from scheduler_service.simulation.cost_model import CostModel
+from scheduler_service.simulation.trace import Arrival, longest_sequence
+
+TOKEN = 7  # what simulated workers sample
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """What happened to one request, in seconds of the virtual clock."""
+
+    arrived: float
+    output_tokens: int
+    admitted: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+    @property
+    def ttft(self) -> float:
+        assert self.first_token is not None
+        return self.first_token - self.arrived
+
+    @property
+    def tpot(self) -> float:
+        assert self.finished is not None
+        assert self.first_token is not None
+        return (self.finished - self.first_token) / max(1, self.output_tokens - 1)
+
+    @property
+    def e2e(self) -> float:
+        assert self.finished is not None
+        return self.finished - self.arrived
+
+    @property
+    def queued(self) -> float:
+        assert self.admitted is not None
+        return self.admitted - self.arrived
+
+
+@dataclass(slots=True)
+class Result:
+    """Everything that a simulation found out."""
+
+    requests: list[RequestTimes]
+    seconds: float = 0.0
+    busy_seconds: list[float] = field(default_factory=list)
+    num_steps: int = 0
+    preemptions: dict[PreemptionMode, int] = field(default_factory=dict)
+    cached_tokens: int = 0
+
+    @property
+    def utilisation(self) -> float:
+        return sum(self.busy_seconds) / (len(self.busy_seconds) * self.seconds)
+
+    @property
+    def output_tokens_per_second(self) -> float:
+        return sum(request.output_tokens for request in self.requests) / self.seconds
+
+
+class Simulator:
+    """One run of a trace. Raises ValueError when a request of it could never run on such a worker."""
+
+    def __init__(
+        self,
+        arrivals: Sequence[Arrival],
+        cost_model: CostModel,
+        *,
+        num_workers: int,
+        waiting: WaitingQueue | None = None,
+        preemption_mode: PreemptionMode = PreemptionMode.AUTO,
+        phase_rule: PhaseRule = PhaseRule.CHUNKED,
+        num_tenants: int = 1,
+    ) -> None:
+        pool = cost_model.num_device_blocks * cost_model.block_size
+        if (longest := longest_sequence(arrivals)) > pool:
+            raise ValueError(f"the longest request of the trace has {longest} tokens; a worker's pool has {pool}")
+        config = SchedulerConfig(
+            block_size=cost_model.block_size,
+            num_device_blocks=cost_model.num_device_blocks,
+            num_host_blocks=cost_model.num_host_blocks,
+            max_num_batched_tokens=cost_model.max_num_batched_tokens,
+            max_num_seqs=cost_model.max_num_seqs,
+            max_model_len=pool,
+            preemption_mode=preemption_mode,
+            phase_rule=phase_rule,
+            block_bytes=cost_model.block_bytes,
+            swap_bytes_per_second=int(cost_model.swap_bytes_per_second),
+            prefill_tokens_per_second=int(cost_model.prefill_tokens_per_second),
+        )
+        self._arrivals = arrivals
+        self._cost_model = cost_model
+        self._num_tenants = num_tenants
+        self._waiting = WaitingQueue() if waiting is None else waiting
+        self._workers = [Scheduler(config, self._waiting) for _ in range(num_workers)]
+        self._idle = list(range(num_workers - 1, -1, -1))
+        self._ends: list[tuple[float, int, SchedulerOutput]] = []  # of steps that run: when, which worker, what
+        self.result = Result(
+            [RequestTimes(arrival.at, arrival.output_tokens) for arrival in arrivals],
+            busy_seconds=[0.0] * num_workers,
+        )
+
+    def run(self, progress: Callable[[int], None] = lambda _: None) -> Result:
+        """Run to the end; `progress` hears how many requests have finished."""
+        num_finished = 0
+        for now, worker, output in self._events():
+            if worker is None:
+                self._wake(now)
+                continue
+            num_finished += self._end_step(now, worker, output)
+            progress(num_finished)
+            if not self._start_step(now, worker):
+                self._idle.append(worker)
+        result = self.result
+        for mode in (PreemptionMode.RECOMPUTE, PreemptionMode.SWAP):
+            result.preemptions[mode] = sum(worker.num_preemptions[mode] for worker in self._workers)
+        return result
+
+    def _events(self) -> Iterator[tuple[float, int | None, SchedulerOutput]]:
+        """Arrivals (without a worker) and ends of steps, in the order of time."""
+        nothing = SchedulerOutput(0)
+        arriving = 0
+        while arriving < len(self._arrivals) or self._ends:
+            next_end = self._ends[0][0] if self._ends else float("inf")
+            if arriving < len(self._arrivals) and self._arrivals[arriving].at <= next_end:
+                now = self._arrivals[arriving].at
+                self._waiting.append(self._group(arriving))
+                arriving += 1
+                yield now, None, nothing
+            else:
+                now, worker, output = heapq.heappop(self._ends)
+                self.result.seconds = now
+                yield now, worker, output
+
+    def _group(self, number: int) -> SequenceGroup:
+        """A request whose prompt is like no other's: traces say nothing of shared prefixes."""
+        arrival = self._arrivals[number]
+        return SequenceGroup(
+            str(number),
+            [TOKEN] * arrival.prompt_tokens,
+            SamplingParams(max_tokens=arrival.output_tokens),
+            number.to_bytes(8, "little"),
+            tenant=str(number % self._num_tenants),
+            arrived_at=arrival.at,
+        )
+
+    def _wake(self, now: float) -> None:
+        while self._idle and self._waiting:
+            if not self._start_step(now, self._idle[-1]):
+                return
+            self._idle.pop()
+
+    def _start_step(self, now: float, worker: int) -> bool:
+        output = self._workers[worker].schedule(now)
+        if output.is_empty:
+            return False
+        for sequence, _ in output.new_sequences:
+            request = self.result.requests[int(sequence.group.request_id)]
+            if request.admitted is None:
+                request.admitted = now
+                self.result.cached_tokens += sequence.group.num_cached_tokens or 0
+        seconds = self._cost_model.step_seconds(output)
+        self.result.busy_seconds[worker] += seconds
+        self.result.num_steps += 1
+        heapq.heappush(self._ends, (now + seconds, worker, output))
+        return True
+
+    def _end_step(self, now: float, worker: int, output: SchedulerOutput) -> int:
+        answer = ModelOutput(output.step_id, [TOKEN] * output.num_samples)
+        num_finished = 0
+        for gained in self._workers[worker].update_from_output(output, answer, now):
+            if gained.token_id is None:
+                continue
+            request = self.result.requests[int(gained.sequence.group.request_id)]
+            if request.first_token is None:
+                request.first_token = now
+            if gained.sequence.status.is_finished:
+                request.finished = now
+                num_finished += 1
+        return num_finished

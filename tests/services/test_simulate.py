@@ -1,0 +1,141 @@
+"""The simulator: real scheduling decisions, made-up steps, a virtual clock."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scheduler_service.core import FairQueue, PreemptionMode, PriorityQueue, WaitingQueue
+from scheduler_service.simulation.cost_model import CostModel
+from scheduler_service.simulation.simulator import Simulator
+from scheduler_service.simulation.trace import Arrival, TraceError, read_trace
+
+COSTS = CostModel(
+    step_us=1000,
+    prefill_token_us=100,
+    decode_token_us=500,
+    context_token_us=1,
+    block_size=4,
+    num_device_blocks=32,
+    num_host_blocks=32,
+    max_num_batched_tokens=64,
+    max_num_seqs=8,
+)
+HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+
+
+def burst(count: int) -> list[Arrival]:
+    return [Arrival(number * 0.001, 10 + number % 30, 1 + number * 7 % 40) for number in range(count)]
+
+
+def test_one_request_takes_what_arithmetic_says() -> None:
+    """A prompt of 10 and three tokens: one step of prefill, then two of decode with a context that grows."""
+    result = Simulator([Arrival(0.0, 10, 3)], COSTS, num_workers=1).run()
+    (request,) = result.requests
+    prefill = (1000 + 10 * 100 + 10) / 1e6
+    decodes = [(1000 + 500 + context) / 1e6 for context in (11, 12)]
+    assert request.queued == 0
+    assert request.ttft == pytest.approx(prefill)
+    assert request.e2e == pytest.approx(prefill + sum(decodes))
+    assert request.tpot == pytest.approx(sum(decodes) / 2)
+    assert result.utilisation == pytest.approx(1)
+
+
+@pytest.mark.parametrize("policy", [WaitingQueue, PriorityQueue, FairQueue])
+@pytest.mark.parametrize("mode", PreemptionMode)
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_every_request_finishes_under_every_policy_and_the_outcome_is_the_same_every_time(
+    policy: type[WaitingQueue], mode: PreemptionMode, num_workers: int
+) -> None:
+    def run() -> tuple[object, ...]:
+        simulator = Simulator(
+            burst(60), COSTS, num_workers=num_workers, waiting=policy(), preemption_mode=mode, num_tenants=3
+        )
+        result = simulator.run()
+        assert all(request.finished is not None for request in result.requests)
+        return result.seconds, result.preemptions, [request.e2e for request in result.requests]
+
+    assert run() == run()
+
+
+def test_a_small_pool_preempts_by_the_chosen_mode() -> None:
+    for mode in (PreemptionMode.RECOMPUTE, PreemptionMode.SWAP):
+        preemptions = Simulator(burst(60), COSTS, num_workers=1, preemption_mode=mode).run().preemptions
+        assert preemptions[mode] > 0
+
+
+def test_more_workers_shorten_the_queue() -> None:
+    waits = [
+        sum(request.queued for request in Simulator(burst(100), COSTS, num_workers=count).run().requests)
+        for count in (1, 2, 4, 8)
+    ]
+    assert waits == sorted(waits, reverse=True)
+    assert waits[-1] < waits[0] / 4
+
+
+def test_a_request_larger_than_a_workers_pool_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ValueError, match="129 tokens; a worker's pool has 128"):
+        Simulator([Arrival(0.0, 100, 29)], COSTS, num_workers=1)
+
+
+def test_a_trace_is_read_with_times_after_its_first_request(tmp_path: Path) -> None:
+    file = tmp_path / "trace.csv"
+    file.write_text(HEADER + "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n")
+    assert read_trace(file, speedup=2) == [Arrival(0.0, 374, 44), Arrival(pytest.approx(2.15729), 396, 109)]
+    assert len(read_trace(file, limit=1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "line 1: the columns"),
+        ("a,b\n1,2\n", "line 1: the columns"),
+        (HEADER, "has no requests"),
+        (HEADER + "yesterday,1,1\n", "line 2: "),
+        (HEADER + "2023-11-16 18:15:46,1,1\n2023-11-16 18:15:47,x,1\n", "line 3: "),
+        (HEADER + "2023-11-16 18:15:46,0,1\n", "line 2: token counts must be at least 1"),
+        (HEADER + "2023-11-16 18:15:46,1\n", "line 2: "),
+        (HEADER + "2023-11-16 18:15:46,1,1\n2023-11-16 18:15:45,1,1\n", "line 3: .* times must not go back"),
+    ],
+)
+def test_a_corrupt_trace_names_its_line(text: str, reason: str, tmp_path: Path) -> None:
+    file = tmp_path / "trace.csv"
+    file.write_text(text)
+    with pytest.raises(TraceError, match=reason):
+        read_trace(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[]", "the fields of a cost model are"),
+        ('{"speed": 1}', "the fields of a cost model are"),
+        ('{"step_us": -1}', "step_us is -1; it must be a positive number"),
+        ('{"step_us": NaN}', "step_us is nan"),
+        ('{"block_size": "16"}', "block_size is '16'"),
+    ],
+)
+def test_a_cost_model_that_makes_no_sense_says_why(text: str, reason: str, tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=reason):
+        CostModel.read(file)
+
+
+def test_the_command_prints_a_table_and_ends_with_json(tmp_path: Path) -> None:
+    trace, costs = tmp_path / "trace.csv", tmp_path / "costs.json"
+    trace.write_text(HEADER + "".join(f"2023-11-16 18:15:{s:02},20,5\n" for s in range(30)))
+    costs.write_text('{"step_us": 5000}')
+    command = [sys.executable, "-m", "scheduler_service.simulate", "--trace", str(trace), "--cost-model", str(costs)]
+    result = subprocess.run([*command, "--workers", "2"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert list(report) == ["fcfs", "priority", "fair"]
+    assert report["fcfs"]["ttft"]["p50"] > 0.005
+    trace.write_text("nonsense")
+    failed = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert failed.returncode == 1
+    assert failed.stderr.strip().splitlines()[-1].startswith("scheduler_service.simulate: ")
