@@ -264,12 +264,17 @@ class Scheduler:
             if group.is_suspect and step.chunks:
                 return  # its turn comes in a step of its own
             sequences = group.live
-            status = self.blocks.can_allocate(group, leave_watermark=bool(self.running))
-            if status is AllocStatus.NEVER or len(sequences) > self.config.max_num_seqs:
+            if len(sequences) > self.config.max_num_seqs:
+                status = AllocStatus.NEVER
+            elif len(sequences) > step.budget.num_seqs:
+                status = AllocStatus.LATER
+            else:
+                status = self.blocks.can_allocate(group, leave_watermark=bool(self.running))
+            if status is AllocStatus.NEVER:
                 self.waiting.pop()
                 self._ignore(group, step)
                 continue
-            if status is AllocStatus.LATER or len(sequences) > step.budget.num_seqs:
+            if status is AllocStatus.LATER:
                 if not self._make_room(group, step):
                     return
                 most = len(step.chunks) + 1  # whoever made room for this one does not come back at once

@@ -1,12 +1,12 @@
 from collections import Counter
 
 import pytest
-from fake_worker import FakeWorker
+from fake_worker import FakeWorker, reference_output
 from hypothesis import given
 from hypothesis import strategies as st
 from test_scheduler import make_group, make_scheduler, output_of, plan, run, step
 
-from scheduler_service.core import FairQueue, PriorityQueue, SequenceGroup, WaitingQueue
+from scheduler_service.core import FairQueue, PreemptionMode, PriorityQueue, SequenceGroup, WaitingQueue
 
 
 @pytest.mark.parametrize("policy", [WaitingQueue, PriorityQueue, FairQueue])
@@ -94,6 +94,23 @@ def test_a_better_priority_takes_the_place_of_the_worst_and_that_one_still_finis
     assert "another" not in plan(step(scheduler, worker))  # equals do not preempt each other
     run(scheduler, worker)
     assert all(len(output_of(group)) == 8 for group in (low, middle, urgent))
+
+
+def test_a_victim_of_priority_keeps_its_blocks_in_host_memory_and_waits_among_the_swapped() -> None:
+    scheduler = make_scheduler(PriorityQueue(), num_host_blocks=16, max_num_seqs=1, preemption_mode=PreemptionMode.SWAP)
+    worker = FakeWorker(scheduler.config)
+    low = make_group("low", 6, priority=5, max_tokens=8)
+    scheduler.add_request(low)
+    step(scheduler, worker)
+    scheduler.add_request(make_group("urgent", 6, root=b"urgent", max_tokens=8))
+    output = step(scheduler, worker)
+    assert set(plan(output)) == {"urgent"}
+    assert len(output.blocks_to_swap_out) == 2
+    assert not output.preempted
+    assert list(scheduler.swapped) == [low]
+    assert low.request_id not in scheduler.waiting
+    run(scheduler, worker)
+    assert output_of(low) == reference_output(low, 0, 64)
 
 
 def test_nobody_is_preempted_when_that_would_not_make_enough_room() -> None:

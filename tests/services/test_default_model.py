@@ -100,6 +100,16 @@ async def test_outputs_from_cached_prefixes_equal_transformers(
     assert completion.outputs[0].token_ids == greedy_tokens[-1]
 
 
+async def test_outputs_that_share_a_prompt_by_copy_on_write_equal_transformers(
+    server: LocalServer, greedy_tokens: list[list[int]]
+) -> None:
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True, n=3)
+    async with Client(server.target) as client:
+        completions = await asyncio.gather(*(collect(client, prompt, sampling) for prompt in PROMPTS[:8]))
+    for completion, expected in zip(completions, greedy_tokens, strict=False):
+        assert [output.token_ids for output in completion.outputs] == [expected] * 3
+
+
 async def test_greedy_outputs_equal_transformers_through_at_least_ten_preemptions(
     small_server: LocalServer, greedy_tokens: list[list[int]]
 ) -> None:
