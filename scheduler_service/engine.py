@@ -7,6 +7,7 @@ publishes; when its stream breaks, its groups go back to the head of the shared 
 
 import asyncio
 import contextlib
+import logging
 import random
 import secrets
 import tempfile
@@ -283,10 +284,13 @@ class _WorkerLoop:
         pause = FIRST_RETRY_SECONDS
         while True:
             steps_before = self.num_steps
+            level = logging.WARNING
             try:
                 await self._serve()
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
+                if not self.epoch:  # it is still starting
+                    level = logging.INFO
             except WorkerError as error:
                 reason = str(error)
             except Exception as error:  # whatever it is, the other workers and everybody's streams go on
@@ -295,7 +299,7 @@ class _WorkerLoop:
             if self.num_steps > steps_before:
                 pause = FIRST_RETRY_SECONDS
             if reason != self.last_error:
-                log.warning("worker unavailable", worker=self.client.address, reason=reason)
+                log.log(level, "worker unavailable", worker=self.client.address, reason=reason)
             self.last_error = reason
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LAST_RETRY_SECONDS)
