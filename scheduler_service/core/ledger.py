@@ -1,0 +1,208 @@
+"""The groups that one worker's session has been given, and everything that can happen to them but planning.
+
+A group is running or swapped here, or it waits in the queue that is shared. The ledger takes the worker's answers in,
+ends sequences and requests, and gives everything back when the worker is lost. Whatever ends a sequence, its blocks are
+free afterwards.
+"""
+
+from collections import OrderedDict
+
+from scheduler_service.core.block_manager import BlockManager
+from scheduler_service.core.config import PreemptionMode, SchedulerConfig
+from scheduler_service.core.outputs import ModelOutput, ScheduledSequence, SchedulerOutput, SequenceOutput
+from scheduler_service.core.queue import WaitingQueue
+from scheduler_service.core.sequence import MAX_LOST_STEPS, Sequence, SequenceGroup, SequenceStatus
+
+
+class GroupLedger:
+    """Running and swapped groups, block tables, and what the worker has yet to be told of their ends."""
+
+    def __init__(self, config: SchedulerConfig, waiting: WaitingQueue) -> None:
+        self.config = config
+        self.waiting = waiting
+        self.running: dict[SequenceGroup, None] = {}  # in the order of admission
+        self._max_sequence_tokens = config.max_sequence_tokens
+        self.swapped: OrderedDict[SequenceGroup, None] = OrderedDict()  # first to resume first
+        self.blocks = BlockManager(
+            config.block_size,
+            config.num_device_blocks,
+            config.num_host_blocks,
+            config.watermark,
+            prefix_caching=config.prefix_caching,
+        )
+        self.num_preemptions = {PreemptionMode.RECOMPUTE: 0, PreemptionMode.SWAP: 0}
+        self._by_id: dict[str, SequenceGroup] = {}  # running and swapped ones
+        self._finished: list[Sequence] = []  # to tell the worker
+        self._preempted: list[int] = []
+        self._prompts_began: float | None = None  # when the step in flight was planned, if it computes prompts
+        self._prompt_seconds = 0.0  # how long the last one of those took
+        self._steady: list[ScheduledSequence] | None = None  # the plan in which everybody computes one token
+
+    def add_request(self, group: SequenceGroup) -> None:
+        """Queue a request; raises ValueError when its id waits already."""
+        self.waiting.append(group)
+
+    def get_request_counts(self) -> tuple[int, int, int]:
+        """How many groups run here, how many wait, and how many are swapped out here."""
+        return len(self.running), len(self.waiting), len(self.swapped)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `schedule` might return something other than an empty step."""
+        return bool(self.running or self.swapped or self.waiting or self._finished or self._preempted)
+
+    def release_all(self, lost: SchedulerOutput | None = None) -> list[SequenceGroup]:
+        """The worker is gone: give all its groups back to the head of the queue. Plan no further steps.
+
+        `lost` is the step that it was lost in, if any. Returns the group that was ended for it, in a list, or none.
+        """
+        in_step = {} if lost is None else dict.fromkeys(s.sequence.group for s in lost.scheduled)
+        ended: list[SequenceGroup] = []
+        for group in in_step:
+            group.num_lost_steps += 1
+            if group.num_lost_steps >= MAX_LOST_STEPS and len(in_step) == 1 and not group.is_finished:
+                group.error = f"{group.num_lost_steps} workers failed in a row while computing this request"
+                for sequence in group.live:
+                    self.finish_sequence(sequence, SequenceStatus.FINISHED_ABORTED)
+                ended.append(group)
+        groups = [*self.running, *self.swapped]
+        for group in groups:
+            self._release(group)
+        self.waiting.put_back(groups)
+        self.num_preemptions[PreemptionMode.RECOMPUTE] += len(groups)
+        return ended
+
+    def _release(self, group: SequenceGroup) -> None:
+        """Take a group off the worker: it will be new there when it comes back."""
+        self._forget(group)
+        for sequence in group.live:
+            self.blocks.free(sequence)
+            sequence.status = SequenceStatus.WAITING
+            sequence.num_computed_tokens = 0
+            sequence.is_known = False
+            sequence.forked_from = None
+            sequence.num_known_blocks = 0
+            sequence.num_published_blocks = 0
+        group.has_unforked = len(group.sequences) > 1
+
+    def _forget(self, group: SequenceGroup) -> None:
+        self.running.pop(group, None)
+        self.swapped.pop(group, None)
+        self._steady = None
+        del self._by_id[group.request_id]
+
+    # ---- taking the answer in
+
+    def update_from_output(
+        self, output: SchedulerOutput, answer: ModelOutput, now: float = 0.0
+    ) -> list[SequenceOutput]:
+        """Account for a step's computed tokens and append the sampled ones.
+
+        Returns what each sequence gained, in the order of the step; a sequence that thereby ended has its final
+        status. Sequences that were finished or preempted while the step ran gain nothing. Raises ValueError when
+        the answer is not to this step.
+        """
+        if answer.step_id != output.step_id:
+            raise ValueError(f"the worker answered step {answer.step_id} instead of step {output.step_id}")
+        if len(answer.token_ids) != output.num_samples:
+            raise ValueError(f"the worker returned {len(answer.token_ids)} tokens for {output.num_samples} samples")
+        if self._prompts_began is not None:
+            self._prompt_seconds = now - self._prompts_began
+            self._prompts_began = None
+        sampled = iter(answer.token_ids)
+        gained: list[SequenceOutput] = []
+        block_size = self.config.block_size
+        for sequence, num_tokens, samples in output.scheduled:
+            token_id = next(sampled) if samples else None
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue
+            start = sequence.num_computed_tokens + 1
+            sequence.num_computed_tokens += num_tokens
+            if num_tokens > 1 or sequence.num_computed_tokens % block_size == 0:
+                self.blocks.publish(sequence)
+            if sequence.group.has_unforked:
+                self._fork_followers(sequence)
+            if sequence.id in answer.failed_sequence_ids:
+                sequence.group.error = (
+                    "no token could be chosen: the sampling parameters allow none, or the model's output was not finite"
+                )
+                self.blocks.withdraw(sequence)
+                self.finish_sequence(sequence, SequenceStatus.FINISHED_ABORTED)
+                token_id = None
+            elif token_id is not None:
+                self._append_token(sequence, token_id)
+            gained.append(
+                SequenceOutput(
+                    sequence,
+                    token_id,
+                    answer.logprobs.get(sequence.id),
+                    answer.prompt_logprobs.get(sequence.id),
+                    start,
+                )
+            )
+        return gained
+
+    def _fork_followers(self, leader: Sequence) -> None:
+        """Once the prompt is computed, those who have no blocks yet go on from it.
+
+        A follower that has no output yet computes the last prompt token itself, because what it needs is that
+        token's logits, not its keys and values.
+        """
+        group = leader.group
+        if leader.num_computed_tokens < leader.num_prompt_tokens:
+            return
+        group.has_unforked = False
+        self._steady = None
+        for follower in group.live:
+            if follower.id not in self.blocks.tables:
+                if follower.token_ids is group.prompt_token_ids:
+                    follower.token_ids = list(group.prompt_token_ids)
+                follower.num_computed_tokens = min(follower.num_prompt_tokens, len(follower.token_ids) - 1)
+                self.blocks.fork(leader, follower, follower.num_computed_tokens)
+                follower.forked_from = leader
+
+    def _append_token(self, sequence: Sequence, token_id: int) -> None:
+        sampling = sequence.sampling
+        sequence.token_ids.append(token_id)
+        sequence.group.num_lost_steps = 0
+        if self.waiting.charges:
+            self.waiting.charge(sequence.group, 0, 1)
+        num_output_tokens = sequence.num_output_tokens
+        if num_output_tokens > sampling.min_tokens:
+            if token_id in sampling.stop_token_ids:
+                sequence.stop_token_id = token_id
+                return self.finish_sequence(sequence, SequenceStatus.FINISHED_STOPPED)
+            if token_id in sampling.eos_token_ids:
+                return self.finish_sequence(sequence, SequenceStatus.FINISHED_STOPPED)
+        if num_output_tokens >= sampling.max_tokens or len(sequence.token_ids) >= self._max_sequence_tokens:
+            self.finish_sequence(sequence, SequenceStatus.FINISHED_LENGTH_CAPPED)
+        return None
+
+    # ---- ending
+
+    def finish_sequence(self, sequence: Sequence, status: SequenceStatus) -> None:
+        """End one sequence and free its blocks; nothing happens when it has ended already."""
+        if sequence.status.is_finished:
+            return
+        self._steady = None
+        sequence.status = status
+        self.blocks.free(sequence)
+        if sequence.is_known:
+            self._finished.append(sequence)
+        group = sequence.group
+        if group.is_finished:
+            if group.request_id in self._by_id:
+                self._forget(group)
+            else:
+                self.waiting.remove(group.request_id)
+
+    def finish_requests(self, request_ids: list[str], status: SequenceStatus) -> list[SequenceGroup]:
+        """End requests that run here or wait; returns those that there were. Unknown ids are passed over."""
+        ended: list[SequenceGroup] = []
+        for request_id in request_ids:
+            group = self._by_id.get(request_id) or self.waiting.get(request_id)
+            if group is not None:
+                for sequence in group.live:
+                    self.finish_sequence(sequence, status)
+                ended.append(group)
+        return ended
