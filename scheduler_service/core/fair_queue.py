@@ -28,6 +28,7 @@ class FairQueue(WaitingQueue):
         self._weights = weights or {}
         self._tenants: dict[str, OrderedDict[str, SequenceGroup]] = {}
         self._heap: list[tuple[float, str]] = []
+        self._in_heap: set[str] = set()
         self.counters: dict[str, float] = {}
 
     def append(self, group: SequenceGroup) -> None:
@@ -70,7 +71,9 @@ class FairQueue(WaitingQueue):
                 self._forget_idle_tenants(lowest)
             self.counters[tenant] = max(self.counters.get(tenant, 0.0), lowest)
             self._tenants[tenant] = OrderedDict()
-            heapq.heappush(self._heap, (self.counters[tenant], tenant))
+            if tenant not in self._in_heap:
+                self._in_heap.add(tenant)
+                heapq.heappush(self._heap, (self.counters[tenant], tenant))
         return self._tenants[tenant]
 
     def _forget_idle_tenants(self, lowest: float) -> None:
@@ -84,6 +87,7 @@ class FairQueue(WaitingQueue):
             counter, tenant = self._heap[0]
             if tenant not in self._tenants:
                 heapq.heappop(self._heap)
+                self._in_heap.remove(tenant)
             elif counter < self.counters[tenant]:
                 heapq.heapreplace(self._heap, (self.counters[tenant], tenant))
             else:

@@ -157,6 +157,11 @@ def test_made_up_tenants_do_not_fill_the_memory() -> None:
         queue.append(make_group(str(number), 1, tenant=str(number)))
         queue.charge(queue.pop(), 1, 1)
     assert len(queue.counters) <= 4096 + 1
+    queue.append(make_group("stays", 1, tenant="lowest"))
+    for number in range(1000):
+        queue.append(make_group(str(number), 1, tenant="comes and goes"))
+        queue.remove(str(number))
+    assert len(queue._heap) < 10
 
 
 def test_nobody_saves_up_service_by_being_idle() -> None:
