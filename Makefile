@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/pagewire/v1/*.proto)
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: setup proto demo test lint fmt up down bench bench-scheduler
+.PHONY: setup proto demo test lint fmt up down bench bench-scheduler bench-simulate
 setup: $(VENV)/installed $(VENV)/generated
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -49,3 +49,6 @@ bench: setup
 
 bench-scheduler: setup
 	$(BIN)/python -m bench.scheduler
+
+bench-simulate: setup
+	$(BIN)/python -m bench.simulate $(TRACES)
