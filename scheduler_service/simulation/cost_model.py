@@ -13,8 +13,8 @@ class CostModel:
     """Microseconds of a step as a sum, and the worker's sizes.
 
     A prefill token is one of a chunk of several, a decode token one that a sequence computes alone; context is counted
-    over the scheduled sequences, in tokens that their last token attends to. The defaults are rounded from a worker of
-    the default model on two CPU cores; give a file of your own for anything else.
+    over the scheduled sequences, in tokens that their last token attends to. The defaults are round numbers,
+    of the order of a small model on a few CPU cores, not a measurement; give a file of your own to plan anything.
     """
 
     step_us: float = 2_000.0
