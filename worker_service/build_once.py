@@ -38,6 +38,9 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
     partial = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
     try:
         build(partial)
+        # Readable for others, such as a container's own user; some of what was built comes out private.
+        for file in partial.rglob("*"):
+            file.chmod(0o755 if file.is_dir() else 0o644)
         partial.chmod(0o755)
         partial.rename(folder)
     finally:

@@ -5,6 +5,7 @@ Only safetensors are read. Everything that can be wrong with a directory ends in
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -42,6 +43,8 @@ class Checkpoint:
         for file in self.weight_files:
             if not file.is_file():
                 raise StartError(f"{file} does not exist; the weights must be safetensors")
+            if not os.access(file, os.R_OK):
+                raise StartError(f"{file} may not be read by this user")
 
     @property
     def model_type(self) -> str:

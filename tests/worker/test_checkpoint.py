@@ -131,6 +131,13 @@ def test_a_spoiled_directory_is_refused_with_a_sentence(name: str, path: Path) -
         load(path, Checkpoint(path).dtype)
 
 
+def test_weights_that_may_not_be_read_say_so(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a fake of os.access, because whoever runs the tests may be allowed to read everything."""
+    monkeypatch.setattr("os.access", lambda file, mode: False)
+    with pytest.raises(StartError, match=r"model\.safetensors may not be read by this user"):
+        Checkpoint(path)
+
+
 def test_a_fingerprint_reads_no_header_beyond_the_file(path: Path) -> None:
     claim_a_huge_header(path)
     with pytest.raises(StartError, match="its header claims"):

@@ -258,3 +258,12 @@ def test_an_older_tokenizer_is_converted(tmp_path: Path) -> None:
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="has no tokenizer"):
         find_tokenizer_files(tmp_path, tmp_path / "cache")
+
+
+def test_what_was_built_is_readable_for_other_users(tmp_path: Path) -> None:
+    def build(folder: Path) -> None:
+        (folder / "private").touch(mode=0o600)
+
+    folder = build_once(tmp_path / "folder", build)
+    assert stat.S_IMODE((folder / "private").stat().st_mode) == 0o644
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
