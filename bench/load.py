@@ -24,8 +24,8 @@ class Load:
     def __str__(self) -> str:
         return f"{self.prompt_tokens}/{self.output_tokens} x {self.concurrency}"
 
-    def prompts(self, vocabulary_size: int) -> list[list[int]]:
-        draw = random.Random(0)
+    def prompts(self, vocabulary_size: int, *, seed: int = 0) -> list[list[int]]:
+        draw = random.Random(f"{self} {seed}")  # no two loads share a prompt that the prefix cache could know
         return [[draw.randrange(vocabulary_size) for _ in range(self.prompt_tokens)] for _ in range(self.num_requests)]
 
 
@@ -54,8 +54,10 @@ async def drive(target: str, load: Load) -> Figures:
             first_after.append(times[0] - began)
             each_after.append((times[-1] - times[0]) / (len(times) - 1))
 
-        prompts = load.prompts((await client.get_model()).vocabulary_size)
-        await asyncio.gather(*map(one, prompts[: load.concurrency]))
+        vocabulary_size = (await client.get_model()).vocabulary_size
+        prompts = load.prompts(vocabulary_size)
+        # Warm up on others, or the prefix cache would know what is to be measured.
+        await asyncio.gather(*map(one, load.prompts(vocabulary_size, seed=1)[: load.concurrency]))
         first_after.clear()
         each_after.clear()
         began = time.perf_counter()
