@@ -19,8 +19,8 @@ from worker_service.settings import WorkerSettings
 NUM_TOKENS = 64
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
 
-# The longest prompt and its output take 64 blocks; the other 31 together grow to 150. In eight orders of arrival there
-# were between 16 and 29 preemptions by recompute and between 16 and 25 by swap.
+# The longest prompt and its output take 64 blocks; the other 31 together grow to 150. How often somebody is preempted
+# depends on how the arrivals fall: between 5 and 29 times in a round of all prompts.
 SMALL_POOL = 68
 
 
@@ -78,6 +78,16 @@ async def preemptions(target: str) -> int:
     return worker.num_preemptions
 
 
+async def until_ten_preemptions(target: str, sampling: list[SamplingParams], expected: list[list[int]]) -> None:
+    """Rounds of all prompts at once, every one as expected, until they have cost ten preemptions together."""
+    enough = await preemptions(target) + 10
+    for _ in range(6):
+        assert await together(target, sampling) == expected
+        if await preemptions(target) >= enough:
+            return
+    pytest.fail("six rounds in a pool for a fraction of the prompts cost less than ten preemptions")
+
+
 def test_there_are_32_prompts_and_they_differ() -> None:
     assert len(set(PROMPTS)) == 32
 
@@ -113,9 +123,7 @@ async def test_outputs_that_share_a_prompt_by_copy_on_write_equal_transformers(
 async def test_greedy_outputs_equal_transformers_through_at_least_ten_preemptions(
     small_server: LocalServer, greedy_tokens: list[list[int]]
 ) -> None:
-    before = await preemptions(small_server.target)
-    assert await together(small_server.target, [GREEDY] * len(PROMPTS)) == greedy_tokens
-    assert await preemptions(small_server.target) >= before + 10
+    await until_ten_preemptions(small_server.target, [GREEDY] * len(PROMPTS), greedy_tokens)
     (worker,) = (await until_idle(small_server.target)).workers
     assert worker.num_free_device_blocks == SMALL_POOL
     assert worker.num_free_host_blocks == worker.num_host_blocks
@@ -146,6 +154,4 @@ async def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(
 async def test_a_seed_gives_the_same_tokens_through_at_least_ten_preemptions(
     small_server: LocalServer, sampled_alone: list[list[int]]
 ) -> None:
-    before = await preemptions(small_server.target)
-    assert await together(small_server.target, [sampled(index) for index in range(len(PROMPTS))]) == sampled_alone
-    assert await preemptions(small_server.target) >= before + 10
+    await until_ten_preemptions(small_server.target, [sampled(index) for index in range(len(PROMPTS))], sampled_alone)
