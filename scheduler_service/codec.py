@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
-from scheduler_service.core import ModelOutput, SamplingParams, SchedulerOutput, Sequence
-from scheduler_service.core.outputs import TokenLogprobs
+from scheduler_service.core import ModelOutput, SamplingParams, SchedulerOutput
+from scheduler_service.core.outputs import NewSequence, TokenLogprobs
 
 PROTOCOL_VERSION = 1
 
@@ -56,13 +56,14 @@ def encode_sampling(sampling: SamplingParams, index: int) -> pb.SequenceSampling
     )
 
 
-def _encode_new_sequence(sequence: Sequence, block_ids: list[int]) -> pb.NewSequence:
+def _encode_new_sequence(new: NewSequence) -> pb.NewSequence:
+    sequence = new.sequence
     return pb.NewSequence(
         sequence_id=sequence.id,
         token_ids=sequence.token_ids,
         num_prompt_tokens=sequence.num_prompt_tokens,
-        num_computed_tokens=sequence.num_computed_tokens,
-        block_ids=block_ids,
+        num_computed_tokens=new.num_computed_tokens,
+        block_ids=new.block_ids,
         sampling=encode_sampling(sequence.sampling, sequence.index),
     )
 
@@ -72,18 +73,18 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
     message = pb.SchedulerOutput(
         epoch=epoch,
         step_id=output.step_id,
-        new_sequences=[_encode_new_sequence(sequence, block_ids) for sequence, block_ids in output.new_sequences],
+        new_sequences=[_encode_new_sequence(new) for new in output.new_sequences],
         sequence_ids=[scheduled.sequence.id for scheduled in output.scheduled],
         forks=[
             pb.Fork(
-                parent_sequence_id=parent_id,
-                child_sequence_id=child.id,
-                num_tokens=child.num_prompt_tokens,
-                num_computed_tokens=child.num_computed_tokens,
-                block_ids=block_ids,
-                index=child.index,
+                parent_sequence_id=fork.parent_id,
+                child_sequence_id=fork.child.id,
+                num_tokens=fork.child.num_prompt_tokens,
+                num_computed_tokens=fork.num_computed_tokens,
+                block_ids=fork.block_ids,
+                index=fork.child.index,
             )
-            for parent_id, child, block_ids in output.forks
+            for fork in output.forks
         ],
         block_table_updates=[
             pb.BlockTableUpdate(sequence_id=sequence_id, start=start, block_ids=block_ids)

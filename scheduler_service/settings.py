@@ -25,6 +25,9 @@ class SchedulerSettings(ServiceSettings):
     max_num_batched_tokens: int = Field(2048, ge=1, description="most tokens in one step; a worker's own limit counts")
     max_num_seqs: int = Field(256, ge=1, description="most sequences in one step; a worker's own limit counts")
     max_num_requests: int = Field(4096, ge=1, description="most requests in flight before RESOURCE_EXHAUSTED")
+    max_in_flight_steps: int = Field(
+        2, ge=1, le=8, description="steps sent to a worker before the oldest is answered; 1 waits for each answer"
+    )
     watermark: float = Field(0.01, ge=0, lt=1, description="share of device blocks that admission leaves free")
     phase_rule: PhaseRule = Field(
         PhaseRule.CHUNKED, description="chunked: prompts and decodes share a step; separate: a step is one or the other"

@@ -1,8 +1,6 @@
 """The scheduler's end of the wire to one worker."""
 
 import asyncio
-import contextlib
-from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -41,34 +39,33 @@ class WorkerError(Exception):
 
 
 class Session:
-    """One Execute stream: a step goes out, its answer comes back."""
+    """One Execute stream: steps go out, their answers come back in the same order."""
 
     def __init__(self, call: "grpc.aio.StreamStreamCall[pb.SchedulerOutput, pb.ModelOutput]", epoch: int) -> None:
         self.epoch = epoch
         self._call = call
 
-    def when_broken(self, callback: Callable[[], None]) -> None:
-        """Call back when the stream ends for whatever reason, also between steps."""
-        self._call.add_done_callback(lambda _: callback())
-
-    @property
-    def is_broken(self) -> bool:
-        return self._call.done()
-
-    async def execute(self, output: SchedulerOutput) -> ModelOutput:
-        """Have one step run. Raises grpc.aio.AioRpcError when the stream breaks, WorkerError on a wrong answer."""
-        answer: object = None
-        with contextlib.suppress(asyncio.InvalidStateError):  # the stream had ended before this step
+    async def send(self, output: SchedulerOutput) -> None:
+        """Have a step run after those sent before. Raises grpc.aio.AioRpcError or WorkerError when the stream broke."""
+        try:
             await self._call.write(encode_scheduler_output(output, self.epoch))
-            answer = await self._call.read()
+        except asyncio.InvalidStateError:  # the stream had ended before this step
+            raise await self._ended() from None
+
+    async def receive(self) -> ModelOutput:
+        """The next answer. Raises grpc.aio.AioRpcError when the stream breaks, WorkerError on a wrong answer."""
+        answer = await self._call.read()
         if not isinstance(answer, pb.ModelOutput):
-            raise WorkerError(f"the worker ended the session: {await self._call.details() or 'no reason given'}")
+            raise await self._ended()
         if answer.epoch != self.epoch:
             raise WorkerError(f"the worker answered for epoch {answer.epoch} in the session of epoch {self.epoch}")
         try:
             return decode_model_output(answer)
         except ValueError as error:
             raise WorkerError(str(error)) from error
+
+    async def _ended(self) -> WorkerError:
+        return WorkerError(f"the worker ended the session: {await self._call.details() or 'no reason given'}")
 
     def close(self) -> None:
         self._call.cancel()

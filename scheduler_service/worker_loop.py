@@ -1,10 +1,16 @@
-"""One worker's loop: connect, plan, send, receive, publish; and connect again when the stream breaks."""
+"""One worker's loop: connect, plan, send, receive, publish; and connect again when the stream breaks.
+
+While a session is open one task plans and sends steps, up to a few ahead of their answers, and another takes the
+answers in, so that the worker finds its next step waiting when it has finished one.
+"""
 
 import asyncio
 import logging
 import random
 import time
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import structlog
@@ -35,7 +41,7 @@ class WorkerLoop:
         self.last_error = "not connected yet"
         self._engine = engine
         self._wake = asyncio.Event()
-        self._in_flight: SchedulerOutput | None = None  # the step that was sent and not answered
+        self._in_flight: deque[SchedulerOutput] = deque()  # steps that were sent and not answered
 
     def wake(self) -> None:
         self._wake.set()
@@ -72,43 +78,64 @@ class WorkerLoop:
         scheduler = Scheduler(_config(settings, info), self._engine.waiting)
         self.epoch = max(time.time_ns(), info.epoch + 1)
         session = self.client.open_session(self.epoch)
-        session.when_broken(self.wake)
         self.scheduler = scheduler
         log.info("worker connected", worker=self.client.address, epoch=self.epoch, blocks=info.num_device_blocks)
-        self._in_flight = None
+        self._in_flight.clear()
         try:
-            while True:
-                await self._step(scheduler, session)
+            await _until_one_fails(self._send_steps(scheduler, session), self._receive_answers(scheduler, session))
         finally:
             self.scheduler = None
             session.close()
-            for group in scheduler.release_all(self._in_flight):
+            for group in scheduler.release_all():
                 self._engine.fail(group)
             self.num_preemptions += sum(scheduler.num_preemptions.values())
             self._engine.connection_lost()
             self._engine.wake()
 
-    async def _step(self, scheduler: Scheduler, session: Session) -> None:
-        self._wake.clear()
-        output = scheduler.schedule(time.monotonic())
-        for group in output.ignored:
-            self._engine.fail(group)
-        if output.is_empty and not session.is_broken:
+    async def _send_steps(self, scheduler: Scheduler, session: Session) -> None:
+        most_in_flight = self._engine.settings.max_in_flight_steps
+        while True:
+            self._wake.clear()
+            if len(self._in_flight) < most_in_flight:
+                output = scheduler.schedule(time.monotonic())
+                for group in output.ignored:
+                    self._engine.fail(group)
+                if output.preempted:
+                    self._engine.wake()  # another worker may have room for them
+                if not output.is_empty:
+                    self._in_flight.append(output)
+                    await session.send(output)
+                    continue
             await self._wake.wait()
-            return
-        if output.preempted:
-            self._engine.wake()  # another worker may have room for them
-        self._in_flight = output
-        answer = await session.execute(output)
-        try:
-            gained = scheduler.update_from_output(output, answer, time.monotonic())
-        except ValueError as error:
-            raise WorkerError(str(error)) from error
-        self._in_flight = None
-        self.num_steps += 1
-        self._engine.publish(scheduler, gained)
-        if self._engine.settings.check_invariants:
-            scheduler.blocks.check()
+
+    async def _receive_answers(self, scheduler: Scheduler, session: Session) -> None:
+        while True:
+            answer = await session.receive()
+            if not self._in_flight:
+                raise WorkerError(f"the worker answered step {answer.step_id}, and none was in flight")
+            output = self._in_flight.popleft()
+            try:
+                gained = scheduler.update_from_output(output, answer, time.monotonic())
+            except ValueError as error:
+                raise WorkerError(str(error)) from error
+            self.num_steps += 1
+            self._engine.publish(scheduler, gained)
+            if self._engine.settings.check_invariants:
+                scheduler.blocks.check()
+            self.wake()
+
+
+async def _until_one_fails(*coroutines: Coroutine[Any, Any, None]) -> None:
+    """Run coroutines that never end side by side; raises what the first of them raises, when all have stopped."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        failed, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in failed:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _config(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerConfig:

@@ -69,18 +69,16 @@ class BlockManager:
         table = self._cached_blocks(leader)
         for block in table:
             self.device.share(block)
-        leader.num_computed_tokens = len(table) * self.block_size
+        leader.num_computed_tokens = leader.num_stored_tokens = len(table) * self.block_size
         leader.num_published_blocks = len(table)
         table.extend(self.device.allocate() for _ in range(self.num_blocks(len(leader.token_ids)) - len(table)))
         self.tables[leader.id] = table
         leader.num_slots = len(table) * self.block_size
 
     def publish(self, sequence: Sequence) -> None:
-        """Make the sequence's full computed blocks findable. Call it once their keys and values have been stored."""
-        if not self.prefix_caching:
-            return
-        num_full = sequence.num_computed_tokens // self.block_size
-        if num_full > sequence.num_published_blocks:
+        """Make the full blocks of a sequence's stored tokens findable, if it has blocks on the device."""
+        num_full = sequence.num_stored_tokens // self.block_size
+        if self.prefix_caching and num_full > sequence.num_published_blocks and sequence.id in self.tables:
             table, keys = self.tables[sequence.id], self._keys(sequence, num_full)
             for index in range(sequence.num_published_blocks, num_full):
                 self.device.publish(table[index], keys[index])
@@ -88,7 +86,7 @@ class BlockManager:
 
     def withdraw(self, sequence: Sequence) -> None:
         """Take the sequence's blocks out of the prefix cache, because what they hold is not sound."""
-        for block in self.tables[sequence.id]:
+        for block in self.tables.get(sequence.id, ()):
             self.device.withdraw(block)
 
     def _cached_blocks(self, sequence: Sequence) -> list[int]:

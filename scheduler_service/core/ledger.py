@@ -5,7 +5,8 @@ ends sequences and requests, and gives everything back when the worker is lost. 
 free afterwards.
 """
 
-from collections import OrderedDict
+import itertools
+from collections import OrderedDict, deque
 
 from scheduler_service.core.block_manager import BlockManager
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
@@ -34,8 +35,9 @@ class GroupLedger:
         self._by_id: dict[str, SequenceGroup] = {}  # running and swapped ones
         self._finished: list[Sequence] = []  # to tell the worker
         self._preempted: list[int] = []
-        self._prompts_began: float | None = None  # when the step in flight was planned, if it computes prompts
-        self._prompt_seconds = 0.0  # how long the last one of those took
+        self._in_flight: deque[SchedulerOutput] = deque()  # steps without an answer, in order
+        self._sequence_ids = itertools.count(1)
+        self._prompt_seconds = 0.0  # how long the last step of nothing but prompts took
         self._steady: list[ScheduledSequence] | None = None  # the plan in which everybody computes one token
 
     def add_request(self, group: SequenceGroup) -> None:
@@ -51,12 +53,14 @@ class GroupLedger:
         """Whether `schedule` might return something other than an empty step."""
         return bool(self.running or self.swapped or self.waiting or self._finished or self._preempted)
 
-    def release_all(self, lost: SchedulerOutput | None = None) -> list[SequenceGroup]:
+    def release_all(self) -> list[SequenceGroup]:
         """The worker is gone: give all its groups back to the head of the queue. Plan no further steps.
 
-        `lost` is the step that it was lost in, if any. Returns the group that was ended for it, in a list, or none.
+        If steps were in flight, it was lost in the oldest of them. Returns the group that was ended for it, in a list,
+        or none.
         """
-        in_step = {} if lost is None else dict.fromkeys(s.sequence.group for s in lost.scheduled)
+        lost = self._in_flight[0].scheduled if self._in_flight else []
+        in_step = dict.fromkeys(scheduled.sequence.group for scheduled in lost)
         ended: list[SequenceGroup] = []
         for group in in_step:
             group.num_lost_steps += 1
@@ -75,10 +79,14 @@ class GroupLedger:
     def _release(self, group: SequenceGroup) -> None:
         """Take a group off the worker: it will be new there when it comes back."""
         self._forget(group)
+        for output in self._in_flight:
+            output.dropped.update(group.live)
         for sequence in group.live:
             self.blocks.free(sequence)
+            sequence.id = 0
             sequence.status = SequenceStatus.WAITING
             sequence.num_computed_tokens = 0
+            sequence.num_stored_tokens = 0
             sequence.is_known = False
             sequence.forked_from = None
             sequence.num_known_blocks = 0
@@ -99,29 +107,29 @@ class GroupLedger:
         """Account for a step's computed tokens and append the sampled ones.
 
         Returns what each sequence gained, in the order of the step; a sequence that thereby ended has its final
-        status. Sequences that were finished or preempted while the step ran gain nothing. Raises ValueError when
-        the answer is not to this step.
+        status. Sequences that were finished or preempted by recompute after the step was sent gain nothing. Answers
+        come in the order of steps. Raises ValueError when the answer is not to this step.
         """
+        if not self._in_flight or self._in_flight[0] is not output:
+            raise ValueError(f"step {output.step_id} is not the oldest without an answer")
         if answer.step_id != output.step_id:
             raise ValueError(f"the worker answered step {answer.step_id} instead of step {output.step_id}")
         if len(answer.token_ids) != output.num_samples:
             raise ValueError(f"the worker returned {len(answer.token_ids)} tokens for {output.num_samples} samples")
-        if self._prompts_began is not None:
-            self._prompt_seconds = now - self._prompts_began
-            self._prompts_began = None
+        self._in_flight.popleft()
+        if output.prompts_began is not None:
+            self._prompt_seconds = now - output.prompts_began
         sampled = iter(answer.token_ids)
         gained: list[SequenceOutput] = []
-        block_size = self.config.block_size
+        block_size, dropped = self.config.block_size, output.dropped
         for sequence, num_tokens, samples in output.scheduled:
             token_id = next(sampled) if samples else None
-            if sequence.status is not SequenceStatus.RUNNING:
+            if sequence.status.is_finished or sequence in dropped:
                 continue
-            start = sequence.num_computed_tokens + 1
-            sequence.num_computed_tokens += num_tokens
-            if num_tokens > 1 or sequence.num_computed_tokens % block_size == 0:
+            start = sequence.num_stored_tokens + 1
+            sequence.num_stored_tokens += num_tokens
+            if num_tokens > 1 or sequence.num_stored_tokens % block_size == 0:
                 self.blocks.publish(sequence)
-            if sequence.group.has_unforked:
-                self._fork_followers(sequence)
             if sequence.id in answer.failed_sequence_ids:
                 sequence.group.error = (
                     "no token could be chosen: the sampling parameters allow none, or the model's output was not finite"
@@ -142,25 +150,6 @@ class GroupLedger:
             )
         return gained
 
-    def _fork_followers(self, leader: Sequence) -> None:
-        """Once the prompt is computed, those who have no blocks yet go on from it.
-
-        A follower that has no output yet computes the last prompt token itself, because what it needs is that
-        token's logits, not its keys and values.
-        """
-        group = leader.group
-        if leader.num_computed_tokens < leader.num_prompt_tokens:
-            return
-        group.has_unforked = False
-        self._steady = None
-        for follower in group.live:
-            if follower.id not in self.blocks.tables:
-                if follower.token_ids is group.prompt_token_ids:
-                    follower.token_ids = list(group.prompt_token_ids)
-                follower.num_computed_tokens = min(follower.num_prompt_tokens, len(follower.token_ids) - 1)
-                self.blocks.fork(leader, follower, follower.num_computed_tokens)
-                follower.forked_from = leader
-
     def _append_token(self, sequence: Sequence, token_id: int) -> None:
         sampling = sequence.sampling
         sequence.token_ids.append(token_id)
@@ -174,7 +163,7 @@ class GroupLedger:
                 return self.finish_sequence(sequence, SequenceStatus.FINISHED_STOPPED)
             if token_id in sampling.eos_token_ids:
                 return self.finish_sequence(sequence, SequenceStatus.FINISHED_STOPPED)
-        if num_output_tokens >= sampling.max_tokens or len(sequence.token_ids) >= self._max_sequence_tokens:
+        if len(sequence.token_ids) >= sequence.max_num_tokens:
             self.finish_sequence(sequence, SequenceStatus.FINISHED_LENGTH_CAPPED)
         return None
 

@@ -22,24 +22,35 @@ class BlockTableUpdate(NamedTuple):
     block_ids: list[int]
 
 
+class NewSequence(NamedTuple):
+    """A sequence that the worker does not know; `num_computed_tokens` are in its blocks before this step."""
+
+    sequence: Sequence
+    block_ids: list[int]
+    num_computed_tokens: int
+
+
 class Fork(NamedTuple):
-    """A sequence that the worker makes of the prompt of another one."""
+    """A sequence that the worker makes of another one's first tokens."""
 
     parent_id: int
     child: Sequence
     block_ids: list[int]
+    num_computed_tokens: int
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step of one worker. `ignored` groups ended while planning, with their `error` set."""
+    """One step of one worker, to be encoded before the next one is planned.
+
+    `ignored` groups ended while planning, with their `error` set.
+    """
 
     step_id: int
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     num_samples: int = 0
     """How many of them sample."""
-    new_sequences: list[tuple[Sequence, list[int]]] = field(default_factory=list)
-    """Sequences that the worker does not know, with their block tables."""
+    new_sequences: list[NewSequence] = field(default_factory=list)
     forks: list[Fork] = field(default_factory=list)
     block_table_updates: list[BlockTableUpdate] = field(default_factory=list)
     blocks_to_swap_out: list[tuple[int, int]] = field(default_factory=list)
@@ -51,6 +62,10 @@ class SchedulerOutput:
     finished: list[int] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
     ignored: list[SequenceGroup] = field(default_factory=list)
+    prompts_began: float | None = None
+    """When the step was planned, if it computes prompts in a phase of their own."""
+    dropped: set[Sequence] = field(default_factory=set)
+    """Sequences that were preempted by recompute after this step was sent: its answer is not for them."""
 
     @property
     def is_empty(self) -> bool:

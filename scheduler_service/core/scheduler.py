@@ -7,18 +7,23 @@ waiting queue. When blocks run out, the group that was admitted last is preempte
 its tokens anew later (recompute), or they are copied to host memory and back (swap). Within a step all swapping out is
 planned before any swapping in, which is the order in which the worker does it.
 
+Steps may be planned ahead of the answers to earlier ones; the worker works in step order and feeds the tokens that it
+sampled, so a plan needs to know only how many there will be. Blocks that are let go of while steps are in flight may
+be given away at once, because whoever gets them writes to them in a later step. A sequence that turns out to have
+stopped has wasted its slot in the steps ahead, nothing else.
+
 Most steps are like the one before: every running sequence computes one token. Such a step reuses the plan of the one
 before and looks only at who needs a block; anything that joins, leaves or changes puts an end to the plan.
 
 A request that brings workers down must not take everybody's streams with it. Whoever was in two lost steps in a row
-is a suspect and is scheduled alone; a suspect whose step is lost as well is ended.
+is a suspect and is scheduled alone, with nothing else in flight; a suspect whose step is lost as well is ended.
 """
 
 from scheduler_service.core.block_manager import AllocStatus
 from scheduler_service.core.budget import SchedulingBudget
 from scheduler_service.core.config import PhaseRule, PreemptionMode, SchedulerConfig
 from scheduler_service.core.ledger import GroupLedger
-from scheduler_service.core.outputs import BlockTableUpdate, Fork, ScheduledSequence, SchedulerOutput
+from scheduler_service.core.outputs import BlockTableUpdate, Fork, NewSequence, ScheduledSequence, SchedulerOutput
 from scheduler_service.core.queue import WaitingQueue
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
 
@@ -37,13 +42,24 @@ class _Chunk:
 class _Step:
     """A step being planned."""
 
-    __slots__ = ("budget", "chunks", "ignored", "needy", "num_preempted", "steady", "swap_in", "swap_out")
+    __slots__ = (
+        "budget",
+        "chunks",
+        "ignored",
+        "needy",
+        "num_preempted",
+        "prompts_began",
+        "steady",
+        "swap_in",
+        "swap_out",
+    )
 
     def __init__(self, budget: SchedulingBudget) -> None:
         self.budget = budget
         self.chunks: dict[SequenceGroup, list[_Chunk]] = {}
         self.ignored: list[SequenceGroup] = []
         self.num_preempted = 0
+        self.prompts_began: float | None = None
         self.steady: list[ScheduledSequence] = []  # the last step's plan, when it holds again
         self.needy: list[Sequence] = []  # those of it whose block tables grew
         self.swap_out: list[tuple[int, int]] = []
@@ -53,8 +69,9 @@ class _Step:
 class Scheduler(GroupLedger):
     """Plans the steps of one worker's session.
 
-    `schedule` and `update_from_output` alternate. Between them `finish_requests` and `finish_sequence` may be called
-    at any time; they free blocks at once, and the worker, which works in step order, never notices.
+    Every step that `schedule` returns and that is not empty is answered by `update_from_output`, in order; how many
+    steps are planned ahead of the answers is the caller's choice. Between them `finish_requests` and `finish_sequence`
+    may be called at any time; they free blocks at once, and the worker, which works in step order, never notices.
     """
 
     def __init__(self, config: SchedulerConfig, waiting: WaitingQueue) -> None:
@@ -65,8 +82,10 @@ class Scheduler(GroupLedger):
     def schedule(self, now: float = 0.0) -> SchedulerOutput:
         """Plan the next step; `now` is in seconds of any steady clock, and matters only with a delay factor.
 
-        An empty step takes no step id and need not be sent.
+        An empty step takes no step id and need not be sent: there is nothing to do, or nothing before an answer.
         """
+        if self._in_flight and self._has_suspect:
+            return SchedulerOutput(self._step_id + 1)
         step = _Step(SchedulingBudget(self.config.max_num_batched_tokens, self.config.max_num_seqs))
         if self._steady is not None and self._schedule_steady(self._steady, step, now):
             return self._write(step)
@@ -98,7 +117,7 @@ class Scheduler(GroupLedger):
         if not step.num_preempted and not self.swapped and self._may_admit(now):
             self._schedule_waiting(step)
         if step.chunks:
-            self._prompts_began = now
+            step.prompts_began = now
             return
         for group in ready:
             if group in self.running:
@@ -133,6 +152,13 @@ class Scheduler(GroupLedger):
             self._schedule_waiting(step)
         return True
 
+    @property
+    def _has_suspect(self) -> bool:
+        """Whether `_schedule_suspect` would find somebody."""
+        if self._suspect is not None and self._suspect in self.running and self._suspect.is_suspect:
+            return True
+        return bool(self.waiting) and self.waiting.head.is_suspect
+
     def _schedule_suspect(self, step: _Step) -> bool:
         """Give the step to one suspect alone, if there is one and it has room; returns whether that was done."""
         if self._suspect is not None and self._suspect in self.running and self._suspect.is_suspect:
@@ -143,11 +169,11 @@ class Scheduler(GroupLedger):
         return bool(step.chunks)
 
     def _split(self) -> tuple[list[SequenceGroup], list[SequenceGroup]]:
-        """Running groups of which every sequence needs a single token, and those that are behind."""
+        """Running groups of which no sequence needs more than a single token, and those that are behind."""
         ready: list[SequenceGroup] = []
         behind: list[SequenceGroup] = []
         for group in self.running:
-            is_ready = all(sequence.num_uncomputed_tokens == 1 for sequence in group.live)
+            is_ready = all(sequence.num_uncomputed_tokens <= 1 for sequence in group.live)
             (ready if is_ready else behind).append(group)
         return ready, behind
 
@@ -171,8 +197,8 @@ class Scheduler(GroupLedger):
         """What each sequence computes next; a follower has no table before its leader's prompt is done."""
         chunks: list[tuple[Sequence, int]] = []
         for sequence in group.live:
-            if sequence.id in self.blocks.tables and token_budget:
-                num_tokens = min(sequence.num_uncomputed_tokens, token_budget)
+            num_tokens = min(sequence.num_uncomputed_tokens, token_budget)
+            if num_tokens and sequence.id in self.blocks.tables:
                 chunks.append((sequence, num_tokens))
                 token_budget -= num_tokens
         return chunks
@@ -218,6 +244,10 @@ class Scheduler(GroupLedger):
                 most = len(step.chunks) + 1  # whoever made room for this one does not come back at once
             self.waiting.pop()
             leader = sequences[0]
+            for sequence in sequences:
+                sequence.id = next(self._sequence_ids)
+                most_tokens = min(sequence.num_prompt_tokens + group.sampling.max_tokens, self._max_sequence_tokens)
+                sequence.max_num_tokens = max(most_tokens, sequence.num_prompt_tokens + 1)
             self.blocks.allocate(leader)
             if group.num_cached_tokens is None:
                 group.num_cached_tokens = leader.num_computed_tokens
@@ -300,9 +330,14 @@ class Scheduler(GroupLedger):
             ignored=step.ignored,
             blocks_to_swap_out=step.swap_out,
             blocks_to_swap_in=step.swap_in,
+            prompts_began=step.prompts_began,
         )
         for sequence in step.needy:
             self._write_table(sequence, output)
+        for sequence, _, _ in step.steady:
+            num_computed = sequence.num_computed_tokens = sequence.num_computed_tokens + 1
+            if num_computed + 1 >= sequence.max_num_tokens:
+                self._steady = None
         scheduled: list[ScheduledSequence] = []
         for chunks in step.chunks.values():
             for chunk in chunks:
@@ -310,12 +345,18 @@ class Scheduler(GroupLedger):
                 scheduled.append(ScheduledSequence(chunk.sequence, chunk.num_tokens, samples))
                 output.blocks_to_copy += chunk.copies
                 self._write_table(chunk.sequence, output)
+                chunk.sequence.num_computed_tokens += chunk.num_tokens
+                if chunk.sequence.group.has_unforked:
+                    self._fork_followers(chunk.sequence)
         output.scheduled = step.steady + scheduled if scheduled else step.steady
         output.num_samples = len(step.steady) + sum(chunk.samples for chunk in scheduled)
         if scheduled:
+            was_steady = not step.steady or self._steady is not None
             num_live = sum(len(group.live) for group in self.running)
-            is_steady = num_live == len(output.scheduled) and all(n == 1 and samples for _, n, samples in scheduled)
-            self._steady = output.scheduled if is_steady else None
+            is_steady = num_live == len(output.scheduled) and all(
+                n == 1 and samples and sequence.num_uncomputed_tokens == 1 for sequence, n, samples in scheduled
+            )
+            self._steady = output.scheduled if was_steady and is_steady else None
         for sequence in self._finished:
             output.finished.append(sequence.id)
             sequence.is_known = False
@@ -323,7 +364,27 @@ class Scheduler(GroupLedger):
         output.preempted, self._preempted = self._preempted, []
         if not output.is_empty:
             self._step_id += 1
+            self._in_flight.append(output)
         return output
+
+    def _fork_followers(self, leader: Sequence) -> None:
+        """Once the prompt is computed, those who have no blocks yet go on from it, in steps after that one.
+
+        A follower that has no output yet computes the last prompt token itself, because what it needs is that
+        token's logits, not its keys and values.
+        """
+        group = leader.group
+        if leader.num_computed_tokens < leader.num_prompt_tokens:
+            return
+        group.has_unforked = False
+        for follower in group.live:
+            if follower.id not in self.blocks.tables:
+                if follower.token_ids is group.prompt_token_ids:
+                    follower.token_ids = list(group.prompt_token_ids)
+                num_tokens = min(follower.num_prompt_tokens, len(follower.token_ids) - 1)
+                follower.num_computed_tokens = follower.num_stored_tokens = num_tokens
+                self.blocks.fork(leader, follower, num_tokens)
+                follower.forked_from = leader
 
     def _write_table(self, sequence: Sequence, output: SchedulerOutput) -> None:
         """Tell the worker what it does not know of a sequence and its block table."""
@@ -332,9 +393,9 @@ class Scheduler(GroupLedger):
             sequence.is_known = True
             parent, sequence.forked_from = sequence.forked_from, None
             if parent is not None and parent.is_known and not sequence.num_output_tokens:
-                output.forks.append(Fork(parent.id, sequence, table))
+                output.forks.append(Fork(parent.id, sequence, table, sequence.num_computed_tokens))
             else:
-                output.new_sequences.append((sequence, table))
+                output.new_sequences.append(NewSequence(sequence, table, sequence.num_computed_tokens))
         elif num_known < len(table):
             output.block_table_updates.append(BlockTableUpdate(sequence.id, num_known, table[num_known:]))
         sequence.num_known_blocks = len(table)

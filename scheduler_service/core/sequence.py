@@ -2,10 +2,13 @@
 
 Within a group the first live sequence is the leader: it computes the prompt once, and its followers, which hold no
 blocks until then, fork the prompt's blocks from it. A preempted group starts again the same way.
+
+Steps may be planned before the answers to earlier ones. A sequence's computed tokens count what every step sent so far
+computes; its tokens are those that are known. One whose tokens are all computed has its next one sampled in a step
+that is in flight, and the worker, which works in step order, goes on from it by itself.
 """
 
 import enum
-import itertools
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
@@ -60,14 +63,15 @@ class SamplingParams:
         return self if index == 0 or self.prompt_logprobs is None else replace(self, prompt_logprobs=None)
 
 
-_sequence_ids = itertools.count(1)
-
 # A group that was alone in the last of this many lost steps, without a token between them, is ended.
 MAX_LOST_STEPS = 3
 
 
 class Sequence:
-    """One output: prompt and generated tokens, and how many of them have keys and values on the worker."""
+    """One output: prompt and generated tokens, and how many of them have keys and values on the worker.
+
+    `id` is given by a worker's scheduler on admission, a new one each time; while the sequence waits it is 0.
+    """
 
     __slots__ = (
         "block_keys",
@@ -76,11 +80,13 @@ class Sequence:
         "id",
         "index",
         "is_known",
+        "max_num_tokens",
         "num_computed_tokens",
         "num_known_blocks",
         "num_prompt_tokens",
         "num_published_blocks",
         "num_slots",
+        "num_stored_tokens",
         "sampling",
         "status",
         "stop_token_id",
@@ -88,13 +94,15 @@ class Sequence:
     )
 
     def __init__(self, group: "SequenceGroup", index: int, token_ids: list[int]) -> None:
-        self.id = next(_sequence_ids)
+        self.id = 0
         self.group = group
         self.index = index
         self.sampling = group.sampling.for_index(index)
         self.token_ids = token_ids
         self.num_prompt_tokens = len(token_ids)
-        self.num_computed_tokens = 0
+        self.max_num_tokens = 0  # prompt and output, on the worker that it was admitted to
+        self.num_computed_tokens = 0  # by the steps sent so far
+        self.num_stored_tokens = 0  # by the steps that were answered
         self.status = SequenceStatus.WAITING
         self.is_known = False  # to the worker of the current session
         self.num_known_blocks = 0  # leading entries of its block table that the worker knows as they are now
@@ -110,7 +118,11 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+        """Tokens that a step could compute: the known ones that are left, or else the one that is being sampled."""
+        num_left = len(self.token_ids) - self.num_computed_tokens
+        if num_left > 0:
+            return num_left
+        return 1 if self.num_computed_tokens + 1 < self.max_num_tokens else 0  # the last token is never computed
 
     def __repr__(self) -> str:
         return f"Sequence({self.id}, {self.status.name}, {self.num_computed_tokens}/{len(self.token_ids)})"

@@ -30,9 +30,10 @@ class CostModel:
     max_num_batched_tokens: int = 2_048
 
     def step_seconds(self, output: SchedulerOutput) -> float:
+        """How long a step takes; to be asked before the next one is planned."""
         prefill = decode = context = 0
         for sequence, num_tokens, _ in output.scheduled:
-            context += sequence.num_computed_tokens + num_tokens
+            context += sequence.num_computed_tokens  # those of this step included
             if num_tokens == 1:
                 decode += 1
             else:

@@ -173,11 +173,12 @@ class Simulator:
         output = self._workers[worker].schedule(now)
         if output.is_empty:
             return False
-        for sequence, _ in output.new_sequences:
-            request = self.result.requests[int(sequence.group.request_id)]
+        for new in output.new_sequences:
+            group = new.sequence.group
+            request = self.result.requests[int(group.request_id)]
             if request.admitted is None:
                 request.admitted = now
-                self.result.cached_tokens += sequence.group.num_cached_tokens or 0
+                self.result.cached_tokens += group.num_cached_tokens or 0
         seconds = self._cost_model.step_seconds(output)
         self.result.busy_seconds[worker] += seconds
         self.result.num_steps += 1

@@ -67,15 +67,13 @@ class FakeWorker:
             self.slots[destination] = list(self.host_slots[source])
         for source, destination in output.blocks_to_copy:
             self.slots[destination] = list(self.slots[source])
-        for sequence, table in output.new_sequences:
+        for sequence, table, num_computed in output.new_sequences:
             assert sequence.id not in self.mirrors, "a known sequence was sent as new"
-            self.mirrors[sequence.id] = Mirror(
-                list(sequence.token_ids), list(table), sequence.index, sequence.num_computed_tokens
-            )
-        for parent_id, child, table in output.forks:
+            self.mirrors[sequence.id] = Mirror(list(sequence.token_ids), list(table), sequence.index, num_computed)
+        for parent_id, child, table, num_computed in output.forks:
             assert child.id not in self.mirrors, "a known sequence was forked"
             tokens = self.mirrors[parent_id].tokens[: child.num_prompt_tokens]
-            self.mirrors[child.id] = Mirror(tokens, list(table), child.index, child.num_computed_tokens)
+            self.mirrors[child.id] = Mirror(tokens, list(table), child.index, num_computed)
         for update in output.block_table_updates:
             table = self.mirrors[update.sequence_id].table
             assert update.start <= len(table)

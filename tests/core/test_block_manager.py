@@ -6,7 +6,10 @@ from scheduler_service.core import AllocStatus, BlockAllocator, BlockManager, Sa
 
 
 def make_group(num_tokens: int, n: int = 1) -> SequenceGroup:
-    return SequenceGroup("r", range(num_tokens), SamplingParams(n=n, max_tokens=100))
+    group = SequenceGroup("r", range(num_tokens), SamplingParams(n=n, max_tokens=100))
+    for sequence in group.sequences:
+        sequence.id = 1 + sequence.index
+    return group
 
 
 def test_a_block_is_free_again_only_when_its_last_holder_lets_go() -> None:
@@ -49,7 +52,7 @@ def test_blocks_are_given_up_least_recently_used_first_and_the_deepest_of_a_sequ
         group = SequenceGroup(name, range(3), SamplingParams(max_tokens=1), name.encode())
         (sequence,) = group.sequences
         blocks.allocate(sequence)
-        sequence.num_computed_tokens = 3
+        sequence.num_stored_tokens = 3
         blocks.publish(sequence)
         keys[name] = list(sequence.block_keys)
         blocks.free(sequence)
@@ -156,7 +159,7 @@ def test_a_block_that_is_written_to_leaves_the_cache() -> None:
     blocks = BlockManager(block_size=4, num_device_blocks=4, prefix_caching=True)
     parent, child = make_group(4, n=2).sequences
     blocks.allocate(parent)
-    parent.num_computed_tokens, child.num_computed_tokens = 4, 3
+    parent.num_stored_tokens, child.num_computed_tokens = 4, 3
     blocks.publish(parent)
     (block,) = blocks.tables[parent.id]
     blocks.fork(parent, child, 3)

@@ -83,9 +83,10 @@ def test_a_better_priority_takes_the_place_of_the_worst_and_that_one_still_finis
     step(scheduler, worker)
     urgent = make_group("urgent", 6, priority=0, max_tokens=8)
     scheduler.add_request(urgent)
+    low_id = low.sequences[0].id
     output = step(scheduler, worker)
     assert set(plan(output)) == {"middle", "urgent"}
-    assert output.preempted == [low.sequences[0].id]
+    assert output.preempted == [low_id]
     equal = make_group("equal", 6, priority=0)
     scheduler.add_request(equal)
     assert set(plan(step(scheduler, worker))) == {"equal", "urgent"}  # middle's turn to make room

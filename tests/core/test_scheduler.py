@@ -18,6 +18,7 @@ from scheduler_service.core import (
     Scheduler,
     SchedulerConfig,
     SchedulerOutput,
+    Sequence,
     SequenceGroup,
     SequenceStatus,
     WaitingQueue,
@@ -155,9 +156,10 @@ def test_when_blocks_run_out_the_last_admitted_is_preempted_and_comes_back_first
     for group in (older, younger, make_group("next", 4)):
         scheduler.add_request(group)
     step(scheduler, worker)
+    younger_id = younger.sequences[0].id
     output = step(scheduler, worker)
     assert list(plan(output)) == ["older"]
-    assert output.preempted == [younger.sequences[0].id]
+    assert output.preempted == [younger_id]
     assert scheduler.waiting.head is younger
     assert younger.sequences[0].num_computed_tokens == 0
     run(scheduler, worker)
@@ -268,6 +270,66 @@ def swapping_scheduler(**sizes: object) -> tuple[Scheduler, FakeWorker, Sequence
     while not sum(scheduler.num_preemptions.values()):
         step(scheduler, worker)
     return scheduler, worker, next(iter(scheduler.swapped or scheduler.waiting))
+
+
+def run_ahead(scheduler: Scheduler, worker: FakeWorker, num_ahead: int) -> list[SchedulerOutput]:
+    """Run to the end with so many steps planned before the oldest is answered; returns all steps."""
+    steps: list[SchedulerOutput] = []
+    in_flight: list[tuple[SchedulerOutput, ModelOutput]] = []
+    while scheduler.has_work or in_flight:
+        output = scheduler.schedule()
+        if not output.is_empty:
+            steps.append(output)
+            in_flight.append((output, worker.execute(output)))
+        if output.is_empty or len(in_flight) > num_ahead:
+            scheduler.update_from_output(*in_flight.pop(0))
+        scheduler.blocks.check()
+    return steps
+
+
+@pytest.mark.parametrize("mode", PreemptionMode)
+@pytest.mark.parametrize("num_ahead", [0, 1, 3])
+def test_planning_ahead_gives_the_tokens_of_the_synchronous_loop(num_ahead: int, mode: PreemptionMode) -> None:
+    scheduler = make_scheduler(num_device_blocks=12, num_host_blocks=12, preemption_mode=mode)
+    groups = [make_group(str(i), 3 * i + 1, root=bytes(i), n=1 + i % 3, max_tokens=9) for i in range(5)]
+    for group in groups:
+        scheduler.add_request(group)
+    run_ahead(scheduler, FakeWorker(scheduler.config), num_ahead)
+    assert sum(scheduler.num_preemptions.values()) > 0
+    for group in groups:
+        for index in range(group.sampling.n):
+            assert output_of(group, index) == reference_output(group, index, 64)
+
+
+def test_a_sequence_that_stopped_unforeseen_wastes_one_slot_a_step_ahead_and_nothing_else() -> None:
+    scheduler = make_scheduler()
+    group = make_group("a", 3, max_tokens=20)
+    expected = reference_output(group, 0, 64)
+    stops = make_group("a", 3, max_tokens=20, stop_token_ids=frozenset({expected[3]}))
+    scheduler.add_request(stops)
+    steps = run_ahead(scheduler, FakeWorker(scheduler.config), 1)
+    assert output_of(stops) == expected[:4]
+    assert [bool(output.scheduled) for output in steps] == [True] * 5 + [False]  # the last one says that it finished
+
+
+def test_a_sequence_whose_last_token_is_in_flight_is_not_scheduled_again() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_group("a", 3, max_tokens=5))
+    steps = run_ahead(scheduler, FakeWorker(scheduler.config), 3)
+    assert [bool(output.scheduled) for output in steps] == [True] * 5 + [False]
+
+
+def test_a_suspect_has_the_worker_to_itself_also_when_planning_ahead() -> None:
+    waiting = WaitingQueue()
+    for name in ("suspect", "other"):
+        waiting.append(make_group(name, 4))
+    waiting.head.num_lost_steps = 2
+    scheduler = make_scheduler(waiting)
+    alone = scheduler.schedule()
+    assert list(plan(alone)) == ["suspect"]
+    assert scheduler.schedule().is_empty
+    scheduler.update_from_output(alone, ModelOutput(1, [3]))
+    assert list(plan(scheduler.schedule())) == ["suspect", "other"]
 
 
 def test_aborting_a_swapped_group_frees_its_host_blocks() -> None:
@@ -491,7 +553,7 @@ def test_a_request_that_brings_workers_down_ends_alone_and_the_others_finish() -
         scheduler.blocks.check()
         if poison.request_id in plan(output) and poison.sequences[0].num_output_tokens == 2:
             num_losses += 1
-            ended = scheduler.release_all(output)
+            ended = scheduler.release_all()
             assert ended == ([poison] if num_losses == 3 else [])
             scheduler = make_scheduler(waiting)
             worker = FakeWorker(scheduler.config)
@@ -513,7 +575,8 @@ def test_a_worker_that_is_lost_again_and_again_ends_nobody_who_gains_tokens() ->
         scheduler = make_scheduler(waiting)
         step(scheduler, FakeWorker(scheduler.config))
         if scheduler.has_work:
-            assert scheduler.release_all(scheduler.schedule()) == []
+            scheduler.schedule()
+            assert scheduler.release_all() == []
     assert output_of(group) == reference_output(group, 0, 64)
 
 
@@ -585,6 +648,7 @@ requests = st.tuples(
     st.sampled_from([WaitingQueue, PriorityQueue, FairQueue]),
     st.sampled_from(PhaseRule),
     st.sets(st.integers(0, 20), max_size=2),  # steps at which the worker is lost
+    st.integers(1, 3),  # steps in flight
 )
 def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_behind(
     specs: SequenceOf[tuple[int, int, int, int, set[int], int, int | None]],
@@ -599,6 +663,7 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
     policy: Callable[[], WaitingQueue],
     phase_rule: PhaseRule,
     losses: set[int],
+    max_in_flight: int,
 ) -> None:
     sizes: dict[str, object] = {
         "num_host_blocks": num_host_blocks,
@@ -632,7 +697,8 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
         )
         for i, (length, n, max_tokens, min_tokens, ends, _, _) in enumerate(specs)
     ]
-    finished: dict[int, int] = {}
+    finished: dict[Sequence, int] = {}
+    in_flight: list[tuple[SchedulerOutput, ModelOutput]] = []
     for now in range(5_000):
         for group, (*_, arrival, abort) in zip(groups, specs, strict=True):
             if now == arrival:
@@ -641,11 +707,12 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
                 scheduler.finish_requests([group.request_id], SequenceStatus.FINISHED_ABORTED)
         if now in losses:
             scheduler.release_all()
+            in_flight.clear()
             assert scheduler.blocks.device.num_free == num_blocks
             assert scheduler.blocks.host.num_free == num_host_blocks
             scheduler = make_scheduler(waiting, **sizes)
             worker = FakeWorker(scheduler.config)
-        if now > 12 and not scheduler.has_work:
+        if now > 12 and not scheduler.has_work and not in_flight:
             break
         output = scheduler.schedule(now)
         scheduler.blocks.check()
@@ -656,9 +723,11 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
         assert sum(scheduled.num_tokens for scheduled in output.scheduled) <= max_num_seqs + more_tokens
         assert len(output.scheduled) <= sum(len(group.live) for group in scheduler.running) <= max_num_seqs
         if not output.is_empty:
-            for gained in scheduler.update_from_output(output, worker.execute(output), now + 0.5):
+            in_flight.append((output, worker.execute(output)))
+        if in_flight and (output.is_empty or len(in_flight) == max_in_flight):
+            for gained in scheduler.update_from_output(*in_flight.pop(0), now + 0.5):
                 if gained.sequence.status.is_finished:
-                    finished[gained.sequence.id] = finished.get(gained.sequence.id, 0) + 1
+                    finished[gained.sequence] = finished.get(gained.sequence, 0) + 1
         scheduler.blocks.check()
     else:
         pytest.fail("the run does not end")

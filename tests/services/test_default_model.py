@@ -99,6 +99,14 @@ async def test_32_concurrent_greedy_outputs_equal_transformers(
     assert await preemptions(server.target) == 0
 
 
+async def test_greedy_outputs_equal_transformers_without_planning_ahead(greedy_tokens: list[list[int]]) -> None:
+    arguments = ["--max-in-flight-steps", "1"]
+    with LocalServer(worker_arguments=["--dtype", "float32"], scheduler_arguments=arguments) as server:
+        async with Client(server.target) as client:
+            completions = await asyncio.gather(*(collect(client, prompt, GREEDY) for prompt in PROMPTS[:8]))
+    assert [completion.outputs[0].token_ids for completion in completions] == greedy_tokens[:8]
+
+
 async def test_outputs_from_cached_prefixes_equal_transformers(
     server: LocalServer, greedy_tokens: list[list[int]]
 ) -> None:
