@@ -28,6 +28,7 @@ class WorkerInfo(NamedTuple):
     swap_bytes_per_second: int
     prefill_tokens_per_second: int
     block_bytes: int
+    sliding_window: int
     epoch: int
 
 
@@ -47,13 +48,18 @@ def encode_sampling(sampling: SamplingParams, index: int) -> pb.SequenceSampling
         seed=sampling.seed,
         index=index,
         min_tokens=sampling.min_tokens,
-        eos_token_ids=sorted(sampling.eos_token_ids | sampling.stop_token_ids),
-        logprobs=sampling.logprobs,
+        eos_token_ids=sorted(sampling.end_token_ids),
+        logprobs=sampling.num_logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
         logit_bias=sampling.logit_bias,
         allowed_token_ids=sampling.allowed_token_ids,
         bad_words=[pb.TokenSequence(token_ids=word) for word in sampling.bad_words],
     )
+
+
+def _encode_table(block_ids: list[int]) -> list[int]:
+    """Entries behind a sliding window are never read: any number will do."""
+    return [max(block, 0) for block in block_ids]
 
 
 def _encode_new_sequence(new: NewSequence) -> pb.NewSequence:
@@ -63,8 +69,9 @@ def _encode_new_sequence(new: NewSequence) -> pb.NewSequence:
         token_ids=sequence.token_ids,
         num_prompt_tokens=sequence.num_prompt_tokens,
         num_computed_tokens=new.num_computed_tokens,
-        block_ids=new.block_ids,
+        block_ids=_encode_table(new.block_ids),
         sampling=encode_sampling(sequence.sampling, sequence.index),
+        lora_name=sequence.group.lora_name,
     )
 
 
@@ -79,15 +86,16 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
             pb.Fork(
                 parent_sequence_id=fork.parent_id,
                 child_sequence_id=fork.child.id,
-                num_tokens=fork.child.num_prompt_tokens,
+                num_tokens=fork.num_tokens,
+                token_ids=fork.child.token_ids[fork.num_tokens :],
                 num_computed_tokens=fork.num_computed_tokens,
-                block_ids=fork.block_ids,
+                block_ids=_encode_table(fork.block_ids),
                 index=fork.child.index,
             )
             for fork in output.forks
         ],
         block_table_updates=[
-            pb.BlockTableUpdate(sequence_id=sequence_id, start=start, block_ids=block_ids)
+            pb.BlockTableUpdate(sequence_id=sequence_id, start=start, block_ids=_encode_table(block_ids))
             for sequence_id, start, block_ids in output.block_table_updates
         ],
         finished=output.finished,

@@ -1,9 +1,11 @@
 """One request between the servicer and the scheduler: what was asked for, and what its tokens mean as text."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scheduler_service.core import SamplingParams, SequenceGroup, SequenceOutput, SequenceStatus
+from scheduler_service.core.beam_search import Hypothesis
 from scheduler_service.stop_strings import StopChecker
 from scheduler_service.streams import OutputDelta, OutputStream
 from scheduler_service.tokenization import Detokenizer, Tokenizer
@@ -11,7 +13,11 @@ from scheduler_service.tokenization import Detokenizer, Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A request that has been checked against the model's limits, with every default filled in."""
+    """A request that has been checked against the model's limits, with every default filled in.
+
+    `n` is how many outputs are wanted, None for as many as there are sequences; if it is less, the likeliest are given.
+    `hides_logprobs` when log-probabilities serve that ranking alone.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -22,6 +28,12 @@ class GenerationRequest:
     cache_salt: str = ""
     tenant: str = ""
     priority: int = 0
+    n: int | None = None
+    hides_logprobs: bool = False
+
+    @property
+    def num_outputs(self) -> int:
+        return self.sampling.n if self.n is None else self.n
 
 
 class RequestState:
@@ -38,13 +50,18 @@ class RequestState:
             tenant=request.tenant,
             arrived_at=time.monotonic(),
         )
-        self.stream = OutputStream(request.sampling.n)
-        self._outputs = [_Text(request, tokenizer) for _ in self.group.sequences]
+        self.stream = OutputStream(request.num_outputs)
+        self._outputs = [_Text(request, tokenizer) for _ in range(request.sampling.n)]
         self._num_prompt_logprobs = 0
+        self._ranked = [_Ranked(index) for index in range(request.sampling.n)] if request.n is not None else None
 
     def process(self, gained: SequenceOutput) -> bool:
         """Turn what a sequence gained into text on the stream; returns True when a stop string ended it."""
         sequence = gained.sequence
+        if self.group.beams is not None:
+            if self.group.is_finished:
+                self._put_hypotheses(self.group.beams.hypotheses[: self.request.num_outputs])
+            return False
         delta = OutputDelta(sequence.index)
         if gained.prompt_logprobs:  # a preempted prompt is computed again; its positions count once
             new = gained.prompt_logprobs[max(0, self._num_prompt_logprobs + 1 - gained.prompt_start) :]
@@ -54,7 +71,10 @@ class RequestState:
         if gained.token_id is not None:
             delta.token_ids.append(gained.token_id)
             if gained.logprobs is not None:
-                delta.logprobs.append(gained.logprobs)
+                if self._ranked is not None:
+                    self._ranked[sequence.index].logprob += gained.logprobs.logprobs[0]
+                if not self.request.hides_logprobs:
+                    delta.logprobs.append(gained.logprobs)
             checks_stop = sequence.num_output_tokens > sequence.sampling.min_tokens
             text = self._outputs[sequence.index]
             hides = (
@@ -69,14 +89,52 @@ class RequestState:
                 delta.stop, delta.status = sequence.stop_token_id, sequence.status
         if delta.token_ids or delta.prompt_logprobs:
             delta.num_output_tokens = sequence.num_output_tokens
-            self.stream.put(delta)
+            self._put(delta)
         return stopped
+
+    def _put(self, delta: OutputDelta) -> None:
+        """Onto the stream, or aside until all outputs have ended and the likeliest are known."""
+        if self._ranked is None:
+            self.stream.put(delta)
+            return
+        self._ranked[delta.index].delta.merge(delta)
+        if all(output.delta.status is not None for output in self._ranked):
+            prompt_logprobs = self._ranked[0].delta.prompt_logprobs
+            best = sorted(self._ranked, key=lambda output: -output.mean_logprob)[: self.request.num_outputs]
+            for index, output in enumerate(best):
+                output.delta.index = index
+                output.delta.prompt_logprobs = [] if index else prompt_logprobs
+                self.stream.put(output.delta)
+
+    def _put_hypotheses(self, hypotheses: Sequence[Hypothesis]) -> None:
+        for index, hypothesis in enumerate(hypotheses):
+            hides = hypothesis.is_stopped and not self.request.include_stop_str_in_output
+            shown = hypothesis.token_ids[:-1] if hides else hypothesis.token_ids
+            pieces = [self._outputs[index].step(token_id, checks_stop=False)[0] for token_id in shown]
+            self.stream.put(
+                OutputDelta(
+                    index,
+                    "".join(pieces) + self._outputs[index].flush(),
+                    token_ids=hypothesis.token_ids,
+                    status=(
+                        SequenceStatus.FINISHED_STOPPED
+                        if hypothesis.is_stopped
+                        else SequenceStatus.FINISHED_LENGTH_CAPPED
+                    ),
+                    stop=hypothesis.stop_token_id,
+                    num_output_tokens=len(hypothesis.token_ids),
+                )
+            )
 
     def abort(self) -> None:
         """End every output that is still open as aborted, with what its text held back."""
+        if self.group.beams is not None:  # it has no outputs before it has all
+            for index in range(self.request.num_outputs):
+                self.stream.put(OutputDelta(index, status=SequenceStatus.FINISHED_ABORTED))
+            return
         for sequence, text in zip(self.group.sequences, self._outputs, strict=True):
             if sequence.status is SequenceStatus.FINISHED_ABORTED:
-                self.stream.put(
+                self._put(
                     OutputDelta(
                         sequence.index,
                         text.flush(),
@@ -84,6 +142,18 @@ class RequestState:
                         num_output_tokens=sequence.num_output_tokens,
                     )
                 )
+
+
+class _Ranked:
+    """An output that is kept until it is known whether it is among the likeliest."""
+
+    def __init__(self, index: int) -> None:
+        self.delta = OutputDelta(index)
+        self.logprob = 0.0  # the sum over its tokens
+
+    @property
+    def mean_logprob(self) -> float:
+        return self.logprob / max(1, self.delta.num_output_tokens)
 
 
 class _Text:

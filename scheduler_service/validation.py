@@ -31,16 +31,22 @@ MIN_TEMPERATURE = 0.01
 
 # Part of the contract, but not of this server yet.
 UNIMPLEMENTED_FIELDS = ("lora_name",)
-UNIMPLEMENTED_SAMPLING = (
+UNIMPLEMENTED_SAMPLING = ("json_schema", "regex", "choice", "grammar")
+
+# Beam search takes the likeliest continuations of the model's own distribution; nothing may bend it or cut it short.
+NOT_WITH_BEAMS = (
     "best_of",
-    "beam_width",
-    "length_penalty",
-    "early_stopping",
-    "json_schema",
-    "regex",
-    "choice",
-    "grammar",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logprobs",
+    "prompt_logprobs",
 )
+NOT_WITH_BEAMS_REPEATED = ("stop", "logit_bias", "allowed_token_ids", "bad_words")
 
 
 def invalid(message: str) -> NoReturn:
@@ -75,6 +81,8 @@ async def check_request(message: pb.GenerateRequest, request_id: str, model: Ser
         request_id=request_id,
         prompt_token_ids=prompt,
         sampling=_sampling_params(sampling, model, max_tokens, bad_words),
+        n=(sampling.n or 1) if sampling.best_of > (sampling.n or 1) else None,
+        hides_logprobs=not sampling.HasField("logprobs"),
         stop=tuple(sampling.stop),
         include_stop_str_in_output=sampling.include_stop_str_in_output,
         cache_salt=message.cache_salt,
@@ -152,7 +160,10 @@ def _refuse_unimplemented(message: pb.GenerateRequest) -> None:
 
 
 def _check_sampling(sampling: pb.SamplingParams, model: ServedModel) -> None:
-    _check_number("n", sampling, 1, min(MAX_N, model.max_num_seqs))
+    most_sequences = min(MAX_N, model.max_num_seqs)
+    _check_number("n", sampling, 1, most_sequences)
+    _check_number("best_of", sampling, sampling.n or 1, most_sequences)
+    _check_beams(sampling, most_sequences, model)
     _check_number("max_tokens", sampling, 1, math.inf)
     _check_number("temperature", sampling, 0, 100)
     _check_number("top_p", sampling, 0, 1, open_low=True)
@@ -170,6 +181,21 @@ def _check_sampling(sampling: pb.SamplingParams, model: ServedModel) -> None:
     for token_id, bias in sampling.logit_bias.items():
         if not -100 <= bias <= 100:  # also refuses NaN
             invalid(f"sampling.logit_bias[{token_id}] is {bias:g}; it must be in [-100, 100]")
+
+
+def _check_beams(sampling: pb.SamplingParams, most_sequences: int, model: ServedModel) -> None:
+    if not sampling.HasField("beam_width"):
+        for name in ("length_penalty", "early_stopping"):
+            if sampling.HasField(name):
+                invalid(f"sampling.{name} is for beam search; it needs sampling.beam_width")
+        return
+    num_ends = len({*model.eos_token_ids, *sampling.stop_token_ids})  # each beam must have tokens that are none
+    _check_number("beam_width", sampling, sampling.n or 1, min(most_sequences, model.vocabulary_size - num_ends))
+    _check_number("length_penalty", sampling, -10, 10)
+    given = [name for name in NOT_WITH_BEAMS if sampling.HasField(name) and getattr(sampling, name)]
+    given += [name for name in NOT_WITH_BEAMS_REPEATED if getattr(sampling, name)]
+    if given:
+        invalid(f"sampling.{given[0]} cannot be combined with sampling.beam_width")
 
 
 def _check_number(name: str, sampling: pb.SamplingParams, low: float, high: float, *, open_low: bool = False) -> None:
@@ -197,13 +223,14 @@ def _check_length(name: str, length: int, most: int) -> None:
 
 def _max_tokens(sampling: pb.SamplingParams, num_prompt_tokens: int, model: ServedModel) -> int:
     room = model.context_length - num_prompt_tokens
-    if (n := sampling.n) > 1:  # the prompt's full blocks are shared, what follows is not
+    name = max(("n", "best_of", "beam_width"), key=lambda name: getattr(sampling, name))
+    if (n := getattr(sampling, name)) > 1:  # the prompt's full blocks are shared, what follows is not
         shared = num_prompt_tokens // model.block_size
         blocks_each = (model.pool_tokens // model.block_size - shared) // n
         in_pool = (shared + blocks_each) * model.block_size - num_prompt_tokens
         if (sampling.max_tokens or 1) > in_pool:
             invalid(
-                f"the prompt has {num_prompt_tokens} tokens, sampling.n is {n} and sampling.max_tokens "
+                f"the prompt has {num_prompt_tokens} tokens, sampling.{name} is {n} and sampling.max_tokens "
                 f"{sampling.max_tokens or 1}; together they exceed the pool of {model.pool_tokens} tokens"
             )
         room = min(room, in_pool)
@@ -227,25 +254,36 @@ def _sampling_params(
     def optional(name: str, default: Any) -> Any:
         return getattr(sampling, name) if sampling.HasField(name) else default
 
+    ends: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "min_tokens": sampling.min_tokens,
+        "eos_token_ids": frozenset() if sampling.ignore_eos else frozenset(model.eos_token_ids),
+        "stop_token_ids": frozenset(sampling.stop_token_ids),
+    }
+    if sampling.beam_width:
+        return SamplingParams(
+            n=sampling.n or 1,
+            beam_width=sampling.beam_width,
+            length_penalty=optional("length_penalty", 1.0),
+            early_stopping=sampling.early_stopping,
+            **ends,
+        )
     defaults = model.defaults
     given = {
         name: optional(name, getattr(defaults, name)) for name in ("top_k", "top_p", "min_p", "repetition_penalty")
     }
     temperature = optional("temperature", defaults.temperature) or 0.0
     return SamplingParams(
-        n=sampling.n or 1,
-        max_tokens=max_tokens,
-        min_tokens=sampling.min_tokens,
+        n=max(sampling.n, sampling.best_of, 1),
         temperature=max(temperature, MIN_TEMPERATURE) if temperature else 0.0,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(63),
-        eos_token_ids=frozenset() if sampling.ignore_eos else frozenset(model.eos_token_ids),
-        stop_token_ids=frozenset(sampling.stop_token_ids),
-        logprobs=optional("logprobs", None),
+        logprobs=optional("logprobs", 0 if sampling.best_of > (sampling.n or 1) else None),
         prompt_logprobs=optional("prompt_logprobs", None),
         logit_bias=dict(sampling.logit_bias),
         allowed_token_ids=tuple(sorted(set(sampling.allowed_token_ids))),
         bad_words=bad_words,
+        **ends,
         **given,
     )

@@ -75,7 +75,11 @@ class WorkerLoop:
         info = await self.client.get_info()
         await self._engine.accept(self.client, info)
         settings = self._engine.settings
-        scheduler = Scheduler(_config(settings, info), self._engine.waiting)
+        try:
+            config = _config(settings, info)
+        except ValueError as error:
+            raise WorkerError(f"it cannot be scheduled: {error}") from error
+        scheduler = Scheduler(config, self._engine.waiting)
         self.epoch = max(time.time_ns(), info.epoch + 1)
         session = self.client.open_session(self.epoch)
         self.scheduler = scheduler
@@ -148,6 +152,7 @@ def _config(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerConfig:
         max_model_len=info.max_model_len,
         watermark=settings.watermark,
         num_host_blocks=info.num_host_blocks,
+        sliding_window=info.sliding_window,
         prefix_caching=settings.prefix_caching,
         phase_rule=settings.phase_rule,
         delay_factor=settings.delay_factor,

@@ -68,6 +68,7 @@ def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> Sche
                 fork.num_computed_tokens,
                 _block_ids(fork.block_ids, limits),
                 fork.index,
+                array(TOKENS, _token_ids("forks: token_ids", fork.token_ids, limits)),
             )
             for fork in message.forks
         ),

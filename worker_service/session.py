@@ -118,7 +118,7 @@ class Session:
         self._insert(
             SequenceState(
                 fork.child_id,
-                parent.token_ids[: fork.num_tokens],
+                parent.token_ids[: fork.num_tokens] + fork.token_ids,
                 parent.num_prompt_tokens,
                 fork.num_computed_tokens,
                 fork.block_ids,

@@ -97,7 +97,7 @@ class BlockTableUpdate:
 
 @dataclass(frozen=True)
 class Fork:
-    """A new sequence that takes another's first tokens and its parameters."""
+    """A new sequence that takes another's first tokens and its parameters, and goes on with tokens of its own."""
 
     parent_id: int
     child_id: int
@@ -105,6 +105,7 @@ class Fork:
     num_computed_tokens: int
     block_ids: "array[int]"
     index: int
+    token_ids: "array[int]" = field(default_factory=lambda: array(TOKENS))
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from scheduler_service.core.fair_queue import FairQueue
 from scheduler_service.core.outputs import ModelOutput, ScheduledSequence, SchedulerOutput, SequenceOutput
 from scheduler_service.core.priority_queue import PriorityQueue
 from scheduler_service.core.queue import WaitingQueue
+from scheduler_service.core.sampling_params import SamplingParams
 from scheduler_service.core.scheduler import Scheduler
-from scheduler_service.core.sequence import SamplingParams, Sequence, SequenceGroup, SequenceStatus
+from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
 
 __all__ = [
     "AllocStatus",

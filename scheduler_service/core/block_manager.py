@@ -3,6 +3,8 @@
 A table covers at least the computed tokens of its sequence. A block may stand in several tables while nobody writes
 to it; whoever writes to a shared block gets a copy first (copy on write). A sequence that is swapped out has a table of
 host blocks instead; what its group shared stays shared there.
+
+With a sliding window a table's leading entries become NO_BLOCK as soon as no token to come attends to them.
 """
 
 import enum
@@ -12,6 +14,9 @@ from collections.abc import Iterable
 from scheduler_service.core.block_allocator import BlockAllocator
 from scheduler_service.core.prefix_key import next_key
 from scheduler_service.core.sequence import Sequence, SequenceGroup
+
+NO_BLOCK = -1
+"""Stands in a table where a block was let go of."""
 
 
 class AllocStatus(enum.Enum):
@@ -33,7 +38,13 @@ class BlockManager:
         watermark: float = 0.0,
         *,
         prefix_caching: bool = False,
+        num_lookahead_slots: int = 0,
+        sliding_window: int = 0,
+        max_blocks_per_sequence: int | None = None,
     ) -> None:
+        self.num_lookahead_slots = num_lookahead_slots
+        self.sliding_window = sliding_window
+        self.max_blocks_per_sequence = max_blocks_per_sequence or num_device_blocks
         self.block_size = block_size
         self.device = BlockAllocator(num_device_blocks)
         self.host = BlockAllocator(num_host_blocks)
@@ -45,13 +56,21 @@ class BlockManager:
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def _num_blocks_ahead(self, num_tokens: int) -> int:
+        """Entries of a table with room for so many tokens and what may follow them."""
+        return self.num_blocks(num_tokens + self.num_lookahead_slots)
+
+    def _num_first_blocks(self, sequence: Sequence) -> int:
+        """Blocks that a sequence without any is given: for all its tokens, or the most that it ever holds."""
+        num_blocks = self._num_blocks_ahead(len(sequence.token_ids))
+        return min(num_blocks, self.max_blocks_per_sequence) if self.sliding_window else num_blocks
+
     def num_blocks_of(self, group: SequenceGroup) -> int:
         """Blocks that the group needs to reach the state it is in, its prompt's full blocks shared."""
         leader, *followers = group.live
-        shared = leader.num_prompt_tokens // self.block_size
-        return self.num_blocks(len(leader.token_ids)) + sum(
-            self.num_blocks(len(follower.token_ids)) - shared for follower in followers
-        )
+        needed = self._num_first_blocks(leader)
+        shared = min(leader.num_prompt_tokens // self.block_size, needed)
+        return needed + sum(self._num_first_blocks(follower) - shared for follower in followers)
 
     def can_allocate(self, group: SequenceGroup, *, leave_watermark: bool) -> AllocStatus:
         """Whether a waiting group fits; `leave_watermark` keeps blocks free for those already running."""
@@ -64,16 +83,16 @@ class BlockManager:
         return AllocStatus.OK if needed + reserve <= self.device.num_free else AllocStatus.LATER
 
     def allocate(self, leader: Sequence) -> None:
-        """Give a sequence without a table the blocks for all of its tokens, cached ones first: those are computed."""
+        """Give a sequence without a table its first blocks, cached ones before others: those are computed."""
         assert leader.id not in self.tables
         table = self._cached_blocks(leader)
         for block in table:
             self.device.share(block)
         leader.num_computed_tokens = leader.num_stored_tokens = len(table) * self.block_size
         leader.num_published_blocks = len(table)
-        table.extend(self.device.allocate() for _ in range(self.num_blocks(len(leader.token_ids)) - len(table)))
+        table.extend(self.device.allocate() for _ in range(self._num_first_blocks(leader) - len(table)))
         self.tables[leader.id] = table
-        leader.num_slots = len(table) * self.block_size
+        leader.num_slots = len(table) * self.block_size - self.num_lookahead_slots
 
     def publish(self, sequence: Sequence) -> None:
         """Make the full blocks of a sequence's stored tokens findable, if it has blocks on the device."""
@@ -113,14 +132,27 @@ class BlockManager:
         return keys[:num_blocks]
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        """Let a sequence without a table share the blocks of the parent's first `num_tokens` tokens."""
+        """Let a sequence without a table go on from the parent's first `num_tokens` tokens, and share their blocks."""
         assert child.id not in self.tables
         blocks = self.tables[parent.id][: self.num_blocks(num_tokens)]
         for block in blocks:
-            self.device.share(block)
+            if block != NO_BLOCK:
+                self.device.share(block)
         self.tables[child.id] = blocks
-        child.num_slots = len(blocks) * self.block_size
+        child.forked_from = parent
+        child.num_computed_tokens = child.num_stored_tokens = num_tokens
+        child.num_slots = len(blocks) * self.block_size - self.num_lookahead_slots
         child.num_published_blocks = min(parent.num_published_blocks, num_tokens // self.block_size)
+
+    def release_behind_window(self, sequence: Sequence) -> None:
+        """Let go of the blocks that no token to come attends to; nothing happens without a sliding window."""
+        if self.sliding_window and (table := self.tables.get(sequence.id)):
+            end = max(0, sequence.num_computed_tokens - self.sliding_window + 1) // self.block_size
+            for index in range(end - 1, -1, -1):
+                if table[index] == NO_BLOCK:
+                    break  # and so are those before it
+                self.device.free(table[index])
+                table[index] = NO_BLOCK
 
     def can_append_slots(self, chunks: Iterable[tuple[Sequence, int]]) -> bool:
         """Whether these sequences can all have room for this many tokens past their computed ones."""
@@ -133,7 +165,7 @@ class BlockManager:
         """
         table = self.tables[sequence.id]
         first = sequence.num_computed_tokens // self.block_size
-        end = self.num_blocks(sequence.num_computed_tokens + num_tokens)
+        end = self._num_blocks_ahead(sequence.num_computed_tokens + num_tokens)
         copies: list[tuple[int, int]] = []
         for index in range(first, min(end, len(table))):
             block = table[index]
@@ -146,7 +178,7 @@ class BlockManager:
                 # A fork may write, after its own tokens, to a block that was published with its parent's.
                 self.device.withdraw(block)
         table.extend(self.device.allocate() for _ in range(end - len(table)))
-        sequence.num_slots = len(table) * self.block_size
+        sequence.num_slots = len(table) * self.block_size - self.num_lookahead_slots
         return copies
 
     def _num_new_blocks(
@@ -157,7 +189,7 @@ class BlockManager:
         writers: Counter[int] = Counter()  # of shared blocks
         for sequence, num_tokens in chunks:
             table = tables[sequence.id]
-            end = self.num_blocks(sequence.num_computed_tokens + num_tokens)
+            end = self._num_blocks_ahead(sequence.num_computed_tokens + num_tokens)
             num_new += max(0, end - len(table))
             for block in table[sequence.num_computed_tokens // self.block_size : end]:
                 if pool.ref_count(block) > 1:
@@ -172,7 +204,7 @@ class BlockManager:
     def num_held_alone(self, group: SequenceGroup) -> int:
         """Device blocks that would be free if this running group let go of its own."""
         held = Counter(block for sequence in group.live for block in self.tables.get(sequence.id, ()))
-        return sum(self.device.ref_count(block) == count for block, count in held.items())
+        return sum(self.device.ref_count(block) == count for block, count in held.items() if block != NO_BLOCK)
 
     def swap_out(self, group: SequenceGroup) -> list[tuple[int, int]]:
         """Move a group's tables to host blocks; returns the pairs of device and host block to copy."""
@@ -195,7 +227,7 @@ class BlockManager:
         return self._move(group, self.host_tables, self.host, self.tables, self.device)
 
     def _distinct(self, group: SequenceGroup, tables: dict[int, list[int]]) -> set[int]:
-        return {block for sequence in group.live for block in tables.get(sequence.id, ())}
+        return {block for sequence in group.live for block in tables.get(sequence.id, ())} - {NO_BLOCK}
 
     def _move(
         self,
@@ -212,20 +244,22 @@ class BlockManager:
                 continue
             table = tables_from.pop(sequence.id)
             for block in table:
+                if block == NO_BLOCK:
+                    continue
                 if block in arrived:
                     pool_to.share(arrived[block])
                 else:
                     arrived[block] = pool_to.allocate()
                 pool_from.free(block)
-            tables_to[sequence.id] = [arrived[block] for block in table]
+            tables_to[sequence.id] = [arrived.get(block, NO_BLOCK) for block in table]
         return list(arrived.items())
 
     def free(self, sequence: Sequence) -> None:
         """Let go of a sequence's blocks, wherever they are; nothing happens when it has none."""
-        for block in reversed(self.tables.pop(sequence.id, ())):
-            self.device.free(block)
-        for block in reversed(self.host_tables.pop(sequence.id, ())):
-            self.host.free(block)
+        for tables, pool in ((self.tables, self.device), (self.host_tables, self.host)):
+            for block in reversed(tables.pop(sequence.id, ())):
+                if block != NO_BLOCK:
+                    pool.free(block)
 
     def check(self) -> None:
         """Assert on both pools that free + held = total and that reference counts equal the tables."""

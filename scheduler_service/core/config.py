@@ -32,6 +32,10 @@ class SchedulerConfig:
     sequence; `watermark` is the share of device blocks that admission leaves free so that running sequences can
     grow before anyone has to be preempted. AUTO compares `block_bytes` each way at `swap_bytes_per_second` with the
     tokens to compute anew at `prefill_tokens_per_second`; where a speed is 0, that way counts as never finishing.
+    `max_loras` bounds the adapters among the groups that run at a time. `num_lookahead_slots` is the room that every
+    sequence has past the tokens it computes next. With a `sliding_window` each token attends to so many up to itself,
+    0 for all; blocks that fell behind the window are let go of, and prefixes are not cached, whose first blocks would
+    be missing.
     With SEPARATE phases admission waits until the head of the queue has waited for `delay_factor` times the last
     prompt step, so that prompts batch up; 0 admits at once.
     """
@@ -43,6 +47,9 @@ class SchedulerConfig:
     max_model_len: int
     watermark: float = 0.01
     num_host_blocks: int = 0
+    max_loras: int = 1
+    num_lookahead_slots: int = 0
+    sliding_window: int = 0
     prefix_caching: bool = True
     phase_rule: PhaseRule = PhaseRule.CHUNKED
     delay_factor: float = 0.0
@@ -52,10 +59,24 @@ class SchedulerConfig:
     prefill_tokens_per_second: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "num_device_blocks", "max_num_batched_tokens", "max_num_seqs", "max_model_len"):
+        for name in (
+            "block_size",
+            "num_device_blocks",
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "max_model_len",
+            "max_loras",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("num_host_blocks", "block_bytes", "swap_bytes_per_second", "prefill_tokens_per_second"):
+        for name in (
+            "num_host_blocks",
+            "num_lookahead_slots",
+            "sliding_window",
+            "block_bytes",
+            "swap_bytes_per_second",
+            "prefill_tokens_per_second",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
         if not 0 <= self.delay_factor < math.inf:
@@ -67,8 +88,28 @@ class SchedulerConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs "
                 f"({self.max_num_seqs}), so that every running sequence can gain a token in a step"
             )
+        if self.max_num_batched_tokens < self.block_size:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least block_size "
+                f"({self.block_size})"
+            )
+        if self.num_lookahead_slots >= self.num_device_blocks * self.block_size:
+            raise ValueError(
+                f"num_lookahead_slots is {self.num_lookahead_slots}; it must be less than the pool's "
+                f"{self.num_device_blocks * self.block_size} tokens"
+            )
+
+    @property
+    def max_blocks_per_sequence(self) -> int:
+        """The most blocks that one sequence ever holds: the whole pool, or window and chunk, wherever they begin."""
+        if not self.sliding_window:
+            return self.num_device_blocks
+        num_tokens = self.sliding_window - 1 + self.max_num_batched_tokens + self.num_lookahead_slots
+        return (num_tokens - 2) // self.block_size + 2
 
     @property
     def max_sequence_tokens(self) -> int:
-        """The most tokens one sequence can reach: the model's limit, or the whole pool."""
-        return min(self.max_model_len, self.num_device_blocks * self.block_size)
+        """The most tokens one sequence can reach: the model's limit, or what the pool has room for."""
+        if self.sliding_window and self.max_blocks_per_sequence <= self.num_device_blocks:
+            return self.max_model_len
+        return min(self.max_model_len, self.num_device_blocks * self.block_size - self.num_lookahead_slots)

@@ -8,6 +8,7 @@ free afterwards.
 import itertools
 from collections import OrderedDict, deque
 
+from scheduler_service.core.beam_search import Continuation
 from scheduler_service.core.block_manager import BlockManager
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from scheduler_service.core.outputs import ModelOutput, ScheduledSequence, SchedulerOutput, SequenceOutput
@@ -29,7 +30,10 @@ class GroupLedger:
             config.num_device_blocks,
             config.num_host_blocks,
             config.watermark,
-            prefix_caching=config.prefix_caching,
+            prefix_caching=config.prefix_caching and not config.sliding_window,
+            num_lookahead_slots=config.num_lookahead_slots,
+            sliding_window=config.sliding_window,
+            max_blocks_per_sequence=config.max_blocks_per_sequence,
         )
         self.num_preemptions = {PreemptionMode.RECOMPUTE: 0, PreemptionMode.SWAP: 0}
         self._by_id: dict[str, SequenceGroup] = {}  # running and swapped ones
@@ -89,6 +93,7 @@ class GroupLedger:
             sequence.num_stored_tokens = 0
             sequence.is_known = False
             sequence.forked_from = None
+            sequence.candidates = None
             sequence.num_known_blocks = 0
             sequence.num_published_blocks = 0
         group.has_unforked = len(group.sequences) > 1
@@ -120,6 +125,7 @@ class GroupLedger:
         if output.prompts_began is not None:
             self._prompt_seconds = now - output.prompts_began
         sampled = iter(answer.token_ids)
+        searches: dict[SequenceGroup, None] = {}
         gained: list[SequenceOutput] = []
         block_size, dropped = self.config.block_size, output.dropped
         for sequence, num_tokens, samples in output.scheduled:
@@ -137,6 +143,10 @@ class GroupLedger:
                 self.blocks.withdraw(sequence)
                 self.finish_sequence(sequence, SequenceStatus.FINISHED_ABORTED)
                 token_id = None
+            elif token_id is not None and sequence.group.beams is not None:
+                sequence.candidates = _candidates(sequence, answer)
+                searches[sequence.group] = None
+                continue
             elif token_id is not None:
                 self._append_token(sequence, token_id)
             gained.append(
@@ -148,7 +158,37 @@ class GroupLedger:
                     start,
                 )
             )
+        for group in searches:
+            if all(beam.candidates is not None for beam in group.live):
+                gained += self._advance_beams(group)
         return gained
+
+    def _advance_beams(self, group: SequenceGroup) -> list[SequenceOutput]:
+        """Replace a group's beams by those that follow; what they share stays shared."""
+        assert group.beams is not None
+        group.num_lost_steps = 0
+        beams = group.live
+        children = [self._child(continuation) for continuation in group.beams.advance(beams)]
+        if children:
+            group.sequences = children
+        if self.waiting.charges:
+            self.waiting.charge(group, 0, len(beams))
+        for beam in beams:
+            self.finish_sequence(beam, SequenceStatus.FINISHED_STOPPED)
+        return [] if children else [SequenceOutput(beams[0], None)]
+
+    def _child(self, continuation: Continuation) -> Sequence:
+        parent = continuation.parent
+        child = Sequence(parent.group, 0, [*parent.token_ids, continuation.token_id])
+        child.id = next(self._sequence_ids)
+        child.status = SequenceStatus.RUNNING
+        child.score = continuation.score
+        child.num_prompt_tokens = parent.num_prompt_tokens
+        child.max_num_tokens = parent.max_num_tokens
+        child.block_keys = list(parent.block_keys)
+        self.blocks.fork(parent, child, parent.num_stored_tokens)
+        child.num_forked_tokens = len(parent.token_ids)
+        return child
 
     def _append_token(self, sequence: Sequence, token_id: int) -> None:
         sampling = sequence.sampling
@@ -195,3 +235,10 @@ class GroupLedger:
                     self.finish_sequence(sequence, status)
                 ended.append(group)
         return ended
+
+
+def _candidates(beam: Sequence, answer: ModelOutput) -> list[tuple[int, float]]:
+    """The likeliest tokens after a beam; raises ValueError when the worker did not report them."""
+    if (logprobs := answer.logprobs.get(beam.id)) is None:
+        raise ValueError(f"the worker returned no log-probabilities for sequence {beam.id}, which is a beam")
+    return list(zip(logprobs.token_ids[1:], logprobs.logprobs[1:], strict=True))

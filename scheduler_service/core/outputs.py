@@ -31,10 +31,11 @@ class NewSequence(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """A sequence that the worker makes of another one's first tokens."""
+    """A sequence that the worker makes of another one's first `num_tokens` tokens, and of those that are its own."""
 
     parent_id: int
     child: Sequence
+    num_tokens: int
     block_ids: list[int]
     num_computed_tokens: int
 
@@ -96,6 +97,7 @@ class ModelOutput:
 class SequenceOutput(NamedTuple):
     """What a sequence gained: nothing (`token_id` None) while its prompt is computed, else one token.
 
+    A beam search reports once, when it is over: its outputs are the hypotheses of the sequence's group.
     `prompt_logprobs` belong to the positions from `prompt_start` on.
     """
 

@@ -19,6 +19,8 @@ A request that brings workers down must not take everybody's streams with it. Wh
 is a suspect and is scheduled alone, with nothing else in flight; a suspect whose step is lost as well is ended.
 """
 
+from collections.abc import Iterable
+
 from scheduler_service.core.block_manager import AllocStatus
 from scheduler_service.core.budget import SchedulingBudget
 from scheduler_service.core.config import PhaseRule, PreemptionMode, SchedulerConfig
@@ -90,7 +92,7 @@ class Scheduler(GroupLedger):
         if self._steady is not None and self._schedule_steady(self._steady, step, now):
             return self._write(step)
         for group in self.running:
-            step.budget.take(num_seqs=len(group.live))
+            step.budget.take(num_seqs=group.num_seqs)
         if not self._schedule_suspect(step):
             if self.config.phase_rule is PhaseRule.CHUNKED:
                 self._schedule_together(step)
@@ -141,7 +143,9 @@ class Scheduler(GroupLedger):
                 return False
             if head.is_suspect or self.waiting.outranks(head, self.waiting.victim(self.running)):
                 return False
-        needy = [s for s, _, _ in plan if s.num_computed_tokens == s.num_slots]
+        needy = [s for s, _, _ in plan if s.num_computed_tokens >= s.num_slots]
+        for sequence in needy:
+            self.blocks.release_behind_window(sequence)
         if len(needy) > self.blocks.device.num_free:
             return False
         for sequence in needy:
@@ -178,6 +182,8 @@ class Scheduler(GroupLedger):
         return ready, behind
 
     def _schedule_running(self, group: SequenceGroup, step: _Step) -> None:
+        for sequence in group.live:
+            self.blocks.release_behind_window(sequence)
         while not self.blocks.can_append_slots(chunks := self._chunks(group, step.budget.num_tokens)):
             if len(self.running) == 1:
                 self._ignore(group, step)
@@ -211,14 +217,15 @@ class Scheduler(GroupLedger):
             if status is AllocStatus.NEVER:
                 self._ignore(group, step)
                 continue
-            sequences = group.live
-            if status is AllocStatus.LATER or len(sequences) > step.budget.num_seqs:
+            if status is AllocStatus.LATER or group.num_seqs > step.budget.num_seqs:
                 return
-            step.budget.take(num_seqs=len(sequences))
+            if not self._has_lora_slot(group, self.running):
+                return
+            step.budget.take(num_seqs=group.num_seqs)
             step.swap_in += self.blocks.swap_in(group)
             del self.swapped[group]
             self.running[group] = None
-            for sequence in sequences:
+            for sequence in group.live:
                 sequence.status = SequenceStatus.RUNNING
             self._schedule_running(group, step)
 
@@ -228,9 +235,9 @@ class Scheduler(GroupLedger):
             if group.is_suspect and step.chunks:
                 return  # its turn comes in a step of its own
             sequences = group.live
-            if len(sequences) > self.config.max_num_seqs:
+            if group.num_seqs > self.config.max_num_seqs:
                 status = AllocStatus.NEVER
-            elif len(sequences) > step.budget.num_seqs:
+            elif group.num_seqs > step.budget.num_seqs or not self._has_lora_slot(group, self.running):
                 status = AllocStatus.LATER
             else:
                 status = self.blocks.can_allocate(group, leave_watermark=bool(self.running))
@@ -257,8 +264,15 @@ class Scheduler(GroupLedger):
             self.running[group] = None
             self._by_id[group.request_id] = group
             num_tokens = min(leader.num_uncomputed_tokens, step.budget.num_tokens)
-            step.budget.take(num_tokens=num_tokens, num_seqs=len(sequences))
+            step.budget.take(num_tokens=num_tokens, num_seqs=group.num_seqs)
             step.chunks[group] = [_Chunk(leader, num_tokens, [])]
+
+    def _has_lora_slot(self, group: SequenceGroup, running: Iterable[SequenceGroup]) -> bool:
+        """Whether the group's adapter can join those of the running groups; counted anew, so that none is lost."""
+        if not group.lora_name:
+            return True
+        others = {other.lora_name for other in running} - {"", group.lora_name}
+        return len(others) < self.config.max_loras
 
     def _make_room(self, group: SequenceGroup, step: _Step) -> bool:
         """Preempt running groups that a waiting one outranks, if that gives it the room that it needs."""
@@ -268,7 +282,11 @@ class Scheduler(GroupLedger):
         candidates = dict(self.running)
         num_blocks = self.blocks.device.num_free - self.blocks.num_watermark_blocks
         num_seqs = step.budget.num_seqs
-        while candidates and (num_blocks < self.blocks.num_blocks_of(group) or num_seqs < len(group.live)):
+        while candidates and (
+            num_blocks < self.blocks.num_blocks_of(group)
+            or num_seqs < group.num_seqs
+            or not self._has_lora_slot(group, candidates)
+        ):
             victim = self.waiting.victim(candidates)
             # Blocks that were swapped in within this step are not in their place yet, and cannot be swapped out.
             if step.swap_in or not self.waiting.outranks(group, victim):
@@ -276,18 +294,22 @@ class Scheduler(GroupLedger):
             del candidates[victim]
             victims.append(victim)
             num_blocks += self.blocks.num_held_alone(victim)
-            num_seqs += len(victim.live)
+            num_seqs += victim.num_seqs
         for victim in victims:
             self._preempt(victim, step)
         return self.blocks.can_allocate(group, leave_watermark=bool(self.running)) is AllocStatus.OK and (
-            len(group.live) <= step.budget.num_seqs
+            group.num_seqs <= step.budget.num_seqs and self._has_lora_slot(group, self.running)
         )
 
     def _preempt(self, group: SequenceGroup, step: _Step) -> None:
         chunks = step.chunks.pop(group, [])
-        step.budget.give_back(num_tokens=sum(chunk.num_tokens for chunk in chunks), num_seqs=len(group.live))
-        # Blocks that were to be copied on write in this step have nothing in them yet that could be swapped out.
-        mode = PreemptionMode.RECOMPUTE if any(chunk.copies for chunk in chunks) else self._preemption_mode(group)
+        step.budget.give_back(num_tokens=sum(chunk.num_tokens for chunk in chunks), num_seqs=group.num_seqs)
+        # Blocks that were to be copied on write in this step have nothing in them yet that could be swapped out, and
+        # beams that are swapped out could not be forked when the answer to their step in flight comes.
+        is_bound = any(chunk.copies for chunk in chunks) or (
+            group.beams is not None and any(s.num_stored_tokens < s.num_computed_tokens for s in group.live)
+        )
+        mode = PreemptionMode.RECOMPUTE if is_bound else self._preemption_mode(group)
         self.num_preemptions[mode] += 1
         step.num_preempted += 1
         self._steady = None
@@ -381,10 +403,8 @@ class Scheduler(GroupLedger):
             if follower.id not in self.blocks.tables:
                 if follower.token_ids is group.prompt_token_ids:
                     follower.token_ids = list(group.prompt_token_ids)
-                num_tokens = min(follower.num_prompt_tokens, len(follower.token_ids) - 1)
-                follower.num_computed_tokens = follower.num_stored_tokens = num_tokens
-                self.blocks.fork(leader, follower, num_tokens)
-                follower.forked_from = leader
+                self.blocks.fork(leader, follower, min(follower.num_prompt_tokens, len(follower.token_ids) - 1))
+                follower.num_forked_tokens = follower.num_prompt_tokens
 
     def _write_table(self, sequence: Sequence, output: SchedulerOutput) -> None:
         """Tell the worker what it does not know of a sequence and its block table."""
@@ -392,8 +412,9 @@ class Scheduler(GroupLedger):
         if not sequence.is_known:
             sequence.is_known = True
             parent, sequence.forked_from = sequence.forked_from, None
-            if parent is not None and parent.is_known and not sequence.num_output_tokens:
-                output.forks.append(Fork(parent.id, sequence, table, sequence.num_computed_tokens))
+            if parent is not None and parent.is_known:
+                num_forked, num_computed = sequence.num_forked_tokens, sequence.num_computed_tokens
+                output.forks.append(Fork(parent.id, sequence, num_forked, table, num_computed))
             else:
                 output.new_sequences.append(NewSequence(sequence, table, sequence.num_computed_tokens))
         elif num_known < len(table):

@@ -9,9 +9,10 @@ that is in flight, and the worker, which works in step order, goes on from it by
 """
 
 import enum
-from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
+
+from scheduler_service.core.beam_search import BeamSearch
+from scheduler_service.core.sampling_params import SamplingParams
 
 
 class SequenceStatus(enum.Enum):
@@ -30,39 +31,6 @@ class SequenceStatus(enum.Enum):
         return self not in (SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.SWAPPED)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How to choose tokens and when to stop, with every default filled in.
-
-    `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 are off. `eos_token_ids`
-    are the tokens that end the output silently (empty with ignore_eos), `stop_token_ids` those that the request
-    named. `logprobs` None asks for none, 0 for the chosen token's alone.
-    """
-
-    max_tokens: int
-    n: int = 1
-    min_tokens: int = 0
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-    eos_token_ids: frozenset[int] = frozenset()
-    stop_token_ids: frozenset[int] = frozenset()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: tuple[int, ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()
-
-    def for_index(self, index: int) -> "SamplingParams":
-        """The parameters of one output: prompt log-probabilities are computed once, with the first."""
-        return self if index == 0 or self.prompt_logprobs is None else replace(self, prompt_logprobs=None)
-
-
 # A group that was alone in the last of this many lost steps, without a token between them, is ended.
 MAX_LOST_STEPS = 3
 
@@ -75,6 +43,7 @@ class Sequence:
 
     __slots__ = (
         "block_keys",
+        "candidates",
         "forked_from",
         "group",
         "id",
@@ -82,12 +51,14 @@ class Sequence:
         "is_known",
         "max_num_tokens",
         "num_computed_tokens",
+        "num_forked_tokens",
         "num_known_blocks",
         "num_prompt_tokens",
         "num_published_blocks",
         "num_slots",
         "num_stored_tokens",
         "sampling",
+        "score",
         "status",
         "stop_token_id",
         "token_ids",
@@ -109,6 +80,9 @@ class Sequence:
         self.stop_token_id: int | None = None
         self.num_slots = 0  # tokens that its device blocks have room for
         self.forked_from: Sequence | None = None  # whose tokens it begins with, until the worker knows it
+        self.num_forked_tokens = 0  # how many of them
+        self.score = 0.0  # of a beam: the sum of its tokens' log-probabilities
+        self.candidates: list[tuple[int, float]] | None = None  # of a beam: likeliest next tokens, once they are known
         self.block_keys: list[bytes] = []  # of its leading full blocks, as far as they were needed
         self.num_published_blocks = 0  # leading blocks that are in the prefix cache, or that another one is there for
 
@@ -118,9 +92,12 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens that a step could compute: the known ones that are left, or else the one that is being sampled."""
+        """Tokens that a step could compute: the known ones that are left, or else the one that is being sampled.
+
+        What a beam goes on with is chosen among all beams' candidates, so nothing can be computed before.
+        """
         num_left = len(self.token_ids) - self.num_computed_tokens
-        if num_left > 0:
+        if num_left > 0 or self.sampling.beam_width:
             return num_left
         return 1 if self.num_computed_tokens + 1 < self.max_num_tokens else 0  # the last token is never computed
 
@@ -129,20 +106,23 @@ class Sequence:
 
 
 class SequenceGroup:
-    """One request: `sampling.n` sequences that start from the same prompt.
+    """One request: `sampling.n` sequences that start from the same prompt, or the running beams of a search.
 
     `error` says, in a sentence for the client, why a group ended without being served. `has_unforked` is set while
     followers wait for the leader's prompt; until they fork for the first time they share one list of its tokens.
     `num_lost_steps` counts the steps that a worker was lost in since the group last gained a token. Groups of equal
     `cache_root` may share cached prefixes; `num_cached_tokens` is what was found of the prompt when it was first
-    admitted. `arrived_at` is in seconds of the clock that `Scheduler.schedule` is told.
+    admitted. `lora_name` is the adapter that it needs, empty for the base model. `arrived_at` is in seconds of the
+    clock that `Scheduler.schedule` is told.
     """
 
     __slots__ = (
         "arrived_at",
+        "beams",
         "cache_root",
         "error",
         "has_unforked",
+        "lora_name",
         "num_cached_tokens",
         "num_lost_steps",
         "priority",
@@ -163,20 +143,24 @@ class SequenceGroup:
         *,
         priority: int = 0,
         tenant: str = "",
+        lora_name: str = "",
         arrived_at: float = 0.0,
     ) -> None:
         self.request_id = request_id
         self.priority = priority
         self.tenant = tenant
+        self.lora_name = lora_name
         self.arrived_at = arrived_at
         self.rank = 0  # of a queue that orders by rank
         self.cache_root = cache_root
         self.num_cached_tokens: int | None = None
         self.sampling = sampling
         self.prompt_token_ids = list(prompt_token_ids)
+        self.beams = BeamSearch(sampling) if sampling.beam_width else None
+        num_sequences = 1 if self.beams else sampling.n
         self.sequences = [Sequence(self, 0, list(prompt_token_ids))]
-        self.sequences += [Sequence(self, index, self.prompt_token_ids) for index in range(1, sampling.n)]
-        self.has_unforked = sampling.n > 1
+        self.sequences += [Sequence(self, index, self.prompt_token_ids) for index in range(1, num_sequences)]
+        self.has_unforked = num_sequences > 1
         self.num_lost_steps = 0
         self.error: str | None = None
 
@@ -189,6 +173,11 @@ class SequenceGroup:
     def live(self) -> list[Sequence]:
         """The sequences that have not finished; the first is the leader."""
         return [sequence for sequence in self.sequences if not sequence.status.is_finished]
+
+    @property
+    def num_seqs(self) -> int:
+        """What the group counts in a step's budget: its live sequences, or all the beams that it may come to have."""
+        return len(self.live) if self.beams is None else self.beams.width
 
     @property
     def is_finished(self) -> bool:

@@ -7,6 +7,8 @@ the right prefix. The token it samples is a function of the prefix, so the right
 from dataclasses import dataclass, field
 
 from scheduler_service.core import ModelOutput, SchedulerConfig, SchedulerOutput, SequenceGroup
+from scheduler_service.core.block_manager import NO_BLOCK
+from scheduler_service.core.outputs import TokenLogprobs
 
 VOCABULARY = 50
 
@@ -18,6 +20,51 @@ def extend(prefix: int, token: int) -> int:
 
 def sample(prefix: int, index: int) -> int:
     return (prefix ^ (prefix >> 17)) * (2 * index + 3) % VOCABULARY
+
+
+def prefix_of(tokens: list[int]) -> int:
+    prefix = 0
+    for token in tokens:
+        prefix = extend(prefix, token)
+    return prefix
+
+
+def candidates(prefix: int) -> list[tuple[int, float]]:
+    """Every token with a log-probability of its own after this prefix, likeliest first."""
+    scores = [(token, -((extend(prefix, token) >> 7) % 997) / 300 - token / 1e5) for token in range(VOCABULARY)]
+    return sorted(scores, key=lambda score: -score[1])
+
+
+def reference_beams(group: SequenceGroup, max_sequence_tokens: int) -> list[list[int]]:
+    """Beam search over the whole vocabulary, one list after the other, as transformers defines it; best first."""
+    sampling, prompt = group.sampling, group.prompt_token_ids
+    width, ends = sampling.beam_width, sampling.eos_token_ids | sampling.stop_token_ids
+    most = min(sampling.max_tokens, max(1, max_sequence_tokens - len(prompt)))
+    running: list[tuple[float, list[int]]] = [(0.0, [])]
+    complete: list[tuple[float, list[int]]] = []
+    for length in range(1, most + 1):
+        scored = [
+            (score + logprob, [*output, token])
+            for score, output in running
+            for token, logprob in candidates(prefix_of(prompt + output))
+            if token not in ends or length > sampling.min_tokens
+        ]
+        scored.sort(key=lambda item: -item[0])
+        hits = [length == most or output[-1] in ends for _, output in scored]
+        complete += [
+            (s / length**sampling.length_penalty, o)
+            for (s, o), hit in list(zip(scored, hits, strict=True))[:width]
+            if hit
+        ]
+        complete = sorted(complete, key=lambda item: -item[0])[:width]
+        running = [item for item, hit in zip(scored, hits, strict=True) if not hit][:width]
+        if not running:
+            break
+        if len(complete) == width and (
+            sampling.early_stopping or running[0][0] / length**sampling.length_penalty <= complete[-1][0]
+        ):
+            break
+    return [output for _, output in complete]
 
 
 def reference_output(group: SequenceGroup, index: int, max_sequence_tokens: int) -> list[int]:
@@ -70,9 +117,10 @@ class FakeWorker:
         for sequence, table, num_computed in output.new_sequences:
             assert sequence.id not in self.mirrors, "a known sequence was sent as new"
             self.mirrors[sequence.id] = Mirror(list(sequence.token_ids), list(table), sequence.index, num_computed)
-        for parent_id, child, table, num_computed in output.forks:
+        for parent_id, child, num_tokens, table, num_computed in output.forks:
             assert child.id not in self.mirrors, "a known sequence was forked"
-            tokens = self.mirrors[parent_id].tokens[: child.num_prompt_tokens]
+            assert num_tokens <= len(self.mirrors[parent_id].tokens)
+            tokens = self.mirrors[parent_id].tokens[:num_tokens] + child.token_ids[num_tokens:]
             self.mirrors[child.id] = Mirror(tokens, list(table), child.index, num_computed)
         for update in output.block_table_updates:
             table = self.mirrors[update.sequence_id].table
@@ -87,13 +135,22 @@ class FakeWorker:
             self._attend(self.mirrors[sequence.id], num_tokens, samples)
             for sequence, num_tokens, samples in output.scheduled
         ]
-        return ModelOutput(output.step_id, [token for token in sampled if token is not None])
+        answer = ModelOutput(output.step_id, [token for token in sampled if token is not None])
+        for sequence, _, samples in output.scheduled:
+            if samples and (num_logprobs := sequence.sampling.num_logprobs) is not None:
+                *before, token = self.mirrors[sequence.id].tokens
+                ranked = candidates(prefix_of(before))[:num_logprobs]
+                answer.logprobs[sequence.id] = TokenLogprobs(
+                    [token, *(t for t, _ in ranked)], [0.0, *(p for _, p in ranked)], 1
+                )
+        return answer
 
     def _store(self, mirror: Mirror, num_tokens: int, samples: bool) -> None:
         end = mirror.num_computed + num_tokens
         assert end <= len(mirror.tokens)
         assert samples == (end == len(mirror.tokens))
-        assert end <= len(mirror.table) * self.config.block_size, "the block table is too short for the chunk"
+        room = len(mirror.table) * self.config.block_size - self.config.num_lookahead_slots
+        assert end <= room, "the block table is too short for the chunk and what may follow it"
         for position, prefix in enumerate(self._prefixes(mirror, end)):
             if position >= mirror.num_computed:
                 self._slot(mirror, position)[position % self.config.block_size] = prefix
@@ -101,7 +158,11 @@ class FakeWorker:
     def _attend(self, mirror: Mirror, num_tokens: int, samples: bool) -> int | None:
         end = mirror.num_computed + num_tokens
         prefix = 0
+        window = self.config.sliding_window
+        first_read = max(0, mirror.num_computed - window + 1) if window else 0
         for position, prefix in enumerate(self._prefixes(mirror, end)):
+            if position < first_read:
+                continue
             stored = self._slot(mirror, position)[position % self.config.block_size]
             assert stored == prefix, f"position {position} holds another prefix's keys and values"
         mirror.num_computed = end
@@ -118,4 +179,6 @@ class FakeWorker:
         return prefixes
 
     def _slot(self, mirror: Mirror, position: int) -> list[int]:
-        return self.slots[mirror.table[position // self.config.block_size]]
+        block = mirror.table[position // self.config.block_size]
+        assert block != NO_BLOCK, f"position {position} is needed, and its block was let go of"
+        return self.slots[block]

@@ -4,7 +4,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 import pytest
-from fake_worker import FakeWorker, reference_output
+from fake_worker import FakeWorker, reference_beams, reference_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,11 +38,18 @@ def make_scheduler(waiting: WaitingQueue | None = None, **sizes: object) -> Sche
 
 
 def make_group(
-    name: str, num_tokens: int, *, root: bytes = b"", priority: int = 0, tenant: str = "", **sampling: object
+    name: str,
+    num_tokens: int,
+    *,
+    root: bytes = b"",
+    priority: int = 0,
+    tenant: str = "",
+    lora_name: str = "",
+    **sampling: object,
 ) -> SequenceGroup:
     """Its prompt is 0, 1, 2, …, so that any two prompts begin alike."""
     params = SamplingParams(**({"max_tokens": 4} | sampling))  # type: ignore[arg-type]
-    return SequenceGroup(name, range(num_tokens), params, root, priority=priority, tenant=tenant)
+    return SequenceGroup(name, range(num_tokens), params, root, priority=priority, tenant=tenant, lora_name=lora_name)
 
 
 def plan(output: SchedulerOutput) -> dict[str, list[int]]:
@@ -332,6 +339,143 @@ def test_a_suspect_has_the_worker_to_itself_also_when_planning_ahead() -> None:
     assert list(plan(scheduler.schedule())) == ["suspect", "other"]
 
 
+@pytest.mark.parametrize("mode", PreemptionMode)
+@pytest.mark.parametrize("num_ahead", [0, 1])
+@pytest.mark.parametrize("early_stopping", [False, True])
+def test_beam_search_finds_what_an_exhaustive_one_finds_through_preemptions(
+    early_stopping: bool, num_ahead: int, mode: PreemptionMode
+) -> None:
+    scheduler = make_scheduler(num_device_blocks=14, num_host_blocks=14, preemption_mode=mode)
+    groups = [
+        make_group(
+            str(i),
+            3 * i + 1,
+            root=bytes(i),
+            beam_width=2 + i % 3,
+            max_tokens=9,
+            min_tokens=i % 3,
+            eos_token_ids=frozenset(range(5 * (i % 2))),
+            length_penalty=[0.0, 1.0, -0.5, 2.0][i % 4],
+            early_stopping=early_stopping,
+        )
+        for i in range(8)
+    ]
+    for group in groups:
+        scheduler.add_request(group)
+    run_ahead(scheduler, FakeWorker(scheduler.config), num_ahead)
+    assert sum(scheduler.num_preemptions.values()) > 0
+    for group in groups:
+        assert group.beams is not None
+        assert [hypothesis.token_ids for hypothesis in group.beams.hypotheses] == reference_beams(group, 56)
+    assert scheduler.blocks.device.num_free == scheduler.blocks.host.num_free == 14
+
+
+def test_beams_share_their_blocks_and_are_sent_as_forks() -> None:
+    scheduler = make_scheduler()
+    worker = FakeWorker(scheduler.config)
+    group = make_group("a", 9, beam_width=4, max_tokens=3)
+    scheduler.add_request(group)
+    step(scheduler, worker)
+    assert len(group.live) == 4
+    assert scheduler.blocks.device.num_free == 16 - 3
+    output = step(scheduler, worker)
+    assert len(output.forks) == 4
+    assert not output.new_sequences
+    assert [fork.num_tokens for fork in output.forks] == [9] * 4
+    assert len(output.blocks_to_copy) == 3
+    assert len(output.finished) == 1
+
+
+def test_all_the_beams_that_a_search_will_have_count_in_the_budget_from_the_start() -> None:
+    scheduler = make_scheduler(max_num_seqs=6)
+    scheduler.add_request(make_group("a", 3, beam_width=4))
+    scheduler.add_request(make_group("b", 3, n=3))
+    assert list(plan(scheduler.schedule())) == ["a"]
+
+
+def test_an_answer_without_the_beams_log_probabilities_is_refused() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_group("a", 3, beam_width=2))
+    output = scheduler.schedule()
+    with pytest.raises(ValueError, match="no log-probabilities for sequence 1"):
+        scheduler.update_from_output(output, ModelOutput(1, [5]))
+
+
+def test_blocks_behind_a_sliding_window_are_used_again() -> None:
+    """32 tokens in a pool of 3 blocks of 4: a window of 5 and chunks of 4 touch at most 3 blocks at a time."""
+    scheduler = make_scheduler(
+        num_device_blocks=3, max_num_batched_tokens=4, max_num_seqs=1, sliding_window=5, max_model_len=100
+    )
+    assert scheduler.config.max_sequence_tokens == 100
+    group = make_group("a", 20, max_tokens=12)
+    scheduler.add_request(group)
+    run(scheduler, FakeWorker(scheduler.config))
+    assert output_of(group) == reference_output(group, 0, 100)
+    assert sum(scheduler.num_preemptions.values()) == 0
+
+
+def test_lookahead_slots_have_blocks_before_they_are_needed() -> None:
+    scheduler = make_scheduler(num_lookahead_slots=3)
+    worker = FakeWorker(scheduler.config)
+    scheduler.add_request(make_group("a", 5, max_tokens=8))
+    for num_tokens in range(5, 12):
+        step(scheduler, worker)
+        (table,) = scheduler.blocks.tables.values()
+        assert len(table) == -(-(num_tokens + 3) // 4)
+
+
+def test_no_more_adapters_run_together_than_allowed() -> None:
+    scheduler = make_scheduler(PriorityQueue(), max_num_seqs=2, max_loras=1)
+    worker = FakeWorker(scheduler.config)
+    scheduler.add_request(make_group("first", 4, priority=1, lora_name="a", max_tokens=9))
+    scheduler.add_request(make_group("second", 4, priority=1, lora_name="b", max_tokens=9))
+    scheduler.add_request(make_group("base", 4, priority=1, max_tokens=9))
+    assert list(plan(step(scheduler, worker))) == ["first"]  # and nobody overtakes the second, who waits for a slot
+    scheduler.add_request(make_group("urgent", 4, priority=0, lora_name="a", max_tokens=2))
+    assert set(plan(step(scheduler, worker))) == {"first", "urgent"}
+    scheduler.finish_requests(["first", "urgent"], SequenceStatus.FINISHED_ABORTED)
+    assert list(plan(step(scheduler, worker))) == ["second", "base"]
+    run(scheduler, worker)
+
+
+def test_preemption_gives_back_the_victims_adapter_not_the_other_groups() -> None:
+    scheduler = make_scheduler(PriorityQueue(), max_loras=1)
+    worker = FakeWorker(scheduler.config)
+    for name in ("first", "second"):
+        scheduler.add_request(make_group(name, 4, priority=2, lora_name="a", max_tokens=9))
+    step(scheduler, worker)
+    scheduler.add_request(make_group("urgent", 4, priority=0, lora_name="b", max_tokens=3))
+    assert list(plan(step(scheduler, worker))) == ["urgent"]  # both had to go
+    scheduler.add_request(make_group("more", 4, priority=0, lora_name="b", max_tokens=3))
+    assert set(plan(step(scheduler, worker))) == {"urgent", "more"}
+    run(scheduler, worker)
+
+
+@pytest.mark.parametrize("mode", PreemptionMode)
+def test_groups_that_take_turns_for_the_pool_do_not_preempt_each_other_for_ever(mode: PreemptionMode) -> None:
+    """Each alone fits; any two outgrow the pool. Every preemption must be paid for by tokens."""
+    scheduler = make_scheduler(num_device_blocks=8, num_host_blocks=32, preemption_mode=mode)
+    groups = [make_group(str(i), 10, root=bytes(i), max_tokens=22) for i in range(6)]
+    for group in groups:
+        scheduler.add_request(group)
+    run(scheduler, FakeWorker(scheduler.config), most_steps=6 * 22 + 20)
+    assert sum(scheduler.num_preemptions.values()) <= 20
+
+
+@pytest.mark.parametrize("policy", [WaitingQueue, FairQueue])
+def test_a_blocked_head_is_overtaken_by_nobody(policy: Callable[[], WaitingQueue]) -> None:
+    scheduler = make_scheduler(policy(), num_device_blocks=8)
+    worker = FakeWorker(scheduler.config)
+    scheduler.add_request(make_group("running", 16, root=b"1", max_tokens=9))
+    step(scheduler, worker)
+    scheduler.add_request(make_group("large", 24, root=b"2"))
+    for i in range(70):
+        scheduler.add_request(make_group(f"small {i}", 2, root=b"3"))
+    while "large" not in plan(output := step(scheduler, worker)):
+        assert list(plan(output)) == ["running"]
+    run(scheduler, worker)
+
+
 def test_aborting_a_swapped_group_frees_its_host_blocks() -> None:
     scheduler, _, younger = swapping_scheduler()
     assert scheduler.get_request_counts() == (1, 0, 1)
@@ -616,11 +760,20 @@ def test_an_answer_that_does_not_fit_the_step_is_refused(answer: ModelOutput) ->
         ("watermark", 1.0),
         ("watermark", float("nan")),
         ("max_num_batched_tokens", 7),
+        ("num_lookahead_slots", 64),
+        ("num_lookahead_slots", -1),
+        ("sliding_window", -1),
+        ("max_loras", 0),
     ],
 )
 def test_impossible_configurations_name_the_field(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=field):
         make_scheduler(**{field: value})
+
+
+def test_a_budget_below_one_block_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens is 8; it must be at least block_size \(16\)"):
+        make_scheduler(max_num_batched_tokens=8, block_size=16)
 
 
 requests = st.tuples(
@@ -631,6 +784,7 @@ requests = st.tuples(
     st.sets(st.integers(0, 49), max_size=3),  # end tokens
     st.integers(0, 12),  # arrives before this step
     st.one_of(st.none(), st.integers(0, 12)),  # is aborted before this step
+    st.sampled_from([0, 0, 0, 1, 2, 3]),  # beams
 )
 
 
@@ -649,9 +803,12 @@ requests = st.tuples(
     st.sampled_from(PhaseRule),
     st.sets(st.integers(0, 20), max_size=2),  # steps at which the worker is lost
     st.integers(1, 3),  # steps in flight
+    st.integers(0, 3),  # lookahead slots
+    st.sampled_from([0, 0, 1, 3, 8]),  # sliding window
+    st.integers(1, 2),  # adapters at a time
 )
 def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_behind(
-    specs: SequenceOf[tuple[int, int, int, int, set[int], int, int | None]],
+    specs: SequenceOf[tuple[int, int, int, int, set[int], int, int | None, int]],
     block_size: int,
     num_blocks: int,
     max_num_seqs: int,
@@ -664,6 +821,9 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
     phase_rule: PhaseRule,
     losses: set[int],
     max_in_flight: int,
+    num_lookahead_slots: int,
+    sliding_window: int,
+    max_loras: int,
 ) -> None:
     sizes: dict[str, object] = {
         "num_host_blocks": num_host_blocks,
@@ -677,8 +837,11 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
         "block_size": block_size,
         "num_device_blocks": num_blocks,
         "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_seqs + more_tokens,
+        "max_num_batched_tokens": max(max_num_seqs + more_tokens, block_size),
         "watermark": watermark,
+        "num_lookahead_slots": min(num_lookahead_slots, num_blocks * block_size - 1),
+        "sliding_window": sliding_window,
+        "max_loras": max_loras,
     }
     waiting = policy()
     scheduler = make_scheduler(waiting, **sizes)
@@ -690,17 +853,19 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
             root=bytes(i % 3 // 2),  # two in three may share
             priority=-(i % 4),
             tenant=str(i % 3),
+            lora_name=["", "a", "b", "c"][i % 4],
             n=n,
             max_tokens=max_tokens,
             min_tokens=min(min_tokens, max_tokens),
             eos_token_ids=frozenset(ends),
+            beam_width=beam_width,
         )
-        for i, (length, n, max_tokens, min_tokens, ends, _, _) in enumerate(specs)
+        for i, (length, n, max_tokens, min_tokens, ends, _, _, beam_width) in enumerate(specs)
     ]
     finished: dict[Sequence, int] = {}
     in_flight: list[tuple[SchedulerOutput, ModelOutput]] = []
     for now in range(5_000):
-        for group, (*_, arrival, abort) in zip(groups, specs, strict=True):
+        for group, (*_, arrival, abort, _) in zip(groups, specs, strict=True):
             if now == arrival:
                 scheduler.add_request(group)
             if now == abort:
@@ -720,8 +885,9 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
             decodes = [s for s, n, _ in output.scheduled if n == 1 and s.num_output_tokens]
             prompts = [s for s, n, _ in output.scheduled if n > 1]
             assert not (decodes and prompts) or losses or sum(scheduler.num_preemptions.values())
-        assert sum(scheduled.num_tokens for scheduled in output.scheduled) <= max_num_seqs + more_tokens
-        assert len(output.scheduled) <= sum(len(group.live) for group in scheduler.running) <= max_num_seqs
+        assert sum(scheduled.num_tokens for scheduled in output.scheduled) <= sizes["max_num_batched_tokens"]
+        assert len({group.lora_name for group in scheduler.running} - {""}) <= max_loras
+        assert len(output.scheduled) <= sum(group.num_seqs for group in scheduler.running) <= max_num_seqs
         if not output.is_empty:
             in_flight.append((output, worker.execute(output)))
         if in_flight and (output.is_empty or len(in_flight) == max_in_flight):
@@ -736,8 +902,13 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
     assert not worker.mirrors
     assert all(count == 1 for count in finished.values())
     for group in groups:
+        assert group.is_finished
+        if group.beams is not None:
+            if {sequence.status for sequence in group.sequences} == {SequenceStatus.FINISHED_STOPPED}:
+                found = [hypothesis.token_ids for hypothesis in group.beams.hypotheses]
+                assert found == reference_beams(group, scheduler.config.max_sequence_tokens)
+            continue
         for index, sequence in enumerate(group.sequences):
-            assert sequence.status.is_finished
             expected = reference_output(group, index, scheduler.config.max_sequence_tokens)
             if sequence.status in (SequenceStatus.FINISHED_STOPPED, SequenceStatus.FINISHED_LENGTH_CAPPED):
                 assert output_of(group, index) == expected

@@ -19,6 +19,13 @@ from worker_service.settings import WorkerSettings
 NUM_TOKENS = 64
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
 
+BEAM_PROMPTS = [
+    "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n",
+    "The three primary colours are",
+    "<|im_start|>user\nSay hello.<|im_end|>\n<|im_start|>assistant\n",
+    "Once upon a time there was a small house at the edge of the forest, and in it",
+]
+
 # The longest prompt and its output take 64 blocks; the other 31 together grow to 150. How often somebody is preempted
 # depends on how the arrivals fall: between 5 and 29 times in a round of all prompts.
 SMALL_POOL = 68
@@ -135,6 +142,78 @@ async def test_greedy_outputs_equal_transformers_through_at_least_ten_preemption
     (worker,) = (await until_idle(small_server.target)).workers
     assert worker.num_free_device_blocks == SMALL_POOL
     assert worker.num_free_host_blocks == worker.num_host_blocks
+
+
+BEAMS = [
+    {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 24},
+    {"num_beams": 3, "num_return_sequences": 1, "max_new_tokens": 40, "length_penalty": 0.0},
+    {"num_beams": 6, "num_return_sequences": 2, "max_new_tokens": 32, "length_penalty": 2.0, "early_stopping": True},
+    {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 24, "min_new_tokens": 12, "length_penalty": -1.0},
+]
+
+
+@pytest.fixture(scope="module")
+def beam_prompts(model_directory: Path) -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(model_directory)
+    return [tokenizer(prompt).input_ids for prompt in BEAM_PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def beam_outputs(model_directory: Path, beam_prompts: list[list[int]]) -> list[list[list[int]]]:
+    """What transformers' beam search finds for each prompt and way to search, best first, in float32."""
+    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32).eval()
+    found = []
+    eos = model.generation_config.eos_token_id
+    for prompt, options in zip(beam_prompts, BEAMS, strict=True):
+        input_ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            outputs = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **options, do_sample=False)
+        texts = [output[len(prompt) :].tolist() for output in outputs]
+        found.append([text[: text.index(eos) + 1] if eos in text else text for text in texts])
+    return found
+
+
+async def search_together(target: str, prompts: list[list[int]]) -> list[list[list[int]]]:
+    async with Client(target) as client:
+        completions = await asyncio.gather(
+            *(
+                collect(
+                    client,
+                    prompt,
+                    SamplingParams(
+                        n=options["num_return_sequences"],
+                        beam_width=options["num_beams"],
+                        max_tokens=options["max_new_tokens"],
+                        min_tokens=options.get("min_new_tokens"),
+                        length_penalty=options.get("length_penalty"),
+                        early_stopping=options.get("early_stopping"),
+                    ),
+                )
+                for prompt, options in zip(prompts, BEAMS, strict=True)
+            )
+        )
+    return [[output.token_ids for output in completion.outputs] for completion in completions]
+
+
+async def test_beam_search_equals_transformers(
+    server: LocalServer, beam_prompts: list[list[int]], beam_outputs: list[list[list[int]]]
+) -> None:
+    assert await search_together(server.target, beam_prompts) == beam_outputs
+
+
+async def test_beam_search_equals_transformers_among_requests_that_preempt_each_other(
+    small_server: LocalServer,
+    greedy_tokens: list[list[int]],
+    beam_prompts: list[list[int]],
+    beam_outputs: list[list[list[int]]],
+) -> None:
+    before = await preemptions(small_server.target)
+    greedy, beams = await asyncio.gather(
+        together(small_server.target, [GREEDY] * len(PROMPTS)), search_together(small_server.target, beam_prompts)
+    )
+    assert greedy == greedy_tokens
+    assert beams == beam_outputs
+    assert await preemptions(small_server.target) > before
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from typing import Any
 
 import grpc
 import pytest
@@ -98,6 +99,49 @@ async def test_abort_closes_the_stream_with_what_it_has(tiny_server: LocalServer
         assert messages[-1].finish_reason == pb.FINISH_REASON_ABORT
         assert messages[-1].usage.output_tokens == sum(len(m.token_ids) for m in messages) < 500
         assert not await client.abort("mine")
+    await assert_nothing_is_held(tiny_server.target)
+
+
+async def test_the_likeliest_of_several_outputs_are_returned(tiny_server: LocalServer) -> None:
+    given: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 8}
+    async with Client(tiny_server.target) as client:
+        every = await collect(client, "hello", SamplingParams(n=6, logprobs=0, **given))
+        best = await collect(client, "hello", SamplingParams(n=2, best_of=6, **given))
+    ranked = sorted(
+        every.outputs, key=lambda output: -sum(p.chosen.logprob for p in output.logprobs) / len(output.token_ids)
+    )
+    assert [output.token_ids for output in best.outputs] == [output.token_ids for output in ranked[:2]]
+    assert [output.text for output in best.outputs] == [output.text for output in ranked[:2]]
+    assert not any(output.logprobs for output in best.outputs)
+
+
+@pytest.mark.parametrize("sampling", [{"beam_width": 4, "n": 2}, {"best_of": 4, "n": 2, "temperature": 1.0}])
+async def test_abort_ends_every_output_of_requests_that_give_theirs_at_the_end(
+    tiny_server: LocalServer, sampling: dict[str, Any]
+) -> None:
+    async with Client(tiny_server.target) as client:
+        request = SamplingParams(max_tokens=100, ignore_eos=True, **sampling)
+
+        async def read() -> list[pb.GenerateResponse]:
+            return [message async for message in client.generate("hello", request, request_id="long")]
+
+        reading = asyncio.create_task(read())
+        while not await client.abort("long"):
+            assert not reading.done()
+        messages = await reading
+    assert [(m.index, m.finish_reason) for m in messages] == [(i, pb.FINISH_REASON_ABORT) for i in range(2)]
+    await assert_nothing_is_held(tiny_server.target)
+
+
+async def test_a_beam_search_gives_its_best_outputs_with_text_and_usage(tiny_server: LocalServer) -> None:
+    async with Client(tiny_server.target) as client:
+        greedy = await collect(client, "hello", SamplingParams(max_tokens=6, temperature=0))
+        alone = await collect(client, "hello", SamplingParams(max_tokens=6, beam_width=1))
+        found = await collect(client, "hello", SamplingParams(max_tokens=6, beam_width=5, n=3))
+    assert alone.outputs[0].token_ids == greedy.outputs[0].token_ids
+    assert alone.outputs[0].text == greedy.outputs[0].text
+    assert len({tuple(output.token_ids) for output in found.outputs}) == 3
+    assert found.prompt_tokens == greedy.prompt_tokens
     await assert_nothing_is_held(tiny_server.target)
 
 

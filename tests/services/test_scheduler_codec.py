@@ -3,15 +3,16 @@ import pytest
 from pagewire.v1 import scheduler_output_pb2 as pb
 from scheduler_service.codec import decode_model_output, encode_scheduler_output
 from scheduler_service.core import SamplingParams, ScheduledSequence, SchedulerOutput, SequenceGroup
-from scheduler_service.core.outputs import TokenLogprobs
+from scheduler_service.core.block_manager import NO_BLOCK
+from scheduler_service.core.outputs import BlockTableUpdate, Fork, NewSequence, TokenLogprobs
 
 
 def test_a_steady_decode_step_of_256_sequences_is_under_2_kb() -> None:
     """One in sixteen sequences gets a new block in every step."""
     group = SequenceGroup("r", [1, 2, 3], SamplingParams(n=256, max_tokens=10))
     output = SchedulerOutput(step_id=1_000_000, scheduled=[ScheduledSequence(s, 1, True) for s in group.sequences])
-    from scheduler_service.core.outputs import BlockTableUpdate
-
+    for sequence in group.sequences:
+        sequence.id = 1_000_000 + sequence.index
     for sequence in group.sequences[::16]:
         output.block_table_updates.append(BlockTableUpdate(sequence.id, 30, [9_999]))
     message = encode_scheduler_output(output, epoch=1_700_000_000_000_000_000)
@@ -28,6 +29,23 @@ def test_columns_are_written_out_when_a_step_is_not_all_decodes() -> None:
     assert (list(message.num_scheduled_tokens), list(message.samples)) == ([2], [False])
     assert list(message.blocks_to_copy.sources) == [3]
     assert list(message.blocks_to_copy.destinations) == [4]
+
+
+def test_a_fork_carries_the_tokens_that_are_not_its_parents() -> None:
+    child = SequenceGroup("r", [1, 2, 3, 4], SamplingParams(max_tokens=1)).sequences[0]
+    child.id = 9
+    message = encode_scheduler_output(SchedulerOutput(step_id=1, forks=[Fork(7, child, 3, [5], 3)]), epoch=1)
+    assert message.forks[0] == pb.Fork(
+        parent_sequence_id=7, child_sequence_id=9, num_tokens=3, num_computed_tokens=3, block_ids=[5], token_ids=[4]
+    )
+
+
+def test_entries_behind_a_sliding_window_and_adapters_are_written() -> None:
+    group = SequenceGroup("r", [1, 2, 3], SamplingParams(max_tokens=1), lora_name="poet")
+    new = NewSequence(group.sequences[0], [NO_BLOCK, 4], 2)
+    message = encode_scheduler_output(SchedulerOutput(step_id=1, new_sequences=[new]), epoch=1)
+    assert list(message.new_sequences[0].block_ids) == [0, 4]
+    assert (message.new_sequences[0].lora_name, message.new_sequences[0].num_computed_tokens) == ("poet", 2)
 
 
 def test_logprob_columns_are_cut_into_positions() -> None:

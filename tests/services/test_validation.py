@@ -6,6 +6,7 @@ import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.errors import RequestError
+from scheduler_service.core import SamplingParams
 from scheduler_service.model import GenerationDefaults, ServedModel
 from scheduler_service.validation import check_request, check_request_id
 
@@ -64,6 +65,17 @@ INVALID = {
     "large bias": (request(logit_bias={1: 101.0}), r"logit_bias\[1\] is 101"),
     "allowed outside": (request(allowed_token_ids=[259]), "allowed_token_ids contains 259"),
     "bad words": (request(bad_words=["x"] * 65), "bad_words has 65 entries"),
+    "best of fewer": (request(n=3, best_of=2), r"best_of is 2; it must be in \[3, "),
+    "best of many": (request(best_of=100_000), "best_of is 100000; it must be"),
+    "no beams": (request(beam_width=0), r"beam_width is 0; it must be in \[1, "),
+    "many beams": (request(beam_width=100_000), "beam_width is 100000; it must be"),
+    "more outputs than beams": (request(n=3, beam_width=2), r"beam_width is 2; it must be in \[3, "),
+    "a penalty without beams": (request(length_penalty=1), "length_penalty is for beam search"),
+    "early stopping without beams": (request(early_stopping=True), "early_stopping is for beam search"),
+    "no number as penalty": (request(beam_width=2, length_penalty=math.nan), "length_penalty is nan"),
+    "beams with a temperature": (request(beam_width=2, temperature=0.5), "temperature cannot be combined"),
+    "beams with stop strings": (request(beam_width=2, stop=["a"]), "stop cannot be combined with sampling.beam_width"),
+    "beams and best of": (request(beam_width=2, best_of=2), "best_of cannot be combined"),
 }
 
 
@@ -104,10 +116,6 @@ async def test_biases_that_are_no_number_are_refused(value: float, byte_model: S
     [
         (pb.GenerateRequest(text="a", lora_name="l"), "lora_name"),
         (pb.GenerateRequest(text="a", resume=pb.ResumeState()), "resume"),
-        (request(best_of=2), "sampling.best_of"),
-        (request(beam_width=2), "sampling.beam_width"),
-        (request(length_penalty=1), "sampling.length_penalty"),
-        (request(early_stopping=True), "sampling.early_stopping"),
         (request(json_schema="{}"), "sampling.json_schema"),
         (request(regex="a*"), "sampling.regex"),
         (request(choice=pb.Choice(options=["a"])), "sampling.choice"),
@@ -144,6 +152,27 @@ async def test_several_outputs_run_as_far_as_the_pool_allows_all_of_them(byte_mo
     """50 tokens of prompt fill 12 blocks of 4 that are shared; of the other 88 each of 8 outputs has 11."""
     sampling = (await check_request(request("x" * 50, n=8), "id", byte_model)).sampling
     assert sampling.max_tokens == 12 * 4 + 11 * 4 - 50
+
+
+async def test_beams_search_the_models_own_distribution_whatever_its_generation_config_says(
+    byte_model: ServedModel,
+) -> None:
+    config = {"do_sample": True, "temperature": 0.6, "repetition_penalty": 1.2}
+    model = replace(byte_model, defaults=GenerationDefaults.from_config(config))
+    sampling = (await check_request(request(beam_width=4, n=2, length_penalty=0.5, max_tokens=5), "id", model)).sampling
+    assert sampling == SamplingParams(
+        n=2, beam_width=4, length_penalty=0.5, max_tokens=5, eos_token_ids=frozenset({2}), seed=sampling.seed
+    )
+
+
+async def test_the_best_of_several_are_ranked_by_log_probabilities_that_nobody_asked_for(
+    byte_model: ServedModel,
+) -> None:
+    checked = await check_request(request(n=2, best_of=5), "id", byte_model)
+    assert (checked.sampling.n, checked.num_outputs, checked.sampling.logprobs) == (5, 2, 0)
+    assert checked.hides_logprobs
+    checked = await check_request(request(best_of=5, logprobs=3), "id", byte_model)
+    assert (checked.num_outputs, checked.sampling.logprobs, checked.hides_logprobs) == (1, 3, False)
 
 
 async def test_ignore_eos_keeps_only_the_requests_own_stop_tokens(byte_model: ServedModel) -> None:

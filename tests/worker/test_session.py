@@ -71,6 +71,13 @@ def test_a_fork_shares_nothing_that_changes(scheduler: Scheduler) -> None:
     assert (child.sampling.seed, child.sampling.index, child.num_prompt_tokens) == (3, 1, 3)
 
 
+def test_a_fork_goes_on_with_tokens_of_its_own_instead_of_what_its_parent_sampled(scheduler: Scheduler) -> None:
+    scheduler.step((1, 3, True), samples=(42,), new_sequences=(new_sequence(1, [5, 6, 7], [0]),))
+    fork = Fork(1, 2, 3, 3, tokens([0]), index=0, token_ids=tokens([50]))
+    scheduler.step((2, 1, True), samples=(8,), forks=(fork,), finished=(1,))
+    assert list(scheduler.session.sequences[2].token_ids) == [5, 6, 7, 50, 8]
+
+
 def test_a_parent_may_finish_in_the_step_that_forks_it(scheduler: Scheduler) -> None:
     scheduler.step((1, 3, True), samples=(42,), new_sequences=(new_sequence(1, [5, 6, 7], [0]),))
     scheduler.step((2, 1, True), samples=(8,), forks=(Fork(1, 2, 4, 3, tokens([0]), index=0),), finished=(1,))

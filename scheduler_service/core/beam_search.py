@@ -1,0 +1,91 @@
+"""Beam search: which continuations of a group's beams live on, and which outputs are complete.
+
+The search is that of transformers' `GenerationMixin._beam_search`. In each step every beam's likeliest continuations
+compete by the sum of their log-probabilities. Of the best `beam_width` those that end the output are complete, scored
+by their sum divided by length ** length_penalty; the best `beam_width` that end nothing are the beams of the next step.
+The search is over when no running beam can still be better than the worst of `beam_width` complete outputs, with
+`early_stopping` as soon as there are so many, or when the length is reached.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING, NamedTuple
+
+from scheduler_service.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from scheduler_service.core.sequence import Sequence
+
+
+class Continuation(NamedTuple):
+    """A beam and a token that may follow it; `score` is the sum of log-probabilities."""
+
+    parent: "Sequence"
+    token_id: int
+    score: float
+
+
+class Hypothesis(NamedTuple):
+    """A complete output and its penalized score; `is_stopped` unless the length ended it."""
+
+    token_ids: list[int]
+    score: float
+    is_stopped: bool
+    stop_token_id: int | None
+
+
+class BeamSearch:
+    """The search of one group. `hypotheses` are the complete outputs so far, best first, at most `beam_width`."""
+
+    def __init__(self, sampling: SamplingParams) -> None:
+        self._sampling = sampling
+        self.hypotheses: list[Hypothesis] = []
+
+    @property
+    def width(self) -> int:
+        return self._sampling.beam_width
+
+    def advance(self, beams: SequenceOf["Sequence"]) -> list[Continuation]:
+        """The next beams, best first, or none when the search is over. Every beam must have its `candidates`."""
+        sampling = self._sampling
+        num_output_tokens = beams[0].num_output_tokens + 1  # beams are equally long
+        may_end = num_output_tokens > sampling.min_tokens
+        is_last = len(beams[0].token_ids) + 1 >= beams[0].max_num_tokens
+        ranked = sorted(self._continuations(beams, may_end=may_end), key=lambda c: -c.score)
+        running: list[Continuation] = []
+        for place, continuation in enumerate(ranked):
+            if is_last or continuation.token_id in sampling.end_token_ids:
+                if place < self.width:
+                    self._complete(continuation, num_output_tokens)
+            elif len(running) < self.width:
+                running.append(continuation)
+        self.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
+        del self.hypotheses[self.width :]
+        return running if running and not self._is_over(running[0], num_output_tokens) else []
+
+    def _continuations(self, beams: SequenceOf["Sequence"], *, may_end: bool) -> Iterator[Continuation]:
+        for beam in beams:
+            assert beam.candidates is not None
+            for token_id, logprob in beam.candidates:
+                if may_end or token_id not in self._sampling.end_token_ids:
+                    yield Continuation(beam, token_id, beam.score + logprob)
+
+    def _complete(self, continuation: Continuation, num_output_tokens: int) -> None:
+        parent, token_id, score = continuation
+        self.hypotheses.append(
+            Hypothesis(
+                [*parent.token_ids[parent.num_prompt_tokens :], token_id],
+                self._penalized(score, num_output_tokens),
+                token_id in self._sampling.end_token_ids,
+                token_id if token_id in self._sampling.stop_token_ids else None,
+            )
+        )
+
+    def _is_over(self, best: Continuation, num_output_tokens: int) -> bool:
+        if len(self.hypotheses) < self.width:
+            return False
+        best_possible = self._penalized(best.score, num_output_tokens)  # transformers' estimate, not a bound
+        return self._sampling.early_stopping or best_possible <= self.hypotheses[-1].score
+
+    def _penalized(self, score: float, num_output_tokens: int) -> float:
+        return float(score / num_output_tokens**self._sampling.length_penalty)

@@ -1,0 +1,50 @@
+"""How a request wants its tokens chosen, and when to stop."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens and when to stop, with every default filled in.
+
+    `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 are off. `eos_token_ids`
+    are the tokens that end the output silently (empty with ignore_eos), `stop_token_ids` those that the request
+    named. `logprobs` None asks for none, 0 for the chosen token's alone. `beam_width` 0 is no beam search; with it
+    nothing is sampled, and `n` of the `beam_width` outputs that the search ends with are wanted.
+    """
+
+    max_tokens: int
+    n: int = 1
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    eos_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    beam_width: int = 0
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        return self.eos_token_ids | self.stop_token_ids
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """What the worker is asked for: beams need as many continuations that end nothing as there are beams."""
+        return self.beam_width + len(self.end_token_ids) if self.beam_width else self.logprobs
+
+    def for_index(self, index: int) -> "SamplingParams":
+        """The parameters of one output: prompt log-probabilities are computed once, with the first."""
+        return self if index == 0 or self.prompt_logprobs is None else replace(self, prompt_logprobs=None)
