@@ -98,6 +98,10 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
             pb.BlockTableUpdate(sequence_id=sequence_id, start=start, block_ids=_encode_table(block_ids))
             for sequence_id, start, block_ids in output.block_table_updates
         ],
+        draft_tokens=[
+            pb.DraftTokens(sequence_id=sequence_id, token_ids=token_ids)
+            for sequence_id, token_ids in output.draft_tokens.items()
+        ],
         finished=output.finished,
         preempted=output.preempted,
     )
@@ -130,8 +134,13 @@ def _decode_logprobs(columns: pb.SampleLogprobs) -> list[TokenLogprobs]:
 def decode_model_output(message: pb.ModelOutput) -> ModelOutput:
     """A worker's answer; raises ValueError when it contradicts itself."""
     output = ModelOutput(
-        message.step_id, list(message.token_ids), failed_sequence_ids=frozenset(message.failed_sequence_ids)
+        message.step_id,
+        list(message.token_ids),
+        list(message.num_tokens),
+        failed_sequence_ids=frozenset(message.failed_sequence_ids),
     )
+    if output.num_tokens and not (min(output.num_tokens) >= 1 and sum(output.num_tokens) == len(output.token_ids)):
+        raise ValueError(f"{len(output.token_ids)} tokens do not divide into {len(output.num_tokens)} shares")
     for columns in message.logprobs:
         (output.logprobs[columns.sequence_id],) = _decode_logprobs(columns)
     for columns in message.prompt_logprobs:

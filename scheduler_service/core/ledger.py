@@ -94,6 +94,8 @@ class GroupLedger:
             sequence.is_known = False
             sequence.forked_from = None
             sequence.candidates = None
+            sequence.draft_token_ids = []
+            sequence.num_draft_tokens = 0
             sequence.num_known_blocks = 0
             sequence.num_published_blocks = 0
         group.has_unforked = len(group.sequences) > 1
@@ -119,14 +121,14 @@ class GroupLedger:
             raise ValueError(f"step {output.step_id} is not the oldest without an answer")
         if answer.step_id != output.step_id:
             raise ValueError(f"the worker answered step {answer.step_id} instead of step {output.step_id}")
-        if len(answer.token_ids) != output.num_samples:
+        if len(answer.num_tokens or answer.token_ids) != output.num_samples:
             raise ValueError(f"the worker returned {len(answer.token_ids)} tokens for {output.num_samples} samples")
         self._in_flight.popleft()
         if output.prompts_began is not None:
             self._prompt_seconds = now - output.prompts_began
-        sampled = iter(answer.token_ids)
         searches: dict[SequenceGroup, None] = {}
         gained: list[SequenceOutput] = []
+        sampled = iter(self._accept_drafts(output, answer, gained) if output.draft_tokens else answer.token_ids)
         block_size, dropped = self.config.block_size, output.dropped
         for sequence, num_tokens, samples in output.scheduled:
             token_id = next(sampled) if samples else None
@@ -162,6 +164,29 @@ class GroupLedger:
             if all(beam.candidates is not None for beam in group.live):
                 gained += self._advance_beams(group)
         return gained
+
+    def _accept_drafts(self, output: SchedulerOutput, answer: ModelOutput, gained: list[SequenceOutput]) -> list[int]:
+        """Append the guesses that were right, and return what was sampled after the last of each sequence."""
+        num_gained = iter(answer.num_tokens or [1] * output.num_samples)
+        token_ids = iter(answer.token_ids)
+        last: list[int] = []
+        for sequence, num_tokens, samples in output.scheduled:
+            if not samples:
+                continue
+            *accepted, token_id = itertools.islice(token_ids, next(num_gained))
+            last.append(token_id)
+            if sequence.id not in output.draft_tokens or sequence.status.is_finished or sequence in output.dropped:
+                continue
+            sequence.num_draft_tokens = 0
+            for guess in accepted:
+                if not sequence.status.is_finished:
+                    self._append_token(sequence, guess)
+                    gained.append(SequenceOutput(sequence, guess))
+            # Keys and values of the guesses that were wrong do not count; the caller adds num_tokens.
+            num_wrong = num_tokens - 1 - len(accepted)
+            sequence.num_stored_tokens -= num_wrong
+            sequence.num_computed_tokens -= num_wrong
+        return last
 
     def _advance_beams(self, group: SequenceGroup) -> list[SequenceOutput]:
         """Replace a group's beams by those that follow; what they share stays shared."""

@@ -60,6 +60,8 @@ class SchedulerOutput:
     """Pairs of host and device block, copied second."""
     blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
     """Pairs of device blocks, copied third."""
+    draft_tokens: dict[int, list[int]] = field(default_factory=dict)
+    """By sequence id, guesses that are computed with the sequence's token and verified."""
     finished: list[int] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
     ignored: list[SequenceGroup] = field(default_factory=list)
@@ -85,10 +87,15 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(slots=True)
 class ModelOutput:
-    """The worker's answer: one token for each sequence that samples, in the order of `SchedulerOutput.scheduled`."""
+    """The worker's answer: one token for each sequence that samples, in the order of `SchedulerOutput.scheduled`.
+
+    `num_tokens`, where there are any, counts what each of them gained: guesses that were right come before the token
+    that was sampled after the last of them.
+    """
 
     step_id: int
     token_ids: list[int]
+    num_tokens: list[int] = field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     failed_sequence_ids: frozenset[int] = frozenset()

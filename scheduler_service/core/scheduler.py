@@ -19,7 +19,8 @@ A request that brings workers down must not take everybody's streams with it. Wh
 is a suspect and is scheduled alone, with nothing else in flight; a suspect whose step is lost as well is ended.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 
 from scheduler_service.core.block_manager import AllocStatus
 from scheduler_service.core.budget import SchedulingBudget
@@ -99,6 +100,22 @@ class Scheduler(GroupLedger):
             else:
                 self._schedule_separately(step, now)
         return self._write(step)
+
+    def update_draft_token_ids(self, drafts: Mapping[int, SequenceOf[int]]) -> None:
+        """Guess how running sequences go on, by sequence id; the next step of each verifies what it has room for.
+
+        At most `num_lookahead_slots` guesses of a sequence count, and none that would go past its longest output.
+        Sequences that are gone, or that have a step in flight, are passed over.
+        """
+        for group in self.running:
+            for sequence in group.live:
+                if sequence.id in drafts and sequence.num_stored_tokens == sequence.num_computed_tokens:
+                    if sequence.sampling.num_logprobs is not None:
+                        continue  # they are reported for sampled tokens only
+                    room = sequence.max_num_tokens - len(sequence.token_ids) - 1
+                    most = max(0, min(self.config.num_lookahead_slots, room))
+                    sequence.draft_token_ids = list(drafts[sequence.id][:most])
+                    self._steady = None
 
     def _schedule_together(self, step: _Step) -> None:
         ready, behind = self._split()
@@ -205,6 +222,8 @@ class Scheduler(GroupLedger):
         for sequence in group.live:
             num_tokens = min(sequence.num_uncomputed_tokens, token_budget)
             if num_tokens and sequence.id in self.blocks.tables:
+                if num_tokens == 1 and sequence.draft_token_ids:
+                    num_tokens += min(len(sequence.draft_token_ids), token_budget - 1)
                 chunks.append((sequence, num_tokens))
                 token_budget -= num_tokens
         return chunks
@@ -363,7 +382,8 @@ class Scheduler(GroupLedger):
         scheduled: list[ScheduledSequence] = []
         for chunks in step.chunks.values():
             for chunk in chunks:
-                samples = chunk.num_tokens == chunk.sequence.num_uncomputed_tokens
+                samples = chunk.num_tokens >= chunk.sequence.num_uncomputed_tokens
+                self._write_draft(chunk.sequence, chunk.num_tokens - chunk.sequence.num_uncomputed_tokens, output)
                 scheduled.append(ScheduledSequence(chunk.sequence, chunk.num_tokens, samples))
                 output.blocks_to_copy += chunk.copies
                 self._write_table(chunk.sequence, output)
@@ -405,6 +425,12 @@ class Scheduler(GroupLedger):
                     follower.token_ids = list(group.prompt_token_ids)
                 self.blocks.fork(leader, follower, min(follower.num_prompt_tokens, len(follower.token_ids) - 1))
                 follower.num_forked_tokens = follower.num_prompt_tokens
+
+    def _write_draft(self, sequence: Sequence, num_draft_tokens: int, output: SchedulerOutput) -> None:
+        if num_draft_tokens > 0:
+            output.draft_tokens[sequence.id] = sequence.draft_token_ids[:num_draft_tokens]
+            sequence.num_draft_tokens = num_draft_tokens
+        sequence.draft_token_ids = []
 
     def _write_table(self, sequence: Sequence, output: SchedulerOutput) -> None:
         """Tell the worker what it does not know of a sequence and its block table."""

@@ -44,6 +44,7 @@ class Sequence:
     __slots__ = (
         "block_keys",
         "candidates",
+        "draft_token_ids",
         "forked_from",
         "group",
         "id",
@@ -51,6 +52,7 @@ class Sequence:
         "is_known",
         "max_num_tokens",
         "num_computed_tokens",
+        "num_draft_tokens",
         "num_forked_tokens",
         "num_known_blocks",
         "num_prompt_tokens",
@@ -81,6 +83,8 @@ class Sequence:
         self.num_slots = 0  # tokens that its device blocks have room for
         self.forked_from: Sequence | None = None  # whose tokens it begins with, until the worker knows it
         self.num_forked_tokens = 0  # how many of them
+        self.draft_token_ids: list[int] = []  # guesses to verify in its next step
+        self.num_draft_tokens = 0  # guesses in the step in flight
         self.score = 0.0  # of a beam: the sum of its tokens' log-probabilities
         self.candidates: list[tuple[int, float]] | None = None  # of a beam: likeliest next tokens, once they are known
         self.block_keys: list[bytes] = []  # of its leading full blocks, as far as they were needed
@@ -94,11 +98,12 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Tokens that a step could compute: the known ones that are left, or else the one that is being sampled.
 
-        What a beam goes on with is chosen among all beams' candidates, so nothing can be computed before.
+        What a beam goes on with is chosen among all beams' candidates, and how many guesses were right is not known
+        before the answer: then nothing can be computed ahead of it.
         """
         num_left = len(self.token_ids) - self.num_computed_tokens
-        if num_left > 0 or self.sampling.beam_width:
-            return num_left
+        if num_left > 0 or self.sampling.beam_width or self.num_draft_tokens:
+            return max(0, num_left)
         return 1 if self.num_computed_tokens + 1 < self.max_num_tokens else 0  # the last token is never computed
 
     def __repr__(self) -> str:

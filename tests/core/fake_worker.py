@@ -90,6 +90,7 @@ class Mirror:
     table: list[int]
     index: int
     num_computed: int
+    num_draft: int = 0
 
 
 @dataclass
@@ -128,6 +129,9 @@ class FakeWorker:
             table[update.start :] = update.block_ids
         for sequence_id in output.finished:
             del self.mirrors[sequence_id]
+        for sequence_id, draft in output.draft_tokens.items():
+            self.mirrors[sequence_id].tokens += draft
+            self.mirrors[sequence_id].num_draft = len(draft)
         # All keys and values of a step are written before any are read.
         for sequence, num_tokens, samples in output.scheduled:
             self._store(self.mirrors[sequence.id], num_tokens, samples)
@@ -135,7 +139,9 @@ class FakeWorker:
             self._attend(self.mirrors[sequence.id], num_tokens, samples)
             for sequence, num_tokens, samples in output.scheduled
         ]
-        answer = ModelOutput(output.step_id, [token for token in sampled if token is not None])
+        answer = ModelOutput(output.step_id, [token for tokens in sampled for token in tokens])
+        if output.draft_tokens:
+            answer.num_tokens = [len(tokens) for tokens in sampled if tokens]
         for sequence, _, samples in output.scheduled:
             if samples and (num_logprobs := sequence.sampling.num_logprobs) is not None:
                 *before, token = self.mirrors[sequence.id].tokens
@@ -155,7 +161,8 @@ class FakeWorker:
             if position >= mirror.num_computed:
                 self._slot(mirror, position)[position % self.config.block_size] = prefix
 
-    def _attend(self, mirror: Mirror, num_tokens: int, samples: bool) -> int | None:
+    def _attend(self, mirror: Mirror, num_tokens: int, samples: bool) -> list[int]:
+        """The sampled token, after those guesses that are what would have been sampled."""
         end = mirror.num_computed + num_tokens
         prefix = 0
         window = self.config.sliding_window
@@ -167,9 +174,17 @@ class FakeWorker:
             assert stored == prefix, f"position {position} holds another prefix's keys and values"
         mirror.num_computed = end
         if not samples:
-            return None
-        mirror.tokens.append(sample(prefix, mirror.index))
-        return mirror.tokens[-1]
+            return []
+        num_draft, mirror.num_draft = mirror.num_draft, 0
+        draft = mirror.tokens[end - num_draft :]
+        del mirror.tokens[end - num_draft :]
+        sampled = [sample(prefix_of(mirror.tokens), mirror.index)]
+        while draft and draft.pop(0) == sampled[-1]:
+            mirror.tokens.append(sampled[-1])
+            sampled.append(sample(prefix_of(mirror.tokens), mirror.index))
+        mirror.num_computed = len(mirror.tokens)
+        mirror.tokens.append(sampled[-1])
+        return sampled
 
     def _prefixes(self, mirror: Mirror, end: int) -> list[int]:
         prefixes, prefix = [], 0

@@ -48,6 +48,16 @@ def test_entries_behind_a_sliding_window_and_adapters_are_written() -> None:
     assert (message.new_sequences[0].lora_name, message.new_sequences[0].num_computed_tokens) == ("poet", 2)
 
 
+def test_guesses_go_out_and_what_each_sequence_gained_comes_back() -> None:
+    message = encode_scheduler_output(SchedulerOutput(step_id=1, draft_tokens={7: [1, 2]}), epoch=1)
+    assert list(message.draft_tokens) == [pb.DraftTokens(sequence_id=7, token_ids=[1, 2])]
+    answer = decode_model_output(pb.ModelOutput(step_id=1, token_ids=[1, 5, 6], num_tokens=[2, 1]))
+    assert (answer.token_ids, answer.num_tokens) == ([1, 5, 6], [2, 1])
+    for shares in ([2, 2], [3, 0]):
+        with pytest.raises(ValueError, match="3 tokens do not divide into 2 shares"):
+            decode_model_output(pb.ModelOutput(token_ids=[1, 5, 6], num_tokens=shares))
+
+
 def test_logprob_columns_are_cut_into_positions() -> None:
     columns = pb.SampleLogprobs(
         sequence_id=7, width=2, token_ids=[1, 2, 3, 4], logprobs=[-1.0, -0.5, -2.0, -0.25], ranks=[2, 9]
