@@ -47,9 +47,23 @@ class CacheEngine:
     def __init__(self, shape: CacheShape, num_device_blocks: int, num_host_blocks: int, device: torch.device) -> None:
         self.device_blocks = shape.allocate(num_device_blocks, device)
         self.host_blocks = shape.allocate(num_host_blocks, torch.device("cpu"), pinned=device.type == "cuda")
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def move(self, output: SchedulerOutput) -> None:
-        """Do a step's moves: out, in, copy. A block swapped out may be the destination of one swapped in."""
+        """Do a step's moves: out, in, copy. A block swapped out may be the destination of one swapped in.
+
+        On a GPU they run on a stream of their own, after what was queued before and ahead of what is queued next.
+        """
+        if self._stream is None:
+            self._move(output)
+            return
+        compute = torch.cuda.current_stream(self.device_blocks.device)
+        self._stream.wait_stream(compute)
+        with torch.cuda.stream(self._stream):
+            self._move(output)
+        compute.wait_stream(self._stream)
+
+    def _move(self, output: SchedulerOutput) -> None:
         _move_blocks(self.device_blocks, self.host_blocks, output.blocks_to_swap_out)
         _move_blocks(self.host_blocks, self.device_blocks, output.blocks_to_swap_in)
         if output.blocks_to_copy.sources:
@@ -85,6 +99,6 @@ class CacheEngine:
 
 
 def _move_blocks(source_pool: Tensor, destination_pool: Tensor, mapping: BlockMapping) -> None:
-    """One contiguous transfer a block; on a GPU they queue on the current stream, in order with the kernels."""
+    """One contiguous transfer a block."""
     for source, destination in zip(mapping.sources, mapping.destinations, strict=True):
         destination_pool[destination].copy_(source_pool[source], non_blocking=True)

@@ -230,8 +230,9 @@ class Scheduler(GroupLedger):
 
     def _schedule_swapped(self, step: _Step) -> None:
         """Resume groups in turn while there is room. Whoever waits for them waits for older groups only."""
-        while self.swapped and step.budget.num_tokens:
-            group = next(iter(self.swapped))
+        for group in list(self.swapped):
+            if not step.budget.num_tokens:
+                return
             status = self.blocks.can_swap_in(group, leave_watermark=bool(self.running))
             if status is AllocStatus.NEVER:
                 self._ignore(group, step)
@@ -339,6 +340,7 @@ class Scheduler(GroupLedger):
             self.swapped.move_to_end(group, last=False)
             for sequence in group.live:
                 sequence.status = SequenceStatus.SWAPPED
+                sequence.draft_token_ids = []  # what it takes to come back must not depend on guesses
         else:
             self._preempted.extend(sequence.id for sequence in group.live if sequence.is_known)
             self._release(group)

@@ -12,6 +12,7 @@ import enum
 from collections.abc import Sequence as SequenceOf
 
 from scheduler_service.core.beam_search import BeamSearch
+from scheduler_service.core.prefix_key import root_key
 from scheduler_service.core.sampling_params import SamplingParams
 
 
@@ -116,9 +117,9 @@ class SequenceGroup:
     `error` says, in a sentence for the client, why a group ended without being served. `has_unforked` is set while
     followers wait for the leader's prompt; until they fork for the first time they share one list of its tokens.
     `num_lost_steps` counts the steps that a worker was lost in since the group last gained a token. Groups of equal
-    `cache_root` may share cached prefixes; `num_cached_tokens` is what was found of the prompt when it was first
-    admitted. `lora_name` is the adapter that it needs, empty for the base model. `arrived_at` is in seconds of the
-    clock that `Scheduler.schedule` is told.
+    `cache_root` and adapter may share cached prefixes; `num_cached_tokens` is what was found of the prompt when it was
+    first admitted. `lora_name` is the adapter that it needs, empty for the base model. `arrived_at` is in seconds of
+    the clock that `Scheduler.schedule` is told.
     """
 
     __slots__ = (
@@ -157,7 +158,7 @@ class SequenceGroup:
         self.lora_name = lora_name
         self.arrived_at = arrived_at
         self.rank = 0  # of a queue that orders by rank
-        self.cache_root = cache_root
+        self.cache_root = root_key(cache_root, lora_name.encode()) if lora_name else cache_root
         self.num_cached_tokens: int | None = None
         self.sampling = sampling
         self.prompt_token_ids = list(prompt_token_ids)

@@ -210,8 +210,8 @@ def test_output_is_found_too_and_the_last_token_is_always_computed() -> None:
     assert plan(step(scheduler, worker)) == {"continued": [4]}  # of three full blocks two are used
 
 
-@pytest.mark.parametrize("other", [{"root": b"another salt"}, {"prompt_logprobs": 1}])
-def test_prompts_of_another_salt_or_whose_log_probabilities_are_wanted_are_computed_whole(
+@pytest.mark.parametrize("other", [{"root": b"another salt"}, {"lora_name": "a"}, {"prompt_logprobs": 1}])
+def test_prompts_of_another_salt_or_adapter_or_whose_log_probabilities_are_wanted_are_computed_whole(
     other: dict[str, object],
 ) -> None:
     scheduler = make_scheduler()
@@ -678,6 +678,18 @@ def test_sequences_end_for_the_stated_reason(
     sequence = group.sequences[0]
     assert (sequence.status, sequence.num_output_tokens) == (status, num_tokens)
     assert sequence.stop_token_id == (sequence.token_ids[-1] if stop else None)
+
+
+def test_a_pool_of_one_block_and_no_host_memory_serves_what_fits_in_it_one_after_the_other() -> None:
+    scheduler = make_scheduler(num_device_blocks=1, preemption_mode=PreemptionMode.SWAP)
+    groups = [make_group("a", 1, max_tokens=9), make_group("b", 3, n=2), make_group("c", 4), make_group("d", 5)]
+    for group in groups:
+        scheduler.add_request(group)
+    run(scheduler, FakeWorker(scheduler.config))
+    assert [len(output_of(group)) for group in groups] == [3, 0, 1, 0]
+    ignored = SequenceStatus.FINISHED_IGNORED
+    assert [group.sequences[0].status is ignored for group in groups] == [False, True, False, True]
+    assert scheduler.blocks.device.num_free == 1
 
 
 def test_a_prompt_of_exactly_the_pool_runs() -> None:
