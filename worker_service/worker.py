@@ -56,6 +56,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
     try:
         model = LlamaForCausalLM(config, dtype, device)
         checkpoint.load_into(model.checkpoint_tensors())
+        model.pack()
         speed = measure_prefill(model, shape, device, settings.max_num_batched_tokens, settings.max_num_seqs)
         num_device_blocks = settings.num_device_blocks or count_device_blocks(
             device,

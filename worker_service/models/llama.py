@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from kernels.attention import AttentionMetadata, paged_attention
 from kernels.reference import rms_norm, rotary_embedding, rotary_tables, silu_and_mul, store_kv
+from worker_service.models.linear import Linear
 from worker_service.models.rope import inverse_frequencies
 
 
@@ -72,32 +73,6 @@ class LlamaConfig:
         )
 
 
-@dataclass(frozen=True)
-class Linear:
-    """`x @ weight.T + bias`. weight: [outputs, inputs]; bias: [outputs]."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    @classmethod
-    def allocate(cls, outputs: int, inputs: int, biased: bool, dtype: torch.dtype, device: torch.device) -> "Linear":
-        """Without values yet."""
-        bias = torch.empty(outputs, dtype=dtype, device=device) if biased else None
-        return cls(torch.empty(outputs, inputs, dtype=dtype, device=device), bias)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight, self.bias)
-
-    def parts(self, names: dict[str, int]) -> dict[str, Tensor]:
-        """Names for consecutive slices of the outputs, given their sizes."""
-        weights = dict(zip(names, torch.split(self.weight, list(names.values())), strict=True))
-        tensors = {f"{name}.weight": weight for name, weight in weights.items()}
-        if self.bias is not None:
-            biases = dict(zip(names, torch.split(self.bias, list(names.values())), strict=True))
-            tensors |= {f"{name}.bias": bias for name, bias in biases.items()}
-        return tensors
-
-
 class DecoderLayer:
     """Attention, then a gated feed-forward network, each on the normalised and added to the plain."""
 
@@ -113,6 +88,10 @@ class DecoderLayer:
         self._out = Linear.allocate(hidden, self._heads[0], config.attention_bias, dtype, device)
         self._gate_up = Linear.allocate(2 * inner, hidden, config.mlp_bias, dtype, device)
         self._down = Linear.allocate(hidden, inner, config.mlp_bias, dtype, device)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self._qkv, self._out, self._gate_up, self._down
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """What each tensor of this layer in a checkpoint fills."""
@@ -149,17 +128,22 @@ class LlamaForCausalLM:
         self._embedding = torch.empty(config.vocabulary_size, config.hidden_size, dtype=dtype, device=device)
         self._layers = [DecoderLayer(config, dtype, device) for _ in range(config.num_layers)]
         self._norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
-        self._lm_head = self._embedding if config.tied_embeddings else torch.empty_like(self._embedding)
+        self._lm_head = Linear(self._embedding if config.tied_embeddings else torch.empty_like(self._embedding))
         self._inverse_frequencies = config.inverse_frequencies.to(device)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """The tensors that a checkpoint must hold, by their names in it, and the places that they fill."""
         tensors = {"model.embed_tokens.weight": self._embedding, "model.norm.weight": self._norm}
         if not self.config.tied_embeddings:
-            tensors["lm_head.weight"] = self._lm_head
+            tensors["lm_head.weight"] = self._lm_head.weight
         for number, layer in enumerate(self._layers):
             tensors |= {f"model.layers.{number}.{name}": part for name, part in layer.checkpoint_tensors().items()}
         return tensors
+
+    def pack(self) -> None:
+        """Pack the weights for fast products. Call it once, when `checkpoint_tensors` have been filled."""
+        for linear in (self._lm_head, *(linear for layer in self._layers for linear in layer.linears)):
+            linear.pack()
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionMetadata, cache: Tensor
@@ -177,4 +161,4 @@ class LlamaForCausalLM:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden_size]; returns [rows, vocabulary_size]."""
-        return functional.linear(hidden, self._lm_head)
+        return self._lm_head(hidden)

@@ -1,0 +1,32 @@
+import pytest
+import torch
+from torch.nn import functional
+
+from worker_service.models.linear import Linear
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rows", [1, 7, 33])
+def test_packed_weights_give_the_same_product(rows: int, biased: bool) -> None:
+    torch.manual_seed(rows)
+    weight = torch.randn(48, 40, dtype=torch.bfloat16)
+    bias = torch.randn(48, dtype=torch.bfloat16) if biased else None
+    x = torch.randn(rows, 40, dtype=torch.bfloat16)
+    linear = Linear(weight.clone(), bias)
+    linear.pack()
+    torch.testing.assert_close(linear(x), functional.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_weights_of_other_types_stay_as_they_are(dtype: torch.dtype) -> None:
+    linear = Linear(torch.ones(4, 3, dtype=dtype))
+    linear.pack()
+    assert linear.weight.shape == (4, 3)
+    assert torch.equal(linear(torch.ones(2, 3, dtype=dtype)), torch.full((2, 4), 3, dtype=dtype))
+
+
+def test_one_embedding_serves_as_input_and_packed_output() -> None:
+    embedding = torch.randn(16, 8, dtype=torch.bfloat16)
+    before = embedding.clone()
+    Linear(embedding).pack()
+    assert torch.equal(embedding, before)
