@@ -73,7 +73,8 @@ class SchedulerOutput:
     @property
     def is_empty(self) -> bool:
         """Whether the worker has nothing to do or to learn."""
-        return not (self.scheduled or self.finished or self.preempted or self.blocks_to_swap_out)
+        swaps = self.blocks_to_swap_out or self.blocks_to_swap_in
+        return not (self.scheduled or self.finished or self.preempted or swaps)
 
 
 class TokenLogprobs(NamedTuple):

@@ -46,8 +46,8 @@ class PriorityQueue(WaitingQueue):
         return group
 
     def victim(self, running: dict[SequenceGroup, None]) -> SequenceGroup:
-        """Of the lowest priority the youngest."""
-        return max(running, key=lambda group: group.rank)
+        """Of the lowest priority the youngest, and of equal ranks the one admitted last, or two would take turns."""
+        return max(reversed(running), key=lambda group: group.rank)
 
     def outranks(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:
         """Only a better priority preempts, and only while age has not evened it out."""

@@ -52,6 +52,17 @@ def test_lower_numbers_go_first_and_equal_ones_in_the_order_of_arrival() -> None
     assert [queue.pop().request_id for _ in range(4)] == ["a", "b", "c", "d"]
 
 
+def test_of_equal_ranks_the_one_admitted_last_makes_room() -> None:
+    """Were it the other, two that do not fit together could take turns for ever with steps planned ahead."""
+    queue = PriorityQueue(overtakes=1)
+    older, younger = make_group("older", 1, priority=1), make_group("younger", 1, priority=0)
+    queue.append(older)
+    queue.append(younger)
+    assert older.rank == younger.rank
+    assert queue.victim({older: None, younger: None}) is younger
+    assert queue.victim({younger: None, older: None}) is older
+
+
 @given(st.lists(st.tuples(st.integers(-2, 2), st.booleans()), max_size=200), st.integers(1, 8))
 def test_nobody_is_overtaken_more_often_than_ageing_allows(arrivals: list[tuple[int, bool]], overtakes: int) -> None:
     """At most `overtakes` later arrivals for each level of priority between the two."""

@@ -138,6 +138,12 @@ def test_a_delay_factor_lets_prompts_batch_up() -> None:
     assert step_at(5.0) == ["first", "second", "third"]
 
 
+def test_a_step_that_does_nothing_but_swap_in_is_sent() -> None:
+    """With three steps in flight the last token of a group that comes back may have been computed before it left."""
+    assert not SchedulerOutput(1, blocks_to_swap_in=[(0, 0)]).is_empty
+    assert SchedulerOutput(1).is_empty
+
+
 def test_requests_start_in_the_order_of_arrival_and_the_head_is_never_overtaken() -> None:
     scheduler = make_scheduler(num_device_blocks=4)
     worker = FakeWorker(scheduler.config)
