@@ -7,7 +7,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -16,11 +16,12 @@ from rich.table import Table
 
 from scheduler_service.core import FairQueue, PhaseRule, PreemptionMode, PriorityQueue, WaitingQueue
 from scheduler_service.simulation.cost_model import CostModel
-from scheduler_service.simulation.simulator import Result, Simulator
+from scheduler_service.simulation.senders import deal
+from scheduler_service.simulation.simulator import Simulator
+from scheduler_service.simulation.summary import summarise
 from scheduler_service.simulation.trace import read_trace
 
 POLICIES = {"fcfs": WaitingQueue, "priority": PriorityQueue, "fair": FairQueue}
-PERCENTILES = (50, 90, 99)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -33,48 +34,64 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--phase-rule", type=PhaseRule, default=PhaseRule.CHUNKED)
     parser.add_argument("--speedup", type=_positive, default=1.0, help="divides the trace's times")
     parser.add_argument("--limit", type=_positive_int, help="take the first requests only")
-    parser.add_argument("--tenants", type=_positive_int, default=1, help="deal requests out to so many tenants in turn")
+    parser.add_argument(
+        "--tenants",
+        type=_shares,
+        default={"": 1.0},
+        help='deal the requests out to tenants by these shares, as JSON: {"crowd": 8, "guest": 1}',
+    )
+    parser.add_argument(
+        "--priorities",
+        type=_priorities,
+        default={0: 1.0},
+        help='deal priorities out by these shares, as JSON: {"0": 9, "-10": 1}; lower runs first',
+    )
     return parser.parse_args(arguments)
 
 
 def _positive(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text} is not a number") from error
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return value
 
 
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number") from error
+
+
 def _positive_int(text: str) -> int:
-    value = int(text)
+    value = _whole(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return value
 
 
-def percentiles(values: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    return {f"p{p}": ordered[min(len(ordered) - 1, p * len(ordered) // 100)] for p in PERCENTILES}
+def _shares(text: str) -> dict[str, float]:
+    try:
+        shares = json.loads(text)
+    except ValueError:
+        shares = None
+    if not isinstance(shares, dict) or not shares:
+        raise argparse.ArgumentTypeError(f"{text} is not a JSON object of names and shares")
+    return {name: _positive(str(share)) for name, share in shares.items()}
 
 
-def summarise(result: Result) -> dict[str, object]:
-    """Figures of one run: latencies in seconds, throughput in output tokens a second of virtual time."""
-    return {
-        **{
-            name: percentiles([getattr(r, name) for r in result.requests]) for name in ("ttft", "tpot", "e2e", "queued")
-        },
-        "output_tokens_per_second": result.output_tokens_per_second,
-        "utilisation": result.utilisation,
-        "preemptions": {mode.value: count for mode, count in result.preemptions.items()},
-        "cached_tokens": result.cached_tokens,
-        "steps": result.num_steps,
-        "virtual_seconds": result.seconds,
-    }
+def _priorities(text: str) -> dict[int, float]:
+    return {_whole(priority): share for priority, share in _shares(text).items()}
 
 
 def main() -> None:
     arguments = parse_arguments()
     try:
         arrivals = read_trace(arguments.trace, speedup=arguments.speedup, limit=arguments.limit)
+        arrivals = deal(arrivals, arguments.tenants, arguments.priorities)
         cost_model = CostModel.read(arguments.cost_model) if arguments.cost_model else CostModel()
         report: dict[str, dict[str, object]] = {}
         with Progress(console=Console(stderr=True)) as bar:
@@ -87,7 +104,6 @@ def main() -> None:
                     waiting=POLICIES[policy](),
                     preemption_mode=arguments.preemption_mode,
                     phase_rule=arguments.phase_rule,
-                    num_tenants=arguments.tenants,
                 )
                 began = time.perf_counter()
                 result = simulator.run(lambda count, task=task: bar.update(task, completed=count))  # type: ignore[misc]
@@ -99,16 +115,21 @@ def main() -> None:
 
 
 def _table(report: dict[str, dict[str, object]]) -> Table:
-    table = Table("figure", *report)
-    for name in next(iter(report.values())):
-        table.add_row(name, *(_cell(figures[name]) for figures in report.values()))
+    table = Table("figure")
+    for policy in report:
+        table.add_column(policy, justify="right")
+    columns = [dict(_rows(figures)) for figures in report.values()]
+    for name in columns[0]:
+        table.add_row(name, *(column[name] for column in columns))
     return table
 
 
-def _cell(figure: object) -> str:
-    if isinstance(figure, dict):
-        return "  ".join(f"{name} {_cell(value)}" for name, value in figure.items())
-    return f"{figure:,.3f}" if isinstance(figure, float) else f"{figure:,}"
+def _rows(figures: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, figure in figures.items():
+        if isinstance(figure, dict):
+            yield from _rows(figure, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}", f"{figure:,.3f}" if isinstance(figure, float) else f"{figure:,}"
 
 
 if __name__ == "__main__":

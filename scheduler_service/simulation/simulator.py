@@ -20,6 +20,7 @@ from scheduler_service.core import (
     WaitingQueue,
 )
 from scheduler_service.simulation.cost_model import CostModel
+from scheduler_service.simulation.fairness import ServiceGap
 from scheduler_service.simulation.trace import Arrival, longest_sequence
 
 TOKEN = 7  # what simulated workers sample
@@ -29,8 +30,7 @@ TOKEN = 7  # what simulated workers sample
 class RequestTimes:
     """What happened to one request, in seconds of the virtual clock."""
 
-    arrived: float
-    output_tokens: int
+    arrival: Arrival
     admitted: float | None = None
     first_token: float | None = None
     finished: float | None = None
@@ -38,23 +38,23 @@ class RequestTimes:
     @property
     def ttft(self) -> float:
         assert self.first_token is not None
-        return self.first_token - self.arrived
+        return self.first_token - self.arrival.at
 
     @property
     def tpot(self) -> float:
         assert self.finished is not None
         assert self.first_token is not None
-        return (self.finished - self.first_token) / max(1, self.output_tokens - 1)
+        return (self.finished - self.first_token) / max(1, self.arrival.output_tokens - 1)
 
     @property
     def e2e(self) -> float:
         assert self.finished is not None
-        return self.finished - self.arrived
+        return self.finished - self.arrival.at
 
     @property
     def queued(self) -> float:
         assert self.admitted is not None
-        return self.admitted - self.arrived
+        return self.admitted - self.arrival.at
 
 
 @dataclass(slots=True)
@@ -67,6 +67,8 @@ class Result:
     num_steps: int = 0
     preemptions: dict[PreemptionMode, int] = field(default_factory=dict)
     cached_tokens: int = 0
+    service_gap: float = 0.0
+    """In tokens, as `fairness` counts them."""
 
     @property
     def utilisation(self) -> float:
@@ -74,7 +76,7 @@ class Result:
 
     @property
     def output_tokens_per_second(self) -> float:
-        return sum(request.output_tokens for request in self.requests) / self.seconds
+        return sum(request.arrival.output_tokens for request in self.requests) / self.seconds
 
 
 class Simulator:
@@ -89,7 +91,6 @@ class Simulator:
         waiting: WaitingQueue | None = None,
         preemption_mode: PreemptionMode = PreemptionMode.AUTO,
         phase_rule: PhaseRule = PhaseRule.CHUNKED,
-        num_tenants: int = 1,
     ) -> None:
         pool = cost_model.num_device_blocks * cost_model.block_size
         if (longest := longest_sequence(arrivals)) > pool:
@@ -109,15 +110,12 @@ class Simulator:
         )
         self._arrivals = arrivals
         self._cost_model = cost_model
-        self._num_tenants = num_tenants
         self._waiting = WaitingQueue() if waiting is None else waiting
         self._workers = [Scheduler(config, self._waiting) for _ in range(num_workers)]
         self._idle = list(range(num_workers - 1, -1, -1))
         self._ends: list[tuple[float, int, SchedulerOutput]] = []  # of steps that run: when, which worker, what
-        self.result = Result(
-            [RequestTimes(arrival.at, arrival.output_tokens) for arrival in arrivals],
-            busy_seconds=[0.0] * num_workers,
-        )
+        self._service_gap = ServiceGap()
+        self.result = Result([RequestTimes(arrival) for arrival in arrivals], busy_seconds=[0.0] * num_workers)
 
     def run(self, progress: Callable[[int], None] = lambda _: None) -> Result:
         """Run to the end; `progress` hears how many requests have finished."""
@@ -133,6 +131,7 @@ class Simulator:
         result = self.result
         for mode in (PreemptionMode.RECOMPUTE, PreemptionMode.SWAP):
             result.preemptions[mode] = sum(worker.num_preemptions[mode] for worker in self._workers)
+        result.service_gap = self._service_gap.tokens
         return result
 
     def _events(self) -> Iterator[tuple[float, int | None, SchedulerOutput]]:
@@ -144,6 +143,7 @@ class Simulator:
             if arriving < len(self._arrivals) and self._arrivals[arriving].at <= next_end:
                 now = self._arrivals[arriving].at
                 self._waiting.append(self._group(arriving))
+                self._service_gap.arrived(self._arrivals[arriving].tenant)
                 arriving += 1
                 yield now, None, nothing
             else:
@@ -159,7 +159,8 @@ class Simulator:
             [TOKEN] * arrival.prompt_tokens,
             SamplingParams(max_tokens=arrival.output_tokens),
             number.to_bytes(8, "little"),
-            tenant=str(number % self._num_tenants),
+            priority=arrival.priority,
+            tenant=arrival.tenant,
             arrived_at=arrival.at,
         )
 
@@ -179,6 +180,7 @@ class Simulator:
             if request.admitted is None:
                 request.admitted = now
                 self.result.cached_tokens += group.num_cached_tokens or 0
+                self._service_gap.admitted(request.arrival.tenant, request.arrival.prompt_tokens)
         seconds = self._cost_model.step_seconds(output)
         self.result.busy_seconds[worker] += seconds
         self.result.num_steps += 1
@@ -192,9 +194,11 @@ class Simulator:
             if gained.token_id is None:
                 continue
             request = self.result.requests[int(gained.sequence.group.request_id)]
+            self._service_gap.generated(request.arrival.tenant)
             if request.first_token is None:
                 request.first_token = now
             if gained.sequence.status.is_finished:
                 request.finished = now
                 num_finished += 1
+        self._service_gap.end_step()
         return num_finished

@@ -19,6 +19,8 @@ class Arrival(NamedTuple):
     at: float
     prompt_tokens: int
     output_tokens: int
+    tenant: str = ""
+    priority: int = 0
 
 
 def read_trace(path: Path, *, speedup: float = 1.0, limit: int | None = None) -> list[Arrival]:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from scheduler_service.core import FairQueue, PreemptionMode, PriorityQueue, WaitingQueue
+from scheduler_service.simulate import parse_arguments
 from scheduler_service.simulation.cost_model import CostModel
+from scheduler_service.simulation.senders import deal
 from scheduler_service.simulation.simulator import Simulator
 from scheduler_service.simulation.trace import Arrival, TraceError, read_trace
 
@@ -51,7 +53,11 @@ def test_every_request_finishes_under_every_policy_and_the_outcome_is_the_same_e
 ) -> None:
     def run() -> tuple[object, ...]:
         simulator = Simulator(
-            burst(60), COSTS, num_workers=num_workers, waiting=policy(), preemption_mode=mode, num_tenants=3
+            deal(burst(60), {"a": 1, "b": 1, "c": 1}, {0: 1, -1: 1}),
+            COSTS,
+            num_workers=num_workers,
+            waiting=policy(),
+            preemption_mode=mode,
         )
         result = simulator.run()
         assert all(request.finished is not None for request in result.requests)
@@ -130,12 +136,34 @@ def test_the_command_prints_a_table_and_ends_with_json(tmp_path: Path) -> None:
     trace.write_text(HEADER + "".join(f"2023-11-16 18:15:{s:02},20,5\n" for s in range(30)))
     costs.write_text('{"step_us": 5000}')
     command = [sys.executable, "-m", "scheduler_service.simulate", "--trace", str(trace), "--cost-model", str(costs)]
-    result = subprocess.run([*command, "--workers", "2"], capture_output=True, text=True, timeout=60)
+    options = ["--workers", "2", "--tenants", '{"a": 1, "b": 1}', "--priorities", '{"0": 1, "-5": 1}']
+    result = subprocess.run([*command, *options], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout.splitlines()[-1])
     assert list(report) == ["fcfs", "priority", "fair"]
     assert report["fcfs"]["ttft"]["p50"] > 0.005
+    assert set(report["fair"]["ttft_by_tenant"]) == {"a", "b"}
+    assert list(report["fair"]["ttft_by_priority"]) == ["-5", "0"]
+    assert "ttft_by_tenant b p99" in result.stdout
     trace.write_text("nonsense")
     failed = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert failed.returncode == 1
     assert failed.stderr.strip().splitlines()[-1].startswith("scheduler_service.simulate: ")
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "reason"),
+    [
+        ("--tenants", "3", "3 is not a JSON object of names and shares"),
+        ("--tenants", "{", "{ is not a JSON object of names and shares"),
+        ("--tenants", '{"a": -1}', "-1 is not a positive number"),
+        ("--tenants", '{"a": "many"}', "many is not a number"),
+        ("--priorities", '{"urgent": 1}', "urgent is not a whole number"),
+    ],
+)
+def test_shares_that_make_no_sense_are_refused(
+    option: str, text: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(["--trace", "trace.csv", option, text])
+    assert reason in capsys.readouterr().err

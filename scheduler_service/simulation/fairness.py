@@ -1,0 +1,62 @@
+"""How unequally tenants were served, by the measure of Sheng et al., "Fairness in Serving Large Language Models".
+
+Service is counted in tokens: those of prompts, once they are admitted, and output tokens at twice their number. Two
+tenants can claim equal service only as long as both have requests waiting; who asks for less than that gets less.
+"""
+
+from collections import Counter, defaultdict
+
+from scheduler_service.core.fair_queue import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
+
+PAIRS_A_STEP = 16
+
+
+class ServiceGap:
+    """The most service that any tenant got more than another within any span in which both had requests waiting.
+
+    For each pair that is the range of the difference between their services, because a span may begin at the lowest
+    and end at the highest. There are as many pairs as the square of the tenants that wait, so where they are more than
+    `PAIRS_A_STEP` they are looked at in one step of several only.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0.0
+        self._service: defaultdict[str, float] = defaultdict(float)
+        self._waiting: Counter[str] = Counter()  # requests that were never admitted, of tenants that have any
+        self._ranges: dict[tuple[str, str], tuple[float, float]] = {}  # while both of them wait
+        self._steps_to_skip = 0
+
+    def arrived(self, tenant: str) -> None:
+        if tenant not in self._waiting:
+            for other in self._waiting:
+                difference = self._service[tenant] - self._service[other]
+                self._ranges[tenant, other] = difference, difference
+        self._waiting[tenant] += 1
+
+    def admitted(self, tenant: str, num_prompt_tokens: int) -> None:
+        self._service[tenant] += PROMPT_TOKEN_COST * num_prompt_tokens
+        self._waiting[tenant] -= 1
+        if not self._waiting[tenant]:
+            del self._waiting[tenant]
+            for pair in [pair for pair in self._ranges if tenant in pair]:
+                self._widen(pair)
+                del self._ranges[pair]
+
+    def generated(self, tenant: str) -> None:
+        self._service[tenant] += OUTPUT_TOKEN_COST
+
+    def end_step(self) -> None:
+        if self._steps_to_skip:
+            self._steps_to_skip -= 1
+        elif self._ranges:
+            self._steps_to_skip = (len(self._ranges) - 1) // PAIRS_A_STEP
+            for pair in self._ranges:
+                self._widen(pair)
+
+    def _widen(self, pair: tuple[str, str]) -> None:
+        difference = self._service[pair[0]] - self._service[pair[1]]
+        low, high = self._ranges[pair]
+        if not low <= difference <= high:
+            low, high = min(low, difference), max(high, difference)
+            self._ranges[pair] = low, high
+            self.tokens = max(self.tokens, high - low)

@@ -1,0 +1,51 @@
+"""The figures of one simulated run: latencies in seconds, throughput in output tokens a second of virtual time."""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
+
+from scheduler_service.simulation.simulator import RequestTimes, Result
+
+Key = TypeVar("Key", bound=Hashable)
+
+PERCENTILES = (50, 90, 99)
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {f"p{p}": ordered[min(len(ordered) - 1, p * len(ordered) // 100)] for p in PERCENTILES}
+
+
+def ttft(requests: Sequence[RequestTimes]) -> dict[str, float]:
+    return percentiles([request.ttft for request in requests])
+
+
+def summarise(result: Result) -> dict[str, object]:
+    """Everything that tells policies apart; tenants and priorities only where there are several."""
+    requests = result.requests
+    figures: dict[str, object] = {
+        name: percentiles([getattr(request, name) for request in requests])
+        for name in ("ttft", "tpot", "e2e", "queued")
+    }
+    by_tenant = _grouped(requests, lambda request: request.arrival.tenant)
+    if len(by_tenant) > 1:
+        figures["ttft_by_tenant"] = {tenant: ttft(some) for tenant, some in by_tenant.items()}
+        figures["service_gap_tokens"] = round(result.service_gap)
+    by_priority = _grouped(requests, lambda request: request.arrival.priority)
+    if len(by_priority) > 1:
+        figures["ttft_by_priority"] = {priority: ttft(by_priority[priority]) for priority in sorted(by_priority)}
+    return figures | {
+        "output_tokens_per_second": result.output_tokens_per_second,
+        "utilisation": result.utilisation,
+        "preemptions": {mode.value: count for mode, count in result.preemptions.items()},
+        "cached_tokens": result.cached_tokens,
+        "steps": result.num_steps,
+        "virtual_seconds": result.seconds,
+    }
+
+
+def _grouped(requests: Sequence[RequestTimes], key: Callable[[RequestTimes], Key]) -> dict[Key, list[RequestTimes]]:
+    groups: defaultdict[Key, list[RequestTimes]] = defaultdict(list)
+    for request in requests:
+        groups[key(request)].append(request)
+    return dict(groups)
