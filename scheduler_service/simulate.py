@@ -1,13 +1,14 @@
 """Plan capacity without a GPU: python -m scheduler_service.simulate --trace FILE.csv --workers 8
 
-Prints latencies, throughput and utilisation of each policy side by side; the last line is JSON.
+Prints latencies, throughput and utilisation of each policy side by side; the last line is JSON. With --plot OUT.png it
+draws latencies and queues as well.
 """
 
 import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -17,7 +18,7 @@ from rich.table import Table
 from scheduler_service.core import FairQueue, PhaseRule, PreemptionMode, PriorityQueue, WaitingQueue
 from scheduler_service.simulation.cost_model import CostModel
 from scheduler_service.simulation.senders import deal
-from scheduler_service.simulation.simulator import Simulator
+from scheduler_service.simulation.simulator import Result, Simulator
 from scheduler_service.simulation.summary import summarise
 from scheduler_service.simulation.trace import read_trace
 
@@ -45,6 +46,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         type=_priorities,
         default={0: 1.0},
         help='deal priorities out by these shares, as JSON: {"0": 9, "-10": 1}; lower runs first',
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="OUT.png", help="draw time to first token, queue and running requests"
     )
     return parser.parse_args(arguments)
 
@@ -89,10 +93,12 @@ def _priorities(text: str) -> dict[int, float]:
 
 def main() -> None:
     arguments = parse_arguments()
+    save = _import_plot(arguments.plot) if arguments.plot else None
     try:
         arrivals = read_trace(arguments.trace, speedup=arguments.speedup, limit=arguments.limit)
         arrivals = deal(arrivals, arguments.tenants, arguments.priorities)
         cost_model = CostModel.read(arguments.cost_model) if arguments.cost_model else CostModel()
+        results: dict[str, Result] = {}
         report: dict[str, dict[str, object]] = {}
         with Progress(console=Console(stderr=True)) as bar:
             for policy in arguments.policy or POLICIES:
@@ -108,10 +114,26 @@ def main() -> None:
                 began = time.perf_counter()
                 result = simulator.run(lambda count, task=task: bar.update(task, completed=count))  # type: ignore[misc]
                 report[policy] = {**summarise(result), "real_seconds": time.perf_counter() - began}
-    except ValueError as error:
+                results[policy] = result
+        if save:
+            save(results, f"{arguments.trace.stem}, simulated workers: {arguments.workers:,}", arguments.plot)
+    except (ValueError, OSError) as error:
         sys.exit(f"scheduler_service.simulate: {error}")
     Console(file=sys.stdout).print(_table(report))
     sys.stdout.write(json.dumps(report) + "\n")
+
+
+def _import_plot(path: Path) -> Callable[[Mapping[str, Result], str, Path], None]:
+    """What draws; it ends the program before anything was simulated if nothing could be drawn."""
+    try:
+        from scheduler_service.simulation.plot import check, save
+    except ModuleNotFoundError:
+        sys.exit("scheduler_service.simulate: --plot needs matplotlib, which pip install -e '.[plot]' installs")
+    try:
+        check(path)
+    except ValueError as error:
+        sys.exit(f"scheduler_service.simulate: {error}")
+    return save
 
 
 def _table(report: dict[str, dict[str, object]]) -> Table:

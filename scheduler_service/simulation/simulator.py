@@ -36,9 +36,13 @@ class RequestTimes:
     finished: float | None = None
 
     @property
+    def arrived(self) -> float:
+        return self.arrival.at
+
+    @property
     def ttft(self) -> float:
         assert self.first_token is not None
-        return self.first_token - self.arrival.at
+        return self.first_token - self.arrived
 
     @property
     def tpot(self) -> float:
@@ -49,12 +53,12 @@ class RequestTimes:
     @property
     def e2e(self) -> float:
         assert self.finished is not None
-        return self.finished - self.arrival.at
+        return self.finished - self.arrived
 
     @property
     def queued(self) -> float:
         assert self.admitted is not None
-        return self.admitted - self.arrival.at
+        return self.admitted - self.arrived
 
 
 @dataclass(slots=True)

@@ -1,12 +1,12 @@
 """The figures of one simulated run: latencies in seconds, throughput in output tokens a second of virtual time."""
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from scheduler_service.simulation.simulator import RequestTimes, Result
 
-Key = TypeVar("Key", bound=Hashable)
+Key = TypeVar("Key", str, int)
 
 PERCENTILES = (50, 90, 99)
 
@@ -20,6 +20,14 @@ def ttft(requests: Sequence[RequestTimes]) -> dict[str, float]:
     return percentiles([request.ttft for request in requests])
 
 
+def by_tenant(requests: Sequence[RequestTimes]) -> dict[str, list[RequestTimes]]:
+    return _grouped(requests, lambda request: request.arrival.tenant)
+
+
+def by_priority(requests: Sequence[RequestTimes]) -> dict[int, list[RequestTimes]]:
+    return _grouped(requests, lambda request: request.arrival.priority)
+
+
 def summarise(result: Result) -> dict[str, object]:
     """Everything that tells policies apart; tenants and priorities only where there are several."""
     requests = result.requests
@@ -27,13 +35,11 @@ def summarise(result: Result) -> dict[str, object]:
         name: percentiles([getattr(request, name) for request in requests])
         for name in ("ttft", "tpot", "e2e", "queued")
     }
-    by_tenant = _grouped(requests, lambda request: request.arrival.tenant)
-    if len(by_tenant) > 1:
-        figures["ttft_by_tenant"] = {tenant: ttft(some) for tenant, some in by_tenant.items()}
+    if len(tenants := by_tenant(requests)) > 1:
+        figures["ttft_by_tenant"] = {tenant: ttft(some) for tenant, some in tenants.items()}
         figures["service_gap_tokens"] = round(result.service_gap)
-    by_priority = _grouped(requests, lambda request: request.arrival.priority)
-    if len(by_priority) > 1:
-        figures["ttft_by_priority"] = {priority: ttft(by_priority[priority]) for priority in sorted(by_priority)}
+    if len(priorities := by_priority(requests)) > 1:
+        figures["ttft_by_priority"] = {priority: ttft(some) for priority, some in priorities.items()}
     return figures | {
         "output_tokens_per_second": result.output_tokens_per_second,
         "utilisation": result.utilisation,
@@ -48,4 +54,4 @@ def _grouped(requests: Sequence[RequestTimes], key: Callable[[RequestTimes], Key
     groups: defaultdict[Key, list[RequestTimes]] = defaultdict(list)
     for request in requests:
         groups[key(request)].append(request)
-    return dict(groups)
+    return {name: groups[name] for name in sorted(groups)}
