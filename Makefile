@@ -47,8 +47,9 @@ down:
 bench: setup
 	$(BIN)/python -m bench
 
+# PEER: the path of a Python that can import vllm, whose scheduler is then measured too.
 bench-scheduler: setup
-	$(BIN)/python -m bench.scheduler
+	$(BIN)/python -m bench.scheduler $(PEER)
 
 bench-simulate: setup
 	$(BIN)/python -m bench.simulate $(TRACES)
