@@ -17,17 +17,12 @@ import structlog
 
 from pagewire_common.errors import RequestError
 from scheduler_service.codec import PROTOCOL_VERSION, WorkerInfo
-from scheduler_service.core import (
-    FairQueue,
-    PriorityQueue,
-    Scheduler,
-    SequenceGroup,
-    SequenceOutput,
-    SequenceStatus,
-    WaitingQueue,
-)
+from scheduler_service.core import Scheduler, SequenceGroup, SequenceOutput, SequenceStatus
 from scheduler_service.core.prefix_key import root_key
 from scheduler_service.model import ServedModel, max_sequence_tokens, model_name
+from scheduler_service.policy import waiting_queue
+from scheduler_service.recording.recorder import NoRecorder, Recorder
+from scheduler_service.recording.writer import FileWriter
 from scheduler_service.request import GenerationRequest, RequestState
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.worker_client import WorkerClient, WorkerError
@@ -45,15 +40,16 @@ _STATUS_OF_ERROR = {
 class Engine:
     """Accepts requests and keeps every worker busy with them. Create it inside the event loop that uses it.
 
-    Raises StartError when the settings name a model file that does not exist.
+    Raises StartError when the settings name a model file that does not exist, or a recording that exists.
     """
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self.settings = settings
-        self.waiting = _waiting_queue(settings)
+        self.waiting = waiting_queue(settings.policy, settings.overtakes, settings.tenant_weights)
         self.requests: dict[str, RequestState] = {}
         self.workers = [WorkerLoop(self, address) for address in settings.workers]
         self._model_name = model_name(settings.model)
+        self.recorder = _recorder(settings)
         self._model: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
         self._model_lock = asyncio.Lock()
         self._being_checked: set[str] = set()
@@ -101,6 +97,7 @@ class Engine:
         self.requests[request.request_id] = state
         self._is_empty.clear()
         self.waiting.append(state.group)
+        self.recorder.arrived(state.group)
         self._expire_later(state)
         self.wake()
         return state
@@ -129,6 +126,7 @@ class Engine:
             self.waiting.remove(group.request_id)
             for sequence in group.live:
                 sequence.status = status
+            self.recorder.withdrawn(group, status)
             ended = True
         self.wake()
         return ended
@@ -144,6 +142,7 @@ class Engine:
         finally:
             for worker in self.workers:
                 await worker.client.close()
+            self.recorder.close()
 
     async def wait_for_model(self) -> ServedModel:
         """The served model, however long it takes until a worker tells of it."""
@@ -255,11 +254,12 @@ class Engine:
             state.stream.fail(self._no_worker())
 
 
-def _waiting_queue(settings: SchedulerSettings) -> WaitingQueue:
-    match settings.policy:
-        case "fcfs":
-            return WaitingQueue()
-        case "priority":
-            return PriorityQueue(settings.overtakes)
-        case "fair":
-            return FairQueue(settings.tenant_weights)
+def _recorder(settings: SchedulerSettings) -> NoRecorder:
+    if settings.record is None:
+        return NoRecorder()
+    return Recorder(
+        FileWriter(settings.record),
+        policy=settings.policy,
+        overtakes=settings.overtakes,
+        tenant_weights=settings.tenant_weights,
+    )

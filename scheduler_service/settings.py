@@ -1,5 +1,6 @@
 """The scheduler service's settings."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -50,4 +51,9 @@ class SchedulerSettings(ServiceSettings):
     )
     no_worker_timeout: float = Field(60.0, ge=0, description="seconds a request waits while no worker is connected")
     stall_timeout: float = Field(60.0, gt=0, description="seconds a client may leave a message unread")
+    record: Path | None = Field(
+        None,
+        description="new file for a recording of every request and decision, to replay; it contains all prompts and "
+        "outputs as token ids",
+    )
     check_invariants: bool = Field(False, description="verify the block tables after every step; for tests")

@@ -43,6 +43,7 @@ class Session:
 
     def __init__(self, call: "grpc.aio.StreamStreamCall[pb.SchedulerOutput, pb.ModelOutput]", epoch: int) -> None:
         self.epoch = epoch
+        self.last_answer = pb.ModelOutput()  # as it came, for a recording
         self._call = call
 
     async def send(self, output: SchedulerOutput) -> None:
@@ -59,6 +60,7 @@ class Session:
             raise await self._ended()
         if answer.epoch != self.epoch:
             raise WorkerError(f"the worker answered for epoch {answer.epoch} in the session of epoch {self.epoch}")
+        self.last_answer = answer
         try:
             return decode_model_output(answer)
         except ValueError as error:

@@ -79,10 +79,10 @@ class WorkerLoop:
             config = _config(settings, info)
         except ValueError as error:
             raise WorkerError(f"it cannot be scheduled: {error}") from error
-        scheduler = Scheduler(config, self._engine.waiting)
         self.epoch = max(time.time_ns(), info.epoch + 1)
         session = self.client.open_session(self.epoch)
-        self.scheduler = scheduler
+        recorder = self._engine.recorder
+        self.scheduler = scheduler = recorder.scheduler(config, self._engine.waiting, self.client.address, session)
         log.info("worker connected", worker=self.client.address, epoch=self.epoch, blocks=info.num_device_blocks)
         self._in_flight.clear()
         try:

@@ -1,0 +1,17 @@
+"""The waiting queue of each policy, by the policy's name."""
+
+from collections.abc import Mapping
+
+from scheduler_service.core import FairQueue, PriorityQueue, WaitingQueue
+
+
+def waiting_queue(policy: str, overtakes: int, tenant_weights: Mapping[str, float]) -> WaitingQueue:
+    """An empty queue; raises ValueError when there is no such policy."""
+    match policy:
+        case "fcfs":
+            return WaitingQueue()
+        case "priority":
+            return PriorityQueue(overtakes)
+        case "fair":
+            return FairQueue(tenant_weights)
+    raise ValueError(f"{policy!r} is no policy")

@@ -1,0 +1,240 @@
+"""Writes down every call into the core, as it happens, and what the core decided.
+
+While nothing is recorded the engine has a `NoRecorder`, and its schedulers are plain ones. A `Recorder` gives it
+schedulers that note each call from outside after they have made it, also one that raises: a recording of a bug ends
+with the call that met it. What the recorder itself gets wrong is logged and ends the recording, not the call.
+
+Measured on two cores of an EPYC (Zen 5): a step of steady decoding costs 16 µs more at 1 sequence, 24 at 32 and about
+70 at 256, where planning it and taking its answer in cost 4, 37 and 280, and a model takes milliseconds. Those steps
+take 90, 200 and 1,200 bytes. A request costs 24 µs with a prompt of 128 tokens, 175 with 8,192.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import structlog
+
+from pagewire.v1 import recording_pb2 as pb
+from pagewire.v1 import scheduler_output_pb2 as wire
+from scheduler_service.codec import encode_scheduler_output
+from scheduler_service.core import (
+    ModelOutput,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+    Sequence,
+    SequenceGroup,
+    SequenceOutput,
+    SequenceStatus,
+    WaitingQueue,
+)
+from scheduler_service.recording.fields import encode_enum, encode_fields
+from scheduler_service.recording.format import FORMAT, VERSION, frame
+
+log = structlog.get_logger()
+
+
+class Wire(Protocol):
+    """A worker's session, as far as a recording needs it."""
+
+    epoch: int
+    last_answer: wire.ModelOutput
+    """As it came: it says more than the core takes in."""
+
+
+class Sink(Protocol):
+    """Where a recording goes, as long as it is open."""
+
+    is_open: bool
+
+    def add(self, data: bytes) -> None: ...
+
+    def stop(self, reason: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NoRecorder:
+    """Nothing is recorded, and nothing is spent on it."""
+
+    def scheduler(self, config: SchedulerConfig, waiting: WaitingQueue, worker: str, session: Wire) -> Scheduler:  # noqa: ARG002
+        """The scheduler of a session that begins."""
+        return Scheduler(config, waiting)
+
+    def arrived(self, group: SequenceGroup) -> None:
+        """A request has joined the waiting queue."""
+
+    def withdrawn(self, group: SequenceGroup, status: SequenceStatus) -> None:
+        """A waiting request was ended without a scheduler."""
+
+    def close(self) -> None:
+        """Nothing follows."""
+
+
+class Recorder(NoRecorder):
+    """Records into a sink. `clock` tells when calls are made that are not told the time."""
+
+    def __init__(
+        self,
+        sink: Sink,
+        *,
+        policy: str,
+        overtakes: int,
+        tenant_weights: Mapping[str, float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sink = sink
+        self._clock = clock
+        self._num_sessions = 0
+        self.note(
+            lambda event: event.header.MergeFrom(
+                pb.RecordingHeader(
+                    format=FORMAT,
+                    version=VERSION,
+                    wall_time=time.time(),
+                    policy=f"RECORDED_POLICY_{policy.upper()}",
+                    overtakes=overtakes,
+                    tenant_weights=tenant_weights,
+                )
+            )
+        )
+
+    def note(self, write: Callable[[pb.RecordedEvent], object], at: float | None = None) -> None:
+        """Add the event that `write` fills in."""
+        if not self._sink.is_open:
+            return
+        try:
+            event = pb.RecordedEvent(at=self._clock() if at is None else at)
+            write(event)
+            self._sink.add(frame(event))
+        except Exception as error:  # a recording is never worth a request
+            log.error("an event could not be recorded", exc_info=error)
+            self._sink.stop("an event could not be recorded")
+
+    def scheduler(self, config: SchedulerConfig, waiting: WaitingQueue, worker: str, session: Wire) -> Scheduler:
+        self._num_sessions += 1
+        scheduler = RecordedScheduler(config, waiting, self, self._num_sessions, session)
+
+        def write(event: pb.RecordedEvent) -> None:
+            start = event.session_start
+            start.session, start.worker, start.epoch = scheduler.session, worker, session.epoch
+            encode_fields(SchedulerConfig, config, start.config)
+
+        self.note(write)
+        return scheduler
+
+    def arrived(self, group: SequenceGroup) -> None:
+        self.note(lambda event: encode_fields(SequenceGroup, group, event.arrival))
+
+    def withdrawn(self, group: SequenceGroup, status: SequenceStatus) -> None:
+        self.note(
+            lambda event: event.withdrawal.MergeFrom(
+                pb.RecordedWithdrawal(request_id=group.request_id, status=_status(status))
+            )
+        )
+
+    def close(self) -> None:
+        self._sink.close()
+
+
+class RecordedScheduler(Scheduler):
+    """A scheduler of which every call from outside is recorded; what the core calls of itself is not."""
+
+    def __init__(
+        self, config: SchedulerConfig, waiting: WaitingQueue, recorder: Recorder, session: int, connection: Wire
+    ) -> None:
+        super().__init__(config, waiting)
+        self.session = session
+        self._recorder = recorder
+        self._wire = connection
+        self._is_inside = False
+
+    def schedule(self, now: float = 0.0) -> SchedulerOutput:
+        output, raised = None, ""
+        try:
+            with self._inside():
+                output = super().schedule(now)
+            return output
+        except Exception as error:
+            raised = type(error).__name__
+            raise
+        finally:
+            # With nothing running, waiting or to be told, neither before nor after, the call changed nothing. All
+            # idle workers are asked at every arrival; that is not worth a line each.
+            if output is None or not output.is_empty or output.ignored or self.has_work:
+                self._recorder.note(lambda event: self._write_plan(event.plan, output, raised), now)
+
+    def _write_plan(self, plan: pb.RecordedPlan, output: SchedulerOutput | None, raised: str) -> None:
+        plan.session, plan.raised = self.session, raised
+        if output is not None:
+            plan.ignored_request_ids.extend(group.request_id for group in output.ignored)
+            if not output.is_empty:
+                plan.step.MergeFrom(encode_scheduler_output(output, self._wire.epoch))
+
+    def update_from_output(
+        self, output: SchedulerOutput, answer: ModelOutput, now: float = 0.0
+    ) -> list[SequenceOutput]:
+        raised = ""
+        try:
+            with self._inside():
+                return super().update_from_output(output, answer, now)
+        except Exception as error:
+            raised = type(error).__name__
+            raise
+        finally:
+            self._recorder.note(lambda event: self._write_answer(event.answer, raised), now)
+
+    def _write_answer(self, answer: pb.RecordedAnswer, raised: str) -> None:
+        answer.session, answer.raised = self.session, raised
+        answer.answer.MergeFrom(self._wire.last_answer)
+
+    def release_all(self) -> list[SequenceGroup]:
+        with self._inside():
+            ended = super().release_all()
+        self._recorder.note(
+            lambda event: event.session_end.MergeFrom(
+                pb.RecordedSessionEnd(session=self.session, ended_request_ids=[group.request_id for group in ended])
+            )
+        )
+        return ended
+
+    def finish_requests(self, request_ids: list[str], status: SequenceStatus) -> list[SequenceGroup]:
+        with self._inside():
+            ended = super().finish_requests(request_ids, status)
+        if ended:
+            found = [group.request_id for group in ended]
+            self._recorder.note(
+                lambda event: event.finish.MergeFrom(
+                    pb.RecordedFinish(session=self.session, request_ids=found, status=_status(status))
+                )
+            )
+        return ended
+
+    def finish_sequence(self, sequence: Sequence, status: SequenceStatus) -> None:
+        is_news = not self._is_inside and not sequence.status.is_finished
+        super().finish_sequence(sequence, status)
+        if is_news:
+            self._recorder.note(
+                lambda event: event.sequence_finish.MergeFrom(
+                    pb.RecordedSequenceFinish(
+                        session=self.session,
+                        request_id=sequence.group.request_id,
+                        index=sequence.index,
+                        status=_status(status),
+                    )
+                )
+            )
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        self._is_inside = True
+        try:
+            yield
+        finally:
+            self._is_inside = False
+
+
+def _status(status: SequenceStatus) -> Any:
+    return encode_enum(pb.RecordedStatus.DESCRIPTOR, status)

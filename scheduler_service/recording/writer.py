@@ -1,0 +1,96 @@
+"""Appends to a file from a thread of its own, so that a slow disk holds nobody up.
+
+What was added reaches the operating system within about FLUSH_SECONDS, so that a process that is killed loses no more
+than that; there is no fsync. Whatever goes wrong is logged once and ends the recording, never the service.
+"""
+
+import os
+import queue
+import threading
+from pathlib import Path
+
+import structlog
+
+from pagewire_common.errors import StartError
+
+log = structlog.get_logger()
+
+FLUSH_SECONDS = 0.1  # many events a write: at 200 steps a second waking for each would cost more than encoding it
+MAX_PENDING_BYTES = 256 << 20  # further behind than this, the disk is too slow
+CLOSE_SECONDS = 5.0
+
+
+class FileWriter:
+    """A new file that only its owner may read. Raises StartError when it cannot be written, or holds something."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise StartError(f"--record: {path} cannot be written: {error.strerror}") from error
+        if os.fstat(self._file).st_size:  # a service that is restarted must not destroy what was recorded of its crash
+            os.close(self._file)
+            raise StartError(f"--record: {path} holds something already; a recording is never overwritten")
+        self._path = path
+        self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._num_added = 0  # bytes; only the adding thread writes this
+        self._num_written = 0  # bytes; only the writing thread writes this
+        self._failure = ""
+        self.is_open = True
+        self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
+        self._thread.start()
+
+    def add(self, data: bytes) -> None:
+        """Have bytes written; returns at once."""
+        if not self.is_open:
+            return
+        if self._failure:
+            self.stop(self._failure)
+        elif self._num_added - self._num_written > MAX_PENDING_BYTES:
+            self.stop("the disk is too slow")
+        else:
+            self._num_added += len(data)
+            self._queue.put(data)
+
+    def stop(self, reason: str) -> None:
+        """End the recording because of a failure: log it, once."""
+        if self.is_open:
+            self.is_open = False
+            self._queue.put(None)
+            log.error("recording stopped", file=str(self._path), reason=reason)
+
+    def close(self) -> None:
+        """Write what is left, waiting for a disk that is stuck no longer than CLOSE_SECONDS."""
+        self._closing.set()
+        self._queue.put(None)
+        self._thread.join(CLOSE_SECONDS)
+        if self._failure:
+            self.stop(self._failure)
+        self.is_open = False
+
+    def _run(self) -> None:
+        try:
+            while self._write(self._next_batch()):
+                pass
+        except OSError as error:
+            self._failure = error.strerror or str(error)
+        finally:
+            os.close(self._file)
+
+    def _next_batch(self) -> list[bytes | None]:
+        batch = [self._queue.get()]
+        self._closing.wait(FLUSH_SECONDS)
+        while not self._queue.empty():
+            batch.append(self._queue.get())
+        return batch
+
+    def _write(self, batch: list[bytes | None]) -> bool:
+        """Returns whether there may be more."""
+        is_last = None in batch
+        data = memoryview(b"".join(item for item in batch if item is not None))
+        while data:
+            count = os.write(self._file, data)
+            self._num_written += count
+            data = data[count:]
+        return not is_last

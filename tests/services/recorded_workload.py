@@ -1,0 +1,252 @@
+"""Drives the real core through whatever can happen to it, recording: several workers that come and go, steps planned
+ahead, aborts, stop strings, failures, answers that do not fit. The workers' tokens are dice."""
+
+import itertools
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from pagewire.v1 import scheduler_output_pb2 as wire
+from scheduler_service.codec import decode_model_output
+from scheduler_service.core import (
+    PhaseRule,
+    PreemptionMode,
+    SamplingParams,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+    SequenceGroup,
+    SequenceStatus,
+)
+from scheduler_service.policy import waiting_queue
+from scheduler_service.recording.recorder import NoRecorder, Recorder
+
+OVERTAKES = 3
+WEIGHTS = {"0": 2.0, "1": 0.5}
+
+
+class MemorySink:
+    """A recording in memory."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.failure = ""
+        self.is_open = True
+
+    def add(self, data: bytes) -> None:
+        self.data += data
+
+    def stop(self, reason: str) -> None:
+        self.failure = reason
+        self.is_open = False
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+class Clock:
+    """Seconds that pass with every look."""
+
+    def __init__(self, first: float = 1000.0) -> None:
+        self._ticks = itertools.count()
+        self._first = first
+
+    def __call__(self) -> float:
+        return self._first + next(self._ticks) / 128
+
+
+@dataclass
+class Connection:
+    epoch: int
+    last_answer: wire.ModelOutput = field(default_factory=wire.ModelOutput)
+
+
+@dataclass
+class Worker:
+    scheduler: Scheduler
+    connection: Connection
+    in_flight: deque[SchedulerOutput] = field(default_factory=deque)
+
+    def plan(self, now: float) -> SchedulerOutput:
+        output = self.scheduler.schedule(now)
+        if not output.is_empty:
+            self.in_flight.append(output)
+        return output
+
+    def answer(self, random: Random, now: float, *, failures: float = 0.0) -> bool:
+        """Take the oldest answer in; returns whether it fitted."""
+        output = self.in_flight.popleft()
+        token_ids = [random.randrange(10) for _ in range(output.num_samples)]
+        if random.random() < failures:
+            token_ids.append(0)
+        answer = wire.ModelOutput(epoch=self.connection.epoch, step_id=output.step_id, token_ids=token_ids)
+        if output.scheduled and output.scheduled[0].samples and random.random() < 2 * failures:
+            answer.failed_sequence_ids.append(output.scheduled[0].sequence.id)
+        self.connection.last_answer = answer
+        try:
+            self.scheduler.update_from_output(output, decode_model_output(answer), now)
+        except ValueError:
+            return False
+        return True
+
+
+class Workload:
+    """Up to `num_workers` workers of one size, and requests that all share a few beginnings."""
+
+    def __init__(
+        self,
+        random: Random,
+        recorder: NoRecorder,
+        *,
+        policy: str = "fcfs",
+        phase_rule: PhaseRule = PhaseRule.CHUNKED,
+        mode: PreemptionMode = PreemptionMode.RECOMPUTE,
+        num_workers: int = 2,
+        most_in_flight: int = 2,
+        clock: Clock | None = None,
+    ) -> None:
+        self.random = random
+        self.recorder = recorder
+        self.clock = clock or Clock()
+        self.waiting = waiting_queue(policy, OVERTAKES, WEIGHTS)
+        block_size = random.randint(1, 5)
+        self.config = SchedulerConfig(
+            block_size=block_size,
+            num_device_blocks=random.randint(2, 24),
+            max_num_batched_tokens=random.randint(6, 40),
+            max_num_seqs=random.randint(1, 6),
+            max_model_len=64,
+            num_host_blocks=random.randint(0, 16),
+            watermark=random.choice([0.0, 0.2]),
+            prefix_caching=random.random() < 0.7,
+            phase_rule=phase_rule,
+            delay_factor=random.choice([0.0, 2.0]),
+            preemption_mode=mode,
+            block_bytes=1000,
+            swap_bytes_per_second=100_000,
+            prefill_tokens_per_second=50 * block_size,
+        )
+        self.workers: list[Worker | None] = [None] * num_workers
+        self.most_in_flight = most_in_flight
+        self.groups: list[SequenceGroup] = []
+        self.failures = 0.01  # of answers
+        self._epochs = itertools.count(1)
+
+    def run(self, num_actions: int = 150) -> None:
+        for _ in range(num_actions):
+            self._act()
+        self.failures = 0.0
+        for _ in range(5_000):
+            for number in range(len(self.workers)):
+                self._connect(number)
+            workers = [worker for worker in self.workers if worker is not None]
+            if not any(worker.scheduler.has_work or worker.in_flight for worker in workers):
+                break
+            for number in range(len(self.workers)):
+                self._step(number)
+        assert all(group.is_finished for group in self.groups)
+        for number in range(len(self.workers)):
+            self._lose(number)
+        self.recorder.close()
+
+    def _act(self) -> None:
+        number = self.random.randrange(len(self.workers))
+        match self.random.choices(
+            ["step", "arrive", "abort", "stop", "lose", "connect"], weights=[60, 15, 3, 3, 2, 10]
+        )[0]:
+            case "step":
+                self._step(number)
+            case "arrive":
+                self._arrive()
+            case "abort":
+                self._abort()
+            case "stop":
+                self._stop(number)
+            case "lose":
+                self._lose(number)
+            case "connect":
+                self._connect(number)
+
+    def _connect(self, number: int) -> None:
+        if self.workers[number] is None:
+            connection = Connection(next(self._epochs))
+            scheduler = self.recorder.scheduler(self.config, self.waiting, f"worker:{number}", connection)
+            self.workers[number] = Worker(scheduler, connection)
+
+    def _step(self, number: int) -> None:
+        if (worker := self.workers[number]) is None:
+            return
+        is_full = len(worker.in_flight) == self.most_in_flight
+        if not is_full and not worker.plan(self.clock()).is_empty and self.random.random() < 0.7:
+            return
+        if worker.in_flight and not worker.answer(self.random, self.clock(), failures=self.failures):
+            self._lose(number)
+
+    def _arrive(self) -> None:
+        random = self.random
+        prompt = [7] * random.randint(1, 12) + [random.randrange(10) for _ in range(random.randint(0, 12))]
+        max_tokens = random.randint(1, 12)
+        group = SequenceGroup(
+            str(len(self.groups)),
+            prompt,
+            SamplingParams(
+                max_tokens=max_tokens,
+                n=random.choice([1, 1, 1, 2, 3]),
+                min_tokens=random.randint(0, max_tokens),
+                eos_token_ids=frozenset({random.randrange(40)}),
+                stop_token_ids=frozenset({random.randrange(40)}),
+                seed=random.getrandbits(63),
+                logit_bias={3: 0.5},
+                bad_words=((1, 2), (3,)),
+            ),
+            bytes([random.randrange(2)]),
+            priority=random.randint(-2, 2),
+            tenant=str(random.randrange(3)),
+            arrived_at=self.clock(),
+        )
+        self.groups.append(group)
+        self.waiting.append(group)
+        self.recorder.arrived(group)
+
+    def _abort(self) -> None:
+        """As the engine does it: by whichever scheduler knows the request, or out of the queue."""
+        if not self.groups:
+            return
+        group = self.random.choice(self.groups)
+        status = SequenceStatus.FINISHED_ABORTED
+        workers = [worker for worker in self.workers if worker is not None]
+        if any(worker.scheduler.finish_requests([group.request_id], status) for worker in workers):
+            return
+        if self.waiting.get(group.request_id) is not None:
+            self.waiting.remove(group.request_id)
+            for sequence in group.live:
+                sequence.status = status
+            self.recorder.withdrawn(group, status)
+
+    def _stop(self, number: int) -> None:
+        """As the engine does it: an output that has text, so never the leader of a prompt that is not computed yet."""
+        worker = self.workers[number]
+        if worker is None:
+            return
+        groups = [group for group in worker.scheduler.running if not group.has_unforked]
+        if not groups:
+            return
+        group = self.random.choice(groups)
+        worker.scheduler.finish_sequence(self.random.choice(group.sequences), SequenceStatus.FINISHED_STOPPED)
+
+    def _lose(self, number: int) -> None:
+        if worker := self.workers[number]:
+            self.workers[number] = None
+            worker.scheduler.release_all()
+
+
+def record(path: Path, random: Random, *, policy: str = "fcfs", num_actions: int = 150, **options: object) -> Workload:
+    """Run a workload and write its recording to a file."""
+    sink, clock = MemorySink(), Clock()
+    recorder = Recorder(sink, policy=policy, overtakes=OVERTAKES, tenant_weights=WEIGHTS, clock=clock)
+    workload = Workload(random, recorder, policy=policy, clock=clock, **options)  # type: ignore[arg-type]
+    workload.run(num_actions)
+    assert not sink.failure
+    path.write_bytes(sink.data)
+    return workload
