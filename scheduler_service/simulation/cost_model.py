@@ -3,18 +3,45 @@
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scheduler_service.core import SchedulerOutput
+
+# What may cost nothing, or not be there; everything else is at least a little.
+MAY_BE_ZERO = frozenset(("step_us", "decode_token_us", "context_token_us", "num_host_blocks"))
+
+
+class StepWork(NamedTuple):
+    """What the time of a step depends on.
+
+    A prefill token is one of a chunk of several, a decode token one that a sequence computes alone; context is counted
+    over the scheduled sequences, in tokens that their last token attends to.
+    """
+
+    prefill_tokens: int
+    decode_tokens: int
+    context_tokens: int
+    swapped_blocks: int
+
+    @classmethod
+    def of(cls, output: SchedulerOutput) -> "StepWork":
+        """The work of a step; to be asked before the next one is planned."""
+        prefill = decode = context = 0
+        for sequence, num_tokens, _ in output.scheduled:
+            context += sequence.num_computed_tokens  # those of this step included
+            if num_tokens == 1:
+                decode += 1
+            else:
+                prefill += num_tokens
+        return cls(prefill, decode, context, len(output.blocks_to_swap_out) + len(output.blocks_to_swap_in))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Microseconds of a step as a sum, and the worker's sizes.
+    """Microseconds of a step as a sum over its `StepWork`, and the worker's sizes.
 
-    A prefill token is one of a chunk of several, a decode token one that a sequence computes alone; context is counted
-    over the scheduled sequences, in tokens that their last token attends to. The defaults are round numbers,
-    of the order of a small model on a few CPU cores, not a measurement; give a file of your own to plan anything.
+    The defaults are round numbers, of the order of a small model on a few CPU cores, not a measurement; fit one to a
+    recording of your own to plan anything.
     """
 
     step_us: float = 2_000.0
@@ -31,21 +58,14 @@ class CostModel:
 
     def step_seconds(self, output: SchedulerOutput) -> float:
         """How long a step takes; to be asked before the next one is planned."""
-        prefill = decode = context = 0
-        for sequence, num_tokens, _ in output.scheduled:
-            context += sequence.num_computed_tokens  # those of this step included
-            if num_tokens == 1:
-                decode += 1
-            else:
-                prefill += num_tokens
+        work = StepWork.of(output)
         compute_us = (
             self.step_us
-            + self.prefill_token_us * prefill
-            + self.decode_token_us * decode
-            + self.context_token_us * context
+            + self.prefill_token_us * work.prefill_tokens
+            + self.decode_token_us * work.decode_tokens
+            + self.context_token_us * work.context_tokens
         )
-        moved = (len(output.blocks_to_swap_out) + len(output.blocks_to_swap_in)) * self.block_bytes
-        return compute_us / 1e6 + moved / self.swap_bytes_per_second
+        return compute_us / 1e6 + work.swapped_blocks * self.block_bytes / self.swap_bytes_per_second
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -64,6 +84,8 @@ class CostModel:
         if not isinstance(values, dict) or not set(values) <= set(known):
             raise ValueError(f"{path}: the fields of a cost model are {', '.join(known)}")
         for name, value in values.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-                raise ValueError(f"{path}: {name} is {value!r}; it must be a positive number")
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+            if not is_number or (value == 0 and name not in MAY_BE_ZERO):
+                least = "number of at least 0" if name in MAY_BE_ZERO else "positive number"
+                raise ValueError(f"{path}: {name} is {value!r}; it must be a {least}")
         return cls(**{name: known[name](value) for name, value in values.items()})
