@@ -1,0 +1,184 @@
+"""A replay as a trace that ui.perfetto.dev opens: Chrome's trace event format.
+
+Every worker has a lane with a slice for each step, from when it could begin to its answer; every request has one that
+says at each moment, from its arrival to its end, whether it is queued, prefill, decode, preempted or swapped. Counters
+show how many requests wait, run and are swapped out, and how many blocks are free. Written as it comes, in whole
+microseconds after the recording began.
+"""
+
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TextIO
+
+from scheduler_service.core import SequenceGroup, SequenceStatus
+from scheduler_service.recording.replayer import Moment, Replayer, Session, Step
+
+WORKERS, REQUESTS = 1, 2  # Perfetto's processes, which hold lanes together
+
+
+@dataclass(slots=True)
+class _Lane:
+    """Where a request stands, and since when."""
+
+    number: int
+    since: int
+    state: str = "queued"
+    worker: str = ""
+    has_run: bool = False
+    has_token: bool = False  # since it was last given to a worker
+
+
+class TraceWriter:
+    """Draws the moments of a replay into a file; `close` ends it, however far the replay came."""
+
+    def __init__(self, file: TextIO, replayer: Replayer) -> None:
+        self._file = file
+        self._replayer = replayer
+        self._origin: float | None = None
+        self._now = 0
+        self._separator = ""
+        self._workers: dict[str, int] = {}
+        self._lanes: dict[SequenceGroup, _Lane] = {}  # of requests that have not ended
+        self._num_lanes = 0
+        self._on: dict[Session, dict[SequenceGroup, None]] = {}  # groups that a session had after its last moment
+        self._counted: dict[str, object] = {}
+
+    def add(self, moment: Moment) -> None:
+        """Draw what one event did."""
+        if self._origin is None:
+            self._begin(moment.at)
+        self._now = max(self._now, self._time(moment.at))
+        if moment.kind == "arrival":
+            self._open(moment.groups[0])
+        if moment.session is not None:
+            if moment.kind == "answer" and moment.step is not None:
+                self._draw_step(moment.session, moment.step, moment.step.work._asdict())
+            elif moment.kind == "session_end" and moment.session.in_flight:
+                step = moment.session.in_flight[0]
+                step.began_at = max(step.sent_at, moment.session.answered_at)
+                self._draw_step(moment.session, step, {"lost": True, **step.work._asdict()})
+            self._count(moment.session)
+        for gained in moment.gained:
+            if gained.token_id is not None and (lane := self._lanes.get(gained.sequence.group)):
+                lane.has_token = True
+        self._follow(moment)
+
+    def close(self) -> None:
+        """End what is still open where the recording ends."""
+        if self._origin is None:
+            self._begin(0.0)
+        for lane in self._lanes.values():
+            self._end_slice(lane, {})
+        self._file.write("\n]}\n")
+
+    # ---- requests
+
+    def _open(self, group: SequenceGroup) -> None:
+        self._num_lanes += 1
+        self._lanes[group] = _Lane(self._num_lanes, min(self._now, self._time(group.arrived_at)))
+        self._name("thread_name", REQUESTS, self._num_lanes, group.request_id)
+
+    def _follow(self, moment: Moment) -> None:
+        """Bring the lanes of all groups that the event may have changed up to date."""
+        session, touched = moment.session, dict.fromkeys(moment.groups)
+        if session is not None:
+            here = dict.fromkeys([*session.scheduler.running, *session.scheduler.swapped])
+            touched |= self._on.pop(session, {}) | here
+            if here:
+                self._on[session] = here
+        for group in touched:
+            if (lane := self._lanes.get(group)) is None:
+                continue
+            if group.is_finished:
+                ends = sorted({sequence.status.name.lower() for sequence in group.sequences})
+                self._end_slice(self._lanes.pop(group), {"ended": ", ".join(ends)})
+                continue
+            state = self._state(group, lane)
+            if state != lane.state:
+                self._end_slice(lane, {})
+                lane.state = state
+            lane.worker = session.worker if session is not None and state not in ("queued", "preempted") else ""
+
+    @staticmethod
+    def _state(group: SequenceGroup, lane: _Lane) -> str:
+        status = group.live[0].status
+        if status is SequenceStatus.WAITING:
+            lane.has_token = False
+            return "preempted" if lane.has_run else "queued"
+        lane.has_run = True
+        if status is SequenceStatus.SWAPPED:
+            return "swapped"
+        return "decode" if lane.has_token else "prefill"
+
+    def _end_slice(self, lane: _Lane, args: dict[str, object]) -> None:
+        if lane.worker:
+            args["worker"] = lane.worker
+        if self._now > lane.since:
+            self._slice(REQUESTS, lane.number, lane.state, lane.since, self._now, args)
+        lane.since = self._now
+
+    # ---- workers
+
+    def _draw_step(self, session: Session, step: Step, args: dict[str, object]) -> None:
+        if session.worker not in self._workers:
+            self._workers[session.worker] = len(self._workers) + 1
+            self._name("thread_name", WORKERS, self._workers[session.worker], session.worker)
+        output = step.output
+        args |= {
+            "step": output.step_id,
+            "session": session.number,
+            "sequences": len(output.scheduled),
+            "blocks_swapped_out": len(output.blocks_to_swap_out),
+            "blocks_swapped_in": len(output.blocks_to_swap_in),
+            "blocks_copied": len(output.blocks_to_copy),
+            "planned_ahead_us": self._time(step.began_at) - self._time(step.sent_at),
+        }
+        if step.answer is not None and step.answer.HasField("timing"):
+            timing = step.answer.timing
+            args |= {"move_us": timing.move_us, "forward_us": timing.forward_us, "sample_us": timing.sample_us}
+        parts = [
+            name
+            for name, count in (("prefill", step.work.prefill_tokens), ("decode", step.work.decode_tokens))
+            if count
+        ]
+        name = " + ".join(parts) or "nothing to compute"
+        self._slice(WORKERS, self._workers[session.worker], name, self._time(step.began_at), self._now, args)
+
+    def _count(self, session: Session) -> None:
+        scheduler = session.scheduler
+        self._counter("waiting", {"requests": len(self._replayer.waiting)})
+        self._counter(
+            f"{session.worker} requests", {"running": len(scheduler.running), "swapped": len(scheduler.swapped)}
+        )
+        self._counter(f"{session.worker} free blocks", {"blocks": scheduler.blocks.device.num_free})
+
+    # ---- the format
+
+    def _begin(self, origin: float) -> None:
+        self._origin = origin
+        recorded_at = datetime.fromtimestamp(self._replayer.header.wall_time, UTC).isoformat()
+        head = {"displayTimeUnit": "ms", "otherData": {"recorded_at": recorded_at}}
+        self._file.write(json.dumps(head)[:-1] + ', "traceEvents": [\n')
+        self._name("process_name", WORKERS, 0, "workers")
+        self._name("process_name", REQUESTS, 0, "requests")
+
+    def _time(self, at: float) -> int:
+        assert self._origin is not None
+        return max(0, round((at - self._origin) * 1e6))
+
+    def _name(self, what: str, process: int, lane: int, name: str) -> None:
+        self._event(name=what, ph="M", pid=process, tid=lane, args={"name": name})
+
+    def _slice(self, process: int, lane: int, name: str, began: int, ended: int, args: dict[str, object]) -> None:
+        began = min(began, ended)
+        self._event(name=name, ph="X", pid=process, tid=lane, ts=began, dur=ended - began, args=args)
+
+    def _counter(self, name: str, values: dict[str, object]) -> None:
+        if self._counted.get(name) != values:
+            self._counted[name] = values
+            self._event(name=name, ph="C", pid=WORKERS, tid=0, ts=self._now, args=values)
+
+    def _event(self, **fields: object) -> None:
+        self._file.write(self._separator + json.dumps(fields))
+        self._separator = ",\n"

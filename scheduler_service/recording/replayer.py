@@ -1,0 +1,251 @@
+"""Runs the core again from a recording and compares everything that it decides.
+
+A plan is compared as the bytes that its worker got, so that not even a block number may differ. What the replay goes
+through is handed out event by event; traces and cost models are made of that.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from pagewire.v1 import recording_pb2 as pb
+from pagewire.v1 import scheduler_output_pb2 as wire
+from scheduler_service.codec import decode_model_output, encode_scheduler_output
+from scheduler_service.core import (
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+    SequenceGroup,
+    SequenceOutput,
+    SequenceStatus,
+    WaitingQueue,
+)
+from scheduler_service.policy import waiting_queue
+from scheduler_service.recording.fields import decode_enum, decode_fields
+from scheduler_service.recording.format import ReadEvent, RecordingError, read_events
+from scheduler_service.recording.words import compare_steps
+from scheduler_service.simulation.cost_model import StepWork
+
+T = TypeVar("T")
+
+
+class DifferenceError(Exception):
+    """The core decided differently; the message says where, and what both decisions were."""
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """A planned step and its times, in seconds of the recorded clock."""
+
+    output: SchedulerOutput
+    work: StepWork
+    sent_at: float
+    answer: wire.ModelOutput | None = None
+    began_at: float = 0.0
+    """When the worker could begin with it: it was there, and the step before it was answered."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One session of a worker, its scheduler and its steps without an answer."""
+
+    number: int
+    worker: str
+    epoch: int
+    scheduler: Scheduler
+    in_flight: deque[Step] = field(default_factory=deque)
+    answered_at: float = float("-inf")
+
+
+class Moment(NamedTuple):
+    """What one event did."""
+
+    at: float
+    session: Session | None = None
+    groups: Sequence[SequenceGroup] = ()
+    """That arrived, or were ended otherwise than by an answer."""
+    step: Step | None = None
+    """That was planned or answered."""
+    gained: Sequence[SequenceOutput] = ()
+    kind: str = ""
+    """The event's name in RecordedEvent."""
+    end: int = 0
+    """The offset after it."""
+
+
+class Replayer:
+    """The core of a recording, as it goes through its events."""
+
+    def __init__(self) -> None:
+        self.waiting = WaitingQueue()
+        self.header = pb.RecordingHeader()
+        self.num_events = 0
+        self.num_steps = 0
+        self.num_requests = 0
+        self.workers: dict[str, None] = {}
+        self._sessions: dict[int, Session] = {}
+        self._groups: dict[str, SequenceGroup] = {}  # that have not ended
+
+    def run(self, path: Path) -> Iterator[Moment]:
+        """Replay a file event by event.
+
+        Raises DifferenceError at the first one, RecordingError where the file is unusable.
+        """
+        for read in read_events(path):
+            moment = self._apply(read)
+            self.num_events += 1
+            yield moment
+
+    def _apply(self, read: ReadEvent) -> Moment:
+        event, kind = read.event, str(read.event.WhichOneof("event"))
+        try:
+            moment = getattr(self, f"_{kind}")(getattr(event, kind), event.at)
+        except _CoreError as error:
+            raise DifferenceError(f"event {read.number} at byte {read.offset}, {error}") from error.__cause__
+        except (KeyError, IndexError, ValueError) as error:
+            raise RecordingError(f"event {read.number} at byte {read.offset} makes no sense: {error!r}") from error
+        return moment._replace(kind=kind, end=read.end)  # type: ignore[no-any-return]
+
+    # ---- one method an event, by the event's name
+
+    def _header(self, header: pb.RecordingHeader, at: float) -> Moment:
+        if self.num_events:
+            raise ValueError("a second header")
+        name = pb.RecordedPolicy.Name(header.policy).removeprefix("RECORDED_POLICY_").lower()
+        self.waiting = waiting_queue(name, header.overtakes, dict(header.tenant_weights))
+        self.header = header
+        return Moment(at)
+
+    def _arrival(self, arrival: pb.RecordedArrival, at: float) -> Moment:
+        group = decode_fields(SequenceGroup, arrival)
+        self.waiting.append(group)
+        self._groups[group.request_id] = group
+        self.num_requests += 1
+        return Moment(at, groups=[group])
+
+    def _withdrawal(self, withdrawal: pb.RecordedWithdrawal, at: float) -> Moment:
+        group, status = self._groups.pop(withdrawal.request_id), _status(withdrawal.status)
+        if group.request_id not in self.waiting:
+            raise _CoreError(f"withdrawal of request {group.request_id!r}: it does not wait")
+        self.waiting.remove(group.request_id)
+        for sequence in group.live:
+            sequence.status = status
+        return Moment(at, groups=[group])
+
+    def _session_start(self, start: pb.RecordedSessionStart, at: float) -> Moment:
+        scheduler = Scheduler(decode_fields(SchedulerConfig, start.config), self.waiting)
+        session = Session(start.session, start.worker, start.epoch, scheduler)
+        if start.session in self._sessions:
+            raise ValueError(f"session {start.session} has begun already")
+        self._sessions[start.session] = session
+        self.workers[start.worker] = None
+        return Moment(at, session)
+
+    def _session_end(self, end: pb.RecordedSessionEnd, at: float) -> Moment:
+        session = self._sessions.pop(end.session)
+        ended = _call(session, "the loss of its worker", session.scheduler.release_all)
+        self._compare_ids(session, "ends for lost workers", end.ended_request_ids, ended)
+        return Moment(at, session, ended or ())
+
+    def _plan(self, plan: pb.RecordedPlan, at: float) -> Moment:
+        session = self._sessions[plan.session]
+        output = _call(session, "planning", lambda: session.scheduler.schedule(at), plan.raised)
+        if output is None:
+            return Moment(at, session)
+        replayed = None if output.is_empty else encode_scheduler_output(output, session.epoch)
+        recorded = plan.step if plan.HasField("step") else None
+        if _bytes(recorded) != _bytes(replayed):
+            step_id = (recorded or replayed or wire.SchedulerOutput()).step_id
+            raise _CoreError(f"worker {session.worker}, step {step_id}: {compare_steps(recorded, replayed)}")
+        self._compare_ids(session, "ends as too large", plan.ignored_request_ids, output.ignored)
+        if output.is_empty:
+            return Moment(at, session, output.ignored)
+        self.num_steps += 1
+        step = Step(output, StepWork.of(output), at)
+        session.in_flight.append(step)
+        return Moment(at, session, output.ignored, step)
+
+    def _answer(self, answer: pb.RecordedAnswer, at: float) -> Moment:
+        session = self._sessions[answer.session]
+        if not session.in_flight:
+            raise ValueError("no step is without an answer")
+        decoded, step = decode_model_output(answer.answer), session.in_flight.popleft()
+        what = f"the answer to step {step.output.step_id}"
+        gained = _call(
+            session, what, lambda: session.scheduler.update_from_output(step.output, decoded, at), answer.raised
+        )
+        if gained is None:
+            return Moment(at, session)
+        for group in {item.sequence.group.request_id: item.sequence.group for item in gained}.values():
+            self._forget_if_finished(group)
+        step.answer = answer.answer
+        step.began_at, session.answered_at = max(step.sent_at, session.answered_at), at
+        return Moment(at, session, step=step, gained=gained)
+
+    def _finish(self, finish: pb.RecordedFinish, at: float) -> Moment:
+        session, status = self._sessions[finish.session], _status(finish.status)
+        groups = [self._groups[request_id] for request_id in finish.request_ids]
+        request_ids = list(finish.request_ids)
+        ended = _call(session, "ending", lambda: session.scheduler.finish_requests(request_ids, status))
+        self._compare_ids(session, "ends", request_ids, ended)
+        return Moment(at, session, groups)
+
+    def _sequence_finish(self, finish: pb.RecordedSequenceFinish, at: float) -> Moment:
+        session, status = self._sessions[finish.session], _status(finish.status)
+        group = self._groups[finish.request_id]
+        sequence = group.sequences[finish.index]
+        if sequence.status.is_finished:
+            raise _CoreError(
+                f"worker {session.worker}, request {group.request_id!r}, output {finish.index}: it has ended already"
+            )
+        _call(session, "ending an output", lambda: session.scheduler.finish_sequence(sequence, status))
+        self._forget_if_finished(group)
+        return Moment(at, session, [group])
+
+    # ---- helpers
+
+    def _compare_ids(
+        self, session: Session, what: str, recorded: Sequence[str], replayed: Sequence[SequenceGroup] | None
+    ) -> None:
+        found = [group.request_id for group in replayed or ()]
+        if list(recorded) != found:
+            raise _CoreError(
+                f"worker {session.worker}, requests that the core {what}: recorded {list(recorded)}, replayed {found}"
+            )
+        for group in replayed or ():
+            self._forget_if_finished(group)
+
+    def _forget_if_finished(self, group: SequenceGroup) -> None:
+        if group.is_finished:
+            self._groups.pop(group.request_id, None)
+
+
+class _CoreError(Exception):
+    """A difference, without the place of its event."""
+
+
+def _call(session: Session, what: str, call: Callable[[], T], recorded: str = "") -> T | None:
+    """Make a call into the core; None when it raised what it raised before."""
+    raised, result, cause = "", None, None
+    try:
+        result = call()
+    except Exception as error:
+        raised, cause = type(error).__name__, error
+    if raised != recorded:
+        happened = [name or "nothing" for name in (recorded, raised)]
+        reason = f" ({cause})" if cause is not None else ""
+        raise _CoreError(
+            f"worker {session.worker}, {what}: recorded that the core raised {happened[0]}, "
+            f"replayed that it raised {happened[1]}{reason}"
+        ) from cause
+    return result
+
+
+def _bytes(step: wire.SchedulerOutput | None) -> bytes:
+    return b"" if step is None else step.SerializeToString(deterministic=True)
+
+
+def _status(number: int) -> SequenceStatus:
+    return decode_enum(SequenceStatus, pb.RecordedStatus.DESCRIPTOR, number)

@@ -1,0 +1,77 @@
+"""Run the scheduler again from a recording, and prove that it decides the same: every plan, byte for byte.
+
+python -m scheduler_service --record FILE makes recordings. The last line of the output is JSON.
+"""
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from scheduler_service.recording.format import RecordingError
+from scheduler_service.recording.perfetto import TraceWriter
+from scheduler_service.recording.progress import with_progress
+from scheduler_service.recording.replayer import DifferenceError, Replayer
+
+EXIT_CODES = """\
+exit status:
+  0  every decision came out the same
+  1  a decision came out differently; the first is named
+  2  the recording cannot be used, or not beyond the byte that is named: what comes before it was replayed
+"""
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scheduler_service.replay",
+        description=__doc__,
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recording", type=Path, metavar="FILE", help="a recording; it holds prompts")
+    parser.add_argument(
+        "--perfetto", type=Path, metavar="OUT.json", help="write a trace of workers and requests for ui.perfetto.dev"
+    )
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    began = time.perf_counter()
+    replayer = Replayer()
+    status, problem = 0, ""
+    try:
+        with contextlib.ExitStack() as stack:
+            trace = None
+            if arguments.perfetto is not None:
+                trace = TraceWriter(stack.enter_context(arguments.perfetto.open("w")), replayer)
+                stack.callback(trace.close)
+            for moment in with_progress(replayer, arguments.recording):
+                if trace is not None:
+                    trace.add(moment)
+    except DifferenceError as error:
+        status, problem = 1, str(error)
+    except RecordingError as error:
+        status, problem = 2, str(error)
+    except OSError as error:
+        status, problem = 2, f"{error.filename}: {error.strerror}"
+    if problem:
+        sys.stderr.write(f"scheduler_service.replay: {problem}\n")
+    report = {
+        "events": replayer.num_events,
+        "steps": replayer.num_steps,
+        "requests": replayer.num_requests,
+        "workers": len(replayer.workers),
+        "identical": status != 1 and replayer.num_events > 0,
+        "complete": status == 0,
+        "seconds": time.perf_counter() - began,
+    }
+    sys.stdout.write(json.dumps(report) + "\n")
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

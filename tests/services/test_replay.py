@@ -1,0 +1,324 @@
+"""A recording, run again: every decision comes out the same, and whatever does not is named."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+from fake_worker_service import FakeWorkerService, serving
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recorded_workload import Clock, Connection, MemorySink, Worker, record
+from test_engine import running, submit, text_of
+
+from pagewire.v1 import recording_pb2 as pb
+from pagewire_client import Client, SamplingParams
+from pagewire_client.local import ServiceProcess
+from pagewire_common.errors import RequestError
+from scheduler_service import core
+from scheduler_service.core import PhaseRule, PreemptionMode, SchedulerConfig, SequenceGroup, WaitingQueue
+from scheduler_service.recording.format import RecordingError, frame, read_events
+from scheduler_service.recording.recorder import Recorder
+from scheduler_service.recording.replayer import DifferenceError, Moment, Replayer
+
+Change = Callable[[pb.RecordedEvent], object]
+
+
+def replay(path: Path) -> tuple[Replayer, list[Moment]]:
+    replayer = Replayer()
+    return replayer, list(replayer.run(path))
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "scheduler_service.replay", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def changed(path: Path, kind: str, change: Change, *, number: int = 0) -> Path:
+    """A recording in which the given one of the events of a kind is another, with a checksum that is right."""
+    frames, count = [], 0
+    for read in read_events(path):
+        if read.event.WhichOneof("event") == kind:
+            if count == number:
+                change(read.event)
+            count += 1
+        frames.append(frame(read.event))
+    tampered = path.with_suffix(".tampered")
+    tampered.write_bytes(b"".join(frames))
+    return tampered
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """Two requests on one worker, the second first; a token of 3 ends an output. Nothing but 5 is sampled."""
+    path, sink, clock = tmp_path / "recording", MemorySink(), Clock()
+    recorder = Recorder(sink, policy="priority", overtakes=64, tenant_weights={}, clock=clock)
+    waiting = core.PriorityQueue(64)
+    config = SchedulerConfig(
+        block_size=4, num_device_blocks=16, max_num_batched_tokens=32, max_num_seqs=1, max_model_len=64
+    )
+    connection = Connection(1)
+    worker = Worker(recorder.scheduler(config, waiting, "here:1", connection), connection)
+    for name in ("first", "second"):
+        sampling = core.SamplingParams(max_tokens=4, eos_token_ids=frozenset({3}))
+        group = SequenceGroup(name, [1] * len(name), sampling, priority=-len(name), arrived_at=clock())
+        waiting.append(group)
+        recorder.arrived(group)
+
+    class Fives(Random):
+        def randrange(self, *_: object) -> int:
+            return 5
+
+    while worker.scheduler.has_work:
+        worker.plan(clock())
+        worker.answer(Fives(), clock())
+    path.write_bytes(sink.data)
+    return path
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.integers(0, 1 << 32),
+    st.sampled_from(["fcfs", "priority", "fair"]),
+    st.sampled_from(PhaseRule),
+    st.sampled_from(PreemptionMode),
+    st.integers(1, 3),  # workers
+    st.integers(1, 3),  # steps in flight
+)
+def test_whatever_happens_every_decision_comes_out_the_same(
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int,
+    policy: str,
+    phase_rule: PhaseRule,
+    mode: PreemptionMode,
+    num_workers: int,
+    most_in_flight: int,
+) -> None:
+    path = tmp_path_factory.mktemp("replay") / "recording"
+    workload = record(
+        path,
+        Random(seed),
+        policy=policy,
+        phase_rule=phase_rule,
+        mode=mode,
+        num_workers=num_workers,
+        most_in_flight=most_in_flight,
+        num_actions=80,
+    )
+    replayer, moments = replay(path)
+    assert replayer.num_requests == len(workload.groups)
+    replayed = {group.request_id: group for moment in moments if moment.kind == "arrival" for group in moment.groups}
+    for group in workload.groups:
+        for sequence, again in zip(group.sequences, replayed[group.request_id].sequences, strict=True):
+            assert (again.token_ids, again.status) == (sequence.token_ids, sequence.status)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_long_runs_come_out_the_same_too(seed: int, tmp_path: Path) -> None:
+    random = Random(seed)
+    policy, mode = random.choice(["fcfs", "priority", "fair"]), random.choice(list(PreemptionMode))
+    record(tmp_path / "recording", random, policy=policy, mode=mode, num_workers=3, num_actions=600)
+    replay(tmp_path / "recording")
+
+
+def test_replaying_keeps_nothing_of_requests_that_have_ended(tmp_path: Path) -> None:
+    record(tmp_path / "recording", Random(3))
+    replayer, _ = replay(tmp_path / "recording")
+    assert replayer._groups == {}
+    assert replayer._sessions == {}
+
+
+# ---- what is not the same
+
+
+def test_a_token_that_was_changed_is_found_where_it_changes_a_plan(small: Path) -> None:
+    tampered = changed(small, "answer", lambda event: event.answer.answer.token_ids.__setitem__(0, 3))
+    with pytest.raises(DifferenceError) as error:
+        replay(tampered)
+    assert str(error.value).startswith("event 6 at byte ")
+    assert ", worker here:1, step 2: the plans differ" in str(error.value)
+    assert "computes tokens: recorded 1 of 1; replayed 1 of 2" in str(error.value)
+    assert "forgets finished: recorded nothing; replayed 1" in str(error.value)
+
+
+def test_another_policy_is_found(small: Path) -> None:
+    tampered = changed(small, "header", lambda event: setattr(event.header, "policy", pb.RECORDED_POLICY_FCFS))
+    with pytest.raises(DifferenceError, match=r"event 4 .* step 1: the plans differ"):
+        replay(tampered)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "reason"),
+    [
+        ("plan", lambda event: event.plan.ClearField("step"), "recorded: nothing to do; replayed: "),
+        ("plan", lambda event: event.plan.step.new_sequences[0].block_ids.append(9), "new sequences: recorded 1"),
+        ("plan", lambda event: event.plan.ignored_request_ids.append("first"), "ends as too large: recorded"),
+        ("plan", lambda event: setattr(event.plan, "raised", "KeyError"), "raised KeyError, replayed .* nothing"),
+        ("answer", lambda event: event.answer.answer.token_ids.append(1), "raised nothing, replayed .* ValueError"),
+        ("arrival", lambda event: setattr(event.arrival.sampling, "seed", 7), "sampling of new sequences: recorded"),
+        ("arrival", lambda event: setattr(event.arrival, "priority", 9), "new sequences"),
+        ("session_start", lambda event: setattr(event.session_start.config, "max_num_seqs", 2), "computes tokens"),
+    ],
+)
+def test_whatever_else_was_changed_is_found(small: Path, kind: str, change: Change, reason: str) -> None:
+    with pytest.raises(DifferenceError, match=reason):
+        replay(changed(small, kind, change, number=int(kind == "arrival")))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("plan", lambda event: setattr(event.plan, "session", 9)),
+        ("answer", lambda event: setattr(event.answer, "session", 9)),
+        ("arrival", lambda event: event.arrival.ClearField("sampling")),
+        ("arrival", lambda event: event.finish.SetInParent() or setattr(event.finish, "session", 1)),
+        ("session_start", lambda event: setattr(event.session_start.config, "block_size", 0)),
+        ("session_start", lambda event: event.header.SetInParent()),
+    ],
+)
+def test_events_that_contradict_each_other_are_a_damaged_recording(small: Path, kind: str, change: Change) -> None:
+    with pytest.raises(RecordingError, match=r"event \d+ at byte \d+ makes no sense"):
+        replay(changed(small, kind, change))
+
+
+def test_a_core_that_decides_by_chance_is_found_out(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core.PriorityQueue, "append", WaitingQueue.append)
+    with pytest.raises((DifferenceError, RecordingError)):
+        replay(small)
+
+
+# ---- the command
+
+
+def test_the_command_ends_with_json_and_says_how_it_went_by_its_exit_status(small: Path) -> None:
+    result = command(small)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert report.pop("seconds") > 0
+    assert report == {
+        "events": 22,
+        "steps": 9,
+        "requests": 2,
+        "workers": 1,
+        "identical": True,
+        "complete": True,
+    }
+
+
+def test_the_command_names_the_first_difference(small: Path) -> None:
+    result = command(changed(small, "answer", lambda event: event.answer.answer.token_ids.__setitem__(0, 3)))
+    assert result.returncode == 1
+    assert "scheduler_service.replay: event 6 at byte " in result.stderr
+    assert json.loads(result.stdout.splitlines()[-1])["identical"] is False
+
+
+def test_the_command_replays_what_comes_before_a_cut(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "cut").write_bytes(small.read_bytes()[:-3])
+    result = command(tmp_path / "cut")
+    assert result.returncode == 2
+    assert "scheduler_service.replay: event 21 at byte " in result.stderr
+    assert "is cut off" in result.stderr
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert (report["events"], report["identical"], report["complete"]) == (21, True, False)
+
+
+def test_the_command_says_what_is_no_recording_and_lists_its_exit_codes(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    for path, reason in (("empty", "is empty"), ("nothing", "No such file"), (".", "Is a directory")):
+        result = command(tmp_path / path)
+        assert result.returncode == 2
+        assert reason in result.stderr
+        assert "Traceback" not in result.stderr
+    assert "exit status:" in command("--help").stdout
+
+
+# ---- the real thing
+
+
+async def test_a_service_with_workers_that_fail_is_replayed_from_its_recording(
+    byte_tokenizer_directory: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "recording"
+    workers = [FakeWorkerService(byte_tokenizer_directory, poison=99, num_device_blocks=16) for _ in range(2)]
+    async with (
+        serving(workers[0]) as first,
+        serving(workers[1]) as second,
+        running(first, second, record=path, policy="fair") as engine,
+    ):
+        states = [await submit(engine, str(number), [5] * 20, max_tokens=30, n=1 + number % 2) for number in range(20)]
+        states.append(await submit(engine, "poison", [5, 99]))
+        streams = [asyncio.create_task(text_of(engine, state)) for state in states]
+        for number in range(0, 20, 5):
+            engine.abort(str(number))
+        *_, poison = await asyncio.gather(*streams, return_exceptions=True)
+        assert isinstance(poison, RequestError)
+    result = await asyncio.to_thread(command, path)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert (report["requests"], report["workers"]) == (21, 2)
+    assert report["steps"] > 30
+    kinds = {read.event.WhichOneof("event") for read in read_events(path)}
+    assert kinds >= {"header", "arrival", "session_start", "session_end", "plan", "answer", "finish"}
+
+
+async def test_a_request_that_ends_while_no_worker_is_there_is_recorded_too(
+    byte_tokenizer_directory: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "recording"
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    async with running("127.0.0.1:1", record=path) as engine:
+        async with serving(worker) as address:
+            from scheduler_service.worker_client import WorkerClient
+
+            client = WorkerClient(address)
+            await engine.accept(client, await client.get_info())
+            await client.close()
+        await submit(engine, "a", [5])
+        assert engine.abort("a")
+    _, moments = replay(path)
+    assert [moment.kind for moment in moments] == ["header", "arrival", "withdrawal"]
+    assert moments[-1].groups[0].is_finished
+
+
+async def test_a_killed_service_leaves_a_recording_that_can_be_replayed(
+    byte_tokenizer_directory: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "recording"
+    async with serving(FakeWorkerService(byte_tokenizer_directory)) as address:
+        arguments = ["--listen", "127.0.0.1:0", "--workers", address, "--model", "fake", "--record", str(path)]
+        process = ServiceProcess("scheduler_service", arguments)
+        try:
+            listening = await asyncio.to_thread(process.wait_for, "listening", 60)
+            async with asyncio.timeout(60), Client(str(listening["address"])) as client:
+
+                async def generate() -> None:
+                    while True:
+                        async for _ in client.generate("hello", SamplingParams(max_tokens=50)):
+                            pass
+
+                generating = asyncio.create_task(generate())
+                while not path.exists() or path.stat().st_size < 20_000:
+                    assert not generating.done()
+                    await asyncio.sleep(0.01)
+                process.process.send_signal(signal.SIGKILL)
+                generating.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await generating
+        finally:
+            process.process.kill()
+            process.stop()
+    result = await asyncio.to_thread(command, path)
+    assert result.returncode == 0 or "is cut off" in result.stderr
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert report["identical"]
+    assert report["steps"] > 50
