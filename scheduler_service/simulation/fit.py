@@ -1,0 +1,158 @@
+"""A cost model from measured steps: non-negative least squares of a step's time over its work.
+
+With five columns there are 31 ways to choose those that cost anything; the best fit without a negative coefficient is
+the least-squares fit of one of them, so all are tried. That is exact and needs no library.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from scheduler_service.core import SchedulerConfig
+from scheduler_service.recording.replayer import Moment
+from scheduler_service.simulation.cost_model import CostModel, StepWork
+
+COLUMNS = ("step", *StepWork._fields)
+OPTIONAL_COLUMNS = frozenset(("swapped_blocks",))  # a worker may never have to swap
+MIN_STEPS = 50  # ten for each coefficient
+SAME = 1e-9  # of a unit vector: what is left of a column when the others are taken out of it, and is nothing
+SMALLEST_PREFILL_US = 1e-6  # a cost model divides by it
+
+Step = tuple[StepWork, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A cost model's fields, and how well they explain the steps that they were fitted to."""
+
+    fields: dict[str, float]
+    num_steps: int
+    median_relative_error: float
+    r2: float
+
+
+class Measurements:
+    """The answered steps of a replay and the configuration of the workers that took them."""
+
+    def __init__(self, worker: str | None = None) -> None:
+        self.steps: list[Step] = []
+        self._worker = worker
+        self._configs: dict[str, SchedulerConfig] = {}  # by worker, of its last session
+
+    def add(self, moment: Moment) -> None:
+        if moment.session is None or self._worker not in (None, moment.session.worker):
+            return
+        self._configs[moment.session.worker] = moment.session.scheduler.config
+        if moment.kind == "answer" and moment.step is not None and moment.at > moment.step.began_at:
+            self.steps.append((moment.step.work, moment.at - moment.step.began_at))
+
+    @property
+    def config(self) -> SchedulerConfig:
+        """Of the worker, or of all of them; raises ValueError when there are several kinds, or none."""
+        if not self._configs:
+            raise ValueError("the recording has no such worker" if self._worker else "the recording has no worker")
+        kinds = {_sizes(config) for config in self._configs.values()}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"the workers {', '.join(self._configs)} are of different sizes, and a cost model is of one; name one "
+                "with --worker"
+            )
+        return next(iter(self._configs.values()))
+
+
+def fit(steps: Sequence[Step], config: SchedulerConfig) -> Fit:
+    """Fit a cost model. Raises ValueError when the steps cannot tell its coefficients."""
+    if len(steps) < MIN_STEPS:
+        raise ValueError(f"{len(steps)} steps are too few to tell what one costs; at least {MIN_STEPS} are needed")
+    rows = [(1.0, *map(float, work)) for work, _ in steps]
+    times = [1e6 * seconds for _, seconds in steps]
+    coefficients = dict.fromkeys(COLUMNS, 0.0)
+    coefficients.update(_non_negative_least_squares(rows, times))
+    fitted = [sum(c * x for c, x in zip(coefficients.values(), row, strict=True)) for row in rows]
+    mean = sum(times) / len(times)
+    spread = sum((time - mean) ** 2 for time in times)
+    residual = sum((time - guess) ** 2 for time, guess in zip(times, fitted, strict=True))
+    return Fit(
+        _fields(coefficients, config),
+        len(steps),
+        median(abs(guess - time) / time for time, guess in zip(times, fitted, strict=True)),
+        1 - residual / spread if spread else 0.0,
+    )
+
+
+def _fields(coefficients: dict[str, float], config: SchedulerConfig) -> dict[str, float]:
+    """As CostModel reads them; what the recording cannot tell is left to its defaults."""
+    fields: dict[str, Any] = {
+        "step_us": coefficients["step"],
+        "prefill_token_us": max(coefficients["prefill_tokens"], SMALLEST_PREFILL_US),
+        "decode_token_us": coefficients["decode_tokens"],
+        "context_token_us": coefficients["context_tokens"],
+        **dict(zip(SIZES, _sizes(config), strict=True)),
+    }
+    if not config.block_bytes:  # the worker did not say
+        fields["block_bytes"] = CostModel().block_bytes
+    if swap_us := coefficients["swapped_blocks"]:
+        fields["swap_bytes_per_second"] = 1e6 * fields["block_bytes"] / swap_us
+    elif config.swap_bytes_per_second:  # the worker's own measurement
+        fields["swap_bytes_per_second"] = float(config.swap_bytes_per_second)
+    return fields
+
+
+SIZES = ("block_bytes", "block_size", "num_device_blocks", "num_host_blocks", "max_num_seqs", "max_num_batched_tokens")
+
+
+def _sizes(config: SchedulerConfig) -> tuple[int, ...]:
+    return tuple(getattr(config, name) for name in SIZES)
+
+
+def _non_negative_least_squares(rows: Sequence[Sequence[float]], times: Sequence[float]) -> Iterator[tuple[str, float]]:
+    """Coefficients of the columns that cost anything, by name."""
+    columns = list(zip(*rows, strict=True))
+    lengths = [sum(x * x for x in column) ** 0.5 for column in columns]
+    present = [i for i, length in enumerate(lengths) if length]
+    for i, name in enumerate(COLUMNS):
+        if i not in present and name not in OPTIONAL_COLUMNS:
+            raise ValueError(f"no step has any {name.replace('_', ' ')}: record some, to tell what they cost")
+    # The normal equations, of columns of length 1 so that one bound of what is nothing fits all.
+    gram = {
+        (i, j): sum(x * y for x, y in zip(columns[i], columns[j], strict=True)) / (lengths[i] * lengths[j])
+        for i, j in itertools.product(present, present)
+    }
+    right = {i: sum(x * t for x, t in zip(columns[i], times, strict=True)) / lengths[i] for i in present}
+    if _solve(present, gram, right) is None:
+        raise ValueError(
+            "the steps are too much alike to tell what a step, a prefill token, a decode token and a token of context "
+            "cost each; record prompts and batches of different sizes"
+        )
+    best: dict[int, float] = {}
+    least = 0.0  # the sum of squares that are left, less that of the times
+    for count in range(1, len(present) + 1):
+        for chosen in itertools.combinations(present, count):
+            solution = _solve(chosen, gram, right)
+            if solution is None or min(solution.values()) < 0:
+                continue
+            left = -sum(solution[i] * right[i] for i in chosen)
+            if left < least:
+                best, least = solution, left
+    return ((COLUMNS[i], value / lengths[i]) for i, value in best.items())
+
+
+def _solve(
+    chosen: Sequence[int], gram: dict[tuple[int, int], float], right: dict[int, float]
+) -> dict[int, float] | None:
+    """Gaussian elimination; None when a column is a sum of others. The matrix is positive: no pivoting is needed."""
+    rows = {i: {j: gram[i, j] for j in chosen} | {-1: right[i]} for i in chosen}
+    for k, pivot in enumerate(chosen):
+        if rows[pivot][pivot] < SAME:
+            return None
+        for i in chosen[k + 1 :]:
+            factor = rows[i][pivot] / rows[pivot][pivot]
+            for j in rows[i]:
+                rows[i][j] -= factor * rows[pivot][j]
+    solution: dict[int, float] = {}
+    for pivot in reversed(chosen):
+        known = sum(rows[pivot][j] * value for j, value in solution.items())
+        solution[pivot] = (rows[pivot][-1] - known) / rows[pivot][pivot]
+    return solution
