@@ -128,7 +128,7 @@ class BlockManager:
         keys = sequence.block_keys
         for index in range(len(keys), num_blocks):
             tokens = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
-            keys.append(next_key(keys[-1] if keys else sequence.group.cache_root, tokens))
+            keys.append(next_key(keys[-1] if keys else sequence.group.first_key, tokens))
         return keys[:num_blocks]
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:

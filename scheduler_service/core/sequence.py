@@ -158,7 +158,7 @@ class SequenceGroup:
         self.lora_name = lora_name
         self.arrived_at = arrived_at
         self.rank = 0  # of a queue that orders by rank
-        self.cache_root = root_key(cache_root, lora_name.encode()) if lora_name else cache_root
+        self.cache_root = cache_root
         self.num_cached_tokens: int | None = None
         self.sampling = sampling
         self.prompt_token_ids = list(prompt_token_ids)
@@ -174,6 +174,11 @@ class SequenceGroup:
     def is_suspect(self) -> bool:
         """Whether two lost steps in a row make it likely that this group is what workers are lost to."""
         return self.num_lost_steps >= MAX_LOST_STEPS - 1
+
+    @property
+    def first_key(self) -> bytes:
+        """What the chain of its prefix cache keys begins with: keys and values differ from adapter to adapter."""
+        return root_key(self.cache_root, self.lora_name.encode()) if self.lora_name else self.cache_root
 
     @property
     def live(self) -> list[Sequence]:

@@ -81,6 +81,15 @@ class Worker:
         if random.random() < failures:
             token_ids.append(0)
         answer = wire.ModelOutput(epoch=self.connection.epoch, step_id=output.step_id, token_ids=token_ids)
+        for sequence, _, samples in output.scheduled:
+            if samples and (width := sequence.sampling.num_logprobs) is not None:
+                answer.logprobs.add(
+                    sequence_id=sequence.id,
+                    width=1 + width,
+                    token_ids=[0, *random.sample(range(40), width)],
+                    logprobs=[0.0, *sorted((-random.random() for _ in range(width)), reverse=True)],
+                    ranks=[1],
+                )
         if output.scheduled and output.scheduled[0].samples and random.random() < 2 * failures:
             answer.failed_sequence_ids.append(output.scheduled[0].sequence.id)
         self.connection.last_answer = answer
@@ -126,6 +135,9 @@ class Workload:
             block_bytes=1000,
             swap_bytes_per_second=100_000,
             prefill_tokens_per_second=50 * block_size,
+            max_loras=random.randint(1, 2),
+            num_lookahead_slots=random.randint(0, 1),
+            sliding_window=random.choice([0, 0, 4]),
         )
         self.workers: list[Worker | None] = [None] * num_workers
         self.most_in_flight = most_in_flight
@@ -199,10 +211,13 @@ class Workload:
                 seed=random.getrandbits(63),
                 logit_bias={3: 0.5},
                 bad_words=((1, 2), (3,)),
+                beam_width=random.choice([0, 0, 0, 2, 3]),
+                early_stopping=random.random() < 0.5,
             ),
             bytes([random.randrange(2)]),
             priority=random.randint(-2, 2),
             tenant=str(random.randrange(3)),
+            lora_name=random.choice(["", "", "a", "b"]),
             arrived_at=self.clock(),
         )
         self.groups.append(group)
@@ -229,7 +244,7 @@ class Workload:
         worker = self.workers[number]
         if worker is None:
             return
-        groups = [group for group in worker.scheduler.running if not group.has_unforked]
+        groups = [group for group in worker.scheduler.running if not group.has_unforked and group.beams is None]
         if not groups:
             return
         group = self.random.choice(groups)

@@ -46,6 +46,9 @@ SAMPLING = SamplingParams(
     logit_bias={5: -0.1, 4: 100.0},
     allowed_token_ids=(9, 8, 9),
     bad_words=((1, 2), (), (3,)),
+    beam_width=4,
+    length_penalty=-0.3,
+    early_stopping=True,
 )
 CONFIG = SchedulerConfig(
     block_size=3,
@@ -62,6 +65,9 @@ CONFIG = SchedulerConfig(
     block_bytes=123,
     swap_bytes_per_second=1 << 40,
     prefill_tokens_per_second=456,
+    max_loras=3,
+    num_lookahead_slots=2,
+    sliding_window=7,
 )
 
 
