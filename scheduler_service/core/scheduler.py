@@ -25,51 +25,13 @@ from collections.abc import Sequence as SequenceOf
 from scheduler_service.core.block_manager import AllocStatus
 from scheduler_service.core.budget import SchedulingBudget
 from scheduler_service.core.config import PhaseRule, PreemptionMode, SchedulerConfig
-from scheduler_service.core.ledger import GroupLedger
-from scheduler_service.core.outputs import BlockTableUpdate, Fork, NewSequence, ScheduledSequence, SchedulerOutput
+from scheduler_service.core.outputs import ScheduledSequence, SchedulerOutput
 from scheduler_service.core.queue import WaitingQueue
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_service.core.step_writer import Chunk, Step, StepWriter
 
 
-class _Chunk:
-    """What one sequence takes of a step, until the step is written out."""
-
-    __slots__ = ("copies", "num_tokens", "sequence")
-
-    def __init__(self, sequence: Sequence, num_tokens: int, copies: list[tuple[int, int]]) -> None:
-        self.sequence = sequence
-        self.num_tokens = num_tokens
-        self.copies = copies
-
-
-class _Step:
-    """A step being planned."""
-
-    __slots__ = (
-        "budget",
-        "chunks",
-        "ignored",
-        "needy",
-        "num_preempted",
-        "prompts_began",
-        "steady",
-        "swap_in",
-        "swap_out",
-    )
-
-    def __init__(self, budget: SchedulingBudget) -> None:
-        self.budget = budget
-        self.chunks: dict[SequenceGroup, list[_Chunk]] = {}
-        self.ignored: list[SequenceGroup] = []
-        self.num_preempted = 0
-        self.prompts_began: float | None = None
-        self.steady: list[ScheduledSequence] = []  # the last step's plan, when it holds again
-        self.needy: list[Sequence] = []  # those of it whose block tables grew
-        self.swap_out: list[tuple[int, int]] = []
-        self.swap_in: list[tuple[int, int]] = []
-
-
-class Scheduler(GroupLedger):
+class Scheduler(StepWriter):
     """Plans the steps of one worker's session.
 
     Every step that `schedule` returns and that is not empty is answered by `update_from_output`, in order; how many
@@ -79,7 +41,6 @@ class Scheduler(GroupLedger):
 
     def __init__(self, config: SchedulerConfig, waiting: WaitingQueue) -> None:
         super().__init__(config, waiting)
-        self._step_id = 0
         self._suspect: SequenceGroup | None = None
 
     def schedule(self, now: float = 0.0) -> SchedulerOutput:
@@ -89,9 +50,9 @@ class Scheduler(GroupLedger):
         """
         if self._in_flight and self._has_suspect:
             return SchedulerOutput(self._step_id + 1)
-        step = _Step(SchedulingBudget(self.config.max_num_batched_tokens, self.config.max_num_seqs))
+        step = Step(SchedulingBudget(self.config.max_num_batched_tokens, self.config.max_num_seqs))
         if self._steady is not None and self._schedule_steady(self._steady, step, now):
-            return self._write(step)
+            return self.write(step)
         for group in self.running:
             step.budget.take(num_seqs=group.num_seqs)
         if not self._schedule_suspect(step):
@@ -99,7 +60,7 @@ class Scheduler(GroupLedger):
                 self._schedule_together(step)
             else:
                 self._schedule_separately(step, now)
-        return self._write(step)
+        return self.write(step)
 
     def update_draft_token_ids(self, drafts: Mapping[int, SequenceOf[int]]) -> None:
         """Guess how running sequences go on, by sequence id; the next step of each verifies what it has room for.
@@ -117,7 +78,7 @@ class Scheduler(GroupLedger):
                     sequence.draft_token_ids = list(drafts[sequence.id][:most])
                     self._steady = None
 
-    def _schedule_together(self, step: _Step) -> None:
+    def _schedule_together(self, step: Step) -> None:
         ready, behind = self._split()
         for group in ready + behind:
             if group in self.running:  # it may have been preempted for an earlier one
@@ -127,7 +88,7 @@ class Scheduler(GroupLedger):
             if not self.swapped:
                 self._schedule_waiting(step)
 
-    def _schedule_separately(self, step: _Step, now: float) -> None:
+    def _schedule_separately(self, step: Step, now: float) -> None:
         """Prompts first, those under way before new ones, and only while nothing is swapped out; else all decodes."""
         ready, behind = self._split()
         for group in behind:
@@ -150,7 +111,7 @@ class Scheduler(GroupLedger):
             return True
         return now - self.waiting.head.arrived_at >= self.config.delay_factor * self._prompt_seconds
 
-    def _schedule_steady(self, plan: list[ScheduledSequence], step: _Step, now: float) -> bool:
+    def _schedule_steady(self, plan: list[ScheduledSequence], step: Step, now: float) -> bool:
         """Repeat the last plan and fill the rest of the step from the queue; returns whether that was possible."""
         if self.swapped:
             return False
@@ -180,7 +141,7 @@ class Scheduler(GroupLedger):
             return True
         return bool(self.waiting) and self.waiting.head.is_suspect
 
-    def _schedule_suspect(self, step: _Step) -> bool:
+    def _schedule_suspect(self, step: Step) -> bool:
         """Give the step to one suspect alone, if there is one and it has room; returns whether that was done."""
         if self._suspect is not None and self._suspect in self.running and self._suspect.is_suspect:
             self._schedule_running(self._suspect, step)
@@ -198,7 +159,7 @@ class Scheduler(GroupLedger):
             (ready if is_ready else behind).append(group)
         return ready, behind
 
-    def _schedule_running(self, group: SequenceGroup, step: _Step) -> None:
+    def _schedule_running(self, group: SequenceGroup, step: Step) -> None:
         for sequence in group.live:
             self.blocks.release_behind_window(sequence)
         while not self.blocks.can_append_slots(chunks := self._chunks(group, step.budget.num_tokens)):
@@ -212,7 +173,7 @@ class Scheduler(GroupLedger):
         if chunks:
             step.budget.take(num_tokens=sum(num_tokens for _, num_tokens in chunks))
             step.chunks[group] = [
-                _Chunk(sequence, num_tokens, self.blocks.append_slots(sequence, num_tokens))
+                Chunk(sequence, num_tokens, self.blocks.append_slots(sequence, num_tokens))
                 for sequence, num_tokens in chunks
             ]
 
@@ -228,7 +189,7 @@ class Scheduler(GroupLedger):
                 token_budget -= num_tokens
         return chunks
 
-    def _schedule_swapped(self, step: _Step) -> None:
+    def _schedule_swapped(self, step: Step) -> None:
         """Resume groups in turn while there is room. Whoever waits for them waits for older groups only."""
         for group in list(self.swapped):
             if not step.budget.num_tokens:
@@ -249,7 +210,7 @@ class Scheduler(GroupLedger):
                 sequence.status = SequenceStatus.RUNNING
             self._schedule_running(group, step)
 
-    def _schedule_waiting(self, step: _Step, most: int | None = None) -> None:
+    def _schedule_waiting(self, step: Step, most: int | None = None) -> None:
         while self.waiting and step.budget.num_tokens and len(step.chunks) != most:
             group = self.waiting.head
             if group.is_suspect and step.chunks:
@@ -285,7 +246,7 @@ class Scheduler(GroupLedger):
             self._by_id[group.request_id] = group
             num_tokens = min(leader.num_uncomputed_tokens, step.budget.num_tokens)
             step.budget.take(num_tokens=num_tokens, num_seqs=group.num_seqs)
-            step.chunks[group] = [_Chunk(leader, num_tokens, [])]
+            step.chunks[group] = [Chunk(leader, num_tokens, [])]
 
     def _has_lora_slot(self, group: SequenceGroup, running: Iterable[SequenceGroup]) -> bool:
         """Whether the group's adapter can join those of the running groups; counted anew, so that none is lost."""
@@ -294,7 +255,7 @@ class Scheduler(GroupLedger):
         others = {other.lora_name for other in running} - {"", group.lora_name}
         return len(others) < self.config.max_loras
 
-    def _make_room(self, group: SequenceGroup, step: _Step) -> bool:
+    def _make_room(self, group: SequenceGroup, step: Step) -> bool:
         """Preempt running groups that a waiting one outranks, if that gives it the room that it needs."""
         if step.steady:
             return False  # the plan is made; the next step will begin with this
@@ -321,7 +282,7 @@ class Scheduler(GroupLedger):
             group.num_seqs <= step.budget.num_seqs and self._has_lora_slot(group, self.running)
         )
 
-    def _preempt(self, group: SequenceGroup, step: _Step) -> None:
+    def _preempt(self, group: SequenceGroup, step: Step) -> None:
         chunks = step.chunks.pop(group, [])
         step.budget.give_back(num_tokens=sum(chunk.num_tokens for chunk in chunks), num_seqs=group.num_seqs)
         # Blocks that were to be copied on write in this step have nothing in them yet that could be swapped out, and
@@ -357,7 +318,7 @@ class Scheduler(GroupLedger):
         recompute = num_blocks * config.block_size * config.swap_bytes_per_second
         return PreemptionMode.SWAP if swap < recompute else PreemptionMode.RECOMPUTE
 
-    def _ignore(self, group: SequenceGroup, step: _Step) -> None:
+    def _ignore(self, group: SequenceGroup, step: Step) -> None:
         group.error = (
             f"the request's {len(group.live)} sequence(s) do not fit the worker, which has "
             f"{self.config.num_device_blocks} blocks of {self.config.block_size} tokens and "
@@ -366,85 +327,3 @@ class Scheduler(GroupLedger):
         for sequence in group.live:
             self.finish_sequence(sequence, SequenceStatus.FINISHED_IGNORED)
         step.ignored.append(group)
-
-    def _write(self, step: _Step) -> SchedulerOutput:
-        output = SchedulerOutput(
-            self._step_id + 1,
-            ignored=step.ignored,
-            blocks_to_swap_out=step.swap_out,
-            blocks_to_swap_in=step.swap_in,
-            prompts_began=step.prompts_began,
-        )
-        for sequence in step.needy:
-            self._write_table(sequence, output)
-        for sequence, _, _ in step.steady:
-            num_computed = sequence.num_computed_tokens = sequence.num_computed_tokens + 1
-            if num_computed + 1 >= sequence.max_num_tokens:
-                self._steady = None
-        scheduled: list[ScheduledSequence] = []
-        for chunks in step.chunks.values():
-            for chunk in chunks:
-                samples = chunk.num_tokens >= chunk.sequence.num_uncomputed_tokens
-                self._write_draft(chunk.sequence, chunk.num_tokens - chunk.sequence.num_uncomputed_tokens, output)
-                scheduled.append(ScheduledSequence(chunk.sequence, chunk.num_tokens, samples))
-                output.blocks_to_copy += chunk.copies
-                self._write_table(chunk.sequence, output)
-                chunk.sequence.num_computed_tokens += chunk.num_tokens
-                if chunk.sequence.group.has_unforked:
-                    self._fork_followers(chunk.sequence)
-        output.scheduled = step.steady + scheduled if scheduled else step.steady
-        output.num_samples = len(step.steady) + sum(chunk.samples for chunk in scheduled)
-        if scheduled:
-            was_steady = not step.steady or self._steady is not None
-            num_live = sum(len(group.live) for group in self.running)
-            is_steady = num_live == len(output.scheduled) and all(
-                n == 1 and samples and sequence.num_uncomputed_tokens == 1 for sequence, n, samples in scheduled
-            )
-            self._steady = output.scheduled if was_steady and is_steady else None
-        for sequence in self._finished:
-            output.finished.append(sequence.id)
-            sequence.is_known = False
-        self._finished.clear()
-        output.preempted, self._preempted = self._preempted, []
-        if not output.is_empty:
-            self._step_id += 1
-            self._in_flight.append(output)
-        return output
-
-    def _fork_followers(self, leader: Sequence) -> None:
-        """Once the prompt is computed, those who have no blocks yet go on from it, in steps after that one.
-
-        A follower that has no output yet computes the last prompt token itself, because what it needs is that
-        token's logits, not its keys and values.
-        """
-        group = leader.group
-        if leader.num_computed_tokens < leader.num_prompt_tokens:
-            return
-        group.has_unforked = False
-        for follower in group.live:
-            if follower.id not in self.blocks.tables:
-                if follower.token_ids is group.prompt_token_ids:
-                    follower.token_ids = list(group.prompt_token_ids)
-                self.blocks.fork(leader, follower, min(follower.num_prompt_tokens, len(follower.token_ids) - 1))
-                follower.num_forked_tokens = follower.num_prompt_tokens
-
-    def _write_draft(self, sequence: Sequence, num_draft_tokens: int, output: SchedulerOutput) -> None:
-        if num_draft_tokens > 0:
-            output.draft_tokens[sequence.id] = sequence.draft_token_ids[:num_draft_tokens]
-            sequence.num_draft_tokens = num_draft_tokens
-        sequence.draft_token_ids = []
-
-    def _write_table(self, sequence: Sequence, output: SchedulerOutput) -> None:
-        """Tell the worker what it does not know of a sequence and its block table."""
-        table, num_known = self.blocks.tables[sequence.id], sequence.num_known_blocks
-        if not sequence.is_known:
-            sequence.is_known = True
-            parent, sequence.forked_from = sequence.forked_from, None
-            if parent is not None and parent.is_known:
-                num_forked, num_computed = sequence.num_forked_tokens, sequence.num_computed_tokens
-                output.forks.append(Fork(parent.id, sequence, num_forked, table, num_computed))
-            else:
-                output.new_sequences.append(NewSequence(sequence, table, sequence.num_computed_tokens))
-        elif num_known < len(table):
-            output.block_table_updates.append(BlockTableUpdate(sequence.id, num_known, table[num_known:]))
-        sequence.num_known_blocks = len(table)

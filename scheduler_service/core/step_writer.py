@@ -1,0 +1,141 @@
+"""Writes a planned step out: what the worker must be told, and what that makes of sequences and groups.
+
+Everything is said once. A sequence's first step carries it whole, or as a fork of another one; after that only its
+block table's new entries are sent, and what has left since the step before.
+"""
+
+from scheduler_service.core.budget import SchedulingBudget
+from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.ledger import GroupLedger
+from scheduler_service.core.outputs import BlockTableUpdate, Fork, NewSequence, ScheduledSequence, SchedulerOutput
+from scheduler_service.core.queue import WaitingQueue
+from scheduler_service.core.sequence import Sequence, SequenceGroup
+
+
+class Chunk:
+    """What one sequence takes of a step, until the step is written out."""
+
+    __slots__ = ("copies", "num_tokens", "sequence")
+
+    def __init__(self, sequence: Sequence, num_tokens: int, copies: list[tuple[int, int]]) -> None:
+        self.sequence = sequence
+        self.num_tokens = num_tokens
+        self.copies = copies
+
+
+class Step:
+    """A step being planned."""
+
+    __slots__ = (
+        "budget",
+        "chunks",
+        "ignored",
+        "needy",
+        "num_preempted",
+        "prompts_began",
+        "steady",
+        "swap_in",
+        "swap_out",
+    )
+
+    def __init__(self, budget: SchedulingBudget) -> None:
+        self.budget = budget
+        self.chunks: dict[SequenceGroup, list[Chunk]] = {}
+        self.ignored: list[SequenceGroup] = []
+        self.num_preempted = 0
+        self.prompts_began: float | None = None
+        self.steady: list[ScheduledSequence] = []  # the last step's plan, when it holds again
+        self.needy: list[Sequence] = []  # those of it whose block tables grew
+        self.swap_out: list[tuple[int, int]] = []
+        self.swap_in: list[tuple[int, int]] = []
+
+
+class StepWriter(GroupLedger):
+    """A ledger that keeps what the worker knows in step with what it is sent."""
+
+    def __init__(self, config: SchedulerConfig, waiting: WaitingQueue) -> None:
+        super().__init__(config, waiting)
+        self._step_id = 0
+
+    def write(self, step: Step) -> SchedulerOutput:
+        """Take a plan as sent: what it computes counts as computed from now on."""
+        output = SchedulerOutput(
+            self._step_id + 1,
+            ignored=step.ignored,
+            blocks_to_swap_out=step.swap_out,
+            blocks_to_swap_in=step.swap_in,
+            prompts_began=step.prompts_began,
+        )
+        for sequence in step.needy:
+            self._write_table(sequence, output)
+        for sequence, _, _ in step.steady:
+            num_computed = sequence.num_computed_tokens = sequence.num_computed_tokens + 1
+            if num_computed + 1 >= sequence.max_num_tokens:
+                self._steady = None
+        scheduled: list[ScheduledSequence] = []
+        for chunks in step.chunks.values():
+            for chunk in chunks:
+                samples = chunk.num_tokens >= chunk.sequence.num_uncomputed_tokens
+                self._write_draft(chunk.sequence, chunk.num_tokens - chunk.sequence.num_uncomputed_tokens, output)
+                scheduled.append(ScheduledSequence(chunk.sequence, chunk.num_tokens, samples))
+                output.blocks_to_copy += chunk.copies
+                self._write_table(chunk.sequence, output)
+                chunk.sequence.num_computed_tokens += chunk.num_tokens
+                if chunk.sequence.group.has_unforked:
+                    self._fork_followers(chunk.sequence)
+        output.scheduled = step.steady + scheduled if scheduled else step.steady
+        output.num_samples = len(step.steady) + sum(chunk.samples for chunk in scheduled)
+        if scheduled:
+            was_steady = not step.steady or self._steady is not None
+            num_live = sum(len(group.live) for group in self.running)
+            is_steady = num_live == len(output.scheduled) and all(
+                n == 1 and samples and sequence.num_uncomputed_tokens == 1 for sequence, n, samples in scheduled
+            )
+            self._steady = output.scheduled if was_steady and is_steady else None
+        for sequence in self._finished:
+            output.finished.append(sequence.id)
+            sequence.is_known = False
+        self._finished.clear()
+        output.preempted, self._preempted = self._preempted, []
+        if not output.is_empty:
+            self._step_id += 1
+            self._in_flight.append(output)
+        return output
+
+    def _fork_followers(self, leader: Sequence) -> None:
+        """Once the prompt is computed, those who have no blocks yet go on from it, in steps after that one.
+
+        A follower that has no output yet computes the last prompt token itself, because what it needs is that
+        token's logits, not its keys and values.
+        """
+        group = leader.group
+        if leader.num_computed_tokens < leader.num_prompt_tokens:
+            return
+        group.has_unforked = False
+        for follower in group.live:
+            if follower.id not in self.blocks.tables:
+                if follower.token_ids is group.prompt_token_ids:
+                    follower.token_ids = list(group.prompt_token_ids)
+                self.blocks.fork(leader, follower, min(follower.num_prompt_tokens, len(follower.token_ids) - 1))
+                follower.num_forked_tokens = follower.num_prompt_tokens
+
+    def _write_draft(self, sequence: Sequence, num_draft_tokens: int, output: SchedulerOutput) -> None:
+        if num_draft_tokens > 0:
+            output.draft_tokens[sequence.id] = sequence.draft_token_ids[:num_draft_tokens]
+            sequence.num_draft_tokens = num_draft_tokens
+        sequence.draft_token_ids = []
+
+    def _write_table(self, sequence: Sequence, output: SchedulerOutput) -> None:
+        """Tell the worker what it does not know of a sequence and its block table."""
+        table, num_known = self.blocks.tables[sequence.id], sequence.num_known_blocks
+        if not sequence.is_known:
+            sequence.is_known = True
+            parent, sequence.forked_from = sequence.forked_from, None
+            if parent is not None and parent.is_known:
+                num_forked, num_computed = sequence.num_forked_tokens, sequence.num_computed_tokens
+                output.forks.append(Fork(parent.id, sequence, num_forked, table, num_computed))
+            else:
+                output.new_sequences.append(NewSequence(sequence, table, sequence.num_computed_tokens))
+        elif num_known < len(table):
+            output.block_table_updates.append(BlockTableUpdate(sequence.id, num_known, table[num_known:]))
+        sequence.num_known_blocks = len(table)
