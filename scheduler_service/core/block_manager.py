@@ -72,11 +72,15 @@ class BlockManager:
         shared = min(leader.num_prompt_tokens // self.block_size, needed)
         return needed + sum(self._num_first_blocks(follower) - shared for follower in followers)
 
+    def never_fits(self, group: SequenceGroup) -> bool:
+        """Whether a waiting group needs more than the whole pool."""
+        return self.num_blocks_of(group) > self.device.num_blocks
+
     def can_allocate(self, group: SequenceGroup, *, leave_watermark: bool) -> AllocStatus:
         """Whether a waiting group fits; `leave_watermark` keeps blocks free for those already running."""
-        needed = self.num_blocks_of(group)
-        if needed > self.device.num_blocks:
+        if self.never_fits(group):
             return AllocStatus.NEVER
+        needed = self.num_blocks_of(group)
         # A cached block that somebody holds costs nothing.
         needed -= sum(self.device.ref_count(block) > 0 for block in self._cached_blocks(group.live[0]))
         reserve = self.num_watermark_blocks if leave_watermark else 0

@@ -216,8 +216,8 @@ class Scheduler(StepWriter):
             if group.is_suspect and step.chunks:
                 return  # its turn comes in a step of its own
             sequences = group.live
-            if group.num_seqs > self.config.max_num_seqs:
-                status = AllocStatus.NEVER
+            if group.num_seqs > self.config.max_num_seqs or self.blocks.never_fits(group):
+                status = AllocStatus.NEVER  # before anybody is preempted for it
             elif group.num_seqs > step.budget.num_seqs or not self._has_lora_slot(group, self.running):
                 status = AllocStatus.LATER
             else:

@@ -720,6 +720,20 @@ def test_a_group_that_can_never_run_is_ignored_with_a_reason_and_the_next_one_ru
     assert plan(output) == {"small": [4]}
 
 
+def test_nobody_makes_room_for_a_group_that_can_never_run() -> None:
+    """Its outputs need more than the pool; all places are taken, so that nobody can tell before looking."""
+    scheduler = make_scheduler(PriorityQueue(), max_num_seqs=2, num_device_blocks=4)
+    worker = FakeWorker(scheduler.config)
+    scheduler.add_request(make_group("running", 4, priority=5, n=2, max_tokens=5))
+    step(scheduler, worker)
+    impossible = make_group("impossible", 17, priority=0)
+    scheduler.add_request(impossible)
+    output = step(scheduler, worker)
+    assert output.ignored == [impossible]
+    assert list(plan(output)) == ["running"]
+    assert not sum(scheduler.num_preemptions.values())
+
+
 def test_outputs_that_together_outgrow_the_pool_end_the_group_not_the_engine() -> None:
     scheduler = make_scheduler(num_device_blocks=4)
     group = make_group("a", 4, n=4, max_tokens=12)
