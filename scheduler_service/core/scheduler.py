@@ -164,6 +164,7 @@ class Scheduler(StepWriter):
             self.blocks.release_behind_window(sequence)
         while not self.blocks.can_append_slots(chunks := self._chunks(group, step.budget.num_tokens)):
             if len(self.running) == 1:
+                step.budget.give_back(num_seqs=group.num_seqs)
                 self._ignore(group, step)
                 return
             victim = self.waiting.victim(self.running)

@@ -743,6 +743,16 @@ def test_outputs_that_together_outgrow_the_pool_end_the_group_not_the_engine() -
     assert scheduler.blocks.device.num_free == 4
 
 
+def test_a_group_that_outgrew_the_pool_leaves_its_place_to_the_next_in_the_same_step() -> None:
+    scheduler = make_scheduler(num_device_blocks=2, max_num_seqs=2)
+    worker = FakeWorker(scheduler.config)
+    scheduler.add_request(make_group("outgrows", 3, n=2, max_tokens=9))
+    scheduler.add_request(make_group("next", 4))
+    while not (output := step(scheduler, worker)).ignored:
+        pass
+    assert list(plan(output)) == ["next"]
+
+
 def test_abort_frees_every_block_at_once_wherever_the_request_is() -> None:
     scheduler = make_scheduler(max_num_seqs=3)
     worker = FakeWorker(scheduler.config)
