@@ -160,6 +160,11 @@ class Scheduler(StepWriter):
         return ready, behind
 
     def _schedule_running(self, group: SequenceGroup, step: Step) -> None:
+        if group.live[0].id not in self.blocks.tables:  # its leader ended before the others could fork
+            step.budget.give_back(num_seqs=group.num_seqs)
+            self._release(group)
+            self.waiting.put_back([group])
+            return
         for sequence in group.live:
             self.blocks.release_behind_window(sequence)
         while not self.blocks.can_append_slots(chunks := self._chunks(group, step.budget.num_tokens)):

@@ -659,6 +659,19 @@ def test_an_output_that_ends_with_its_first_token_leaves_the_prompt_to_the_other
     assert output_of(group, 1) == reference_output(group, 1, 64)
 
 
+@pytest.mark.parametrize("num_ahead", [0, 1])
+def test_a_leader_that_ends_before_the_others_could_fork_leaves_the_prompt_to_them(num_ahead: int) -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    worker = FakeWorker(scheduler.config)
+    group = make_group("a", 20, n=3)
+    scheduler.add_request(group)
+    step(scheduler, worker)
+    scheduler.finish_sequence(group.sequences[0], SequenceStatus.FINISHED_STOPPED)
+    run_ahead(scheduler, worker, num_ahead)
+    assert output_of(group, 0) == []
+    assert [output_of(group, index) for index in (1, 2)] == [reference_output(group, index, 64) for index in (1, 2)]
+
+
 @pytest.mark.parametrize(
     ("sampling", "status", "num_tokens", "stop"),
     [
