@@ -247,7 +247,7 @@ class BlockManager:
             if sequence.id not in tables_from:
                 continue
             table = tables_from.pop(sequence.id)
-            for block in table:
+            for block in reversed(table):  # the last block first, as when they are freed
                 if block == NO_BLOCK:
                     continue
                 if block in arrived:

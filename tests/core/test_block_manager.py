@@ -71,6 +71,18 @@ def test_blocks_are_given_up_least_recently_used_first_and_the_deepest_of_a_sequ
     assert gone == [("older", 2), ("older", 1), ("older", 0), ("newer", 2), ("newer", 1), ("newer", 0)]
 
 
+def test_a_group_that_is_swapped_out_lets_go_of_its_last_blocks_first_too() -> None:
+    blocks = BlockManager(block_size=1, num_device_blocks=3, num_host_blocks=3, prefix_caching=True)
+    group = make_group(3)
+    (sequence,) = group.sequences
+    blocks.allocate(sequence)
+    sequence.num_stored_tokens = 3
+    blocks.publish(sequence)
+    blocks.swap_out(group)
+    blocks.device.allocate()
+    assert [blocks.device.find(key) is not None for key in sequence.block_keys] == [True, True, False]
+
+
 @given(st.lists(st.tuples(st.sampled_from(["allocate", "publish", "find", "free", "withdraw"]), st.integers(0, 3))))
 def test_the_cache_never_confuses_free_held_and_findable(operations: list[tuple[str, int]]) -> None:
     allocator, held, keys = BlockAllocator(4), [], {}
