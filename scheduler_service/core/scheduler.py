@@ -51,6 +51,10 @@ class Scheduler(StepWriter):
         if self._in_flight and self._has_suspect:
             return SchedulerOutput(self._step_id + 1)
         step = Step(SchedulingBudget(self.config.max_num_batched_tokens, self.config.max_num_seqs))
+        if self.config.sliding_window:
+            for group in self.running:
+                for sequence in group.live:
+                    self.blocks.release_behind_window(sequence)
         if self._steady is not None and self._schedule_steady(self._steady, step, now):
             return self.write(step)
         for group in self.running:
@@ -122,8 +126,6 @@ class Scheduler(StepWriter):
             if head.is_suspect or self.waiting.outranks(head, self.waiting.victim(self.running)):
                 return False
         needy = [s for s, _, _ in plan if s.num_computed_tokens >= s.num_slots]
-        for sequence in needy:
-            self.blocks.release_behind_window(sequence)
         if len(needy) > self.blocks.device.num_free:
             return False
         for sequence in needy:
@@ -165,8 +167,6 @@ class Scheduler(StepWriter):
             self._release(group)
             self.waiting.put_back([group])
             return
-        for sequence in group.live:
-            self.blocks.release_behind_window(sequence)
         while not self.blocks.can_append_slots(chunks := self._chunks(group, step.budget.num_tokens)):
             if len(self.running) == 1:
                 step.budget.give_back(num_seqs=group.num_seqs)

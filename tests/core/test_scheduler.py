@@ -485,6 +485,19 @@ def test_right_guesses_save_steps() -> None:
     assert not scheduler.running
 
 
+def test_blocks_behind_a_sliding_window_are_free_before_anybody_needs_one() -> None:
+    """A window of 2 in blocks of 4: while position 5 is computed nobody attends to the first block any more."""
+    scheduler = make_scheduler(sliding_window=2, max_num_batched_tokens=8)
+    worker = FakeWorker(scheduler.config)
+    scheduler.add_request(make_group("a", 3, max_tokens=20))
+    in_use = []
+    for _ in range(7):
+        step(scheduler, worker)
+        in_use.append(16 - scheduler.blocks.device.num_free)
+    # Computed before each step: 0, 3, 4, 5, 6, 7, 8 tokens.
+    assert in_use == [1, 1, 2, 1, 1, 1, 2]
+
+
 def test_lookahead_slots_have_blocks_before_they_are_needed() -> None:
     scheduler = make_scheduler(num_lookahead_slots=3)
     worker = FakeWorker(scheduler.config)
