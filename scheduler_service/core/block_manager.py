@@ -76,15 +76,23 @@ class BlockManager:
         """Whether a waiting group needs more than the whole pool."""
         return self.num_blocks_of(group) > self.device.num_blocks
 
-    def can_allocate(self, group: SequenceGroup, *, leave_watermark: bool) -> AllocStatus:
-        """Whether a waiting group fits; `leave_watermark` keeps blocks free for those already running."""
+    def can_allocate(
+        self, group: SequenceGroup, *, leave_watermark: bool, without: Iterable[SequenceGroup] = ()
+    ) -> AllocStatus:
+        """Whether a waiting group fits, once the running groups that it would be `without` have let go of their blocks.
+
+        `leave_watermark` keeps blocks free for those that go on running.
+        """
         if self.never_fits(group):
             return AllocStatus.NEVER
+        leaving = Counter(block for other in without for s in other.live for block in self.tables.get(s.id, ()))
+        del leaving[NO_BLOCK]
+        num_free = self.device.num_free + sum(self.device.ref_count(b) == n for b, n in leaving.items())
+        # A cached block that somebody goes on holding costs nothing.
         needed = self.num_blocks_of(group)
-        # A cached block that somebody holds costs nothing.
-        needed -= sum(self.device.ref_count(block) > 0 for block in self._cached_blocks(group.live[0]))
+        needed -= sum(self.device.ref_count(block) > leaving[block] for block in self._cached_blocks(group.live[0]))
         reserve = self.num_watermark_blocks if leave_watermark else 0
-        return AllocStatus.OK if needed + reserve <= self.device.num_free else AllocStatus.LATER
+        return AllocStatus.OK if needed + reserve <= num_free else AllocStatus.LATER
 
     def allocate(self, leader: Sequence) -> None:
         """Give a sequence without a table its first blocks, cached ones before others: those are computed."""
@@ -204,11 +212,6 @@ class BlockManager:
     def can_swap_out(self, group: SequenceGroup) -> bool:
         """Whether host memory has room for all of a running group's blocks."""
         return len(self._distinct(group, self.tables)) <= self.host.num_free
-
-    def num_held_alone(self, group: SequenceGroup) -> int:
-        """Device blocks that would be free if this running group let go of its own."""
-        held = Counter(block for sequence in group.live for block in self.tables.get(sequence.id, ()))
-        return sum(self.device.ref_count(block) == count for block, count in held.items() if block != NO_BLOCK)
 
     def swap_out(self, group: SequenceGroup) -> list[tuple[int, int]]:
         """Move a group's tables to host blocks; returns the pairs of device and host block to copy."""

@@ -265,14 +265,15 @@ class Scheduler(StepWriter):
         """Preempt running groups that a waiting one outranks, if that gives it the room that it needs."""
         if step.steady:
             return False  # the plan is made; the next step will begin with this
+        if not self.waiting.outranks(group, self.waiting.victim(self.running)):
+            return False
         victims: list[SequenceGroup] = []
         candidates = dict(self.running)
-        num_blocks = self.blocks.device.num_free - self.blocks.num_watermark_blocks
         num_seqs = step.budget.num_seqs
-        while candidates and (
-            num_blocks < self.blocks.num_blocks_of(group)
-            or num_seqs < group.num_seqs
+        while (
+            num_seqs < group.num_seqs
             or not self._has_lora_slot(group, candidates)
+            or self.blocks.can_allocate(group, leave_watermark=bool(candidates), without=victims) is not AllocStatus.OK
         ):
             victim = self.waiting.victim(candidates)
             # Blocks that were swapped in within this step are not in their place yet, and cannot be swapped out.
@@ -280,13 +281,10 @@ class Scheduler(StepWriter):
                 return False
             del candidates[victim]
             victims.append(victim)
-            num_blocks += self.blocks.num_held_alone(victim)
             num_seqs += victim.num_seqs
         for victim in victims:
             self._preempt(victim, step)
-        return self.blocks.can_allocate(group, leave_watermark=bool(self.running)) is AllocStatus.OK and (
-            group.num_seqs <= step.budget.num_seqs and self._has_lora_slot(group, self.running)
-        )
+        return True
 
     def _preempt(self, group: SequenceGroup, step: Step) -> None:
         chunks = step.chunks.pop(group, [])

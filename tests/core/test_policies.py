@@ -136,6 +136,32 @@ def test_nobody_is_preempted_when_that_would_not_make_enough_room() -> None:
     assert set(plan(step(scheduler, worker))) == {"better", "worse"}
 
 
+def test_making_room_counts_blocks_that_victims_share_and_those_that_others_hold_already() -> None:
+    scheduler = make_scheduler(PriorityQueue(), num_device_blocks=8)
+    worker = FakeWorker(scheduler.config)
+    scheduler.add_request(make_group("better", 16, priority=0, max_tokens=9))
+    step(scheduler, worker)
+    scheduler.add_request(make_group("worse", 10, priority=2, root=b"own", max_tokens=2))
+    step(scheduler, worker)
+    assert scheduler.blocks.device.num_free == 0
+    urgent = make_group("urgent", 23, priority=1, max_tokens=1)  # of its 6 blocks the better one holds 4
+    scheduler.add_request(urgent)
+    assert plan(step(scheduler, worker)) == {"better": [1], "urgent": [7]}
+    run(scheduler, worker)
+
+
+def test_victims_that_share_a_prompt_make_room_together() -> None:
+    scheduler = make_scheduler(PriorityQueue(), num_device_blocks=10)
+    worker = FakeWorker(scheduler.config)
+    for name, num_tokens, priority in (("better", 4, 0), ("one", 18, 2), ("other", 18, 2)):
+        scheduler.add_request(make_group(name, num_tokens, priority=priority, root=bytes(num_tokens), max_tokens=9))
+        step(scheduler, worker)
+    assert scheduler.blocks.device.num_free == 2
+    scheduler.add_request(make_group("urgent", 28, priority=1, root=b"urgent", max_tokens=1))
+    assert plan(step(scheduler, worker)) == {"better": [1], "urgent": [28]}
+    run(scheduler, worker)
+
+
 def serve(queue: FairQueue, num_steps: int, load: dict[str, int]) -> Counter[str]:
     """Output tokens that each tenant gets of a worker that runs two sequences, when all have requests without end."""
     scheduler = make_scheduler(queue, max_num_seqs=2, num_device_blocks=64)
