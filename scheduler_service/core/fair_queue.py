@@ -2,7 +2,8 @@
 
 Every tenant has a counter of the service it was given: prompt tokens, and output tokens at twice their number, divided
 by its weight. The tenant of the lowest counter is next; within a tenant, first come, first served. Who comes back after
-a pause starts at the lowest counter of those waiting, so that nobody saves up service by being idle.
+a pause starts at the lowest counter of those waiting, or at that of who waited last, so that nobody saves up service by
+being idle.
 """
 
 import heapq
@@ -30,6 +31,7 @@ class FairQueue(WaitingQueue):
         self._heap: list[tuple[float, str]] = []
         self._in_heap: set[str] = set()
         self.counters: dict[str, float] = {}
+        self._last_tenant = ""  # of the group that left the queue last
 
     def append(self, group: SequenceGroup) -> None:
         super().append(group)
@@ -54,6 +56,7 @@ class FairQueue(WaitingQueue):
     def remove(self, request_id: str) -> None:
         group = self._groups.pop(request_id, None)
         if group is not None:
+            self._last_tenant = group.tenant
             queue = self._tenants[group.tenant]
             del queue[request_id]
             if not queue:
@@ -66,7 +69,7 @@ class FairQueue(WaitingQueue):
 
     def _queue_of(self, tenant: str) -> OrderedDict[str, SequenceGroup]:
         if tenant not in self._tenants:
-            lowest = self.counters[self._next_tenant()] if self._tenants else 0.0
+            lowest = self.counters[self._next_tenant()] if self._tenants else self.counters.get(self._last_tenant, 0.0)
             if len(self.counters) >= MAX_IDLE_TENANTS + len(self._tenants):
                 self._forget_idle_tenants(lowest)
             self.counters[tenant] = max(self.counters.get(tenant, 0.0), lowest)

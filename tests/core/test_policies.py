@@ -209,3 +209,12 @@ def test_nobody_saves_up_service_by_being_idle() -> None:
     queue.append(make_group("busy2", 1, tenant="busy"))
     queue.append(make_group("newcomer", 1, tenant="newcomer"))
     assert queue.counters["newcomer"] == queue.counters["busy"] == 1000
+
+
+def test_a_newcomer_does_not_make_up_for_what_others_were_served_while_nobody_waited() -> None:
+    queue = FairQueue()
+    queue.append(make_group("alone", 1, tenant="busy"))
+    queue.charge(queue.pop(), 1000, 0)
+    queue.append(make_group("first", 1, tenant="newcomer"))
+    queue.append(make_group("again", 1, tenant="busy"))
+    assert queue.counters["newcomer"] == queue.counters["busy"] == 1000
