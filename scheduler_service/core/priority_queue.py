@@ -2,7 +2,7 @@
 
 The longer a request has waited, the more later arrivals of a better priority it has let pass; after `overtakes` of them
 for each level of difference it goes before the next one. All requests age alike, so their order among each other never
-changes, and one number fixed at arrival says it: priority x overtakes + arrival.
+changes, and one number fixed at arrival says it: priority x overtakes + arrival. Of equal ones the older goes first.
 """
 
 import heapq
@@ -20,12 +20,13 @@ class PriorityQueue(WaitingQueue):
         super().__init__()
         self._overtakes = overtakes
         self._arrivals = itertools.count()
-        self._heap: list[tuple[int, int, SequenceGroup]] = []
-        self._entries = itertools.count()  # breaks ties that put_back can make
+        self._heap: list[tuple[tuple[int, int], int, SequenceGroup]] = []
+        self._entries = itertools.count()  # so that groups are never compared
 
     def append(self, group: SequenceGroup) -> None:
         super().append(group)
-        group.rank = group.priority * self._overtakes + next(self._arrivals)
+        arrival = next(self._arrivals)
+        group.rank = (group.priority * self._overtakes + arrival, arrival)
         self._push(group)
 
     def put_back(self, groups: Iterable[SequenceGroup]) -> None:
@@ -46,8 +47,8 @@ class PriorityQueue(WaitingQueue):
         return group
 
     def victim(self, running: dict[SequenceGroup, None]) -> SequenceGroup:
-        """Of the lowest priority the youngest, and of equal ranks the one admitted last, or two would take turns."""
-        return max(reversed(running), key=lambda group: group.rank)
+        """Who would be the last to go first; always the same of any two, or they could preempt each other for ever."""
+        return max(running, key=lambda group: group.rank)
 
     def outranks(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:
         """Only a better priority preempts, and only while age has not evened it out."""

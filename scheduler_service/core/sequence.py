@@ -157,7 +157,7 @@ class SequenceGroup:
         self.tenant = tenant
         self.lora_name = lora_name
         self.arrived_at = arrived_at
-        self.rank = 0  # of a queue that orders by rank
+        self.rank = (0, 0)  # of a queue that orders by rank; no two are equal there
         self.cache_root = cache_root
         self.num_cached_tokens: int | None = None
         self.sampling = sampling

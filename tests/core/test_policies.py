@@ -4,7 +4,7 @@ import pytest
 from fake_worker import FakeWorker, reference_output
 from hypothesis import given
 from hypothesis import strategies as st
-from test_scheduler import make_group, make_scheduler, output_of, plan, run, step
+from test_scheduler import make_group, make_scheduler, output_of, plan, run, run_ahead, step
 
 from scheduler_service.core import FairQueue, PreemptionMode, PriorityQueue, SequenceGroup, WaitingQueue
 
@@ -52,17 +52,6 @@ def test_lower_numbers_go_first_and_equal_ones_in_the_order_of_arrival() -> None
     assert [queue.pop().request_id for _ in range(4)] == ["a", "b", "c", "d"]
 
 
-def test_of_equal_ranks_the_one_admitted_last_makes_room() -> None:
-    """Were it the other, two that do not fit together could take turns for ever with steps planned ahead."""
-    queue = PriorityQueue(overtakes=1)
-    older, younger = make_group("older", 1, priority=1), make_group("younger", 1, priority=0)
-    queue.append(older)
-    queue.append(younger)
-    assert older.rank == younger.rank
-    assert queue.victim({older: None, younger: None}) is younger
-    assert queue.victim({younger: None, older: None}) is older
-
-
 @given(st.lists(st.tuples(st.integers(-2, 2), st.booleans()), max_size=200), st.integers(1, 8))
 def test_nobody_is_overtaken_more_often_than_ageing_allows(arrivals: list[tuple[int, bool]], overtakes: int) -> None:
     """At most `overtakes` later arrivals for each level of priority between the two."""
@@ -106,6 +95,16 @@ def test_a_better_priority_takes_the_place_of_the_worst_and_that_one_still_finis
     assert "another" not in plan(step(scheduler, worker))  # equals do not preempt each other
     run(scheduler, worker)
     assert all(len(output_of(group)) == 8 for group in (low, middle, urgent))
+
+
+def test_groups_of_equal_rank_do_not_preempt_each_other_for_ever() -> None:
+    """The second comes one level better and as much later as evens it out; steps are planned ahead of the answers."""
+    scheduler = make_scheduler(PriorityQueue(overtakes=1), num_device_blocks=8, block_size=2)
+    worker = FakeWorker(scheduler.config)
+    for name, priority in (("older", 1), ("younger", 0)):
+        scheduler.add_request(make_group(name, 2, priority=priority, root=name.encode(), max_tokens=12))
+    run_ahead(scheduler, worker, 3, most_steps=100)
+    assert sum(scheduler.num_preemptions.values()) <= 3
 
 
 def test_a_victim_of_priority_keeps_its_blocks_in_host_memory_and_waits_among_the_swapped() -> None:

@@ -286,11 +286,14 @@ def swapping_scheduler(**sizes: object) -> tuple[Scheduler, FakeWorker, Sequence
     return scheduler, worker, next(iter(scheduler.swapped or scheduler.waiting))
 
 
-def run_ahead(scheduler: Scheduler, worker: FakeWorker, num_ahead: int) -> list[SchedulerOutput]:
+def run_ahead(
+    scheduler: Scheduler, worker: FakeWorker, num_ahead: int, most_steps: int = 10_000
+) -> list[SchedulerOutput]:
     """Run to the end with so many steps planned before the oldest is answered; returns all steps."""
     steps: list[SchedulerOutput] = []
     in_flight: list[tuple[SchedulerOutput, ModelOutput]] = []
     while scheduler.has_work or in_flight:
+        assert len(steps) < most_steps, "the run does not end"
         output = scheduler.schedule()
         if not output.is_empty:
             steps.append(output)
