@@ -1,0 +1,114 @@
+"""Requests and the queue of the slow scheduler: lists, and rules that are looked up anew whenever one is needed."""
+
+from scheduler_service.core import SamplingParams, SequenceStatus
+from scheduler_service.core.beam_search import BeamSearch
+
+
+class Block:
+    """A place for keys and values; `key` is the salt and all the tokens that it can be found by."""
+
+    key: tuple[bytes, tuple[int, ...]] | None = None
+
+
+class SlowSequence:
+    def __init__(self, group: "SlowGroup", index: int, token_ids: list[int]) -> None:
+        self.group, self.index, self.token_ids = group, index, token_ids
+        self.num_prompt_tokens = len(group.prompt)
+        self.max_num_tokens = 0
+        self.score, self.candidates = 0.0, None
+        self.status: SequenceStatus | None = None  # once it has ended
+        self.num_lives = 0  # one more each time it begins anew
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        self.num_lives += 1
+        self.computed = self.stored = 0  # by the steps planned, and by those answered
+        self.num_offered = 0  # blocks that were offered to the prefix cache
+        self.device: list[Block | None] | None = None
+        self.host: list[Block | None] | None = None
+        self.is_known = False
+        self.candidates = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def uncomputed(self) -> int:
+        left = len(self.token_ids) - self.computed
+        if left > 0 or self.group.beams:
+            return left
+        return int(self.computed + 1 < self.max_num_tokens)
+
+    @property
+    def label(self) -> tuple[str, int, int]:
+        return self.group.name, self.index, len(self.token_ids)
+
+
+class SlowGroup:
+    def __init__(self, name: str, prompt: list[int], sampling: SamplingParams, root: bytes, **about: object) -> None:
+        self.name, self.prompt, self.sampling, self.root = name, prompt, sampling, root
+        self.priority, self.tenant, self.lora, self.arrived_at = (
+            about[key] for key in ("priority", "tenant", "lora", "arrived_at")
+        )
+        self.rank = (0, 0)
+        self.num_cached: int | None = None
+        self.beams = BeamSearch(sampling) if sampling.beam_width else None
+        num_sequences = 1 if self.beams else sampling.n
+        self.sequences = [SlowSequence(self, index, list(prompt)) for index in range(num_sequences)]
+
+    @property
+    def live(self) -> list[SlowSequence]:
+        return [sequence for sequence in self.sequences if sequence.status is None]
+
+    @property
+    def num_seqs(self) -> int:
+        return self.sampling.beam_width or len(self.live)
+
+
+class SlowQueue:
+    """A list, in the order in which groups came in, and the rule by which one of them is next."""
+
+    def __init__(self, policy: str, overtakes: int = 64, weights: dict[str, float] | None = None) -> None:
+        self.policy, self.overtakes, self.weights = policy, overtakes, weights or {}
+        self.groups: list[SlowGroup] = []
+        self.num_arrivals = 0
+        self.served: dict[str, float] = {}  # a tenant's counter
+        self.last_to_leave = ""  # a tenant
+
+    def arrive(self, group: SlowGroup) -> None:
+        group.rank = (group.priority * self.overtakes + self.num_arrivals, self.num_arrivals)
+        self.num_arrivals += 1
+        self.raise_counter(group.tenant)
+        self.groups.append(group)
+
+    def put_back(self, group: SlowGroup) -> None:
+        self.raise_counter(group.tenant)
+        self.groups.insert(0, group)
+
+    def leave(self, group: SlowGroup) -> None:
+        self.groups.remove(group)
+        self.last_to_leave = group.tenant
+
+    def raise_counter(self, tenant: str) -> None:
+        """Who has nothing waiting comes back at the lowest counter of those who have, or else of who had last."""
+        waiting = [self.served[group.tenant] for group in self.groups]
+        lowest = min(waiting, default=self.served.get(self.last_to_leave, 0.0))
+        self.served[tenant] = max(self.served.get(tenant, 0.0), lowest)
+
+    def charge(self, group: SlowGroup, cost: float) -> None:
+        self.served[group.tenant] += cost / self.weights.get(group.tenant, 1.0)
+
+    @property
+    def head(self) -> SlowGroup:
+        if self.policy == "priority":
+            return min(self.groups, key=lambda group: group.rank)
+        if self.policy == "fair":
+            return min(self.groups, key=lambda group: (self.served[group.tenant], group.tenant))
+        return self.groups[0]
+
+    def victim(self, running: list[SlowGroup]) -> SlowGroup:
+        return max(running, key=lambda group: group.rank) if self.policy == "priority" else running[-1]
+
+    def outranks(self, waiting: SlowGroup, running: SlowGroup) -> bool:
+        return self.policy == "priority" and waiting.priority < running.priority and waiting.rank < running.rank

@@ -1,0 +1,277 @@
+"""The scheduler in its most obvious form: plain lists, linear scans, and everything found out anew in every step.
+
+Nothing is counted, cached or repeated. The decisions are those of `scheduler_service.core.Scheduler`, except that
+nobody is a suspect here, because no worker is ever lost. Which beams live on is `BeamSearch`'s to say; it has an oracle
+of its own.
+"""
+
+from dataclasses import dataclass
+
+from slow_blocks import SlowBlocks
+from slow_groups import SlowGroup, SlowQueue, SlowSequence
+
+from scheduler_service.core import PhaseRule, PreemptionMode, SchedulerConfig, SequenceStatus
+
+
+@dataclass
+class SlowStep:
+    chunks: list[tuple[SlowSequence, int, bool, int]]
+    """Sequence, tokens, whether it samples, and in which of its lives it was."""
+    decisions: dict[str, object]
+    is_empty: bool
+    began: float | None
+
+
+class SlowScheduler(SlowBlocks):
+    def __init__(self, config: SchedulerConfig, queue: SlowQueue) -> None:
+        super().__init__(config)
+        self.queue = queue
+        self.ended: list[SlowSequence] = []  # that the worker is to be told of
+        self.prompt_seconds = 0.0
+        self.num_preemptions = dict.fromkeys((PreemptionMode.RECOMPUTE, PreemptionMode.SWAP), 0)
+
+    @property
+    def tokens_left(self) -> int:
+        return self.config.max_num_batched_tokens - sum(num_tokens for _, num_tokens, _ in self.plan)
+
+    def schedule(self, now: float) -> SlowStep:
+        self.plan: list[tuple[SlowSequence, int, int]] = []  # sequence, tokens, copies on write
+        self.preempted: list[tuple[str, int, int]] = []
+        self.ignored: list[str] = []
+        self.has_preempted = False
+        self.num_swapped_out = self.num_swapped_in = 0
+        for group in self.running:
+            for sequence in group.live if self.config.sliding_window else ():
+                first_needed = max(0, sequence.computed - self.config.sliding_window + 1)
+                self.drop_blocks(sequence, min(first_needed // self.config.block_size, len(sequence.device or ())))
+        ready = [group for group in self.running if all(s.uncomputed <= 1 for s in group.live)]
+        behind = [group for group in self.running if group not in ready]
+        began = None
+        if self.config.phase_rule is PhaseRule.CHUNKED:
+            self.grow_all(ready + behind)
+            self.resume()
+            self.admit()
+        else:
+            self.grow_all(behind)
+            if self.may_admit(now):
+                self.admit()
+            if self.plan:
+                began = now
+            else:
+                self.grow_all(ready)
+                self.resume()
+        return self.write(began)
+
+    def may_admit(self, now: float) -> bool:
+        if not self.queue.groups or not self.running:
+            return True
+        return now - self.queue.head.arrived_at >= self.config.delay_factor * self.prompt_seconds
+
+    def grow_all(self, groups: list[SlowGroup]) -> None:
+        for group in groups:
+            if group in self.running:
+                self.grow(group)
+
+    def grow(self, group: SlowGroup) -> None:
+        if group.live[0].device is None:  # its leader ended before the others could fork
+            self.begin_anew(group)
+            return
+        while self.num_new_blocks(chunks := self.chunks_of(group)) > self.num_free:
+            if self.running == [group]:
+                self.ignore(group)
+                return
+            victim = self.queue.victim(self.running)
+            self.preempt(victim)
+            if victim is group:
+                return
+        for sequence, num_tokens in chunks:
+            self.plan.append((sequence, num_tokens, self.append_slots(sequence, num_tokens)))
+
+    def chunks_of(self, group: SlowGroup) -> list[tuple[SlowSequence, int]]:
+        chunks, left = [], self.tokens_left
+        for sequence in group.live:
+            num_tokens = min(sequence.uncomputed, left)
+            if num_tokens and sequence.device is not None:
+                chunks.append((sequence, num_tokens))
+                left -= num_tokens
+        return chunks
+
+    def preempt(self, group: SlowGroup) -> None:
+        """Blocks that wait for a copy, and beams whose successors are awaited, cannot be swapped out."""
+        copies = sum(num_copies for sequence, _, num_copies in self.plan if sequence.group is group)
+        self.plan = [chunk for chunk in self.plan if chunk[0].group is not group]
+        is_awaited = group.beams and any(sequence.stored < sequence.computed for sequence in group.live)
+        mode = PreemptionMode.RECOMPUTE if copies or is_awaited else self.mode_for(group)
+        self.num_preemptions[mode] += 1
+        self.has_preempted = True
+        if mode is PreemptionMode.SWAP:
+            self.num_swapped_out += self.move(group, to_host=True)
+            self.running.remove(group)
+            self.swapped.insert(0, group)
+            return
+        self.preempted += [sequence.label for sequence in group.live if sequence.is_known]
+        self.begin_anew(group)
+
+    def begin_anew(self, group: SlowGroup) -> None:
+        for sequence in group.live:
+            self.drop_blocks(sequence, len(sequence.device or ()))
+            sequence.begin_anew()
+        self.running.remove(group)
+        self.queue.put_back(group)
+
+    def resume(self) -> None:
+        while self.swapped and self.tokens_left and not self.has_preempted:
+            group = self.swapped[0]
+            on_host = [sequence for sequence in group.live if sequence.host is not None]
+            needed = len({block for sequence in on_host for block in sequence.host} - {None})
+            needed += self.num_new_blocks([(sequence, sequence.uncomputed) for sequence in on_host])
+            if needed > self.config.num_device_blocks:
+                self.ignore(group)
+                continue
+            if needed + self.num_reserved > self.num_free or not self.has_slots(group, self.running):
+                return
+            self.swapped.remove(group)
+            self.running.append(group)
+            self.num_swapped_in += self.move(group, to_host=False)
+            self.grow(group)
+
+    def has_slots(self, group: SlowGroup, running: list[SlowGroup]) -> bool:
+        """Whether its sequences and its adapter can join those of the groups that run."""
+        others = {other.lora for other in running if other is not group} - {"", group.lora}
+        num_seqs = group.num_seqs + sum(other.num_seqs for other in running if other is not group)
+        return num_seqs <= self.config.max_num_seqs and (not group.lora or len(others) < self.config.max_loras)
+
+    def fits(self, group: SlowGroup, victims: list[SlowGroup]) -> bool:
+        """Whether a waiting group could start if these running ones were not there."""
+        rest = [other for other in self.running if other not in victims]
+        held = {block for other in rest for sequence in other.live for block in sequence.device or ()} - {None}
+        needed = self.blocks_of(group) - sum(block in held for block in self.cached(group.live[0]))
+        num_reserved = self.num_reserved if rest else 0
+        return needed + num_reserved <= self.config.num_device_blocks - len(held) and self.has_slots(group, rest)
+
+    def make_room(self, group: SlowGroup) -> bool:
+        victims: list[SlowGroup] = []
+        while not self.fits(group, victims):
+            rest = [other for other in self.running if other not in victims]
+            if not rest or self.num_swapped_in or not self.queue.outranks(group, self.queue.victim(rest)):
+                return False
+            victims.append(self.queue.victim(rest))
+        for victim in victims:
+            self.preempt(victim)
+        return True
+
+    def admit(self) -> None:
+        if self.has_preempted or self.swapped:
+            return
+        while self.queue.groups and self.tokens_left and not self.has_preempted:
+            group = self.queue.head
+            if group.num_seqs > self.config.max_num_seqs or self.blocks_of(group) > self.config.num_device_blocks:
+                self.queue.leave(group)
+                self.ignore(group)
+                continue
+            if not self.make_room(group):
+                return
+            self.queue.leave(group)
+            self.running.append(group)
+            for sequence in group.live:
+                most = min(len(group.prompt) + group.sampling.max_tokens, self.config.max_sequence_tokens)
+                sequence.max_num_tokens = max(most, len(group.prompt) + 1)
+            leader = group.live[0]
+            leader.device = self.cached(leader)
+            self.let_go = [block for block in self.let_go if block not in leader.device]
+            leader.num_offered = len(leader.device)
+            leader.computed = leader.stored = len(leader.device) * self.config.block_size
+            while len(leader.device) < self.first_blocks(leader):
+                self.add_block(leader)
+            if group.num_cached is None:
+                group.num_cached = leader.computed
+                self.queue.charge(group, len(group.prompt))
+            self.plan.append((leader, min(leader.uncomputed, self.tokens_left), 0))
+
+    def ignore(self, group: SlowGroup) -> None:
+        self.ignored.append(group.name)
+        for sequence in group.live:
+            self.end(sequence, SequenceStatus.FINISHED_IGNORED)
+
+    def write(self, began: float | None) -> SlowStep:
+        chunks = []
+        for sequence, num_tokens, _ in self.plan:
+            chunks.append((sequence, num_tokens, num_tokens == sequence.uncomputed, sequence.num_lives))
+            sequence.computed += num_tokens
+            sequence.is_known = True
+            if sequence.computed >= sequence.num_prompt_tokens:
+                for follower in sequence.group.live:
+                    if follower.device is None:
+                        self.fork(sequence, follower, min(len(sequence.group.prompt), len(follower.token_ids) - 1))
+        decisions = {
+            "scheduled": [(s.label, s.computed, num_tokens, samples) for s, num_tokens, samples, _ in chunks],
+            "preempted": self.preempted,
+            "ignored": self.ignored,
+            "finished": [sequence.label for sequence in self.ended],
+            "copies": sum(num_copies for _, _, num_copies in self.plan),
+            "swapped out": self.num_swapped_out,
+            "swapped in": self.num_swapped_in,
+        }
+        is_empty = not (chunks or self.ended or self.preempted or self.num_swapped_out)
+        self.ended = []
+        return SlowStep(chunks, decisions, is_empty, began)
+
+    # ---- the answer, and ends
+
+    def take_in(self, step: SlowStep, answers: list[tuple[int, list[tuple[int, float]]]], now: float) -> None:
+        """An answer is a token and the likeliest tokens with their log-probabilities."""
+        if step.began is not None:
+            self.prompt_seconds = now - step.began
+        left = iter(answers)
+        for sequence, num_tokens, samples, life in step.chunks:
+            token, candidates = next(left) if samples else (None, None)
+            if sequence.status is not None or sequence.num_lives != life:
+                continue
+            sequence.stored += num_tokens
+            if num_tokens > 1 or sequence.stored % self.config.block_size == 0:
+                self.offer(sequence)
+            if sequence.group.beams:
+                sequence.candidates = candidates
+            elif token is not None:
+                self.append_token(sequence, token)
+        for group in dict.fromkeys(sequence.group for sequence, *_ in step.chunks):
+            if group.beams and group.live and all(beam.candidates for beam in group.live):
+                self.advance(group)
+
+    def append_token(self, sequence: SlowSequence, token: int) -> None:
+        sequence.token_ids.append(token)
+        self.queue.charge(sequence.group, 2)
+        sampling = sequence.group.sampling
+        if sequence.num_output_tokens > sampling.min_tokens and token in sampling.end_token_ids:
+            self.end(sequence, SequenceStatus.FINISHED_STOPPED)
+        elif len(sequence.token_ids) >= sequence.max_num_tokens:
+            self.end(sequence, SequenceStatus.FINISHED_LENGTH_CAPPED)
+
+    def advance(self, group: SlowGroup) -> None:
+        beams = group.live
+        self.queue.charge(group, 2 * len(beams))
+        children = []
+        for parent, token, score in group.beams.advance(beams):
+            child = SlowSequence(group, 0, [*parent.token_ids, token])
+            child.max_num_tokens, child.score = parent.max_num_tokens, score
+            self.fork(parent, child, parent.stored)
+            children.append(child)
+        group.sequences = beams + children
+        for beam in beams:
+            self.end(beam, SequenceStatus.FINISHED_STOPPED)
+        group.sequences = children or beams
+
+    def end(self, sequence: SlowSequence, status: SequenceStatus) -> None:
+        if sequence.status is not None:
+            return
+        sequence.status = status
+        self.drop_blocks(sequence, len(sequence.device or ()))
+        sequence.device = sequence.host = None
+        if sequence.is_known:
+            self.ended.append(sequence)
+        group = sequence.group
+        if not group.live:
+            self.running = [other for other in self.running if other is not group]
+            self.swapped = [other for other in self.swapped if other is not group]
+            if group in self.queue.groups:
+                self.queue.leave(group)

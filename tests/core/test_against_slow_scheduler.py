@@ -1,0 +1,165 @@
+"""The scheduler decides in every step what the slow, obvious one decides, whatever the workload."""
+
+from dataclasses import dataclass
+from itertools import count
+from random import Random
+
+from fake_worker import candidates, prefix_of, sample
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slow_groups import SlowGroup, SlowQueue
+from slow_scheduler import SlowScheduler, SlowStep
+from workloads import Request, random_config, random_request
+
+from scheduler_service.core import (
+    FairQueue,
+    ModelOutput,
+    PriorityQueue,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+    Sequence,
+    SequenceGroup,
+    SequenceStatus,
+    WaitingQueue,
+)
+from scheduler_service.core.outputs import TokenLogprobs
+
+WEIGHTS = {"x": 3.0}
+
+
+@dataclass
+class Event:
+    """Before a step a request arrives, and before another one, or never, it or one output of it is ended."""
+
+    request: Request
+    arrives: int
+    ends: int | None
+    ends_index: int | None
+
+
+def random_event(rng: Random, number: int) -> Event:
+    ends = rng.choice([None, None, None, None, rng.randrange(24)])
+    return Event(random_request(rng, number), rng.randrange(16), ends, rng.choice([None, None, 0, 1]))
+
+
+def label(sequence: Sequence) -> tuple[str, int, int]:
+    return sequence.group.request_id, sequence.index, len(sequence.token_ids)
+
+
+class Both:
+    """The scheduler and the slow one, told the same."""
+
+    def __init__(self, config: SchedulerConfig, policy: str, overtakes: int) -> None:
+        queues = {"fcfs": WaitingQueue(), "priority": PriorityQueue(overtakes), "fair": FairQueue(WEIGHTS)}
+        self.fast = Scheduler(config, queues[policy])
+        self.slow = SlowScheduler(config, SlowQueue(policy, overtakes, WEIGHTS))
+        self.groups: list[tuple[SequenceGroup, SlowGroup]] = []
+        self.sequences: dict[int, Sequence] = {}  # that were ever scheduled
+
+    def add(self, request: Request, now: float) -> None:
+        fast = request.group(now)
+        slow = SlowGroup(
+            request.name,
+            request.prompt,
+            request.sampling,
+            request.root,
+            priority=request.priority,
+            tenant=request.tenant,
+            lora=request.lora_name,
+            arrived_at=now,
+        )
+        self.groups.append((fast, slow))
+        self.fast.add_request(fast)
+        self.slow.queue.arrive(slow)
+
+    def end(self, name: str, index: int | None) -> None:
+        """Abort a request, or end the one of its sequences that has this index."""
+        for fast, slow in self.groups:
+            if fast.request_id == name and index is None:
+                self.fast.finish_requests([name], SequenceStatus.FINISHED_ABORTED)
+                for sequence in slow.live:
+                    self.slow.end(sequence, SequenceStatus.FINISHED_ABORTED)
+            elif fast.request_id == name and index < len(fast.sequences) and not fast.beams:
+                self.fast.finish_sequence(fast.sequences[index], SequenceStatus.FINISHED_STOPPED)
+                self.slow.end(slow.sequences[index], SequenceStatus.FINISHED_STOPPED)
+
+    def schedule(self, now: float) -> tuple[SchedulerOutput, SlowStep]:
+        output, step = self.fast.schedule(now), self.slow.schedule(now)
+        self.sequences |= {scheduled.sequence.id: scheduled.sequence for scheduled in output.scheduled}
+        decisions = {
+            "scheduled": [(label(s), s.num_computed_tokens, n, samples) for s, n, samples in output.scheduled],
+            "preempted": [label(self.sequences[sequence_id]) for sequence_id in output.preempted],
+            "ignored": [group.request_id for group in output.ignored],
+            "finished": [label(self.sequences[sequence_id]) for sequence_id in output.finished],
+            "copies": len(output.blocks_to_copy),
+            "swapped out": len(output.blocks_to_swap_out),
+            "swapped in": len(output.blocks_to_swap_in),
+        }
+        assert decisions == step.decisions
+        assert output.is_empty == step.is_empty
+        self.compare()
+        return output, step
+
+    def compare(self) -> None:
+        fast, slow = self.fast, self.slow
+        assert [group.request_id for group in fast.running] == [group.name for group in slow.running]
+        assert [group.request_id for group in fast.swapped] == [group.name for group in slow.swapped]
+        assert {group.request_id for group in fast.waiting} == {group.name for group in slow.queue.groups}
+        assert len(fast.waiting) == len(slow.queue.groups)
+        if fast.waiting:
+            assert fast.waiting.head.request_id == slow.queue.head.name
+        assert fast.blocks.device.num_free == slow.num_free
+        assert fast.blocks.host.num_free == slow.num_host_free
+        assert fast.num_preemptions == slow.num_preemptions
+        for fast_group, slow_group in self.groups:
+            assert fast_group.num_cached_tokens == slow_group.num_cached
+            assert [(s.token_ids, s.status.is_finished and s.status) for s in fast_group.sequences] == [
+                (s.token_ids, s.status or False) for s in slow_group.sequences
+            ]
+        fast.blocks.check()
+
+    def take_in(self, output: SchedulerOutput, step: SlowStep, now: float) -> None:
+        """The worker's answer: a function of what is known of each sequence when the answer comes."""
+        answer, answers = ModelOutput(output.step_id, []), []
+        for sequence, _, samples in output.scheduled:
+            if samples:
+                prefix = prefix_of(sequence.token_ids)
+                token, likeliest = sample(prefix, sequence.index) % 25, []
+                if sequence.sampling.beam_width:
+                    likeliest = candidates(prefix)[: sequence.sampling.num_logprobs]
+                    answer.logprobs[sequence.id] = TokenLogprobs(
+                        [token, *(t for t, _ in likeliest)], [0.0, *(p for _, p in likeliest)], 1
+                    )
+                answer.token_ids.append(token)
+                answers.append((token, likeliest))
+        self.fast.update_from_output(output, answer, now)
+        self.slow.take_in(step, answers, now)
+        self.compare()
+
+
+@settings(max_examples=3000)
+@given(st.integers(0, 2**32), st.lists(st.booleans(), min_size=18, max_size=18))
+def test_every_decision_is_that_of_the_slow_scheduler(seed: int, takes_part: list[bool]) -> None:
+    """What may happen follows from the seed; who takes part is chosen, so that a failure shrinks to few requests."""
+    rng = Random(seed)
+    config = random_config(rng, (2, 5, 7, 8, 9, 10, 11, 12, 14, 16, 20))
+    both = Both(config, rng.choice(["fcfs", "priority", "priority", "fair"]), overtakes=rng.randint(1, 6))
+    max_in_flight = rng.randint(1, 4)
+    workload = [random_event(Random(f"{seed} {i}"), i) for i, takes in enumerate(takes_part) if takes]
+    in_flight: list[tuple[SchedulerOutput, SlowStep]] = []
+    for now in count():
+        for event in workload:
+            if event.arrives == now:
+                both.add(event.request, now)
+            if event.ends == now:
+                both.end(event.request.name, event.ends_index)
+        output, step = both.schedule(now)
+        if not output.is_empty:
+            in_flight.append((output, step))
+        if in_flight and (output.is_empty or len(in_flight) == max_in_flight):
+            both.take_in(*in_flight.pop(0), now + 0.5)
+        if now > 24 and not both.fast.has_work and not in_flight:
+            break
+        assert now < 3000, "the run does not end"
+    assert both.slow.num_free == config.num_device_blocks

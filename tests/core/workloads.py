@@ -1,0 +1,91 @@
+"""Random schedulers and requests: small pools and short prompts, in which everything that can happen soon does."""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from scheduler_service.core import PhaseRule, PreemptionMode, SamplingParams, SchedulerConfig, SequenceGroup
+
+
+@dataclass(frozen=True)
+class Request:
+    """`num_shared` of the prompt's tokens are those that others begin with too; the rest is its own."""
+
+    number: int
+    num_tokens: int
+    num_shared: int
+    sampling: SamplingParams
+    root: bytes
+    priority: int
+    tenant: str
+    lora_name: str
+
+    @property
+    def name(self) -> str:
+        return str(self.number)
+
+    @property
+    def prompt(self) -> list[int]:
+        num_shared = min(self.num_shared, self.num_tokens)
+        return [
+            *range(num_shared),
+            *range(1000 * (self.number + 1), 1000 * (self.number + 1) + self.num_tokens - num_shared),
+        ]
+
+    def group(self, arrived_at: float = 0.0) -> SequenceGroup:
+        return SequenceGroup(
+            self.name,
+            self.prompt,
+            self.sampling,
+            self.root,
+            priority=self.priority,
+            tenant=self.tenant,
+            lora_name=self.lora_name,
+            arrived_at=arrived_at,
+        )
+
+
+def random_request(rng: Random, number: int) -> Request:
+    max_tokens, beam_width = rng.choice([1, 2, 5, 8, 12, 16]), rng.choice([0, 0, 0, 0, 0, 2, 3])
+    return Request(
+        number,
+        rng.choice([1, 2, 4, 5, 7, 8, 9, 11, 14, 20]),
+        rng.choice([0, 4, 8, 24]),
+        SamplingParams(
+            max_tokens=max_tokens,
+            n=1 if beam_width else rng.choice([1, 1, 1, 2, 3]),
+            min_tokens=min(rng.randrange(4), max_tokens),
+            eos_token_ids=frozenset(range(rng.choice([0, 0, 1, 4]))),
+            beam_width=beam_width,
+        ),
+        rng.choice([b"", b"", b"another salt"]),
+        rng.randrange(3),
+        rng.choice("xyz"),
+        rng.choice(["", "", "", "a", "b"]),
+    )
+
+
+def random_config(rng: Random, num_device_blocks: SequenceOf[int]) -> SchedulerConfig:
+    block_size, max_num_seqs = rng.choice([1, 2, 2, 3, 4]), rng.choice([1, 2, 3, 4, 6, 8, 10])
+    num_blocks = rng.choice(num_device_blocks)
+    sizes: dict[str, Any] = {
+        "block_size": block_size,
+        "num_device_blocks": num_blocks,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max(block_size, max_num_seqs + rng.randrange(20)),
+        "max_model_len": rng.choice([20, 60]),
+        "watermark": rng.choice([0.0, 0.1, 0.3]),
+        "num_host_blocks": rng.choice([0, 4, 8, 14, 20]),
+        "max_loras": rng.randint(1, 2),
+        "num_lookahead_slots": min(rng.choice([0, 0, 1, 3]), num_blocks * block_size - 1),
+        "sliding_window": rng.choice([0, 0, 0, 0, 1, 4, 9]),
+        "prefix_caching": rng.choice([True, True, False]),
+        "phase_rule": rng.choice([*PhaseRule]),
+        "delay_factor": rng.choice([0.0, 2.0]),
+        "preemption_mode": rng.choice([*PreemptionMode, PreemptionMode.SWAP]),
+        "block_bytes": 1000,
+        "swap_bytes_per_second": rng.choice([0, 100_000]),
+        "prefill_tokens_per_second": rng.choice([0, 49 * block_size, 51 * block_size]),
+    }
+    return SchedulerConfig(**sizes)
