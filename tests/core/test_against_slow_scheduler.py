@@ -63,7 +63,7 @@ class Both:
             request.name,
             request.prompt,
             request.sampling,
-            request.root,
+            request.root + request.lora_name.encode(),  # no cache is shared between adapters
             priority=request.priority,
             tenant=request.tenant,
             lora=request.lora_name,
