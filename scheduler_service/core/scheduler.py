@@ -238,6 +238,8 @@ class Scheduler(StepWriter):
                 most = len(step.chunks) + 1  # whoever made room for this one does not come back at once
             self.waiting.pop()
             leader = sequences[0]
+            if leader.token_ids is group.prompt_token_ids:  # a follower takes the place of a leader that ended
+                leader.token_ids = list(group.prompt_token_ids)
             for sequence in sequences:
                 sequence.id = next(self._sequence_ids)
                 most_tokens = min(sequence.num_prompt_tokens + group.sampling.max_tokens, self._max_sequence_tokens)

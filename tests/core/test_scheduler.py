@@ -686,6 +686,7 @@ def test_a_leader_that_ends_before_the_others_could_fork_leaves_the_prompt_to_th
     run_ahead(scheduler, worker, num_ahead)
     assert output_of(group, 0) == []
     assert [output_of(group, index) for index in (1, 2)] == [reference_output(group, index, 64) for index in (1, 2)]
+    assert group.prompt_token_ids == list(range(20))
 
 
 @pytest.mark.parametrize(
