@@ -212,7 +212,7 @@ class SlowScheduler(SlowBlocks):
             "swapped out": self.num_swapped_out,
             "swapped in": self.num_swapped_in,
         }
-        is_empty = not (chunks or self.ended or self.preempted or self.num_swapped_out)
+        is_empty = not (chunks or self.ended or self.preempted or self.num_swapped_out or self.num_swapped_in)
         self.ended = []
         return SlowStep(chunks, decisions, is_empty, began)
 
