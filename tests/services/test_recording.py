@@ -118,10 +118,20 @@ def test_values_that_are_none_come_back_as_none() -> None:
 
 def test_a_group_comes_back_as_it_was_made() -> None:
     message = pb.RecordedArrival()
-    group = SequenceGroup("r", [3, 1, 2], SAMPLING, b"root", priority=-4, tenant="t", arrived_at=0.1)
+    group = SequenceGroup("r", [3, 1, 2], SAMPLING, b"root", priority=-4, tenant="t", lora_name="l", arrived_at=0.1)
     encode_fields(SequenceGroup, group, message)
     made = decode_fields(SequenceGroup, message)
-    for name in ("request_id", "prompt_token_ids", "sampling", "cache_root", "priority", "tenant", "arrived_at"):
+    names = (
+        "request_id",
+        "prompt_token_ids",
+        "sampling",
+        "cache_root",
+        "priority",
+        "tenant",
+        "lora_name",
+        "arrived_at",
+    )
+    for name in names:
         assert getattr(made, name) == getattr(group, name)
     assert made.sequences[0].token_ids == [3, 1, 2]
 
