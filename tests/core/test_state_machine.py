@@ -1,0 +1,266 @@
+"""Whatever is done to the schedulers of a few workers that share a queue, in whatever order, they keep their promises.
+
+Requests come, are aborted and cut short; steps are planned ahead and answered late; workers are lost. After everything
+that is done nobody has a block too many, a step too large or a place that another one was before at.
+"""
+
+from collections import Counter
+from itertools import combinations
+from random import Random
+
+from fake_worker import FakeWorker, reference_beams, reference_output
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from test_scheduler import output_of
+from workloads import random_config, random_request
+
+from scheduler_service.core import (
+    FairQueue,
+    ModelOutput,
+    PriorityQueue,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+    Sequence,
+    SequenceGroup,
+    SequenceStatus,
+    WaitingQueue,
+)
+
+ANY = st.integers(0, 2**16)
+"""Which of those there are: taken modulo their number."""
+
+
+class Session:
+    """A scheduler, its worker, and the steps between them that nobody has answered."""
+
+    def __init__(self, config: SchedulerConfig, waiting: WaitingQueue) -> None:
+        self.scheduler = Scheduler(config, waiting)
+        self.worker = FakeWorker(config)
+        self.in_flight: list[tuple[SchedulerOutput, ModelOutput]] = []
+        self.num_steps = 0
+
+    @property
+    def sequences(self) -> dict[int, Sequence]:
+        groups = [*self.scheduler.running, *self.scheduler.swapped]
+        return {sequence.id: sequence for group in groups for sequence in group.live if sequence.id}
+
+
+class Fleet(RuleBasedStateMachine):
+    @initialize(
+        seed=st.integers(0, 2**32),
+        policy=st.sampled_from(["fcfs", "priority", "fair"]),
+        num_workers=st.integers(1, 3),
+        overtakes=st.integers(1, 4),
+        max_in_flight=st.integers(1, 3),
+    )
+    def start(self, seed: int, policy: str, num_workers: int, overtakes: int, max_in_flight: int) -> None:
+        queues = {"fcfs": WaitingQueue(), "priority": PriorityQueue(overtakes), "fair": FairQueue({"x": 2.0})}
+        self.policy, self.overtakes, self.max_in_flight = policy, overtakes, max_in_flight
+        self.waiting = queues[policy]
+        self.config = random_config(Random(seed), (1, 4, 6, 7, 8, 9, 10, 11, 12))
+        self.sessions = [Session(self.config, self.waiting) for _ in range(num_workers)]
+        self.groups: list[SequenceGroup] = []  # in the order of arrival
+        self.has_started: set[SequenceGroup] = set()
+        self.overtaken: Counter[tuple[SequenceGroup, int]] = Counter()
+        self.ends: Counter[Sequence | SequenceGroup] = Counter()  # of outputs, and of searches as a whole
+        self.cut: set[Sequence] = set()
+        self.num_lost = 0
+        self.now = 0.0
+
+    # ---- what may happen
+
+    @rule(seed=st.integers(0, 2**32), count=st.integers(1, 6))
+    def add_requests(self, seed: int, count: int) -> None:
+        rng = Random(seed)
+        for _ in range(count):
+            group = random_request(rng, len(self.groups)).group(self.now)
+            self.groups.append(group)
+            self.sessions[0].scheduler.add_request(group)
+
+    @rule(which=ANY)
+    def plan(self, which: int) -> None:
+        session = self.sessions[which % len(self.sessions)]
+        if len(session.in_flight) >= self.max_in_flight:
+            return
+        output = session.scheduler.schedule(self.now)
+        self.see_who_started()
+        for group in output.ignored:
+            assert group.error
+            self.see_end_of(group, SequenceStatus.FINISHED_IGNORED)
+        assert output.step_id == session.num_steps + 1
+        assert sum(num_tokens for _, num_tokens, _ in output.scheduled) <= self.config.max_num_batched_tokens
+        assert len({scheduled.sequence for scheduled in output.scheduled}) == len(output.scheduled)
+        if not output.is_empty:
+            session.num_steps += 1
+            session.in_flight.append((output, session.worker.execute(output)))
+
+    @rule(which=ANY)
+    def take_answer_in(self, which: int) -> None:
+        session = self.sessions[which % len(self.sessions)]
+        if session.in_flight:
+            gained = session.scheduler.update_from_output(*session.in_flight.pop(0), self.now)
+            for sequence in {output.sequence for output in gained if output.sequence.status.is_finished}:
+                self.ends[sequence.group if sequence.group.beams else sequence] += 1
+
+    @rule(num_rounds=st.integers(1, 12))
+    def serve(self, num_rounds: int) -> None:
+        for _ in range(num_rounds):
+            for number, session in enumerate(self.sessions):
+                self.plan(number)
+                self.check_everything()
+                if len(session.in_flight) == self.max_in_flight or not session.scheduler.has_work:
+                    self.take_answer_in(number)
+            self.now += 0.5
+
+    @precondition(lambda self: self.groups)
+    @rule(which=ANY, times=st.integers(1, 2))
+    def abort(self, which: int, times: int) -> None:
+        """A request that waits, runs, is swapped out or has ended, on every worker, as nobody knows where it is."""
+        on_workers = [g for s in self.sessions for g in (*s.scheduler.swapped, *s.scheduler.running)]
+        there = on_workers if which % 2 and on_workers else self.groups
+        group = there[which // 2 % len(there)]
+        was_live = not group.is_finished
+        ended = [
+            done
+            for _ in range(times)
+            for session in self.sessions
+            for done in session.scheduler.finish_requests([group.request_id], SequenceStatus.FINISHED_ABORTED)
+        ]
+        assert ended == [group] * was_live
+        if was_live:
+            self.see_end_of(group, SequenceStatus.FINISHED_ABORTED)
+
+    @rule(which=ANY)
+    def abort_unknown(self, which: int) -> None:
+        scheduler = self.sessions[which % len(self.sessions)].scheduler
+        assert scheduler.finish_requests(["nobody"], SequenceStatus.FINISHED_ABORTED) == []
+
+    @precondition(lambda self: any(session.sequences for session in self.sessions))
+    @rule(which=ANY, times=st.integers(1, 2))
+    def end_one_sequence(self, which: int, times: int) -> None:
+        """As a stop string does."""
+        there = [(s.scheduler, sequence) for s in self.sessions for sequence in s.sequences.values()]
+        scheduler, sequence = there[which % len(there)]
+        if sequence.group.beams is None:
+            for _ in range(times):
+                scheduler.finish_sequence(sequence, SequenceStatus.FINISHED_STOPPED)
+            self.cut.add(sequence)
+            self.ends[sequence] += 1
+
+    @precondition(lambda self: self.num_lost < 1 + len(self.groups) // 4)
+    @rule(which=ANY)
+    def lose_worker(self, which: int) -> None:
+        self.num_lost += 1
+        number = which % len(self.sessions)
+        scheduler = self.sessions[number].scheduler
+        for group in scheduler.release_all():
+            self.see_end_of(group, SequenceStatus.FINISHED_ABORTED)
+        assert scheduler.blocks.device.num_free == self.config.num_device_blocks
+        assert scheduler.blocks.host.num_free == self.config.num_host_blocks
+        self.sessions[number] = Session(self.config, self.waiting)
+
+    @rule(seconds=st.floats(0, 3))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    # ---- what is promised
+
+    def see_end_of(self, group: SequenceGroup, status: SequenceStatus) -> None:
+        assert group.is_finished
+        if group.beams:
+            self.ends[group] += 1
+        else:
+            self.ends.update(sequence for sequence in group.sequences if sequence.status is status)
+
+    def see_who_started(self) -> None:
+        """No later arrival starts first, except as priorities and tenants have it."""
+        for group in self.groups:
+            if group.num_cached_tokens is not None and group not in self.has_started:
+                self.has_started.add(group)
+                for other in self.groups[: self.groups.index(group)]:
+                    if other.request_id in self.waiting and other not in self.has_started:
+                        levels = other.priority - group.priority
+                        self.overtaken[other, levels] += 1
+                        assert self.policy != "fcfs"
+                        assert self.policy != "fair" or other.tenant != group.tenant
+                        assert self.policy != "priority" or self.overtaken[other, levels] <= levels * self.overtakes
+
+    @invariant()
+    def check_everything(self) -> None:
+        for session in self.sessions:
+            scheduler = session.scheduler
+            scheduler.blocks.check()
+            assert sum(group.num_seqs for group in scheduler.running) <= self.config.max_num_seqs
+            assert len({group.lora_name for group in scheduler.running} - {""}) <= self.config.max_loras
+            self.check_sharing(session)
+        places = [place for s in self.sessions for place in (s.scheduler.running, s.scheduler.swapped)]
+        for group in self.groups:
+            num_places = sum(group in place for place in places) + (group.request_id in self.waiting)
+            assert num_places == (not group.is_finished)
+        assert all(count == 1 for count in self.ends.values()), "something ended twice"
+
+    def check_sharing(self, session: Session) -> None:
+        """Blocks are shared by those whose tokens in it and before it are the same, and between requests when full."""
+        scheduler, size = session.scheduler, self.config.block_size
+        sequences = session.sequences
+        for tables in (scheduler.blocks.tables, scheduler.blocks.host_tables):
+            holders: dict[int, list[tuple[Sequence, int]]] = {}
+            for sequence_id, table in tables.items():
+                for index, block in enumerate(table):
+                    holders.setdefault(block, []).append((sequences[sequence_id], index))
+            holders.pop(-1, None)
+            for (one, index), (other, other_index) in (p for held in holders.values() for p in combinations(held, 2)):
+                assert index == other_index
+                num_common = min((index + 1) * size, one.num_computed_tokens, other.num_computed_tokens)
+                assert one.token_ids[:num_common] == other.token_ids[:num_common]
+                if one.group is not other.group:
+                    assert tables is scheduler.blocks.tables
+                    assert self.config.prefix_caching
+                    behind = [s for s in (one, other) if s.num_computed_tokens < (index + 1) * size]
+                    assert all(s.index > 0 or s.group.beams for s in behind)  # forks, that copy it before they write
+                    assert one.group.cache_root == other.group.cache_root
+
+    def teardown(self) -> None:
+        if not hasattr(self, "sessions"):
+            return
+        num_tokens = sum(group.num_seqs * (len(group.prompt_token_ids) + 16) for group in self.groups)
+        for _ in range(20 + 4 * num_tokens):
+            if not any(session.scheduler.has_work or session.in_flight for session in self.sessions):
+                break
+            for number, session in enumerate(self.sessions):
+                num_steps = session.num_steps
+                self.plan(number)
+                if session.num_steps == num_steps or len(session.in_flight) == self.max_in_flight:
+                    self.take_answer_in(number)
+            self.now += 1.0
+            self.check_everything()
+        else:
+            raise AssertionError("the run does not end")
+        for session in self.sessions:
+            assert session.scheduler.blocks.device.num_free == self.config.num_device_blocks
+            assert session.scheduler.blocks.host.num_free == self.config.num_host_blocks
+            assert not session.worker.mirrors
+        for group in self.groups:
+            self.check_output(group)
+
+    def check_output(self, group: SequenceGroup) -> None:
+        limit = self.config.max_sequence_tokens
+        if group.beams:
+            assert self.ends[group] == 1
+            if {sequence.status for sequence in group.sequences} == {SequenceStatus.FINISHED_STOPPED}:
+                assert [found.token_ids for found in group.beams.hypotheses] == reference_beams(group, limit)
+            return
+        for index, sequence in enumerate(group.sequences):
+            assert self.ends[sequence] == 1
+            expected = reference_output(group, index, limit)
+            is_whole = sequence not in self.cut and sequence.status in (
+                SequenceStatus.FINISHED_STOPPED,
+                SequenceStatus.FINISHED_LENGTH_CAPPED,
+            )
+            assert output_of(group, index) == (expected if is_whole else expected[: sequence.num_output_tokens])
+
+
+Fleet.TestCase.settings = settings(max_examples=400, stateful_step_count=40)
+TestFleet = Fleet.TestCase
