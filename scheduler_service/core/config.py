@@ -9,7 +9,7 @@ class PreemptionMode(enum.Enum):
     """What becomes of a group that has to make room.
 
     RECOMPUTE frees its blocks, and it computes its tokens anew; SWAP copies them to host memory and back; AUTO takes
-    whichever the worker's measured speeds make cheaper for that group. Without room in host memory all recompute.
+    whichever the worker's measured speeds make cheaper. Without room in host memory all recompute.
     """
 
     RECOMPUTE = "recompute"
