@@ -129,16 +129,18 @@ class GroupLedger:
         searches: dict[SequenceGroup, None] = {}
         gained: list[SequenceOutput] = []
         sampled = iter(self._accept_drafts(output, answer, gained) if output.draft_tokens else answer.token_ids)
-        block_size, dropped = self.config.block_size, output.dropped
+        block_size, dropped, failed = self.config.block_size, output.dropped, answer.failed_sequence_ids
+        reports = bool(answer.logprobs or answer.prompt_logprobs)
         for sequence, num_tokens, samples in output.scheduled:
             token_id = next(sampled) if samples else None
-            if sequence.status.is_finished or sequence in dropped:
+            status = sequence.status
+            if (status is not SequenceStatus.RUNNING and status.is_finished) or (dropped and sequence in dropped):
                 continue
             start = sequence.num_stored_tokens + 1
             sequence.num_stored_tokens += num_tokens
             if num_tokens > 1 or sequence.num_stored_tokens % block_size == 0:
                 self.blocks.publish(sequence)
-            if sequence.id in answer.failed_sequence_ids:
+            if failed and sequence.id in failed:
                 sequence.group.error = (
                     "no token could be chosen: the sampling parameters allow none, or the model's output was not finite"
                 )
@@ -151,15 +153,11 @@ class GroupLedger:
                 continue
             elif token_id is not None:
                 self._append_token(sequence, token_id)
-            gained.append(
-                SequenceOutput(
-                    sequence,
-                    token_id,
-                    answer.logprobs.get(sequence.id),
-                    answer.prompt_logprobs.get(sequence.id),
-                    start,
-                )
-            )
+            if reports:
+                logprobs, prompt_logprobs = answer.logprobs.get(sequence.id), answer.prompt_logprobs.get(sequence.id)
+                gained.append(SequenceOutput(sequence, token_id, logprobs, prompt_logprobs, start))
+            else:
+                gained.append(SequenceOutput(sequence, token_id))
         for group in searches:
             if all(beam.candidates is not None for beam in group.live):
                 gained += self._advance_beams(group)
@@ -216,19 +214,18 @@ class GroupLedger:
         return child
 
     def _append_token(self, sequence: Sequence, token_id: int) -> None:
-        sampling = sequence.sampling
-        sequence.token_ids.append(token_id)
+        sampling, token_ids = sequence.sampling, sequence.token_ids
+        token_ids.append(token_id)
         sequence.group.num_lost_steps = 0
         if self.waiting.charges:
             self.waiting.charge(sequence.group, 0, 1)
-        num_output_tokens = sequence.num_output_tokens
-        if num_output_tokens > sampling.min_tokens:
+        if len(token_ids) - sequence.num_prompt_tokens > sampling.min_tokens:
             if token_id in sampling.stop_token_ids:
                 sequence.stop_token_id = token_id
                 return self.finish_sequence(sequence, SequenceStatus.FINISHED_STOPPED)
             if token_id in sampling.eos_token_ids:
                 return self.finish_sequence(sequence, SequenceStatus.FINISHED_STOPPED)
-        if len(sequence.token_ids) >= sequence.max_num_tokens:
+        if len(token_ids) >= sequence.max_num_tokens:
             self.finish_sequence(sequence, SequenceStatus.FINISHED_LENGTH_CAPPED)
         return None
 
