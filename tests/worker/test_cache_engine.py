@@ -48,4 +48,9 @@ def test_there_is_no_bandwidth_without_a_host_pool() -> None:
 
 def test_block_bytes_are_those_of_the_pool(engine: CacheEngine) -> None:
     assert engine.device_blocks.nbytes == 6 * SHAPE.block_bytes
-    assert engine.device_blocks[0].is_contiguous()
+
+
+def test_a_block_of_all_layers_is_one_piece_of_memory_so_that_swapping_it_is_one_transfer(engine: CacheEngine) -> None:
+    for pool in (engine.device_blocks, engine.host_blocks):
+        assert pool[0].is_contiguous()
+        assert pool[0].nbytes == SHAPE.block_bytes
