@@ -26,7 +26,7 @@ BEAM_PROMPTS = [
     "Once upon a time there was a small house at the edge of the forest, and in it",
 ]
 
-# The longest prompt and its output take 64 blocks; the other 31 together grow to 150. How often somebody is preempted
+# The longest prompt and its output take 64 blocks; the other 31 together grow to 211. How often somebody is preempted
 # depends on how the arrivals fall: between 5 and 29 times in a round of all prompts.
 SMALL_POOL = 68
 
