@@ -4,7 +4,7 @@ import pytest
 from fake_worker import FakeWorker, reference_output
 from hypothesis import given
 from hypothesis import strategies as st
-from test_scheduler import make_group, make_scheduler, output_of, plan, run, run_ahead, step
+from scheduler_helpers import make_group, make_scheduler, output_of, plan, run, run_ahead, step
 
 from scheduler_service.core import FairQueue, PreemptionMode, PriorityQueue, SequenceGroup, WaitingQueue
 

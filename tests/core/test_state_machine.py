@@ -12,7 +12,7 @@ from fake_worker import FakeWorker, reference_beams, reference_output
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from test_scheduler import output_of
+from scheduler_helpers import output_of
 from workloads import random_config, random_request
 
 from scheduler_service.core import (

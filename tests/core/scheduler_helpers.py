@@ -1,0 +1,88 @@
+"""Small schedulers and groups, and ways to run them."""
+
+import pytest
+from fake_worker import FakeWorker
+
+from scheduler_service.core import (
+    ModelOutput,
+    SamplingParams,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+    SequenceGroup,
+    WaitingQueue,
+)
+
+
+def make_scheduler(waiting: WaitingQueue | None = None, **sizes: object) -> Scheduler:
+    defaults: dict[str, object] = {
+        "block_size": 4,
+        "num_device_blocks": 16,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 8,
+        "max_model_len": 64,
+        "watermark": 0.0,
+    }
+    return Scheduler(SchedulerConfig(**(defaults | sizes)), WaitingQueue() if waiting is None else waiting)  # type: ignore[arg-type]
+
+
+def make_group(
+    name: str,
+    num_tokens: int,
+    *,
+    root: bytes = b"",
+    priority: int = 0,
+    tenant: str = "",
+    lora_name: str = "",
+    **sampling: object,
+) -> SequenceGroup:
+    """Its prompt is 0, 1, 2, …, so that any two prompts begin alike."""
+    params = SamplingParams(**({"max_tokens": 4} | sampling))  # type: ignore[arg-type]
+    return SequenceGroup(name, range(num_tokens), params, root, priority=priority, tenant=tenant, lora_name=lora_name)
+
+
+def plan(output: SchedulerOutput) -> dict[str, list[int]]:
+    """How many tokens each request's sequences compute in a step."""
+    chunks: dict[str, list[int]] = {}
+    for sequence, num_tokens, _ in output.scheduled:
+        chunks.setdefault(sequence.group.request_id, []).append(num_tokens)
+    return chunks
+
+
+def step(scheduler: Scheduler, worker: FakeWorker) -> SchedulerOutput:
+    output = scheduler.schedule()
+    if not output.is_empty:
+        scheduler.update_from_output(output, worker.execute(output))
+    scheduler.blocks.check()
+    return output
+
+
+def run(scheduler: Scheduler, worker: FakeWorker, most_steps: int = 10_000) -> None:
+    for _ in range(most_steps):
+        if not scheduler.has_work:
+            return
+        step(scheduler, worker)
+    pytest.fail("the run does not end")
+
+
+def output_of(group: SequenceGroup, index: int = 0) -> list[int]:
+    sequence = group.sequences[index]
+    return sequence.token_ids[sequence.num_prompt_tokens :]
+
+
+def run_ahead(
+    scheduler: Scheduler, worker: FakeWorker, num_ahead: int, most_steps: int = 10_000
+) -> list[SchedulerOutput]:
+    """Run to the end with so many steps planned before the oldest is answered; returns all steps."""
+    steps: list[SchedulerOutput] = []
+    in_flight: list[tuple[SchedulerOutput, ModelOutput]] = []
+    while scheduler.has_work or in_flight:
+        assert len(steps) < most_steps, "the run does not end"
+        output = scheduler.schedule()
+        if not output.is_empty:
+            steps.append(output)
+            in_flight.append((output, worker.execute(output)))
+        if output.is_empty or len(in_flight) > num_ahead:
+            scheduler.update_from_output(*in_flight.pop(0))
+        scheduler.blocks.check()
+    return steps

@@ -1,0 +1,33 @@
+"""Configurations that cannot work."""
+
+import pytest
+from scheduler_helpers import make_scheduler
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("block_size", 0),
+        ("num_device_blocks", 0),
+        ("max_num_seqs", 0),
+        ("max_model_len", -1),
+        ("delay_factor", float("inf")),
+        ("delay_factor", -1.0),
+        ("num_host_blocks", -1),
+        ("watermark", 1.0),
+        ("watermark", float("nan")),
+        ("max_num_batched_tokens", 7),
+        ("num_lookahead_slots", 64),
+        ("num_lookahead_slots", -1),
+        ("sliding_window", -1),
+        ("max_loras", 0),
+    ],
+)
+def test_impossible_configurations_name_the_field(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=field):
+        make_scheduler(**{field: value})
+
+
+def test_a_budget_below_one_block_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens is 8; it must be at least block_size \(16\)"):
+        make_scheduler(max_num_batched_tokens=8, block_size=16)

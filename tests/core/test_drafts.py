@@ -1,0 +1,90 @@
+"""Guessed tokens, and the room that they need."""
+
+from dataclasses import replace
+from random import Random
+
+from fake_worker import FakeWorker, reference_output
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_helpers import make_group, make_scheduler, output_of, plan, step
+
+from scheduler_service.core import (
+    ModelOutput,
+    PreemptionMode,
+    SchedulerOutput,
+    SequenceStatus,
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(8, 20), st.sampled_from(PreemptionMode))
+def test_guesses_are_verified_and_change_nothing_but_the_number_of_steps(
+    random: Random, num_lookahead_slots: int, num_blocks: int, mode: PreemptionMode
+) -> None:
+    scheduler = make_scheduler(
+        num_lookahead_slots=num_lookahead_slots,
+        num_device_blocks=num_blocks,
+        num_host_blocks=8,
+        preemption_mode=mode,
+        max_num_batched_tokens=12,
+    )
+    most = scheduler.config.max_sequence_tokens
+    groups = [
+        make_group(str(i), random.randint(1, 9), root=bytes(i), n=1 + i % 2, max_tokens=random.randint(1, 15))
+        for i in range(4)
+    ]
+    groups[2].sequences[0].sampling = replace(groups[2].sampling, stop_token_ids=frozenset(range(20)))
+    worker = FakeWorker(scheduler.config)
+    for group in groups:
+        scheduler.add_request(group)
+    in_flight: list[tuple[SchedulerOutput, ModelOutput]] = []
+    for _ in range(2_000):
+        if not scheduler.has_work and not in_flight:
+            break
+        drafts = {}
+        for sequence in (sequence for group in groups for sequence in group.live if sequence.id):
+            expected = reference_output(sequence.group, sequence.index, most)[sequence.num_output_tokens :]
+            drafts[sequence.id] = [t if random.random() < 0.7 else random.randrange(50) for t in [*expected, 1, 2]]
+        scheduler.update_draft_token_ids(drafts)
+        output = scheduler.schedule()
+        assert all(len(draft) <= num_lookahead_slots for draft in output.draft_tokens.values())
+        if not output.is_empty:
+            in_flight.append((output, worker.execute(output)))
+        if in_flight and (output.is_empty or len(in_flight) == 2):
+            scheduler.update_from_output(*in_flight.pop(0))
+        scheduler.blocks.check()
+    assert scheduler.blocks.device.num_free == num_blocks
+    for group in groups:
+        for sequence in group.sequences:
+            expected = reference_output(group, sequence.index, most)
+            if sequence.status is SequenceStatus.FINISHED_IGNORED:
+                expected = expected[: sequence.num_output_tokens]
+            elif sequence.sampling.stop_token_ids:
+                ends = [i for i, token in enumerate(expected) if token < 20]
+                expected = expected[: ends[0] + 1] if ends else expected
+            assert output_of(group, sequence.index) == expected
+
+
+def test_right_guesses_save_steps() -> None:
+    scheduler = make_scheduler(num_lookahead_slots=3)
+    worker = FakeWorker(scheduler.config)
+    group = make_group("a", 5, max_tokens=9)
+    scheduler.add_request(group)
+    expected = reference_output(group, 0, 61)
+    step(scheduler, worker)
+    for num_output_tokens in (1, 5):
+        assert output_of(group) == expected[:num_output_tokens]
+        scheduler.update_draft_token_ids({1: expected[num_output_tokens:], 99: [1]})
+        assert plan(step(scheduler, worker)) == {"a": [4]}
+    assert output_of(group) == expected
+    assert not scheduler.running
+
+
+def test_lookahead_slots_have_blocks_before_they_are_needed() -> None:
+    scheduler = make_scheduler(num_lookahead_slots=3)
+    worker = FakeWorker(scheduler.config)
+    scheduler.add_request(make_group("a", 5, max_tokens=8))
+    for num_tokens in range(5, 12):
+        step(scheduler, worker)
+        (table,) = scheduler.blocks.tables.values()
+        assert len(table) == -(-(num_tokens + 3) // 4)

@@ -1,0 +1,85 @@
+"""What was computed once is found again, by those who may and as long as it is there."""
+
+import pytest
+from fake_worker import FakeWorker, reference_output
+from scheduler_helpers import make_group, make_scheduler, output_of, plan, run, step
+
+from scheduler_service.core import (
+    ModelOutput,
+    SamplingParams,
+    SequenceGroup,
+)
+
+
+def test_a_prompt_that_was_computed_is_found_while_and_after_somebody_holds_it() -> None:
+    scheduler = make_scheduler()
+    worker = FakeWorker(scheduler.config)
+    first, second, third = (make_group(name, 11) for name in ("first", "second", "third"))
+    scheduler.add_request(first)
+    step(scheduler, worker)
+    scheduler.add_request(second)
+    assert plan(step(scheduler, worker)) == {"first": [1], "second": [3]}
+    run(scheduler, worker)
+    assert scheduler.blocks.device.num_free == 16
+    scheduler.add_request(third)
+    assert plan(step(scheduler, worker)) == {"third": [3]}
+    assert [group.num_cached_tokens for group in (first, second, third)] == [0, 8, 8]
+    run(scheduler, worker)
+    assert output_of(first) == output_of(second) == output_of(third) == reference_output(first, 0, 64)
+
+
+def test_a_block_is_findable_only_after_it_has_been_computed() -> None:
+    scheduler = make_scheduler()
+    for name in ("first", "second"):
+        scheduler.add_request(make_group(name, 11))
+    assert plan(scheduler.schedule()) == {"first": [11], "second": [11]}
+
+
+def test_output_is_found_too_and_the_last_token_is_always_computed() -> None:
+    scheduler = make_scheduler()
+    worker = FakeWorker(scheduler.config)
+    first = make_group("first", 6, max_tokens=7)
+    scheduler.add_request(first)
+    run(scheduler, worker)
+    continued = SequenceGroup("continued", first.sequences[0].token_ids[:12], SamplingParams(max_tokens=2))
+    scheduler.add_request(continued)
+    assert plan(step(scheduler, worker)) == {"continued": [4]}  # of three full blocks two are used
+
+
+@pytest.mark.parametrize("other", [{"root": b"another salt"}, {"lora_name": "a"}, {"prompt_logprobs": 1}])
+def test_prompts_of_another_salt_or_adapter_or_whose_log_probabilities_are_wanted_are_computed_whole(
+    other: dict[str, object],
+) -> None:
+    scheduler = make_scheduler()
+    worker = FakeWorker(scheduler.config)
+    scheduler.add_request(make_group("first", 11))
+    run(scheduler, worker)
+    scheduler.add_request(make_group("other", 11, **other))  # type: ignore[arg-type]
+    assert plan(step(scheduler, worker)) == {"other": [11]}
+
+
+def test_what_a_sequence_with_unsound_logits_stored_is_never_found() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    scheduler.add_request(make_group("sick", 11))
+    first = scheduler.schedule()
+    scheduler.update_from_output(first, ModelOutput(1, []))
+    second = scheduler.schedule()
+    failed = frozenset({second.scheduled[0].sequence.id})
+    scheduler.update_from_output(second, ModelOutput(2, [0], failed_sequence_ids=failed))
+    scheduler.add_request(make_group("well", 11))
+    assert plan(scheduler.schedule()) == {"well": [8]}
+
+
+def test_a_preempted_group_finds_what_is_left_of_its_own_blocks() -> None:
+    scheduler = make_scheduler(num_device_blocks=8, block_size=2)
+    worker = FakeWorker(scheduler.config)
+    for name, root in (("older", b"a"), ("younger", b"b")):
+        scheduler.add_request(make_group(name, 5, root=root, max_tokens=9))
+    while not sum(scheduler.num_preemptions.values()):
+        step(scheduler, worker)
+    younger = scheduler.waiting.head
+    while younger not in scheduler.running:
+        output = step(scheduler, worker)
+    assert 0 < plan(output)["younger"][0] < len(younger.sequences[0].token_ids)
+    run(scheduler, worker)
+    assert output_of(younger) == reference_output(younger, 0, 16)

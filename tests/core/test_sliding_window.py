@@ -1,0 +1,30 @@
+"""Blocks that fell behind a sliding window."""
+
+from fake_worker import FakeWorker, reference_output
+from scheduler_helpers import make_group, make_scheduler, output_of, run, step
+
+
+def test_blocks_behind_a_sliding_window_are_used_again() -> None:
+    """32 tokens in a pool of 3 blocks of 4: a window of 5 and chunks of 4 touch at most 3 blocks at a time."""
+    scheduler = make_scheduler(
+        num_device_blocks=3, max_num_batched_tokens=4, max_num_seqs=1, sliding_window=5, max_model_len=100
+    )
+    assert scheduler.config.max_sequence_tokens == 100
+    group = make_group("a", 20, max_tokens=12)
+    scheduler.add_request(group)
+    run(scheduler, FakeWorker(scheduler.config))
+    assert output_of(group) == reference_output(group, 0, 100)
+    assert sum(scheduler.num_preemptions.values()) == 0
+
+
+def test_blocks_behind_a_sliding_window_are_free_before_anybody_needs_one() -> None:
+    """A window of 2 in blocks of 4: while position 5 is computed nobody attends to the first block any more."""
+    scheduler = make_scheduler(sliding_window=2, max_num_batched_tokens=8)
+    worker = FakeWorker(scheduler.config)
+    scheduler.add_request(make_group("a", 3, max_tokens=20))
+    in_use = []
+    for _ in range(7):
+        step(scheduler, worker)
+        in_use.append(16 - scheduler.blocks.device.num_free)
+    # Computed before each step: 0, 3, 4, 5, 6, 7, 8 tokens.
+    assert in_use == [1, 1, 2, 1, 1, 1, 2]
