@@ -10,6 +10,7 @@ With a sliding window a table's leading entries become NO_BLOCK as soon as no to
 import enum
 from collections import Counter
 from collections.abc import Iterable
+from itertools import islice
 
 from scheduler_service.core.block_allocator import BlockAllocator
 from scheduler_service.core.prefix_key import next_key
@@ -128,7 +129,8 @@ class BlockManager:
         if not self.prefix_caching or sequence.sampling.prompt_logprobs is not None:
             return []
         blocks: list[int] = []
-        for key in self._keys(sequence, (len(sequence.token_ids) - 1) // self.block_size):
+        num_full = (len(sequence.token_ids) - 1) // self.block_size
+        for key in islice(self._keys(sequence, num_full), num_full):
             block = self.device.find(key)
             if block is None:
                 break
@@ -141,7 +143,7 @@ class BlockManager:
         for index in range(len(keys), num_blocks):
             tokens = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
             keys.append(next_key(keys[-1] if keys else sequence.group.first_key, tokens))
-        return keys[:num_blocks]
+        return keys
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let a sequence without a table go on from the parent's first `num_tokens` tokens, and share their blocks."""

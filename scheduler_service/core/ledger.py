@@ -103,7 +103,6 @@ class GroupLedger:
     def _forget(self, group: SequenceGroup) -> None:
         self.running.pop(group, None)
         self.swapped.pop(group, None)
-        self._steady = None
         del self._by_id[group.request_id]
 
     # ---- taking the answer in

@@ -48,7 +48,8 @@ class Scheduler(StepWriter):
 
         An empty step takes no step id and need not be sent: there is nothing to do, or nothing before an answer.
         """
-        if self._in_flight and self._has_suspect:
+        suspect = self._find_suspect()
+        if suspect is not None and self._in_flight:
             return SchedulerOutput(self._step_id + 1)
         step = Step(SchedulingBudget(self.config.max_num_batched_tokens, self.config.max_num_seqs))
         if self.config.sliding_window:
@@ -59,7 +60,7 @@ class Scheduler(StepWriter):
             return self.write(step)
         for group in self.running:
             step.budget.take(num_seqs=group.num_seqs)
-        if not self._schedule_suspect(step):
+        if suspect is None or not self._schedule_suspect(suspect, step):
             if self.config.phase_rule is PhaseRule.CHUNKED:
                 self._schedule_together(step)
             else:
@@ -136,19 +137,18 @@ class Scheduler(StepWriter):
             self._schedule_waiting(step)
         return True
 
-    @property
-    def _has_suspect(self) -> bool:
-        """Whether `_schedule_suspect` would find somebody."""
+    def _find_suspect(self) -> SequenceGroup | None:
+        """The suspect that runs here, or else the one that is next in the queue."""
         if self._suspect is not None and self._suspect in self.running and self._suspect.is_suspect:
-            return True
-        return bool(self.waiting) and self.waiting.head.is_suspect
+            return self._suspect
+        return self.waiting.head if self.waiting and self.waiting.head.is_suspect else None
 
-    def _schedule_suspect(self, step: Step) -> bool:
-        """Give the step to one suspect alone, if there is one and it has room; returns whether that was done."""
-        if self._suspect is not None and self._suspect in self.running and self._suspect.is_suspect:
-            self._schedule_running(self._suspect, step)
-        elif self.waiting and self.waiting.head.is_suspect:
-            self._suspect = self.waiting.head
+    def _schedule_suspect(self, suspect: SequenceGroup, step: Step) -> bool:
+        """Give the step to a suspect alone, if it has room; returns whether that was done."""
+        self._suspect = suspect
+        if suspect in self.running:
+            self._schedule_running(suspect, step)
+        else:
             self._schedule_waiting(step, most=1)
         return bool(step.chunks)
 

@@ -69,12 +69,16 @@ PARTS: dict[str, Callable[[wire.SchedulerOutput], list[str]]] = {
         f"{new.num_computed_tokens} computed; {_blocks(new.block_ids)})"
         for new in step.new_sequences
     ],
+    "adapters of new sequences": lambda step: [
+        f"{new.sequence_id}: {new.lora_name}" for new in step.new_sequences if new.lora_name
+    ],
     "sampling of new sequences": lambda step: [
         f"{new.sequence_id}: {str(new.sampling).replace(chr(10), ' ')}" for new in step.new_sequences
     ],
     "forks": lambda step: [
-        f"{fork.child_sequence_id} of {fork.parent_sequence_id} ({fork.num_tokens} tokens, "
-        f"{fork.num_computed_tokens} computed; {_blocks(fork.block_ids)})"
+        f"{fork.child_sequence_id} as output {fork.index} of {fork.parent_sequence_id} ({fork.num_tokens} of its "
+        f"tokens and {_tokens(fork.token_ids)} of its own, {fork.num_computed_tokens} computed; "
+        f"{_blocks(fork.block_ids)})"
         for fork in step.forks
     ],
     "block tables": lambda step: [

@@ -18,6 +18,7 @@ from recorded_workload import Clock, Connection, MemorySink, Worker, record
 from test_engine import running, submit, text_of
 
 from pagewire.v1 import recording_pb2 as pb
+from pagewire.v1 import scheduler_output_pb2 as wire
 from pagewire_client import Client, SamplingParams
 from pagewire_client.local import ServiceProcess
 from pagewire_common.errors import RequestError
@@ -26,6 +27,7 @@ from scheduler_service.core import PhaseRule, PreemptionMode, SchedulerConfig, S
 from scheduler_service.recording.format import RecordingError, frame, read_events
 from scheduler_service.recording.recorder import Recorder
 from scheduler_service.recording.replayer import DifferenceError, Moment, Replayer
+from scheduler_service.recording.words import compare_steps
 
 Change = Callable[[pb.RecordedEvent], object]
 
@@ -322,3 +324,22 @@ async def test_a_killed_service_leaves_a_recording_that_can_be_replayed(
     report = json.loads(result.stdout.splitlines()[-1])
     assert report["identical"]
     assert report["steps"] > 50
+
+
+@pytest.mark.parametrize(
+    ("recorded", "replayed", "part"),
+    [
+        (wire.Fork(token_ids=[1]), wire.Fork(token_ids=[2]), "forks"),
+        (wire.Fork(index=1), wire.Fork(index=2), "forks"),
+        (wire.NewSequence(lora_name="a"), wire.NewSequence(lora_name="b"), "adapters of new sequences"),
+    ],
+)
+def test_a_difference_in_any_field_has_words(
+    recorded: wire.Fork | wire.NewSequence, replayed: wire.Fork | wire.NewSequence, part: str
+) -> None:
+    def step(item: wire.Fork | wire.NewSequence) -> wire.SchedulerOutput:
+        if isinstance(item, wire.Fork):
+            return wire.SchedulerOutput(forks=[item])
+        return wire.SchedulerOutput(new_sequences=[item])
+
+    assert f"{part}: recorded" in compare_steps(step(recorded), step(replayed))
