@@ -25,7 +25,7 @@ from rich.progress import track
 from rich.table import Table
 
 from scheduler_service.core import PreemptionMode
-from scheduler_service.simulate import POLICIES
+from scheduler_service.policy import POLICIES, waiting_queue
 from scheduler_service.simulation.cost_model import CostModel
 from scheduler_service.simulation.senders import deal
 from scheduler_service.simulation.simulator import RequestTimes, Simulator
@@ -47,7 +47,7 @@ def run(case: tuple[str, int, str]) -> Row:
     trace, num_workers, policy = case
     arrivals = deal(read_trace(Path(trace), speedup=SPEEDUPS[num_workers]), TENANTS, PRIORITIES)
     began = time.perf_counter()
-    result = Simulator(arrivals, CostModel(), num_workers=num_workers, waiting=POLICIES[policy]()).run()
+    result = Simulator(arrivals, CostModel(), num_workers=num_workers, waiting=waiting_queue(policy)).run()
     seconds = time.perf_counter() - began
     assert all(request.finished is not None for request in result.requests)
 
@@ -91,7 +91,7 @@ def table_of(report: list[Row]) -> Table:
         table.add_column(heading, justify="left" if heading in ("trace", "policy") else "right")
     for row in report:
         cells = (cell.format(**row) for cell in COLUMNS.values())
-        table.add_row(*cells, end_section=row["policy"] == list(POLICIES)[-1])
+        table.add_row(*cells, end_section=row["policy"] == POLICIES[-1])
     return table
 
 

@@ -4,8 +4,10 @@ from collections.abc import Mapping
 
 from scheduler_service.core import FairQueue, PriorityQueue, WaitingQueue
 
+POLICIES = ("fcfs", "priority", "fair")
 
-def waiting_queue(policy: str, overtakes: int, tenant_weights: Mapping[str, float]) -> WaitingQueue:
+
+def waiting_queue(policy: str, overtakes: int = 64, tenant_weights: Mapping[str, float] | None = None) -> WaitingQueue:
     """An empty queue; raises ValueError when there is no such policy."""
     match policy:
         case "fcfs":

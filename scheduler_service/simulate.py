@@ -15,14 +15,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from scheduler_service.core import FairQueue, PhaseRule, PreemptionMode, PriorityQueue, WaitingQueue
+from scheduler_service.core import PhaseRule, PreemptionMode
+from scheduler_service.policy import POLICIES, waiting_queue
 from scheduler_service.simulation.cost_model import CostModel
 from scheduler_service.simulation.senders import deal
 from scheduler_service.simulation.simulator import Result, Simulator
 from scheduler_service.simulation.summary import summarise
 from scheduler_service.simulation.trace import read_trace
-
-POLICIES = {"fcfs": WaitingQueue, "priority": PriorityQueue, "fair": FairQueue}
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -107,7 +106,7 @@ def main() -> None:
                     arrivals,
                     cost_model,
                     num_workers=arguments.workers,
-                    waiting=POLICIES[policy](),
+                    waiting=waiting_queue(policy),
                     preemption_mode=arguments.preemption_mode,
                     phase_rule=arguments.phase_rule,
                 )
