@@ -34,7 +34,10 @@ class SchedulerSettings(ServiceSettings):
         PhaseRule.CHUNKED, description="chunked: prompts and decodes share a step; separate: a step is one or the other"
     )
     delay_factor: float = Field(
-        0.0, ge=0, description="with separate phases, hold prompts back for this many times the last prompt step"
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="with separate phases, hold prompts back for this many times the last prompt step",
     )
     policy: Literal["fcfs", "priority", "fair"] = Field(
         "fcfs", description="who is next: the first to come; the lowest priority number; the tenant served least so far"
@@ -42,7 +45,7 @@ class SchedulerSettings(ServiceSettings):
     overtakes: int = Field(
         64, ge=1, description="later arrivals that may overtake a request for each level of better priority"
     )
-    tenant_weights: dict[str, Annotated[float, Field(gt=0)]] = Field(
+    tenant_weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
         {}, description='shares of tenants under the fair policy, as JSON: {"gold": 3}; 1 for those not named'
     )
     prefix_caching: bool = Field(True, description="reuse the keys and values of prompts that begin alike")

@@ -109,6 +109,9 @@ class TraceWriter:
         lane.has_run = True
         if status is SequenceStatus.SWAPPED:
             return "swapped"
+        if group.beams is not None:  # it gains nothing before it is over
+            beams = group.live
+            lane.has_token = beams[0].num_output_tokens > 0 and all(beam.num_uncomputed_tokens <= 1 for beam in beams)
         return "decode" if lane.has_token else "prefill"
 
     def _end_slice(self, lane: _Lane, args: dict[str, object]) -> None:

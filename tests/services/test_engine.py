@@ -63,6 +63,17 @@ async def test_a_poison_request_ends_with_an_error_and_its_neighbours_finish(byt
         assert loop.scheduler.blocks.device.num_free == 64
 
 
+async def test_a_step_smaller_than_the_workers_blocks_is_refused_with_both_sizes(
+    byte_tokenizer_directory: Path,
+) -> None:
+    async with serving(FakeWorkerService(byte_tokenizer_directory)) as address:
+        engine = Engine(SchedulerSettings(workers=[address], model="fake", max_num_batched_tokens=4))
+        reason = r"it cannot be scheduled: max_num_batched_tokens is 4; it must be at least block_size \(8\)"
+        with pytest.raises(WorkerError, match=reason):
+            await engine.workers[0]._serve()
+        await engine.workers[0].client.close()
+
+
 async def test_a_worker_with_less_room_than_was_promised_is_refused(byte_tokenizer_directory: Path) -> None:
     large = FakeWorkerService(byte_tokenizer_directory, num_device_blocks=64)
     small = FakeWorkerService(byte_tokenizer_directory, num_device_blocks=63)

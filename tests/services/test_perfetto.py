@@ -121,6 +121,25 @@ def test_a_workers_steps_follow_one_another_and_none_is_missing(seed: int, tmp_p
     assert len(drawn) == num_answers
 
 
+def test_a_beam_search_decodes_as_soon_as_it_has_beams(tmp_path: Path) -> None:
+    path, sink, clock = tmp_path / "recording", MemorySink(), Clock()
+    recorder = Recorder(sink, policy="fcfs", overtakes=1, tenant_weights={}, clock=clock)
+    waiting, connection = WaitingQueue(), Connection(1)
+    config = SchedulerConfig(
+        block_size=4, num_device_blocks=16, max_num_batched_tokens=4, max_num_seqs=2, max_model_len=64
+    )
+    worker = Worker(recorder.scheduler(config, waiting, "here:1", connection), connection)
+    group = SequenceGroup("search", [7] * 7, SamplingParams(max_tokens=4, beam_width=2), arrived_at=clock())
+    waiting.append(group)
+    recorder.arrived(group)
+    while not worker.plan(clock()).is_empty:
+        worker.answer(Random(0), clock())
+    path.write_bytes(sink.data)
+    (slices,) = lanes(draw(path), REQUESTS).values()
+    assert [piece["name"] for piece in slices] == ["queued", "prefill", "decode"]
+    assert slices[2]["dur"] > slices[1]["dur"]
+
+
 def test_a_swapped_request_and_its_steps_are_drawn_as_they_were(tmp_path: Path) -> None:
     """Two requests outgrow a pool of 4 blocks; the later one is swapped out until the other has ended."""
     path, sink, clock = tmp_path / "recording", MemorySink(), Clock()

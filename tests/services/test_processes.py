@@ -91,6 +91,25 @@ def test_settings_come_from_the_environment_too() -> None:
     assert "--watermark: Input should be less than 1" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "bound"),
+    [
+        ("--watermark", "1", "less than 1"),
+        ("--policy", "lottery", "'fcfs', 'priority' or 'fair'"),
+        ("--max-num-batched-tokens", "0", "greater than or equal to 1"),
+        ("--max-in-flight-steps", "0", "greater than or equal to 1"),
+        ("--delay-factor", "inf", "a finite number"),
+        ("--tenant-weights", '{"a": Infinity}', "a finite number"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_with_the_field_and_the_bound(flag: str, value: str, bound: str) -> None:
+    result = run("scheduler_service", flag, value)
+    assert result.returncode == 1
+    assert f"{flag}: " in result.stderr
+    assert bound in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_an_unreadable_model_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{half a")
     result = run("worker_service", "--listen", "127.0.0.1:0", "--model", str(tmp_path))
