@@ -1,4 +1,4 @@
-"""The small operations of a decoder layer in eager torch: the oracle that faster kernels are held against.
+"""The operations of a decoder layer in eager torch: they run on every device, and faster kernels are held against them.
 
 The KV cache is block-major, `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`: the keys (0) and values
 (1) of all layers of one block lie together, so that moving a block is one contiguous copy. A `layer_cache` is the
@@ -9,48 +9,56 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.metadata import AttentionMetadata
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / sqrt(mean(x²) + eps) * weight` over the last dimension; the division is done in float32.
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+"""What `gated_activation` can apply to the gate."""
 
-    x: [..., hidden_size]; weight: [hidden_size]; returns the shape and dtype of x. (Zhang and Sennrich, 2019.)
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """`x / sqrt(mean(x²) + eps) * (weight + offset)` over the last dimension, computed in float32.
+
+    x: [..., hidden_size], any strides; weight: [hidden_size]; returns the shape and dtype of x, contiguous. Gemma's
+    weights are stored less one: its offset is 1. (Zhang and Sennrich, 2019.)
     """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
+    return (normed * (weight.float() + offset)).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """Add x to `residual` in place, and return the `rms_norm` of that sum. x, residual: [num_tokens, hidden_size]."""
+    residual += x
+    return rms_norm(residual, weight, eps, offset)
 
 
 def rotary_tables(positions: Tensor, inverse_frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines of `position * inverse_frequency` radians, times `scale`.
 
-    positions: [num_tokens] integers; inverse_frequencies: [head_dim / 2] float32; returns two float32 tensors
-    [num_tokens, 1, head_dim / 2] that serve every layer of a step.
+    positions: [num_tokens] integers; inverse_frequencies: [rotary_dim / 2] float32; returns two float32 tensors
+    [num_tokens, rotary_dim / 2] that serve every layer of a step.
     """
-    angles = positions.float()[:, None, None] * inverse_frequencies
+    angles = positions.float()[:, None] * inverse_frequencies
     return angles.cos() * scale, angles.sin() * scale
 
 
-def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pair (x[i], x[i + head_dim/2]) of every head by its angle. (Su et al., 2021; halves as in GPT-NeoX.)
+def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate the pair (x[i], x[i + rotary_dim/2]) of every head by its angle, in place, computed in float32.
 
-    x: [num_tokens, num_heads, head_dim]; cos, sin: from `rotary_tables`; returns the shape and dtype of x. The
-    products are made in float32.
+    x: [num_tokens, num_heads, head_dim], where the tokens may lie any distance apart; cos, sin: from `rotary_tables`.
+    Where rotary_dim is less than head_dim, the rest of a head stays as it is. (Su et al., 2021; halves as in GPT-NeoX.)
     """
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
-
-def silu_and_mul(x: Tensor) -> Tensor:
-    """`silu(gate) * up` of a fused projection. x: [..., 2 * n] is gate then up; returns [..., n]. (Shazeer, 2020.)"""
-    gate, up = x.chunk(2, dim=-1)
-    return functional.silu(gate) * up
+    rotated = x[..., : 2 * cos.shape[1]]
+    first, second = rotated.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    rotated.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
 
 
 def store_kv(keys: Tensor, values: Tensor, layer_cache: Tensor, slots: Tensor) -> None:
     """Write new keys and values into the cache slots of their tokens, in place.
 
-    keys, values: [num_tokens, num_kv_heads, head_dim]; layer_cache: [num_blocks, 2, block_size, num_kv_heads,
-    head_dim]; slots: [num_tokens] int64, no slot twice.
+    keys, values: [num_tokens, num_kv_heads, head_dim], where the tokens may lie any distance apart; layer_cache:
+    [num_blocks, 2, block_size, num_kv_heads, head_dim]; slots: [num_tokens] int64, no slot twice.
     """
     block_size = layer_cache.shape[2]
     blocks = torch.div(slots, block_size, rounding_mode="floor")
@@ -59,9 +67,67 @@ def store_kv(keys: Tensor, values: Tensor, layer_cache: Tensor, slots: Tensor) -
     layer_cache[blocks, 1, offsets] = values
 
 
+def paged_attention(
+    query: Tensor,
+    layer_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """`softmax(q kᵀ * scale) v` of each query token over its sequence's tokens up to itself. (Kwon et al., 2023.)
+
+    query: [num_tokens, num_heads, head_dim], where the tokens may lie any distance apart; layer_cache: [num_blocks, 2,
+    block_size, num_kv_heads, head_dim], where the step's own keys and values are stored already; num_heads is a
+    multiple of num_kv_heads, and each key head serves as many consecutive query heads. With a window, a token sees
+    that many tokens, itself included; with a soft cap, scores become `cap * tanh(score / cap)` (Gemma Team, 2024).
+    Returns the shape and dtype of query, contiguous. Whatever lies in slots that a sequence does not own, NaN
+    included, never reaches its result.
+    """
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    starts, block_size = metadata.query_start.tolist(), layer_cache.shape[2]
+    groups = query.shape[1] // layer_cache.shape[3]
+    for row, context_len in enumerate(metadata.context_lens.tolist()):
+        start, stop = starts[row], starts[row + 1]
+        blocks = layer_cache[metadata.block_tables[row, : -(-context_len // block_size)].long()]
+        keys, values = (
+            blocks[:, part].flatten(0, 1)[:context_len].transpose(0, 1).repeat_interleave(groups, dim=0)
+            for part in (0, 1)
+        )
+        positions = torch.arange(context_len, device=query.device)
+        distance = positions[context_len - (stop - start) :, None] - positions
+        visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        output[start:stop] = _attend(
+            query[start:stop].transpose(0, 1), keys, values, visible, scale, soft_cap
+        ).transpose(0, 1)
+    return output
+
+
+def gated_activation(x: Tensor, activation: str) -> Tensor:
+    """`activation(gate) * up` of a fused projection. (Shazeer, 2020.)
+
+    x: [..., 2 * n] is gate then up; activation: one of `ACTIVATIONS`; returns [..., n].
+    """
+    gate, up = x.chunk(2, dim=-1)
+    if activation == "silu":
+        return functional.silu(gate) * up
+    return functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
 def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
     """Copy whole blocks, all layers at once, in place. Every source is read before any destination is written.
 
     cache: [num_blocks, ...]; sources, destinations: [n] int64, no destination twice.
     """
     cache.index_copy_(0, destinations, cache.index_select(0, sources))
+
+
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, soft_cap: float | None
+) -> Tensor:
+    """query: [heads, n, head_dim]; keys, values: [heads, context, head_dim]; visible: [n, context] bool."""
+    if soft_cap is None:
+        return functional.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scale)
+    scores = query.float() @ keys.float().transpose(1, 2) * scale
+    scores = (soft_cap * (scores / soft_cap).tanh()).masked_fill_(~visible, -torch.inf)
+    return (scores.softmax(dim=-1) @ values.float()).to(query.dtype)

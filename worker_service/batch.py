@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.attention import AttentionMetadata
+from kernels.metadata import AttentionMetadata
 from worker_service.session import ScheduledChunk
 
 
@@ -47,8 +47,6 @@ def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch
         token_ids=torch.from_numpy(token_ids).to(device),
         positions=torch.from_numpy(positions).to(device),
         slots=torch.from_numpy(slots).to(device),
-        attention=AttentionMetadata.build(
-            query_lens.tolist(), stops.tolist(), torch.from_numpy(block_tables), block_size, device
-        ),
+        attention=AttentionMetadata.build(query_lens.tolist(), stops.tolist(), torch.from_numpy(block_tables), device),
         query_start=tuple(query_start.tolist()),
     )

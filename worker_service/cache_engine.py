@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.reference import copy_blocks
+from kernels.ops import ops_for
 from worker_service.step import BlockMapping, SchedulerOutput
 
 _MEASURED_BLOCKS = 8
@@ -47,6 +47,7 @@ class CacheEngine:
     def __init__(self, shape: CacheShape, num_device_blocks: int, num_host_blocks: int, device: torch.device) -> None:
         self.device_blocks = shape.allocate(num_device_blocks, device)
         self.host_blocks = shape.allocate(num_host_blocks, torch.device("cpu"), pinned=device.type == "cuda")
+        self._ops = ops_for(device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def move(self, output: SchedulerOutput) -> None:
@@ -68,7 +69,7 @@ class CacheEngine:
         _move_blocks(self.host_blocks, self.device_blocks, output.blocks_to_swap_in)
         if output.blocks_to_copy.sources:
             device = self.device_blocks.device
-            copy_blocks(
+            self._ops.copy_blocks(
                 self.device_blocks,
                 torch.tensor(output.blocks_to_copy.sources, device=device),
                 torch.tensor(output.blocks_to_copy.destinations, device=device),

@@ -22,15 +22,17 @@ def test_rms_norm_is_its_formula(shape: tuple[int, ...], dtype: torch.dtype, gen
     torch.testing.assert_close(reference.rms_norm(x, weight, 1e-5), expected.to(dtype))
 
 
-def test_silu_and_mul_is_its_formula(generator: torch.Generator) -> None:
+def test_gated_silu_is_its_formula(generator: torch.Generator) -> None:
     x = torch.randn(5, 246, generator=generator)
     gate, up = x[:, :123].double(), x[:, 123:].double()
-    torch.testing.assert_close(reference.silu_and_mul(x), (gate / (1 + (-gate).exp()) * up).float())
+    torch.testing.assert_close(reference.gated_activation(x, "silu"), (gate / (1 + (-gate).exp()) * up).float())
 
 
 def rotate(x: Tensor, positions: list[int]) -> Tensor:
     frequencies = 100.0 ** -(torch.arange(x.shape[-1] // 2) * 2 / x.shape[-1])
-    return reference.rotary_embedding(x, *reference.rotary_tables(torch.tensor(positions), frequencies, 1.0))
+    x = x.clone()
+    reference.rotary_embedding(x, *reference.rotary_tables(torch.tensor(positions), frequencies, 1.0))
+    return x
 
 
 def test_a_rotation_leaves_position_zero_and_every_norm_alone(generator: torch.Generator) -> None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.attention import AttentionMetadata, paged_attention
-from kernels.reference import rms_norm, rotary_embedding, rotary_tables, silu_and_mul, store_kv
+from kernels.metadata import AttentionMetadata
+from kernels.ops import Ops, ops_for
+from kernels.reference import rotary_tables
 from worker_service.models.linear import Linear
 from worker_service.models.rope import inverse_frequencies
 
@@ -78,6 +79,7 @@ class DecoderLayer:
 
     def __init__(self, config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._config = config
+        self._ops: Ops = ops_for(device)
         self._heads = [
             heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         ]
@@ -107,16 +109,35 @@ class DecoderLayer:
         }
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, layer_cache: Tensor, slots: Tensor, attention: AttentionMetadata
+        self,
+        delta: Tensor | None,
+        residual: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        layer_cache: Tensor,
+        slots: Tensor,
+        attention: AttentionMetadata,
     ) -> Tensor:
-        """x: [num_tokens, hidden_size]; cos, sin: from `rotary_tables`; layer_cache, slots: as `store_kv` has them."""
-        config = self._config
-        qkv = self._qkv(rms_norm(x, self._attention_norm, config.rms_norm_eps))
-        query, key, value = (part.view(len(x), -1, config.head_dim) for part in torch.split(qkv, self._heads, dim=-1))
-        store_kv(rotary_embedding(key, cos, sin), value, layer_cache, slots)
-        query = rotary_embedding(query, cos, sin)
-        x = x + self._out(paged_attention(query, layer_cache, attention, config.head_dim**-0.5).flatten(1))
-        return x + self._down(silu_and_mul(self._gate_up(rms_norm(x, self._mlp_norm, config.rms_norm_eps))))
+        """Bring `residual` up to this layer's attention in place, and return what its second half adds to it.
+
+        delta, residual: [num_tokens, hidden_size], where delta is what the layer before adds, None at the first; cos,
+        sin: from `rotary_tables`; layer_cache, slots: as `store_kv` has them.
+        """
+        config, ops = self._config, self._ops
+        eps = config.rms_norm_eps
+        if delta is None:
+            x = ops.rms_norm(residual, self._attention_norm, eps)
+        else:
+            x = ops.add_rms_norm(delta, residual, self._attention_norm, eps)
+        query, key, value = (
+            part.view(len(part), -1, config.head_dim) for part in torch.split(self._qkv(x), self._heads, dim=1)
+        )
+        ops.rotary_embedding(query, cos, sin)
+        ops.rotary_embedding(key, cos, sin)
+        ops.store_kv(key, value, layer_cache, slots)
+        attended = ops.paged_attention(query, layer_cache, attention, config.head_dim**-0.5)
+        x = ops.add_rms_norm(self._out(attended.flatten(1)), residual, self._mlp_norm, eps)
+        return self._down(ops.gated_activation(self._gate_up(x), "silu"))
 
 
 class LlamaForCausalLM:
@@ -128,6 +149,7 @@ class LlamaForCausalLM:
         self._embedding = torch.empty(config.vocabulary_size, config.hidden_size, dtype=dtype, device=device)
         self._layers = [DecoderLayer(config, dtype, device) for _ in range(config.num_layers)]
         self._norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
+        self._ops = ops_for(device)
         self._lm_head = Linear(self._embedding if config.tied_embeddings else torch.empty_like(self._embedding))
         self._inverse_frequencies = config.inverse_frequencies.to(device)
 
@@ -154,10 +176,11 @@ class LlamaForCausalLM:
         head_dim]. Returns the normalised hidden states, [num_tokens, hidden_size].
         """
         cos, sin = rotary_tables(positions, self._inverse_frequencies, self.config.rope_scale)
-        x = functional.embedding(token_ids, self._embedding)
+        residual, delta = functional.embedding(token_ids, self._embedding), None
         for number, layer in enumerate(self._layers):
-            x = layer.forward(x, cos, sin, cache[:, number], slots, attention)
-        return rms_norm(x, self._norm, self.config.rms_norm_eps)
+            delta = layer.forward(delta, residual, cos, sin, cache[:, number], slots, attention)
+        assert delta is not None  # a network has a layer
+        return self._ops.add_rms_norm(delta, residual, self._norm, self.config.rms_norm_eps)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden_size]; returns [rows, vocabulary_size]."""

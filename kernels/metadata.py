@@ -1,0 +1,41 @@
+"""What attention must know of a step: whose query rows are whose, how long the contexts are, where their blocks lie."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """A step's sequences, prefill chunks and decodes alike. One is built for a step and serves all layers."""
+
+    query_start: Tensor
+    """[num_sequences + 1] int32: the first query row of each sequence, and behind the last one the number of rows."""
+    context_lens: Tensor
+    """[num_sequences] int32: tokens that a sequence attends to; its query tokens are the last of them."""
+    block_tables: Tensor
+    """[num_sequences, width] int32: their blocks; entries behind those that the context needs may be anything."""
+    max_query_len: int
+    """Of all sequences; 0 where there is none. Known to the host, so that nothing has to be read from a device."""
+    max_context_len: int
+    """Likewise."""
+
+    @classmethod
+    def build(
+        cls,
+        query_lens: Sequence[int],
+        context_lens: Sequence[int],
+        block_tables: Tensor,
+        device: torch.device,
+    ) -> "AttentionMetadata":
+        """From lists in host memory, and block_tables: [num_sequences, any width that suffices] integers."""
+        return cls(
+            torch.tensor(list(accumulate(query_lens, initial=0)), dtype=torch.int32).to(device, non_blocking=True),
+            torch.tensor(context_lens, dtype=torch.int32).to(device, non_blocking=True),
+            block_tables.to(torch.int32).to(device, non_blocking=True),
+            max(query_lens, default=0),
+            max(context_lens, default=0),
+        )

@@ -1,0 +1,48 @@
+"""Chooses, by device, who computes the operations of a decoder layer.
+
+Each backend is a module with one function for every operation of `Ops`; what a backend does no better than eager torch
+it takes from `kernels.reference`, whose docstrings say what each operation is.
+"""
+
+from types import ModuleType
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.metadata import AttentionMetadata
+
+
+class Ops(Protocol):
+    """What a backend offers."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor: ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor: ...
+
+    def rotary_embedding(self, x: Tensor, cos: Tensor, sin: Tensor) -> None: ...
+
+    def store_kv(self, keys: Tensor, values: Tensor, layer_cache: Tensor, slots: Tensor) -> None: ...
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        layer_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor: ...
+
+    def gated_activation(self, x: Tensor, activation: str) -> Tensor: ...
+
+    def copy_blocks(self, cache: Tensor, sources: Tensor, destinations: Tensor) -> None: ...
+
+
+_BACKENDS: dict[str, ModuleType] = {}
+
+
+def ops_for(device: torch.device) -> Ops:
+    """The fastest backend that can run on a device."""
+    return cast(Ops, _BACKENDS.get(device.type, reference))
