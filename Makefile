@@ -6,13 +6,17 @@ PROTOS := $(wildcard protos/pagewire/v1/*.proto)
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: setup proto demo test lint fmt up down bench bench-scheduler bench-simulate
-setup: $(VENV)/installed $(VENV)/generated
+setup: $(VENV)/installed $(VENV)/generated $(VENV)/kernels
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=…")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt \
 	  $$($(BIN)/python deploy/torch_index.py) -e '.[dev]'
+	touch $@
+
+$(VENV)/kernels: $(VENV)/installed $(wildcard kernels/cpu/*.py kernels/cpu/csrc/*)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m kernels.cpu.build
 	touch $@
 
 proto: $(VENV)/generated

@@ -4,7 +4,8 @@ Each backend is a module with one function for every operation of `Ops`; what a 
 it takes from `kernels.reference`, whose docstrings say what each operation is.
 """
 
-from types import ModuleType
+from collections.abc import Callable
+from importlib import import_module
 from typing import Protocol, cast
 
 import torch
@@ -37,12 +38,28 @@ class Ops(Protocol):
 
     def gated_activation(self, x: Tensor, activation: str) -> Tensor: ...
 
+    def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def pack(self, weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor] | None: ...
+
     def copy_blocks(self, cache: Tensor, sources: Tensor, destinations: Tensor) -> None: ...
 
 
-_BACKENDS: dict[str, ModuleType] = {}
+EAGER = "eager torch"
+_BACKENDS = {"cpu": "kernels.cpu"}
+
+
+def backend_name(device: torch.device) -> str:
+    """Who computes on a device, in words for a log."""
+    backend = ops_for(device)
+    if backend is reference:
+        return EAGER
+    return f"compiled for {backend.INSTRUCTION_SET}" if device.type == "cpu" else "triton"  # type: ignore[attr-defined]
 
 
 def ops_for(device: torch.device) -> Ops:
     """The fastest backend that can run on a device."""
-    return cast(Ops, _BACKENDS.get(device.type, reference))
+    try:
+        return cast(Ops, import_module(_BACKENDS[device.type]))
+    except (KeyError, ImportError):
+        return cast(Ops, reference)

@@ -5,6 +5,8 @@ The KV cache is block-major, `[num_blocks, num_layers, 2, block_size, num_kv_hea
 strided view `cache[:, layer]`. A slot is a token's place in the cache: `block * block_size + offset`.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -112,6 +114,33 @@ def gated_activation(x: Tensor, activation: str) -> Tensor:
     if activation == "silu":
         return functional.silu(gate) * up
     return functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
+def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of each row, NaN if there is one, and the first place where it stands.
+
+    x: [rows, columns]; returns [rows] of x's type and [rows] int64.
+    """
+    largest, places = x.max(dim=-1)
+    return largest, places
+
+
+def pack(weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor] | None:
+    """A function that computes `x @ weight.T + bias` faster than `linear`, from a copy of the weight in another order.
+
+    weight: [outputs, inputs]; the function takes x: [rows, inputs], and a bias [outputs] or None. Returns None where
+    there is nothing to gain. Here oneDNN's own order for bf16, with which 1 to 32 rows take between a third and three
+    quarters of the time, to the same bits.
+    """
+    if not (
+        weight.device.type == "cpu"
+        and weight.dtype is torch.bfloat16
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    ):
+        return None
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    return lambda x, bias: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
 def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:

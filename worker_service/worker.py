@@ -10,6 +10,7 @@ from pathlib import Path
 import structlog
 import torch
 
+from kernels.ops import EAGER, backend_name
 from pagewire_common.errors import StartError
 from worker_service.cache_engine import CacheEngine, CacheShape
 from worker_service.capacity import count_device_blocks
@@ -44,6 +45,11 @@ def load_worker(settings: WorkerSettings) -> Worker:
     device = _choose_device(settings)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    kernels = backend_name(device)
+    if kernels == EAGER:
+        log.warning("the compiled kernels are missing, so eager torch computes, slower: see the README's requirements")
+    else:
+        log.info("kernels chosen", device=device.type, kernels=kernels)
     cache = settings.cache.expanduser()
     source = find_model(settings.model, cache)
     checkpoint = Checkpoint(source.path)

@@ -1,0 +1,64 @@
+"""Compiles the CPU kernels: python -m kernels.cpu.build
+
+One library is built for each instruction set that this kind of machine may have, whatever the building machine has
+itself, so that an image built anywhere runs everywhere. Without a compiler nothing is built and one line says so:
+the kernels are then eager torch.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from kernels.cpu.library import INSTRUCTION_SETS, library_path
+
+_SOURCE = Path(__file__).parent / "csrc" / "bindings.cpp"
+
+
+def main() -> None:
+    from torch.utils.cpp_extension import get_cxx_compiler
+
+    compiler = str(get_cxx_compiler())  # type: ignore[no-untyped-call]
+    if shutil.which(compiler) is None:
+        sys.stderr.write(
+            f"There is no C++ compiler ({compiler}): the CPU kernels are not built, and a worker runs on eager torch.\n"
+        )
+        return
+    # Processes of their own: torch also loads what it has built, and this machine may lack the instructions.
+    children = {
+        name: subprocess.Popen(
+            [sys.executable, "-m", __name__ if __name__ != "__main__" else "kernels.cpu.build", name],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for name in INSTRUCTION_SETS
+    }
+    outputs = {name: child.communicate()[0] for name, child in children.items()}
+    for name, output in outputs.items():
+        if not library_path(name).exists():
+            sys.exit(f"{output}\nThe CPU kernels could not be built for {name}.")
+
+
+def _build(name: str) -> None:
+    from torch.utils.cpp_extension import load
+
+    target = library_path(name)
+    target.unlink(missing_ok=True)
+    target.parent.mkdir(exist_ok=True)
+    flags = ["-O3", "-fopenmp", "-fno-math-errno", *INSTRUCTION_SETS[name]]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            load("pagewire_cpu", [str(_SOURCE)], extra_cflags=flags, build_directory=folder)
+        finally:
+            built = Path(folder) / "pagewire_cpu.so"
+            if built.exists():
+                shutil.move(built, target)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        _build(sys.argv[1])
+    else:
+        main()

@@ -1,0 +1,515 @@
+// Paged attention that reads the blocks in place: no key or value is gathered first.
+//
+// The work is cut into items: some consecutive query tokens of a sequence with all heads of one key head, which make
+// the rows of the item, and the keys that they see. An item walks its keys 64 at a time, keeping for each row the
+// largest score, the sum of exponentials and the weighted values so far (the online softmax of Milakov and
+// Gimelshein, 2018, as FlashAttention tiles it; Dao et al., 2022). A single query token over a long context is split
+// over its keys, and the parts are merged afterwards (flash-decoding; Dao et al., 2023). Where items begin and end
+// depends on their sequence alone, never on the batch or the number of threads, so that neither changes a result.
+//
+// How a tile of keys is multiplied is left to an engine: `FloatTiles` for every type, `Bf16Tiles` with the bf16 dot
+// product. Both take keys as [dim][key] and values as [key][dim], so that no sum ever runs across a vector's lanes.
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "vectors.h"
+
+namespace pagewire {
+
+constexpr int64_t kTileKeys = 64;
+constexpr int64_t kItemRows = 32;   // enough that turning a tile of keys round costs a tenth of multiplying it
+constexpr int64_t kPartKeys = 512;  // of a split decode
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+template <typename T>
+struct Attention {
+  T* out;          // [tokens, num_heads, head_dim]
+  const T* query;  // tokens `query_stride` apart
+  const T* cache;  // [blocks, 2, block_size, num_kv_heads, head_dim], blocks and parts some strides apart
+  const int32_t* query_start;
+  const int32_t* context_lens;
+  const int32_t* block_tables;  // [num_sequences, table_width]
+  int64_t query_stride, block_stride, part_stride, table_width;
+  int64_t num_sequences, num_heads, num_kv_heads, head_dim, block_size;
+  float scale, soft_cap;  // soft_cap 0: none
+  int64_t window;         // 0: none
+};
+
+// Where the keys and values of a tile lie. Behind the last there are zeros, so that none has to be asked for.
+template <typename T>
+struct Tile {
+  int64_t count = 0;
+  const T* keys[kTileKeys];
+  const T* values[kTileKeys];
+};
+
+struct Item {
+  int64_t sequence, kv_head;
+  int64_t first_row, tokens;  // of the query
+  int64_t first_position;     // of the first token in its sequence
+  int64_t keys_begin, keys_end;
+  int64_t partial;  // where a part's result goes, or -1: straight to the output
+};
+
+inline void transpose(const float* source, int64_t source_stride, float* target, int64_t rows, int64_t columns) {
+  for (int64_t column = 0; column < columns; ++column)
+    for (int64_t row = 0; row < rows; ++row) target[column * kTileKeys + row] = source[row * source_stride + column];
+}
+
+// Multiplies in float32; head_dim may be anything.
+template <typename T>
+class FloatTiles {
+ public:
+  void start(const Attention<T>& a, int64_t rows) {
+    head_dim_ = a.head_dim;
+    queries_.resize(rows * head_dim_);
+    tile_.resize(kTileKeys * head_dim_);
+    turned_.resize(kTileKeys * head_dim_);
+    weights_.resize(rows * kTileKeys);
+  }
+
+  void load_query(int64_t row, const T* query) {
+    for_each_vector(head_dim_, [&](int64_t i, int64_t n) { store(&queries_[row * head_dim_ + i], widen(query + i, n), n); });
+  }
+
+  // scores: [rows, 64]; those of keys that are not there may be anything.
+  void score(int64_t rows, const Tile<T>& tile, float* scores) {
+    fill_tile(tile.keys);
+    transpose(tile_.data(), head_dim_, turned_.data(), kTileKeys, head_dim_);
+    constexpr int64_t kVectors = kTileKeys / kLanes;
+    for (int64_t row = 0; row < rows; ++row) {
+      const float* query = &queries_[row * head_dim_];
+      Vec sums[kVectors];
+      for (auto& s : sums) s = Vec(0.0f);
+      for (int64_t d = 0; d < head_dim_; ++d)
+        for (int64_t v = 0; v < kVectors; ++v)
+          sums[v] = at::vec::fmadd(Vec(query[d]), Vec::loadu(&turned_[d * kTileKeys + v * kLanes]), sums[v]);
+      for (int64_t v = 0; v < kVectors; ++v) sums[v].store(scores + row * kTileKeys + v * kLanes);
+    }
+  }
+
+  static Vec exponential(const Vec& x) { return x.exp(); }
+
+  void keep_weights(int64_t row, int64_t i, const Vec& weights) { weights.store(&weights_[row * kTileKeys + i]); }
+
+  // sums = sums * corrections + weights @ values. sums: [rows, head_dim].
+  void add_values(int64_t rows, const Tile<T>& tile, const float* corrections, float* sums) {
+    fill_tile(tile.values);
+    for (int64_t row = 0; row < rows; ++row) {
+      const float* weights = &weights_[row * kTileKeys];
+      for_each_vector(head_dim_, [&](int64_t i, int64_t n) {
+        float* target = sums + row * head_dim_ + i;
+        Vec sum = widen(target, n) * Vec(corrections[row]);
+        for (int64_t key = 0; key < tile.count; ++key)
+          sum = at::vec::fmadd(Vec(weights[key]), widen(&tile_[key * head_dim_ + i], n), sum);
+        store(target, sum, n);
+      });
+    }
+  }
+
+ private:
+  void fill_tile(const T* const* vectors) {
+    for (int64_t key = 0; key < kTileKeys; ++key)
+      for_each_vector(head_dim_, [&](int64_t i, int64_t n) {
+        store(&tile_[key * head_dim_ + i], widen(vectors[key] + i, n), n);
+      });
+  }
+
+  int64_t head_dim_ = 0;
+  std::vector<float> queries_, tile_, turned_, weights_;
+};
+
+#if defined(__AVX512BF16__)
+
+// 16 vectors of 16 pairs: afterwards vector i holds pair i of each.
+[[gnu::always_inline]] inline void transpose_pairs(__m512i (&r)[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xDD);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xDD);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xDD);
+    r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+    r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xDD);
+  }
+}
+
+// Adds rows x (kVectors * 16) dot products of pairs to sums. left: rows of `pairs` pairs each, `left_stride` pairs
+// apart; columns(pair, v): the pairs of 16 columns.
+template <int kVectors, int kRows, typename Columns>
+[[gnu::always_inline]] inline void add_products(
+    const uint32_t* left, int64_t left_stride, int64_t pairs, const Columns& columns, __m512 (&sums)[kRows][kVectors]) {
+  for (int64_t pair = 0; pair < pairs; ++pair) {
+    __m512i right[kVectors];
+    for (int v = 0; v < kVectors; ++v) right[v] = columns(pair, v);
+    for (int row = 0; row < kRows; ++row) {
+      const auto both = (__m512bh)_mm512_set1_epi32(static_cast<int>(left[row * left_stride + pair]));
+      for (int v = 0; v < kVectors; ++v) sums[row][v] = _mm512_dpbf16_ps(sums[row][v], both, (__m512bh)right[v]);
+    }
+  }
+}
+
+constexpr int64_t kStretch = 6;  // rows by 64 columns of sums that fit into registers
+
+// Calls apply(first_row, integral_constant<rows>) for stretches of at most kStretch rows.
+template <typename F>
+inline void for_row_stretches(int64_t rows, const F& apply) {
+  for (int64_t row = 0; row < rows; row += kStretch) {
+    switch (std::min(kStretch, rows - row)) {
+      case 1: apply(row, std::integral_constant<int, 1>()); break;
+      case 2: apply(row, std::integral_constant<int, 2>()); break;
+      case 3: apply(row, std::integral_constant<int, 3>()); break;
+      case 4: apply(row, std::integral_constant<int, 4>()); break;
+      case 5: apply(row, std::integral_constant<int, 5>()); break;
+      default: apply(row, std::integral_constant<int, 6>());
+    }
+  }
+}
+
+// Multiplies pairs of bf16 and sums in float32. head_dim is a multiple of 32.
+class Bf16Tiles {
+ public:
+  using T = at::BFloat16;
+
+  static bool can(const Attention<T>& a) { return a.head_dim % 32 == 0; }
+
+  void start(const Attention<T>& a, int64_t rows) {
+    pairs_ = a.head_dim / 2;
+    queries_.resize(rows * pairs_);
+    keys_.resize(pairs_ * kTileKeys);
+    values_.resize(kTileKeys / 2 * a.head_dim);
+    weights_.resize(rows * kTileKeys / 2);
+  }
+
+  void load_query(int64_t row, const T* query) { std::memcpy(&queries_[row * pairs_], query, pairs_ * 4); }
+
+  void score(int64_t rows, const Tile<T>& tile, float* scores) {
+    for (int64_t group = 0; group < tile.count; group += 16) {
+      for (int64_t pair = 0; pair < pairs_; pair += 16) {
+        __m512i r[16];
+        for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(tile.keys[group + i] + 2 * pair);
+        transpose_pairs(r);
+        for (int i = 0; i < 16; ++i) _mm512_storeu_si512(&keys_[(pair + i) * kTileKeys + group], r[i]);
+      }
+    }
+    if (tile.count > 32) {
+      score_columns<4>(rows, scores);
+    } else if (tile.count > 16) {
+      score_columns<2>(rows, scores);
+    } else {
+      score_columns<1>(rows, scores);
+    }
+  }
+
+  // What is lost beside exp() is a twentieth of what rounding weights to bf16 loses.
+  static Vec exponential(const Vec& x) { return x.fexp_u20(); }
+
+  void keep_weights(int64_t row, int64_t i, const Vec& weights) {
+    _mm256_storeu_si256(
+        reinterpret_cast<__m256i*>(&weights_[(row * kTileKeys + i) / 2]), (__m256i)_mm512_cvtneps_pbh(weights));
+  }
+
+  void add_values(int64_t rows, const Tile<T>& tile, const float* corrections, float* sums) {
+    const int64_t head_dim = 2 * pairs_, key_pairs = (tile.count + 1) / 2;
+    if (rows > kStretch) {
+      for (int64_t pair = 0; pair < key_pairs; ++pair)
+        for (int v = 0; v < head_dim / 16; ++v)
+          _mm512_storeu_si512(&values_[pair * head_dim + v * 16], interleaved(tile, pair, v * 16));
+    }
+    int64_t column = 0;
+    for (; column + 64 <= head_dim; column += 64) add_columns<4>(rows, tile, column, key_pairs, corrections, sums);
+    if (column < head_dim) add_columns<2>(rows, tile, column, key_pairs, corrections, sums);
+  }
+
+ private:
+  // The values of two neighbouring keys in 16 columns, as pairs.
+  [[gnu::always_inline]] static __m512i interleaved(const Tile<T>& tile, int64_t pair, int64_t column) {
+    const auto* even = reinterpret_cast<const __m256i*>(tile.values[2 * pair] + column);
+    const auto* odd = reinterpret_cast<const __m256i*>(tile.values[2 * pair + 1] + column);
+    const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(even));
+    const __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(odd)), 16);
+    return _mm512_or_si512(low, high);
+  }
+
+  template <int kVectors>
+  void score_columns(int64_t rows, float* scores) {
+    for_row_stretches(rows, [&](int64_t row, auto stretch) {
+      __m512 products[stretch()][kVectors];
+      for (auto& line : products)
+        for (auto& product : line) product = _mm512_setzero_ps();
+      const auto columns = [&](int64_t pair, int v) { return _mm512_loadu_si512(&keys_[pair * kTileKeys + v * 16]); };
+      add_products(&queries_[row * pairs_], pairs_, pairs_, columns, products);
+      for (int i = 0; i < stretch(); ++i)
+        for (int v = 0; v < kVectors; ++v)
+          _mm512_storeu_ps(scores + (row + i) * kTileKeys + v * 16, products[i][v]);
+    });
+  }
+
+  template <int kVectors>
+  void add_columns(
+      int64_t rows, const Tile<T>& tile, int64_t column, int64_t key_pairs, const float* corrections, float* sums) {
+    const int64_t head_dim = 2 * pairs_;
+    for_row_stretches(rows, [&](int64_t row, auto stretch) {
+      __m512 products[stretch()][kVectors];
+      float* target = sums + row * head_dim + column;
+      for (int i = 0; i < stretch(); ++i)
+        for (int v = 0; v < kVectors; ++v)
+          products[i][v] =
+              _mm512_mul_ps(_mm512_loadu_ps(target + i * head_dim + v * 16), _mm512_set1_ps(corrections[row + i]));
+      const uint32_t* weights = &weights_[row * kTileKeys / 2];
+      if (rows > kStretch) {
+        add_products(
+            weights, kTileKeys / 2, key_pairs,
+            [&](int64_t pair, int v) { return _mm512_loadu_si512(&values_[pair * head_dim + column + v * 16]); },
+            products);
+      } else {
+        add_products(
+            weights, kTileKeys / 2, key_pairs,
+            [&](int64_t pair, int v) { return interleaved(tile, pair, column + v * 16); }, products);
+      }
+      for (int i = 0; i < stretch(); ++i)
+        for (int v = 0; v < kVectors; ++v) _mm512_storeu_ps(target + i * head_dim + v * 16, products[i][v]);
+    });
+  }
+
+  int64_t pairs_ = 0;
+  std::vector<uint32_t> queries_;  // [rows][pairs]
+  std::vector<uint32_t> keys_;     // [pairs][64 keys]
+  std::vector<uint32_t> values_;   // [pairs of keys][head_dim]
+  std::vector<uint32_t> weights_;  // [rows][pairs of keys]
+};
+
+#endif
+
+template <typename T, typename Tiles>
+class Attender {
+ public:
+  // Says which item `attend` is called with next, so that its first tile is on its way from memory.
+  void expect(const Attention<T>& a, const Item& item) {
+    if (item.keys_begin < item.keys_end) locate(a, item, item.keys_begin, *coming_);
+  }
+
+  // The item must have been expected; then is the one after it, if any. partials: where parts leave their rows:
+  // largest score, sum of exponentials, weighted values.
+  void attend(const Attention<T>& a, const Item& item, const Item* then, float* partials) {
+    const int64_t group = a.num_heads / a.num_kv_heads, rows = item.tokens * group;
+    tiles_.start(a, rows);
+    maxima_.assign(rows, -kInfinity);
+    offsets_.resize(rows);
+    totals_.assign(rows, 0.0f);
+    corrections_.assign(rows + kLanes, 0.0f);
+    sums_.assign(rows * a.head_dim, 0.0f);
+    scores_.resize(rows * kTileKeys);
+    for (int64_t row = 0; row < rows; ++row)
+      tiles_.load_query(
+          row, a.query + (item.first_row + row / group) * a.query_stride +
+                   (item.kv_head * group + row % group) * a.head_dim);
+    for (int64_t key = item.keys_begin; key < item.keys_end; key += kTileKeys) {
+      std::swap(current_, coming_);
+      if (key + kTileKeys < item.keys_end) {
+        locate(a, item, key + kTileKeys, *coming_);
+      } else if (then != nullptr) {
+        expect(a, *then);
+      }
+      tiles_.score(rows, *current_, scores_.data());
+      if (a.soft_cap > 0) cap(a, rows);
+      hide(a, item.first_position - key, rows, group);
+      weigh(rows, a.soft_cap > 0 ? 1.0f : a.scale);
+      tiles_.add_values(rows, *current_, corrections_.data(), sums_.data());
+    }
+    for (int64_t row = 0; row < rows; ++row) finish(a, item, row, group, partials);
+  }
+
+ private:
+  // Finds a tile and asks memory for it.
+  void locate(const Attention<T>& a, const Item& item, int64_t first, Tile<T>& tile) {
+    tile.count = std::min(kTileKeys, item.keys_end - first);
+    const int32_t* table = a.block_tables + item.sequence * a.table_width;
+    const int64_t token_stride = a.num_kv_heads * a.head_dim;
+    int64_t block = first / a.block_size, offset = first % a.block_size;
+    for (int64_t i = 0; i < tile.count; ++block, offset = 0) {
+      const T* key = a.cache + table[block] * a.block_stride + offset * token_stride + item.kv_head * a.head_dim;
+      for (int64_t end = std::min(tile.count, i + a.block_size - offset); i < end; ++i, key += token_stride) {
+        tile.keys[i] = key;
+        tile.values[i] = key + a.part_stride;
+        for (int64_t d = 0; d < a.head_dim; d += 64 / static_cast<int64_t>(sizeof(T))) {
+          __builtin_prefetch(key + d, 0, 2);
+          __builtin_prefetch(key + a.part_stride + d, 0, 2);
+        }
+      }
+    }
+    if (static_cast<int64_t>(zeros_.size()) < a.head_dim) zeros_.assign(a.head_dim, T(0.0f));
+    std::fill(tile.keys + tile.count, tile.keys + kTileKeys, zeros_.data());
+    std::fill(tile.values + tile.count, tile.values + kTileKeys, zeros_.data());
+  }
+
+  void cap(const Attention<T>& a, int64_t rows) {
+    for (int64_t i = 0; i < rows * kTileKeys; i += kLanes)
+      ((Vec::loadu(&scores_[i]) * Vec(a.scale / a.soft_cap)).tanh() * Vec(a.soft_cap)).store(&scores_[i]);
+  }
+
+  // Takes what a row does not see out of its scores. distance: from the tile's first key to the first row's token.
+  void hide(const Attention<T>& a, int64_t distance, int64_t rows, int64_t group) {
+    for (int64_t row = 0; row < rows; ++row) {
+      float* scores = &scores_[row * kTileKeys];
+      const int64_t behind = std::clamp<int64_t>(distance + row / group + 1, 0, current_->count);
+      const int64_t before = a.window > 0 ? std::clamp<int64_t>(distance + row / group + 1 - a.window, 0, behind) : 0;
+      std::fill(scores, scores + before, -kInfinity);
+      std::fill(scores + behind, scores + kTileKeys, -kInfinity);
+    }
+  }
+
+  // Turns scores, still to be scaled, into weights. One pass over the rows for each stage, since the stages of one row wait on each other.
+  void weigh(int64_t rows, float scale) {
+    for (int64_t row = 0; row < rows; ++row) {
+      Vec best = Vec::loadu(&scores_[row * kTileKeys]);
+      for (int64_t i = kLanes; i < kTileKeys; i += kLanes)
+        best = at::vec::maximum(best, Vec::loadu(&scores_[row * kTileKeys + i]));
+      const float found = largest(best) * scale, before = maxima_[row];
+      maxima_[row] = before > found ? before : found;  // NaN stays
+      // Where nothing has been seen yet, 0 instead of -inf: what is subtracted from -inf must be finite.
+      offsets_[row] = maxima_[row] == -kInfinity ? 0.0f : maxima_[row];
+      corrections_[row] = before - offsets_[row];
+    }
+    for (int64_t row = 0; row < rows; row += kLanes)
+      Tiles::exponential(Vec::loadu(&corrections_[row])).store(&corrections_[row]);
+    for (int64_t row = 0; row < rows; ++row) {
+      const Vec offset(-offsets_[row]), factor(scale);
+      Vec total(0.0f);
+      for (int64_t i = 0; i < kTileKeys; i += kLanes) {
+        const Vec score = Vec::loadu(&scores_[row * kTileKeys + i]);
+        const Vec weight = Tiles::exponential(at::vec::fmadd(score, factor, offset));
+        total = total + weight;
+        tiles_.keep_weights(row, i, weight);
+      }
+      totals_[row] = totals_[row] * corrections_[row] + sum(total);
+    }
+  }
+
+  void finish(const Attention<T>& a, const Item& item, int64_t row, int64_t group, float* partials) {
+    const float* sums = &sums_[row * a.head_dim];
+    if (item.partial >= 0) {
+      float* target = partials + (item.partial * group + row) * (a.head_dim + 2);
+      target[0] = maxima_[row];
+      target[1] = totals_[row];
+      std::copy_n(sums, a.head_dim, target + 2);
+      return;
+    }
+    T* target =
+        a.out + ((item.first_row + row / group) * a.num_heads + item.kv_head * group + row % group) * a.head_dim;
+    const Vec scale(1.0f / totals_[row]);
+    for_each_vector(a.head_dim, [&](int64_t i, int64_t n) { store(target + i, widen(sums + i, n) * scale, n); });
+  }
+
+  Tiles tiles_;
+  Tile<T> pair_[2];
+  Tile<T>*current_ = &pair_[0], *coming_ = &pair_[1];
+  std::vector<T> zeros_;
+  std::vector<float> maxima_, offsets_, totals_, corrections_, sums_, scores_;
+};
+
+// The parts of one query token and head lie `stride` floats apart.
+template <typename T>
+void merge_parts(const float* part, int64_t count, int64_t stride, int64_t head_dim, T* out) {
+  float maximum = -kInfinity, total = 0.0f;
+  for (int64_t i = 0; i < count; ++i) {
+    const float candidate = part[i * stride];
+    if (std::isnan(candidate) || candidate > maximum) maximum = candidate;
+  }
+  std::vector<float> scales(count);
+  for (int64_t i = 0; i < count; ++i) {
+    scales[i] = std::exp(part[i * stride] - maximum);
+    total += scales[i] * part[i * stride + 1];
+  }
+  for_each_vector(head_dim, [&](int64_t d, int64_t n) {
+    Vec merged(0.0f);
+    for (int64_t i = 0; i < count; ++i)
+      merged = at::vec::fmadd(widen(part + i * stride + 2 + d, n), Vec(scales[i] / total), merged);
+    store(out + d, merged, n);
+  });
+}
+
+template <typename T>
+std::vector<Item> cut_into_items(const Attention<T>& a, int64_t& num_partials) {
+  std::vector<Item> items;
+  num_partials = 0;
+  const int64_t tokens_an_item = std::max<int64_t>(1, kItemRows / (a.num_heads / a.num_kv_heads));
+  for (int64_t sequence = 0; sequence < a.num_sequences; ++sequence) {
+    const int64_t start = a.query_start[sequence], queries = a.query_start[sequence + 1] - start;
+    const int64_t computed = a.context_lens[sequence] - queries;
+    for (int64_t token = 0; token < queries; token += tokens_an_item) {
+      const int64_t tokens = std::min(tokens_an_item, queries - token), position = computed + token;
+      const int64_t begin = a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
+      const int64_t end = position + tokens;
+      const bool split = queries == 1 && end - begin > kPartKeys;
+      for (int64_t kv_head = 0; kv_head < a.num_kv_heads; ++kv_head) {
+        if (!split) {
+          items.push_back({sequence, kv_head, start + token, tokens, position, begin, end, -1});
+          continue;
+        }
+        for (int64_t key = begin; key < end; key += kPartKeys)
+          items.push_back(
+              {sequence, kv_head, start + token, 1, position, key, std::min(key + kPartKeys, end), num_partials++});
+      }
+    }
+  }
+  return items;
+}
+
+template <typename T, typename Tiles>
+void paged_attention(const Attention<T>& a) {
+  int64_t num_partials = 0;
+  const auto items = cut_into_items(a, num_partials);
+  const int64_t group = a.num_heads / a.num_kv_heads, stride = group * (a.head_dim + 2);
+  std::vector<float> partials(num_partials * stride);
+  // Items differ in length, so threads take the next one when they are done with theirs.
+  std::atomic<size_t> next{0};
+  at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t begin, int64_t end) {
+    static thread_local Attender<T, Tiles> attender;
+    for (int64_t worker = begin; worker < end; ++worker) {
+      size_t i = next++;
+      if (i < items.size()) attender.expect(a, items[i]);
+      while (i < items.size()) {
+        const size_t then = next++;
+        attender.attend(a, items[i], then < items.size() ? &items[then] : nullptr, partials.data());
+        i = then;
+      }
+    }
+  });
+  for (size_t i = 0; i < items.size(); ++i) {
+    const Item& item = items[i];
+    if (item.partial < 0) continue;
+    size_t behind = i + 1;
+    while (behind < items.size() && items[behind].partial >= 0 && items[behind].sequence == item.sequence &&
+           items[behind].kv_head == item.kv_head)
+      ++behind;
+    for (int64_t head = 0; head < group; ++head)
+      merge_parts(
+          partials.data() + item.partial * stride + head * (a.head_dim + 2), behind - i, stride, a.head_dim,
+          a.out + (item.first_row * a.num_heads + item.kv_head * group + head) * a.head_dim);
+    i = behind - 1;
+  }
+}
+
+}  // namespace pagewire

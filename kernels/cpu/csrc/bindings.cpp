@@ -1,0 +1,234 @@
+// What Python sees: tensors in, tensors out. Shapes are checked here, since what is behind trusts its pointers.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "attention.h"
+#include "layer.h"
+#include "matmul.h"
+
+namespace pagewire {
+namespace {
+
+using at::Tensor;
+
+template <typename F>
+void for_type(const Tensor& tensor, const F& apply) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat: return apply(float());
+    case at::kHalf: return apply(at::Half());
+    case at::kBFloat16: return apply(at::BFloat16());
+    default: TORCH_CHECK(false, "tensors must be float32, float16 or bfloat16, not ", tensor.scalar_type());
+  }
+}
+
+void check_like(const Tensor& tensor, const Tensor& other, const char* name) {
+  TORCH_CHECK(tensor.device().is_cpu() && tensor.scalar_type() == other.scalar_type(), name, " must be on the CPU and ",
+              other.scalar_type());
+}
+
+void check_contiguous(const Tensor& tensor, const char* name) {
+  TORCH_CHECK(tensor.is_contiguous(), name, " must be contiguous");
+}
+
+// [tokens, heads, head_dim] with everything but the tokens packed.
+void check_heads(const Tensor& x, const char* name) {
+  TORCH_CHECK(x.dim() == 3 && x.stride(2) == 1 && (x.size(1) == 1 || x.stride(1) == x.size(2)), name,
+              " must be [tokens, heads, head_dim] with packed heads");
+}
+
+void check_layer_cache(const Tensor& cache) {
+  TORCH_CHECK(cache.dim() == 5 && cache.size(1) == 2 && cache.stride(4) == 1 && cache.stride(3) == cache.size(4) &&
+                  cache.stride(2) == cache.size(3) * cache.size(4),
+              "the cache must be [blocks, 2, block_size, num_kv_heads, head_dim] with packed tokens");
+}
+
+Tensor normalise(const Tensor& x, Tensor* residual, const Tensor& weight, double eps, double offset) {
+  const int64_t length = x.size(-1);
+  check_like(weight, x, "weight");
+  check_contiguous(weight, "weight");
+  TORCH_CHECK(x.stride(-1) == 1 && (x.dim() == 2 || x.dim() == 3) && weight.numel() == length,
+              "x must be [rows, length] or [rows, heads, length] with packed vectors, and weight [length]");
+  const bool heads = x.dim() == 3;
+  auto out = at::empty(x.sizes(), x.options());
+  for_type(x, [&](auto type) {
+    using T = decltype(type);
+    rms_norm<T>(
+        out.data_ptr<T>(), x.const_data_ptr<T>(), residual == nullptr ? nullptr : residual->data_ptr<T>(),
+        weight.const_data_ptr<T>(), x.size(0), heads ? x.size(1) : 1, length, x.stride(0), heads ? x.stride(1) : 0,
+        static_cast<float>(eps), static_cast<float>(offset));
+  });
+  return out;
+}
+
+Tensor rms_norm_op(const Tensor& x, const Tensor& weight, double eps, double offset) {
+  return normalise(x, nullptr, weight, eps, offset);
+}
+
+Tensor add_rms_norm_op(const Tensor& x, Tensor residual, const Tensor& weight, double eps, double offset) {
+  check_like(residual, x, "residual");
+  check_contiguous(residual, "residual");
+  TORCH_CHECK(x.dim() == 2 && residual.sizes() == x.sizes(), "x and residual must be of one shape [rows, length]");
+  return normalise(x, &residual, weight, eps, offset);
+}
+
+void rotary_embedding_op(Tensor x, const Tensor& cos, const Tensor& sin) {
+  check_heads(x, "x");
+  check_contiguous(cos, "cos");
+  check_contiguous(sin, "sin");
+  TORCH_CHECK(cos.scalar_type() == at::kFloat && sin.scalar_type() == at::kFloat && cos.dim() == 2 &&
+                  cos.sizes() == sin.sizes() && cos.size(0) == x.size(0) && 2 * cos.size(1) <= x.size(2),
+              "cos and sin must be float32 [tokens, at most head_dim / 2]");
+  for_type(x, [&](auto type) {
+    using T = decltype(type);
+    rotary_embedding<T>(
+        x.data_ptr<T>(), x.stride(0), cos.const_data_ptr<float>(), sin.const_data_ptr<float>(), x.size(0), x.size(1),
+        x.size(2), cos.size(1));
+  });
+}
+
+void store_kv_op(const Tensor& keys, const Tensor& values, Tensor cache, const Tensor& slots) {
+  check_heads(keys, "keys");
+  check_heads(values, "values");
+  check_layer_cache(cache);
+  check_like(keys, cache, "keys");
+  check_like(values, cache, "values");
+  check_contiguous(slots, "slots");
+  TORCH_CHECK(keys.sizes() == values.sizes() && keys.size(1) == cache.size(3) && keys.size(2) == cache.size(4) &&
+                  slots.scalar_type() == at::kLong && slots.numel() == keys.size(0),
+              "keys and values must be [tokens, num_kv_heads, head_dim] of the cache, and slots [tokens] int64");
+  const int64_t size = keys.element_size();
+  store_kv(
+      static_cast<const char*>(keys.const_data_ptr()), keys.stride(0) * size,
+      static_cast<const char*>(values.const_data_ptr()), values.stride(0) * size, static_cast<char*>(cache.data_ptr()),
+      cache.stride(0) * size, cache.stride(1) * size, cache.size(2), slots.const_data_ptr<int64_t>(), keys.size(0),
+      keys.size(1) * keys.size(2) * size);
+}
+
+Tensor gated_activation_op(const Tensor& x, const std::string& activation) {
+  check_contiguous(x, "x");
+  TORCH_CHECK(x.dim() >= 1 && x.size(-1) % 2 == 0, "x must be [..., gate and up]");
+  auto sizes = x.sizes().vec();
+  const int64_t length = sizes.back() /= 2;
+  const int64_t rows = length == 0 ? 0 : x.numel() / (2 * length);
+  auto out = at::empty(sizes, x.options());
+  for_type(x, [&](auto type) {
+    using T = decltype(type);
+    const auto run = activation == "silu"        ? gated_activation<T, Activation::kSilu>
+                     : activation == "gelu_tanh" ? gated_activation<T, Activation::kGeluTanh>
+                                                 : gated_activation<T, Activation::kGelu>;
+    TORCH_CHECK(activation == "silu" || activation == "gelu_tanh" || activation == "gelu", "no activation ", activation);
+    run(out.data_ptr<T>(), x.const_data_ptr<T>(), rows, length);
+  });
+  return out;
+}
+
+std::tuple<Tensor, Tensor> argmax_op(const Tensor& x) {
+  check_contiguous(x, "x");
+  TORCH_CHECK(x.dim() == 2 && x.size(1) > 0, "x must be [rows, at least one column]");
+  auto values = at::empty({x.size(0)}, x.options());
+  auto indices = at::empty({x.size(0)}, x.options().dtype(at::kLong));
+  for_type(x, [&](auto type) {
+    using T = decltype(type);
+    argmax<T>(x.const_data_ptr<T>(), values.data_ptr<T>(), indices.data_ptr<int64_t>(), x.size(0), x.size(1));
+  });
+  return {values, indices};
+}
+
+Tensor paged_attention_op(
+    const Tensor& query, const Tensor& cache, const Tensor& query_start, const Tensor& context_lens,
+    const Tensor& block_tables, double scale, int64_t window, double soft_cap) {
+  check_heads(query, "query");
+  check_layer_cache(cache);
+  check_like(query, cache, "query");
+  for (const auto* tensor : {&query_start, &context_lens, &block_tables}) {
+    check_contiguous(*tensor, "metadata");
+    TORCH_CHECK(tensor->scalar_type() == at::kInt, "metadata must be int32");
+  }
+  TORCH_CHECK(query.size(2) == cache.size(4) && query.size(1) % cache.size(3) == 0 &&
+                  block_tables.dim() == 2 && block_tables.size(0) == context_lens.numel() &&
+                  query_start.numel() == context_lens.numel() + 1,
+              "query, cache and metadata do not fit each other");
+  auto out = at::empty(query.sizes(), query.options());
+  for_type(query, [&](auto type) {
+    using T = decltype(type);
+    const Attention<T> a{
+        out.data_ptr<T>(), query.const_data_ptr<T>(), cache.const_data_ptr<T>(), query_start.const_data_ptr<int32_t>(),
+        context_lens.const_data_ptr<int32_t>(), block_tables.const_data_ptr<int32_t>(), query.stride(0),
+        cache.stride(0), cache.stride(1), block_tables.size(1), context_lens.numel(), query.size(1), cache.size(3),
+        query.size(2), cache.size(2), static_cast<float>(scale), static_cast<float>(soft_cap), window};
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<T, at::BFloat16>)
+      if (Bf16Tiles::can(a)) return paged_attention<T, Bf16Tiles>(a);
+#endif
+    paged_attention<T, FloatTiles<T>>(a);
+  });
+  return out;
+}
+
+bool can_pack(const Tensor& weight) {
+#if defined(__AVX512BF16__)
+  return weight.device().is_cpu() && weight.scalar_type() == at::kBFloat16 && weight.dim() == 2 &&
+         weight.size(1) % 2 == 0;
+#else
+  return false;
+#endif
+}
+
+Tensor pack(const Tensor& weight) {
+  TORCH_CHECK(can_pack(weight), "this weight cannot be packed");
+  const int64_t outputs = weight.size(0), inputs = weight.size(1), panels = (outputs + kPanel - 1) / kPanel;
+  auto packed = at::empty({panels, inputs / 2, kPanel, 2}, weight.options());
+  const auto source = weight.contiguous();
+  const auto* from = source.const_data_ptr<at::BFloat16>();
+  auto* to = packed.data_ptr<at::BFloat16>();
+  at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel)
+      for (int64_t input = 0; input < inputs; ++input)
+        for (int64_t i = 0; i < kPanel; ++i) {
+          const int64_t output = panel * kPanel + i;
+          to[((panel * (inputs / 2) + input / 2) * kPanel + i) * 2 + input % 2] =
+              output < outputs ? from[output * inputs + input] : at::BFloat16(0.0f);
+        }
+  });
+  return packed;
+}
+
+Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t outputs) {
+  TORCH_CHECK(packed.dim() == 4 && packed.size(2) == kPanel && packed.size(0) == (outputs + kPanel - 1) / kPanel,
+              "the weight was not packed for ", outputs, " outputs");
+  check_like(x, packed, "x");
+  TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1 && x.size(1) == 2 * packed.size(1), "x must be [rows, ",
+              2 * packed.size(1), "]");
+  if (bias.has_value()) {
+    check_like(*bias, packed, "bias");
+    check_contiguous(*bias, "bias");
+    TORCH_CHECK(bias->numel() == outputs, "bias must be [outputs]");
+  }
+  auto out = at::empty({x.size(0), outputs}, x.options());
+#if defined(__AVX512BF16__)
+  multiply({x.const_data_ptr<at::BFloat16>(), x.stride(0), packed.const_data_ptr<at::BFloat16>(),
+            bias.has_value() ? bias->const_data_ptr<at::BFloat16>() : nullptr, out.data_ptr<at::BFloat16>(), x.size(0),
+            x.size(1), outputs});
+#endif
+  return out;
+}
+
+}  // namespace
+}  // namespace pagewire
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  namespace py = pybind11;
+  const auto unlocked = py::call_guard<py::gil_scoped_release>();
+  module.def("rms_norm", &pagewire::rms_norm_op, unlocked);
+  module.def("add_rms_norm", &pagewire::add_rms_norm_op, unlocked);
+  module.def("rotary_embedding", &pagewire::rotary_embedding_op, unlocked);
+  module.def("store_kv", &pagewire::store_kv_op, unlocked);
+  module.def("gated_activation", &pagewire::gated_activation_op, unlocked);
+  module.def("argmax", &pagewire::argmax_op, unlocked);
+  module.def("paged_attention", &pagewire::paged_attention_op, unlocked);
+  module.def("can_pack", &pagewire::can_pack, unlocked);
+  module.def("pack", &pagewire::pack, unlocked);
+  module.def("linear", &pagewire::linear, unlocked);
+}

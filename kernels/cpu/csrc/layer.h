@@ -1,0 +1,155 @@
+// The small operations of a decoder layer, each one pass over its rows. kernels/reference.py says what they compute.
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "vectors.h"
+
+namespace pagewire {
+
+// Elements that are worth a second thread: waking one costs what 16,384 of them do, 2 to 5 µs.
+constexpr int64_t kGrain = 16384;
+
+inline int64_t rows_a_thread(int64_t row_length) {
+  return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, row_length));
+}
+
+// x: [outer, inner, length] with the given strides; out: contiguous. With a residual, [outer * inner, length], x is
+// added to it first and the sum is what is normalised.
+template <typename T>
+void rms_norm(
+    T* out, const T* x, T* residual, const T* weight, int64_t outer, int64_t inner, int64_t length,
+    int64_t outer_stride, int64_t inner_stride, float eps, float offset) {
+  at::parallel_for(0, outer * inner, rows_a_thread(length), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T* source = x + row / inner * outer_stride + row % inner * inner_stride;
+      Vec squares(0.0f);
+      if (residual == nullptr) {
+        for_each_vector(length, [&](int64_t i, int64_t n) {
+          const Vec value = widen(source + i, n);
+          squares = at::vec::fmadd(value, value, squares);
+        });
+      } else {
+        T* target = residual + row * length;
+        for_each_vector(length, [&](int64_t i, int64_t n) {
+          store(target + i, widen(target + i, n) + widen(source + i, n), n);
+          const Vec value = widen(target + i, n);  // as it was rounded
+          squares = at::vec::fmadd(value, value, squares);
+        });
+        source = target;
+      }
+      const Vec scale(1.0f / std::sqrt(sum(squares) / static_cast<float>(length) + eps));
+      T* target = out + row * length;
+      for_each_vector(length, [&](int64_t i, int64_t n) {
+        store(target + i, widen(source + i, n) * scale * (widen(weight + i, n) + Vec(offset)), n);
+      });
+    }
+  });
+}
+
+// The first 2 * pairs elements of a head. cos, sin: [pairs] of its token.
+template <typename T>
+void rotate(T* head, const float* cos, const float* sin, int64_t pairs) {
+  for_each_vector(pairs, [&](int64_t i, int64_t n) {
+    const Vec first = widen(head + i, n), second = widen(head + pairs + i, n);
+    const Vec c = widen(cos + i, n), s = widen(sin + i, n);
+    store(head + i, first * c - second * s, n);
+    store(head + pairs + i, second * c + first * s, n);
+  });
+}
+
+// x: [tokens, heads, head_dim], tokens `stride` apart; cos, sin: [tokens, pairs].
+template <typename T>
+void rotary_embedding(
+    T* x, int64_t stride, const float* cos, const float* sin, int64_t tokens, int64_t heads, int64_t head_dim,
+    int64_t pairs) {
+  at::parallel_for(0, tokens, rows_a_thread(heads * head_dim), [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token)
+      for (int64_t head = 0; head < heads; ++head)
+        rotate(x + token * stride + head * head_dim, cos + token * pairs, sin + token * pairs, pairs);
+  });
+}
+
+// Copies of `bytes` for each token into its slot; a negative slot is skipped. Strides in bytes.
+inline void store_kv(
+    const char* keys, int64_t key_stride, const char* values, int64_t value_stride, char* cache, int64_t block_stride,
+    int64_t part_stride, int64_t block_size, const int64_t* slots, int64_t tokens, int64_t bytes) {
+  at::parallel_for(0, tokens, rows_a_thread(bytes), [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      const int64_t slot = slots[token];
+      if (slot < 0) continue;
+      char* place = cache + slot / block_size * block_stride + slot % block_size * bytes;
+      std::memcpy(place, keys + token * key_stride, bytes);
+      std::memcpy(place + part_stride, values + token * value_stride, bytes);
+    }
+  });
+}
+
+enum class Activation { kSilu, kGeluTanh, kGelu };
+
+template <Activation kKind>
+inline Vec activate(const Vec& x) {
+  const Vec one(1.0f), half(0.5f);
+  if constexpr (kKind == Activation::kSilu) return x / (one + x.neg().exp());
+  if constexpr (kKind == Activation::kGeluTanh)
+    return half * x * (one + (Vec(0.7978845608f) * (x + Vec(0.044715f) * x * x * x)).tanh());
+  return half * x * (one + (x * Vec(0.7071067812f)).erf());
+}
+
+// x: [rows, 2 * length], gate then up; out: [rows, length].
+template <typename T, Activation kKind>
+void gated_activation(T* out, const T* x, int64_t rows, int64_t length) {
+  at::parallel_for(0, rows, rows_a_thread(length), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T *gate = x + row * 2 * length, *up = gate + length;
+      for_each_vector(length, [&](int64_t i, int64_t n) {
+        store(out + row * length + i, activate<kKind>(widen(gate + i, n)) * widen(up + i, n), n);
+      });
+    }
+  });
+}
+
+// The largest of x, NaN if there is one; -inf where there is nothing.
+template <typename T>
+inline float row_max(const T* x, int64_t length) {
+  const int64_t whole = length / kLanes * kLanes;
+  Vec best(-std::numeric_limits<float>::infinity());
+  for (int64_t i = 0; i < whole; i += kLanes) best = at::vec::maximum(best, widen(x + i));
+  float value = largest(best);
+  for (int64_t i = whole; i < length; ++i) {
+    const auto candidate = static_cast<float>(x[i]);
+    if (std::isnan(candidate) || candidate > value) value = candidate;
+  }
+  return value;
+}
+
+// The largest of each row, NaN if there is one, and the first place where it stands. x: [rows, length].
+template <typename T>
+void argmax(const T* x, T* values, int64_t* indices, int64_t rows, int64_t length) {
+  constexpr int64_t kStretch = 1024;  // only the stretch with the largest is looked at element by element
+  at::parallel_for(0, rows, rows_a_thread(length), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T* source = x + row * length;
+      float value = -std::numeric_limits<float>::infinity();
+      int64_t index = 0;
+      for (int64_t start = 0; start < length && !std::isnan(value); start += kStretch) {
+        const float candidate = row_max(source + start, std::min(kStretch, length - start));
+        if (candidate > value || std::isnan(candidate)) {
+          value = candidate;
+          index = start;
+        }
+      }
+      const auto found = [&](T x) {
+        return std::isnan(value) ? std::isnan(static_cast<float>(x)) : static_cast<float>(x) == value;
+      };
+      while (!found(source[index])) ++index;
+      values[row] = static_cast<T>(value);
+      indices[row] = index;
+    }
+  });
+}
+
+}  // namespace pagewire

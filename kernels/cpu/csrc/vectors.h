@@ -1,0 +1,61 @@
+// Loads and stores that compute in float32 whatever the tensor's type, in vectors of the instruction set built for.
+#pragma once
+
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+namespace pagewire {
+
+using Vec = at::vec::Vectorized<float>;
+constexpr int64_t kLanes = Vec::size();
+
+// Lanes behind `count` are 0.
+template <typename T>
+inline Vec widen(const T* source, int64_t count = kLanes) {
+  if constexpr (std::is_same_v<T, float>) {
+    return count == kLanes ? Vec::loadu(source) : Vec::loadu(source, count);
+  } else {
+    Vec wide;
+    if (count == kLanes) {
+      at::vec::load_to_float<T>(source, wide);
+    } else {
+      T padded[kLanes] = {};
+      std::copy_n(source, count, padded);
+      at::vec::load_to_float<T>(padded, wide);
+    }
+    return wide;
+  }
+}
+
+// Rounds to nearest, ties to even.
+template <typename T>
+inline void store(T* target, const Vec& wide, int64_t count = kLanes) {
+  if constexpr (std::is_same_v<T, float>) {
+    wide.store(target, count);
+  } else {
+    at::vec::convert_from_float<T>(wide, wide).store(target, count);
+  }
+}
+
+inline float sum(const Vec& x) {
+  return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return a + b; }, x);
+}
+
+// NaN where any lane is NaN.
+inline float largest(const Vec& x) {
+  return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); }, x);
+}
+
+// Calls `apply(index, lanes)` for consecutive vectors that cover `count` elements; only the last has fewer lanes.
+template <typename F>
+inline void for_each_vector(int64_t count, const F& apply) {
+  int64_t index = 0;
+  for (; index + kLanes <= count; index += kLanes) apply(index, kLanes);
+  if (index < count) apply(index, count - index);
+}
+
+}  // namespace pagewire

@@ -1,0 +1,267 @@
+"""The compiled CPU kernels against the eager ones, for every instruction set that this machine can run."""
+
+import importlib
+import itertools
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.cpu import library
+from kernels.metadata import AttentionMetadata
+
+NAN = float("nan")
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+DTYPES = list(TOLERANCE)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=library.INSTRUCTION_SETS)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The backend, with one of its libraries."""
+    if request.param not in library.supported():
+        pytest.skip(f"this machine has no {request.param}")
+    if not library.library_path(request.param).exists():
+        pytest.skip("the CPU kernels are not built, for want of a compiler")
+    backend = importlib.import_module("kernels.cpu")
+    monkeypatch.setattr(backend, "_library", library.load_library(request.param))
+    return backend
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+def attention_case(
+    lens: list[tuple[int, int]],
+    heads: tuple[int, int, int],
+    block_size: int,
+    dtype: torch.dtype,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor, AttentionMetadata]:
+    """Queries, a cache that is NaN wherever no sequence's window reaches, and the metadata.
+
+    lens: (query tokens, context) of each sequence; heads: query heads, key heads, head size.
+    """
+    num_heads, num_kv_heads, head_dim = heads
+    generator = torch.Generator().manual_seed(1)
+    counts = [-(-context // block_size) for _, context in lens]
+    pool = torch.full((sum(counts) + 2, 3, 2, block_size, num_kv_heads, head_dim), NAN, dtype=dtype)
+    shuffled = iter((torch.randperm(sum(counts), generator=generator) + 1).tolist())
+    tables = torch.full((len(lens), max(counts, default=0) + 1), 2**30)
+    for row, ((query_len, context), count) in enumerate(zip(lens, counts, strict=True)):
+        tables[row, :count] = torch.tensor([next(shuffled) for _ in range(count)])
+        first = 0 if window is None else max(0, context - query_len - window + 1)
+        for position in range(first, context):
+            pool[tables[row, position // block_size], 1, :, position % block_size] = torch.randn(
+                2, num_kv_heads, head_dim, generator=generator
+            ).to(dtype)
+        tables[row, : first // block_size] = -1  # given back: must not be looked at
+    # Rows that lie further apart than they are long, as parts of a fused projection do.
+    query = torch.randn(sum(n for n, _ in lens), num_heads + 2, head_dim, generator=generator).to(dtype)[:, :num_heads]
+    metadata = AttentionMetadata.build([n for n, _ in lens], [context for _, context in lens], tables, CPU)
+    return query, pool[:, 1], metadata
+
+
+def reference_attention(
+    query: Tensor, cache: Tensor, metadata: AttentionMetadata, window: int | None, soft_cap: float | None
+) -> Tensor:
+    """In float32, with zeros where nothing may be read."""
+    tables = metadata.block_tables.clamp(0, len(cache) - 1)
+    safe = AttentionMetadata(
+        metadata.query_start, metadata.context_lens, tables, metadata.max_query_len, metadata.max_context_len
+    )
+    return reference.paged_attention(query.float(), cache.float().nan_to_num(0), safe, 0.3, window, soft_cap)
+
+
+HEADS = [(9, 3, 64), (2, 2, 10), (8, 1, 128), (4, 2, 96), (40, 1, 32), (3, 1, 33), (2, 1, 256)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize(("window", "soft_cap"), list(itertools.product([None, 7, 70], [None, 2.0])))
+def test_attention_is_that_of_the_reference(
+    kernels: ModuleType, heads: tuple[int, int, int], dtype: torch.dtype, window: int | None, soft_cap: float | None
+) -> None:
+    lens = [(1, 1), (1, 17), (1, 64), (1, 65), (5, 5), (40, 100), (64, 64), (3, 130), (1, 1100)]
+    query, cache, metadata = attention_case(lens, heads, 16, dtype, window)
+    found = kernels.paged_attention(query, cache, metadata, 0.3, window, soft_cap)
+    close(found, reference_attention(query, cache, metadata, window, soft_cap), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [1, 3, 16, 256])
+def test_blocks_may_have_any_size(kernels: ModuleType, block_size: int, dtype: torch.dtype) -> None:
+    query, cache, metadata = attention_case([(1, 70), (9, 33)], (4, 2, 64), block_size, dtype)
+    close(
+        kernels.paged_attention(query, cache, metadata, 0.3),
+        reference_attention(query, cache, metadata, None, None),
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_long_context_is_split_and_merged(kernels: ModuleType, dtype: torch.dtype) -> None:
+    query, cache, metadata = attention_case([(1, 8192), (1, 512), (1, 513), (2, 1030)], (2, 1, 64), 16, dtype)
+    close(
+        kernels.paged_attention(query, cache, metadata, 0.3),
+        reference_attention(query, cache, metadata, None, None),
+        dtype,
+    )
+
+
+def test_a_step_without_sequences_is_nothing(kernels: ModuleType) -> None:
+    query, cache, metadata = attention_case([], (4, 2, 64), 16, torch.bfloat16)
+    assert kernels.paged_attention(query, cache, metadata, 0.3).shape == (0, 4, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_poisoned_sequence_spoils_no_other(kernels: ModuleType, dtype: torch.dtype) -> None:
+    query, cache, metadata = attention_case([(1, 70), (1, 600), (9, 33)], (4, 2, 64), 16, dtype)
+    clean = kernels.paged_attention(query, cache, metadata, 0.3)
+    cache[metadata.block_tables[1, 2]] = NAN
+    poisoned = kernels.paged_attention(query, cache, metadata, 0.3)
+    assert poisoned[1].isnan().all()
+    assert torch.equal(poisoned[[0, *range(2, 11)]], clean[[0, *range(2, 11)]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_neither_neighbours_nor_threads_change_a_bit(kernels: ModuleType, dtype: torch.dtype) -> None:
+    lens = [(1, 70), (1, 600), (40, 133), (1, 1500)]
+    query, cache, metadata = attention_case(lens, (6, 2, 64), 16, dtype)
+    together = kernels.paged_attention(query, cache, metadata, 0.3)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(kernels.paged_attention(query, cache, metadata, 0.3), together)
+    finally:
+        torch.set_num_threads(threads)
+    starts = metadata.query_start.tolist()
+    for row, (query_len, context) in enumerate(lens):
+        alone = AttentionMetadata.build([query_len], [context], metadata.block_tables[row : row + 1], CPU)
+        found = kernels.paged_attention(query[starts[row] : starts[row + 1]], cache, alone, 0.3)
+        assert torch.equal(found, together[starts[row] : starts[row + 1]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 8), (1, 8), (5, 123), (33, 576), (4, 3, 10)])
+def test_rms_norm(kernels: ModuleType, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> None:
+    x = torch.randn(shape[0], *shape[1:-1], shape[-1] + 3, generator=generator).to(dtype)[..., : shape[-1]]
+    weight = torch.randn(shape[-1], generator=generator).to(dtype)
+    for offset in (0.0, 1.0):
+        close(kernels.rms_norm(x, weight, 1e-5, offset), reference.rms_norm(x, weight, 1e-5, offset), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 8), (1, 8), (5, 123), (33, 576)])
+def test_add_rms_norm(
+    kernels: ModuleType, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    x, residual = torch.randn(2, *shape, generator=generator).to(dtype)
+    weight = torch.randn(shape[1], generator=generator).to(dtype)
+    expected_residual = residual.clone()
+    expected = reference.add_rms_norm(x, expected_residual, weight, 1e-5, 1.0)
+    close(kernels.add_rms_norm(x, residual, weight, 1e-5, 1.0), expected, dtype)
+    assert torch.equal(residual, expected_residual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "heads", "head_dim", "pairs"), [(0, 2, 8, 4), (1, 9, 64, 32), (7, 3, 10, 5), (300, 2, 80, 16)]
+)
+def test_rotary_embedding(
+    kernels: ModuleType,
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    pairs: int,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> None:
+    fused = torch.randn(tokens, heads + 1, head_dim, generator=generator).to(dtype)
+    expected = fused.clone()
+    tables = reference.rotary_tables(torch.arange(tokens) * 17, 100.0 ** -torch.linspace(0, 1, pairs), 1.25)
+    reference.rotary_embedding(expected[:, :heads], *tables)
+    kernels.rotary_embedding(fused[:, :heads], *tables)
+    close(fused, expected, dtype)
+    assert torch.equal(fused[:, heads], expected[:, heads])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_store_kv_writes_its_slots_and_nothing_else(
+    kernels: ModuleType, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    pool = torch.zeros(6, 2, 2, 4, 3, 5, dtype=dtype)
+    expected = pool.clone()
+    keys, values = torch.randn(2, 3, 4, 5, generator=generator).to(dtype)[:, :, :3]
+    reference.store_kv(keys, values, expected[:, 1], torch.tensor([23, 0, 9]))
+    kernels.store_kv(keys, values, pool[:, 1], torch.tensor([23, 0, 9]))
+    assert torch.equal(pool, expected)
+    kernels.store_kv(keys, values, pool[:, 1], torch.tensor([-1, -1, -1]))
+    assert torch.equal(pool, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_gated_activation(kernels: ModuleType, activation: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+    for shape in ((0, 8), (1, 2), (5, 246), (40, 3072)):
+        x = (torch.randn(shape, generator=generator) * 4).to(dtype)
+        expected = reference.gated_activation(x.float(), activation)
+        close(kernels.gated_activation(x, activation), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 15, 16, 1024, 1025, 5000])
+def test_argmax_is_the_first_of_the_largest(
+    kernels: ModuleType, columns: int, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    x = torch.randn(20, columns, generator=generator).to(dtype).mul(2).round()  # full of equals
+    x[0], x[1] = -torch.inf, torch.inf
+    x[2, columns // 2] = NAN
+    x[3, 0] = NAN
+    values, places = kernels.argmax(x)
+    expected, expected_places = reference.argmax(x)
+    torch.testing.assert_close(values, expected, equal_nan=True)
+    assert torch.equal(places, expected_places)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (31, 40), (32, 64), (75, 576), (576, 1536)])
+def test_packed_weights_give_the_product(
+    kernels: ModuleType, outputs: int, inputs: int, biased: bool, generator: torch.Generator
+) -> None:
+    weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
+    bias = torch.randn(outputs, generator=generator).bfloat16() if biased else None
+    product = kernels.pack(weight)
+    assert product is not None
+    for rows in (0, 1, 2, 11, 12, 13, 25, 192, 193, 400):
+        x = torch.randn(rows, inputs + 8, generator=generator).bfloat16()[:, :inputs]
+        expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        torch.testing.assert_close(product(x, bias).double(), expected, atol=0.02 * inputs**0.5, rtol=1e-2)
+
+
+def test_a_row_of_a_product_is_the_same_alone_and_among_others(kernels: ModuleType, generator: torch.Generator) -> None:
+    product = kernels.pack(torch.randn(96, 128, generator=generator).bfloat16())
+    x = torch.randn(30, 128, generator=generator).bfloat16()
+    together = product(x, None)
+    if not kernels._library.can_pack(torch.empty(2, 2, dtype=torch.bfloat16)):
+        pytest.skip("oneDNN's products do not promise it")
+    assert all(torch.equal(product(x[row : row + 1], None), together[row : row + 1]) for row in range(30))
+
+
+def test_what_does_not_fit_is_refused(kernels: ModuleType) -> None:
+    query, cache, metadata = attention_case([(1, 5)], (4, 2, 64), 16, torch.float32)
+    with pytest.raises(RuntimeError, match="do not fit"):
+        kernels.paged_attention(query[:, :3], cache, metadata, 0.3)
+    with pytest.raises(RuntimeError, match="must be on the CPU and"):
+        kernels.paged_attention(query.half(), cache, metadata, 0.3)
+    with pytest.raises(RuntimeError, match="not Long"):
+        kernels.argmax(torch.zeros(2, 2, dtype=torch.int64))
