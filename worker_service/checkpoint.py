@@ -1,50 +1,56 @@
-"""Reads a Hugging Face directory: its config.json, and its weights straight from the file into their final places.
+"""A model's folder as Hugging Face lays it out: what its config.json says, and where its weights come from.
 
-Only safetensors are read. Everything that can be wrong with a directory ends in a StartError that names the file.
+Everything that can be wrong with a folder ends in a StartError that names the file.
 """
 
 import hashlib
-import json
-import os
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pagewire_common.errors import StartError
+from worker_service.json_file import read_json
+from worker_service.weight_files import WeightFiles
+from worker_service.wording import shown
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_MAX_HEADER_BYTES = 100 << 20
+_LARGEST = {
+    "vocab_size": 2**31,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**24,
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "max_position_embeddings": 2**31,
+}
+"""Beyond any network there is, and small enough that a model of these sizes can be described without its memory."""
+
+
+class Weights(Protocol):
+    """Where the values of a model's tensors come from."""
+
+    def identity(self) -> Iterator[tuple[str, bytes]]:
+        """What tells these weights from others."""
+
+    def check(self, expected: Mapping[str, Tensor]) -> None:
+        """Raise StartError unless tensors of these names and shapes can be had; no memory is needed to ask."""
+
+    def load_into(self, places: Mapping[str, Tensor]) -> None:
+        """Fill each named place. Raises StartError as `check` does, and where reading fails."""
 
 
 class Checkpoint:
-    """An opened directory; the weights stay on disk until `load_into`."""
+    """An opened folder; the weights stay where they are until `load_into`."""
 
-    def __init__(self, path: Path) -> None:
-        """Read config.json and find the weight files. Raises StartError."""
+    def __init__(self, path: Path, weights: Callable[[Path], Weights] = WeightFiles) -> None:
+        """Read config.json and find the weights. Raises StartError."""
         self.path = path
-        self.config = _read_json(path / "config.json")
-        if "quantization_config" in self.config:
-            raise StartError(f"{path / 'config.json'}: quantised weights are not supported")
-        index = path / "model.safetensors.index.json"
-        if index.exists():
-            weight_map = _read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-                raise StartError(f"{index}: there is no weight_map from tensors to files")
-            # Only the last part of a name counts, so that an index cannot point out of its folder.
-            names = sorted({Path(name).name for name in weight_map.values()})
-        else:
-            names = ["model.safetensors"]
-        self.weight_files = [path / name for name in names]
-        for file in self.weight_files:
-            if not file.is_file():
-                raise StartError(f"{file} does not exist; the weights must be safetensors")
-            if not os.access(file, os.R_OK):
-                raise StartError(f"{file} may not be read by this user")
+        self.config = _read_config(path / "config.json")
+        self._weights = weights(path)
 
     @property
     def model_type(self) -> str:
@@ -55,69 +61,39 @@ class Checkpoint:
     def dtype(self) -> torch.dtype:
         """What config.json says the weights are; float32 where it says nothing."""
         name = self.config.get("dtype") or self.config.get("torch_dtype") or "float32"
-        if name not in _DTYPES:
+        if not isinstance(name, str) or name not in _DTYPES:
             raise StartError(
-                f"{self.path / 'config.json'}: dtype {name} is not supported; supported are {', '.join(_DTYPES)}"
+                f"{self.path / 'config.json'}: dtype {shown(name)} is not supported; supported are {', '.join(_DTYPES)}"
             )
         return _DTYPES[name]
 
     def fingerprint(self, tokenizer_files: Iterable[Path]) -> str:
-        """SHA-256, in hexadecimal, over config, tokenizer and the weight files' headers and sizes.
-
-        Headers hold names, shapes and types; weights of equal shapes are not told apart.
-        """
+        """SHA-256, in hexadecimal, over config, tokenizer and what identifies the weights."""
         digest = hashlib.sha256()
         for file in sorted({self.path / "config.json", *tokenizer_files}, key=lambda file: file.name):
             _add(digest, file.name, file.read_bytes())
-        for file in self.weight_files:
-            _add(digest, f"{file.name} {file.stat().st_size}", _safetensors_header(file))
+        for name, content in self._weights.identity():
+            _add(digest, name, content)
         return digest.hexdigest()
 
+    def check(self, expected: Mapping[str, Tensor]) -> None:
+        """Raise StartError unless the weights have tensors of these names and shapes, whatever device these are on."""
+        self._weights.check(expected)
+
     def load_into(self, places: Mapping[str, Tensor]) -> None:
-        """Copy each named tensor to its place, converting its type; other tensors are ignored.
-
-        Raises StartError where one is missing, misshapen or not of floating point.
-        """
-        with ExitStack() as stack:
-            where = {}
-            for file in self.weight_files:
-                try:
-                    opened = stack.enter_context(safe_open(file, framework="pt"))
-                except (SafetensorError, OSError) as error:
-                    raise StartError(f"{file} is not a sound safetensors file: {error}") from error
-                where.update(dict.fromkeys(opened.keys(), (file, opened)))
-            for name, place in places.items():
-                if name not in where:
-                    raise StartError(f"{self.path}: the weights lack the tensor {name}")
-                file, opened = where[name]
-                tensor = opened.get_tensor(name)
-                if tensor.shape != place.shape or not tensor.is_floating_point():
-                    raise StartError(
-                        f"{file}: tensor {name} is {list(tensor.shape)} of {tensor.dtype} "
-                        f"where config.json asks for {list(place.shape)} of floating point"
-                    )
-                place.copy_(tensor)
+        """Copy each named tensor to its place, converting its type; other tensors are ignored. Raises StartError."""
+        self._weights.load_into(places)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_bytes())
-    except OSError as error:
-        raise StartError(f"cannot read {file}: {error.strerror}") from error
-    except ValueError as error:
-        raise StartError(f"{file} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise StartError(f"{file} does not hold a JSON object")
-    return content
-
-
-def _safetensors_header(file: Path) -> bytes:
-    """The header: 8 bytes of length, little endian, then JSON."""
-    with open(file, "rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if length > min(_MAX_HEADER_BYTES, file.stat().st_size - 8):
-            raise StartError(f"{file} is not a sound safetensors file: its header claims {length} bytes")
-        return stream.read(length)
+def _read_config(file: Path) -> dict[str, Any]:
+    config = read_json(file)
+    if "quantization_config" in config:
+        raise StartError(f"{file}: quantised weights are not supported")
+    for name, largest in _LARGEST.items():
+        size = config.get(name)
+        if size is not None and not (type(size) is int and 0 <= size <= largest):
+            raise StartError(f"{file}: {name} is {shown(size)}; it must be a whole number up to {largest}")
+    return config
 
 
 def _add(digest: "hashlib._Hash", name: str, content: bytes) -> None:

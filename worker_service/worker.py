@@ -60,6 +60,8 @@ def load_worker(settings: WorkerSettings) -> Worker:
     shape = CacheShape(config.num_layers, settings.block_size, config.num_kv_heads, config.head_dim, dtype)
     num_host_blocks = int(settings.swap_space * 2**30) // shape.block_bytes
     try:
+        # Without memory first: whatever is wrong with the weights is found before any is allocated for them.
+        checkpoint.check(LlamaForCausalLM(config, dtype, torch.device("meta")).checkpoint_tensors())
         model = LlamaForCausalLM(config, dtype, device)
         checkpoint.load_into(model.checkpoint_tensors())
         model.pack()
@@ -119,8 +121,8 @@ def _read_config(checkpoint: Checkpoint) -> LlamaConfig:
         return LlamaConfig.from_json(checkpoint.config)
     except KeyError as error:
         raise StartError(f"{file}: {error.args[0]} is missing") from error
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise StartError(f"{file}: {error}") from error
+    except Exception as error:  # a config is anyone's, and can be wrong in as many ways as there is code to read it
+        raise StartError(f"{file}: {str(error) or type(error).__name__}") from error
 
 
 def _choose_max_model_len(settings: WorkerSettings, config: LlamaConfig) -> int:

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from pagewire_common.errors import StartError
 from worker_service.checkpoint import Checkpoint
 from worker_service.models.llama import LlamaConfig, LlamaForCausalLM
+from worker_service.settings import WorkerSettings
+from worker_service.worker import load_worker
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -43,26 +45,47 @@ def test_every_tensor_lands_in_its_place(path: Path, dtype: torch.dtype) -> None
         assert torch.equal(place, stored[name].to(dtype)), name
 
 
-def test_shards_are_found_through_the_index(path: Path) -> None:
-    whole = load(path)
+def split(path: Path) -> dict[str, str]:
+    """Cut the weights into two shards; returns the index's map."""
     tensors = load_file(path / "model.safetensors")
     (path / "model.safetensors").unlink()
     names = sorted(tensors)
-    weight_map = {}
+    shard_of = {}
     for number, part in enumerate((names[:7], names[7:])):
         file = f"model-{number}.safetensors"
         save_file({name: tensors[name] for name in part}, path / file)
-        weight_map |= dict.fromkeys(part, file)
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        shard_of |= dict.fromkeys(part, file)
+    write_index(path, shard_of)
+    return shard_of
+
+
+def write_index(path: Path, shard_of: object) -> None:
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shard_of}))
+
+
+def test_shards_are_found_through_the_index(path: Path) -> None:
+    whole = load(path)
+    split(path)
     for name, place in load(path).items():
         assert torch.equal(place, whole[name])
 
 
+def test_of_two_shards_with_the_same_tensor_the_index_chooses(path: Path) -> None:
+    shard_of = split(path)
+    name = next(name for name, shard in shard_of.items() if shard == "model-0.safetensors")
+    second = load_file(path / "model-1.safetensors")
+    save_file(second | {name: torch.zeros_like(load(path)[name])}, path / "model-1.safetensors")
+    assert load(path)[name].any()
+    write_index(path, shard_of | {name: "model-1.safetensors"})
+    assert not load(path)[name].any()
+
+
 def test_an_index_cannot_point_out_of_its_folder(path: Path, tmp_path: Path) -> None:
     shutil.move(path / "model.safetensors", tmp_path / "other.safetensors")
-    index = {"weight_map": {"model.norm.weight": "../other.safetensors"}}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(StartError, match=r"model/other\.safetensors does not exist"):
+    write_index(path, {"model.norm.weight": "../other.safetensors"})
+    with pytest.raises(
+        StartError, match=r"model/other\.safetensors, which model\.safetensors\.index\.json names, does not exist"
+    ):
         Checkpoint(path)
 
 
@@ -100,26 +123,51 @@ def with_integers(path: Path) -> None:
     save_file(tensors, path / "model.safetensors")
 
 
+def without_a_shard(path: Path) -> None:
+    split(path)
+    (path / "model-1.safetensors").unlink()
+
+
+def with_a_tensor_in_the_wrong_shard(path: Path) -> None:
+    write_index(path, split(path) | {"model.norm.weight": "model-0.safetensors"})
+
+
 SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (lambda path: (path / "config.json").unlink(), r"cannot read .*config\.json: No such file"),
     "config is not JSON": (lambda path: (path / "config.json").write_text("{"), r"config\.json is not JSON"),
     "config is no object": (lambda path: (path / "config.json").write_text("[]"), r"config\.json does not hold"),
     "quantised": (lambda path: change_config(path, quantization_config={}), "quantised weights"),
-    "odd dtype": (lambda path: change_config(path, dtype="float8"), "dtype float8 is not supported"),
+    "odd dtype": (lambda path: change_config(path, dtype="float8"), "dtype 'float8' is not supported"),
     "no weights": (lambda path: (path / "model.safetensors").unlink(), r"model\.safetensors does not exist"),
-    "bad index": (
-        lambda path: (path / "model.safetensors.index.json").write_text('{"weight_map": 3}'),
-        "there is no weight_map",
+    "bad index": (lambda path: write_index(path, 3), "there is no weight_map"),
+    "missing shard": (without_a_shard, r"model-1\.safetensors, which .*index\.json names, does not exist"),
+    "wrong shard": (
+        with_a_tensor_in_the_wrong_shard,
+        r"model-0\.safetensors lacks the tensor model\.norm\.weight, which .*index\.json says is there",
     ),
+    "config of endless depth": (
+        lambda path: (path / "config.json").write_text("[" * 100_000),
+        r"config\.json is not JSON",
+    ),
+    "size in words": (
+        lambda path: change_config(path, hidden_size="many"),
+        "hidden_size is 'many'; it must be",
+    ),
+    "size in fractions": (lambda path: change_config(path, hidden_size=48.5), "hidden_size is 48.5; it must be"),
+    "endless size": (lambda path: change_config(path, vocab_size=10**30), r"vocab_size is 10+\.\.\.0+; it must be"),
+    "negative size": (lambda path: change_config(path, head_dim=-2), "head_dim is -2; it must be"),
     "empty weights": (lambda path: (path / "model.safetensors").write_bytes(b""), "not a sound safetensors file"),
-    "truncated weights": (truncate, "not a sound safetensors file"),
-    "huge header": (claim_a_huge_header, "not a sound safetensors file"),
-    "missing tensor": (without_a_tensor, r"lack the tensor model\.layers\.1\.mlp\.up_proj\.weight"),
+    "truncated weights": (truncate, r"not a sound safetensors file: tensor .* ends at byte \d+, and the file has \d+"),
+    "huge header": (claim_a_huge_header, "not a sound safetensors file: its header claims 46116"),
+    "missing tensor": (
+        without_a_tensor,
+        r"model\.safetensors: the weights lack the tensor model\.layers\.1\.mlp\.up_proj",
+    ),
     "misshapen tensor": (
         lambda path: change_config(path, intermediate_size=99),
-        r"\.mlp\.\w+\.weight is \[100, 48\] of torch.float32 where config.json asks for \[99, 48\]",
+        r"\.mlp\.\w+\.weight is \[100, 48\] of F32 where config.json asks for \[99, 48\]",
     ),
-    "integers": (with_integers, r"model\.norm\.weight is \[48\] of torch.int8"),
+    "integers": (with_integers, r"model\.norm\.weight is \[48\] of I8"),
 }
 
 
@@ -129,6 +177,22 @@ def test_a_spoiled_directory_is_refused_with_a_sentence(name: str, path: Path) -
     spoil(path)
     with pytest.raises(StartError, match=sentence):
         load(path, Checkpoint(path).dtype)
+
+
+def test_weights_are_found_wrong_before_memory_is_asked_for(path: Path, tmp_path: Path) -> None:
+    """Otherwise 400 exabytes of weights would be what is wrong."""
+    change_config(path, hidden_size=2**20, num_hidden_layers=9_999, intermediate_size=2**24)
+    with pytest.raises(StartError, match=r"model\.embed_tokens\.weight is \[131, 48\] of F32 .* \[131, 1048576\]"):
+        load_worker(WorkerSettings(model=str(path), device="cpu", cache=tmp_path))
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_one_sentence(path: Path) -> None:
+    checkpoint = Checkpoint(path)
+    places = load(path)
+    checkpoint.check(places)
+    truncate(path)
+    with pytest.raises(StartError, match=r"model\.safetensors ends inside the tensor model\.norm\.weight"):
+        checkpoint.load_into(places)
 
 
 def test_weights_that_may_not_be_read_say_so(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,25 @@
+"""JSON objects from files of a model's folder. Whatever is wrong with one ends in a StartError that names the file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pagewire_common.errors import StartError
+
+_MAX_BYTES = 100 << 20
+"""The largest of them is a weight index, with some hundred bytes a tensor."""
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object that a file holds."""
+    try:
+        if (size := file.stat().st_size) > _MAX_BYTES:
+            raise StartError(f"{file} has {size} bytes; at most {_MAX_BYTES} are read")
+        content = json.loads(file.read_bytes())
+    except OSError as error:
+        raise StartError(f"cannot read {file}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise StartError(f"{file} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise StartError(f"{file} does not hold a JSON object")
+    return content

@@ -1,0 +1,116 @@
+"""The safetensors files of a Hugging Face directory: checked while still on disk, then read into their final places.
+
+No weight exists twice in memory: the data goes a few megabytes at a time through one buffer, where it is converted.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from io import FileIO
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pagewire_common.errors import StartError
+from worker_service.json_file import read_json
+from worker_service.progress import byte_progress
+from worker_service.safetensors_header import SafetensorsHeader, StoredTensor, read_header
+from worker_service.wording import named, shown
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_PIECE_BYTES = 8 << 20
+
+
+class WeightFiles:
+    """One model.safetensors, or the shards that model.safetensors.index.json names. Errors are StartErrors."""
+
+    def __init__(self, path: Path) -> None:
+        """Find the files; they are opened when their headers are first needed."""
+        self._index = path / "model.safetensors.index.json"
+        self._shard_of = _read_index(self._index) if self._index.exists() else {}
+        # Only the last part of a name counts, so that an index cannot point out of its folder.
+        names = sorted({Path(name).name for name in self._shard_of.values()}) or ["model.safetensors"]
+        self._files = [path / name for name in names]
+        for file in self._files:
+            if not file.is_file():
+                by = f", which {self._index.name} names," if self._shard_of else ""
+                raise StartError(f"{named(str(file))}{by} does not exist; the weights must be safetensors")
+            if not os.access(file, os.R_OK):
+                raise StartError(f"{file} may not be read by this user")
+
+    @cached_property
+    def _headers(self) -> dict[Path, SafetensorsHeader]:
+        return {file: read_header(file) for file in self._files}
+
+    @cached_property
+    def _tensors(self) -> dict[str, StoredTensor]:
+        """All tensors; where several shards have one of the same name, the index decides."""
+        tensors = {name: tensor for header in self._headers.values() for name, tensor in header.tensors.items()}
+        for name, shard in self._shard_of.items():
+            file = self._index.with_name(Path(shard).name)
+            if name not in self._headers[file].tensors:
+                raise StartError(f"{file} lacks the tensor {named(name)}, which {self._index} says is there")
+            tensors[name] = self._headers[file].tensors[name]
+        return tensors
+
+    def identity(self) -> Iterator[tuple[str, bytes]]:
+        """The files' names, sizes and headers; weights of equal shapes are not told apart."""
+        for file, header in self._headers.items():
+            yield f"{file.name} {file.stat().st_size}", header.content
+
+    def check(self, expected: Mapping[str, Tensor]) -> None:
+        """Check that each of these tensors is there, has this shape and is of floating point; others do not matter."""
+        for name, place in expected.items():
+            tensor = self._tensors.get(name)
+            if tensor is None:
+                where = self._index if self._shard_of else self._files[0]
+                raise StartError(f"{where}: the weights lack the tensor {name}, which config.json asks for")
+            if tensor.shape != place.shape or tensor.dtype not in _DTYPES:
+                raise StartError(
+                    f"{tensor.file}: tensor {name} is {shown(list(tensor.shape))} of {tensor.dtype} "
+                    f"where config.json asks for {list(place.shape)} of floating point"
+                )
+
+    def load_into(self, places: Mapping[str, Tensor]) -> None:
+        """Copy each named tensor to its place, converting its type. Files are read once, from front to back."""
+        self.check(places)
+        in_order = sorted(places, key=lambda name: (self._tensors[name].file, self._tensors[name].begin))
+        num_bytes = sum(self._tensors[name].num_bytes for name in in_order)
+        buffer = memoryview(bytearray(max([_PIECE_BYTES, *(self._tensors[name].row_bytes for name in in_order)])))
+        with byte_progress("loading weights", num_bytes) as progress:
+            for file, names in groupby(in_order, key=lambda name: self._tensors[name].file):
+                try:
+                    with open(file, "rb", buffering=0) as stream:
+                        for name in names:
+                            _fill(places[name], name, self._tensors[name], stream, buffer)
+                            progress.update(self._tensors[name].num_bytes)
+                except OSError as error:
+                    raise StartError(f"cannot read {file}: {error.strerror}") from error
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    shard_of = read_json(file).get("weight_map")
+    if not isinstance(shard_of, dict) or not all(isinstance(shard, str) for shard in shard_of.values()):
+        raise StartError(f"{file}: there is no weight_map from tensors to files")
+    return shard_of
+
+
+def _fill(place: Tensor, name: str, tensor: StoredTensor, stream: FileIO, buffer: memoryview) -> None:
+    """Read as many rows at a time as the buffer holds; a place may be any view of its memory."""
+    if not tensor.num_bytes:
+        return
+    stream.seek(tensor.begin)
+    rows = place if place.dim() else place.view(1)
+    for part in torch.split(rows, len(buffer) // tensor.row_bytes):
+        piece = buffer[: len(part) * tensor.row_bytes]
+        _read_exactly(stream, piece, name, tensor.file)
+        part.copy_(torch.frombuffer(piece, dtype=_DTYPES[tensor.dtype]).view(part.shape))
+
+
+def _read_exactly(stream: FileIO, piece: memoryview, name: str, file: Path) -> None:
+    while piece:
+        if not (count := stream.readinto(piece)):
+            raise StartError(f"{file} ends inside the tensor {name}; it became shorter since its header was read")
+        piece = piece[count:]
