@@ -1,4 +1,4 @@
-"""What can go wrong with a step."""
+"""What can go wrong with a step, or with a file before there are any."""
 
 
 class InvalidStepError(ValueError):
@@ -7,6 +7,10 @@ class InvalidStepError(ValueError):
 
 class FencingError(ValueError):
     """A step out of turn: a gap in step_id, or an epoch that is not the session's; the message is one sentence."""
+
+
+class UnsoundFileError(ValueError):
+    """A file contradicts itself; the message is the second half of a sentence that begins with its name."""
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from pagewire_common.errors import StartError
+from worker_service.gguf_header import read_gguf_header
 
 VERSION = 1
 """Raised when a conversion would come out differently, so that folders converted earlier are not used."""
@@ -17,6 +18,7 @@ VERSION = 1
 
 def convert_gguf(file: Path, folder: Path) -> None:
     """Fill an existing folder with config, tokenizer and weights; raises StartError for a file that cannot be read."""
+    read_gguf_header(file)
     command = [sys.executable, "-m", __name__, str(file), str(folder)]
     quiet = dict(os.environ, TQDM_DISABLE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1")
     child = subprocess.run(command, env=quiet, capture_output=True, text=True, check=False)
@@ -31,9 +33,21 @@ def _main(file: Path, folder: Path) -> None:
 
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False).save_pretrained(folder)
     # The reader dequantises to float32 whatever it is asked for.
-    model = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32, trust_remote_code=False
-    ).to(torch.bfloat16)
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        file.parent,
+        gguf_file=file.name,
+        dtype=torch.float32,
+        trust_remote_code=False,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    # It makes up random values for what is missing or misshapen, and only a warning tells.
+    if missing := sorted(loading["missing_keys"]):
+        sys.exit(f"it has nothing that becomes {missing[0]}")
+    if misshapen := sorted(loading["mismatched_keys"]):
+        name, stored, needed = misshapen[0]
+        sys.exit(f"what becomes {name} is {list(stored)} where its sizes ask for {list(needed)}")
+    model = model.to(torch.bfloat16)
     # The weights are no longer quantised, and must not be saved as if they were.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

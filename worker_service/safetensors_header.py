@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from pagewire_common.errors import StartError
+from worker_service.errors import UnsoundFileError
 from worker_service.wording import named, shown
 
 MAX_HEADER_BYTES = 100_000_000
@@ -57,10 +58,6 @@ class SafetensorsHeader:
     tensors: Mapping[str, StoredTensor]
 
 
-class _UnsoundError(ValueError):
-    """What is wrong with a file, as the second half of a sentence."""
-
-
 def read_header(file: Path) -> SafetensorsHeader:
     """Read and check a header. Raises StartError, which names the file and the tensor that is wrong."""
     try:
@@ -70,37 +67,37 @@ def read_header(file: Path) -> SafetensorsHeader:
         return SafetensorsHeader(content, _parse(content, file, file_bytes))
     except OSError as error:
         raise StartError(f"cannot read {file}: {error.strerror}") from error
-    except _UnsoundError as error:
+    except UnsoundFileError as error:
         raise StartError(f"{file} is not a sound safetensors file: {error}") from error
 
 
 def _read_content(stream: BinaryIO, file_bytes: int) -> bytes:
     if file_bytes < 8:
-        raise _UnsoundError(f"it has {file_bytes} bytes, and the length of its header alone takes 8")
+        raise UnsoundFileError(f"it has {file_bytes} bytes, and the length of its header alone takes 8")
     length = int.from_bytes(stream.read(8), "little")
     if length > min(MAX_HEADER_BYTES, file_bytes - 8):
-        raise _UnsoundError(
+        raise UnsoundFileError(
             f"its header claims {length} bytes, where the file has {file_bytes - 8} behind the length "
             f"and the format allows {MAX_HEADER_BYTES}"
         )
     content = stream.read(length)
     if len(content) < length:
-        raise _UnsoundError("it became shorter while it was read")
+        raise UnsoundFileError("it became shorter while it was read")
     return content
 
 
 def _parse(content: bytes, file: Path, file_bytes: int) -> dict[str, StoredTensor]:
     try:
         header = json.loads(content.decode(), object_pairs_hook=_without_duplicates)
-    except _UnsoundError:
+    except UnsoundFileError:
         raise
     except (ValueError, RecursionError) as error:
-        raise _UnsoundError(f"its header is not JSON in UTF-8: {error}") from error
+        raise UnsoundFileError(f"its header is not JSON in UTF-8: {error}") from error
     if not isinstance(header, dict):
-        raise _UnsoundError("its header is not a JSON object")
+        raise UnsoundFileError("its header is not a JSON object")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _UnsoundError("__metadata__ does not map names to texts")
+        raise UnsoundFileError("__metadata__ does not map names to texts")
     data_begin = 8 + len(content)
     tensors = {name: _parse_tensor(name, entry, file, data_begin, file_bytes) for name, entry in header.items()}
     _check_ranges(tensors, data_begin, file_bytes)
@@ -111,29 +108,29 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     for key, value in pairs:
         if key in entries:
-            raise _UnsoundError(f"its header has {named(key)} twice")
+            raise UnsoundFileError(f"its header has {named(key)} twice")
         entries[key] = value
     return entries
 
 
 def _parse_tensor(name: str, entry: Any, file: Path, data_begin: int, file_bytes: int) -> StoredTensor:
     if not isinstance(entry, dict):
-        raise _UnsoundError(f"its header describes tensor {named(name)} by {shown(entry)}")
+        raise UnsoundFileError(f"its header describes tensor {named(name)} by {shown(entry)}")
     entry = {"dtype": None, "shape": None, "data_offsets": None} | entry
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _BITS:
-        raise _UnsoundError(f"tensor {named(name)} is of the unknown type {shown(dtype)}")
+        raise UnsoundFileError(f"tensor {named(name)} is of the unknown type {shown(dtype)}")
     if not _is_counts(shape):
-        raise _UnsoundError(f"tensor {named(name)} has the shape {shown(shape)}")
+        raise UnsoundFileError(f"tensor {named(name)} has the shape {shown(shape)}")
     if not _is_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _UnsoundError(f"tensor {named(name)} has the data_offsets {shown(offsets)}")
+        raise UnsoundFileError(f"tensor {named(name)} has the data_offsets {shown(offsets)}")
     begin, end = (data_begin + offset for offset in offsets)
     if end > file_bytes:
-        raise _UnsoundError(
+        raise UnsoundFileError(
             f"tensor {named(name)} ends at byte {shown(end)}, and the file has {file_bytes}; it may be incomplete"
         )
     if _count_elements(shape, 8 * file_bytes) * _BITS[dtype] != 8 * (end - begin):
-        raise _UnsoundError(f"tensor {named(name)} has {end - begin} bytes, which {dtype} {shown(shape)} does not take")
+        raise UnsoundFileError(f"tensor {named(name)} has {end - begin} bytes, not those of {dtype} {shown(shape)}")
     return StoredTensor(file, dtype, tuple(shape), begin, end)
 
 
@@ -159,9 +156,11 @@ def _check_ranges(tensors: Mapping[str, StoredTensor], data_begin: int, file_byt
     reached, last = data_begin, "its header"
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if tensor.begin < reached:
-            raise _UnsoundError(f"tensor {named(name)} overlaps {last}")
+            raise UnsoundFileError(f"tensor {named(name)} overlaps {last}")
         if tensor.begin > reached:
-            raise _UnsoundError(f"{tensor.begin - reached} bytes between {last} and tensor {named(name)} are nobody's")
+            raise UnsoundFileError(
+                f"{tensor.begin - reached} bytes between {last} and tensor {named(name)} are no one's"
+            )
         reached, last = tensor.end, f"tensor {named(name)}"
     if reached < file_bytes:
-        raise _UnsoundError(f"{file_bytes - reached} bytes behind {last} are nobody's")
+        raise UnsoundFileError(f"{file_bytes - reached} bytes behind {last} are no one's")

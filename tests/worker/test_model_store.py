@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 
-import numpy as np
 import pytest
+from small_gguf import write_gguf
 
 from pagewire_common.errors import StartError
 from worker_service import default_model, model_store
@@ -62,51 +62,6 @@ def test_an_unreachable_hub_is_one_sentence(tmp_path: Path, monkeypatch: pytest.
         find_model("someone/some-model", tmp_path)
 
 
-def write_gguf(path: Path) -> None:
-    """A random Llama of two layers with a tokenizer, as GGUF."""
-    gguf = pytest.importorskip("gguf")
-    generator = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(2)
-    writer.add_context_length(64)
-    writer.add_embedding_length(32)
-    writer.add_feed_forward_length(48)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10_000.0)
-    writer.add_vocab_size(260)
-    writer.add_tokenizer_model("gpt2")
-    letters = [chr(number) for number in range(0x100, 0x100 + 258)]
-    writer.add_token_list([*letters, letters[0] + letters[1], "<|end|>"])
-    writer.add_token_types([1] * 259 + [3])
-    writer.add_token_merges([f"{letters[0]} {letters[1]}"])
-    writer.add_bos_token_id(259)
-    writer.add_eos_token_id(259)
-    shapes = {"token_embd": (260, 32), "output_norm": (32,)}
-    for layer in range(2):
-        shapes |= {
-            f"blk.{layer}.{name}": shape
-            for name, shape in {
-                "attn_norm": (32,),
-                "attn_q": (32, 32),
-                "attn_k": (16, 32),
-                "attn_v": (16, 32),
-                "attn_output": (32, 32),
-                "ffn_norm": (32,),
-                "ffn_gate": (48, 32),
-                "ffn_up": (48, 32),
-                "ffn_down": (32, 48),
-            }.items()
-        }
-    for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", generator.standard_normal(shape).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def test_a_gguf_file_is_converted_once(tmp_path: Path) -> None:
     file = tmp_path / "small.gguf"
     write_gguf(file)
@@ -123,9 +78,29 @@ def test_a_gguf_file_is_converted_once(tmp_path: Path) -> None:
 
 def test_a_broken_gguf_file_is_refused_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(100))
-    with pytest.raises(StartError, match=r"broken\.gguf cannot be converted from GGUF: "):
+    with pytest.raises(StartError, match=r"broken\.gguf is not a sound GGUF file: its version is 0"):
         find_model(str(tmp_path / "broken.gguf"), tmp_path / "cache")
     assert not list((tmp_path / "cache").rglob("*.partial-*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"blk.1.ffn_up": None}, r"it has nothing that becomes model\.layers\.1\.mlp\.up_proj"),
+        (
+            {"blk.1.ffn_up": (47, 32)},
+            r"what becomes .*up_proj\.weight is \[47, 32\] where its sizes ask for \[48, 32\]",
+        ),
+    ],
+)
+def test_a_gguf_file_whose_tensors_do_not_fit_its_sizes_is_refused(
+    change: dict[str, tuple[int, ...] | None], sentence: str, tmp_path: Path
+) -> None:
+    """The library would fill them with random values."""
+    file = tmp_path / "small.gguf"
+    write_gguf(file, change)
+    with pytest.raises(StartError, match=rf"small\.gguf cannot be converted from GGUF: .*({sentence})"):
+        find_model(str(file), tmp_path / "cache")
 
 
 @pytest.fixture

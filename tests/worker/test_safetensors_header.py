@@ -73,13 +73,16 @@ UNSOUND = {
     ),
     "a product that wraps around 64 bits": (
         pack({"a": entry(shape=[2**32, 2**32, 2], offsets=[0, 8])}),
-        r"tensor a has 8 bytes, which F32 \[4294967296, 4294967296, 2\] does not take",
+        r"tensor a has 8 bytes, not those of F32 \[4294967296, 4294967296, 2\]",
     ),
-    "a product of endless digits": (pack({"a": entry(shape=[10**4000] * 2000)}), "tensor a has 8 bytes, which F32"),
-    "half a byte": (pack({"a": entry("F4", [1], [0, 1])}, b"1"), "tensor a has 1 bytes, which F4"),
+    "a product of endless digits": (
+        pack({"a": entry(shape=[10**4000] * 2000)}),
+        "tensor a has 8 bytes, not those of F32",
+    ),
+    "half a byte": (pack({"a": entry("F4", [1], [0, 1])}, b"1"), "tensor a has 1 bytes, not those of F4"),
     "an overlap": (pack({"a": entry(), "b": entry(offsets=[4, 12])}, bytes(12)), "tensor b overlaps tensor a"),
-    "a gap": (pack({"a": entry(offsets=[8, 16])}, bytes(16)), "8 bytes between its header and tensor a are nobody's"),
-    "more than tensors": (pack({"a": entry()}, bytes(9)), "1 bytes behind tensor a are nobody's"),
+    "a gap": (pack({"a": entry(offsets=[8, 16])}, bytes(16)), "8 bytes between its header and tensor a are no one's"),
+    "more than tensors": (pack({"a": entry()}, bytes(9)), "1 bytes behind tensor a are no one's"),
     "a name of two lines": (pack({"a\nb": 3}), r"describes tensor 'a\\nb' by 3"),
     "a name of endless length": (pack({"a" * 10_000: 3}), r"describes tensor 'a+\.\.\.a+' by 3"),
 }

@@ -1,0 +1,65 @@
+"""Reads numbers and names of a binary header, little endian, and never a byte beyond the end of the file.
+
+A length or a count is an attacker's to choose; it is compared with what the file still holds before it is used.
+"""
+
+import os
+import struct
+from typing import BinaryIO
+
+from worker_service.errors import UnsoundFileError
+
+_MAX_NAME = 65_535
+
+
+class BoundedReader:
+    """A place in a file. `what` says in errors what was being read; they are UnsoundFileErrors."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.file_bytes = os.fstat(stream.fileno()).st_size
+        self.position = 0
+
+    def number(self, kind: str, what: str) -> int:
+        """A whole number of this kind, in `struct`'s notation."""
+        (number,) = struct.unpack("<" + kind, self.take(struct.calcsize("<" + kind), what))
+        return int(number)
+
+    def count(self, kind: str, smallest: int, what: str) -> int:
+        """A number of things that take at least `smallest` bytes each."""
+        count = self.number(kind, what)
+        if count * smallest > self._left:
+            raise UnsoundFileError(f"{what} claims {count} entries, for which the {self._left} bytes left have no room")
+        return count
+
+    def name(self, what: str) -> str:
+        """A text behind its length."""
+        length = self.number("Q", what)
+        if length > _MAX_NAME:
+            raise UnsoundFileError(f"the name of {what} claims {length} bytes; at most {_MAX_NAME} are allowed")
+        try:
+            return self.take(length, what).decode()
+        except UnicodeDecodeError as error:
+            raise UnsoundFileError(f"the name of {what} is not UTF-8") from error
+
+    def take(self, length: int, what: str) -> bytes:
+        """The next bytes."""
+        self._pass(length, what)
+        taken = self._stream.read(length)
+        if len(taken) < length:
+            raise UnsoundFileError("it became shorter while it was read")
+        return taken
+
+    def skip(self, length: int, what: str) -> None:
+        """Step over bytes without reading them."""
+        self._pass(length, what)
+        self._stream.seek(length, os.SEEK_CUR)
+
+    @property
+    def _left(self) -> int:
+        return self.file_bytes - self.position
+
+    def _pass(self, length: int, what: str) -> None:
+        if length > self._left:
+            raise UnsoundFileError(f"the file ends inside {what}; it may be incomplete")
+        self.position += length
