@@ -1,4 +1,8 @@
-"""How many KV cache blocks a device has room for, once the weights lie there and the largest step is known to fit."""
+"""What a device has room for: the weights, and then as many KV cache blocks as its share of memory holds.
+
+Blocks are counted once the weights lie there and the largest step is known to fit. A cache too small for one sequence
+of the longest kind is refused: such a request would be promised and could never be served.
+"""
 
 from pathlib import Path
 
@@ -6,26 +10,54 @@ import psutil
 import torch
 
 from pagewire_common.errors import StartError
+from worker_service.cache_engine import CacheShape
+from worker_service.settings import WorkerSettings
 
 _CPU_SHARE = 4
 """A quarter of a machine's free memory: other workers and processes live there too."""
+_GIB = 2**30
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def count_device_blocks(device: torch.device, block_bytes: int, most_useful: int, gpu_memory_utilization: float) -> int:
-    """At least one block, and on a CPU at most `most_useful`. Raises StartError where not even one has room."""
-    if device.type == "cuda":
-        free = _free_cuda_bytes(device, gpu_memory_utilization)
-        count = free // block_bytes
-    else:
-        free = _free_host_bytes() // _CPU_SHARE
-        count = min(free // block_bytes, most_useful)
-    if count < 1:
+def check_room_for_weights(device: torch.device, num_bytes: int) -> None:
+    """Raise StartError where weights of this size cannot be allocated, before a machine is slowed down by trying."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_host_bytes()
+    if num_bytes > free:
         raise StartError(
-            f"the model leaves {max(free, 0)} bytes for the KV cache on {device.type}, and one block takes "
-            f"{block_bytes}; free some memory, or lower --block-size or --max-num-batched-tokens"
+            f"the weights take {num_bytes / _GIB:.2f} GiB, and {device.type} has {free / _GIB:.2f} GiB of memory free; "
+            "choose a smaller model or a --dtype of fewer bits, or free some memory"
         )
+
+
+def count_device_blocks(device: torch.device, shape: CacheShape, max_model_len: int, settings: WorkerSettings) -> int:
+    """As many as the operator says, else as many as fit. Raises StartError where one sequence does not fit."""
+    if settings.num_device_blocks is not None:
+        return settings.num_device_blocks
+    needed = -(-max_model_len // shape.block_size)
+    if settings.kv_cache_memory is not None:
+        share = int(settings.kv_cache_memory * _GIB)
+        if device.type == "cpu" and share > (free := _free_host_bytes()):
+            raise StartError(
+                f"--kv-cache-memory is {settings.kv_cache_memory:g}, and {free / _GIB:.2f} GiB of memory are free"
+            )
+        count = share // shape.block_bytes
+    elif device.type == "cuda":
+        count = _free_cuda_bytes(device, settings.gpu_memory_utilization) // shape.block_bytes
+    else:
+        count = min(_free_host_bytes() // _CPU_SHARE // shape.block_bytes, settings.max_num_seqs * needed)
+    if count < needed:
+        raise StartError(_too_little(device, shape, max_model_len, max(count, 0), needed))
     return count
+
+
+def _too_little(device: torch.device, shape: CacheShape, max_model_len: int, count: int, needed: int) -> str:
+    flags = "--gpu-memory-utilization or --kv-cache-memory" if device.type == "cuda" else "--kv-cache-memory"
+    less = f" to at most {count * shape.block_size}" if count else ""
+    return (
+        f"the KV cache on {device.type} has room for {count} blocks ({count * shape.block_bytes / _GIB:.3g} GiB), and "
+        f"one sequence of {max_model_len} tokens needs {needed} ({needed * shape.block_bytes / _GIB:.3g} GiB); "
+        f"raise {flags}, or lower --max-model-len{less}"
+    )
 
 
 def _free_cuda_bytes(device: torch.device, utilization: float) -> int:
@@ -40,7 +72,16 @@ def _free_host_bytes() -> int:
     available = int(psutil.virtual_memory().available)
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
-        current = int((_CGROUP / "memory.current").read_text())
+        used = int((_CGROUP / "memory.current").read_text())
     except (OSError, ValueError):
         return available
-    return available if limit == "max" else min(available, int(limit) - current)
+    return available if limit == "max" else max(0, min(available, int(limit) - used + _reclaimable_bytes()))
+
+
+def _reclaimable_bytes() -> int:
+    """What a control group's use counts for files that were read, such as the weights, and nobody needs any more."""
+    try:
+        lines = (_CGROUP / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)

@@ -20,6 +20,12 @@ class WorkerSettings(ServiceSettings):
     num_device_blocks: int | None = Field(
         None, ge=1, description="KV cache blocks on the device; by default what its memory has room for"
     )
+    kv_cache_memory: float | None = Field(
+        None,
+        gt=0,
+        description="GiB of KV cache, without --num-device-blocks; by default a quarter of free memory on a CPU, and "
+        "what --gpu-memory-utilization leaves on a GPU",
+    )
     swap_space: float = Field(1.0, ge=0, description="GiB of host memory for swapped blocks")
     max_num_batched_tokens: int = Field(2048, ge=1, description="most tokens computed in one step")
     max_num_seqs: int = Field(256, ge=1, description="most sequences computed in one step")

@@ -13,7 +13,7 @@ import torch
 from kernels.ops import EAGER, backend_name
 from pagewire_common.errors import StartError
 from worker_service.cache_engine import CacheEngine, CacheShape
-from worker_service.capacity import count_device_blocks
+from worker_service.capacity import check_room_for_weights, count_device_blocks
 from worker_service.checkpoint import Checkpoint
 from worker_service.errors import is_out_of_memory
 from worker_service.model_runner import ModelRunner
@@ -61,17 +61,14 @@ def load_worker(settings: WorkerSettings) -> Worker:
     num_host_blocks = int(settings.swap_space * 2**30) // shape.block_bytes
     try:
         # Without memory first: whatever is wrong with the weights is found before any is allocated for them.
-        checkpoint.check(LlamaForCausalLM(config, dtype, torch.device("meta")).checkpoint_tensors())
+        blueprint = LlamaForCausalLM(config, dtype, torch.device("meta")).checkpoint_tensors()
+        checkpoint.check(blueprint)
+        check_room_for_weights(device, sum(tensor.nbytes for tensor in blueprint.values()))
         model = LlamaForCausalLM(config, dtype, device)
         checkpoint.load_into(model.checkpoint_tensors())
         model.pack()
         speed = measure_prefill(model, shape, device, settings.max_num_batched_tokens, settings.max_num_seqs)
-        num_device_blocks = settings.num_device_blocks or count_device_blocks(
-            device,
-            shape.block_bytes,
-            settings.max_num_seqs * -(-max_model_len // settings.block_size),
-            settings.gpu_memory_utilization,
-        )
+        num_device_blocks = count_device_blocks(device, shape, max_model_len, settings)
         cache_engine = CacheEngine(shape, num_device_blocks, num_host_blocks, device)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):

@@ -1,16 +1,22 @@
-"""The cache gets a share of what memory there is, and a worker without room for a block does not start."""
+"""The cache gets a share of what memory there is, and a worker without room for a sequence does not start."""
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from pagewire_common.errors import StartError
 from worker_service import capacity
-from worker_service.capacity import count_device_blocks
+from worker_service.cache_engine import CacheShape
+from worker_service.capacity import check_room_for_weights, count_device_blocks
+from worker_service.settings import WorkerSettings
+from worker_service.worker import load_worker
 
 CPU = torch.device("cpu")
+SHAPE = CacheShape(num_layers=1, block_size=1, num_kv_heads=1, head_dim=5, dtype=torch.int8)
+assert SHAPE.block_bytes == 10
 
 
 @pytest.fixture
@@ -21,21 +27,72 @@ def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def count(max_model_len: int = 1, **settings: Any) -> int:
+    return count_device_blocks(CPU, SHAPE, max_model_len, WorkerSettings(**{"max_num_seqs": 256, **settings}))
+
+
+def gib(num_bytes: int) -> float:
+    return num_bytes / 2**30
+
+
 def test_a_cpu_gives_a_quarter_of_what_is_available(cgroup: Path) -> None:
-    assert count_device_blocks(CPU, 10, most_useful=1000, gpu_memory_utilization=0.9) == 100
+    assert count() == 100
 
 
 def test_no_more_blocks_than_could_be_used(cgroup: Path) -> None:
-    assert count_device_blocks(CPU, 10, most_useful=7, gpu_memory_utilization=0.9) == 7
+    assert count(max_num_seqs=7) == 7
 
 
-@pytest.mark.parametrize(("limit", "expected"), [("1000", 20), ("max", 100), ("1000000", 100)])
+@pytest.mark.parametrize(("limit", "expected"), [("1000", 20), ("max", 100), ("1000000", 100), ("100", 0)])
 def test_a_control_groups_limit_counts(limit: str, expected: int, cgroup: Path) -> None:
     (cgroup / "memory.max").write_text(limit + "\n")
     (cgroup / "memory.current").write_text("200\n")
-    assert count_device_blocks(CPU, 10, most_useful=1000, gpu_memory_utilization=0.9) == expected
+    if expected:
+        assert count() == expected
+    else:
+        with pytest.raises(StartError, match="room for 0 blocks"):
+            count()
 
 
-def test_not_even_one_block_is_refused_with_both_numbers(cgroup: Path) -> None:
-    with pytest.raises(StartError, match=r"leaves 1000 bytes .* one block takes 1001"):
-        count_device_blocks(CPU, 1001, most_useful=7, gpu_memory_utilization=0.9)
+def test_files_that_were_read_do_not_count_as_used(cgroup: Path) -> None:
+    (cgroup / "memory.max").write_text("1000\n")
+    (cgroup / "memory.current").write_text("900\n")
+    (cgroup / "memory.stat").write_text("anon 200\ninactive_file 700\nactive_file 0\n")
+    assert count() == 20
+
+
+def test_the_operator_may_say_how_much_or_how_many(cgroup: Path) -> None:
+    assert count(kv_cache_memory=gib(3999)) == 399
+    assert count(kv_cache_memory=gib(3999), num_device_blocks=3) == 3
+
+
+def test_more_than_is_free_is_refused_with_both_numbers(cgroup: Path) -> None:
+    with pytest.raises(StartError, match=r"--kv-cache-memory is 2, and 0\.00 GiB of memory are free"):
+        count(kv_cache_memory=2)
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "settings", "sentence"),
+    [
+        (101, {}, r"room for 100 blocks \(9\.31e-07 GiB\), and one sequence of 101 tokens needs 101 \(9\.41e-07 GiB\)"),
+        (41, {"kv_cache_memory": gib(400)}, r"room for 40 blocks .*lower --max-model-len to at most 40$"),
+        (2, {"kv_cache_memory": gib(9)}, r"room for 0 blocks .*raise --kv-cache-memory, or lower --max-model-len$"),
+    ],
+)
+def test_a_cache_too_small_for_one_sequence_is_refused(
+    max_model_len: int, settings: dict[str, Any], sentence: str, cgroup: Path
+) -> None:
+    with pytest.raises(StartError, match=sentence):
+        count(max_model_len, **settings)
+
+
+def test_a_number_of_blocks_is_the_operators_own_choice(cgroup: Path) -> None:
+    assert count(100, num_device_blocks=3) == 3
+
+
+def test_weights_beyond_memory_are_refused_before_they_are_allocated(cgroup: Path, tiny_checkpoint: Path) -> None:
+    check_room_for_weights(CPU, 4000)
+    with pytest.raises(StartError, match=r"the weights take 0\.00 GiB, and cpu has 0\.00 GiB of memory free"):
+        check_room_for_weights(CPU, 4001)
+    with pytest.raises(StartError, match="the weights take"):
+        load_worker(WorkerSettings(model=str(tiny_checkpoint), device="cpu", cache=cgroup / "cache"))

@@ -30,6 +30,8 @@ def test_flags_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
         ("--swap-space", "-1"),
         ("--swap-space", "nan"),
         ("--gpu-memory-utilization", "1.1"),
+        ("--kv-cache-memory", "0"),
+        ("--kv-cache-memory", "inf"),
         ("--dtype", "int8"),
         ("--listen", "nowhere"),
     ],
