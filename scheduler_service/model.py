@@ -52,7 +52,10 @@ class GenerationDefaults:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Name, limits, defaults and tokenizer of the model."""
+    """Name, limits, defaults and tokenizer of the model.
+
+    Random weights may come without a tokenizer; then requests are of token ids, and outputs have no text.
+    """
 
     name: str
     fingerprint: str
@@ -64,7 +67,7 @@ class ServedModel:
     max_num_seqs: int
     has_priorities: bool
     eos_token_ids: tuple[int, ...]
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
     @classmethod
@@ -85,7 +88,7 @@ class ServedModel:
             max_num_seqs=min(max_num_seqs, info.max_num_seqs),
             has_priorities=has_priorities,
             eos_token_ids=tuple(token_id for token_id in eos_token_ids if 0 <= token_id < info.vocabulary_size),
-            tokenizer=Tokenizer(directory),
+            tokenizer=Tokenizer(directory) if (directory / "tokenizer.json").exists() else None,
             defaults=GenerationDefaults.from_config(generation),
         )
 

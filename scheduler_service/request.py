@@ -39,7 +39,7 @@ class GenerationRequest:
 class RequestState:
     """A request in flight: its group in the scheduler, its text so far, its stream."""
 
-    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, cache_root: bytes) -> None:
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer | None, cache_root: bytes) -> None:
         self.request = request
         self.group = SequenceGroup(
             request.request_id,
@@ -157,16 +157,18 @@ class _Ranked:
 
 
 class _Text:
-    """The text of one output."""
+    """The text of one output; there is none without a tokenizer."""
 
-    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
-        self._detokenizer: Detokenizer = tokenizer.detokenizer(
-            request.prompt_token_ids, skip_special_tokens=request.skip_special_tokens
-        )
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer | None) -> None:
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None:
+            self._detokenizer = tokenizer.detokenizer(
+                request.prompt_token_ids, skip_special_tokens=request.skip_special_tokens
+            )
         self._stops = StopChecker(request.stop, include_stop=request.include_stop_str_in_output)
 
     def step(self, token_id: int | None, checks_stop: bool) -> tuple[str, str | None]:
-        text = "" if token_id is None else self._detokenizer.step(token_id)
+        text = "" if token_id is None or self._detokenizer is None else self._detokenizer.step(token_id)
         return self._stops.step(text) if checks_stop else (text, None)
 
     def flush(self) -> str:

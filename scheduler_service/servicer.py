@@ -24,6 +24,7 @@ from scheduler_service.validation import (
     check_request_id,
     check_token_ids,
     encode_prompt,
+    require_tokenizer,
 )
 
 log = structlog.get_logger()
@@ -90,7 +91,7 @@ class InferenceServicer(InferenceServiceServicer):
             max_logprobs=MAX_LOGPROBS,
             max_stop_strings=MAX_STOP_STRINGS,
             eos_token_ids=model.eos_token_ids,
-            has_chat_template=model.tokenizer.has_chat_template,
+            has_chat_template=model.tokenizer is not None and model.tokenizer.has_chat_template,
         )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
@@ -99,8 +100,9 @@ class InferenceServicer(InferenceServiceServicer):
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         model = await self._engine.model()
         check_token_ids("token_ids", request.token_ids, model, most=MAX_DETOKENIZE)
+        tokenizer = require_tokenizer("detokenizing", model)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        return pb.DetokenizeResponse(text=await model.tokenizer.decode(request.token_ids, skip_special_tokens=skip))
+        return pb.DetokenizeResponse(text=await tokenizer.decode(request.token_ids, skip_special_tokens=skip))
 
 
 def encode_delta(state: RequestState, delta: OutputDelta) -> pb.GenerateResponse:

@@ -12,7 +12,7 @@ from pagewire_common.errors import RequestError
 from scheduler_service.core import SamplingParams
 from scheduler_service.model import ServedModel
 from scheduler_service.request import GenerationRequest
-from scheduler_service.tokenization import TemplateError
+from scheduler_service.tokenization import TemplateError, Tokenizer
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -74,7 +74,11 @@ async def check_request(message: pb.GenerateRequest, request_id: str, model: Ser
     prompt = await encode_prompt(message, model)
     _check_context("the prompt", len(prompt), model)
     max_tokens = _max_tokens(sampling, len(prompt), model)
-    bad_words = await model.tokenizer.encode_words(sampling.bad_words) if sampling.bad_words else ()
+    if sampling.stop:
+        require_tokenizer("sampling.stop", model)
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    if sampling.bad_words:
+        bad_words = await require_tokenizer("sampling.bad_words", model).encode_words(sampling.bad_words)
     for word in bad_words:
         check_token_ids("sampling.bad_words", word, model)
     return GenerationRequest(
@@ -99,8 +103,9 @@ async def encode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, model:
         _check_context("token_ids", len(message.token_ids.ids), model)
         prompt = list(message.token_ids.ids)
     elif kind == "text":
-        _check_characters("text", len(message.text), model)
-        prompt = await model.tokenizer.encode(message.text, parse_special_tokens=message.parse_special_tokens)
+        tokenizer = require_tokenizer("text", model)
+        _check_characters("text", len(message.text), model, tokenizer)
+        prompt = await tokenizer.encode(message.text, parse_special_tokens=message.parse_special_tokens)
     elif kind == "chat":
         prompt = await _encode_chat(message.chat, model)
     else:
@@ -109,6 +114,13 @@ async def encode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, model:
         invalid(f"{kind} is empty; the prompt needs at least one token")
     check_token_ids(kind, prompt, model)  # a tokenizer may know tokens that the model does not
     return prompt
+
+
+def require_tokenizer(field: str, model: ServedModel) -> Tokenizer:
+    """Raises RequestError for a field that is about text, where the model has no tokenizer."""
+    if model.tokenizer is None:
+        invalid(f"{field} is not possible with this model: it has no tokenizer; use token ids")
+    return model.tokenizer
 
 
 def _check_context(field: str, num_tokens: int, model: ServedModel) -> None:
@@ -129,7 +141,8 @@ def check_token_ids(field: str, token_ids: Collection[int], model: ServedModel, 
 
 
 async def _encode_chat(chat: pb.Chat, model: ServedModel) -> list[int]:
-    if not model.tokenizer.has_chat_template:
+    tokenizer = require_tokenizer("chat", model)
+    if not tokenizer.has_chat_template:
         invalid("chat is not possible with this model: it has no chat template; use text or token_ids")
     if not chat.messages:
         invalid("chat.messages is empty; at least one message is needed")
@@ -137,16 +150,16 @@ async def _encode_chat(chat: pb.Chat, model: ServedModel) -> list[int]:
     for position, message in enumerate(chat.messages):
         if message.role not in ROLES:
             invalid(f"chat.messages[{position}].role is {message.role[:32]!r}; it must be one of {', '.join(ROLES)}")
-    _check_characters("chat", sum(len(message.content) for message in chat.messages), model)
+    _check_characters("chat", sum(len(message.content) for message in chat.messages), model, tokenizer)
     try:
-        return await model.tokenizer.encode_chat([{"role": m.role, "content": m.content} for m in chat.messages])
+        return await tokenizer.encode_chat([{"role": m.role, "content": m.content} for m in chat.messages])
     except TemplateError as error:
         invalid(str(error))
 
 
-def _check_characters(field: str, count: int, model: ServedModel) -> None:
+def _check_characters(field: str, count: int, model: ServedModel, tokenizer: Tokenizer) -> None:
     """Refuse what cannot fit before spending time on tokenizing it: no token is longer than the longest one."""
-    most = model.context_length * model.tokenizer.longest_token
+    most = model.context_length * tokenizer.longest_token
     if count > most:
         invalid(f"{field} has {count} characters; the context of {model.context_length} tokens holds fewer than {most}")
 

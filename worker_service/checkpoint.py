@@ -4,7 +4,7 @@ Everything that can be wrong with a folder ends in a StartError that names the f
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,11 +46,11 @@ class Weights(Protocol):
 class Checkpoint:
     """An opened folder; the weights stay where they are until `load_into`."""
 
-    def __init__(self, path: Path, weights: Callable[[Path], Weights] = WeightFiles) -> None:
-        """Read config.json and find the weights. Raises StartError."""
+    def __init__(self, path: Path, weights: Weights | None = None) -> None:
+        """Read config.json and find the weights, unless they are given. Raises StartError."""
         self.path = path
         self.config = _read_config(path / "config.json")
-        self._weights = weights(path)
+        self._weights = weights or WeightFiles(path)
 
     @property
     def model_type(self) -> str:

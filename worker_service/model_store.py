@@ -1,6 +1,7 @@
 """Finds the directory that a model's name means: the default model, a folder, a GGUF file, or a name on the hub.
 
-Whatever the name, the answer is a Hugging Face directory with config.json and safetensors; nothing in it is ever run.
+Whatever the name, the answer is a Hugging Face directory with config.json and safetensors, the latter where weights are
+wanted; nothing in it is ever run.
 """
 
 import hashlib
@@ -17,8 +18,9 @@ from worker_service.gguf_conversion import VERSION, convert_gguf
 
 log = structlog.get_logger()
 
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
+_HUB_FILES = ["*.json", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
 """Data only: no pickles, no code."""
+_HUB_WEIGHTS = ["*.safetensors"]
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,11 @@ class ModelSource:
     path: Path
 
 
-def find_model(model: str, cache: Path) -> ModelSource:
-    """Find `model`, downloading and converting into `cache` where needed. Raises StartError where there is none."""
+def find_model(model: str, cache: Path, *, with_weights: bool = True) -> ModelSource:
+    """Find `model`, downloading and converting into `cache` where needed. Raises StartError where there is none.
+
+    A hub's weights are left there unless it is to be `with_weights`.
+    """
     if model == "default":
         return ModelSource(model, build_once(_converted_folder(cache, GGUF_SHA256), build_default_model))
     path = Path(model).expanduser()
@@ -42,7 +47,7 @@ def find_model(model: str, cache: Path) -> ModelSource:
         raise StartError(f"{path} is neither a Hugging Face directory nor a GGUF file")
     if path.suffix == ".gguf" or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or model[0] in ".-":
         raise StartError(f"there is no file or folder {path}")
-    return ModelSource(model, _download(model, cache))
+    return ModelSource(model, _download(model, cache, _HUB_FILES + (_HUB_WEIGHTS if with_weights else [])))
 
 
 def _convert(file: Path, cache: Path) -> Path:
@@ -62,11 +67,11 @@ def _converted_folder(cache: Path, digest: str) -> Path:
     return cache / "models" / f"{digest}-v{VERSION}"
 
 
-def _download(name: str, cache: Path) -> Path:
+def _download(name: str, cache: Path, files: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, cache_dir=cache / "hub"))
+        return Path(snapshot_download(name, allow_patterns=files, cache_dir=cache / "hub"))
     except Exception as error:  # the hub client raises its own errors, those of HTTP and those of the system
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise StartError(

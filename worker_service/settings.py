@@ -16,6 +16,9 @@ class WorkerSettings(ServiceSettings):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto", description="of weights and cache; auto: the checkpoint's own"
     )
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto", description="auto: the checkpoint's weights; dummy: random ones, from config.json alone"
+    )
     block_size: int = Field(16, ge=1, le=256, description="tokens in a KV cache block")
     num_device_blocks: int | None = Field(
         None, ge=1, description="KV cache blocks on the device; by default what its memory has room for"

@@ -19,14 +19,18 @@ _SLOW = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 _PIECE_BYTES = 1 << 20
 
 
-def find_tokenizer_files(path: Path, cache: Path) -> list[Path]:
+def find_tokenizer_files(path: Path, cache: Path, *, may_lack: bool = False) -> list[Path]:
     """Those of NAMES that a Hugging Face directory has, tokenizer.json among them.
 
-    Where there is only an older kind of tokenizer, it is converted into `cache`. Raises StartError where there is none.
+    Where there is only an older kind of tokenizer, it is converted into `cache`. Raises StartError where there is none,
+    unless the model `may_lack` it: then requests must be of token ids.
     """
     files = {name: path / name for name in NAMES if (path / name).is_file()}
     if "tokenizer.json" not in files:
-        converted = _convert(path, cache)
+        sources = _older_tokenizer(path)
+        if not sources and may_lack:
+            return list(files.values())
+        converted = _convert(path, sources, cache)
         files |= {name: converted / name for name in NAMES if (converted / name).is_file()}
     return list(files.values())
 
@@ -43,9 +47,14 @@ def read_pieces(files: list[Path]) -> Iterator[tuple[str, bytes]]:
                     break
 
 
-def _convert(path: Path, cache: Path) -> Path:
+def _older_tokenizer(path: Path) -> list[Path]:
+    """The files that make up a tokenizer of an older kind; none where there is none."""
     sources = [path / name for name in (*_SLOW, "tokenizer_config.json") if (path / name).is_file()]
-    if not any(source.name in _SLOW for source in sources):
+    return sources if any(source.name in _SLOW for source in sources) else []
+
+
+def _convert(path: Path, sources: list[Path], cache: Path) -> Path:
+    if not sources:
         raise StartError(f"{path} has no tokenizer: there is no tokenizer.json and nothing to make one of")
 
     def build(folder: Path) -> None:

@@ -15,6 +15,7 @@ from pagewire_common.errors import StartError
 from worker_service.cache_engine import CacheEngine, CacheShape
 from worker_service.capacity import check_room_for_weights, count_device_blocks
 from worker_service.checkpoint import Checkpoint
+from worker_service.dummy_weights import DummyWeights
 from worker_service.errors import is_out_of_memory
 from worker_service.model_runner import ModelRunner
 from worker_service.model_store import find_model
@@ -51,9 +52,10 @@ def load_worker(settings: WorkerSettings) -> Worker:
     else:
         log.info("kernels chosen", device=device.type, kernels=kernels)
     cache = settings.cache.expanduser()
-    source = find_model(settings.model, cache)
-    checkpoint = Checkpoint(source.path)
-    tokenizer_files = find_tokenizer_files(source.path, cache)
+    is_dummy = settings.load_format == "dummy"
+    source = find_model(settings.model, cache, with_weights=not is_dummy)
+    checkpoint = Checkpoint(source.path, DummyWeights() if is_dummy else None)
+    tokenizer_files = find_tokenizer_files(source.path, cache, may_lack=is_dummy)
     config = _read_config(checkpoint)
     max_model_len = _choose_max_model_len(settings, config)
     dtype = checkpoint.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)

@@ -50,7 +50,10 @@ def test_the_hub_is_asked_for_data_files_only(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("huggingface_hub.snapshot_download", fake_download)
     source = find_model("someone/some-model", tmp_path)
     assert (source.model_id, source.path) == ("someone/some-model", tmp_path)
-    assert not any(pattern.endswith((".bin", ".py", ".pt", "*")) for pattern in asked["someone/some-model"])
+    patterns = asked["someone/some-model"]
+    assert not any(pattern.endswith((".bin", ".py", ".pt", "*")) for pattern in patterns)
+    find_model("someone/some-model", tmp_path, with_weights=False)
+    assert set(patterns) - set(asked["someone/some-model"]) == {"*.safetensors"}
 
 
 def test_an_unreachable_hub_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,6 +236,7 @@ def test_an_older_tokenizer_is_converted(tmp_path: Path) -> None:
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="has no tokenizer"):
         find_tokenizer_files(tmp_path, tmp_path / "cache")
+    assert find_tokenizer_files(tmp_path, tmp_path / "cache", may_lack=True) == []
 
 
 def test_what_was_built_is_readable_for_other_users(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ def test_flags_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
         ("--gpu-memory-utilization", "1.1"),
         ("--kv-cache-memory", "0"),
         ("--kv-cache-memory", "inf"),
+        ("--load-format", "pickle"),
         ("--dtype", "int8"),
         ("--listen", "nowhere"),
     ],

@@ -1,0 +1,36 @@
+"""Random weights for a network of which only the config is there: to measure and to test, not to read what it says.
+
+They are drawn on the device itself, the same ones every time. Products keep about the size of what goes in, so that
+logits stay finite in 16 bits however deep the network is.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from worker_service.progress import byte_progress
+
+_SEED = 0
+_DEVIATION = 0.02
+
+
+class DummyWeights:
+    """Has a tensor of any name and shape."""
+
+    def identity(self) -> Iterator[tuple[str, bytes]]:
+        """Another than that of real weights."""
+        yield "dummy", b""
+
+    def check(self, expected: Mapping[str, Tensor]) -> None:
+        """Nothing can be missing."""
+
+    def load_into(self, places: Mapping[str, Tensor]) -> None:
+        """Fill matrices and biases around zero, and the vectors that scale normalised values around one."""
+        with byte_progress("drawing random weights", sum(place.nbytes for place in places.values())) as progress:
+            generator: torch.Generator | None = None
+            for name, place in places.items():
+                generator = generator or torch.Generator(place.device).manual_seed(_SEED)
+                is_scale = place.dim() == 1 and not name.endswith("bias")
+                place.normal_(1.0 if is_scale else 0.0, _DEVIATION, generator=generator)
+                progress.update(place.nbytes)
