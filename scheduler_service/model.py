@@ -8,6 +8,7 @@ from typing import Any
 
 from pagewire_common.errors import StartError
 from scheduler_service.codec import WorkerInfo
+from scheduler_service.generation_defaults import GenerationDefaults, eos_token_ids
 from scheduler_service.tokenization import Tokenizer
 
 
@@ -27,27 +28,6 @@ def model_name(model: str) -> str:
 def max_sequence_tokens(info: WorkerInfo) -> int:
     """The most tokens of one sequence on this worker: the model's limit, or its whole pool."""
     return min(info.max_model_len, info.num_device_blocks * info.block_size)
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
-    """The model's generation_config.json, read the way its authors' own library reads it.
-
-    Without do_sample, decoding is greedy whatever the other fields say.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    max_new_tokens: int | None = None
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "GenerationDefaults":
-        names = ("top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
-        values = {name: config[name] for name in names if config.get(name) is not None}
-        return cls(temperature=float(config.get("temperature") or 1.0) if config.get("do_sample") else 0.0, **values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +55,6 @@ class ServedModel:
         """Read the files that a worker sent. Takes about a second; call it on a thread."""
         config = _read_json(directory / "config.json")
         generation = _read_json(directory / "generation_config.json")
-        eos = generation.get("eos_token_id", config.get("eos_token_id"))
-        eos_token_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         return cls(
             name=info.model_id,
             fingerprint=info.model_fingerprint,
@@ -87,7 +65,7 @@ class ServedModel:
             vocabulary_size=info.vocabulary_size,
             max_num_seqs=min(max_num_seqs, info.max_num_seqs),
             has_priorities=has_priorities,
-            eos_token_ids=tuple(token_id for token_id in eos_token_ids if 0 <= token_id < info.vocabulary_size),
+            eos_token_ids=eos_token_ids(config, generation, info.vocabulary_size),
             tokenizer=Tokenizer(directory) if (directory / "tokenizer.json").exists() else None,
             defaults=GenerationDefaults.from_config(generation),
         )

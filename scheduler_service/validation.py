@@ -10,6 +10,7 @@ import grpc
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.errors import RequestError
 from scheduler_service.core import SamplingParams
+from scheduler_service.generation_defaults import BOUNDS, Bounds
 from scheduler_service.model import ServedModel
 from scheduler_service.request import GenerationRequest
 from scheduler_service.tokenization import TemplateError, Tokenizer
@@ -178,12 +179,10 @@ def _check_sampling(sampling: pb.SamplingParams, model: ServedModel) -> None:
     _check_number("best_of", sampling, sampling.n or 1, most_sequences)
     _check_beams(sampling, most_sequences, model)
     _check_number("max_tokens", sampling, 1, math.inf)
-    _check_number("temperature", sampling, 0, 100)
-    _check_number("top_p", sampling, 0, 1, open_low=True)
-    _check_number("min_p", sampling, 0, 1)
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        _check_bounds(name, sampling, BOUNDS[name])
     _check_number("presence_penalty", sampling, -2, 2)
     _check_number("frequency_penalty", sampling, -2, 2)
-    _check_number("repetition_penalty", sampling, 0.01, 10)
     _check_number("logprobs", sampling, 0, MAX_LOGPROBS)
     _check_number("prompt_logprobs", sampling, 0, MAX_LOGPROBS)
     _check_strings("stop", sampling.stop, MAX_STOP_STRINGS)
@@ -211,13 +210,13 @@ def _check_beams(sampling: pb.SamplingParams, most_sequences: int, model: Served
         invalid(f"sampling.{given[0]} cannot be combined with sampling.beam_width")
 
 
-def _check_number(name: str, sampling: pb.SamplingParams, low: float, high: float, *, open_low: bool = False) -> None:
-    if not sampling.HasField(name):
-        return
-    value = getattr(sampling, name)
-    if not math.isfinite(value) or value < low or value > high or (open_low and value == low):
-        bound = f"at least {low:g}" if high == math.inf else f"in {'(' if open_low else '['}{low:g}, {high:g}]"
-        invalid(f"sampling.{name} is {value:g}; it must be {bound}")
+def _check_number(name: str, sampling: pb.SamplingParams, low: float, high: float) -> None:
+    _check_bounds(name, sampling, Bounds(low, high))
+
+
+def _check_bounds(name: str, sampling: pb.SamplingParams, bounds: Bounds) -> None:
+    if sampling.HasField(name) and not bounds.hold(value := getattr(sampling, name)):
+        invalid(f"sampling.{name} is {value:g}; it must be {bounds}")
 
 
 def _check_strings(name: str, strings: Sequence[str], most: int) -> None:

@@ -50,6 +50,8 @@ class Checkpoint:
         """Read config.json and find the weights, unless they are given. Raises StartError."""
         self.path = path
         self.config = _read_config(path / "config.json")
+        if (path / "generation_config.json").exists():
+            read_json(path / "generation_config.json")  # its values are the scheduler's business, but damage shows here
         self._weights = weights or WeightFiles(path)
 
     @property

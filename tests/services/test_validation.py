@@ -7,7 +7,8 @@ import pytest
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.errors import RequestError
 from scheduler_service.core import SamplingParams
-from scheduler_service.model import GenerationDefaults, ServedModel
+from scheduler_service.generation_defaults import GenerationDefaults
+from scheduler_service.model import ServedModel
 from scheduler_service.validation import check_request, check_request_id
 
 

@@ -136,6 +136,14 @@ SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (lambda path: (path / "config.json").unlink(), r"cannot read .*config\.json: No such file"),
     "config is not JSON": (lambda path: (path / "config.json").write_text("{"), r"config\.json is not JSON"),
     "config is no object": (lambda path: (path / "config.json").write_text("[]"), r"config\.json does not hold"),
+    "generation config is not JSON": (
+        lambda path: (path / "generation_config.json").write_text("{"),
+        r"generation_config\.json is not JSON",
+    ),
+    "generation config is no object": (
+        lambda path: (path / "generation_config.json").write_text("3"),
+        r"generation_config\.json does not hold",
+    ),
     "quantised": (lambda path: change_config(path, quantization_config={}), "quantised weights"),
     "odd dtype": (lambda path: change_config(path, dtype="float8"), "dtype 'float8' is not supported"),
     "no weights": (lambda path: (path / "model.safetensors").unlink(), r"model\.safetensors does not exist"),
