@@ -11,12 +11,12 @@ import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jinja2
 import tokenizers
 from tokenizers.decoders import DecodeStream
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 # A detokenizer is primed with the end of the prompt, because some tokenizers drop a leading space at the beginning.
 NUM_CONTEXT_TOKENS = 6
@@ -36,7 +36,7 @@ class Tokenizer:
     """Encodes prompts off the event loop and makes incremental detokenizers."""
 
     def __init__(self, directory: Path) -> None:
-        self._transformers = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        self._transformers = _load(directory)
         self._parsing: tokenizers.Tokenizer = self._transformers.backend_tokenizer
         self._plain: tokenizers.Tokenizer = tokenizers.Tokenizer.from_str(self._parsing.to_str())
         self._plain.encode_special_tokens = True
@@ -104,6 +104,16 @@ class Tokenizer:
     def _encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         variants = dict.fromkeys(variant for word in words for variant in (word, f" {word.lstrip()}"))
         return tuple(filter(None, (tuple(_encode(self._plain, text)) for text in variants)))
+
+
+def _load(directory: Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        # It names code of its own, which is never run; tokenizer.json is a whole tokenizer without it.
+        return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
 
 
 def _encode(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:

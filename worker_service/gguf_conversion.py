@@ -7,10 +7,12 @@ size in float32, ten seconds for the default model, and imports that the worker 
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from pagewire_common.errors import StartError
 from worker_service.gguf_header import read_gguf_header
+from worker_service.wording import reason
 
 VERSION = 1
 """Raised when a conversion would come out differently, so that folders converted earlier are not used."""
@@ -23,11 +25,22 @@ def convert_gguf(file: Path, folder: Path) -> None:
     quiet = dict(os.environ, TQDM_DISABLE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1")
     child = subprocess.run(command, env=quiet, capture_output=True, text=True, check=False)
     if child.returncode != 0:
-        reason = (child.stderr.strip().splitlines() or [f"the conversion ended with status {child.returncode}"])[-1]
-        raise StartError(f"{file} cannot be converted from GGUF: {reason}")
+        last = (child.stderr.strip().splitlines() or [f"the conversion ended with status {child.returncode}"])[-1]
+        raise StartError(f"{file} cannot be converted from GGUF: {last}")
 
 
 def _main(file: Path, folder: Path) -> None:
+    with tempfile.TemporaryDirectory() as alone:
+        # Away from its neighbours, which the library would read as well: what comes out depends on the file alone.
+        link = Path(alone, "model.gguf")
+        link.symlink_to(file.resolve())
+        try:
+            _convert(link, folder)
+        except Exception as error:  # whatever the library may raise
+            sys.exit(reason(error))
+
+
+def _convert(file: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

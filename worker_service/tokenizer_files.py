@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pagewire_common.errors import StartError
 from worker_service.build_once import build_once
+from worker_service.wording import reason
 
 NAMES = (
     "tokenizer.json",
@@ -63,7 +64,9 @@ def _convert(path: Path, sources: list[Path], cache: Path) -> Path:
         try:
             AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True).save_pretrained(folder)
         except Exception as error:  # whatever a tokenizer's own loader may raise
-            raise StartError(f"the tokenizer in {path} cannot be converted to tokenizer.json: {error}") from error
+            raise StartError(
+                f"the tokenizer in {path} cannot be converted to tokenizer.json: {reason(error)}"
+            ) from error
         if not (folder / "tokenizer.json").is_file():
             raise StartError(f"the tokenizer in {path} has no form as tokenizer.json")
 

@@ -1,8 +1,9 @@
-"""Words out of files that nobody has vouched for, made fit for a sentence: on one line, and not long."""
+"""Words out of files that nobody has vouched for, and of libraries, made fit for a sentence: on one line, not long."""
 
 import reprlib
 
 _MAX_NAME = 200
+_MAX_REASON = 500
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 _SHORT.maxlong = 30
@@ -17,3 +18,11 @@ def shown(value: object) -> str:
 def named(name: str) -> str:
     """A tensor's or a key's name as it is, or as `shown` where it is long or would break the line."""
     return name if name.isprintable() and 0 < len(name) <= _MAX_NAME else shown(name)
+
+
+def reason(error: Exception) -> str:
+    """Why a library gave up. Its own advice to trust a model's code is left out: there is no such setting here."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if "trust_remote_code" in text:
+        return "it needs code of its own, and a model's code is never run"
+    return text[:_MAX_REASON]
