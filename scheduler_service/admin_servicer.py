@@ -8,6 +8,7 @@ from pagewire.v1 import admin_service_pb2 as pb
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceServicer
 from pagewire_common.errors import RequestError
 from scheduler_service.engine import Engine
+from scheduler_service.step_split import StepSplit
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -27,6 +28,7 @@ class AdminServicer(AdminServiceServicer):
                 num_steps=worker.num_steps,
                 num_preemptions=worker.num_preemptions,
                 last_error=worker.last_error,
+                step_split=_encode_split(worker.split),
             )
             if (scheduler := worker.scheduler) is not None:
                 state.connected = True
@@ -49,6 +51,21 @@ class AdminServicer(AdminServiceServicer):
 
     async def UndrainWorker(self, request: pb.UndrainWorkerRequest, context: Context) -> NoReturn:
         _refuse("UndrainWorker")
+
+
+def _encode_split(split: StepSplit) -> pb.StepSplit:
+    return pb.StepSplit(
+        num_steps=split.num_steps,
+        schedule_us=split.schedule // 1000,
+        encode_us=split.encode // 1000,
+        wire_us=max(split.wire, 0) // 1000,
+        move_us=split.move // 1000,
+        forward_us=split.forward // 1000,
+        sample_us=split.sample // 1000,
+        decode_us=split.decode // 1000,
+        update_us=split.update // 1000,
+        publish_us=split.publish // 1000,
+    )
 
 
 def _refuse(method: str) -> NoReturn:

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from time import perf_counter_ns
 
 import grpc
 
@@ -10,6 +11,7 @@ from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from scheduler_service.codec import WorkerInfo, decode_model_output, decode_worker_info, encode_scheduler_output
 from scheduler_service.core import ModelOutput, SchedulerOutput
+from scheduler_service.step_split import RoundTrips, StepSplit
 
 # A worker whose machine is gone without a word is noticed within about 20 s; one that comes back, within 2 s, where
 # gRPC's own pause between attempts would grow to two minutes.
@@ -39,17 +41,26 @@ class WorkerError(Exception):
 
 
 class Session:
-    """One Execute stream: steps go out, their answers come back in the same order."""
+    """One Execute stream: steps go out, their answers come back in the same order. `split` learns what each took."""
 
-    def __init__(self, call: "grpc.aio.StreamStreamCall[pb.SchedulerOutput, pb.ModelOutput]", epoch: int) -> None:
+    def __init__(
+        self, call: "grpc.aio.StreamStreamCall[pb.SchedulerOutput, pb.ModelOutput]", epoch: int, split: StepSplit
+    ) -> None:
         self.epoch = epoch
         self.last_answer = pb.ModelOutput()  # as it came, for a recording
         self._call = call
+        self._split = split
+        self._round_trips = RoundTrips(split)
 
     async def send(self, output: SchedulerOutput) -> None:
         """Have a step run after those sent before. Raises grpc.aio.AioRpcError or WorkerError when the stream broke."""
+        began = perf_counter_ns()
+        message = encode_scheduler_output(output, self.epoch)
+        encoded = perf_counter_ns()
+        self._split.encode += encoded - began
+        self._round_trips.sent(encoded)
         try:
-            await self._call.write(encode_scheduler_output(output, self.epoch))
+            await self._call.write(message)
         except asyncio.InvalidStateError:  # the stream had ended before this step
             raise await self._ended() from None
 
@@ -60,11 +71,16 @@ class Session:
             raise await self._ended()
         if answer.epoch != self.epoch:
             raise WorkerError(f"the worker answered for epoch {answer.epoch} in the session of epoch {self.epoch}")
+        if not self._round_trips.num_in_flight:
+            raise WorkerError(f"the worker answered step {answer.step_id}, and none was in flight")
+        self._round_trips.answered(came := perf_counter_ns(), answer.timing)
         self.last_answer = answer
         try:
-            return decode_model_output(answer)
+            output = decode_model_output(answer)
         except ValueError as error:
             raise WorkerError(str(error)) from error
+        self._split.decode += perf_counter_ns() - came
+        return output
 
     async def _ended(self) -> WorkerError:
         return WorkerError(f"the worker ended the session: {await self._call.details() or 'no reason given'}")
@@ -94,8 +110,8 @@ class WorkerClient:
             with (directory / piece.name).open("ab") as file:
                 file.write(piece.data)
 
-    def open_session(self, epoch: int) -> Session:
-        return Session(self._stub.Execute(), epoch)
+    def open_session(self, epoch: int, split: StepSplit) -> Session:
+        return Session(self._stub.Execute(), epoch, split)
 
     async def close(self) -> None:
         await self._channel.close()

@@ -10,6 +10,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Coroutine
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -18,6 +19,7 @@ import structlog
 from scheduler_service.codec import WorkerInfo
 from scheduler_service.core import Scheduler, SchedulerConfig, SchedulerOutput
 from scheduler_service.settings import SchedulerSettings
+from scheduler_service.step_split import StepSplit
 from scheduler_service.worker_client import Session, WorkerClient, WorkerError
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ class WorkerLoop:
         self.scheduler: Scheduler | None = None
         self.epoch = 0
         self.num_steps = 0
+        self.split = StepSplit()  # of all sessions
         self.num_preemptions = 0  # of earlier sessions
         self.last_error = "not connected yet"
         self._engine = engine
@@ -80,7 +83,7 @@ class WorkerLoop:
         except ValueError as error:
             raise WorkerError(f"it cannot be scheduled: {error}") from error
         self.epoch = max(time.time_ns(), info.epoch + 1)
-        session = self.client.open_session(self.epoch)
+        session = self.client.open_session(self.epoch, self.split)
         recorder = self._engine.recorder
         self.scheduler = scheduler = recorder.scheduler(config, self._engine.waiting, self.client.address, session)
         log.info("worker connected", worker=self.client.address, epoch=self.epoch, blocks=info.num_device_blocks)
@@ -101,7 +104,9 @@ class WorkerLoop:
         while True:
             self._wake.clear()
             if len(self._in_flight) < most_in_flight:
+                began = perf_counter_ns()
                 output = scheduler.schedule(time.monotonic())
+                self.split.schedule += perf_counter_ns() - began
                 for group in output.ignored:
                     self._engine.fail(group)
                 if output.preempted:
@@ -115,15 +120,17 @@ class WorkerLoop:
     async def _receive_answers(self, scheduler: Scheduler, session: Session) -> None:
         while True:
             answer = await session.receive()
-            if not self._in_flight:
-                raise WorkerError(f"the worker answered step {answer.step_id}, and none was in flight")
             output = self._in_flight.popleft()
+            began = perf_counter_ns()
             try:
                 gained = scheduler.update_from_output(output, answer, time.monotonic())
             except ValueError as error:
                 raise WorkerError(str(error)) from error
             self.num_steps += 1
+            updated = perf_counter_ns()
+            self.split.update += updated - began
             self._engine.publish(scheduler, gained)
+            self.split.publish += perf_counter_ns() - updated
             if self._engine.settings.check_invariants:
                 scheduler.blocks.check()
             self.wake()
