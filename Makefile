@@ -48,8 +48,11 @@ up:
 down:
 	$(COMPOSE) down
 
+# All optional. PEER: a folder with venv/, a virtual environment that can run vLLM, and model/, the weights as a Hugging
+# Face directory. TRACE: a CSV file, replayed SPEEDUP times as fast. LOADS: names, separated by commas. CHART: a file.
 bench: setup
-	$(BIN)/python -m bench
+	$(BIN)/python -m bench $(PEER:%=--peer %) $(TRACE:%=--trace %) $(SPEEDUP:%=--speedup %) $(LOADS:%=--loads %) \
+	  $(ROUNDS:%=--rounds %) $(CHART:%=--chart %)
 
 # PEER: the path of a Python that can import vllm, whose scheduler is then measured too.
 bench-scheduler: setup

@@ -1,42 +1,144 @@
-"""Serve the default model, put loads on it, and print its figures beside transformers': python -m bench.
+"""Serve a model, put loads on it, and print its figures beside a peer's: python -m bench --peer DIR.
 
-The last line is JSON; `ratios` are our output tokens a second over the peer's.
+The peer is vLLM's CPU build with the same weights (`bench/peer_vllm.py`), up at the same time and under the same loads
+in turn with ours. Without one there is transformers' own generate, for the loads that a static batch can stand for. The
+last line is JSON; its `ratios` are our output tokens a second over the peer's.
 """
 
+import argparse
 import asyncio
 import json
+import signal
 import sys
-from dataclasses import asdict
+from contextlib import ExitStack
+from pathlib import Path
 
-from bench.load import Load, drive
-from bench.peer_transformers import Transformers
-from pagewire_client import LocalServer
+import aiohttp
+import grpc
+import psutil
+from rich.console import Console
+
+from bench import chart
+from bench.drive import BenchError, System
+from bench.load import CONTEXT, LOADS, Load, capped, replayed
+from bench.measure import measure
+from bench.pagewire_system import Pagewire
+from bench.peer_vllm import Vllm
+from bench.report import Report
+from pagewire_client import ServerError
+from pagewire_common.errors import StartError
 from pagewire_common.settings import load_settings
+from scheduler_service.simulation.plot import check
+from scheduler_service.simulation.trace import TraceError, read_trace
 from worker_service.model_store import find_model
 from worker_service.settings import WorkerSettings
 
-LOADS = (Load(128, 128, 1), Load(128, 128, 8), Load(128, 128, 32))
+TRACE_REQUESTS = 60
+TRANSFORMERS_LOADS = ("128x1", "128x8", "128x32")
+CACHE_GIB = 2
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench", description="Measures serving, beside a peer in the same run.")
+    parser.add_argument(
+        "--peer",
+        type=Path,
+        metavar="DIR",
+        help="a folder with venv/, a virtual environment that can run vLLM, and model/, what both systems then serve",
+    )
+    parser.add_argument("--loads", metavar="NAME,…", help="which ones (default: all)")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="CSV",
+        help=f"the load 'trace' is the first {TRACE_REQUESTS} requests of this file",
+    )
+    parser.add_argument("--speedup", type=float, default=2.0, help="divides the trace's times (default 2)")
+    parser.add_argument("--rounds", type=int, default=2, help="how often each load is run (default 2)")
+    parser.add_argument("--chart", type=Path, metavar="FILE", help="draw the output rates, as .png or .svg")
+    return parser.parse_args(arguments)
+
+
+def choose(names: str | None, loads: list[Load]) -> list[Load]:
+    """The loads of these names. Raises ValueError for one that there is not."""
+    if names is None:
+        return loads
+    by_name = {load.name: load for load in loads}
+    wanted = names.split(",")
+    if unknown := [name for name in wanted if name not in by_name]:
+        raise ValueError(f"there is no load {unknown[0]!r} here, but {', '.join(by_name)}")
+    return [by_name[name] for name in wanted]
+
+
+def run(arguments: argparse.Namespace) -> Report:
+    loads = list(LOADS)
+    conditions: dict[str, object] = {"context": CONTEXT, "cache_gib": CACHE_GIB, "rounds": arguments.rounds}
+    if arguments.chart:
+        check(arguments.chart)
+    if arguments.trace:
+        arrivals = read_trace(arguments.trace, limit=TRACE_REQUESTS, speedup=arguments.speedup)
+        loads.append(replayed(arrivals, arguments.speedup))
+        conditions["trace_requests"] = len(arrivals)
+        conditions["trace_requests_cut"] = sum(arrival != capped(arrival) for arrival in arrivals)
+    loads = choose(arguments.loads, loads)
+    if arguments.peer:
+        directory = arguments.peer / "model"
+    else:
+        directory = find_model("default", load_settings(WorkerSettings, "bench", []).cache.expanduser()).path
+    vocabulary_size = json.loads((directory / "config.json").read_text())["vocab_size"]
+
+    with ExitStack() as stack:
+        systems: list[System] = []
+        systems.append(stack.enter_context(Pagewire(directory, CACHE_GIB)))
+        peer = None
+        if arguments.peer:
+            vllm = stack.enter_context(Vllm(arguments.peer, CACHE_GIB))
+            systems.append(vllm)
+            peer = f"{vllm.name} {vllm.version}"
+            conditions["peer_environment"] = vllm.environment
+        report = Report(peer, conditions, {system.name: system.start_seconds for system in systems})
+
+        async def measure_all() -> None:
+            for load in loads:
+                report.add(load, await measure(systems, load, vocabulary_size, arguments.rounds))
+
+        asyncio.run(measure_all())
+    if not arguments.peer:
+        compare_with_transformers(report, [load for load in loads if load.name in TRANSFORMERS_LOADS], directory)
+    return report
+
+
+def compare_with_transformers(report: Report, loads: list[Load], directory: Path) -> None:
+    if not loads:
+        return
+    from bench.peer_transformers import Transformers  # imports torch, which would take its share while others run
+
+    transformers = Transformers(directory)
+    report.peer = transformers.name
+    for load in loads:
+        report.theirs[load.title] = {"output_tokens_per_second": transformers.output_tokens_per_second(load)}
 
 
 def main() -> None:
-    out = sys.stdout
-    with LocalServer() as server:
-        ours = {load: asyncio.run(drive(server.target, load)) for load in LOADS}
-    peer = Transformers(find_model("default", load_settings(WorkerSettings, "bench", []).cache.expanduser()).path)
-    theirs = {load: peer.output_tokens_per_second(load) for load in LOADS}
-    out.write("load (prompt/output x streams)   output tok/s   TTFT ms   TPOT ms   transformers tok/s   ratio\n")
-    for load, figures in ours.items():
-        ratio = figures.output_tokens_per_second / theirs[load]
-        out.write(
-            f"{load!s:31} {figures.output_tokens_per_second:13.1f} {figures.ttft_ms:9.0f} {figures.tpot_ms:9.1f} "
-            f"{theirs[load]:20.1f} {ratio:7.2f}\n"
-        )
-    report = {
-        "pagewire": {str(load): asdict(figures) for load, figures in ours.items()},
-        "transformers": {str(load): rate for load, rate in theirs.items()},
-        "ratios": {str(load): ours[load].output_tokens_per_second / theirs[load] for load in LOADS},
-    }
-    out.write(json.dumps(report) + "\n")
+    arguments = parse_arguments()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # leave by the same way as for Ctrl-C, and stop what was started
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        report = run(arguments)
+    except (BenchError, ServerError, StartError, TraceError, ValueError, OSError) as error:
+        sys.exit(f"bench: {error}")
+    except (grpc.RpcError, aiohttp.ClientError, psutil.Error) as error:  # a system fell over under its load
+        sys.exit(f"bench: {type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    console = Console(file=sys.stdout, width=200)
+    for table in (report.figures_table(), report.steps_table()):
+        console.print(table)
+    for sentence in report.sentences():
+        console.print(sentence, highlight=False)
+    if arguments.chart:
+        chart.save(report, arguments.chart)
+    sys.stdout.write(json.dumps(report.as_json()) + "\n")
 
 
 if __name__ == "__main__":

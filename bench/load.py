@@ -1,70 +1,83 @@
-"""An asyncio client that keeps a fixed number of streams open and notes when every token came."""
+"""The loads: how many requests, when, how long, and of which random tokens. Both systems get exactly the same.
 
-import asyncio
+Prompts are drawn from a seed: a run that has one of its own finds nothing of another's prompts in a prefix cache.
+"""
+
 import random
-import statistics
-import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from pagewire_client import Client, SamplingParams
+from scheduler_service.simulation.trace import Arrival
+
+CONTEXT = 2048
+"""The longest sequence that the systems are started for, and that a trace's requests are cut to."""
+WARM_UP_PROMPT_TOKENS = 8192
+WARM_UP_OUTPUT_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`concurrency` streams at once; each has a random prompt and an output of exactly these many tokens."""
+    """Requests that come at their times; at most `concurrency` are under way, others wait until one of them ends."""
 
-    prompt_tokens: int
-    output_tokens: int
+    name: str
+    """For the command line."""
+    title: str
+    arrivals: Sequence[Arrival]
     concurrency: int
+    shared_tokens: int = 0
+    """So many first tokens of all prompts are the same."""
 
-    @property
-    def num_requests(self) -> int:
-        return max(4, 2 * self.concurrency)
+    def prompts(self, vocabulary_size: int, seed: object) -> list[list[int]]:
+        draw = random.Random(f"{self.name} {seed}")
+        shared = [draw.randrange(vocabulary_size) for _ in range(self.shared_tokens)]
+        return [
+            shared + [draw.randrange(vocabulary_size) for _ in range(arrival.prompt_tokens - self.shared_tokens)]
+            for arrival in self.arrivals
+        ]
 
-    def __str__(self) -> str:
-        return f"{self.prompt_tokens}/{self.output_tokens} x {self.concurrency}"
-
-    def prompts(self, vocabulary_size: int, *, seed: int = 0) -> list[list[int]]:
-        draw = random.Random(f"{self} {seed}")  # no two loads share a prompt that the prefix cache could know
-        return [[draw.randrange(vocabulary_size) for _ in range(self.prompt_tokens)] for _ in range(self.num_requests)]
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Throughput in tokens a second; median time to the first token and for each further one, in milliseconds."""
-
-    output_tokens_per_second: float
-    ttft_ms: float
-    tpot_ms: float
+    def warm_up(self) -> "Load":
+        """A short one of the same shape: its first requests, all at once, ended after a few tokens."""
+        arrivals: list[Arrival] = []
+        for arrival in self.arrivals[: self.concurrency]:
+            if sum(earlier.prompt_tokens for earlier in arrivals) >= WARM_UP_PROMPT_TOKENS:
+                break
+            output_tokens = min(arrival.output_tokens, WARM_UP_OUTPUT_TOKENS)
+            arrivals.append(arrival._replace(at=0.0, output_tokens=output_tokens))
+        return replace(self, arrivals=arrivals)
 
 
-async def drive(target: str, load: Load) -> Figures:
-    """Put a load on a server, once to warm it up and once to measure it."""
-    sampling = SamplingParams(max_tokens=load.output_tokens, temperature=0, ignore_eos=True)
-    first_after: list[float] = []
-    each_after: list[float] = []
-    slots = asyncio.Semaphore(load.concurrency)
-    async with Client(target) as client:
+def streams(prompt_tokens: int, output_tokens: int, concurrency: int, num_requests: int) -> Load:
+    """`concurrency` streams at once, each followed by another until all requests are done."""
+    arrival = Arrival(0.0, prompt_tokens, output_tokens)
+    title = f"{prompt_tokens}/{output_tokens} x {concurrency}"
+    return Load(f"{prompt_tokens}x{concurrency}", title, [arrival] * num_requests, concurrency)
 
-        async def one(prompt: list[int]) -> None:
-            async with slots:
-                began = time.perf_counter()
-                times = [time.perf_counter() async for m in client.generate(prompt, sampling) for _ in m.token_ids]
-            assert len(times) == load.output_tokens
-            first_after.append(times[0] - began)
-            each_after.append((times[-1] - times[0]) / (len(times) - 1))
 
-        vocabulary_size = (await client.get_model()).vocabulary_size
-        prompts = load.prompts(vocabulary_size)
-        # Warm up on others, or the prefix cache would know what is to be measured.
-        await asyncio.gather(*map(one, load.prompts(vocabulary_size, seed=1)[: load.concurrency]))
-        first_after.clear()
-        each_after.clear()
-        began = time.perf_counter()
-        await asyncio.gather(*map(one, prompts))
-        seconds = time.perf_counter() - began
-    return Figures(
-        load.num_requests * load.output_tokens / seconds,
-        1e3 * statistics.median(first_after),
-        1e3 * statistics.median(each_after),
+def shared_prefix(shared_tokens: int, own_tokens: int, output_tokens: int, num_requests: int) -> Load:
+    """All at once; the prefix is new to the server, which can compute it once or for each of them."""
+    arrival = Arrival(0.0, shared_tokens + own_tokens, output_tokens)
+    title = f"{shared_tokens}+{own_tokens}/{output_tokens} x {num_requests}"
+    return Load("prefix", title, [arrival] * num_requests, num_requests, shared_tokens)
+
+
+def replayed(trace: Sequence[Arrival], speedup: float) -> Load:
+    """A trace at its own times, however many requests that puts under way, each cut to the context."""
+    return Load("trace", f"trace x {speedup:g}", [capped(arrival) for arrival in trace], len(trace))
+
+
+def capped(arrival: Arrival, context: int = CONTEXT) -> Arrival:
+    """The output cut to half the context, then the prompt to what that leaves."""
+    output_tokens = min(arrival.output_tokens, context // 2)
+    return arrival._replace(
+        prompt_tokens=min(arrival.prompt_tokens, context - output_tokens), output_tokens=output_tokens
     )
+
+
+LOADS = (
+    streams(128, 128, 1, num_requests=4),
+    streams(128, 128, 8, num_requests=24),
+    streams(128, 128, 32, num_requests=64),
+    streams(128, 128, 64, num_requests=128),
+    streams(1024, 64, 16, num_requests=32),
+    shared_prefix(1000, 24, 64, num_requests=32),
+)

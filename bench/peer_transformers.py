@@ -10,17 +10,20 @@ from bench.load import Load
 
 
 class Transformers:
+    name = "transformers"
+
     def __init__(self, directory: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
 
     @torch.inference_mode()
     def output_tokens_per_second(self, load: Load) -> float:
-        """One batch of `concurrency` prompts, warmed up on a few tokens."""
-        prompts = torch.tensor(load.prompts(self._model.config.vocab_size)[: load.concurrency])
+        """One batch of `concurrency` prompts, all alike in length, warmed up on a few tokens."""
+        prompts = torch.tensor(load.prompts(self._model.config.vocab_size, 0)[: load.concurrency])
+        output_tokens = load.arrivals[0].output_tokens
         self._generate(prompts, 4)
         began = time.perf_counter()
-        self._generate(prompts, load.output_tokens)
-        return load.concurrency * load.output_tokens / (time.perf_counter() - began)
+        self._generate(prompts, output_tokens)
+        return load.concurrency * output_tokens / (time.perf_counter() - began)
 
     def _generate(self, prompts: torch.Tensor, num_tokens: int) -> None:
         self._model.generate(

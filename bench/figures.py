@@ -1,0 +1,93 @@
+"""From the moments at which messages came to the figures that are compared; arithmetic only.
+
+A reader sees messages, not tokens, and a message may bring several tokens. Each of them is charged the whole pause
+before its message: putting tokens together into fewer messages never makes a stream look smoother than it was, and a
+long pause is not diluted by tokens that came with the one that ended it. The first message is no pause, it is the time
+to the first token.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One request: when it was sent, and when how many tokens came. Seconds of one clock."""
+
+    began: float
+    prompt_tokens: int
+    messages: Sequence[tuple[float, int]]
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(tokens for _, tokens in self.messages)
+
+    @property
+    def ttft(self) -> float:
+        return self.messages[0][0] - self.began
+
+    @property
+    def tpot(self) -> float | None:
+        """The mean time of each token after the first; none where there is no such token."""
+        further = self.output_tokens - 1
+        return (self.messages[-1][0] - self.messages[0][0]) / further if further else None
+
+    def pauses(self) -> list[float]:
+        """The pause that each token behind the first message is charged."""
+        return [at - before for (before, _), (at, tokens) in pairwise(self.messages) for _ in range(tokens)]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One load, once."""
+
+    seconds: float
+    timelines: Sequence[Timeline]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One system under one load."""
+
+    output_tokens_per_second: float
+    total_tokens_per_second: float
+    """Prompts, cached or not, and outputs."""
+    ttft_ms: float
+    """The median, as all that is not named otherwise."""
+    ttft_p99_ms: float
+    tpot_ms: float
+    itl_p99_ms: float
+    memory_mib: float
+    """Of all processes, after the load."""
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest of the values that at least `percent` of a hundred of them do not exceed (nearest rank)."""
+    return sorted(values)[max(math.ceil(percent / 100 * len(values)), 1) - 1]
+
+
+def rate(runs: Sequence[Run]) -> float:
+    """Output tokens a second."""
+    tokens = sum(timeline.output_tokens for run in runs for timeline in run.timelines)
+    return tokens / sum(run.seconds for run in runs)
+
+
+def summarise(runs: Sequence[Run], memory_mib: float) -> Figures:
+    """The figures over all runs of a load together."""
+    timelines = [timeline for run in runs for timeline in run.timelines]
+    ttfts = [timeline.ttft for timeline in timelines]
+    tpots = [tpot for timeline in timelines if (tpot := timeline.tpot) is not None]
+    pauses = [pause for timeline in timelines for pause in timeline.pauses()]
+    prompt_tokens = sum(timeline.prompt_tokens for timeline in timelines)
+    return Figures(
+        output_tokens_per_second=rate(runs),
+        total_tokens_per_second=rate(runs) + prompt_tokens / sum(run.seconds for run in runs),
+        ttft_ms=1e3 * statistics.median(ttfts),
+        ttft_p99_ms=1e3 * percentile(ttfts, 99),
+        tpot_ms=1e3 * statistics.median(tpots),
+        itl_p99_ms=1e3 * percentile(pauses, 99),
+        memory_mib=memory_mib,
+    )

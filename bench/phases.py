@@ -1,0 +1,36 @@
+"""The split of a step: what the phases of our steps took under a load, by the scheduler's own account."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pagewire.v1.admin_service_pb2 import StepSplit
+
+PHASES = ("schedule", "encode", "wire", "move", "forward", "sample", "decode", "update", "publish")
+"""In the order in which a step passes through them."""
+MODEL_PHASES = frozenset(("move", "forward", "sample"))
+"""The worker's; all others are scheduler, codec and gRPC."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Microseconds a step, by phase, over so many steps."""
+
+    num_steps: int
+    us: dict[str, float]
+
+    @property
+    def overhead_percent(self) -> float:
+        """The share of scheduler, codec and gRPC in the sum of all phases, hidden behind the worker or not."""
+        model = sum(us for phase, us in self.us.items() if phase in MODEL_PHASES)
+        return 100 * (1 - model / sum(self.us.values()))
+
+
+def split_between(readings: Sequence[tuple[StepSplit, StepSplit]]) -> Split:
+    """From what was read before and after each run of a load."""
+    num_steps = sum(after.num_steps - before.num_steps for before, after in readings)
+
+    us = {
+        phase: sum(getattr(after, f"{phase}_us") - getattr(before, f"{phase}_us") for before, after in readings)
+        for phase in PHASES
+    }
+    return Split(num_steps, {phase: total / num_steps for phase, total in us.items()})

@@ -1,0 +1,21 @@
+"""What the processes of a system take: memory and CPU time, their children's and theirs in turn included."""
+
+from collections.abc import Iterator, Sequence
+
+import psutil
+
+
+def _family(pids: Sequence[int]) -> Iterator[psutil.Process]:
+    for pid in pids:
+        parent = psutil.Process(pid)
+        yield from (parent, *parent.children(recursive=True))
+
+
+def memory_mib(pids: Sequence[int]) -> float:
+    """What is resident, in MiB. A page that several processes share counts once, where the system can tell."""
+    infos = [process.memory_full_info() for process in _family(pids)]
+    return sum(getattr(info, "pss", info.rss) for info in infos) / 2**20
+
+
+def cpu_seconds(pids: Sequence[int]) -> float:
+    return sum(times.user + times.system for times in (process.cpu_times() for process in _family(pids)))
