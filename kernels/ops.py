@@ -1,7 +1,7 @@
 """Chooses, by device, who computes the operations of a decoder layer.
 
 Each backend is a module with one function for every operation of `Ops`; what a backend does no better than eager torch
-it takes from `kernels.reference`, whose docstrings say what each operation is.
+it takes from `kernels.reference`, whose docstrings, with those of `kernels.composed`, say what each operation is.
 """
 
 from collections.abc import Callable
@@ -30,6 +30,20 @@ class Ops(Protocol):
         self,
         query: Tensor,
         layer_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor: ...
+
+    def qkv_attention(
+        self,
+        qkv: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        rotation: tuple[Tensor, Tensor] | None,
+        layer_cache: Tensor,
+        slots: Tensor,
         metadata: AttentionMetadata,
         scale: float,
         window: int | None = None,

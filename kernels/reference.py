@@ -5,13 +5,20 @@ The KV cache is block-major, `[num_blocks, num_layers, 2, block_size, num_kv_hea
 strided view `cache[:, layer]`. A slot is a token's place in the cache: `block * block_size + offset`.
 """
 
+import sys
 from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels import composed
 from kernels.metadata import AttentionMetadata
+
+if TYPE_CHECKING:
+    from kernels.ops import Ops
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 """What `gated_activation` can apply to the gate."""
@@ -103,6 +110,9 @@ def paged_attention(
             query[start:stop].transpose(0, 1), keys, values, visible, scale, soft_cap
         ).transpose(0, 1)
     return output
+
+
+qkv_attention = partial(composed.qkv_attention, cast("Ops", sys.modules[__name__]))
 
 
 def gated_activation(x: Tensor, activation: str) -> Tensor:

@@ -55,6 +55,35 @@ def paged_attention(
     return output
 
 
+def qkv_attention(
+    qkv: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    rotation: tuple[Tensor, Tensor] | None,
+    layer_cache: Tensor,
+    slots: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    output: Tensor = _library.qkv_attention(
+        qkv,
+        norms,
+        eps,
+        rotation,
+        layer_cache,
+        slots,
+        metadata.query_start,
+        metadata.context_lens,
+        metadata.block_tables,
+        scale,
+        window or 0,
+        soft_cap or 0.0,
+    )
+    return output
+
+
 def pack(weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor] | None:
     if not _library.can_pack(weight):
         return reference.pack(weight)

@@ -210,6 +210,31 @@ def test_store_kv_writes_its_slots_and_nothing_else(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("normed", "pairs"), [(False, 32), (True, 16), (True, None), (False, None)])
+def test_a_fused_projection_attends_as_its_parts_do(
+    kernels: ModuleType, normed: bool, pairs: int | None, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    _, cache, metadata = attention_case([(1, 40), (9, 33), (1, 1)], (4, 2, 64), 16, dtype)
+    qkv = torch.randn(11, 8 * 64, generator=generator).to(dtype)
+    tables = metadata.block_tables
+    slots = [
+        int(tables[0, 2]) * 16 + 7,
+        *(int(tables[1, p // 16]) * 16 + p % 16 for p in range(24, 33)),
+        int(tables[2, 0]) * 16,
+    ]
+    norms = tuple(torch.randn(2, 64, generator=generator).to(dtype)) if normed else None
+    rotation = None
+    if pairs is not None:
+        rotation = reference.rotary_tables(torch.arange(11) * 17, 100.0 ** -torch.linspace(0, 1, pairs), 1.25)
+    expected_cache = cache.clone()
+    arguments = (torch.tensor(slots), metadata, 0.3, 20)
+    expected = reference.qkv_attention(qkv.clone(), norms, 1e-5, rotation, expected_cache, *arguments)
+    close(kernels.qkv_attention(qkv, norms, 1e-5, rotation, cache, *arguments), expected, dtype)
+    assert torch.equal(cache.isnan(), expected_cache.isnan())
+    close(cache.nan_to_num(0), expected_cache.nan_to_num(0), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_gated_activation(kernels: ModuleType, activation: str, dtype: torch.dtype, generator: torch.Generator) -> None:
     for shape in ((0, 8), (1, 2), (5, 246), (40, 3072)):

@@ -136,28 +136,31 @@ std::tuple<Tensor, Tensor> argmax_op(const Tensor& x) {
   return {values, indices};
 }
 
-Tensor paged_attention_op(
-    const Tensor& query, const Tensor& cache, const Tensor& query_start, const Tensor& context_lens,
-    const Tensor& block_tables, double scale, int64_t window, double soft_cap) {
-  check_heads(query, "query");
-  check_layer_cache(cache);
-  check_like(query, cache, "query");
-  for (const auto* tensor : {&query_start, &context_lens, &block_tables}) {
+struct Metadata {
+  const Tensor &query_start, &context_lens, &block_tables;
+};
+
+// query: [tokens, heads, head_dim]; returns [tokens, heads * head_dim].
+Tensor attend(
+    const Tensor& query, const Tensor& cache, const Metadata& metadata, double scale, int64_t window, double soft_cap) {
+  for (const auto* tensor : {&metadata.query_start, &metadata.context_lens, &metadata.block_tables}) {
     check_contiguous(*tensor, "metadata");
     TORCH_CHECK(tensor->scalar_type() == at::kInt, "metadata must be int32");
   }
+  const int64_t sequences = metadata.context_lens.numel();
   TORCH_CHECK(query.size(2) == cache.size(4) && query.size(1) % cache.size(3) == 0 &&
-                  block_tables.dim() == 2 && block_tables.size(0) == context_lens.numel() &&
-                  query_start.numel() == context_lens.numel() + 1,
+                  metadata.block_tables.dim() == 2 && metadata.block_tables.size(0) == sequences &&
+                  metadata.query_start.numel() == sequences + 1,
               "query, cache and metadata do not fit each other");
-  auto out = at::empty(query.sizes(), query.options());
+  auto out = at::empty({query.size(0), query.size(1) * query.size(2)}, query.options());
   for_type(query, [&](auto type) {
     using T = decltype(type);
     const Attention<T> a{
-        out.data_ptr<T>(), query.const_data_ptr<T>(), cache.const_data_ptr<T>(), query_start.const_data_ptr<int32_t>(),
-        context_lens.const_data_ptr<int32_t>(), block_tables.const_data_ptr<int32_t>(), query.stride(0),
-        cache.stride(0), cache.stride(1), block_tables.size(1), context_lens.numel(), query.size(1), cache.size(3),
-        query.size(2), cache.size(2), static_cast<float>(scale), static_cast<float>(soft_cap), window};
+        out.data_ptr<T>(), query.const_data_ptr<T>(), cache.const_data_ptr<T>(),
+        metadata.query_start.const_data_ptr<int32_t>(), metadata.context_lens.const_data_ptr<int32_t>(),
+        metadata.block_tables.const_data_ptr<int32_t>(), query.stride(0), cache.stride(0), cache.stride(1),
+        metadata.block_tables.size(1), sequences, query.size(1), cache.size(3), query.size(2), cache.size(2),
+        static_cast<float>(scale), static_cast<float>(soft_cap), window};
 #if defined(__AVX512BF16__)
     if constexpr (std::is_same_v<T, at::BFloat16>)
       if (Bf16Tiles::can(a)) return paged_attention<T, Bf16Tiles>(a);
@@ -165,6 +168,57 @@ Tensor paged_attention_op(
     paged_attention<T, FloatTiles<T>>(a);
   });
   return out;
+}
+
+Tensor paged_attention_op(
+    const Tensor& query, const Tensor& cache, const Tensor& query_start, const Tensor& context_lens,
+    const Tensor& block_tables, double scale, int64_t window, double soft_cap) {
+  check_heads(query, "query");
+  check_layer_cache(cache);
+  check_like(query, cache, "query");
+  return attend(query, cache, {query_start, context_lens, block_tables}, scale, window, soft_cap)
+      .view(query.sizes());
+}
+
+Tensor qkv_attention_op(
+    Tensor qkv, const std::optional<std::tuple<Tensor, Tensor>>& norms, double eps,
+    const std::optional<std::tuple<Tensor, Tensor>>& rotation, Tensor cache, const Tensor& slots,
+    const Tensor& query_start, const Tensor& context_lens, const Tensor& block_tables, double scale, int64_t window,
+    double soft_cap) {
+  check_contiguous(qkv, "qkv");
+  check_layer_cache(cache);
+  check_like(qkv, cache, "qkv");
+  check_contiguous(slots, "slots");
+  const int64_t tokens = qkv.size(0), num_kv_heads = cache.size(3), head_dim = cache.size(4);
+  const int64_t num_heads = qkv.size(1) / head_dim - 2 * num_kv_heads;
+  TORCH_CHECK(qkv.dim() == 2 && qkv.size(1) % head_dim == 0 && num_heads > 0, "qkv and the cache do not fit each other");
+  TORCH_CHECK(slots.scalar_type() == at::kLong && slots.numel() == tokens, "slots must be [tokens] int64");
+  int64_t pairs = 0;
+  if (norms.has_value())
+    for (const auto* norm : {&std::get<0>(*norms), &std::get<1>(*norms)}) {
+      check_like(*norm, qkv, "norms");
+      check_contiguous(*norm, "norms");
+      TORCH_CHECK(norm->numel() == head_dim, "norms must be [head_dim]");
+    }
+  if (rotation.has_value())
+    for (const auto* angles : {&std::get<0>(*rotation), &std::get<1>(*rotation)}) {
+      check_contiguous(*angles, "rotation");
+      pairs = angles->size(1);
+      TORCH_CHECK(angles->scalar_type() == at::kFloat && angles->size(0) == tokens && 2 * pairs <= head_dim,
+                  "rotation must be float32 [tokens, at most head_dim / 2]");
+    }
+  for_type(qkv, [&](auto type) {
+    using T = decltype(type);
+    prepare<T>({
+        qkv.data_ptr<T>(), norms.has_value() ? std::get<0>(*norms).template const_data_ptr<T>() : nullptr,
+        norms.has_value() ? std::get<1>(*norms).template const_data_ptr<T>() : nullptr, static_cast<float>(eps),
+        rotation.has_value() ? std::get<0>(*rotation).template const_data_ptr<float>() : nullptr,
+        rotation.has_value() ? std::get<1>(*rotation).template const_data_ptr<float>() : nullptr, pairs,
+        cache.data_ptr<T>(), cache.stride(0), cache.stride(1), cache.size(2), slots.const_data_ptr<int64_t>(), tokens,
+        num_heads, num_kv_heads, head_dim});
+  });
+  const auto query = qkv.view({tokens, num_heads + 2 * num_kv_heads, head_dim}).narrow(1, 0, num_heads);
+  return attend(query, cache, {query_start, context_lens, block_tables}, scale, window, soft_cap);
 }
 
 bool can_pack(const Tensor& weight) {
@@ -228,6 +282,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("gated_activation", &pagewire::gated_activation_op, unlocked);
   module.def("argmax", &pagewire::argmax_op, unlocked);
   module.def("paged_attention", &pagewire::paged_attention_op, unlocked);
+  module.def("qkv_attention", &pagewire::qkv_attention_op, unlocked);
   module.def("can_pack", &pagewire::can_pack, unlocked);
   module.def("pack", &pagewire::pack, unlocked);
   module.def("linear", &pagewire::linear, unlocked);

@@ -17,6 +17,25 @@ inline int64_t rows_a_thread(int64_t row_length) {
   return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, row_length));
 }
 
+// squares: the sum of x's, lane by lane. out may be x.
+template <typename T>
+inline void scale_to_rms(T* out, const T* x, const T* weight, int64_t length, const Vec& squares, float eps, float offset) {
+  const Vec scale(1.0f / std::sqrt(sum(squares) / static_cast<float>(length) + eps));
+  for_each_vector(length, [&](int64_t i, int64_t n) {
+    store(out + i, widen(x + i, n) * scale * (widen(weight + i, n) + Vec(offset)), n);
+  });
+}
+
+template <typename T>
+inline Vec sum_of_squares(const T* x, int64_t length) {
+  Vec squares(0.0f);
+  for_each_vector(length, [&](int64_t i, int64_t n) {
+    const Vec value = widen(x + i, n);
+    squares = at::vec::fmadd(value, value, squares);
+  });
+  return squares;
+}
+
 // x: [outer, inner, length] with the given strides; out: contiguous. With a residual, [outer * inner, length], x is
 // added to it first and the sum is what is normalised.
 template <typename T>
@@ -28,10 +47,7 @@ void rms_norm(
       const T* source = x + row / inner * outer_stride + row % inner * inner_stride;
       Vec squares(0.0f);
       if (residual == nullptr) {
-        for_each_vector(length, [&](int64_t i, int64_t n) {
-          const Vec value = widen(source + i, n);
-          squares = at::vec::fmadd(value, value, squares);
-        });
+        squares = sum_of_squares(source, length);
       } else {
         T* target = residual + row * length;
         for_each_vector(length, [&](int64_t i, int64_t n) {
@@ -41,11 +57,7 @@ void rms_norm(
         });
         source = target;
       }
-      const Vec scale(1.0f / std::sqrt(sum(squares) / static_cast<float>(length) + eps));
-      T* target = out + row * length;
-      for_each_vector(length, [&](int64_t i, int64_t n) {
-        store(target + i, widen(source + i, n) * scale * (widen(weight + i, n) + Vec(offset)), n);
-      });
+      scale_to_rms(out + row * length, source, weight, length, squares, eps, offset);
     }
   });
 }
@@ -84,6 +96,45 @@ inline void store_kv(
       char* place = cache + slot / block_size * block_stride + slot % block_size * bytes;
       std::memcpy(place, keys + token * key_stride, bytes);
       std::memcpy(place + part_stride, values + token * value_stride, bytes);
+    }
+  });
+}
+
+// What happens to a fused projection before its queries attend: query and key heads are normalised (if there are
+// weights) and rotated (if there are angles) in place, and keys and values copied into their slots.
+template <typename T>
+struct Projection {
+  T* qkv;  // [tokens, num_heads + 2 * num_kv_heads, head_dim]
+  const T *query_norm, *key_norm;
+  float eps;
+  const float *cos, *sin;  // [tokens, pairs]
+  int64_t pairs;
+  T* cache;
+  int64_t block_stride, part_stride, block_size;
+  const int64_t* slots;
+  int64_t tokens, num_heads, num_kv_heads, head_dim;
+};
+
+template <typename T>
+void prepare(const Projection<T>& p) {
+  const int64_t stride = (p.num_heads + 2 * p.num_kv_heads) * p.head_dim, kept = p.num_kv_heads * p.head_dim;
+  at::parallel_for(0, p.tokens, rows_a_thread(stride), [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      T* heads = p.qkv + token * stride;
+      for (int64_t number = 0; number < p.num_heads + p.num_kv_heads; ++number) {
+        T* head = heads + number * p.head_dim;
+        if (p.query_norm != nullptr)
+          scale_to_rms(
+              head, head, number < p.num_heads ? p.query_norm : p.key_norm, p.head_dim,
+              sum_of_squares(head, p.head_dim), p.eps, 0.0f);
+        if (p.cos != nullptr) rotate(head, p.cos + token * p.pairs, p.sin + token * p.pairs, p.pairs);
+      }
+      const int64_t slot = p.slots[token];
+      if (slot < 0) continue;
+      const T* keys = heads + p.num_heads * p.head_dim;
+      T* place = p.cache + slot / p.block_size * p.block_stride + slot % p.block_size * kept;
+      std::copy_n(keys, kept, place);
+      std::copy_n(keys + kept, kept, place + p.part_stride);
     }
   });
 }

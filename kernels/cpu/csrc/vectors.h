@@ -36,6 +36,15 @@ template <typename T>
 inline void store(T* target, const Vec& wide, int64_t count = kLanes) {
   if constexpr (std::is_same_v<T, float>) {
     wide.store(target, count);
+#if defined(__AVX512BF16__)
+  } else if constexpr (std::is_same_v<T, at::BFloat16>) {
+    const auto narrow = (__m256i)_mm512_cvtneps_pbh(wide);
+    if (count == kLanes) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), narrow);
+    } else {
+      _mm256_mask_storeu_epi16(target, static_cast<__mmask16>((1 << count) - 1), narrow);
+    }
+#endif
   } else {
     at::vec::convert_from_float<T>(wide, wide).store(target, count);
   }

@@ -1,0 +1,44 @@
+"""Operations made of others, for the backends that have no fused version of them."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kernels.metadata import AttentionMetadata
+
+if TYPE_CHECKING:
+    from kernels.ops import Ops
+
+
+def qkv_attention(
+    ops: "Ops",
+    qkv: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    rotation: tuple[Tensor, Tensor] | None,
+    layer_cache: Tensor,
+    slots: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """From a fused projection to what its heads attend to; new keys and values are stored on the way.
+
+    qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], query, key and value heads in this order, overwritten;
+    norms: weights [head_dim] of the `rms_norm` of query and of key heads, if these are normalised; rotation: cosines
+    and sines of `rotary_tables`, if positions count; layer_cache, slots: as `store_kv` has them. Returns
+    [num_tokens, num_heads * head_dim].
+    """
+    num_kv_heads, head_dim = layer_cache.shape[3:]
+    heads = qkv.view(len(qkv), -1, head_dim)
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if norms is not None:
+        query, key = ops.rms_norm(query, norms[0], eps), ops.rms_norm(key, norms[1], eps)
+    if rotation is not None:
+        ops.rotary_embedding(query, *rotation)
+        ops.rotary_embedding(key, *rotation)
+    ops.store_kv(key, value, layer_cache, slots)
+    return ops.paged_attention(query, layer_cache, metadata, scale, window, soft_cap).flatten(1)
