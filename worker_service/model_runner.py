@@ -13,7 +13,7 @@ from torch import Tensor
 from worker_service.batch import build_batch
 from worker_service.cache_engine import CacheEngine
 from worker_service.logprobs import concatenate, gather_logprobs, sample_logprobs
-from worker_service.models.llama import LlamaForCausalLM
+from worker_service.models.causal_model import CausalModel
 from worker_service.sampler import sample
 from worker_service.session import ScheduledChunk
 from worker_service.step import ModelOutput, SampleLogprobs, SchedulerOutput, StepTiming
@@ -25,7 +25,7 @@ _LOGPROB_ROWS = 256
 class ModelRunner:
     """A model and its cache on one device. Not thread-safe: one thread owns the device."""
 
-    def __init__(self, model: LlamaForCausalLM, cache_engine: CacheEngine) -> None:
+    def __init__(self, model: CausalModel, cache_engine: CacheEngine) -> None:
         self.model = model
         self.cache_engine = cache_engine
         self._device = cache_engine.device_blocks.device

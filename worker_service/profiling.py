@@ -11,7 +11,7 @@ import torch
 
 from worker_service.cache_engine import CacheEngine, CacheShape
 from worker_service.model_runner import ModelRunner
-from worker_service.models.llama import LlamaForCausalLM
+from worker_service.models.causal_model import CausalModel
 from worker_service.session import ScheduledChunk, SequenceState
 from worker_service.step import TOKENS, SamplingParams, SchedulerOutput
 
@@ -20,7 +20,7 @@ _CPU_TOKENS = 256
 
 
 def measure_prefill(
-    model: LlamaForCausalLM,
+    model: CausalModel,
     shape: CacheShape,
     device: torch.device,
     max_num_batched_tokens: int,

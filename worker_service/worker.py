@@ -19,16 +19,15 @@ from worker_service.dummy_weights import DummyWeights
 from worker_service.errors import is_out_of_memory
 from worker_service.model_runner import ModelRunner
 from worker_service.model_store import find_model
-from worker_service.models.llama import LlamaConfig, LlamaForCausalLM
+from worker_service.models.causal_model import ModelConfig
+from worker_service.models.decoder_config import DecoderConfig
+from worker_service.models.registry import build_model, read_config
 from worker_service.profiling import measure_prefill
 from worker_service.settings import WorkerSettings
 from worker_service.step import Limits, WorkerInfo
 from worker_service.tokenizer_files import find_tokenizer_files
 
 log = structlog.get_logger()
-
-MODEL_TYPES = ("llama", "mistral")
-"""The families of networks that can be run, by the `model_type` of config.json."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +62,10 @@ def load_worker(settings: WorkerSettings) -> Worker:
     num_host_blocks = int(settings.swap_space * 2**30) // shape.block_bytes
     try:
         # Without memory first: whatever is wrong with the weights is found before any is allocated for them.
-        blueprint = LlamaForCausalLM(config, dtype, torch.device("meta")).checkpoint_tensors()
+        blueprint = build_model(config, dtype, torch.device("meta")).checkpoint_tensors()
         checkpoint.check(blueprint)
         check_room_for_weights(device, sum(tensor.nbytes for tensor in blueprint.values()))
-        model = LlamaForCausalLM(config, dtype, device)
+        model = build_model(config, dtype, device)
         checkpoint.load_into(model.checkpoint_tensors())
         model.pack()
         speed = measure_prefill(model, shape, device, settings.max_num_batched_tokens, settings.max_num_seqs)
@@ -110,21 +109,17 @@ def _choose_device(settings: WorkerSettings) -> torch.device:
     return torch.device("cuda", 0) if available and settings.device != "cpu" else torch.device("cpu")
 
 
-def _read_config(checkpoint: Checkpoint) -> LlamaConfig:
+def _read_config(checkpoint: Checkpoint) -> DecoderConfig:
     file = checkpoint.path / "config.json"
-    if checkpoint.model_type not in MODEL_TYPES:
-        raise StartError(
-            f"{file}: a model {checkpoint.model_type} is not supported; supported are {' and '.join(MODEL_TYPES)}"
-        )
     try:
-        return LlamaConfig.from_json(checkpoint.config)
+        return read_config(checkpoint.config)
     except KeyError as error:
         raise StartError(f"{file}: {error.args[0]} is missing") from error
     except Exception as error:  # a config is anyone's, and can be wrong in as many ways as there is code to read it
         raise StartError(f"{file}: {str(error) or type(error).__name__}") from error
 
 
-def _choose_max_model_len(settings: WorkerSettings, config: LlamaConfig) -> int:
+def _choose_max_model_len(settings: WorkerSettings, config: ModelConfig) -> int:
     if settings.max_model_len is None:
         return config.max_model_len
     if settings.max_model_len > config.max_model_len:

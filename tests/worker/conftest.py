@@ -1,4 +1,4 @@
-"""A tiny random Llama on disk, made once, and the thread count that suits it."""
+"""Tiny random models on disk, each made once, and the thread count that suits them."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +16,9 @@ TINY = {
     "num_key_value_heads": 2,
     "head_dim": 10,
     "max_position_embeddings": 128,
-    "initializer_range": 0.2,
     "bos_token_id": 0,
     "eos_token_id": 1,
+    "pad_token_id": None,
 }
 
 
@@ -32,20 +32,23 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A factory of Hugging Face directories with random weights; keyword arguments override TINY."""
+    """A factory of Hugging Face directories with random weights: of a Llama, unless a `model_type` says otherwise.
 
-    def make(**config: Any) -> Path:
+    Keyword arguments override TINY.
+    """
+
+    def make(model_type: str = "llama", **config: Any) -> Path:
         from tokenizers import Tokenizer
         from tokenizers.models import WordLevel
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
-        path = tmp_path_factory.mktemp("tiny-llama")
+        path = tmp_path_factory.mktemp(f"tiny-{model_type}")
         torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(**TINY | config))
-        # Fresh biases and norms are constant, which would hide a mistaken one.
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                torch.nn.init.normal_(parameter, mean=1.0, std=0.2)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **TINY | config))
+        # Fresh biases and norms are constant, and fresh weights small, which would hide a mistaken one.
+        for name, parameter in model.named_parameters():
+            is_norm = parameter.dim() == 1 and not name.endswith("bias")
+            torch.nn.init.normal_(parameter, mean=float(is_norm), std=0.2)
         model.save_pretrained(path)
         Tokenizer(WordLevel({f"t{number}": number for number in range(131)}, "t0")).save(str(path / "tokenizer.json"))
         return path

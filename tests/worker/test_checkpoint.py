@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from pagewire_common.errors import StartError
 from worker_service.checkpoint import Checkpoint
-from worker_service.models.llama import LlamaConfig, LlamaForCausalLM
+from worker_service.models.registry import build_model, read_config
 from worker_service.settings import WorkerSettings
 from worker_service.worker import load_worker
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     checkpoint = Checkpoint(path)
-    places = LlamaForCausalLM(LlamaConfig.from_json(checkpoint.config), dtype, torch.device("cpu")).checkpoint_tensors()
+    places = build_model(read_config(checkpoint.config), dtype, torch.device("cpu")).checkpoint_tensors()
     checkpoint.load_into(places)
     return places
 

@@ -10,7 +10,7 @@ from worker_helpers import state
 
 from pagewire_common.errors import StartError
 from worker_service.dummy_weights import DummyWeights
-from worker_service.models.llama import LlamaConfig, LlamaForCausalLM
+from worker_service.models.registry import build_model, read_config
 from worker_service.session import ScheduledChunk
 from worker_service.settings import WorkerSettings
 from worker_service.step import SchedulerOutput
@@ -44,7 +44,7 @@ def load(path: Path, load_format: str, dtype: str = "auto") -> Worker:
 
 
 def places() -> dict[str, torch.Tensor]:
-    return LlamaForCausalLM(LlamaConfig.from_json(CONFIG), torch.float32, CPU).checkpoint_tensors()
+    return build_model(read_config(CONFIG), torch.float32, CPU).checkpoint_tensors()
 
 
 def test_a_config_is_enough(path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Native model implementations: a file a family, and what families share."""
+"""The networks that a worker can run."""

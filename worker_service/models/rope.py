@@ -1,30 +1,53 @@
-"""The frequencies of rotary position embeddings, from a checkpoint's config.json."""
+"""Rotary position embeddings, read from a checkpoint's config.json. (Su et al., 2021.)"""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_STATIC_TYPES = ("default", "linear", "llama3", "yarn")
-"""Kinds whose frequencies do not depend on how long a sequence has become: cached keys stay valid as it grows."""
+_SCALED_TYPES = ("linear", "dynamic", "llama3", "yarn", "longrope")
+"""Kinds that transformers computes for us, besides the plain one."""
 
 
-def inverse_frequencies(config: dict[str, Any], head_dim: int) -> tuple[Tensor, float]:
-    """Radians a position for each pair of a head, [head_dim / 2] float32, and the factor on cosines and sines.
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """How far each pair of a head turns from one position to the next."""
 
-    Understands `rope_parameters` and the older pair of `rope_theta` and `rope_scaling`. Raises ValueError for a kind
-    that is not supported. (Su et al., 2021; scaled kinds as transformers defines them.)
+    inverse_frequencies: Tensor
+    """[rotary_dim / 2] float32: radians a position. What of a head lies behind rotary_dim does not turn."""
+    scale: float = 1.0
+    """A factor on cosines and sines."""
+    max_positions: int | None = None
+    """The length of a sequence from which on it would need other frequencies, for its cached keys too; None for never.
+    """
+
+
+def read_rope(config: Mapping[str, Any], head_dim: int, default_theta: float = 10_000.0) -> Rope:
+    """Understands `rope_parameters` and the older pair of `rope_theta` and `rope_scaling`.
+
+    `default_theta` is what the family has where the file says nothing. Raises ValueError for a kind that is not
+    supported.
     """
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        raise ValueError("rope_parameters that differ between kinds of layers are not supported")
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind not in _STATIC_TYPES:
-        raise ValueError(f"rope type '{kind}' is not supported; supported are {', '.join(_STATIC_TYPES)}")
     if kind == "default":
-        theta = parameters.get("rope_theta") or config.get("rope_theta") or 10_000.0
-        return 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)), 1.0
-    # Imported for these kinds only: it takes two seconds.
-    from transformers import LlamaConfig
+        theta = parameters.get("rope_theta") or config.get("rope_theta") or default_theta
+        share = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+        rotary_dim = int(head_dim * share)
+        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+        return Rope(1.0 / theta**exponents)
+    # Imported for the other kinds only: it takes two seconds.
+    from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](LlamaConfig.from_dict(dict(config, model_type="llama")))
-    return frequencies, float(scale)
+    family = AutoConfig.for_model(**config)
+    kind = family.rope_parameters["rope_type"]  # which may be another name than the file's, from an older time
+    if kind not in _SCALED_TYPES:
+        raise ValueError(f"rope type '{kind}' is not supported; supported are default, {', '.join(_SCALED_TYPES)}")
+    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](family)
+    limit = family.rope_parameters["original_max_position_embeddings"] if kind == "longrope" else None
+    return Rope(frequencies, float(scale), limit)

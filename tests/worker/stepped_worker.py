@@ -1,0 +1,94 @@
+"""A worker without its service, stepped by hand, and the oracle that it is held against: transformers, in float32."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from worker_helpers import LIMITS, new_sequence
+
+from worker_service.cache_engine import CacheEngine, CacheShape
+from worker_service.checkpoint import Checkpoint
+from worker_service.model_runner import ModelRunner
+from worker_service.models.registry import build_model, read_config
+from worker_service.session import Session
+from worker_service.step import ModelOutput, NewSequence, SchedulerOutput
+
+PROMPT = [(7 * number * number + 3) % 131 for number in range(37)]
+
+
+def load_runner(path: Path) -> ModelRunner:
+    """A runner over a pool that is NaN wherever nothing was stored."""
+    checkpoint = Checkpoint(path)
+    config = read_config(checkpoint.config)
+    model = build_model(config, torch.float32, torch.device("cpu"))
+    checkpoint.load_into(model.checkpoint_tensors())
+    model.pack()
+    shape = CacheShape(config.num_layers, LIMITS.block_size, config.num_kv_heads, config.head_dim, torch.float32)
+    engine = CacheEngine(shape, LIMITS.num_device_blocks, LIMITS.num_host_blocks, torch.device("cpu"))
+    engine.device_blocks.fill_(float("nan"))
+    engine.host_blocks.fill_(float("nan"))
+    return ModelRunner(model, engine)
+
+
+class SteppedWorker:
+    """A session and a runner."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.session = Session(1, LIMITS)
+        self.step_id = 0
+
+    def step(self, *scheduled: tuple[int, int, bool], **output: Any) -> ModelOutput:
+        """Compute (sequence, number of tokens, whether it samples) of each, in one step."""
+        self.step_id += 1
+        ids, counts, samples = zip(*scheduled, strict=True) if scheduled else ((), (), ())
+        step = SchedulerOutput(
+            1, self.step_id, sequence_ids=ids, num_scheduled_tokens=counts, samples=samples, **output
+        )
+        chunks = self.session.apply(step)
+        answer = self.runner.execute(step, chunks)
+        self.session.commit(chunks, answer.token_ids)
+        return answer
+
+    def generate(self, sequence_id: int, count: int) -> list[int]:
+        """Decode alone."""
+        return [self.step((sequence_id, 1, True)).token_ids[0] for _ in range(count)]
+
+    def prompt_logprobs(self, chunk_lens: list[int]) -> Tensor:
+        """The log-softmax at every position of PROMPT but the last, [len(PROMPT) - 1, vocabulary_size]."""
+        rows: list[list[float]] = []
+        size = LIMITS.vocabulary_size
+        new: dict[str, tuple[NewSequence, ...]] = {
+            "new_sequences": (new_sequence(1, PROMPT, range(20, 32), prompt_logprobs=size),)
+        }
+        for chunk_len in chunk_lens:
+            (report,) = self.step((1, chunk_len, False), **new).prompt_logprobs or (None,)
+            new = {}
+            if report is not None:
+                for start in range(0, len(report.token_ids), report.width):
+                    entries = slice(start + 1, start + 1 + size)
+                    by_id = sorted(zip(report.token_ids[entries], report.logprobs[entries], strict=True))
+                    rows.append([logprob for _, logprob in by_id])
+        return torch.tensor(rows)
+
+
+class Oracle:
+    """What transformers makes of a checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+
+    def logprobs(self, token_ids: list[int]) -> Tensor:
+        """The log-softmax at every position, [len(token_ids), vocabulary_size]."""
+        with torch.inference_mode():
+            return self._model(torch.tensor([token_ids]), use_cache=False).logits[0].log_softmax(-1)
+
+    def greedy(self, token_ids: list[int], count: int) -> list[int]:
+        """The continuation, token by token, without a cache."""
+        known = list(token_ids)
+        for _ in range(count):
+            known.append(int(self.logprobs(known)[-1].argmax()))
+        return known[len(token_ids) :]

@@ -1,0 +1,126 @@
+"""Every family of networks against transformers in float32, whole and cut into steps in the ways that a scheduler may.
+
+The weights are random and large, biases and norms among them; contexts are longer than the sliding windows.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stepped_worker import PROMPT, Oracle, SteppedWorker, load_runner
+from worker_helpers import new_sequence, tokens
+
+from worker_service.step import BlockMapping, BlockTableUpdate
+
+NATIVE: dict[str, dict[str, Any]] = {
+    "llama, dynamic rope": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0},
+    },
+    "mistral": {"model_type": "mistral", "sliding_window": 9},
+    "mistral, no window": {"model_type": "mistral", "sliding_window": None, "tie_word_embeddings": True},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen2, windows": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 1,
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {"model_type": "qwen3", "attention_bias": True},
+    "qwen3, windows": {
+        "model_type": "qwen3",
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
+    "smollm3, windows": {
+        "model_type": "smollm3",
+        "no_rope_layers": [0, 1, 1],
+        "use_sliding_window": True,
+        "sliding_window": 6,
+    },
+    "phi3": {
+        "model_type": "phi3",
+        "hidden_size": 60,
+        "sliding_window": 11,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.6},
+    },
+    "phi3, longrope": {
+        "model_type": "phi3",
+        "hidden_size": 60,
+        "max_position_embeddings": 512,
+        "original_max_position_embeddings": 64,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10_000.0,
+            "short_factor": [1.0, 1.5, 2.0, 3.0, 4.0],
+            "long_factor": [9.0] * 5,
+        },
+    },
+}
+MODELS = NATIVE
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def checkpoint(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Path]) -> Path:
+    return make_checkpoint(**MODELS[request.param])
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint: Path) -> Oracle:
+    return Oracle(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def greedy(oracle: Oracle) -> list[int]:
+    return oracle.greedy(PROMPT, 14)
+
+
+@pytest.fixture
+def worker(checkpoint: Path) -> SteppedWorker:
+    return SteppedWorker(load_runner(checkpoint))
+
+
+@pytest.mark.parametrize("chunk_lens", [[36], [5, 1, 17, 13]])
+def test_logits_match_transformers(chunk_lens: list[int], worker: SteppedWorker, oracle: Oracle) -> None:
+    expected = oracle.logprobs(PROMPT)[:-1]
+    torch.testing.assert_close(worker.prompt_logprobs(chunk_lens), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_tokens_match_transformers_through_chunks_batches_preemption_and_swapping(
+    worker: SteppedWorker, oracle: Oracle, greedy: list[int]
+) -> None:
+    assert len(set(greedy)) > 2
+    beside = oracle.greedy(PROMPT[:20], 4)
+    found = list(worker.step((1, 30, False), new_sequences=(new_sequence(1, PROMPT, range(13)),)).token_ids)
+    late = new_sequence(2, PROMPT[:20], range(20, 26))
+    both = [
+        worker.step((1, 7, True), (2, 11, False), new_sequences=(late,)).token_ids,
+        worker.step((2, 9, True), (1, 1, True)).token_ids[::-1],
+        *(worker.step((1, 1, True), (2, 1, True)).token_ids for _ in range(3)),
+    ]
+    found += [step[0] for step in both]
+    assert [step[1] for step in both[1:]] == beside
+
+    worker.step(preempted=(1,))
+    back = new_sequence(1, PROMPT + found, range(30, 43), num_prompt_tokens=len(PROMPT))
+    found += worker.step((1, len(PROMPT) + len(found), True), new_sequences=(back,)).token_ids
+    found += worker.generate(1, 3)
+
+    worker.step(finished=(2,))
+    held = -(-(len(PROMPT) + len(found)) // 4)
+    worker.step(blocks_to_swap_out=BlockMapping(tuple(range(30, 38)), tuple(range(8))))
+    worker.runner.cache_engine.device_blocks[30:38] = float("nan")
+    table = [*range(50, 58), *range(38, 43), 60]
+    assert held <= len(table)
+    found += worker.step(
+        (1, 1, True),
+        blocks_to_swap_in=BlockMapping(tuple(range(8)), tuple(range(50, 58))),
+        block_table_updates=(BlockTableUpdate(1, 0, tokens(table)),),
+    ).token_ids
+    found += worker.generate(1, len(greedy) - len(found))
+    assert found == greedy

@@ -1,0 +1,52 @@
+"""What the worker needs of a network, native or not."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from kernels.metadata import AttentionMetadata
+
+
+class ModelConfig(Protocol):
+    """What decides the shape of the cache and the limits of a step."""
+
+    @property
+    def vocabulary_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers the cache has to hold keys and values of."""
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+
+class CausalModel(Protocol):
+    """A network whose weights lie on a device."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """The tensors that a checkpoint must hold, by their names in it, and the places that they fill."""
+
+    def pack(self) -> None:
+        """Prepare the weights for use. Called once, when `checkpoint_tensors` have been filled."""
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionMetadata, cache: Tensor
+    ) -> Tensor:
+        """Compute tokens and store their keys and values.
+
+        token_ids, positions, slots: [num_tokens] int64; cache: [num_blocks, num_layers, 2, block_size, num_kv_heads,
+        head_dim]. Returns hidden states, [num_tokens, hidden_size].
+        """
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [rows, hidden_size] of `forward`; returns [rows, vocabulary_size]."""

@@ -1,0 +1,55 @@
+"""The sizes and switches of a native decoder: everything that sets one family of networks apart from another."""
+
+from dataclasses import dataclass
+
+from worker_service.models.rope import Rope
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What may differ from layer to layer."""
+
+    rope: Rope | None
+    """None in a layer that sees no positions."""
+    window: int | None
+    """How many tokens up to itself a token attends to; None for all."""
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """A network. Raises ValueError where the sizes make none."""
+
+    vocabulary_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_model_len: int
+    rms_norm_eps: float
+    activation: str
+    """As `gated_activation` has it."""
+    layers: tuple[LayerConfig, ...]
+    tied_embeddings: bool
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """Whether each head's queries and keys are normalised before they are rotated."""
+    fused_checkpoint: bool = False
+    """Whether checkpoints hold query, key and value as one tensor, and gate and up as another."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
+                     "head_dim", "max_model_len"):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
+            raise ValueError(
+                f"{self.num_heads} heads of size {self.head_dim} cannot share {self.num_kv_heads} key-value heads"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers the cache has to hold keys and values of."""
+        return len(self.layers)
