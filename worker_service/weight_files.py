@@ -63,7 +63,7 @@ class WeightFiles:
     def check(self, expected: Mapping[str, Tensor]) -> None:
         """Check that each of these tensors is there, has this shape and is of floating point; others do not matter."""
         for name, place in expected.items():
-            tensor = self._tensors.get(name)
+            tensor = self._find(name)
             if tensor is None:
                 where = self._index if self._shard_of else self._files[0]
                 raise StartError(f"{where}: the weights lack the tensor {name}, which config.json asks for")
@@ -76,18 +76,23 @@ class WeightFiles:
     def load_into(self, places: Mapping[str, Tensor]) -> None:
         """Copy each named tensor to its place, converting its type. Files are read once, from front to back."""
         self.check(places)
-        in_order = sorted(places, key=lambda name: (self._tensors[name].file, self._tensors[name].begin))
-        num_bytes = sum(self._tensors[name].num_bytes for name in in_order)
-        buffer = memoryview(bytearray(max([_PIECE_BYTES, *(self._tensors[name].row_bytes for name in in_order)])))
+        stored = {name: tensor for name in places if (tensor := self._find(name)) is not None}
+        in_order = sorted(stored, key=lambda name: (stored[name].file, stored[name].begin))
+        num_bytes = sum(tensor.num_bytes for tensor in stored.values())
+        buffer = memoryview(bytearray(max([_PIECE_BYTES, *(tensor.row_bytes for tensor in stored.values())])))
         with byte_progress("loading weights", num_bytes) as progress:
-            for file, names in groupby(in_order, key=lambda name: self._tensors[name].file):
+            for file, names in groupby(in_order, key=lambda name: stored[name].file):
                 try:
                     with open(file, "rb", buffering=0) as stream:
                         for name in names:
-                            _fill(places[name], name, self._tensors[name], stream, buffer)
-                            progress.update(self._tensors[name].num_bytes)
+                            _fill(places[name], name, stored[name], stream, buffer)
+                            progress.update(stored[name].num_bytes)
                 except OSError as error:
                     raise StartError(f"cannot read {file}: {error.strerror}") from error
+
+    def _find(self, name: str) -> StoredTensor | None:
+        """Files of a network saved without its head, as GPT-2's, lack the first part of each name."""
+        return self._tensors.get(name) or self._tensors.get(name.partition(".")[2])
 
 
 def _read_index(file: Path) -> dict[str, str]:

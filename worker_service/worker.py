@@ -20,8 +20,7 @@ from worker_service.errors import is_out_of_memory
 from worker_service.model_runner import ModelRunner
 from worker_service.model_store import find_model
 from worker_service.models.causal_model import ModelConfig
-from worker_service.models.decoder_config import DecoderConfig
-from worker_service.models.registry import build_model, read_config
+from worker_service.models.registry import AnyConfig, build_model, read_config
 from worker_service.profiling import measure_prefill
 from worker_service.settings import WorkerSettings
 from worker_service.step import Limits, WorkerInfo
@@ -109,7 +108,7 @@ def _choose_device(settings: WorkerSettings) -> torch.device:
     return torch.device("cuda", 0) if available and settings.device != "cpu" else torch.device("cpu")
 
 
-def _read_config(checkpoint: Checkpoint) -> DecoderConfig:
+def _read_config(checkpoint: Checkpoint) -> AnyConfig:
     file = checkpoint.path / "config.json"
     try:
         return read_config(checkpoint.config)

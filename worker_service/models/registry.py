@@ -1,7 +1,7 @@
-"""Which network runs a checkpoint, by the `model_type` of its config.json."""
+"""Which network runs a checkpoint: the native decoder for the families that it knows, transformers' code for others."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -10,15 +10,26 @@ from worker_service.models.decoder import Decoder
 from worker_service.models.decoder_config import DecoderConfig
 from worker_service.models.families import FAMILIES
 
+if TYPE_CHECKING:
+    # Imported where it is needed otherwise: transformers takes two seconds.
+    from worker_service.models.transformers_config import TransformersConfig
 
-def read_config(json: Mapping[str, Any]) -> DecoderConfig:
-    """Read a config.json. Raises ValueError, KeyError or TypeError where no such network can be run."""
-    family = json.get("model_type", "of no stated type")
-    if family not in FAMILIES:
-        raise ValueError(f"a model {family} is not supported; supported are {', '.join(sorted(FAMILIES))}")
-    return FAMILIES[family](json)
+AnyConfig: TypeAlias = "DecoderConfig | TransformersConfig"
 
 
-def build_model(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> CausalModel:
+def read_config(json: Mapping[str, Any]) -> AnyConfig:
+    """Read a config.json. Raises ValueError, KeyError or TypeError where it describes no network that can be run."""
+    if (family := json.get("model_type")) in FAMILIES:
+        return FAMILIES[family](json)
+    from worker_service.models.transformers_config import TransformersConfig
+
+    return TransformersConfig.from_json(json)
+
+
+def build_model(config: AnyConfig, dtype: torch.dtype, device: torch.device) -> CausalModel:
     """A network with its weights allocated, without values yet."""
-    return Decoder(config, dtype, device)
+    if isinstance(config, DecoderConfig):
+        return Decoder(config, dtype, device)
+    from worker_service.models.transformers_model import TransformersModel
+
+    return TransformersModel(config, dtype, device)

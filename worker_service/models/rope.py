@@ -41,10 +41,11 @@ def read_rope(config: Mapping[str, Any], head_dim: int, default_theta: float = 1
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
         return Rope(1.0 / theta**exponents)
     # Imported for the other kinds only: it takes two seconds.
-    from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    family = AutoConfig.for_model(**config)
+    from worker_service.models.transformers_json import parse
+
+    family = parse(config)
     kind = family.rope_parameters["rope_type"]  # which may be another name than the file's, from an older time
     if kind not in _SCALED_TYPES:
         raise ValueError(f"rope type '{kind}' is not supported; supported are default, {', '.join(_SCALED_TYPES)}")

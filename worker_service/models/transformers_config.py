@@ -1,0 +1,88 @@
+"""The config.json of a network that runs in transformers' own code, and the reasons why one cannot."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from worker_service.models.transformers_json import parse
+from worker_service.models.transformers_survey import Survey, survey
+
+
+@dataclass(frozen=True)
+class TransformersConfig:
+    """A network, the class that computes it, and what it needs."""
+
+    network: Any
+    """The configuration as transformers has it."""
+    network_class: Any
+    needs: Survey
+    vocabulary_size: int
+    max_model_len: int
+
+    @classmethod
+    def from_json(cls, json: Mapping[str, Any]) -> "TransformersConfig":
+        """Raises ValueError where it describes no network that can be run."""
+        network = parse(json)
+        network_class = AutoModelForCausalLM._model_mapping.get(type(network), None)
+        if (reason := _why_not(network, network_class)) is not None:
+            raise ValueError(f"a model {network.model_type} is not supported: {reason}")
+        try:
+            needs = survey(network_class, network)
+        except ValueError as error:
+            raise ValueError(f"a model {network.model_type} is not supported: {error}") from error
+        return cls(
+            network=network,
+            network_class=network_class,
+            needs=needs,
+            vocabulary_size=int(network.vocab_size),
+            max_model_len=min(_lengths_of_equal_frequencies(network)),
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers the cache has to hold keys and values of."""
+        return self.needs.num_layers
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Of each layer."""
+        return self.needs.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Of keys and values alike."""
+        return self.needs.head_dim
+
+
+def _why_not(network: Any, network_class: Any) -> str | None:
+    """Why a network cannot run, as far as its configuration tells; None where nothing speaks against it."""
+    if network_class is None:
+        return "it does not continue text"
+    if network.is_encoder_decoder:
+        return "it is an encoder and a decoder"
+    if network.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return "it is made to fill gaps in text"
+    if network.get_text_config() is not network:
+        return "it is made for more than text"
+    if network_class._is_stateful:
+        return "it keeps a state other than keys and values"
+    if kinds := set(getattr(network, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
+        return f"it has layers of type {min(kinds)}"
+    if not network_class._can_set_attn_implementation():
+        return "its attention cannot be replaced by ours"
+    for name in ("max_position_embeddings", "num_hidden_layers", "vocab_size"):
+        if not isinstance(getattr(network, name, None), int):
+            return f"its {name} is not stated"
+    return None
+
+
+def _lengths_of_equal_frequencies(network: Any) -> Iterator[int]:
+    """Up to which lengths rotary frequencies stay as they are: cached keys cannot change theirs as a sequence grows."""
+    yield int(network.max_position_embeddings)
+    parameters = getattr(network, "rope_parameters", None) or {}
+    for rope in (parameters, *parameters.values()):
+        if isinstance(rope, Mapping) and rope.get("rope_type") == "longrope":
+            yield int(rope["original_max_position_embeddings"])

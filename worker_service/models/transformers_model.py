@@ -1,0 +1,109 @@
+"""Any other causal network, run through its own code in transformers with our paged attention in its layers.
+
+All tokens of a step go through it as one row; only attention looks across tokens, and it knows which belong together.
+What a network does to its logits (caps, scales) stays its own code as well. Slower than the native decoder: nothing is
+fused or packed. Families whose layers have another shape than the native one's run here too, among them Gemma (norms
+behind the sub-layers), OLMo 2 (only such norms), Cohere (both sub-layers side by side) and Granite (multipliers).
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.initialization import no_init_weights
+
+from kernels.metadata import AttentionMetadata
+from kernels.ops import ops_for
+from worker_service.models.transformers_attention import NAME, within
+from worker_service.models.transformers_config import TransformersConfig
+from worker_service.models.transformers_weights import checkpoint_places
+
+
+class TransformersModel:
+    """The network from token ids to logits."""
+
+    def __init__(self, config: TransformersConfig, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate the weights, without values yet; what is computed from the configuration is there."""
+        self.config = config
+        with device, no_init_weights():
+            network = config.network_class._from_config(
+                copy.deepcopy(config.network), dtype=dtype, attn_implementation=NAME
+            )
+        network.tie_weights()
+        self._network = network.requires_grad_(False).eval()
+        self._body = network.get_decoder()
+        (path,) = (name for name, module in network.named_modules() if module is self._body)
+        self._head = _with_part(network, path.split("."), _GivenBody())
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """As `CausalModel` has it."""
+        return checkpoint_places(self._network)
+
+    def pack(self) -> None:
+        """Nothing to prepare."""
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionMetadata, cache: Tensor
+    ) -> Tensor:
+        """As `CausalModel` has it."""
+        with within(_CachedAttention(slots, attention, cache)):
+            output = self._body(
+                input_ids=token_ids[None],
+                position_ids=positions[None],
+                # Without it, transformers would look in the positions for where one text ends and the next begins.
+                attention_mask=token_ids.new_ones((1, len(token_ids))),
+                use_cache=False,
+            )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """As `CausalModel` has it."""
+        logits: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits
+
+
+class _CachedAttention:
+    """Attention over the paged cache. The n-th call of a pass is layer n."""
+
+    def __init__(self, slots: Tensor, metadata: AttentionMetadata, cache: Tensor) -> None:
+        self._slots = slots
+        self._metadata = metadata
+        self._layers = iter(cache.unbind(1))
+        self._ops = ops_for(cache.device)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, soft_cap: float | None
+    ) -> Tensor:
+        layer_cache = next(self._layers)
+        self._ops.store_kv(key, value, layer_cache, self._slots)
+        return self._ops.paged_attention(query, layer_cache, self._metadata, scale, window, soft_cap)
+
+
+class _GivenBody(nn.Module):
+    """Stands where a network computes hidden states, and returns those that it is given."""
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> "_Output":
+        return _Output(inputs_embeds)
+
+
+class _Output:
+    """The output of any body: hidden states, and None for whatever else heads look for."""
+
+    def __init__(self, last_hidden_state: Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _with_part(module: nn.Module, path: list[str], part: nn.Module) -> Any:
+    """The same module, weights and all, with another part in place of the one at `path`."""
+    name, *rest = path
+    other = copy.copy(module)
+    other._modules = {**module._modules, name: _with_part(getattr(module, name), rest, part) if rest else part}
+    return other

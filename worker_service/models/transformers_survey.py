@@ -1,0 +1,88 @@
+"""Finds out what a network of transformers needs of a cache, and whether it can have it, before a weight is read.
+
+Its code runs once over two tokens on torch's meta device, where tensors have shapes and no data. What a configuration
+says of heads and layers differs in name and meaning from family to family; what a network does, does not.
+"""
+
+import copy
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker_service.models.transformers_attention import NAME, within
+from worker_service.models.transformers_weights import checkpoint_places
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a network was seen to need."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class _Observer:
+    """An attention that only looks at what it is given."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
+        if value.shape != key.shape or query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
+            raise ValueError(
+                f"its queries, keys and values have heads that are not alike: {_sizes(query)}, {_sizes(key)} and "
+                f"{_sizes(value)}"
+            )
+        self.shapes.append(tuple(key.shape[1:]))
+        return torch.empty_like(query)
+
+
+def survey(network_class: Any, config: Any) -> Survey:
+    """Raises ValueError with the reason why a network cannot run."""
+    observer = _Observer()
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            # Of the ways to compute experts, this one does not look at data.
+            network = network_class._from_config(
+                _without_data(config), attn_implementation=NAME, experts_implementation="batched_mm"
+            )
+            body = network.get_decoder()
+            if body is network or "position_ids" not in signature(body.forward).parameters:
+                raise ValueError("its code takes no positions")
+            if any(isinstance(module, torch.nn.Conv1d) for module in network.modules()):
+                raise ValueError("it has convolutions, which look at tokens that a chunk does not have")
+            checkpoint_places(network)
+            tokens = torch.zeros((1, 2), dtype=torch.long)
+            with within(observer):
+                body(input_ids=tokens, position_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+    except ValueError:
+        raise
+    except Exception as error:
+        # It is foreign code, in a place that it was not written for: anything may come out.
+        raise ValueError(f"its code does not run with our attention: {error or type(error).__name__}") from error
+    if len(observer.shapes) < config.num_hidden_layers:
+        raise ValueError(
+            f"{len(observer.shapes)} of its {config.num_hidden_layers} layers use an attention that can be replaced"
+        )
+    if len(set(observer.shapes)) > 1:
+        sizes = " and ".join(f"{heads} x {size}" for heads, size in sorted(set(observer.shapes)))
+        raise ValueError(f"its layers have keys of different sizes, {sizes}")
+    return Survey(len(observer.shapes), *observer.shapes[0])
+
+
+def _without_data(config: Any) -> Any:
+    """A copy whose rotary frequencies do not depend on the positions that there are, which shapes never do."""
+    other = copy.deepcopy(config)
+    parameters = getattr(other, "rope_parameters", None) or {}
+    for rope in (parameters, *parameters.values()):
+        if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
+            rope["rope_type"] = "default"
+    return other
+
+
+def _sizes(heads: Tensor) -> str:
+    return f"{heads.shape[1]} x {heads.shape[2]}"
