@@ -17,7 +17,8 @@ class AttentionMetadata:
     context_lens: Tensor
     """[num_sequences] int32: tokens that a sequence attends to; its query tokens are the last of them."""
     block_tables: Tensor
-    """[num_sequences, width] int32: their blocks; entries behind those that the context needs may be anything."""
+    """[num_sequences, width] int32: their blocks; entries that the context does not need, past its end or
+    behind a sliding window, may be anything."""
     max_query_len: int
     """Of all sequences; 0 where there is none. Known to the host, so that nothing has to be read from a device."""
     max_context_len: int

@@ -91,20 +91,22 @@ def paged_attention(
     multiple of num_kv_heads, and each key head serves as many consecutive query heads. With a window, a token sees
     that many tokens, itself included; with a soft cap, scores become `cap * tanh(score / cap)` (Gemma Team, 2024).
     Returns the shape and dtype of query, contiguous. Whatever lies in slots that a sequence does not own, NaN
-    included, never reaches its result.
+    included, never reaches its result; and blocks behind the windows of all its query tokens are not its own any more.
     """
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     starts, block_size = metadata.query_start.tolist(), layer_cache.shape[2]
     groups = query.shape[1] // layer_cache.shape[3]
     for row, context_len in enumerate(metadata.context_lens.tolist()):
         start, stop = starts[row], starts[row + 1]
-        blocks = layer_cache[metadata.block_tables[row, : -(-context_len // block_size)].long()]
+        computed = context_len - (stop - start)
+        first_block = 0 if window is None else max(0, computed - window + 1) // block_size
+        blocks = layer_cache[metadata.block_tables[row, first_block : -(-context_len // block_size)].long()]
+        positions = torch.arange(first_block * block_size, context_len, device=query.device)
         keys, values = (
-            blocks[:, part].flatten(0, 1)[:context_len].transpose(0, 1).repeat_interleave(groups, dim=0)
+            blocks[:, part].flatten(0, 1)[: len(positions)].transpose(0, 1).repeat_interleave(groups, dim=0)
             for part in (0, 1)
         )
-        positions = torch.arange(context_len, device=query.device)
-        distance = positions[context_len - (stop - start) :, None] - positions
+        distance = torch.arange(computed, context_len, device=query.device)[:, None] - positions
         visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         output[start:stop] = _attend(
             query[start:stop].transpose(0, 1), keys, values, visible, scale, soft_cap

@@ -115,6 +115,7 @@ def encode_worker_info(info: WorkerInfo, limits: Limits, epoch: int) -> GetWorke
         prefill_tokens_per_second=info.prefill_tokens_per_second,
         block_bytes=info.block_bytes,
         epoch=epoch,
+        sliding_window=info.sliding_window,
     )
 
 

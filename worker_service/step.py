@@ -34,6 +34,8 @@ class WorkerInfo:
     dtype: str
     device: str
     features: tuple[str, ...]
+    sliding_window: int
+    """Blocks behind so many tokens are never read again; 0 where all are."""
     swap_bytes_per_second: int
     prefill_tokens_per_second: int
     block_bytes: int

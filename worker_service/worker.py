@@ -83,6 +83,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
             dtype=str(dtype).removeprefix("torch."),
             device=f"{device.type} ({_device_name(device)})",
             features=("swap",) if num_host_blocks else (),
+            sliding_window=_sliding_window(config, max_model_len),
             swap_bytes_per_second=cache_engine.measure_swap_bandwidth(),
             prefill_tokens_per_second=speed,
             block_bytes=shape.block_bytes,
@@ -124,6 +125,12 @@ def _choose_max_model_len(settings: WorkerSettings, config: ModelConfig) -> int:
     if settings.max_model_len > config.max_model_len:
         raise StartError(f"--max-model-len is {settings.max_model_len}; the model's limit is {config.max_model_len}")
     return settings.max_model_len
+
+
+def _sliding_window(config: ModelConfig, max_model_len: int) -> int:
+    """The window that makes a difference to the cache; 0 for none, which lets the scheduler cache prefixes."""
+    window = config.sliding_window
+    return 0 if window is None or window >= max_model_len else window
 
 
 def _device_name(device: torch.device) -> str:

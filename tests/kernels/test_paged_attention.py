@@ -118,6 +118,16 @@ def test_a_row_is_the_same_alone_and_among_others() -> None:
         row += query_len
 
 
+@pytest.mark.parametrize("window", [1, 4, 6, 50])
+def test_blocks_behind_a_window_are_never_read(window: int) -> None:
+    case = make_case([(1, 5), (1, 0), (6, 15), (1, 31)], block_size=4, num_kv_heads=2, groups=2, head_dim=8)
+    metadata = AttentionMetadata.build(case.query_lens, case.context_lens, case.block_tables, torch.device("cpu"))
+    whole = paged_attention(case.query, case.layer_cache, metadata, 0.3, window)
+    for row, (query_len, context_len) in enumerate(zip(case.query_lens, case.context_lens, strict=True)):
+        metadata.block_tables[row, : max(0, context_len - query_len - window + 1) // 4] = len(case.layer_cache) + 99
+    assert torch.equal(paged_attention(case.query, case.layer_cache, metadata, 0.3, window), whole)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_close(dtype: torch.dtype) -> None:
     case = make_case([(1, 20), (7, 9)], block_size=4, num_kv_heads=2, groups=2, head_dim=16)

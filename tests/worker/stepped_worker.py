@@ -43,9 +43,12 @@ class SteppedWorker:
         """Compute (sequence, number of tokens, whether it samples) of each, in one step."""
         self.step_id += 1
         ids, counts, samples = zip(*scheduled, strict=True) if scheduled else ((), (), ())
-        step = SchedulerOutput(
-            1, self.step_id, sequence_ids=ids, num_scheduled_tokens=counts, samples=samples, **output
+        return self.execute(
+            SchedulerOutput(1, self.step_id, sequence_ids=ids, num_scheduled_tokens=counts, samples=samples, **output)
         )
+
+    def execute(self, step: SchedulerOutput) -> ModelOutput:
+        """Compute a step that somebody else made."""
         chunks = self.session.apply(step)
         answer = self.runner.execute(step, chunks)
         self.session.commit(chunks, answer.token_ids)

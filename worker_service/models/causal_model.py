@@ -1,10 +1,17 @@
 """What the worker needs of a network, native or not."""
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from torch import Tensor
 
 from kernels.metadata import AttentionMetadata
+
+
+def widest(windows: Iterable[int | None]) -> int | None:
+    """The `sliding_window` of a network whose layers have these windows; None sees everything."""
+    known = list(windows)
+    return None if None in known else max(window for window in known if window is not None)
 
 
 class ModelConfig(Protocol):
@@ -25,6 +32,10 @@ class ModelConfig(Protocol):
 
     @property
     def max_model_len(self) -> int: ...
+
+    @property
+    def sliding_window(self) -> int | None:
+        """How many tokens up to itself a token attends to, whatever the layer; None for all."""
 
 
 class CausalModel(Protocol):

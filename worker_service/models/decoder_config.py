@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from worker_service.models.causal_model import widest
 from worker_service.models.rope import Rope
 
 
@@ -53,3 +54,8 @@ class DecoderConfig:
     def num_layers(self) -> int:
         """How many layers the cache has to hold keys and values of."""
         return len(self.layers)
+
+    @property
+    def sliding_window(self) -> int | None:
+        """How many tokens up to itself a token attends to, whatever the layer; None for all."""
+        return widest(layer.window for layer in self.layers)

@@ -56,6 +56,11 @@ class TransformersConfig:
         """Of keys and values alike."""
         return self.needs.head_dim
 
+    @property
+    def sliding_window(self) -> int | None:
+        """How many tokens up to itself a token attends to, whatever the layer; None for all."""
+        return self.needs.sliding_window
+
 
 def _why_not(network: Any, network_class: Any) -> str | None:
     """Why a network cannot run, as far as its configuration tells; None where nothing speaks against it."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from worker_service.models.causal_model import widest
 from worker_service.models.transformers_attention import NAME, within
 from worker_service.models.transformers_weights import checkpoint_places
 
@@ -23,21 +24,28 @@ class Survey:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    sliding_window: int | None
+    """As `ModelConfig` has it."""
 
 
 class _Observer:
     """An attention that only looks at what it is given."""
 
     def __init__(self) -> None:
-        self.shapes: list[tuple[int, ...]] = []
+        self.shapes: list[tuple[int, int]] = []
+        self.windows: list[int | None] = []
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, soft_cap: float | None
+    ) -> Tensor:
+        del scale, soft_cap
         if value.shape != key.shape or query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
             raise ValueError(
                 f"its queries, keys and values have heads that are not alike: {_sizes(query)}, {_sizes(key)} and "
                 f"{_sizes(value)}"
             )
-        self.shapes.append(tuple(key.shape[1:]))
+        self.shapes.append((key.shape[1], key.shape[2]))
+        self.windows.append(window)
         return torch.empty_like(query)
 
 
@@ -71,7 +79,7 @@ def survey(network_class: Any, config: Any) -> Survey:
     if len(set(observer.shapes)) > 1:
         sizes = " and ".join(f"{heads} x {size}" for heads, size in sorted(set(observer.shapes)))
         raise ValueError(f"its layers have keys of different sizes, {sizes}")
-    return Survey(len(observer.shapes), *observer.shapes[0])
+    return Survey(len(observer.shapes), *observer.shapes[0], widest(observer.windows))
 
 
 def _without_data(config: Any) -> Any:
