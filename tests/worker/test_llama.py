@@ -9,9 +9,7 @@ import torch
 from stepped_worker import PROMPT, Oracle, SteppedWorker, load_runner
 from worker_helpers import new_sequence, tokens
 
-from worker_service.checkpoint import Checkpoint
 from worker_service.model_runner import ModelRunner
-from worker_service.models.registry import read_config
 from worker_service.step import BlockMapping, BlockTableUpdate
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -152,20 +150,3 @@ def test_logits_are_made_only_for_rows_that_sample(worker: SteppedWorker, monkey
     worker.step((1, 20, False), new_sequences=(new_sequence(1, PROMPT, range(13)),))
     worker.step((1, 17, True))
     assert rows == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"hidden_act": "relu"}, "activation 'relu'"),
-        ({"rope_parameters": {"rope_type": "proportional", "factor": 2.0}}, "rope type 'proportional'"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ between kinds of layers"),
-        ({"num_key_value_heads": 4}, "cannot share 4"),
-        ({"num_hidden_layers": 0}, "num_layers is 0"),
-    ],
-)
-def test_networks_that_are_not_supported_are_refused(
-    change: dict[str, Any], sentence: str, tiny_checkpoint: Path
-) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        read_config(Checkpoint(tiny_checkpoint).config | change)

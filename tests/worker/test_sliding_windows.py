@@ -7,7 +7,7 @@ import pytest
 from stepped_worker import PROMPT, Oracle, SteppedWorker, load_runner
 from worker_helpers import LIMITS
 
-from scheduler_service.codec import decode_model_output, encode_scheduler_output
+from scheduler_service.codec import decode_model_output, decode_worker_info, encode_scheduler_output
 from scheduler_service.core import (
     PreemptionMode,
     SamplingParams,
@@ -16,7 +16,7 @@ from scheduler_service.core import (
     SequenceGroup,
     WaitingQueue,
 )
-from worker_service.codec import decode_scheduler_output, encode_model_output
+from worker_service.codec import decode_scheduler_output, encode_model_output, encode_worker_info
 from worker_service.settings import WorkerSettings
 from worker_service.worker import load_worker
 
@@ -76,7 +76,8 @@ def test_a_worker_reports_the_window_where_it_makes_a_difference(
     worker = load_worker(
         WorkerSettings(model=str(checkpoint), device="cpu", max_model_len=max_model_len, num_device_blocks=8)
     )
-    assert worker.info.sliding_window == reported
+    message = encode_worker_info(worker.info, worker.limits, epoch=0)
+    assert decode_worker_info(message).sliding_window == reported
 
 
 def test_a_window_in_some_layers_is_not_reported(make_checkpoint: Callable[..., Path]) -> None:

@@ -23,19 +23,25 @@ def _llama(json: Json) -> DecoderConfig:
 
 def _mistral(json: Json) -> DecoderConfig:
     """Llama with a sliding window in every layer. (Jiang et al., 2023.)"""
-    return _read(json, windows=[json.get("sliding_window", 4096)] * json["num_hidden_layers"])
+    return _read(json, num_kv_heads=8, windows=[json.get("sliding_window", 4096)] * json["num_hidden_layers"])
 
 
 def _qwen2(json: Json) -> DecoderConfig:
     """Biases on query, key and value; windows in the layers behind the first ones, if at all. (Yang et al., 2024.)"""
-    return _read(json, qkv_bias=True, windows=_qwen_windows(json))
+    return _read(json, qkv_bias=True, num_kv_heads=32, windows=_qwen_windows(json))
 
 
 def _qwen3(json: Json) -> DecoderConfig:
     """Normalised queries and keys in place of the biases. (Yang et al., 2025.)"""
     attention_bias = bool(json.get("attention_bias", False))
     return _read(
-        json, qk_norm=True, qkv_bias=attention_bias, out_bias=attention_bias, head_dim=128, windows=_qwen_windows(json)
+        json,
+        qk_norm=True,
+        num_kv_heads=32,
+        qkv_bias=attention_bias,
+        out_bias=attention_bias,
+        head_dim=128,
+        windows=_qwen_windows(json),
     )
 
 
@@ -50,6 +56,7 @@ def _smollm3(json: Json) -> DecoderConfig:
     attention_bias = bool(json.get("attention_bias", False))
     return _read(
         json,
+        num_kv_heads=4,
         qkv_bias=attention_bias,
         out_bias=attention_bias,
         mlp_bias=bool(json.get("mlp_bias", False)),
@@ -81,6 +88,7 @@ FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {
 def _read(
     json: Json,
     *,
+    num_kv_heads: int | None = None,
     head_dim: int | None = None,
     eps: float = 1e-6,
     theta: float = 10_000.0,
@@ -89,7 +97,7 @@ def _read(
     windows: Sequence[int | None] | None = None,
     **options: bool,
 ) -> DecoderConfig:
-    """What all families write alike. `head_dim`, `eps`, `theta` and `tied_embeddings` are the family's defaults."""
+    """What all families write alike. `num_kv_heads`, `head_dim`, `eps`, `theta` and `tied_embeddings` are defaults."""
     activation = json.get("hidden_act", "silu")
     if activation not in _ACTIVATIONS:
         raise ValueError(
@@ -104,7 +112,7 @@ def _read(
         hidden_size=hidden_size,
         intermediate_size=int(json["intermediate_size"]),
         num_heads=num_heads,
-        num_kv_heads=int(json.get("num_key_value_heads") or num_heads),
+        num_kv_heads=int(json.get("num_key_value_heads", num_kv_heads) or num_heads),
         head_dim=head_dim,
         max_model_len=min(max_positions, rope.max_positions or max_positions),
         rms_norm_eps=float(json.get("rms_norm_eps", eps)),

@@ -1,0 +1,86 @@
+"""A native family's config.json reads as transformers reads it, whatever it leaves out and however old it is."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from worker_service.models.decoder_config import DecoderConfig
+from worker_service.models.families import FAMILIES
+from worker_service.models.registry import read_config
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 500,
+    "hidden_size": 256,
+    "intermediate_size": 300,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 64,
+    "max_position_embeddings": 64,
+}
+QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3}
+FILES: list[dict[str, Any]] = [
+    *({"model_type": family} for family in FAMILIES),
+    {"model_type": "llama", "num_key_value_heads": None, "head_dim": None, "rope_theta": 500.0},
+    {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}, "attention_bias": True},
+    {"model_type": "mistral", "sliding_window": None},
+    {"model_type": "phi3", "partial_rotary_factor": 0.5, "sliding_window": 7, "rope_scaling": None},
+    {"model_type": "qwen2", **QWEN_WINDOWS},
+    {"model_type": "qwen2", **QWEN_WINDOWS, "use_sliding_window": False},
+    {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 0},
+    {"model_type": "qwen3", **QWEN_WINDOWS, "tie_word_embeddings": True},
+    {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 9, "no_rope_layer_interval": 2},
+    {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 9, "no_rope_layers": [1, 0, 1, 1, 0]},
+]
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_a_file_reads_as_transformers_reads_it(file: dict[str, Any]) -> None:
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.for_model(**SIZES | file)
+    ours = read_config(SIZES | file)
+    assert isinstance(ours, DecoderConfig)
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.tied_embeddings == theirs.tie_word_embeddings
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 4)
+    assert ours.activation == theirs.hidden_act
+    assert ours.out_bias == getattr(theirs, "attention_bias", False)
+    assert ours.qkv_bias == getattr(theirs, "attention_bias", file["model_type"] == "qwen2")
+    assert ours.mlp_bias == getattr(theirs, "mlp_bias", False)
+
+    kinds = getattr(theirs, "layer_types", ["sliding_attention"] * 5)
+    window = getattr(theirs, "sliding_window", None)
+    assert [layer.window for layer in ours.layers] == [window if "sliding" in kind else None for kind in kinds]
+    rotated = getattr(theirs, "no_rope_layers", [1] * 5)
+    assert [layer.rope is not None for layer in ours.layers] == [bool(rotates) for rotates in rotated]
+    rope = theirs.rope_parameters
+    for layer in ours.layers:
+        if layer.rope is not None:
+            rotary_dim = int(ours.head_dim * rope.get("partial_rotary_factor", 1.0))
+            exponents = torch.arange(0, rotary_dim, 2) / rotary_dim
+            expected = 1.0 / rope["rope_theta"] ** exponents / rope.get("factor", 1.0)
+            torch.testing.assert_close(layer.rope.inverse_frequencies, expected)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_size_that_is_missing_is_named(name: str) -> None:
+    file = {key: value for key, value in SIZES.items() if key != name}
+    with pytest.raises(KeyError, match=name):
+        read_config(file | {"model_type": "llama"})
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"hidden_act": "relu"}, "activation 'relu'"),
+        ({"rope_parameters": {"rope_type": "proportional", "factor": 2.0}}, "rope type 'proportional'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ between kinds of layers"),
+        ({"model_type": "qwen2", "layer_types": ["linear_attention"] * 5}, "layers of type linear_attention"),
+        ({"num_key_value_heads": 5}, "cannot share 5"),
+        ({"num_hidden_layers": 0}, "num_layers is 0"),
+    ],
+)
+def test_networks_that_are_not_supported_are_refused(change: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        read_config(SIZES | {"model_type": "llama"} | change)
