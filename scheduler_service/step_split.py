@@ -9,7 +9,7 @@ and the network both ways, the worker's own codec and bookkeeping, and whatever 
 answer. What sending ahead hides behind the worker's computing is in no wire; the scheduler's own phases are counted in
 full, hidden or not, so that the sum of all phases is no less than the time that passed.
 
-Measuring costs ten readings of the clock a step, 42 ns each on an EPYC (Zen 5): below half a microsecond.
+Measuring costs 1.3 µs a step on an EPYC (Zen 5), nine readings of the clock included.
 """
 
 from collections import deque
