@@ -1,6 +1,5 @@
 """Our two services, driven over gRPC."""
 
-import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -15,8 +14,6 @@ from pagewire.v1.admin_service_pb2 import GetClusterStateRequest, StepSplit
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
 from pagewire_client import Client, LocalServer, SamplingParams
 
-BLOCK_SIZE = 16
-
 
 class Pagewire:
     """A scheduler and a worker with the weights in `directory` and `cache_gib` of memory for keys and values.
@@ -28,12 +25,11 @@ class Pagewire:
 
     def __init__(self, directory: Path, cache_gib: float) -> None:
         began = time.perf_counter()
-        num_blocks = blocks_in(cache_gib, json.loads((directory / "config.json").read_text()))
         self._server = LocalServer(
             str(directory),
             worker_arguments=[
                 "--dtype", "bfloat16", "--max-model-len", str(CONTEXT),
-                "--block-size", str(BLOCK_SIZE), "--num-device-blocks", str(num_blocks),
+                "--kv-cache-memory", str(cache_gib),
             ],
         )  # fmt: skip
         self.start_seconds = time.perf_counter() - began
@@ -66,10 +62,3 @@ class Pagewire:
 
     def __exit__(self, *_: object) -> None:
         self._server.stop()
-
-
-def blocks_in(gib: float, config: dict[str, int]) -> int:
-    """How many blocks of a model's keys and values, 2 bytes each, fit into so much memory."""
-    head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    token_bytes = 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_size
-    return int(gib * 2**30) // (BLOCK_SIZE * token_bytes)

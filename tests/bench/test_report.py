@@ -8,7 +8,6 @@ from bench import chart
 from bench.figures import Figures, Run, Timeline
 from bench.load import LOADS
 from bench.measure import Measurement
-from bench.pagewire_system import blocks_in
 from bench.phases import PHASES, Split, split_between
 from bench.report import Report
 from pagewire.v1.admin_service_pb2 import StepSplit
@@ -81,9 +80,3 @@ def test_the_chart_has_a_bar_for_each_and_the_ratio_above(report: Report) -> Non
     (axes,) = chart.draw(report).axes
     assert [bar.get_height() for bar in axes.patches] == [300, 200]
     assert [text.get_text() for text in axes.texts] == ["1.50 x"]
-
-
-def test_the_cache_has_as_many_blocks_as_fit_its_memory() -> None:
-    config = {"num_hidden_layers": 30, "num_key_value_heads": 3, "hidden_size": 576, "num_attention_heads": 9}
-    assert blocks_in(2, config) == 2 * 2**30 // (16 * 30 * 2 * 3 * 64 * 2)
-    assert blocks_in(2, config | {"head_dim": 128}) == blocks_in(1, config)
