@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/pagewire/v1/*.proto)
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: setup proto demo test lint fmt up down bench bench-scheduler bench-simulate
+.PHONY: setup proto demo test test-gpu lint fmt up down bench bench-scheduler bench-simulate
 setup: $(VENV)/installed $(VENV)/generated $(VENV)/kernels
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -31,6 +31,11 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+# The tests of kernels/ alone, on a machine with a GPU, whose PYTHON has torch, triton and pytest: it takes no setup and
+# no network. Options and warnings of pyproject.toml are for plugins that may not be there.
+test-gpu:
+	$(PYTHON) -m pytest -c /dev/null --rootdir . -p no:cacheprovider -ra tests/kernels
 
 lint: setup
 	$(BIN)/ruff check

@@ -1,4 +1,5 @@
-"""The operations a forward pass and a sampler are made of. They depend on torch alone and know no service code.
+"""The operations a forward pass and a sampler are made of. They know no service code and depend on torch alone; the
+package `triton` depends on triton, too.
 
 `reference` and `noise` are eager torch: they run on every device and are the oracle of faster kernels, among which
 `ops` chooses.

@@ -60,7 +60,7 @@ class Ops(Protocol):
 
 
 EAGER = "eager torch"
-_BACKENDS = {"cpu": "kernels.cpu"}
+_BACKENDS = {"cpu": "kernels.cpu", "cuda": "kernels.triton"}
 
 
 def backend_name(device: torch.device) -> str:

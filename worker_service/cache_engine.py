@@ -100,6 +100,8 @@ class CacheEngine:
 
 
 def _move_blocks(source_pool: Tensor, destination_pool: Tensor, mapping: BlockMapping) -> None:
-    """One contiguous transfer a block."""
+    """One contiguous transfer a block, by the copy engine of a GPU: a kernel that read pinned memory would take
+    processors from the ones that compute, and megabytes are no small transfers that it could gather.
+    """
     for source, destination in zip(mapping.sources, mapping.destinations, strict=True):
         destination_pool[destination].copy_(source_pool[source], non_blocking=True)

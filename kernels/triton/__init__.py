@@ -1,0 +1,40 @@
+"""The operations as Triton kernels, for GPUs: one function for each of `kernels.ops.Ops`, one file for each operation.
+
+They need torch and triton, nothing else. `kernels.reference` is their oracle. With TRITON_INTERPRET=1 in the
+environment before triton is first imported they run on a CPU, slowly, which is how tests run them without a GPU.
+
+Moving blocks between device and host memory is no operation of this package: a block is one contiguous piece of both,
+so that a plain `copy_` is one transfer that the copy engine does beside the kernels, where a kernel that read host
+memory would take processors from them.
+"""
+
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+from kernels import composed
+from kernels.reference import argmax, pack
+from kernels.triton.copy_blocks import copy_blocks
+from kernels.triton.gated_activation import gated_activation
+from kernels.triton.paged_attention import paged_attention
+from kernels.triton.rms_norm import add_rms_norm, rms_norm
+from kernels.triton.rotary_embedding import rotary_embedding
+from kernels.triton.store_kv import store_kv
+
+if TYPE_CHECKING:
+    from kernels.ops import Ops
+
+qkv_attention = partial(composed.qkv_attention, cast("Ops", sys.modules[__name__]))
+
+__all__ = [
+    "add_rms_norm",
+    "argmax",
+    "copy_blocks",
+    "gated_activation",
+    "pack",
+    "paged_attention",
+    "qkv_attention",
+    "rms_norm",
+    "rotary_embedding",
+    "store_kv",
+]

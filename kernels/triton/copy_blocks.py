@@ -1,0 +1,57 @@
+"""Whole blocks copied within a pool, in one pass, although a destination may be another pair's source.
+
+    cache                   [num_blocks, ...], contiguous
+    sources, destinations   [n] int64
+    program                 the same few columns of all n pairs: [n padded, columns]
+
+A column of one block never meets another column, so programs do not wait for each other; within a program a barrier
+stands between the last load and the first store. Eager torch gathers into a temporary pool instead, and so moves every
+byte twice. Oracle: `kernels.reference.copy_blocks`, which also takes over where there are more pairs than a program
+holds. Sizes that hurt: three pairs, chains, 123 elements a block.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import reference
+from kernels.triton.launch import OPTIONS
+
+_TILE = 8192
+"""Elements that a program holds, 64 a thread."""
+_MOST_PAIRS = 256
+"""Above this, less than 64 bytes of a half-precision block would be contiguous in a tile."""
+
+
+def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
+    """As `kernels.reference.copy_blocks`."""
+    num_pairs = len(sources)
+    if num_pairs > _MOST_PAIRS:
+        reference.copy_blocks(cache, sources, destinations)
+    elif num_pairs:
+        blocks = cache.view(len(cache), -1)
+        pairs = triton.next_power_of_2(num_pairs)
+        columns = min(_TILE // pairs, 2048)
+        _copy_blocks_kernel[(triton.cdiv(blocks.shape[1], columns),)](
+            blocks,
+            sources,
+            destinations,
+            num_pairs,
+            blocks.shape[1],
+            pairs=pairs,
+            columns=columns,
+            num_warps=4,
+            **OPTIONS,
+        )
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _copy_blocks_kernel(cache, sources, destinations, num_pairs, width, pairs: tl.constexpr, columns: tl.constexpr):
+    pair = tl.arange(0, pairs)
+    source = tl.load(sources + pair, mask=pair < num_pairs, other=0)[:, None]
+    destination = tl.load(destinations + pair, mask=pair < num_pairs, other=0)[:, None]
+    column = (tl.program_id(0) * columns + tl.arange(0, columns))[None, :]
+    inside = (pair < num_pairs)[:, None] & (column < width)
+    moved = tl.load(cache + source * width + column, mask=inside)
+    tl.debug_barrier()
+    tl.store(cache + destination * width + column, moved, mask=inside)

@@ -1,0 +1,50 @@
+"""Weighs together what several programs made of parts of the keys: `sum(2^(s - max s) * o) / sum(2^(s - max s))`.
+
+    partial    [num_tokens, num_heads, splits, head_dim] float32, each a finished attention over its part of the keys
+    log_sums   [num_tokens, num_heads, splits] float32, s: log2 of the sum of its weights; -inf for a part without keys
+    output     [num_tokens, num_heads, head_dim]
+    program    one head of one token
+
+A row all of whose parts are empty becomes zero. The second half of flash-decoding (Dao et al., 2023). Sizes that hurt:
+heads of 80, all parts but the first empty.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton.launch import OPTIONS, num_warps
+
+
+def merge_splits(partial: Tensor, log_sums: Tensor, output: Tensor) -> None:
+    """Fill output. The number of splits is a power of two."""
+    num_tokens, num_heads, splits, head_dim = partial.shape
+    columns = triton.next_power_of_2(head_dim)
+    _merge_splits_kernel[(num_tokens, num_heads)](
+        partial,
+        log_sums,
+        output,
+        num_heads,
+        splits=splits,
+        head_dim=head_dim,
+        columns=columns,
+        num_warps=num_warps(splits * columns),
+        **OPTIONS,
+    )
+
+
+@triton.jit
+def _merge_splits_kernel(
+    partial, log_sums, output, num_heads, splits: tl.constexpr, head_dim: tl.constexpr, columns: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * num_heads + tl.program_id(1)
+    split = tl.arange(0, splits)
+    column = tl.arange(0, columns)
+    log_sum = tl.load(log_sums + row * splits + split)
+    largest = tl.max(log_sum, axis=0)
+    weights = tl.exp2(log_sum - tl.where(largest == float("-inf"), 0.0, largest))
+    place = partial + (row * splits + split[:, None]) * head_dim + column[None, :]
+    parts = tl.load(place, mask=(column < head_dim)[None, :], other=0.0)
+    total = tl.sum(weights, axis=0)
+    result = tl.sum(parts * weights[:, None], axis=0) / tl.where(total == 0, 1.0, total)
+    tl.store(output + row * head_dim + column, result.to(output.dtype.element_ty), mask=column < head_dim)

@@ -1,0 +1,317 @@
+"""Paged attention: `softmax(q kᵀ * scale) v` over blocks read where they lie, prefill chunks and decodes in one call.
+
+    query         [num_tokens, num_heads, head_dim], tokens any distance apart
+    layer_cache   [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of one layer
+    program       one tile of query rows of one sequence, one key head, one part of the keys
+
+A tile's rows are the `groups` query heads of a key head for each of several tokens, so that they share every load. The
+softmax runs online over tiles of keys: a running maximum, a running sum, and a weighted sum that is scaled down
+whenever the maximum grows (Milakov and Gimelshein, 2018; Dao et al., 2022). Where tiles are too few to occupy the
+device, their keys are dealt out to several programs, whose results `merge_splits` weighs together (Dao et al., 2023).
+
+There are two launches at most: decodes take tiles of one token, chunks take tiles of many. The host knows the sizes of
+both grids from shapes and from the maxima in the metadata, so nothing is read back, and a batch of decodes can be
+captured in a CUDA graph: a captured grid serves any contexts up to the captured maximum, and a padding row is a
+sequence of one query token and context 0, whose result is zero.
+
+Oracle: `kernels.reference.paged_attention`. Sizes that hurt: one token; one past a block; 7 query heads a key head;
+heads of 10 or 80; a block size of 3; a window that ends within a tile; NaN in every slot that nobody owns.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.metadata import AttentionMetadata
+from kernels.triton.launch import OPTIONS
+from kernels.triton.merge_splits import merge_splits
+
+_MOST_SPLITS = 64
+_SPLIT_TILES = 2
+"""Tiles of keys that are worth a program of their own."""
+_INTERPRETED_PROCESSORS = 8
+
+
+def paged_attention(
+    query: Tensor,
+    layer_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """As `kernels.reference.paged_attention`; every row of query must belong to a sequence."""
+    num_tokens, num_heads, head_dim = query.shape
+    num_sequences, num_kv_heads = len(metadata.context_lens), layer_cache.shape[3]
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if num_tokens == 0:
+        return output
+    groups = num_heads // num_kv_heads
+    head_columns = max(16, triton.next_power_of_2(head_dim))  # a tensor core multiplies no less than 16
+    tile_keys = _tile_keys(head_columns, query.dtype)
+    tile_rows = _tile_rows(metadata.max_query_len, groups, head_columns, query.dtype)
+    num_tiles = num_sequences if metadata.max_query_len == 1 else num_tokens // (tile_rows // groups) + num_sequences
+    visible = metadata.max_context_len if window is None else min(metadata.max_context_len, window + tile_keys)
+    num_splits = _num_splits(num_tiles * num_kv_heads, triton.cdiv(visible, tile_keys), query.device)
+    if num_splits == 1:
+        partial, log_sums = output, output  # the second is not touched
+    else:
+        partial = torch.empty((num_tokens, num_heads, num_splits, head_dim), device=query.device)
+        log_sums = torch.empty((num_tokens, num_heads, num_splits), device=query.device)
+
+    def launch(decodes: bool, tiles: int, rows: int) -> None:
+        _paged_attention_kernel[(tiles, num_kv_heads, num_splits)](
+            query,
+            layer_cache,
+            partial,
+            log_sums,
+            metadata.query_start,
+            metadata.context_lens,
+            metadata.block_tables,
+            num_sequences,
+            num_splits,
+            query.stride(0),
+            layer_cache.stride(0),
+            layer_cache.stride(1),
+            metadata.block_tables.stride(0),
+            scale,
+            decodes=decodes,
+            split=num_splits > 1,
+            groups=groups,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_size=layer_cache.shape[2],
+            window=window or 0,
+            soft_cap=soft_cap or 0.0,
+            tile_rows=rows,
+            tile_keys=tile_keys,
+            head_columns=head_columns,
+            num_warps=8 if rows * head_columns >= 2**13 else 4,
+            # The table's entries take stages of their own, ahead of the keys that they lead to.
+            num_stages=5 if decodes else 3,
+            **OPTIONS,
+        )
+
+    if metadata.max_query_len > 1:
+        launch(decodes=False, tiles=num_tiles, rows=tile_rows)
+    if num_tokens < num_sequences * metadata.max_query_len or metadata.max_query_len == 1:
+        launch(decodes=True, tiles=num_sequences, rows=_tile_rows(1, groups, head_columns, query.dtype))
+    if num_splits > 1:
+        merge_splits(partial, log_sums, output)
+    return output
+
+
+def _tile_keys(head_columns: int, dtype: torch.dtype) -> int:
+    """Keys of a tile: keys and values together take 32 KiB of shared memory for each pipeline stage."""
+    return max(16, min(64, 2**14 // (head_columns * dtype.itemsize)))
+
+
+def _tile_rows(max_query_len: int, groups: int, head_columns: int, dtype: torch.dtype) -> int:
+    """Query rows of a tile: few different numbers, since each is compiled on its own.
+
+    More than these, and ptxas spills the accumulator; float32, which no tensor core multiplies exactly, needs the most
+    registers.
+    """
+    largest = max(16, min(128, 2**14 // head_columns // (8 if dtype is torch.float32 else 1)))
+    fitting = next((size for size in (16, 64) if largest >= size >= max_query_len * groups), largest)
+    return max(fitting, int(triton.next_power_of_2(groups)))
+
+
+def _num_splits(num_programs: int, num_key_tiles: int, device: torch.device) -> int:
+    """Programs that share the keys of a tile: a power of two that does not overfill the device two programs deep."""
+    most = min(2 * _num_processors(device) // num_programs, num_key_tiles // _SPLIT_TILES, _MOST_SPLITS)
+    return 1 << max(most, 1).bit_length() - 1
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETED_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_splits", "table_stride"])
+def _paged_attention_kernel(
+    query,
+    layer_cache,
+    output,
+    log_sums,
+    query_start,
+    context_lens,
+    block_tables,
+    num_sequences,
+    num_splits,
+    query_stride,
+    block_stride,
+    part_stride,
+    table_stride,
+    scale,
+    decodes: tl.constexpr,
+    split: tl.constexpr,
+    groups: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_size: tl.constexpr,
+    window: tl.constexpr,
+    soft_cap: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_keys: tl.constexpr,
+    head_columns: tl.constexpr,
+):
+    """output: [num_tokens, num_heads, head_dim], or float32 [num_tokens, num_heads, num_splits, head_dim] if split."""
+    tile_tokens: tl.constexpr = tile_rows // groups
+    kv_head = tl.program_id(1)
+    part = tl.program_id(2)
+    if decodes:
+        sequence = tl.program_id(0)
+        first_token = 0
+    else:
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's last tile has the most keys: it starts first
+        sequence = _sequence_of_tile(tile, query_start, num_sequences, tile_tokens)
+        first_token = (tile - tl.load(query_start + sequence) // tile_tokens - sequence) * tile_tokens
+    first_row = tl.load(query_start + sequence)
+    query_len = tl.load(query_start + sequence + 1) - first_row
+    if decodes:
+        if query_len != 1:
+            return
+    else:
+        if (query_len == 1) | (first_token >= query_len):
+            return
+    context_len = tl.load(context_lens + sequence)
+    first_position = context_len - query_len + first_token
+
+    row = tl.arange(0, tile_rows)
+    column = tl.arange(0, head_columns)[None, :]
+    token = first_token + row // groups
+    head = kv_head * groups + row % groups
+    inside = ((token < query_len) & (row < tile_tokens * groups))[:, None] & (column < head_dim)
+    wide_row = (first_row + token).to(tl.int64)
+    queries = tl.load(query + (wide_row * query_stride + head * head_dim)[:, None] + column, mask=inside, other=0.0)
+    position = first_position + row // groups
+
+    low = tl.maximum(first_position - window + 1, 0) if window > 0 else 0
+    high = tl.minimum(first_position + tile_tokens, context_len)
+    first_tile = low // tile_keys
+    share = tl.cdiv(tl.cdiv(high, tile_keys) - first_tile, num_splits)
+    begin = first_tile + part * share
+    end = tl.minimum(begin + share, tl.cdiv(high, tile_keys))
+    # Up to here every row sees every key, and no mask is needed; with a window it always is.
+    seen_by_all = begin if window > 0 else tl.maximum(tl.minimum((first_position + 1) // tile_keys, end), begin)
+
+    largest = tl.full([tile_rows], float("-inf"), tl.float32)
+    total = tl.zeros([tile_rows], tl.float32)
+    weighted = tl.zeros([tile_rows, head_columns], tl.float32)
+    head_cache = layer_cache + kv_head * head_dim
+    table = block_tables + sequence.to(tl.int64) * table_stride
+    for index in range(begin, seen_by_all):
+        largest, total, weighted = _attend_tile(
+            queries, largest, total, weighted, position, index * tile_keys, low, high, head_cache, table,
+            block_stride, part_stride, scale, False,
+            num_kv_heads, head_dim, block_size, window, soft_cap, tile_keys, head_columns,
+        )  # fmt: skip
+    for index in range(seen_by_all, end):
+        largest, total, weighted = _attend_tile(
+            queries, largest, total, weighted, position, index * tile_keys, low, high, head_cache, table,
+            block_stride, part_stride, scale, True,
+            num_kv_heads, head_dim, block_size, window, soft_cap, tile_keys, head_columns,
+        )  # fmt: skip
+
+    empty = total == 0  # no key: a padding row, or a part behind the last tile
+    divisor = tl.where(empty, 1.0, total)
+    result = weighted / divisor[:, None]
+    place = wide_row * (num_kv_heads * groups) + head
+    if split:
+        place = place * num_splits + part
+        log_sum = tl.where(empty, float("-inf"), largest + tl.log2(divisor))
+        tl.store(log_sums + place, log_sum, mask=(token < query_len) & (row < tile_tokens * groups))
+    tl.store(output + place[:, None] * head_dim + column, result.to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sequence_of_tile(tile, query_start, num_sequences, tile_tokens: tl.constexpr):
+    """The sequence that a tile belongs to, when sequence i has its tiles from `query_start[i] // tile_tokens + i` on.
+
+    Rounding down loses at most one tile a sequence, and i adds one, so these ranges never overlap; the gaps that they
+    leave are tiles behind the end of a sequence.
+    """
+    low = tl.full([], 0, tl.int32)
+    high = num_sequences - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(query_start + middle) // tile_tokens + middle <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit
+def _attend_tile(
+    queries,
+    largest,
+    total,
+    weighted,
+    position,
+    start,
+    low,
+    high,
+    head_cache,
+    table,
+    block_stride,
+    part_stride,
+    scale,
+    masked: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_size: tl.constexpr,
+    window: tl.constexpr,
+    soft_cap: tl.constexpr,
+    tile_keys: tl.constexpr,
+    head_columns: tl.constexpr,
+):
+    """Go on with the online softmax over keys [start, start + tile_keys), of which those in [low, high) exist.
+
+    Returns the new largest score in powers of two, the sum of the weights, and the weighted sum of the values.
+    """
+    log2_e: tl.constexpr = 1.4426950408889634
+    key = start + tl.arange(0, tile_keys)
+    column = tl.arange(0, head_columns)
+    exists = (key >= low) & (key < high)
+    # Neighbouring keys read the same entry of the table, which the hardware fetches once.
+    block = tl.load(table + key // block_size, mask=exists, other=0)
+    slot = block.to(tl.int64) * block_stride + key % block_size * (num_kv_heads * head_dim)
+    key_place = head_cache + slot[None, :] + column[:, None]
+    value_place = head_cache + part_stride + slot[:, None] + column[None, :]
+    # Zeros stand for values that do not exist, too: a weight of 0 does not silence NaN.
+    if masked:
+        keys = tl.load(key_place, mask=exists[None, :] & (column < head_dim)[:, None], other=0.0)
+        values = tl.load(value_place, mask=exists[:, None] & (column < head_dim)[None, :], other=0.0)
+    elif head_dim < head_columns:
+        keys = tl.load(key_place, mask=(column < head_dim)[:, None], other=0.0)
+        values = tl.load(value_place, mask=(column < head_dim)[None, :], other=0.0)
+    else:
+        keys = tl.load(key_place)
+        values = tl.load(value_place)
+
+    scores = tl.dot(queries, keys, input_precision="ieee")
+    if soft_cap > 0:
+        # tanh(x) = 2 sigmoid(2x) - 1
+        scores = (2.0 * tl.sigmoid(scores * (2.0 * scale / soft_cap)) - 1.0) * (soft_cap * log2_e)
+    else:
+        scores *= scale * log2_e
+    if masked:
+        visible = exists[None, :] & (key[None, :] <= position[:, None])
+        if window > 0:
+            visible &= position[:, None] - key[None, :] < window
+        scores = tl.where(visible, scores, float("-inf"))
+
+    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+    base = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # a row that has seen no key yet
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(largest - base)
+    total = total * shrink + tl.sum(weights, axis=1)
+    weighted = tl.dot(weights.to(values.dtype), values, weighted * shrink[:, None], input_precision="ieee")
+    return new_largest, total, weighted

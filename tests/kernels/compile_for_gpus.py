@@ -1,0 +1,106 @@
+"""A program that compiles every Triton kernel for GPUs that need not be there, as its launcher would launch it.
+
+The interpreter runs what no compiler would accept, so that passing in it alone says little. Tensors are on the meta
+device: launchers see shapes and types, compiled kernels are not launched, and what a kernel takes of shared memory is
+held against what the smallest GPU of its generation has.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from kernels import triton as ops
+from kernels.metadata import AttentionMetadata
+
+SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
+"""Bytes a program may take, by compute capability; of the generation of 8.0, 8.6 and 8.9 have the least."""
+
+
+class AbsentDevice:
+    """What Triton asks of a driver before it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return self._capability  # compiled kernels are cached for each device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def attention(
+    query_len: int,
+    context_len: int,
+    groups: int = 4,
+    kv_heads: int = 8,
+    head_dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
+) -> None:
+    metadata = AttentionMetadata(
+        query_start=empty(3, dtype=torch.int32),
+        context_lens=empty(2, dtype=torch.int32),
+        block_tables=empty(2, 512, dtype=torch.int32),
+        max_query_len=query_len,
+        max_context_len=context_len,
+    )
+    query = empty(query_len + 1, groups * kv_heads, head_dim, dtype=dtype)
+    ops.paged_attention(query, empty(9, 4, 2, 16, kv_heads, head_dim, dtype=dtype)[:, 1], metadata, 0.1, **options)
+
+
+def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Everything for one GPU, and for others what differs most: products and shared memory."""
+    yield "decode", lambda: attention(1, 100)
+    yield "chunk and decode", lambda: attention(2000, 2000)
+    if capability != 90:
+        return
+    yield "split decode", lambda: attention(1, 8000, kv_heads=1)
+    yield "heads of 256", lambda: attention(500, 2000, head_dim=256)
+    yield "heads of 80, a window, a soft cap", lambda: attention(9, 8000, groups=7, head_dim=80, window=9, soft_cap=5.0)
+    yield "float32", lambda: attention(500, 8000, dtype=torch.float32)
+    floats = empty(5, 32, dtype=torch.float32)
+    ids = empty(5, dtype=torch.int64)
+    yield "rms_norm", lambda: ops.rms_norm(empty(5, 4096), empty(4096), 1e-5)
+    yield "add_rms_norm", lambda: ops.add_rms_norm(empty(5, 4096), empty(5, 4096), empty(4096), 1e-5)
+    yield "rotary_embedding", lambda: ops.rotary_embedding(empty(5, 32, 128), floats, floats)
+    yield "store_kv", lambda: ops.store_kv(empty(5, 8, 128), empty(5, 8, 128), empty(9, 4, 2, 16, 8, 128)[:, 1], ids)
+    for activation in ("silu", "gelu", "gelu_tanh"):
+        yield activation, lambda activation=activation: ops.gated_activation(empty(5, 2048), activation)
+    yield "copy_blocks", lambda: ops.copy_blocks(empty(9, 4096), ids, ids)
+
+
+def main() -> None:
+    compiled: list[tuple[str, int]] = []
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        assert not warmup
+        binary = run(kernel, *args, grid=grid, warmup=True, **options)
+        compiled.append((binary.metadata.name, binary.metadata.shared))
+
+    run, JITFunction.run = JITFunction.run, compile_only
+    for capability, most in SHARED_MEMORY.items():
+        triton.runtime.driver.set_active(AbsentDevice(capability))
+        for name, launch in launches(capability):
+            compiled.clear()
+            launch()
+            assert compiled, f"{name} launched nothing"
+            for kernel, shared in compiled:
+                print(f"sm_{capability} {name}: {kernel} takes {shared} bytes of shared memory")  # noqa: T201
+                assert shared <= most, f"more than {most}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Paged attention as a Triton kernel against eager torch in float32, with everything that nobody owns poisoned."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from triton_helpers import DEVICE, DTYPES, HALF, quiet_interpreter, randn
+
+from kernels import reference, triton
+from kernels.metadata import AttentionMetadata
+
+NAN = float("nan")
+
+
+@dataclass
+class Case:
+    """A step over one layer of a cache in which only the sequences' own slots are not NaN."""
+
+    query: Tensor
+    layer_cache: Tensor
+    metadata: AttentionMetadata
+    scale: float
+    tolerance: float
+
+    def run(self, window: int | None = None, soft_cap: float | None = None) -> Tensor:
+        return triton.paged_attention(self.query, self.layer_cache, self.metadata, self.scale, window, soft_cap)
+
+    def check(self, window: int | None = None, soft_cap: float | None = None) -> None:
+        found = self.run(window, soft_cap)
+        assert found.shape == self.query.shape
+        assert found.dtype is self.query.dtype
+        assert found.is_contiguous()
+        expected = reference.paged_attention(
+            self.query.float(), self.layer_cache.float(), self.metadata, self.scale, window, soft_cap
+        )
+        torch.testing.assert_close(found.float(), expected, atol=self.tolerance, rtol=self.tolerance)
+
+
+def make_case(
+    lens: list[tuple[int, int]],
+    block_size: int = 16,
+    kv_heads: int = 2,
+    groups: int = 2,
+    head_dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    """lens: query tokens and tokens computed before, of each sequence."""
+    query_lens = [query_len for query_len, _ in lens]
+    context_lens = [sum(pair) for pair in lens]
+    num_blocks = [-(-context_len // block_size) for context_len in context_lens]
+    pool = torch.full((sum(num_blocks) + 2, 3, 2, block_size, kv_heads, head_dim), NAN, dtype=dtype, device=DEVICE)
+    shuffled = torch.randperm(sum(num_blocks), generator=torch.Generator().manual_seed(1)) + 1
+    block_tables = torch.full((len(lens), max(num_blocks, default=0) + 2), len(pool) + 99)
+    for row, (context_len, owned) in enumerate(zip(context_lens, shuffled.split(num_blocks), strict=True)):
+        block_tables[row, : len(owned)] = owned
+        positions = torch.arange(context_len)
+        slots = (owned[positions // block_size] * block_size + positions % block_size).to(DEVICE)
+        keys, values = (randn(context_len, kv_heads, head_dim, dtype=dtype, seed=2 * row + part) for part in (0, 1))
+        reference.store_kv(keys, values, pool[:, 1], slots)
+    # Queries lie in a fused projection, so their tokens are further apart than their heads take.
+    width = kv_heads * groups * head_dim
+    query = randn(sum(query_lens), width + 7, dtype=dtype, seed=99)[:, :width].unflatten(1, (-1, head_dim))
+    metadata = AttentionMetadata.build(query_lens, context_lens, block_tables, DEVICE)
+    return Case(
+        query, pool[:, 1], metadata, head_dim**-0.5, 2e-5 if dtype is torch.float32 else 4 * torch.finfo(dtype).eps
+    )
+
+
+EDGES = [(1, 0), (1, 14), (1, 15), (1, 16), (1, 63), (1, 64), (1, 200)]
+CHUNKS = [(1, 0), (2, 0), (17, 0), (16, 16), (70, 3), (5, 100)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lens", [EDGES[:1], EDGES, CHUNKS, [*CHUNKS, *EDGES], [(200, 0)], [(2, 70), (3, 0)]])
+def test_decodes_and_chunks(lens: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    make_case(lens, dtype=dtype).check()
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "groups", "head_dim"),
+    [(1, 1, 16), (3, 1, 2), (1, 7, 10), (2, 3, 64), (1, 17, 80), (1, 4, 128), (1, 2, 256)],
+)
+def test_heads_of_any_number_and_size(kv_heads: int, groups: int, head_dim: int) -> None:
+    make_case([(1, 20), (19, 0), (9, 65)], kv_heads=kv_heads, groups=groups, head_dim=head_dim).check()
+    make_case([(1, 20), (1, 70)], kv_heads=kv_heads, groups=groups, head_dim=head_dim).check()
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("head_dim", [80, 128, 256])
+def test_large_heads_in_half_precision(head_dim: int, dtype: torch.dtype) -> None:
+    make_case([(1, 40), (19, 20)], kv_heads=1, head_dim=head_dim, dtype=dtype).check()
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4, 64, 256])
+def test_blocks_of_any_size(block_size: int) -> None:
+    make_case([(1, 2), (1, 3), (9, 3), (1, 260), (40, 230)], block_size=block_size).check()
+
+
+@pytest.mark.parametrize("window", [1, 5, 64, 65, 1000])
+def test_a_window_ends_anywhere(window: int) -> None:
+    make_case([*CHUNKS, *EDGES]).check(window)
+    make_case([(1, 700), (1, 3)], kv_heads=1).check(window)
+
+
+def test_what_left_the_window_may_be_anything() -> None:
+    """Its blocks may be somebody else's by now."""
+    case = make_case([(1, 299), (1, 150)])
+    window = 20
+    expected = case.run(window)
+    for row, context_len in enumerate([300, 151]):
+        gone = case.metadata.block_tables[row, : (context_len - window) // 16]
+        case.layer_cache[gone.long()] = NAN
+        case.metadata.block_tables[row, : len(gone)] = len(case.layer_cache) + 99
+    assert torch.equal(case.run(window), expected)
+
+
+def test_soft_caps() -> None:
+    case = make_case([*CHUNKS, *EDGES])
+    case.check(soft_cap=2.0)
+    case.check(window=33, soft_cap=0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_contexts_are_split(dtype: torch.dtype) -> None:
+    """8,192 keys, one past it, and beside them sequences that leave most of their splits empty."""
+    lens = [(1, 8191), (1, 8192), (1, 0), (1, 64)]
+    make_case(lens, kv_heads=1, dtype=dtype).check()
+    make_case(lens, kv_heads=1, dtype=dtype).check(window=3000)
+
+
+def test_short_chunks_behind_long_contexts_are_split() -> None:
+    make_case([(7, 2000), (1, 1500), (1, 0), (30, 0)], kv_heads=1).check()
+
+
+def test_a_long_prompt_is_not_split() -> None:
+    make_case([(500, 3), (1, 700)], kv_heads=1).check()
+
+
+def test_a_padding_row_becomes_zero() -> None:
+    """Decodes of a captured graph: what a replay finds may be shorter than what the capture was told."""
+    for longest in (33, 5000):  # not split, and split
+        case = make_case([(1, 32), (1, 4), (1, 0), (1, 0)])
+        expected = case.run()
+        case.metadata.context_lens[2:] = 0
+        case.metadata.block_tables[2:] = len(case.layer_cache) + 99
+        case.metadata = AttentionMetadata(
+            case.metadata.query_start, case.metadata.context_lens, case.metadata.block_tables, 1, longest
+        )
+        found = case.run()
+        torch.testing.assert_close(found[:2], expected[:2])
+        assert not found[2:].any()
+
+
+@quiet_interpreter
+@pytest.mark.parametrize("context", [31, 1500])
+def test_a_poisoned_sequence_spoils_no_other(context: int) -> None:
+    case = make_case([(1, 5), (1, context), (3, 2), (3, 0)], block_size=4)
+    clean = case.run()
+    assert clean.isfinite().all()
+    for row in (1, 3):
+        case.layer_cache[case.metadata.block_tables[row, 0].long()] = NAN
+    poisoned = case.run()
+    assert torch.equal(poisoned[:1], clean[:1])
+    assert poisoned[1].isnan().all()
+    assert torch.equal(poisoned[2:5], clean[2:5])
+    assert poisoned[5:].isnan().all()
+
+
+def test_no_token_and_no_sequence() -> None:
+    case = make_case([])
+    assert case.run().shape == (0, 4, 16)
+
+
+def test_sequences_without_a_query_token_are_passed_over() -> None:
+    case = make_case([(0, 5), (3, 20), (0, 0), (1, 7), (0, 9)])
+    case.check()

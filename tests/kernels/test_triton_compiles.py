@@ -1,0 +1,22 @@
+"""Every Triton kernel compiles for GPUs that are not here."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from triton_helpers import INTERPRETED
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the other tests compile the kernels for the GPU that is here")
+def test_kernels_compile_and_fit_into_shared_memory(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    program = Path(__file__).with_name("compile_for_gpus.py")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", program], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "sm_80 chunk and decode: _paged_attention_kernel" in done.stdout
+    assert "sm_90 split decode: _merge_splits_kernel" in done.stdout

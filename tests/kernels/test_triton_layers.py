@@ -1,0 +1,113 @@
+"""The small operations as Triton kernels against eager torch."""
+
+import pytest
+import torch
+from triton_helpers import DEVICE, DTYPES, quiet_interpreter, randn
+
+from kernels import reference, triton
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 8), (5, 123), (2, 3, 64), (40, 10), (2, 1, 3, 20), (3, 4100), (0, 8)])
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight = randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype, seed=1)
+    for offset in (0.0, 1.0):
+        found = triton.rms_norm(x, weight, 1e-5, offset)
+        torch.testing.assert_close(found, reference.rms_norm(x, weight, 1e-5, offset))
+        assert found.is_contiguous()
+
+
+def test_rms_norm_reads_rows_where_they_lie() -> None:
+    fused = randn(7, 100)
+    weight = randn(10, seed=1)
+    for x in (
+        fused[:, 3:13],
+        fused[:, 40:70].view(7, 3, 10),
+        fused[:, :60].view(7, 2, 3, 10),
+        fused[:10].T[:, :7].T[:, :10],
+        fused[:, ::10],
+        fused[0, :10],
+    ):
+        torch.testing.assert_close(triton.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 8), (5, 123), (300, 16), (0, 8)])
+def test_add_rms_norm_changes_the_residual_and_normalises_what_is_left_of_the_sum(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    x, weight = randn(shape[0], 2 * shape[1], dtype=dtype)[:, : shape[1]], randn(shape[1], dtype=dtype, seed=1)
+    residual = randn(*shape, dtype=dtype, seed=2)
+    expected_residual = residual.clone()
+    expected = reference.add_rms_norm(x, expected_residual, weight, 1e-5, 1.0)
+    torch.testing.assert_close(triton.add_rms_norm(x, residual, weight, 1e-5, 1.0), expected)
+    assert torch.equal(residual, expected_residual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "head_dim", "rotary_dim"), [(1, 2, 2), (3, 10, 10), (5, 80, 20), (40, 128, 128)])
+def test_rotary_embedding(heads: int, head_dim: int, rotary_dim: int, dtype: torch.dtype) -> None:
+    positions = torch.tensor([0, 1, 77, 8000, 3], device=DEVICE)
+    frequencies = 100.0 ** -(torch.arange(rotary_dim // 2, device=DEVICE) * 2 / rotary_dim)
+    cos, sin = reference.rotary_tables(positions, frequencies, 1.5)
+    fused = randn(5, 2 * heads * head_dim, dtype=dtype)
+    expected = fused.clone()
+    for tokens in (5, 1, 0):
+        for rotate, tensor in ((triton.rotary_embedding, fused), (reference.rotary_embedding, expected)):
+            part = tensor[:tokens, heads * head_dim :].view(tokens, heads, head_dim)
+            rotate(part, cos[:tokens], sin[:tokens])
+        torch.testing.assert_close(fused, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("block_size", "heads", "head_dim"), [(4, 3, 10), (3, 1, 5), (1, 2, 8), (16, 2, 64)])
+def test_store_kv_writes_the_slots_and_nothing_else(
+    block_size: int, heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    found = torch.full((7, 3, 2, block_size, heads, head_dim), float("nan"), dtype=dtype, device=DEVICE)
+    expected = found.clone()
+    fused = randn(5, 3 * heads * head_dim, dtype=dtype)
+    keys, values = (fused[:, n * heads * head_dim :][:, : heads * head_dim].view(5, heads, head_dim) for n in (1, 2))
+    slots = torch.tensor([6 * block_size, 0, 7 * block_size - 1, -1, 2 * block_size], device=DEVICE)
+    triton.store_kv(keys, values, found[:, 1], slots)
+    kept = slots >= 0
+    reference.store_kv(keys[kept], values[kept], expected[:, 1], slots[kept])
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    triton.store_kv(keys[:0], values[:0], found[:, 1], slots[:0])
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@quiet_interpreter
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+@pytest.mark.parametrize("shape", [(5, 246), (1, 2), (2, 3, 2050), (0, 8)])
+def test_gated_activation(shape: tuple[int, ...], activation: str, dtype: torch.dtype) -> None:
+    x = 3 * randn(*shape, dtype=dtype)
+    if x.numel():
+        x.view(-1, shape[-1])[:, 0] = torch.tensor([1000.0, -1000.0]).repeat(len(x.view(-1, shape[-1])))[
+            : len(x.view(-1, shape[-1]))
+        ]
+    found = triton.gated_activation(x, activation)
+    assert found.shape == (*shape[:-1], shape[-1] // 2)
+    # Eager torch rounds the activation before it multiplies.
+    tolerance = {} if dtype is torch.float32 else {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-4}
+    torch.testing.assert_close(found, reference.gated_activation(x, activation), **tolerance)
+
+
+def test_gated_activation_of_a_slice() -> None:
+    x = randn(5, 100)[:, 10:30]
+    torch.testing.assert_close(triton.gated_activation(x, "silu"), reference.gated_activation(x, "silu"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_pairs", [0, 1, 3, 8, 300])
+def test_copies_read_every_source_before_they_write(num_pairs: int, dtype: torch.dtype) -> None:
+    found = randn(320, 3, 41, dtype=dtype)
+    expected = found.clone()
+    sources = torch.randint(0, 320, (num_pairs,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    destinations = torch.randperm(320, generator=torch.Generator().manual_seed(2))[:num_pairs].to(DEVICE)
+    if num_pairs > 1:
+        sources[1:] = destinations[:-1]  # a chain: each copy's source is the destination of the one before
+    triton.copy_blocks(found, sources, destinations)
+    reference.copy_blocks(expected, sources, destinations)
+    assert torch.equal(found, expected)

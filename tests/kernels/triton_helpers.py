@@ -1,0 +1,38 @@
+"""Where Triton kernels are tested: on a GPU where there is one, else in Triton's interpreter, which tests/conftest.py
+chooses.
+"""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (INTERPRETED or torch.cuda.is_available()):
+    pytest.skip("there is a GPU driver, but this torch cannot use it", allow_module_level=True)
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+
+DTYPES = [
+    pytest.param(torch.float32, id="float32"),
+    pytest.param(torch.float16, id="float16"),
+    pytest.param(
+        torch.bfloat16,
+        id="bfloat16",
+        marks=pytest.mark.skipif(
+            INTERPRETED, reason="Triton's interpreter computes bfloat16 wrongly: it is tested where there is a GPU"
+        ),
+    ),
+]
+HALF = [dtype for dtype in DTYPES if dtype.id != "float32"]
+
+quiet_interpreter = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+"""For NaN, infinity and overflow that are meant: numpy, which the interpreter computes with, warns of them."""
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """The same numbers on every machine."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
