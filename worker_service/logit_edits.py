@@ -1,60 +1,92 @@
-"""What sampling parameters do to logits before a token is chosen: bans, biases and penalties, row by row.
+"""What sampling parameters do to logits before a token is chosen: bans, biases and penalties.
 
 The order is: allowed tokens, bad words and minimum length ban; the bias is added; then repetition, frequency and
-presence are penalised. Only rows that ask for something are touched.
+presence are penalised. Here each row's parameters become places in the matrix of logits; `kernels.logit_edits` changes
+them, all rows at once.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels import logit_edits as kernel
 from worker_service.session import SequenceState
+from worker_service.upload import upload
+
+_Ids = npt.NDArray[np.int64]
+_Floats = npt.NDArray[np.float32]
 
 
 def edit_logits(logits: Tensor, sequences: Sequence[SequenceState]) -> None:
-    """Edit in place. logits: [rows, vocabulary_size] float32; sequences: one a row."""
-    for row, sequence in zip(logits, sequences, strict=True):
-        if sequence.sampling.edits_logits:
-            _ban(row, sequence)
-            _bias(row, sequence)
-            if sequence.sampling.penalizes:
-                _penalize(row, sequence)
+    """Edit in place. logits: [rows, vocabulary_size] float32, contiguous; sequences: one a row."""
+    restricted: list[int] = []
+    allowed: list[_Ids] = []
+    banned: list[_Ids] = []
+    biased: list[_Ids] = []
+    biases: list[_Floats] = []
+    seen: list[_Ids] = []
+    repetition: list[_Floats] = []
+    subtracted: list[_Floats] = []
+    for row, sequence in enumerate(sequences):
+        params, first = sequence.sampling, row * logits.shape[1]
+        if not params.edits_logits:
+            continue
+        if params.allowed_token_ids:
+            restricted.append(row)
+            allowed.append(np.frombuffer(params.allowed_token_ids, dtype=np.int64) + first)
+        if token_ids := _banned(sequence):
+            banned.append(np.array(token_ids, dtype=np.int64) + first)
+        if params.logit_bias:
+            biased.append(np.array([token_id for token_id, _ in params.logit_bias], dtype=np.int64) + first)
+            biases.append(np.array([bias for _, bias in params.logit_bias], dtype=np.float32))
+        if params.penalizes:
+            tokens, penalties = _penalties(sequence)
+            seen.append(tokens + first)
+            repetition.append(np.full(len(tokens), params.repetition_penalty, dtype=np.float32))
+            subtracted.append(penalties)
+
+    def whole(parts: Sequence[npt.NDArray[Any]], dtype: torch.dtype = torch.int64) -> Tensor:
+        numbers = np.concatenate(parts) if parts else ()
+        return upload(numbers, dtype, logits.device)
+
+    kernel.edit_logits(
+        logits,
+        kernel.LogitEdits(
+            restricted=upload(restricted, torch.int64, logits.device),
+            allowed=whole(allowed),
+            banned=whole(banned),
+            biased=whole(biased),
+            biases=whole(biases, torch.float32),
+            seen=whole(seen),
+            repetition=whole(repetition, torch.float32),
+            subtracted=whole(subtracted, torch.float32),
+        ),
+    )
 
 
-def _ban(row: Tensor, sequence: SequenceState) -> None:
+def _banned(sequence: SequenceState) -> list[int]:
     params = sequence.sampling
-    if params.allowed_token_ids:
-        allowed = torch.frombuffer(params.allowed_token_ids, dtype=torch.int64).to(row.device)
-        kept = row[allowed]
-        row.fill_(-torch.inf)
-        row[allowed] = kept
     banned = [word[-1] for word in params.bad_words if _ends_with(sequence.token_ids, word[:-1])]
     if len(sequence.token_ids) - sequence.num_prompt_tokens < params.min_tokens:
         banned.extend(params.eos_token_ids)
-    if banned:
-        row[torch.tensor(banned, device=row.device)] = -torch.inf
+    return banned
 
 
-def _bias(row: Tensor, sequence: SequenceState) -> None:
-    if sequence.sampling.logit_bias:
-        token_ids, biases = zip(*sequence.sampling.logit_bias, strict=True)
-        row[torch.tensor(token_ids, device=row.device)] += torch.tensor(biases, device=row.device)
-
-
-def _penalize(row: Tensor, sequence: SequenceState) -> None:
-    """Repetition divides positive logits and multiplies negative ones of every token seen, prompt included (Keskar et
-    al., 2019); frequency is subtracted once for each time a token was output, presence once if it was at all.
+def _penalties(sequence: SequenceState) -> tuple[_Ids, _Floats]:
+    """The tokens seen so far, and what is subtracted from each: frequency for each time that it was output, and
+    presence once if it was at all. Repetition counts the prompt, too.
     """
     params = sequence.sampling
-    tokens = np.array(sequence.token_ids)
-    seen = torch.from_numpy(np.unique(tokens)).to(row.device)
-    logits = row[seen]
-    row[seen] = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
-    unique, times = np.unique(tokens[sequence.num_prompt_tokens :], return_counts=True)
-    penalties = params.frequency_penalty * times + params.presence_penalty
-    row[torch.from_numpy(unique).to(row.device)] -= torch.from_numpy(penalties.astype(np.float32)).to(row.device)
+    tokens = np.array(sequence.token_ids, dtype=np.int64)
+    seen = np.unique(tokens)
+    output, times = np.unique(tokens[sequence.num_prompt_tokens :], return_counts=True)
+    penalties = np.zeros(len(seen), dtype=np.float32)
+    penalties[np.searchsorted(seen, output)] = params.frequency_penalty * times + params.presence_penalty
+    return seen, penalties
 
 
 def _ends_with(token_ids: Sequence[int], suffix: Sequence[int]) -> bool:

@@ -1,12 +1,14 @@
-"""Log-probabilities of tokens under the model itself: the log-softmax of raw logits, before any sampling parameter."""
+"""Reports of `kernels.log_probabilities` on tokens of a prompt and on sampled ones."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from kernels.sampling_ops import sampling_ops_for
 from worker_service.session import SequenceState
 from worker_service.step import SampleLogprobs
+from worker_service.upload import upload
 
 
 def gather_logprobs(logits: Tensor, token_ids: Tensor, sequence_id: int, num_top: int) -> SampleLogprobs:
@@ -15,17 +17,12 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, sequence_id: int, num_top
     logits: [positions, vocabulary_size], any float type; token_ids: [positions] int64, the token that stands there;
     num_top: how many of the likeliest to add. Equally likely tokens are in the order of their ids.
     """
-    logprobs = logits.float().log_softmax(dim=-1)
-    chosen = logprobs.gather(1, token_ids[:, None])  # [positions, 1]
-    ranks = (logprobs > chosen).sum(-1) + 1
-    top_ids = logprobs.topk(num_top).indices.sort(dim=-1).values
-    order = logprobs.gather(1, top_ids).sort(dim=-1, descending=True, stable=True)
-    top_ids = top_ids.gather(1, order.indices)
+    ids, logprobs, ranks = sampling_ops_for(logits.device).log_probabilities(logits, token_ids, num_top)
     return SampleLogprobs(
         sequence_id=sequence_id,
         width=1 + num_top,
-        token_ids=torch.cat((token_ids[:, None], top_ids), dim=1).flatten().tolist(),
-        logprobs=torch.cat((chosen, order.values), dim=1).flatten().tolist(),
+        token_ids=ids.flatten().tolist(),
+        logprobs=logprobs.flatten().tolist(),
         ranks=ranks.tolist(),
     )
 
@@ -34,16 +31,31 @@ def sample_logprobs(
     logits: Tensor, token_ids: Sequence[int], failed: Sequence[bool], sequences: Sequence[SequenceState]
 ) -> list[SampleLogprobs]:
     """Report the sampled token of each row that asks for it and has one. logits: [rows, vocabulary_size]."""
-    return [
-        gather_logprobs(
-            logits[row : row + 1],
-            torch.tensor([token_ids[row]], device=logits.device),
-            sequence.sequence_id,
-            sequence.sampling.logprobs,
-        )
+    asking = {
+        row: sequence.sampling.logprobs
         for row, sequence in enumerate(sequences)
         if sequence.sampling.logprobs is not None and not failed[row]
-    ]
+    }
+    reports: dict[int, SampleLogprobs] = {}
+    # Rows are computed together with their equals alone: a row is the same whatever its neighbours ask for.
+    for num_top in set(asking.values()):
+        rows = [row for row, wanted in asking.items() if wanted == num_top]
+        together = gather_logprobs(
+            logits[upload(rows, torch.int64, logits.device)],
+            upload([token_ids[row] for row in rows], torch.int64, logits.device),
+            0,
+            num_top,
+        )
+        for number, row in enumerate(rows):
+            columns = slice(number * together.width, (number + 1) * together.width)
+            reports[row] = SampleLogprobs(
+                sequence_id=sequences[row].sequence_id,
+                width=together.width,
+                token_ids=together.token_ids[columns],
+                logprobs=together.logprobs[columns],
+                ranks=[together.ranks[number]],
+            )
+    return [reports[row] for row in asking]
 
 
 def concatenate(parts: Sequence[SampleLogprobs]) -> SampleLogprobs:

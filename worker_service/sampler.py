@@ -2,7 +2,8 @@
 
 A row's token depends on its own logits, parameters, seed and tokens alone, never on its neighbours, so that a sequence
 samples the same alone and in a batch. Temperature 0 takes the largest logit, the lowest id among equals; above 0 a
-token is drawn as `argmax(logit / temperature + gumbel)` among those that pass the filters.
+token is drawn as `argmax(logit / temperature + gumbel)` among those that pass the filters. Here sequences become
+tensors; `kernels.sampling` computes. A GPU is not waited for before the token ids are read, once and last.
 """
 
 from collections.abc import Sequence
@@ -10,10 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.noise import gumbel_noise, row_keys
+from kernels.noise import row_keys
+from kernels.sampling import Draws
+from kernels.sampling_ops import sampling_ops_for
 from worker_service.logit_edits import edit_logits
-from worker_service.logit_filters import filter_thresholds
 from worker_service.session import SequenceState
+from worker_service.upload import upload
+
+_FAILED = -1
 
 
 def sample(logits: Tensor, sequences: Sequence[SequenceState]) -> tuple[list[int], list[bool]]:
@@ -22,37 +27,40 @@ def sample(logits: Tensor, sequences: Sequence[SequenceState]) -> tuple[list[int
     logits: [rows, vocabulary_size], any float type, left as they are; sequences: one a row. A row fails where a logit
     is NaN or +inf, or where its parameters leave none above -inf; its token is then 0.
     """
-    largest, token_ids = logits.max(dim=-1)  # NaN counts as largest; the first of equals wins
-    finite = largest.isfinite()
-    special = [
-        row for row, sequence in enumerate(sequences) if sequence.sampling.temperature or sequence.sampling.edits_logits
-    ]
-    if special:
-        rows = torch.tensor(special, device=logits.device)
-        edited = logits[rows].float()
-        choosers = [sequences[row] for row in special]
-        edit_logits(edited, choosers)
-        edited_largest, edited_token_ids = edited.max(dim=-1)
-        finite[rows] &= edited_largest.isfinite()
-        random = [row for row, chooser in enumerate(choosers) if chooser.sampling.temperature]
-        if random:
-            edited_token_ids[random] = _draw(edited[random], edited_largest[random], [choosers[row] for row in random])
-        token_ids[rows] = edited_token_ids
-    token_ids.masked_fill_(~finite, 0)
-    return token_ids.tolist(), (~finite).tolist()
+    plain = [row for row, sequence in enumerate(sequences) if not sequence.sampling.edits_logits]
+    token_ids, finite = _choose(logits, sequences, plain)
+    if len(plain) < len(sequences):
+        edited = [row for row, sequence in enumerate(sequences) if sequence.sampling.edits_logits]
+        rows = upload(edited, torch.int64, logits.device)
+        changed = logits[rows].to(torch.float32)
+        choosers = [sequences[row] for row in edited]
+        edit_logits(changed, choosers)
+        token_ids[rows], possible = _choose(changed, choosers, range(len(choosers)))
+        finite[rows] &= possible
+    found = token_ids.masked_fill_(~finite, _FAILED).tolist()
+    return [max(token_id, 0) for token_id in found], [token_id == _FAILED for token_id in found]
 
 
-def _draw(logits: Tensor, largest: Tensor, sequences: Sequence[SequenceState]) -> Tensor:
-    """Draw from each row. logits: [rows, vocabulary_size] float32; largest: [rows] their maxima; returns [rows]."""
-    params = [sequence.sampling for sequence in sequences]
-    device = logits.device
-    temperatures = torch.tensor([param.temperature for param in params], device=device)
-    # The largest becomes 0 first, so that the tiniest temperature overflows to -inf elsewhere and to nothing worse.
-    scaled = (logits - largest[:, None]) / temperatures[:, None]
-    scaled.masked_fill_(scaled < filter_thresholds(scaled, params)[:, None], -torch.inf)
+def _choose(logits: Tensor, sequences: Sequence[SequenceState], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The token of every row, drawn where it is one of `rows` and has a temperature, and whether the row allows any."""
+    ops = sampling_ops_for(logits.device)
+    token_ids, largest = ops.greedy(logits)
+    drawing = [row for row in rows if sequences[row].sampling.temperature]
+    if drawing:
+        draws = _draws(sequences, drawing, logits.device)
+        token_ids[draws.rows] = ops.draw(logits, largest, draws)
+    return token_ids, largest.isfinite()
+
+
+def _draws(sequences: Sequence[SequenceState], rows: Sequence[int], device: torch.device) -> Draws:
+    params = [sequences[row].sampling for row in rows]
     keys = row_keys(
-        torch.tensor([param.seed - (param.seed >> 63 << 64) for param in params], device=device),
-        torch.tensor([param.index for param in params], device=device),
-        torch.tensor([len(sequence.token_ids) for sequence in sequences], device=device),
+        torch.tensor([param.seed - (param.seed >> 63 << 64) for param in params]),
+        torch.tensor([param.index for param in params]),
+        torch.tensor([len(sequences[row].token_ids) for row in rows]),
     )
-    return (scaled + gumbel_noise(keys, logits.shape[1])).argmax(dim=-1)
+    whole = torch.stack((torch.tensor(rows), keys, torch.tensor([param.top_k for param in params])))
+    fractions = [[param.temperature, param.min_p, param.top_p] for param in params]
+    row_ids, keys, top_k = upload(whole, torch.int64, device)
+    temperature, min_p, top_p = upload(fractions, torch.float32, device).T.contiguous()
+    return Draws(row_ids, keys, temperature, min_p, top_k, top_p)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from worker_helpers import state, tokens
 
+from kernels import filters
+from kernels.filters import filter_thresholds
 from kernels.noise import gumbel_noise, row_keys
-from worker_service import logit_filters
 from worker_service.logit_edits import edit_logits
-from worker_service.logit_filters import filter_thresholds
 from worker_service.sampler import sample
 from worker_service.session import SequenceState
 
@@ -132,7 +132,13 @@ def test_filters_keep_the_tokens_that_the_obvious_way_keeps(batch: list[Sequence
         return
     temperatures = torch.tensor([sequence.sampling.temperature for sequence in batch])
     scaled = (logits - logits.max(dim=-1, keepdim=True).values) / temperatures[:, None]
-    thresholds = filter_thresholds(scaled, [sequence.sampling for sequence in batch])
+    params = [sequence.sampling for sequence in batch]
+    thresholds = filter_thresholds(
+        scaled,
+        torch.tensor([param.min_p for param in params]),
+        torch.tensor([param.top_k for param in params]),
+        torch.tensor([param.top_p for param in params]),
+    )
     for row, sequence in enumerate(batch):
         expected, near = filter_slowly(logits[row].tolist(), sequence)
         if not near:
@@ -164,7 +170,7 @@ def test_looking_at_few_candidates_first_changes_nothing(
     batch = [state([5], temperature=2.0, seed=seed, **sampling) for seed in range(200)]
     logits = random_logits(200, 1)
     expected = sample(logits, batch)
-    monkeypatch.setattr(logit_filters, "_CANDIDATES", 8)
+    monkeypatch.setattr(filters, "_CANDIDATES", 8)
     assert sample(logits, batch) == expected
 
 

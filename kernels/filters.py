@@ -4,37 +4,33 @@ min_p comes first, top_k and then top_p count over what is left of the distribut
 that no order among them matters.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
-
-from worker_service.step import SamplingParams
 
 _CANDIDATES = 1024
 """How many of the largest logits are looked at before all are sorted. A sort of 49,152 costs milliseconds."""
 
 
-def filter_thresholds(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def filter_thresholds(scaled: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """The least scaled logit of each row that may be drawn; its equals may be, too.
 
-    scaled: [rows, vocabulary_size] float32, logits over temperature with 0 as every row's maximum; params: one a row;
-    returns [rows]. (top_k: Fan et al., 2018; top_p: Holtzman et al., 2019; min_p: Nguyen et al., 2024.)
+    scaled: [rows, vocabulary_size] float32, logits over temperature with 0 as every row's maximum; min_p, top_p: [rows]
+    float32; top_k: [rows] int64, 0 for any number; returns [rows]. (top_k: Fan et al., 2018; top_p: Holtzman et al.,
+    2019; min_p: Nguyen et al., 2024.)
     """
-    thresholds = torch.tensor([param.min_p for param in params], device=scaled.device).log()
-    rows = torch.tensor(
-        [row for row, param in enumerate(params) if param.top_k or param.top_p < 1],
-        dtype=torch.int64,
-        device=scaled.device,
-    )
+    thresholds = min_p.log()
+    rows = ((top_k > 0) | (top_p < 1)).nonzero().squeeze(1)
     vocabulary_size = scaled.shape[1]
     width = min(_CANDIDATES, vocabulary_size)
     while len(rows):
-        top_k = torch.tensor([params[row].top_k or vocabulary_size for row in rows.tolist()], device=scaled.device)
-        top_p = torch.tensor([params[row].top_p for row in rows.tolist()], device=scaled.device)
         subset = scaled[rows]
+        ranks = top_k[rows]
         found, complete = _top_k_top_p(
-            subset, subset.topk(width).values, thresholds[rows], top_k.clamp(max=vocabulary_size), top_p
+            subset,
+            subset.topk(width).values,
+            thresholds[rows],
+            ranks.masked_fill(ranks == 0, vocabulary_size).clamp(max=vocabulary_size),
+            top_p[rows],
         )
         thresholds[rows] = torch.where(complete, found, thresholds[rows])
         rows = rows[~complete]
