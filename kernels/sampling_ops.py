@@ -1,6 +1,7 @@
 """Chooses, by device, who computes the operations of a sampler, as `kernels.ops` does for those of a decoder layer."""
 
-from types import ModuleType
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Protocol, cast
 
 import torch
@@ -19,9 +20,8 @@ class SamplingOps(Protocol):
     def log_probabilities(self, logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-_BACKENDS: dict[str, ModuleType] = {}
-
-
 def sampling_ops_for(device: torch.device) -> SamplingOps:
     """The fastest backend that can run on a device."""
-    return cast(SamplingOps, _BACKENDS.get(device.type, sampling))
+    if device.type == "cuda" and find_spec("triton"):
+        return cast(SamplingOps, import_module("kernels.triton.sampling"))
+    return cast(SamplingOps, sampling)

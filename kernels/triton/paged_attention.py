@@ -221,7 +221,7 @@ def _paged_attention_kernel(
 
     empty = total == 0  # no key: a padding row, or a part behind the last tile
     divisor = tl.where(empty, 1.0, total)
-    result = weighted / divisor[:, None]
+    result = weighted * (1.0 / divisor)[:, None]
     place = wide_row * (num_kv_heads * groups) + head
     if split:
         place = place * num_splits + part

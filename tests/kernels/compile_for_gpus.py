@@ -16,6 +16,8 @@ from triton.runtime.jit import JITFunction
 
 from kernels import triton as ops
 from kernels.metadata import AttentionMetadata
+from kernels.sampling import Draws
+from kernels.triton import sampling
 
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
 """Bytes a program may take, by compute capability; of the generation of 8.0, 8.6 and 8.9 have the least."""
@@ -47,7 +49,6 @@ def attention(
     groups: int = 4,
     kv_heads: int = 8,
     head_dim: int = 128,
-    dtype: torch.dtype = torch.bfloat16,
     **options: Any,
 ) -> None:
     metadata = AttentionMetadata(
@@ -57,8 +58,8 @@ def attention(
         max_query_len=query_len,
         max_context_len=context_len,
     )
-    query = empty(query_len + 1, groups * kv_heads, head_dim, dtype=dtype)
-    ops.paged_attention(query, empty(9, 4, 2, 16, kv_heads, head_dim, dtype=dtype)[:, 1], metadata, 0.1, **options)
+    query = empty(query_len + 1, groups * kv_heads, head_dim)
+    ops.paged_attention(query, empty(9, 4, 2, 16, kv_heads, head_dim)[:, 1], metadata, 0.1, **options)
 
 
 def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -70,7 +71,6 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "split decode", lambda: attention(1, 8000, kv_heads=1)
     yield "heads of 256", lambda: attention(500, 2000, head_dim=256)
     yield "heads of 80, a window, a soft cap", lambda: attention(9, 8000, groups=7, head_dim=80, window=9, soft_cap=5.0)
-    yield "float32", lambda: attention(500, 8000, dtype=torch.float32)
     floats = empty(5, 32, dtype=torch.float32)
     ids = empty(5, dtype=torch.int64)
     yield "rms_norm", lambda: ops.rms_norm(empty(5, 4096), empty(4096), 1e-5)
@@ -80,6 +80,11 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     for activation in ("silu", "gelu", "gelu_tanh"):
         yield activation, lambda activation=activation: ops.gated_activation(empty(5, 2048), activation)
     yield "copy_blocks", lambda: ops.copy_blocks(empty(9, 4096), ids, ids)
+    logits, numbers = empty(5, 128_256), empty(5, dtype=torch.float32)
+    draws = Draws(rows=ids, keys=ids, temperature=numbers, min_p=numbers, top_k=ids, top_p=numbers)
+    yield "greedy", lambda: sampling.greedy(logits)
+    yield "draw", lambda: sampling.draw(logits, numbers, draws)
+    yield "log_probabilities", lambda: sampling.log_probabilities(logits, ids, 5)
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
-from triton_helpers import DEVICE, DTYPES, HALF, quiet_interpreter, randn
+from triton_helpers import DEVICE, DTYPES, HALF, no_synchronisation, quiet_interpreter, randn
 
 from kernels import reference, triton
 from kernels.metadata import AttentionMetadata
@@ -24,7 +24,8 @@ class Case:
     tolerance: float
 
     def run(self, window: int | None = None, soft_cap: float | None = None) -> Tensor:
-        return triton.paged_attention(self.query, self.layer_cache, self.metadata, self.scale, window, soft_cap)
+        with no_synchronisation():
+            return triton.paged_attention(self.query, self.layer_cache, self.metadata, self.scale, window, soft_cap)
 
     def check(self, window: int | None = None, soft_cap: float | None = None) -> None:
         found = self.run(window, soft_cap)
@@ -72,7 +73,7 @@ CHUNKS = [(1, 0), (2, 0), (17, 0), (16, 16), (70, 3), (5, 100)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("lens", [EDGES[:1], EDGES, CHUNKS, [*CHUNKS, *EDGES], [(200, 0)], [(2, 70), (3, 0)]])
+@pytest.mark.parametrize("lens", [EDGES[:1], EDGES, CHUNKS, [*CHUNKS, *EDGES], [(2, 70), (3, 0)]])
 def test_decodes_and_chunks(lens: list[tuple[int, int]], dtype: torch.dtype) -> None:
     make_case(lens, dtype=dtype).check()
 
@@ -99,7 +100,7 @@ def test_blocks_of_any_size(block_size: int) -> None:
 
 @pytest.mark.parametrize("window", [1, 5, 64, 65, 1000])
 def test_a_window_ends_anywhere(window: int) -> None:
-    make_case([*CHUNKS, *EDGES]).check(window)
+    make_case([(70, 3), (5, 100), (1, 64), (1, 200)], kv_heads=1).check(window)
     make_case([(1, 700), (1, 3)], kv_heads=1).check(window)
 
 
@@ -116,7 +117,7 @@ def test_what_left_the_window_may_be_anything() -> None:
 
 
 def test_soft_caps() -> None:
-    case = make_case([*CHUNKS, *EDGES])
+    case = make_case([(70, 3), (5, 100), (1, 64), (1, 200)])
     case.check(soft_cap=2.0)
     case.check(window=33, soft_cap=0.5)
 
@@ -134,7 +135,7 @@ def test_short_chunks_behind_long_contexts_are_split() -> None:
 
 
 def test_a_long_prompt_is_not_split() -> None:
-    make_case([(500, 3), (1, 700)], kv_heads=1).check()
+    make_case([(200, 3), (1, 700)], kv_heads=1).check()
 
 
 def test_a_padding_row_becomes_zero() -> None:

@@ -3,6 +3,8 @@ chooses.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -36,3 +38,16 @@ quiet_interpreter = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     """The same numbers on every machine."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """On a GPU, an error where the host would wait for the device."""
+    if INTERPRETED:
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
