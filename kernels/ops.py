@@ -52,15 +52,13 @@ class Ops(Protocol):
 
     def gated_activation(self, x: Tensor, activation: str) -> Tensor: ...
 
-    def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]: ...
-
     def pack(self, weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor] | None: ...
 
     def copy_blocks(self, cache: Tensor, sources: Tensor, destinations: Tensor) -> None: ...
 
 
 EAGER = "eager torch"
-_BACKENDS = {"cpu": "kernels.cpu", "cuda": "kernels.triton"}
+_BACKENDS = {"cpu": "kernels.cpu.ops", "cuda": "kernels.triton"}
 
 
 def backend_name(device: torch.device) -> str:

@@ -128,15 +128,6 @@ def gated_activation(x: Tensor, activation: str) -> Tensor:
     return functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
 
 
-def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of each row, NaN if there is one, and the first place where it stands.
-
-    x: [rows, columns]; returns [rows] of x's type and [rows] int64.
-    """
-    largest, places = x.max(dim=-1)
-    return largest, places
-
-
 def pack(weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor] | None:
     """A function that computes `x @ weight.T + bias` faster than `linear`, from a copy of the weight in another order.
 

@@ -1,7 +1,6 @@
 """Chooses, by device, who computes the operations of a sampler, as `kernels.ops` does for those of a decoder layer."""
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Protocol, cast
 
 import torch
@@ -20,8 +19,12 @@ class SamplingOps(Protocol):
     def log_probabilities(self, logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
+_BACKENDS = {"cpu": "kernels.cpu.sampling", "cuda": "kernels.triton.sampling"}
+
+
 def sampling_ops_for(device: torch.device) -> SamplingOps:
     """The fastest backend that can run on a device."""
-    if device.type == "cuda" and find_spec("triton"):
-        return cast(SamplingOps, import_module("kernels.triton.sampling"))
-    return cast(SamplingOps, sampling)
+    try:
+        return cast(SamplingOps, import_module(_BACKENDS[device.type]))
+    except (KeyError, ImportError):
+        return cast(SamplingOps, sampling)

@@ -47,8 +47,6 @@ def load_worker(settings: WorkerSettings) -> Worker:
     kernels = backend_name(device)
     if kernels == EAGER:
         log.warning("the compiled kernels are missing, so eager torch computes, slower: see the README's requirements")
-    else:
-        log.info("kernels chosen", device=device.type, kernels=kernels)
     cache = settings.cache.expanduser()
     is_dummy = settings.load_format == "dummy"
     source = find_model(settings.model, cache, with_weights=not is_dummy)
@@ -81,7 +79,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
             model_id=source.model_id,
             model_fingerprint=checkpoint.fingerprint(tokenizer_files),
             dtype=str(dtype).removeprefix("torch."),
-            device=f"{device.type} ({_device_name(device)})",
+            device=f"{device.type} ({_device_name(device)}, {kernels})",
             features=("swap",) if num_host_blocks else (),
             sliding_window=_sliding_window(config, max_model_len),
             swap_bytes_per_second=cache_engine.measure_swap_bandwidth(),

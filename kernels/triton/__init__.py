@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from kernels import composed
-from kernels.reference import argmax, pack
+from kernels.reference import pack
 from kernels.triton.copy_blocks import copy_blocks
 from kernels.triton.gated_activation import gated_activation
 from kernels.triton.paged_attention import paged_attention
@@ -28,7 +28,6 @@ qkv_attention = partial(composed.qkv_attention, cast("Ops", sys.modules[__name__
 
 __all__ = [
     "add_rms_norm",
-    "argmax",
     "copy_blocks",
     "gated_activation",
     "pack",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import reference
+from kernels import reference, sampling
 from kernels.cpu import library
 from kernels.metadata import AttentionMetadata
 
@@ -25,7 +25,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip(f"this machine has no {request.param}")
     if not library.library_path(request.param).exists():
         pytest.skip("the CPU kernels are not built, for want of a compiler")
-    backend = importlib.import_module("kernels.cpu")
+    backend = importlib.import_module("kernels.cpu.ops")
     monkeypatch.setattr(backend, "_library", library.load_library(request.param))
     return backend
 
@@ -82,7 +82,7 @@ def reference_attention(
     return reference.paged_attention(query.float(), cache.float().nan_to_num(0), safe, 0.3, window, soft_cap)
 
 
-HEADS = [(9, 3, 64), (2, 2, 10), (8, 1, 128), (4, 2, 96), (40, 1, 32), (3, 1, 33), (2, 1, 256)]
+HEADS = [(9, 3, 64), (2, 2, 10), (8, 1, 128), (40, 1, 96), (3, 1, 33), (2, 1, 256)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -245,17 +245,17 @@ def test_gated_activation(kernels: ModuleType, activation: str, dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [1, 15, 16, 1024, 1025, 5000])
-def test_argmax_is_the_first_of_the_largest(
+def test_greedy_is_the_first_of_the_largest(
     kernels: ModuleType, columns: int, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     x = torch.randn(20, columns, generator=generator).to(dtype).mul(2).round()  # full of equals
     x[0], x[1] = -torch.inf, torch.inf
     x[2, columns // 2] = NAN
     x[3, 0] = NAN
-    values, places = kernels.argmax(x)
-    expected, expected_places = reference.argmax(x)
-    torch.testing.assert_close(values, expected, equal_nan=True)
-    assert torch.equal(places, expected_places)
+    token_ids, largest = importlib.import_module("kernels.cpu.sampling").greedy(x)
+    expected_ids, expected = sampling.greedy(x)
+    torch.testing.assert_close(largest, expected, equal_nan=True)
+    assert torch.equal(token_ids, expected_ids)
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -289,4 +289,4 @@ def test_what_does_not_fit_is_refused(kernels: ModuleType) -> None:
     with pytest.raises(RuntimeError, match="must be on the CPU and"):
         kernels.paged_attention(query.half(), cache, metadata, 0.3)
     with pytest.raises(RuntimeError, match="not Long"):
-        kernels.argmax(torch.zeros(2, 2, dtype=torch.int64))
+        kernels.rms_norm(torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), 1e-5)

@@ -22,6 +22,7 @@ class DecoderLayer:
     def __init__(self, config: DecoderConfig, layer: LayerConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._config = config
         self._window = layer.window
+        self._scale = config.head_dim**-0.5
         self._ops: Ops = ops_for(device)
         self._heads = [
             heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
@@ -29,9 +30,10 @@ class DecoderLayer:
         hidden, inner = config.hidden_size, config.intermediate_size
         self._attention_norm = torch.empty(hidden, dtype=dtype, device=device)
         self._mlp_norm = torch.empty(hidden, dtype=dtype, device=device)
-        self._query_norm, self._key_norm = (
-            torch.empty(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None for _ in range(2)
-        )
+        self._qk_norms: tuple[Tensor, Tensor] | None = None
+        if config.qk_norm:
+            query_norm, key_norm = torch.empty(2, config.head_dim, dtype=dtype, device=device)
+            self._qk_norms = query_norm, key_norm
         self._qkv = Linear.allocate(sum(self._heads), hidden, config.qkv_bias, dtype, device)
         self._out = Linear.allocate(hidden, self._heads[0], config.out_bias, dtype, device)
         self._gate_up = Linear.allocate(2 * inner, hidden, config.mlp_bias, dtype, device)
@@ -59,8 +61,8 @@ class DecoderLayer:
             **self._gate_up.parts(gate_up),
             **self._down.parts({"mlp.down_proj": config.hidden_size}),
         }
-        if self._query_norm is not None and self._key_norm is not None:
-            tensors |= {"self_attn.q_norm.weight": self._query_norm, "self_attn.k_norm.weight": self._key_norm}
+        if self._qk_norms is not None:
+            tensors |= dict(zip(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), self._qk_norms, strict=True))
         return tensors
 
     def forward(
@@ -84,17 +86,10 @@ class DecoderLayer:
             x = ops.rms_norm(residual, self._attention_norm, eps)
         else:
             x = ops.add_rms_norm(delta, residual, self._attention_norm, eps)
-        query, key, value = (
-            part.view(len(part), -1, config.head_dim) for part in torch.split(self._qkv(x), self._heads, dim=1)
+        attended = ops.qkv_attention(
+            self._qkv(x), self._qk_norms, eps, rotation, layer_cache, slots, attention, self._scale, self._window
         )
-        if self._query_norm is not None and self._key_norm is not None:
-            query, key = ops.rms_norm(query, self._query_norm, eps), ops.rms_norm(key, self._key_norm, eps)
-        if rotation is not None:
-            ops.rotary_embedding(query, *rotation)
-            ops.rotary_embedding(key, *rotation)
-        ops.store_kv(key, value, layer_cache, slots)
-        attended = ops.paged_attention(query, layer_cache, attention, config.head_dim**-0.5, self._window)
-        x = ops.add_rms_norm(self._out(attended.flatten(1)), residual, self._mlp_norm, eps)
+        x = ops.add_rms_norm(self._out(attended), residual, self._mlp_norm, eps)
         return self._down(ops.gated_activation(self._gate_up(x), config.activation))
 
 

@@ -124,16 +124,16 @@ Tensor gated_activation_op(const Tensor& x, const std::string& activation) {
   return out;
 }
 
-std::tuple<Tensor, Tensor> argmax_op(const Tensor& x) {
+std::tuple<Tensor, Tensor> greedy_op(const Tensor& x) {
   check_contiguous(x, "x");
   TORCH_CHECK(x.dim() == 2 && x.size(1) > 0, "x must be [rows, at least one column]");
   auto values = at::empty({x.size(0)}, x.options());
   auto indices = at::empty({x.size(0)}, x.options().dtype(at::kLong));
   for_type(x, [&](auto type) {
     using T = decltype(type);
-    argmax<T>(x.const_data_ptr<T>(), values.data_ptr<T>(), indices.data_ptr<int64_t>(), x.size(0), x.size(1));
+    greedy<T>(x.const_data_ptr<T>(), values.data_ptr<T>(), indices.data_ptr<int64_t>(), x.size(0), x.size(1));
   });
-  return {values, indices};
+  return {indices, values};
 }
 
 struct Metadata {
@@ -280,7 +280,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("rotary_embedding", &pagewire::rotary_embedding_op, unlocked);
   module.def("store_kv", &pagewire::store_kv_op, unlocked);
   module.def("gated_activation", &pagewire::gated_activation_op, unlocked);
-  module.def("argmax", &pagewire::argmax_op, unlocked);
+  module.def("greedy", &pagewire::greedy_op, unlocked);
   module.def("paged_attention", &pagewire::paged_attention_op, unlocked);
   module.def("qkv_attention", &pagewire::qkv_attention_op, unlocked);
   module.def("can_pack", &pagewire::can_pack, unlocked);

@@ -179,7 +179,7 @@ inline float row_max(const T* x, int64_t length) {
 
 // The largest of each row, NaN if there is one, and the first place where it stands. x: [rows, length].
 template <typename T>
-void argmax(const T* x, T* values, int64_t* indices, int64_t rows, int64_t length) {
+void greedy(const T* x, T* values, int64_t* indices, int64_t rows, int64_t length) {
   constexpr int64_t kStretch = 1024;  // only the stretch with the largest is looked at element by element
   at::parallel_for(0, rows, rows_a_thread(length), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {

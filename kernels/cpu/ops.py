@@ -1,0 +1,86 @@
+"""The operations of `kernels.ops.Ops`. Importing them raises ImportError where what this machine runs is not built."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from kernels import reference
+from kernels.cpu.library import library_path, load_library, supported
+from kernels.metadata import AttentionMetadata
+
+INSTRUCTION_SET = next((name for name in supported() if library_path(name).exists()), "none")
+"""Which of `library.INSTRUCTION_SETS` is used."""
+
+_library = load_library(INSTRUCTION_SET)
+
+rotary_embedding = _library.rotary_embedding
+store_kv = _library.store_kv
+gated_activation = _library.gated_activation
+copy_blocks = reference.copy_blocks
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    normed: Tensor = _library.rms_norm(x, weight, eps, offset)
+    return normed
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    normed: Tensor = _library.add_rms_norm(x, residual, weight, eps, offset)
+    return normed
+
+
+def paged_attention(
+    query: Tensor,
+    layer_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    output: Tensor = _library.paged_attention(
+        query,
+        layer_cache,
+        metadata.query_start,
+        metadata.context_lens,
+        metadata.block_tables,
+        scale,
+        window or 0,
+        soft_cap or 0.0,
+    )
+    return output
+
+
+def qkv_attention(
+    qkv: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    rotation: tuple[Tensor, Tensor] | None,
+    layer_cache: Tensor,
+    slots: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    output: Tensor = _library.qkv_attention(
+        qkv,
+        norms,
+        eps,
+        rotation,
+        layer_cache,
+        slots,
+        metadata.query_start,
+        metadata.context_lens,
+        metadata.block_tables,
+        scale,
+        window or 0,
+        soft_cap or 0.0,
+    )
+    return output
+
+
+def pack(weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor] | None:
+    if not _library.can_pack(weight):
+        return reference.pack(weight)
+    outputs, packed = len(weight), _library.pack(weight)
+    return lambda x, bias: _library.linear(x, packed, bias, outputs)
