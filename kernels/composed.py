@@ -16,6 +16,7 @@ def qkv_attention(
     qkv: Tensor,
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
+    offset: float,
     rotation: tuple[Tensor, Tensor] | None,
     layer_cache: Tensor,
     slots: Tensor,
@@ -27,16 +28,16 @@ def qkv_attention(
     """From a fused projection to what its heads attend to; new keys and values are stored on the way.
 
     qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], query, key and value heads in this order, overwritten;
-    norms: weights [head_dim] of the `rms_norm` of query and of key heads, if these are normalised; rotation: cosines
-    and sines of `rotary_tables`, if positions count; layer_cache, slots: as `store_kv` has them. Returns
-    [num_tokens, num_heads * head_dim].
+    norms, eps, offset: weights [head_dim] and parameters of the `rms_norm` of query and of key heads, if these are
+    normalised; rotation: cosines and sines of `rotary_tables`, if positions count; layer_cache, slots: as `store_kv`
+    has them. Returns [num_tokens, num_heads * head_dim].
     """
     num_kv_heads, head_dim = layer_cache.shape[3:]
     heads = qkv.view(len(qkv), -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
     query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if norms is not None:
-        query, key = ops.rms_norm(query, norms[0], eps), ops.rms_norm(key, norms[1], eps)
+        query, key = (ops.rms_norm(part, norm, eps, offset) for part, norm in zip((query, key), norms, strict=True))
     if rotation is not None:
         ops.rotary_embedding(query, *rotation)
         ops.rotary_embedding(key, *rotation)

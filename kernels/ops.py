@@ -41,6 +41,7 @@ class Ops(Protocol):
         qkv: Tensor,
         norms: tuple[Tensor, Tensor] | None,
         eps: float,
+        offset: float,
         rotation: tuple[Tensor, Tensor] | None,
         layer_cache: Tensor,
         slots: Tensor,

@@ -228,8 +228,8 @@ def test_a_fused_projection_attends_as_its_parts_do(
         rotation = reference.rotary_tables(torch.arange(11) * 17, 100.0 ** -torch.linspace(0, 1, pairs), 1.25)
     expected_cache = cache.clone()
     arguments = (torch.tensor(slots), metadata, 0.3, 20)
-    expected = reference.qkv_attention(qkv.clone(), norms, 1e-5, rotation, expected_cache, *arguments)
-    close(kernels.qkv_attention(qkv, norms, 1e-5, rotation, cache, *arguments), expected, dtype)
+    expected = reference.qkv_attention(qkv.clone(), norms, 1e-5, 1.0, rotation, expected_cache, *arguments)
+    close(kernels.qkv_attention(qkv, norms, 1e-5, 1.0, rotation, cache, *arguments), expected, dtype)
     assert torch.equal(cache.isnan(), expected_cache.isnan())
     close(cache.nan_to_num(0), expected_cache.nan_to_num(0), dtype)
 

@@ -14,7 +14,28 @@ from worker_helpers import new_sequence, tokens
 
 from worker_service.step import BlockMapping, BlockTableUpdate
 
+WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 NATIVE: dict[str, dict[str, Any]] = {
+    "gemma": {"model_type": "gemma"},
+    "gemma2": {
+        "model_type": "gemma2",
+        "layer_types": WINDOWS,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 7,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 2.0,
+    },
+    "gemma3_text": {
+        "model_type": "gemma3_text",
+        "layer_types": WINDOWS,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 20,
+        "final_logit_softcapping": 4.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    },
     "llama, dynamic rope": {
         "model_type": "llama",
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0},
@@ -62,22 +83,11 @@ NATIVE: dict[str, dict[str, Any]] = {
         },
     },
 }
-WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 BORROWED: dict[str, dict[str, Any]] = {
     "cohere": {"model_type": "cohere", "logit_scale": 0.3},
     "cohere2": {"model_type": "cohere2", "layer_types": WINDOWS, "sliding_window": 8, "logit_scale": 0.3},
     "ernie4_5": {"model_type": "ernie4_5"},
     "exaone4": {"model_type": "exaone4", "layer_types": WINDOWS, "sliding_window": 8},
-    "gemma": {"model_type": "gemma"},
-    "gemma2": {
-        "model_type": "gemma2",
-        "layer_types": WINDOWS,
-        "sliding_window": 8,
-        "query_pre_attn_scalar": 7,
-        "attn_logit_softcapping": 3.0,
-        "final_logit_softcapping": 2.0,
-    },
-    "gemma3_text": {"model_type": "gemma3_text", "layer_types": WINDOWS, "sliding_window": 8},
     "glm4": {
         "model_type": "glm4",
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.4},
@@ -112,6 +122,14 @@ BORROWED: dict[str, dict[str, Any]] = {
         "max_window_layers": 1,
     },
     "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2},
+    "vaultgemma": {
+        "model_type": "vaultgemma",
+        "layer_types": WINDOWS,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 7,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 2.0,
+    },
     "stablelm": {"model_type": "stablelm", "hidden_size": 60},
     "starcoder2": {"model_type": "starcoder2", "sliding_window": 8},
 }

@@ -20,6 +20,24 @@ SIZES: dict[str, Any] = {
 QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3}
 FILES: list[dict[str, Any]] = [
     *({"model_type": family} for family in FAMILIES),
+    {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None},
+    {"model_type": "gemma2", "query_pre_attn_scalar": 100, "attn_logit_softcapping": None, "sliding_window": 9},
+    {
+        "model_type": "gemma3_text",
+        "sliding_window_pattern": 2,
+        "sliding_window": 9,
+        "rope_local_base_freq": 99.0,
+        "rope_theta": 5000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    {
+        "model_type": "gemma3_text",
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 77.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 55.0},
+        },
+    },
     {"model_type": "llama", "num_key_value_heads": None, "head_dim": None, "rope_theta": 500.0},
     {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}, "attention_bias": True},
     {"model_type": "mistral", "sliding_window": None},
@@ -44,7 +62,15 @@ def test_a_file_reads_as_transformers_reads_it(file: dict[str, Any]) -> None:
     assert ours.tied_embeddings == theirs.tie_word_embeddings
     assert ours.num_kv_heads == theirs.num_key_value_heads
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 4)
-    assert ours.activation == theirs.hidden_act
+    activation = getattr(theirs, "hidden_act", None) or theirs.hidden_activation
+    assert ours.activation == activation.replace("gelu_pytorch_tanh", "gelu_tanh")
+    is_gemma = file["model_type"].startswith("gemma")
+    assert ours.norm_offset == is_gemma
+    assert ours.embedding_scale == (16 if is_gemma else 1)
+    assert ours.attention_scale == (getattr(theirs, "query_pre_attn_scalar", None) or ours.head_dim) ** -0.5
+    assert ours.logit_soft_cap == getattr(theirs, "final_logit_softcapping", None)
+    if file["model_type"] == "gemma2":  # that of Gemma 3 is read by nobody
+        assert ours.attention_soft_cap == theirs.attn_logit_softcapping
     assert ours.out_bias == getattr(theirs, "attention_bias", False)
     assert ours.qkv_bias == getattr(theirs, "attention_bias", file["model_type"] == "qwen2")
     assert ours.mlp_bias == getattr(theirs, "mlp_bias", False)
@@ -54,9 +80,9 @@ def test_a_file_reads_as_transformers_reads_it(file: dict[str, Any]) -> None:
     assert [layer.window for layer in ours.layers] == [window if "sliding" in kind else None for kind in kinds]
     rotated = getattr(theirs, "no_rope_layers", [1] * 5)
     assert [layer.rope is not None for layer in ours.layers] == [bool(rotates) for rotates in rotated]
-    rope = theirs.rope_parameters
-    for layer in ours.layers:
+    for layer, kind in zip(ours.layers, kinds, strict=True):
         if layer.rope is not None:
+            rope = theirs.rope_parameters.get(kind, theirs.rope_parameters)
             rotary_dim = int(ours.head_dim * rope.get("partial_rotary_factor", 1.0))
             exponents = torch.arange(0, rotary_dim, 2) / rotary_dim
             expected = 1.0 / rope["rope_theta"] ** exponents / rope.get("factor", 1.0)
@@ -77,6 +103,7 @@ def test_a_size_that_is_missing_is_named(name: str) -> None:
         ({"rope_parameters": {"rope_type": "proportional", "factor": 2.0}}, "rope type 'proportional'"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ between kinds of layers"),
         ({"model_type": "qwen2", "layer_types": ["linear_attention"] * 5}, "layers of type linear_attention"),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "attention to later tokens"),
         ({"num_key_value_heads": 5}, "cannot share 5"),
         ({"num_hidden_layers": 0}, "num_layers is 0"),
     ],

@@ -29,7 +29,7 @@ def starcoder(make_checkpoint: Callable[..., Path]) -> Path:
     [
         ({"model_type": "elephant"}, "transformers does not know it"),
         ({}, "a model of no stated type is not supported"),
-        ({"model_type": "gemma", "hidden_size": "many"}, "it describes no model gemma: .*hidden_size"),
+        ({"model_type": "olmo2", "hidden_size": "many"}, "it describes no model olmo2: .*hidden_size"),
         ({"model_type": "vit"}, "it does not continue text"),
         ({"model_type": "bart"}, "it is an encoder and a decoder"),
         ({"model_type": "bert", "is_decoder": True}, "it is made to fill gaps in text"),
@@ -45,7 +45,6 @@ def starcoder(make_checkpoint: Callable[..., Path]) -> Path:
         ({"model_type": "deepseek_v3"}, "heads that are not alike: 128 x 192, 128 x 192 and 128 x 128"),
         ({"model_type": "bert-generation"}, "its tokens attend to later ones"),
         ({"model_type": "gpt_oss"}, "its attention has learned sinks"),
-        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "its tokens attend to later ones"),
         ({"model_type": "doge"}, "its code does not run with our attention: "),
     ],
 )

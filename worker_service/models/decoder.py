@@ -22,7 +22,6 @@ class DecoderLayer:
     def __init__(self, config: DecoderConfig, layer: LayerConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._config = config
         self._window = layer.window
-        self._scale = config.head_dim**-0.5
         self._ops: Ops = ops_for(device)
         self._heads = [
             heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
@@ -30,6 +29,9 @@ class DecoderLayer:
         hidden, inner = config.hidden_size, config.intermediate_size
         self._attention_norm = torch.empty(hidden, dtype=dtype, device=device)
         self._mlp_norm = torch.empty(hidden, dtype=dtype, device=device)
+        self._attention_post_norm, self._mlp_post_norm = (
+            torch.empty(hidden, dtype=dtype, device=device) if config.post_norms else None for _ in range(2)
+        )
         self._qk_norms: tuple[Tensor, Tensor] | None = None
         if config.qk_norm:
             query_norm, key_norm = torch.empty(2, config.head_dim, dtype=dtype, device=device)
@@ -55,12 +57,19 @@ class DecoderLayer:
             gate_up = {"mlp.gate_proj": config.intermediate_size, "mlp.up_proj": config.intermediate_size}
         tensors = {
             "input_layernorm.weight": self._attention_norm,
-            "post_attention_layernorm.weight": self._mlp_norm,
             **self._qkv.parts(qkv),
             **self._out.parts({"self_attn.o_proj": config.hidden_size}),
             **self._gate_up.parts(gate_up),
             **self._down.parts({"mlp.down_proj": config.hidden_size}),
         }
+        if self._attention_post_norm is not None and self._mlp_post_norm is not None:
+            tensors |= {
+                "post_attention_layernorm.weight": self._attention_post_norm,
+                "pre_feedforward_layernorm.weight": self._mlp_norm,
+                "post_feedforward_layernorm.weight": self._mlp_post_norm,
+            }
+        else:
+            tensors["post_attention_layernorm.weight"] = self._mlp_norm
         if self._qk_norms is not None:
             tensors |= dict(zip(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), self._qk_norms, strict=True))
         return tensors
@@ -81,16 +90,30 @@ class DecoderLayer:
         `store_kv` has them.
         """
         config, ops = self._config, self._ops
-        eps = config.rms_norm_eps
+        eps, offset = config.rms_norm_eps, config.norm_offset
         if delta is None:
-            x = ops.rms_norm(residual, self._attention_norm, eps)
+            x = ops.rms_norm(residual, self._attention_norm, eps, offset)
         else:
-            x = ops.add_rms_norm(delta, residual, self._attention_norm, eps)
+            x = ops.add_rms_norm(delta, residual, self._attention_norm, eps, offset)
         attended = ops.qkv_attention(
-            self._qkv(x), self._qk_norms, eps, rotation, layer_cache, slots, attention, self._scale, self._window
+            self._qkv(x),
+            self._qk_norms,
+            eps,
+            offset,
+            rotation,
+            layer_cache,
+            slots,
+            attention,
+            config.attention_scale,
+            self._window,
+            config.attention_soft_cap,
         )
-        x = ops.add_rms_norm(self._out(attended), residual, self._mlp_norm, eps)
-        return self._down(ops.gated_activation(self._gate_up(x), config.activation))
+        delta = self._out(attended)
+        if self._attention_post_norm is not None:
+            delta = ops.rms_norm(delta, self._attention_post_norm, eps, offset)
+        x = ops.add_rms_norm(delta, residual, self._mlp_norm, eps, offset)
+        delta = self._down(ops.gated_activation(self._gate_up(x), config.activation))
+        return delta if self._mlp_post_norm is None else ops.rms_norm(delta, self._mlp_post_norm, eps, offset)
 
 
 class Decoder:
@@ -102,6 +125,8 @@ class Decoder:
         self._embedding = torch.empty(config.vocabulary_size, config.hidden_size, dtype=dtype, device=device)
         self._layers = [DecoderLayer(config, layer, dtype, device) for layer in config.layers]
         self._norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
+        # Networks are trained with this factor in the type of their weights.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self._ops = ops_for(device)
         self._lm_head = Linear(self._embedding if config.tied_embeddings else torch.empty_like(self._embedding))
         ropes = {layer.rope for layer in config.layers if layer.rope is not None}
@@ -133,12 +158,15 @@ class Decoder:
             rope: rotary_tables(positions, frequencies, rope.scale) for rope, frequencies in self._frequencies.items()
         }
         residual, delta = functional.embedding(token_ids, self._embedding), None
+        if self._embedding_scale != 1:
+            residual *= self._embedding_scale
         for number, (layer, layer_config) in enumerate(zip(self._layers, self.config.layers, strict=True)):
             rotation = rotations[layer_config.rope] if layer_config.rope is not None else None
             delta = layer.forward(delta, residual, rotation, cache[:, number], slots, attention)
         assert delta is not None  # a network has a layer
-        return self._ops.add_rms_norm(delta, residual, self._norm, self.config.rms_norm_eps)
+        return self._ops.add_rms_norm(delta, residual, self._norm, self.config.rms_norm_eps, self.config.norm_offset)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden_size]; returns [rows, vocabulary_size]."""
-        return self._lm_head(hidden)
+        logits, cap = self._lm_head(hidden), self.config.logit_soft_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)

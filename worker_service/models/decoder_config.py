@@ -32,11 +32,20 @@ class DecoderConfig:
     """As `gated_activation` has it."""
     layers: tuple[LayerConfig, ...]
     tied_embeddings: bool
+    attention_scale: float
+    """By which queries times keys are multiplied."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     """Whether each head's queries and keys are normalised before they are rotated."""
+    post_norms: bool = False
+    """Whether what a half of a layer adds is normalised as well."""
+    norm_offset: float = 0.0
+    """Added to the weights of all norms."""
+    embedding_scale: float = 1.0
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
     fused_checkpoint: bool = False
     """Whether checkpoints hold query, key and value as one tensor, and gate and up as another."""
 

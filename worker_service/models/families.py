@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from worker_service.models.decoder_config import DecoderConfig, LayerConfig
-from worker_service.models.rope import read_rope
+from worker_service.models.rope import Rope, read_rope
 
 Json = Mapping[str, Any]
 
@@ -52,6 +52,7 @@ def _smollm3(json: Json) -> DecoderConfig:
     rotated = json.get("no_rope_layers")
     if rotated is None:
         rotated = [(number + 1) % interval != 0 for number in range(num_layers)]
+    rope = read_rope(json, _head_dim(json), 2_000_000.0)
     window = json.get("sliding_window") if json.get("use_sliding_window") else None
     attention_bias = bool(json.get("attention_bias", False))
     return _read(
@@ -61,8 +62,7 @@ def _smollm3(json: Json) -> DecoderConfig:
         out_bias=attention_bias,
         mlp_bias=bool(json.get("mlp_bias", False)),
         tied_embeddings=True,
-        theta=2_000_000.0,
-        rotated=rotated,
+        ropes=[rope if rotates else None for rotates in rotated],
         windows=_windows(json, window, [not rotates for rotates in rotated]),
     )
 
@@ -74,7 +74,50 @@ def _phi3(json: Json) -> DecoderConfig:
     )
 
 
+def _gemma(json: Json) -> DecoderConfig:
+    """Scaled embeddings, norm weights stored less one, wide heads. (Gemma Team, 2024.)"""
+    return _read_gemma(json, num_kv_heads=16)
+
+
+def _gemma2(json: Json) -> DecoderConfig:
+    """Norms behind both halves of a layer, soft caps, a window in every other layer. (Gemma Team, 2024.)"""
+    slides = [number % 2 == 0 for number in range(int(json["num_hidden_layers"]))]
+    return _read_gemma(
+        json,
+        num_kv_heads=4,
+        post_norms=True,
+        attention_scale=json.get("query_pre_attn_scalar", 256) ** -0.5,
+        attention_soft_cap=json.get("attn_logit_softcapping", 50.0),
+        logit_soft_cap=json.get("final_logit_softcapping", 30.0),
+        windows=_windows(json, json.get("sliding_window", 4096), slides),
+    )
+
+
+def _gemma3(json: Json) -> DecoderConfig:
+    """Normalised queries and keys in place of the caps; layers with a window turn faster. (Gemma Team, 2025.)"""
+    num_layers, pattern = int(json["num_hidden_layers"]), int(json.get("sliding_window_pattern", 6))
+    window = json.get("sliding_window", 4096)
+    windows = _windows(json, window, [(number + 1) % pattern != 0 for number in range(num_layers)])
+    near = _gemma3_rope(json, "sliding_attention", {"rope_theta": json.get("rope_local_base_freq", 10_000.0)})
+    far = _gemma3_rope(
+        json, "full_attention", {"rope_theta": json.get("rope_theta", 1_000_000.0), **(json.get("rope_scaling") or {})}
+    )
+    return _read_gemma(
+        json,
+        num_kv_heads=4,
+        qk_norm=True,
+        post_norms=True,
+        attention_scale=json.get("query_pre_attn_scalar", 256) ** -0.5,
+        logit_soft_cap=json.get("final_logit_softcapping"),
+        windows=windows,
+        ropes=[far if of_layer is None else near for of_layer in windows],
+    )
+
+
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
     "llama": _llama,
     "mistral": _mistral,
     "phi3": _phi3,
@@ -91,39 +134,76 @@ def _read(
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     eps: float = 1e-6,
-    theta: float = 10_000.0,
     tied_embeddings: bool = False,
-    rotated: Sequence[object] | None = None,
+    activation: str | None = None,
+    ropes: Sequence[Rope | None] | None = None,
     windows: Sequence[int | None] | None = None,
-    **options: bool,
+    attention_scale: float | None = None,
+    **options: Any,
 ) -> DecoderConfig:
-    """What all families write alike. `num_kv_heads`, `head_dim`, `eps`, `theta` and `tied_embeddings` are defaults."""
-    activation = json.get("hidden_act", "silu")
+    """What all families write alike. `num_kv_heads`, `head_dim`, `eps` and `tied_embeddings` are defaults."""
+    activation = activation or json.get("hidden_act", "silu")
     if activation not in _ACTIVATIONS:
         raise ValueError(
             f"the activation '{activation}' is not supported; supported are {', '.join(sorted(_ACTIVATIONS))}"
         )
-    hidden_size, num_heads = int(json["hidden_size"]), int(json["num_attention_heads"])
-    num_layers, max_positions = int(json["num_hidden_layers"]), int(json["max_position_embeddings"])
-    head_dim = int(json.get("head_dim") or head_dim or hidden_size // num_heads)
-    rope = read_rope(json, head_dim, theta)
+    num_heads, num_layers = int(json["num_attention_heads"]), int(json["num_hidden_layers"])
+    head_dim = _head_dim(json, head_dim)
+    if ropes is None:
+        ropes = [read_rope(json, head_dim)] * num_layers
+    lengths = [rope.max_positions for rope in ropes if rope is not None and rope.max_positions is not None]
     return DecoderConfig(
         vocabulary_size=int(json["vocab_size"]),
-        hidden_size=hidden_size,
+        hidden_size=int(json["hidden_size"]),
         intermediate_size=int(json["intermediate_size"]),
         num_heads=num_heads,
         num_kv_heads=int(json.get("num_key_value_heads", num_kv_heads) or num_heads),
         head_dim=head_dim,
-        max_model_len=min(max_positions, rope.max_positions or max_positions),
+        max_model_len=min(int(json["max_position_embeddings"]), *lengths, 1 << 62),
         rms_norm_eps=float(json.get("rms_norm_eps", eps)),
         activation=_ACTIVATIONS[activation],
         layers=tuple(
-            LayerConfig(rope if rotates else None, None if window is None else int(window))
-            for rotates, window in zip(rotated or [True] * num_layers, windows or [None] * num_layers, strict=True)
+            LayerConfig(rope, None if window is None else int(window))
+            for rope, window in zip(ropes, windows or [None] * num_layers, strict=True)
         ),
         tied_embeddings=bool(json.get("tie_word_embeddings", tied_embeddings)),
+        attention_scale=head_dim**-0.5 if attention_scale is None else float(attention_scale),
         **options,
     )
+
+
+def _read_gemma(json: Json, **options: Any) -> DecoderConfig:
+    if json.get("use_bidirectional_attention"):
+        raise ValueError("attention to later tokens is not supported")
+    activation = json.get("hidden_activation") or json.get("hidden_act") or "gelu_pytorch_tanh"
+    attention_bias = bool(json.get("attention_bias", False))
+    return _read(
+        json,
+        head_dim=256,
+        tied_embeddings=True,
+        # The first files say gelu and mean its approximation.
+        activation="gelu_pytorch_tanh" if activation == "gelu" else activation,
+        norm_offset=1.0,
+        embedding_scale=float(json["hidden_size"]) ** 0.5,
+        qkv_bias=attention_bias,
+        out_bias=attention_bias,
+        **options,
+    )
+
+
+def _gemma3_rope(json: Json, kind: str, older: Json) -> Rope:
+    """Newer files have parameters for each kind of layer; `older` is what the others say of this kind."""
+    parameters = (json.get("rope_parameters") or {}).get(kind) or older
+    sizes = {name: json[name] for name in ("hidden_size", "num_attention_heads", "max_position_embeddings")}
+    head_dim = _head_dim(json, 256)
+    # Scaled frequencies are those of any family with the same head.
+    return read_rope(
+        {"model_type": "llama", **sizes, "head_dim": head_dim, "rope_parameters": dict(parameters)}, head_dim
+    )
+
+
+def _head_dim(json: Json, default: int | None = None) -> int:
+    return int(json.get("head_dim") or default or int(json["hidden_size"]) // int(json["num_attention_heads"]))
 
 
 def _qwen_windows(json: Json) -> list[int | None]:

@@ -2,8 +2,8 @@
 
 All tokens of a step go through it as one row; only attention looks across tokens, and it knows which belong together.
 What a network does to its logits (caps, scales) stays its own code as well. Slower than the native decoder: nothing is
-fused or packed. Families whose layers have another shape than the native one's run here too, among them Gemma (norms
-behind the sub-layers), OLMo 2 (only such norms), Cohere (both sub-layers side by side) and Granite (multipliers).
+fused or packed. Families whose layers have another shape than the native one's run here too, among them OLMo 2 (norms
+behind the halves of a layer alone, and over all heads), Cohere (both halves side by side) and Granite (multipliers).
 """
 
 import copy

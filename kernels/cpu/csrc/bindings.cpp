@@ -181,7 +181,7 @@ Tensor paged_attention_op(
 }
 
 Tensor qkv_attention_op(
-    Tensor qkv, const std::optional<std::tuple<Tensor, Tensor>>& norms, double eps,
+    Tensor qkv, const std::optional<std::tuple<Tensor, Tensor>>& norms, double eps, double offset,
     const std::optional<std::tuple<Tensor, Tensor>>& rotation, Tensor cache, const Tensor& slots,
     const Tensor& query_start, const Tensor& context_lens, const Tensor& block_tables, double scale, int64_t window,
     double soft_cap) {
@@ -212,6 +212,7 @@ Tensor qkv_attention_op(
     prepare<T>({
         qkv.data_ptr<T>(), norms.has_value() ? std::get<0>(*norms).template const_data_ptr<T>() : nullptr,
         norms.has_value() ? std::get<1>(*norms).template const_data_ptr<T>() : nullptr, static_cast<float>(eps),
+        static_cast<float>(offset),
         rotation.has_value() ? std::get<0>(*rotation).template const_data_ptr<float>() : nullptr,
         rotation.has_value() ? std::get<1>(*rotation).template const_data_ptr<float>() : nullptr, pairs,
         cache.data_ptr<T>(), cache.stride(0), cache.stride(1), cache.size(2), slots.const_data_ptr<int64_t>(), tokens,

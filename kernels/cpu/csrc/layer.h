@@ -106,7 +106,7 @@ template <typename T>
 struct Projection {
   T* qkv;  // [tokens, num_heads + 2 * num_kv_heads, head_dim]
   const T *query_norm, *key_norm;
-  float eps;
+  float eps, offset;
   const float *cos, *sin;  // [tokens, pairs]
   int64_t pairs;
   T* cache;
@@ -126,7 +126,7 @@ void prepare(const Projection<T>& p) {
         if (p.query_norm != nullptr)
           scale_to_rms(
               head, head, number < p.num_heads ? p.query_norm : p.key_norm, p.head_dim,
-              sum_of_squares(head, p.head_dim), p.eps, 0.0f);
+              sum_of_squares(head, p.head_dim), p.eps, p.offset);
         if (p.cos != nullptr) rotate(head, p.cos + token * p.pairs, p.sin + token * p.pairs, p.pairs);
       }
       const int64_t slot = p.slots[token];
