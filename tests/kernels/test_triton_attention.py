@@ -1,15 +1,16 @@
-"""Paged attention as a Triton kernel against eager torch in float32, with everything that nobody owns poisoned."""
+"""Paged attention as a Triton kernel against eager torch in float32; what nobody owns is poisoned."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
-from triton_helpers import DEVICE, DTYPES, HALF, no_synchronisation, quiet_interpreter, randn
+from triton_helpers import DEVICE, DTYPES, HALF, quiet_interpreter, randn, strict
 
 from kernels import reference, triton
 from kernels.metadata import AttentionMetadata
 
+ops = strict(triton)
 NAN = float("nan")
 
 
@@ -24,18 +25,24 @@ class Case:
     tolerance: float
 
     def run(self, window: int | None = None, soft_cap: float | None = None) -> Tensor:
-        with no_synchronisation():
-            return triton.paged_attention(self.query, self.layer_cache, self.metadata, self.scale, window, soft_cap)
+        found: Tensor = ops.paged_attention(self.query, self.layer_cache, self.metadata, self.scale, window, soft_cap)
+        return found
 
     def check(self, window: int | None = None, soft_cap: float | None = None) -> None:
         found = self.run(window, soft_cap)
         assert found.shape == self.query.shape
         assert found.dtype is self.query.dtype
         assert found.is_contiguous()
-        expected = reference.paged_attention(
-            self.query.float(), self.layer_cache.float(), self.metadata, self.scale, window, soft_cap
+        cpu = torch.device("cpu")
+        metadata = replace(
+            self.metadata,
+            query_start=self.metadata.query_start.to(cpu),
+            context_lens=self.metadata.context_lens.to(cpu),
+            block_tables=self.metadata.block_tables.to(cpu),
         )
-        torch.testing.assert_close(found.float(), expected, atol=self.tolerance, rtol=self.tolerance)
+        query, layer_cache = self.query.to(cpu, torch.float32), self.layer_cache.to(cpu, torch.float32)
+        expected = reference.paged_attention(query, layer_cache, metadata, self.scale, window, soft_cap)
+        torch.testing.assert_close(found.to(cpu, torch.float32), expected, atol=self.tolerance, rtol=self.tolerance)
 
 
 def make_case(
@@ -68,8 +75,8 @@ def make_case(
     )
 
 
-EDGES = [(1, 0), (1, 14), (1, 15), (1, 16), (1, 63), (1, 64), (1, 200)]
-CHUNKS = [(1, 0), (2, 0), (17, 0), (16, 16), (70, 3), (5, 100)]
+EDGES = [(1, 0), (1, 14), (1, 15), (1, 16), (1, 62), (1, 63), (1, 64), (1, 200)]
+CHUNKS = [(1, 0), (2, 0), (17, 0), (16, 16), (70, 3), (5, 100), (3, 62)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -145,9 +152,7 @@ def test_a_padding_row_becomes_zero() -> None:
         expected = case.run()
         case.metadata.context_lens[2:] = 0
         case.metadata.block_tables[2:] = len(case.layer_cache) + 99
-        case.metadata = AttentionMetadata(
-            case.metadata.query_start, case.metadata.context_lens, case.metadata.block_tables, 1, longest
-        )
+        case.metadata = replace(case.metadata, max_context_len=longest)
         found = case.run()
         torch.testing.assert_close(found[:2], expected[:2])
         assert not found[2:].any()
@@ -176,3 +181,23 @@ def test_no_token_and_no_sequence() -> None:
 def test_sequences_without_a_query_token_are_passed_over() -> None:
     case = make_case([(0, 5), (3, 20), (0, 0), (1, 7), (0, 9)])
     case.check()
+
+
+def test_a_layer_attends_from_its_fused_projection() -> None:
+    """Norms, rotation, storing and attention in a row, each working where the one before left its result."""
+    case = make_case([(5, 0), (1, 20), (3, 62)], kv_heads=2, groups=3, head_dim=10)
+    block_size = case.layer_cache.shape[2]
+    slots = torch.cat([
+        case.metadata.block_tables[row, positions // block_size].long() * block_size + positions % block_size
+        for row, positions in enumerate(torch.arange(*span, device=DEVICE) for span in ((0, 5), (20, 21), (62, 65)))
+    ])  # fmt: skip
+    frequencies = 100.0 ** -(torch.arange(5, device=DEVICE) / 5)
+    positions = torch.tensor([*range(5), 20, *range(62, 65)], device=DEVICE)
+    rotation = reference.rotary_tables(positions, frequencies, 1.0)
+    norms = (randn(10, seed=3), randn(10, seed=4))
+    qkv = randn(9, (6 + 2 + 2) * 10, seed=5)
+    found, expected = (
+        backend.qkv_attention(qkv.clone(), norms, 1e-5, 1.0, rotation, cache, slots, case.metadata, case.scale, 40, 5.0)
+        for backend, cache in ((ops, case.layer_cache), (reference, case.layer_cache.clone()))
+    )
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)

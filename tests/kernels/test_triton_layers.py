@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from triton_helpers import DEVICE, DTYPES, quiet_interpreter, randn
+from triton_helpers import DEVICE, DTYPES, quiet_interpreter, randn, strict
 
 from kernels import reference, triton
+
+ops = strict(triton)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -12,7 +14,7 @@ from kernels import reference, triton
 def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, weight = randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype, seed=1)
     for offset in (0.0, 1.0):
-        found = triton.rms_norm(x, weight, 1e-5, offset)
+        found = ops.rms_norm(x, weight, 1e-5, offset)
         torch.testing.assert_close(found, reference.rms_norm(x, weight, 1e-5, offset))
         assert found.is_contiguous()
 
@@ -28,7 +30,7 @@ def test_rms_norm_reads_rows_where_they_lie() -> None:
         fused[:, ::10],
         fused[0, :10],
     ):
-        torch.testing.assert_close(triton.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+        torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -40,7 +42,7 @@ def test_add_rms_norm_changes_the_residual_and_normalises_what_is_left_of_the_su
     residual = randn(*shape, dtype=dtype, seed=2)
     expected_residual = residual.clone()
     expected = reference.add_rms_norm(x, expected_residual, weight, 1e-5, 1.0)
-    torch.testing.assert_close(triton.add_rms_norm(x, residual, weight, 1e-5, 1.0), expected)
+    torch.testing.assert_close(ops.add_rms_norm(x, residual, weight, 1e-5, 1.0), expected)
     assert torch.equal(residual, expected_residual)
 
 
@@ -53,7 +55,7 @@ def test_rotary_embedding(heads: int, head_dim: int, rotary_dim: int, dtype: tor
     fused = randn(5, 2 * heads * head_dim, dtype=dtype)
     expected = fused.clone()
     for tokens in (5, 1, 0):
-        for rotate, tensor in ((triton.rotary_embedding, fused), (reference.rotary_embedding, expected)):
+        for rotate, tensor in ((ops.rotary_embedding, fused), (reference.rotary_embedding, expected)):
             part = tensor[:tokens, heads * head_dim :].view(tokens, heads, head_dim)
             rotate(part, cos[:tokens], sin[:tokens])
         torch.testing.assert_close(fused, expected)
@@ -69,11 +71,11 @@ def test_store_kv_writes_the_slots_and_nothing_else(
     fused = randn(5, 3 * heads * head_dim, dtype=dtype)
     keys, values = (fused[:, n * heads * head_dim :][:, : heads * head_dim].view(5, heads, head_dim) for n in (1, 2))
     slots = torch.tensor([6 * block_size, 0, 7 * block_size - 1, -1, 2 * block_size], device=DEVICE)
-    triton.store_kv(keys, values, found[:, 1], slots)
+    ops.store_kv(keys, values, found[:, 1], slots)
     kept = slots >= 0
     reference.store_kv(keys[kept], values[kept], expected[:, 1], slots[kept])
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-    triton.store_kv(keys[:0], values[:0], found[:, 1], slots[:0])
+    ops.store_kv(keys[:0], values[:0], found[:, 1], slots[:0])
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -87,7 +89,7 @@ def test_gated_activation(shape: tuple[int, ...], activation: str, dtype: torch.
         x.view(-1, shape[-1])[:, 0] = torch.tensor([1000.0, -1000.0]).repeat(len(x.view(-1, shape[-1])))[
             : len(x.view(-1, shape[-1]))
         ]
-    found = triton.gated_activation(x, activation)
+    found = ops.gated_activation(x, activation)
     assert found.shape == (*shape[:-1], shape[-1] // 2)
     # Eager torch rounds the activation before it multiplies.
     tolerance = {} if dtype is torch.float32 else {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-4}
@@ -96,7 +98,7 @@ def test_gated_activation(shape: tuple[int, ...], activation: str, dtype: torch.
 
 def test_gated_activation_of_a_slice() -> None:
     x = randn(5, 100)[:, 10:30]
-    torch.testing.assert_close(triton.gated_activation(x, "silu"), reference.gated_activation(x, "silu"))
+    torch.testing.assert_close(ops.gated_activation(x, "silu"), reference.gated_activation(x, "silu"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -108,6 +110,6 @@ def test_copies_read_every_source_before_they_write(num_pairs: int, dtype: torch
     destinations = torch.randperm(320, generator=torch.Generator().manual_seed(2))[:num_pairs].to(DEVICE)
     if num_pairs > 1:
         sources[1:] = destinations[:-1]  # a chain: each copy's source is the destination of the one before
-    triton.copy_blocks(found, sources, destinations)
+    ops.copy_blocks(found, sources, destinations)
     reference.copy_blocks(expected, sources, destinations)
     assert torch.equal(found, expected)

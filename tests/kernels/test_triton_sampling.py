@@ -4,20 +4,20 @@ import math
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton_helpers import DEVICE, DTYPES, no_synchronisation, quiet_interpreter, randn
+from triton_helpers import DEVICE, DTYPES, quiet_interpreter, randn, strict, triton
 
 from kernels import filters, noise, sampling
 from kernels import log_probabilities as eager_log_probabilities
 from kernels.sampling import Draws
-from kernels.triton import sampling as ops
+from kernels.triton import sampling as backend
 from kernels.triton.filter_thresholds import filter_thresholds
 from kernels.triton.noise import gumbel_noise, random_bits
 
 pytestmark = quiet_interpreter  # numpy warns of the infinities that bans and padding are made of
 
+ops = strict(backend)
+tl = triton.language
 VOCABULARIES = [1, 123, 4097, 8193]
 
 
@@ -85,8 +85,7 @@ def invert(bits: int) -> int:
 @pytest.mark.parametrize("vocabulary_size", VOCABULARIES)
 def test_greedy_takes_the_largest(vocabulary_size: int, dtype: torch.dtype) -> None:
     logits = logits_of(5, vocabulary_size, dtype)
-    with no_synchronisation():
-        token_ids, largest = ops.greedy(logits)
+    token_ids, largest = ops.greedy(logits)
     expected_ids, expected = sampling.greedy(logits)
     assert torch.equal(token_ids, expected_ids)
     assert torch.equal(largest.to(dtype), expected)
@@ -136,13 +135,11 @@ def test_filters_keep_what_the_eager_ones_keep(options: dict[str, float]) -> Non
         logits[0] = logits[0, 0]  # all alike
         logits[1, 5:] = -math.inf  # fewer than some top_k
         draws, largest = make_draws(3, **options), sampling.greedy(logits)[1]
-        with no_synchronisation():
-            found = filter_thresholds(logits, largest, draws)
+        found = filter_thresholds(logits, largest, draws)
         scaled = (logits[draws.rows] - largest[draws.rows][:, None]) / draws.temperature[:, None]
         expected = filters.filter_thresholds(scaled, draws.min_p, draws.top_k, draws.top_p)
         assert torch.equal(scaled >= found[:, None], scaled >= expected[:, None])
-        with no_synchronisation():
-            drawn = ops.draw(logits, largest, draws)
+        drawn = ops.draw(logits, largest, draws)
         assert torch.equal(drawn, sampling.draw(logits, largest, draws))
 
 
@@ -152,8 +149,7 @@ def test_draws_are_those_of_the_eager_sampler(vocabulary_size: int, dtype: torch
     logits = logits_of(8, vocabulary_size, dtype)
     largest = sampling.greedy(logits)[1]
     draws = make_draws(8)
-    with no_synchronisation():
-        found = ops.draw(logits, largest, draws)
+    found = ops.draw(logits, largest, draws)
     assert torch.equal(found, sampling.draw(logits, largest, draws))
 
 
@@ -164,8 +160,7 @@ def test_log_probabilities(vocabulary_size: int, dtype: torch.dtype) -> None:
     logits[3] = 1e4 * logits[3].sign().nan_to_num(0.0, 0.0, 0.0)
     token_ids = torch.tensor([0, vocabulary_size - 1, vocabulary_size // 2, 0], device=DEVICE)
     for num_top in (0, min(5, vocabulary_size)):
-        with no_synchronisation():
-            ids, logprobs, ranks = ops.log_probabilities(logits, token_ids, num_top)
+        ids, logprobs, ranks = ops.log_probabilities(logits, token_ids, num_top)
         eager = eager_log_probabilities.log_probabilities(logits, token_ids, num_top)
         assert torch.equal(ids[:3], eager[0][:3])
         torch.testing.assert_close(logprobs, eager[1], rtol=1e-5, atol=1e-5)

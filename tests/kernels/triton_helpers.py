@@ -3,8 +3,11 @@ chooses.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -41,13 +44,24 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 @contextmanager
-def no_synchronisation() -> Iterator[None]:
-    """On a GPU, an error where the host would wait for the device."""
-    if INTERPRETED:
-        yield
-        return
-    torch.cuda.set_sync_debug_mode("error")
+def _strictly() -> Iterator[None]:
+    """Memory that is not initialised is NaN, and on a GPU it is an error where the host would wait for the device."""
+    torch.use_deterministic_algorithms(True)  # which also fills what torch.empty returns
+    if DEVICE.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        torch.use_deterministic_algorithms(False)
+        if DEVICE.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def strict(module: ModuleType) -> SimpleNamespace:
+    """A backend's functions, which see NaN where memory is not initialised and may not wait for a GPU."""
+
+    def run(function: Callable[..., Any], *arguments: Any) -> Any:
+        with _strictly():
+            return function(*arguments)
+
+    return SimpleNamespace(**{name: partial(run, getattr(module, name)) for name in module.__all__})

@@ -1,6 +1,8 @@
 """The sampler against a slow and obvious one, and its promises about rows."""
 
+import importlib
 import math
+import os
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from worker_helpers import state, tokens
 from kernels import filters
 from kernels.filters import filter_thresholds
 from kernels.noise import gumbel_noise, row_keys
+from worker_service import sampler
 from worker_service.logit_edits import edit_logits
 from worker_service.sampler import sample
 from worker_service.session import SequenceState
@@ -208,6 +211,31 @@ def test_draws_follow_the_temperature() -> None:
     batch = [state([1] * (1 + position % 100), temperature=2.0, seed=position // 100) for position in range(20_000)]
     drawn = torch.tensor(sample(logits, batch)[0]).bincount(minlength=3) / 20_000
     torch.testing.assert_close(drawn, (logits[0] / 2).softmax(-1), atol=0.02, rtol=0)
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="Triton's interpreter runs where no GPU driver is"
+)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with numpy, which warns of infinities
+def test_triton_chooses_the_tokens_that_eager_torch_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = [
+        state(
+            [5, 7, 7, number],
+            2,
+            temperature=(0.0, 0.7, 2.0)[number % 3],
+            top_k=(0, 5)[number % 2],
+            top_p=(1.0, 0.8)[number % 4 // 2],
+            repetition_penalty=(1.0, 1.3)[number // 6],
+            seed=number,
+        )
+        for number in range(12)
+    ]
+    logits = random_logits(12, 0)
+    logits[11, 0] = math.nan
+    expected = sample(logits, batch)
+    backend = importlib.import_module("kernels.triton.sampling")
+    monkeypatch.setattr(sampler, "sampling_ops_for", lambda device: backend)
+    assert sample(logits, batch) == expected
 
 
 def test_the_logits_are_left_as_they_are() -> None:
