@@ -45,7 +45,8 @@ class ModelRunner:
         sampling = [
             (stop - 1, chunk) for stop, chunk in zip(batch.query_start[1:], chunks, strict=True) if chunk.samples
         ]
-        logits = self.model.compute_logits(hidden[[row for row, _ in sampling]])
+        all_sample = len(sampling) == len(hidden)
+        logits = self.model.compute_logits(hidden if all_sample else hidden[[row for row, _ in sampling]])
         forwarded = self._now()
 
         sequences = [chunk.sequence for _, chunk in sampling]

@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
 import pytest
@@ -280,6 +281,20 @@ def test_a_row_of_a_product_is_the_same_alone_and_among_others(kernels: ModuleTy
     if not kernels._library.can_pack(torch.empty(2, 2, dtype=torch.bfloat16)):
         pytest.skip("oneDNN's products do not promise it")
     assert all(torch.equal(product(x[row : row + 1], None), together[row : row + 1]) for row in range(30))
+
+
+def test_several_callers_and_many_threads_get_what_one_gets(kernels: ModuleType, generator: torch.Generator) -> None:
+    product = kernels.pack(torch.randn(320, 64, generator=generator).bfloat16())
+    x = torch.randn(40, 64, generator=generator).bfloat16()
+    expected = product(x, None)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(5)
+    try:
+        with ThreadPoolExecutor(4) as callers:
+            results = list(callers.map(lambda _: product(x, None), range(400)))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(result, expected) for result in results)
 
 
 def test_what_does_not_fit_is_refused(kernels: ModuleType) -> None:

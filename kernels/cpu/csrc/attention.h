@@ -11,14 +11,13 @@
 // product. Both take keys as [dim][key] and values as [key][dim], so that no sum ever runs across a vector's lanes.
 #pragma once
 
-#include <ATen/Parallel.h>
-
 #include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <vector>
 
+#include "team.h"
 #include "vectors.h"
 
 namespace pagewire {
@@ -483,18 +482,16 @@ void paged_attention(const Attention<T>& a) {
   const auto items = cut_into_items(a, num_partials);
   const int64_t group = a.num_heads / a.num_kv_heads, stride = group * (a.head_dim + 2);
   std::vector<float> partials(num_partials * stride);
-  // Items differ in length, so threads take the next one when they are done with theirs.
+  // Items differ in length, so each thread takes the next one when it is done with its own.
   std::atomic<size_t> next{0};
-  at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t begin, int64_t end) {
+  Team::run(at::get_num_threads(), [&](int64_t) {
     static thread_local Attender<T, Tiles> attender;
-    for (int64_t worker = begin; worker < end; ++worker) {
-      size_t i = next++;
-      if (i < items.size()) attender.expect(a, items[i]);
-      while (i < items.size()) {
-        const size_t then = next++;
-        attender.attend(a, items[i], then < items.size() ? &items[then] : nullptr, partials.data());
-        i = then;
-      }
+    size_t i = next++;
+    if (i < items.size()) attender.expect(a, items[i]);
+    while (i < items.size()) {
+      const size_t then = next++;
+      attender.attend(a, items[i], then < items.size() ? &items[then] : nullptr, partials.data());
+      i = then;
     }
   });
   for (size_t i = 0; i < items.size(); ++i) {

@@ -238,7 +238,7 @@ Tensor pack(const Tensor& weight) {
   const auto source = weight.contiguous();
   const auto* from = source.const_data_ptr<at::BFloat16>();
   auto* to = packed.data_ptr<at::BFloat16>();
-  at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(panels, 1, [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; ++panel)
       for (int64_t input = 0; input < inputs; ++input)
         for (int64_t i = 0; i < kPanel; ++i) {

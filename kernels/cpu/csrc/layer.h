@@ -1,7 +1,7 @@
 // The small operations of a decoder layer, each one pass over its rows. kernels/reference.py says what they compute.
 #pragma once
 
-#include <ATen/Parallel.h>
+#include "team.h"
 
 #include <cmath>
 #include <cstring>
@@ -42,7 +42,7 @@ template <typename T>
 void rms_norm(
     T* out, const T* x, T* residual, const T* weight, int64_t outer, int64_t inner, int64_t length,
     int64_t outer_stride, int64_t inner_stride, float eps, float offset) {
-  at::parallel_for(0, outer * inner, rows_a_thread(length), [&](int64_t begin, int64_t end) {
+  parallel_for(outer * inner, rows_a_thread(length), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const T* source = x + row / inner * outer_stride + row % inner * inner_stride;
       Vec squares(0.0f);
@@ -78,7 +78,7 @@ template <typename T>
 void rotary_embedding(
     T* x, int64_t stride, const float* cos, const float* sin, int64_t tokens, int64_t heads, int64_t head_dim,
     int64_t pairs) {
-  at::parallel_for(0, tokens, rows_a_thread(heads * head_dim), [&](int64_t begin, int64_t end) {
+  parallel_for(tokens, rows_a_thread(heads * head_dim), [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token)
       for (int64_t head = 0; head < heads; ++head)
         rotate(x + token * stride + head * head_dim, cos + token * pairs, sin + token * pairs, pairs);
@@ -89,7 +89,7 @@ void rotary_embedding(
 inline void store_kv(
     const char* keys, int64_t key_stride, const char* values, int64_t value_stride, char* cache, int64_t block_stride,
     int64_t part_stride, int64_t block_size, const int64_t* slots, int64_t tokens, int64_t bytes) {
-  at::parallel_for(0, tokens, rows_a_thread(bytes), [&](int64_t begin, int64_t end) {
+  parallel_for(tokens, rows_a_thread(bytes), [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
       const int64_t slot = slots[token];
       if (slot < 0) continue;
@@ -118,7 +118,7 @@ struct Projection {
 template <typename T>
 void prepare(const Projection<T>& p) {
   const int64_t stride = (p.num_heads + 2 * p.num_kv_heads) * p.head_dim, kept = p.num_kv_heads * p.head_dim;
-  at::parallel_for(0, p.tokens, rows_a_thread(stride), [&](int64_t begin, int64_t end) {
+  parallel_for(p.tokens, rows_a_thread(stride), [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
       T* heads = p.qkv + token * stride;
       for (int64_t number = 0; number < p.num_heads + p.num_kv_heads; ++number) {
@@ -153,7 +153,7 @@ inline Vec activate(const Vec& x) {
 // x: [rows, 2 * length], gate then up; out: [rows, length].
 template <typename T, Activation kKind>
 void gated_activation(T* out, const T* x, int64_t rows, int64_t length) {
-  at::parallel_for(0, rows, rows_a_thread(length), [&](int64_t begin, int64_t end) {
+  parallel_for(rows, rows_a_thread(length), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const T *gate = x + row * 2 * length, *up = gate + length;
       for_each_vector(length, [&](int64_t i, int64_t n) {
@@ -181,7 +181,7 @@ inline float row_max(const T* x, int64_t length) {
 template <typename T>
 void greedy(const T* x, T* values, int64_t* indices, int64_t rows, int64_t length) {
   constexpr int64_t kStretch = 1024;  // only the stretch with the largest is looked at element by element
-  at::parallel_for(0, rows, rows_a_thread(length), [&](int64_t begin, int64_t end) {
+  parallel_for(rows, rows_a_thread(length), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const T* source = x + row * length;
       float value = -std::numeric_limits<float>::infinity();

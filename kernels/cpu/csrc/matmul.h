@@ -6,7 +6,7 @@
 // one broadcast each. Rows are taken 192 at a time, so that they stay in a core's second cache while panels pass by.
 #pragma once
 
-#include <ATen/Parallel.h>
+#include "team.h"
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -74,7 +74,7 @@ inline void multiply_rows(const Product& p, int64_t row, int64_t rows, int64_t p
 inline void multiply(const Product& p) {
   const int64_t panels = (p.outputs + kPanel - 1) / kPanel;
   const int64_t chunks = (p.rows + kChunkRows - 1) / kChunkRows;
-  at::parallel_for(0, chunks * panels, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(chunks * panels, 1, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
       const int64_t first = item / panels * kChunkRows;
       const int64_t rows = std::min(kChunkRows, p.rows - first);

@@ -1,0 +1,129 @@
+// Threads that help with a loop when they can, and are not waited for when they cannot.
+//
+// A barrier waits for every thread to arrive, so one that has lost its core to another process, here the scheduler or a
+// client, stalls the others for as long as the kernel likes; on two cores a step of 6 ms then took 150. Here the caller
+// hands out pieces of a loop and works on them itself. A helper takes pieces when it gets to run; the caller only ever
+// waits for a helper that has taken one.
+//
+// Each thread has a stretch of the loop for itself, whose pieces it takes in order, so that memory is read in order too;
+// then it takes what is left of the others' stretches.
+//
+// Idle helpers spin for as long as the pause between two operations of a step lasts, then yield, then sleep, which
+// leaves their cores to others between steps.
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+
+namespace pagewire {
+
+class Team {
+ public:
+  // Calls piece(i) for each i below `pieces`, on as many threads as torch is told to use.
+  template <typename F>
+  static void run(int64_t pieces, const F& piece) {
+    Team& team = only();
+    const int threads = std::min(at::get_num_threads(), kMaxThreads);
+    std::unique_lock<std::mutex> lock(team.mutex_, std::defer_lock);
+    if (pieces <= 1 || threads <= 1 || !lock.try_lock()) {
+      for (int64_t i = 0; i < pieces; ++i) piece(i);
+      return;
+    }
+    team.grow(threads - 1);
+    team.call_ = [](const void* context, int64_t i) { (*static_cast<const F*>(context))(i); };
+    team.context_ = &piece;
+    team.threads_.store(threads, std::memory_order_relaxed);
+    for (int i = 0; i < threads; ++i) {
+      team.stretches_[i].next.store(pieces * i / threads, std::memory_order_relaxed);
+      team.stretches_[i].end = pieces * (i + 1) / threads;
+    }
+    team.round_.fetch_add(1);  // odd: open
+    if (team.asleep_.load() > 0) team.round_.notify_all();
+    team.work(0, threads);
+    team.round_.fetch_add(1);  // even: closed; a helper that comes now leaves again
+    for (int spins = 0; team.inside_.load() > 0; ++spins) spins < kSpins ? pause() : std::this_thread::yield();
+  }
+
+ private:
+  static constexpr int kMaxThreads = 256;
+  static constexpr int kSpins = 2000;  // of some 15 ns
+  static constexpr int kYields = 100;
+
+  static Team& only() {
+    static Team& team = *new Team;  // never destroyed: its threads may outlive main()
+    return team;
+  }
+
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#else
+    std::this_thread::yield();
+#endif
+  }
+
+  void grow(int helpers) {
+    while (num_helpers_ < helpers) std::thread(&Team::help, this, ++num_helpers_).detach();
+  }
+
+  void work(int number, int threads) {
+    for (int i = 0; i < threads; ++i) {
+      Stretch& stretch = stretches_[(number + i) % threads];
+      for (int64_t piece = stretch.next++; piece < stretch.end; piece = stretch.next++) call_(context_, piece);
+    }
+  }
+
+  void help(int number) {
+    uint32_t seen = 0;
+    for (;;) {
+      seen = wait_for_another(seen);
+      if (seen % 2 == 0) continue;
+      // Either this sees that the round is closed, or the caller sees that somebody is inside and waits.
+      ++inside_;
+      if (const int threads = threads_.load(); round_.load() == seen && number < threads) work(number, threads);
+      --inside_;
+    }
+  }
+
+  uint32_t wait_for_another(uint32_t seen) {
+    uint32_t round;
+    for (int tries = 0; tries < kSpins + kYields; ++tries) {
+      if ((round = round_.load()) != seen) return round;
+      tries < kSpins ? pause() : std::this_thread::yield();
+    }
+    ++asleep_;
+    while ((round = round_.load()) == seen) round_.wait(seen);
+    --asleep_;
+    return round;
+  }
+
+  struct alignas(64) Stretch {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
+
+  std::mutex mutex_;
+  int num_helpers_ = 0;
+  void (*call_)(const void*, int64_t) = nullptr;
+  const void* context_ = nullptr;
+  Stretch stretches_[kMaxThreads];
+  alignas(64) std::atomic<uint32_t> round_{0};
+  alignas(64) std::atomic<int> inside_{0};
+  alignas(64) std::atomic<int> asleep_{0};
+  std::atomic<int> threads_{0};
+};
+
+// Calls piece(begin, end) for consecutive stretches of [0, count) that are at least `grain` long, but for the last.
+template <typename F>
+void parallel_for(int64_t count, int64_t grain, const F& piece) {
+  // Several pieces a thread, so that one that is slow or away leaves some of its share to the others.
+  const int64_t length = std::max(grain, count / (16 * at::get_num_threads()));
+  Team::run((count + length - 1) / length, [&](int64_t i) { piece(i * length, std::min(count, (i + 1) * length)); });
+}
+
+}  // namespace pagewire
