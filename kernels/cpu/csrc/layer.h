@@ -1,11 +1,10 @@
 // The small operations of a decoder layer, each one pass over its rows. kernels/reference.py says what they compute.
 #pragma once
 
-#include "team.h"
-
 #include <cmath>
 #include <cstring>
 
+#include "team.h"
 #include "vectors.h"
 
 namespace pagewire {

@@ -6,10 +6,11 @@
 // one broadcast each. Rows are taken 192 at a time, so that they stay in a core's second cache while panels pass by.
 #pragma once
 
-#include "team.h"
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+
+#include "team.h"
 
 namespace pagewire {
 

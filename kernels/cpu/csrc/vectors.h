@@ -6,9 +6,28 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <new>
 #include <type_traits>
+#include <vector>
 
 namespace pagewire {
+
+// A std::vector whose vectors do not straddle cache lines; ones that do took half the speed of attention.
+template <typename T>
+struct CacheLines {
+  using value_type = T;
+  static constexpr std::align_val_t kAlignment{64};
+
+  CacheLines() = default;
+  template <typename U>
+  CacheLines(const CacheLines<U>&) {}
+  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), kAlignment)); }
+  void deallocate(T* place, size_t) { ::operator delete(place, kAlignment); }
+  bool operator==(const CacheLines&) const { return true; }
+};
+
+template <typename T>
+using Buffer = std::vector<T, CacheLines<T>>;
 
 using Vec = at::vec::Vectorized<float>;
 constexpr int64_t kLanes = Vec::size();
