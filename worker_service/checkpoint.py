@@ -69,9 +69,9 @@ class Checkpoint:
             )
         return _DTYPES[name]
 
-    def fingerprint(self, tokenizer_files: Iterable[Path]) -> str:
-        """SHA-256, in hexadecimal, over config, tokenizer and what identifies the weights."""
-        digest = hashlib.sha256()
+    def fingerprint(self, tokenizer_files: Iterable[Path], quantization: str) -> str:
+        """SHA-256, in hexadecimal, over config, tokenizer, what identifies the weights, and what is made of them."""
+        digest = hashlib.sha256(quantization.encode())
         for file in sorted({self.path / "config.json", *tokenizer_files}, key=lambda file: file.name):
             _add(digest, file.name, file.read_bytes())
         for name, content in self._weights.identity():

@@ -19,6 +19,10 @@ class WorkerSettings(ServiceSettings):
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="auto: the checkpoint's weights; dummy: random ones, from config.json alone"
     )
+    quantization: Literal["none", "int8"] = Field(
+        "none",
+        description="int8: weights in half the memory, on CPUs with bf16 dot products, for few sequences at once",
+    )
     block_size: int = Field(16, ge=1, le=256, description="tokens in a KV cache block")
     num_device_blocks: int | None = Field(
         None, ge=1, description="KV cache blocks on the device; by default what its memory has room for"

@@ -19,7 +19,7 @@ from worker_service.dummy_weights import DummyWeights
 from worker_service.errors import is_out_of_memory
 from worker_service.model_runner import ModelRunner
 from worker_service.model_store import find_model
-from worker_service.models.causal_model import ModelConfig
+from worker_service.models.causal_model import CausalModel, ModelConfig
 from worker_service.models.registry import AnyConfig, build_model, read_config
 from worker_service.profiling import measure_prefill
 from worker_service.settings import WorkerSettings
@@ -64,7 +64,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
         check_room_for_weights(device, sum(tensor.nbytes for tensor in blueprint.values()))
         model = build_model(config, dtype, device)
         checkpoint.load_into(model.checkpoint_tensors())
-        model.pack()
+        _pack(model, settings)
         speed = measure_prefill(model, shape, device, settings.max_num_batched_tokens, settings.max_num_seqs)
         num_device_blocks = count_device_blocks(device, shape, max_model_len, settings)
         cache_engine = CacheEngine(shape, num_device_blocks, num_host_blocks, device)
@@ -77,7 +77,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
     return Worker(
         info=WorkerInfo(
             model_id=source.model_id,
-            model_fingerprint=checkpoint.fingerprint(tokenizer_files),
+            model_fingerprint=checkpoint.fingerprint(tokenizer_files, settings.quantization),
             dtype=str(dtype).removeprefix("torch."),
             device=f"{device.type} ({_device_name(device)}, {kernels})",
             features=("swap",) if num_host_blocks else (),
@@ -115,6 +115,13 @@ def _read_config(checkpoint: Checkpoint) -> AnyConfig:
         raise StartError(f"{file}: {error.args[0]} is missing") from error
     except Exception as error:  # a config is anyone's, and can be wrong in as many ways as there is code to read it
         raise StartError(f"{file}: {str(error) or type(error).__name__}") from error
+
+
+def _pack(model: CausalModel, settings: WorkerSettings) -> None:
+    try:
+        model.pack(int8=settings.quantization == "int8")
+    except ValueError as error:
+        raise StartError(f"--quantization {settings.quantization}: {error}") from error
 
 
 def _choose_max_model_len(settings: WorkerSettings, config: ModelConfig) -> int:

@@ -12,7 +12,7 @@ _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf1
 _TORCH_AVX512 = ("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512")
 INSTRUCTION_SETS: dict[str, tuple[str, ...]] = (
     {
-        "avx512_bf16": (*_AVX512, "-mavx512bf16", *_TORCH_AVX512),
+        "avx512_bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni", *_TORCH_AVX512),
         "avx512": (*_AVX512, *_TORCH_AVX512),
         "avx2": ("-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"),
     }
@@ -30,7 +30,7 @@ def library_path(instruction_set: str) -> Path:
 def supported() -> list[str]:
     """What this machine can run, the best first."""
     have = {
-        "avx512_bf16": torch.cpu._is_avx512_bf16_supported(),
+        "avx512_bf16": torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported(),
         "avx512": torch.cpu._is_avx512_supported(),
         "avx2": torch.cpu._is_avx2_supported(),
         "default": True,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from kernels import reference
@@ -82,7 +83,16 @@ def qkv_attention(
 
 
 def pack(weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor] | None:
-    if not _library.can_pack(weight):
+    if weight.dtype is not torch.bfloat16 or not _library.can_pack(weight.shape[1]):
         return reference.pack(weight)
     outputs, packed = len(weight), _library.pack(weight)
-    return lambda x, bias: _library.linear(x, packed, bias, outputs)
+    return lambda x, bias: _library.linear(x, packed, None, bias, outputs)
+
+
+def pack_int8(weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor] | None:
+    inputs = weight.shape[1]
+    if weight.dtype is not torch.bfloat16 or not _library.can_pack(inputs) or inputs > _library.MAX_INT8_INPUTS:
+        return None
+    quantized, scales = reference.quantize_int8(weight)
+    outputs, packed = len(weight), _library.pack(quantized)
+    return lambda x, bias: _library.linear(x, packed, scales, bias, outputs)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from kernels import composed
-from kernels.reference import pack
+from kernels.reference import pack, pack_int8
 from kernels.triton.copy_blocks import copy_blocks
 from kernels.triton.gated_activation import gated_activation
 from kernels.triton.paged_attention import paged_attention
@@ -31,6 +31,7 @@ __all__ = [
     "copy_blocks",
     "gated_activation",
     "pack",
+    "pack_int8",
     "paged_attention",
     "qkv_attention",
     "rms_norm",

@@ -274,11 +274,32 @@ def test_packed_weights_give_the_product(
         torch.testing.assert_close(product(x, bias).double(), expected, atol=0.02 * inputs**0.5, rtol=1e-2)
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (31, 40), (75, 576), (576, 1536)])
+def test_int8_weights_give_the_product_of_the_numbers_that_they_are(
+    kernels: ModuleType, outputs: int, inputs: int, biased: bool, generator: torch.Generator
+) -> None:
+    weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
+    weight[0] = 0  # an output without a scale of its own
+    bias = torch.randn(outputs, generator=generator).bfloat16() if biased else None
+    product = kernels.pack_int8(weight)
+    if not kernels._library.can_pack(2):
+        assert product is None
+        return
+    quantized, scales = reference.quantize_int8(weight)
+    wide = quantized.double() * scales[:, None]
+    torch.testing.assert_close(wide, weight.double(), atol=float(scales.max()) / 2 * 1.001, rtol=0)
+    for rows in (0, 1, 12, 13, 193):
+        x = torch.randn(rows, inputs + 8, generator=generator).bfloat16()[:, :inputs]
+        expected = torch.nn.functional.linear(x.double(), wide, None if bias is None else bias.double())
+        torch.testing.assert_close(product(x, bias).double(), expected, atol=0.02 * inputs**0.5, rtol=1e-2)
+
+
 def test_a_row_of_a_product_is_the_same_alone_and_among_others(kernels: ModuleType, generator: torch.Generator) -> None:
     product = kernels.pack(torch.randn(96, 128, generator=generator).bfloat16())
     x = torch.randn(30, 128, generator=generator).bfloat16()
     together = product(x, None)
-    if not kernels._library.can_pack(torch.empty(2, 2, dtype=torch.bfloat16)):
+    if not kernels._library.can_pack(2):
         pytest.skip("oneDNN's products do not promise it")
     assert all(torch.equal(product(x[row : row + 1], None), together[row : row + 1]) for row in range(30))
 

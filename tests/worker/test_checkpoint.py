@@ -92,11 +92,12 @@ def test_an_index_cannot_point_out_of_its_folder(path: Path, tmp_path: Path) -> 
 def test_the_fingerprint_tells_networks_and_tokenizers_apart(
     path: Path, tiny_checkpoint: Path, make_checkpoint: Callable[..., Path]
 ) -> None:
-    def fingerprint(path: Path) -> str:
-        return Checkpoint(path).fingerprint([path / "tokenizer.json"])
+    def fingerprint(path: Path, quantization: str = "none") -> str:
+        return Checkpoint(path).fingerprint([path / "tokenizer.json"], quantization)
 
     assert fingerprint(path) == fingerprint(tiny_checkpoint)
     assert fingerprint(path) != fingerprint(make_checkpoint(hidden_size=54))
+    assert fingerprint(path) != fingerprint(path, "int8")
     (path / "tokenizer.json").write_text("{}")
     assert fingerprint(path) != fingerprint(tiny_checkpoint)
 
@@ -213,4 +214,4 @@ def test_weights_that_may_not_be_read_say_so(path: Path, monkeypatch: pytest.Mon
 def test_a_fingerprint_reads_no_header_beyond_the_file(path: Path) -> None:
     claim_a_huge_header(path)
     with pytest.raises(StartError, match="its header claims"):
-        Checkpoint(path).fingerprint([])
+        Checkpoint(path).fingerprint([], "none")

@@ -47,8 +47,11 @@ class CausalModel(Protocol):
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """The tensors that a checkpoint must hold, by their names in it, and the places that they fill."""
 
-    def pack(self) -> None:
-        """Prepare the weights for use. Called once, when `checkpoint_tensors` have been filled."""
+    def pack(self, int8: bool = False) -> None:
+        """Prepare the weights for use, as int8 if so asked. Called once, when `checkpoint_tensors` have been filled.
+
+        Raises ValueError where this network or its device is not for int8.
+        """
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionMetadata, cache: Tensor

@@ -141,10 +141,10 @@ class Decoder:
             tensors |= {f"model.layers.{number}.{name}": part for name, part in layer.checkpoint_tensors().items()}
         return tensors
 
-    def pack(self) -> None:
-        """Pack the weights for fast products. Call it once, when `checkpoint_tensors` have been filled."""
+    def pack(self, int8: bool = False) -> None:
+        """As `CausalModel` has it."""
         for linear in (self._lm_head, *(linear for layer in self._layers for linear in layer.linears)):
-            linear.pack()
+            linear.pack(int8)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionMetadata, cache: Tensor

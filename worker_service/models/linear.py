@@ -23,9 +23,15 @@ class Linear:
         bias = torch.empty(outputs, dtype=dtype, device=device) if biased else None
         return cls(torch.empty(outputs, inputs, dtype=dtype, device=device), bias)
 
-    def pack(self) -> None:
-        """Take the weights as they are now, where packing helps, and let go of them: `weight` is empty afterwards."""
-        self._product = ops_for(self.weight.device).pack(self.weight)
+    def pack(self, int8: bool = False) -> None:
+        """Take the weights as they are now, where packing helps, and let go of them: `weight` is empty afterwards.
+
+        Raises ValueError where they shall become int8, and the device has no fast products for that.
+        """
+        ops = ops_for(self.weight.device)
+        self._product = (ops.pack_int8 if int8 else ops.pack)(self.weight)
+        if int8 and self._product is None:
+            raise ValueError("int8 weights need a model in bfloat16 and a CPU with bf16 dot products (AVX-512 BF16)")
         if self._product is not None:
             self.weight = self.weight.new_empty(0)
 

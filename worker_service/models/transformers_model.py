@@ -40,8 +40,10 @@ class TransformersModel:
         """As `CausalModel` has it."""
         return checkpoint_places(self._network)
 
-    def pack(self) -> None:
-        """Nothing to prepare."""
+    def pack(self, int8: bool = False) -> None:
+        """As `CausalModel` has it; there is nothing to prepare."""
+        if int8:
+            raise ValueError("int8 weights are for the families that run natively")
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionMetadata, cache: Tensor

@@ -222,50 +222,85 @@ Tensor qkv_attention_op(
   return attend(query, cache, {query_start, context_lens, block_tables}, scale, window, soft_cap);
 }
 
-bool can_pack(const Tensor& weight) {
+// Whether there are products of packed weights with so many inputs.
+bool can_pack(int64_t inputs) {
 #if defined(__AVX512BF16__)
-  return weight.device().is_cpu() && weight.scalar_type() == at::kBFloat16 && weight.dim() == 2 &&
-         weight.size(1) % 2 == 0;
+  return inputs % 2 == 0;
 #else
   return false;
 #endif
 }
 
-Tensor pack(const Tensor& weight) {
-  TORCH_CHECK(can_pack(weight), "this weight cannot be packed");
-  const int64_t outputs = weight.size(0), inputs = weight.size(1), panels = (outputs + kPanel - 1) / kPanel;
-  auto packed = at::empty({panels, inputs / 2, kPanel, 2}, weight.options());
-  const auto source = weight.contiguous();
-  const auto* from = source.const_data_ptr<at::BFloat16>();
-  auto* to = packed.data_ptr<at::BFloat16>();
-  parallel_for(panels, 1, [&](int64_t begin, int64_t end) {
+template <typename T>
+void pack_panels(const T* from, T* to, int64_t outputs, int64_t inputs) {
+  parallel_for((outputs + kPanel - 1) / kPanel, 1, [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; ++panel)
       for (int64_t input = 0; input < inputs; ++input)
         for (int64_t i = 0; i < kPanel; ++i) {
           const int64_t output = panel * kPanel + i;
           to[((panel * (inputs / 2) + input / 2) * kPanel + i) * 2 + input % 2] =
-              output < outputs ? from[output * inputs + input] : at::BFloat16(0.0f);
+              output < outputs ? from[output * inputs + input] : T(0);
         }
   });
+}
+
+// weight: [outputs, inputs] of bf16 or int8.
+Tensor pack(const Tensor& weight) {
+  const bool is_int8 = weight.scalar_type() == at::kChar;
+  TORCH_CHECK(weight.device().is_cpu() && weight.dim() == 2 && can_pack(weight.size(1)) &&
+                  (is_int8 ? weight.size(1) <= kMaxInt8Inputs : weight.scalar_type() == at::kBFloat16),
+              "this weight cannot be packed");
+  const int64_t outputs = weight.size(0), inputs = weight.size(1);
+  auto packed = at::empty({(outputs + kPanel - 1) / kPanel, inputs / 2, kPanel, 2}, weight.options());
+  const auto source = weight.contiguous();
+  if (is_int8) {
+    pack_panels(source.const_data_ptr<int8_t>(), packed.data_ptr<int8_t>(), outputs, inputs);
+  } else {
+    pack_panels(source.const_data_ptr<at::BFloat16>(), packed.data_ptr<at::BFloat16>(), outputs, inputs);
+  }
   return packed;
 }
 
-Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t outputs) {
-  TORCH_CHECK(packed.dim() == 4 && packed.size(2) == kPanel && packed.size(0) == (outputs + kPanel - 1) / kPanel,
+// scales: of packed int8 weights, [outputs] float32.
+Tensor linear(
+    const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales, const std::optional<Tensor>& bias,
+    int64_t outputs) {
+  TORCH_CHECK(packed.dim() == 4 && packed.size(2) == kPanel && packed.size(0) == (outputs + kPanel - 1) / kPanel &&
+                  packed.scalar_type() == (scales.has_value() ? at::kChar : at::kBFloat16),
               "the weight was not packed for ", outputs, " outputs");
-  check_like(x, packed, "x");
+  TORCH_CHECK(x.device().is_cpu() && x.scalar_type() == at::kBFloat16, "x must be on the CPU and BFloat16");
   TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1 && x.size(1) == 2 * packed.size(1), "x must be [rows, ",
               2 * packed.size(1), "]");
+  if (scales.has_value()) {
+    check_contiguous(*scales, "scales");
+    TORCH_CHECK(scales->scalar_type() == at::kFloat && scales->numel() == outputs, "scales must be float32 [outputs]");
+  }
   if (bias.has_value()) {
-    check_like(*bias, packed, "bias");
+    check_like(*bias, x, "bias");
     check_contiguous(*bias, "bias");
     TORCH_CHECK(bias->numel() == outputs, "bias must be [outputs]");
   }
   auto out = at::empty({x.size(0), outputs}, x.options());
 #if defined(__AVX512BF16__)
-  multiply({x.const_data_ptr<at::BFloat16>(), x.stride(0), packed.const_data_ptr<at::BFloat16>(),
-            bias.has_value() ? bias->const_data_ptr<at::BFloat16>() : nullptr, out.data_ptr<at::BFloat16>(), x.size(0),
-            x.size(1), outputs});
+  const auto* numbers = x.const_data_ptr<at::BFloat16>();
+  const auto* added = bias.has_value() ? bias->const_data_ptr<at::BFloat16>() : nullptr;
+  Sizes sizes{x.size(0), x.size(1), outputs, x.stride(0)};
+  if (!scales.has_value()) {
+    multiply(Bf16Product{numbers, packed.const_data_ptr<at::BFloat16>()}, sizes, added, out.data_ptr<at::BFloat16>());
+  } else if (sizes.rows > kTileRows) {
+    const WidenedProduct product{
+        {numbers, nullptr}, packed.const_data_ptr<int8_t>(), scales->const_data_ptr<float>()};
+    multiply(product, sizes, added, out.data_ptr<at::BFloat16>());
+  } else {
+    auto rounded = at::empty(x.sizes(), x.options().dtype(at::kShort));
+    auto x_scales = at::empty({x.size(0)}, x.options().dtype(at::kFloat));
+    round_to_12_bits(numbers, sizes, rounded.data_ptr<int16_t>(), x_scales.data_ptr<float>());
+    sizes.x_stride = x.size(1);
+    const Int8Product product{
+        rounded.const_data_ptr<int16_t>(), packed.const_data_ptr<int8_t>(), x_scales.const_data_ptr<float>(),
+        scales->const_data_ptr<float>()};
+    multiply(product, sizes, added, out.data_ptr<at::BFloat16>());
+  }
 #endif
   return out;
 }
@@ -284,6 +319,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("greedy", &pagewire::greedy_op, unlocked);
   module.def("paged_attention", &pagewire::paged_attention_op, unlocked);
   module.def("qkv_attention", &pagewire::qkv_attention_op, unlocked);
+  module.attr("MAX_INT8_INPUTS") = pagewire::kMaxInt8Inputs;
   module.def("can_pack", &pagewire::can_pack, unlocked);
   module.def("pack", &pagewire::pack, unlocked);
   module.def("linear", &pagewire::linear, unlocked);
