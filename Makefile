@@ -15,9 +15,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	  $$($(BIN)/python deploy/torch_index.py) -e '.[dev]'
 	touch $@
 
-$(VENV)/kernels: $(VENV)/installed $(wildcard kernels/cpu/*.py kernels/cpu/csrc/*)
+# Without a compiler nothing is built, and the next `make` tries again.
+$(VENV)/kernels: $(VENV)/installed kernels/cpu/build.py kernels/cpu/library.py $(wildcard kernels/cpu/csrc/*)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m kernels.cpu.build
-	touch $@
+	! ls kernels/cpu/lib/*.so >/dev/null 2>&1 || touch $@
 
 proto: $(VENV)/generated
 

@@ -53,10 +53,24 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="CSV",
         help=f"the load 'trace' is the first {TRACE_REQUESTS} requests of this file",
     )
-    parser.add_argument("--speedup", type=float, default=2.0, help="divides the trace's times (default 2)")
-    parser.add_argument("--rounds", type=int, default=2, help="how often each load is run (default 2)")
+    parser.add_argument("--speedup", type=_positive, default=2.0, help="divides the trace's times (default 2)")
+    parser.add_argument("--rounds", type=_positive_int, default=2, help="how often each load is run (default 2)")
     parser.add_argument("--chart", type=Path, metavar="FILE", help="draw the output rates, as .png or .svg")
     return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
 
 
 def choose(names: str | None, loads: list[Load]) -> list[Load]:

@@ -5,6 +5,7 @@ it takes from `kernels.reference`, whose docstrings, with those of `kernels.comp
 """
 
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from typing import Protocol, cast
 
@@ -72,6 +73,7 @@ def backend_name(device: torch.device) -> str:
     return f"compiled for {backend.INSTRUCTION_SET}" if device.type == "cpu" else "triton"  # type: ignore[attr-defined]
 
 
+@cache
 def ops_for(device: torch.device) -> Ops:
     """The fastest backend that can run on a device."""
     try:

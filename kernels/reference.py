@@ -152,7 +152,9 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     weight: [outputs, inputs]; returns [outputs, inputs] int8 within ±127 and [outputs] float32.
     """
     scales = weight.abs().amax(dim=1).float().clamp_(min=torch.finfo(torch.float32).tiny) / 127
-    return (weight.float() / scales[:, None]).round_().to(torch.int8), scales
+    # Some rows at a time: a large vocabulary in float32 would take more memory than anything else at start.
+    parts = zip(torch.split(weight, 4096), torch.split(scales[:, None], 4096), strict=True)
+    return torch.cat([(part.float() / scale).round_().to(torch.int8) for part, scale in parts]), scales
 
 
 def pack_int8(weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor] | None:  # noqa: ARG001 (others use it)

@@ -1,5 +1,6 @@
 """Chooses, by device, who computes the operations of a sampler, as `kernels.ops` does for those of a decoder layer."""
 
+from functools import cache
 from importlib import import_module
 from typing import Protocol, cast
 
@@ -22,6 +23,7 @@ class SamplingOps(Protocol):
 _BACKENDS = {"cpu": "kernels.cpu.sampling", "cuda": "kernels.triton.sampling"}
 
 
+@cache
 def sampling_ops_for(device: torch.device) -> SamplingOps:
     """The fastest backend that can run on a device."""
     try:

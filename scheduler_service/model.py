@@ -1,6 +1,7 @@
 """The model that is served: what the scheduler learns of it from the first worker."""
 
 import json
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 from pagewire_common.errors import StartError
 from scheduler_service.codec import WorkerInfo
+from scheduler_service.core.config import blocks_within_window
 from scheduler_service.generation_defaults import GenerationDefaults, eos_token_ids
 from scheduler_service.tokenization import Tokenizer
 
@@ -17,16 +19,20 @@ def model_name(model: str) -> str:
 
     Raises StartError when the value is a path to nothing.
     """
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if path.exists():
-        return path.stem if path.suffix == ".gguf" else path.resolve().name
+        return path.stem if path.suffix == ".gguf" and path.is_file() else path.resolve().name
     if path.suffix == ".gguf" or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model):
         raise StartError(f"there is no file or folder {path}")
     return model
 
 
 def max_sequence_tokens(info: WorkerInfo) -> int:
-    """The most tokens of one sequence on this worker: the model's limit, or its whole pool."""
+    """The most tokens of one sequence on this worker: the model's limit, or its pool if that must hold them all."""
+    if info.sliding_window:
+        held = blocks_within_window(info.sliding_window, info.max_num_batched_tokens, info.block_size)
+        if held <= info.num_device_blocks:
+            return info.max_model_len
     return min(info.max_model_len, info.num_device_blocks * info.block_size)
 
 

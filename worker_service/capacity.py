@@ -4,6 +4,7 @@ Blocks are counted once the weights lie there and the largest step is known to f
 of the longest kind is refused: such a request would be promised and could never be served.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -19,8 +20,10 @@ _GIB = 2**30
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def check_room_for_weights(device: torch.device, num_bytes: int) -> None:
-    """Raise StartError where weights of this size cannot be allocated, before a machine is slowed down by trying."""
+def check_room_for_weights(device: torch.device, sizes: Sequence[int]) -> None:
+    """Raise StartError where weights of these bytes cannot be allocated, before a machine is slowed down by trying."""
+    # On a CPU each is packed beside itself, and an embedding that is the head of logits as well stays in both forms.
+    num_bytes = sum(sizes) + (max(sizes) if device.type == "cpu" else 0)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_host_bytes()
     if num_bytes > free:
         raise StartError(
@@ -29,11 +32,18 @@ def check_room_for_weights(device: torch.device, num_bytes: int) -> None:
         )
 
 
-def count_device_blocks(device: torch.device, shape: CacheShape, max_model_len: int, settings: WorkerSettings) -> int:
-    """As many as the operator says, else as many as fit. Raises StartError where one sequence does not fit."""
+def count_device_blocks(
+    device: torch.device, shape: CacheShape, max_model_len: int, sliding_window: int, settings: WorkerSettings
+) -> int:
+    """As many as the operator says, else as many as fit. Raises StartError where one sequence does not fit.
+
+    sliding_window: behind which the scheduler gives blocks back; 0 for none.
+    """
     if settings.num_device_blocks is not None:
         return settings.num_device_blocks
     needed = -(-max_model_len // shape.block_size)
+    if sliding_window:
+        needed = min(needed, (sliding_window + settings.max_num_batched_tokens - 3) // shape.block_size + 2)
     if settings.kv_cache_memory is not None:
         share = int(settings.kv_cache_memory * _GIB)
         if device.type == "cpu" and share > (free := _free_host_bytes()):

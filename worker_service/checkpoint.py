@@ -55,11 +55,6 @@ class Checkpoint:
         self._weights = weights or WeightFiles(path)
 
     @property
-    def model_type(self) -> str:
-        """The family of the network, as config.json calls it."""
-        return str(self.config.get("model_type", "of no stated type"))
-
-    @property
     def dtype(self) -> torch.dtype:
         """What config.json says the weights are; float32 where it says nothing."""
         name = self.config.get("dtype") or self.config.get("torch_dtype") or "float32"
@@ -89,7 +84,7 @@ class Checkpoint:
 
 def _read_config(file: Path) -> dict[str, Any]:
     config = read_json(file)
-    if "quantization_config" in config:
+    if config.get("quantization_config") is not None:
         raise StartError(f"{file}: quantised weights are not supported")
     for name, largest in _LARGEST.items():
         size = config.get(name)

@@ -1,7 +1,7 @@
 """Random weights for a network of which only the config is there: to measure and to test, not to read what it says.
 
-They are drawn on the device itself, the same ones every time. Products keep about the size of what goes in, so that
-logits stay finite in 16 bits however deep the network is.
+They are drawn on the device itself, the same ones every time. Products stay within a few times the size of what goes
+in, and norms bring it back, so that logits stay finite in 16 bits however deep the network is.
 """
 
 from collections.abc import Iterator, Mapping

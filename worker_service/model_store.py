@@ -5,6 +5,7 @@ wanted; nothing in it is ever run.
 """
 
 import hashlib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ def find_model(model: str, cache: Path, *, with_weights: bool = True) -> ModelSo
     """
     if model == "default":
         return ModelSource(model, build_once(_converted_folder(cache, GGUF_SHA256), build_default_model))
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if path.is_dir():
         return ModelSource(path.resolve().name, path)
     if path.suffix == ".gguf" and path.is_file():

@@ -3,7 +3,7 @@
 A row's token depends on its own logits, parameters, seed and tokens alone, never on its neighbours, so that a sequence
 samples the same alone and in a batch. Temperature 0 takes the largest logit, the lowest id among equals; above 0 a
 token is drawn as `argmax(logit / temperature + gumbel)` among those that pass the filters. Here sequences become
-tensors; `kernels.sampling` computes. A GPU is not waited for before the token ids are read, once and last.
+tensors; `kernels.sampling` computes. Nothing here waits for a GPU before the token ids are read, once and last.
 """
 
 from collections.abc import Sequence

@@ -21,19 +21,21 @@ class WorkerSettings(ServiceSettings):
     )
     quantization: Literal["none", "int8"] = Field(
         "none",
-        description="int8: weights in half the memory, on CPUs with bf16 dot products, for few sequences at once",
+        description="int8: half the weights' memory to read, in natively run bf16 models on CPUs with AVX-512 BF16; "
+        "for few sequences at once",
     )
     block_size: int = Field(16, ge=1, le=256, description="tokens in a KV cache block")
     num_device_blocks: int | None = Field(
-        None, ge=1, description="KV cache blocks on the device; by default what its memory has room for"
+        None, ge=1, le=2**31 - 1, description="KV cache blocks on the device; by default what its memory has room for"
     )
     kv_cache_memory: float | None = Field(
         None,
         gt=0,
+        le=2**20,
         description="GiB of KV cache, without --num-device-blocks; by default a quarter of free memory on a CPU, and "
         "what --gpu-memory-utilization leaves on a GPU",
     )
-    swap_space: float = Field(1.0, ge=0, description="GiB of host memory for swapped blocks")
+    swap_space: float = Field(1.0, ge=0, le=2**20, description="GiB of host memory for swapped blocks")
     max_num_batched_tokens: int = Field(2048, ge=1, description="most tokens computed in one step")
     max_num_seqs: int = Field(256, ge=1, description="most sequences computed in one step")
     max_model_len: int | None = Field(None, ge=1, description="most tokens of a sequence; by default the model's limit")

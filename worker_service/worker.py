@@ -10,7 +10,7 @@ from pathlib import Path
 import structlog
 import torch
 
-from kernels.ops import EAGER, backend_name
+from kernels.ops import EAGER, backend_name, ops_for
 from pagewire_common.errors import StartError
 from worker_service.cache_engine import CacheEngine, CacheShape
 from worker_service.capacity import check_room_for_weights, count_device_blocks
@@ -19,7 +19,8 @@ from worker_service.dummy_weights import DummyWeights
 from worker_service.errors import is_out_of_memory
 from worker_service.model_runner import ModelRunner
 from worker_service.model_store import find_model
-from worker_service.models.causal_model import CausalModel, ModelConfig
+from worker_service.models.causal_model import ModelConfig
+from worker_service.models.decoder_config import DecoderConfig
 from worker_service.models.registry import AnyConfig, build_model, read_config
 from worker_service.profiling import measure_prefill
 from worker_service.settings import WorkerSettings
@@ -46,7 +47,8 @@ def load_worker(settings: WorkerSettings) -> Worker:
         torch.set_num_threads(settings.threads)
     kernels = backend_name(device)
     if kernels == EAGER:
-        log.warning("the compiled kernels are missing, so eager torch computes, slower: see the README's requirements")
+        missing = "triton" if device.type == "cuda" else "the compiled kernels (see the README's requirements)"
+        log.warning(f"eager torch computes, slower than need be: there is no {missing}")
     cache = settings.cache.expanduser()
     is_dummy = settings.load_format == "dummy"
     source = find_model(settings.model, cache, with_weights=not is_dummy)
@@ -61,12 +63,15 @@ def load_worker(settings: WorkerSettings) -> Worker:
         # Without memory first: whatever is wrong with the weights is found before any is allocated for them.
         blueprint = build_model(config, dtype, torch.device("meta")).checkpoint_tensors()
         checkpoint.check(blueprint)
-        check_room_for_weights(device, sum(tensor.nbytes for tensor in blueprint.values()))
+        check_room_for_weights(device, [tensor.nbytes for tensor in blueprint.values()])
+        _check_quantization(config, dtype, device, settings)
         model = build_model(config, dtype, device)
         checkpoint.load_into(model.checkpoint_tensors())
-        _pack(model, settings)
+        model.pack(int8=settings.quantization == "int8")
         speed = measure_prefill(model, shape, device, settings.max_num_batched_tokens, settings.max_num_seqs)
-        num_device_blocks = count_device_blocks(device, shape, max_model_len, settings)
+        num_device_blocks = count_device_blocks(
+            device, shape, max_model_len, _sliding_window(config, max_model_len), settings
+        )
         cache_engine = CacheEngine(shape, num_device_blocks, num_host_blocks, device)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
@@ -117,11 +122,16 @@ def _read_config(checkpoint: Checkpoint) -> AnyConfig:
         raise StartError(f"{file}: {str(error) or type(error).__name__}") from error
 
 
-def _pack(model: CausalModel, settings: WorkerSettings) -> None:
-    try:
-        model.pack(int8=settings.quantization == "int8")
-    except ValueError as error:
-        raise StartError(f"--quantization {settings.quantization}: {error}") from error
+def _check_quantization(config: AnyConfig, dtype: torch.dtype, device: torch.device, settings: WorkerSettings) -> None:
+    """Weights of a few numbers tell whether such weights can be packed, before any are loaded."""
+    if settings.quantization == "none":
+        return
+    if not isinstance(config, DecoderConfig):
+        raise StartError(f"--quantization {settings.quantization} is for the families that run natively")
+    if ops_for(device).pack_int8(torch.ones(2, 2, dtype=dtype, device=device)) is None:
+        raise StartError(
+            f"--quantization {settings.quantization} needs bfloat16, compiled kernels, and a CPU with AVX-512 BF16"
+        )
 
 
 def _choose_max_model_len(settings: WorkerSettings, config: ModelConfig) -> int:

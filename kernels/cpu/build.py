@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kernels.cpu.library import INSTRUCTION_SETS, library_path
+from kernels.cpu.library import FOLDER, INSTRUCTION_SETS, library_path
 
 _SOURCE = Path(__file__).parent / "csrc" / "bindings.cpp"
 
@@ -25,40 +25,38 @@ def main() -> None:
             f"There is no C++ compiler ({compiler}): the CPU kernels are not built, and a worker runs on eager torch.\n"
         )
         return
-    # Processes of their own: torch also loads what it has built, and this machine may lack the instructions.
-    children = {
-        name: subprocess.Popen(
-            [sys.executable, "-m", __name__ if __name__ != "__main__" else "kernels.cpu.build", name],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for name in INSTRUCTION_SETS
-    }
-    outputs = {name: child.communicate()[0] for name, child in children.items()}
-    for name, output in outputs.items():
-        if not library_path(name).exists():
-            sys.exit(f"{output}\nThe CPU kernels could not be built for {name}.")
+    FOLDER.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+        # Processes of their own: torch also loads what it has built, and dies of it where the instructions are missing.
+        children = {
+            name: subprocess.Popen(
+                [sys.executable, "-m", "kernels.cpu.build", name, str(Path(folder, name))],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for name in INSTRUCTION_SETS
+        }
+        outputs = {name: child.communicate()[0] for name, child in children.items()}
+        for name, output in outputs.items():
+            if not Path(folder, name, "pagewire_cpu.so").exists():
+                sys.exit(f"{output}\nThe CPU kernels could not be built for {name}.")
+        for old in FOLDER.glob("*.so"):
+            old.unlink()
+        for name in INSTRUCTION_SETS:
+            Path(folder, name, "pagewire_cpu.so").replace(library_path(name))
 
 
-def _build(name: str) -> None:
+def _build(name: str, folder: Path) -> None:
     from torch.utils.cpp_extension import load
 
-    target = library_path(name)
-    target.unlink(missing_ok=True)
-    target.parent.mkdir(exist_ok=True)
-    flags = ["-O3", "-fopenmp", "-fno-math-errno", *INSTRUCTION_SETS[name]]
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            load("pagewire_cpu", [str(_SOURCE)], extra_cflags=flags, build_directory=folder)
-        finally:
-            built = Path(folder) / "pagewire_cpu.so"
-            if built.exists():
-                shutil.move(built, target)
+    folder.mkdir()
+    flags = ["-O3", "-fno-math-errno", *INSTRUCTION_SETS[name]]
+    load("pagewire_cpu", [str(_SOURCE)], extra_cflags=flags, build_directory=str(folder))
 
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        _build(sys.argv[1])
+        _build(sys.argv[1], Path(sys.argv[2]))
     else:
         main()

@@ -1,6 +1,7 @@
 """Where the compiled CPU kernels lie, and which of them this machine can run."""
 
 import platform
+import sys
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -22,20 +23,27 @@ INSTRUCTION_SETS: dict[str, tuple[str, ...]] = (
 """Compiler flags of each, the best first."""
 
 
+_AVX2_FEATURES = ("avx2", "fma3", "f16c")
+_AVX512_FEATURES = (*_AVX2_FEATURES, "avx512_f", "avx512_bw", "avx512_vl", "avx512_dq")
+_NEEDED = {
+    "avx512_bf16": (*_AVX512_FEATURES, "avx512_bf16", "avx512_vnni"),
+    "avx512": _AVX512_FEATURES,
+    "avx2": _AVX2_FEATURES,
+    "default": (),
+}
+"""What a machine must have for each, as torch names it."""
+FOLDER = Path(__file__).parent / "lib"
+
+
 def library_path(instruction_set: str) -> Path:
-    """A library works with the torch that it was built for alone, so its name says which."""
-    return Path(__file__).parent / "lib" / f"{instruction_set}-torch{torch.__version__}.so"
+    """A library works with the Python and the torch that it was built for alone, so its name says which."""
+    return FOLDER / f"{instruction_set}-{sys.implementation.cache_tag}-torch{torch.__version__}.so"
 
 
 def supported() -> list[str]:
     """What this machine can run, the best first."""
-    have = {
-        "avx512_bf16": torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported(),
-        "avx512": torch.cpu._is_avx512_supported(),
-        "avx2": torch.cpu._is_avx2_supported(),
-        "default": True,
-    }
-    return [name for name in INSTRUCTION_SETS if have[name]]
+    have = torch.cpu.get_capabilities()
+    return [name for name in INSTRUCTION_SETS if all(have.get(feature) for feature in _NEEDED[name])]
 
 
 def load_library(instruction_set: str) -> ModuleType:

@@ -90,8 +90,7 @@ def pack(weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor] | None:
 
 
 def pack_int8(weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor] | None:
-    inputs = weight.shape[1]
-    if weight.dtype is not torch.bfloat16 or not _library.can_pack(inputs) or inputs > _library.MAX_INT8_INPUTS:
+    if weight.dtype is not torch.bfloat16 or not _library.can_pack(weight.shape[1]):
         return None
     quantized, scales = reference.quantize_int8(weight)
     outputs, packed = len(weight), _library.pack(quantized)

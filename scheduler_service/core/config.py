@@ -104,8 +104,8 @@ class SchedulerConfig:
         """The most blocks that one sequence ever holds: the whole pool, or window and chunk, wherever they begin."""
         if not self.sliding_window:
             return self.num_device_blocks
-        num_tokens = self.sliding_window - 1 + self.max_num_batched_tokens + self.num_lookahead_slots
-        return (num_tokens - 2) // self.block_size + 2
+        chunk = self.max_num_batched_tokens + self.num_lookahead_slots
+        return blocks_within_window(self.sliding_window, chunk, self.block_size)
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -113,3 +113,8 @@ class SchedulerConfig:
         if self.sliding_window and self.max_blocks_per_sequence <= self.num_device_blocks:
             return self.max_model_len
         return min(self.max_model_len, self.num_device_blocks * self.block_size - self.num_lookahead_slots)
+
+
+def blocks_within_window(sliding_window: int, chunk: int, block_size: int) -> int:
+    """The most blocks that a window and the tokens computed at once touch, wherever in a block they begin."""
+    return (sliding_window - 1 + chunk - 2) // block_size + 2

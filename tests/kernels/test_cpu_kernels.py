@@ -275,7 +275,7 @@ def test_packed_weights_give_the_product(
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (31, 40), (75, 576), (576, 1536)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (31, 40), (75, 576), (33, 8194)])
 def test_int8_weights_give_the_product_of_the_numbers_that_they_are(
     kernels: ModuleType, outputs: int, inputs: int, biased: bool, generator: torch.Generator
 ) -> None:

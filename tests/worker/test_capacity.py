@@ -27,8 +27,10 @@ def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def count(max_model_len: int = 1, **settings: Any) -> int:
-    return count_device_blocks(CPU, SHAPE, max_model_len, WorkerSettings(**{"max_num_seqs": 256, **settings}))
+def count(max_model_len: int = 1, sliding_window: int = 0, **settings: Any) -> int:
+    return count_device_blocks(
+        CPU, SHAPE, max_model_len, sliding_window, WorkerSettings(**{"max_num_seqs": 256, **settings})
+    )
 
 
 def gib(num_bytes: int) -> float:
@@ -90,9 +92,18 @@ def test_a_number_of_blocks_is_the_operators_own_choice(cgroup: Path) -> None:
     assert count(100, num_device_blocks=3) == 3
 
 
+def test_a_window_and_a_chunk_must_fit_however_long_a_sequence_may_be(cgroup: Path) -> None:
+    whole = count(kv_cache_memory=1000 / 2**30)
+    enough = (8 + 4 - 3) // SHAPE.block_size + 2
+    assert enough <= whole
+    assert count(10**6, sliding_window=8, kv_cache_memory=1000 / 2**30, max_num_batched_tokens=4) == whole
+    with pytest.raises(StartError, match="one sequence of 1000000 tokens needs"):
+        count(10**6, kv_cache_memory=1000 / 2**30, max_num_batched_tokens=4)
+
+
 def test_weights_beyond_memory_are_refused_before_they_are_allocated(cgroup: Path, tiny_checkpoint: Path) -> None:
-    check_room_for_weights(CPU, 4000)
+    check_room_for_weights(CPU, [1000, 1500])  # and 1,500 more while the larger is packed
     with pytest.raises(StartError, match=r"the weights take 0\.00 GiB, and cpu has 0\.00 GiB of memory free"):
-        check_room_for_weights(CPU, 4001)
+        check_room_for_weights(CPU, [1001, 1500])
     with pytest.raises(StartError, match="the weights take"):
         load_worker(WorkerSettings(model=str(tiny_checkpoint), device="cpu", cache=cgroup / "cache"))

@@ -105,6 +105,8 @@ def test_a_size_that_is_missing_is_named(name: str) -> None:
         ({"model_type": "qwen2", "layer_types": ["linear_attention"] * 5}, "layers of type linear_attention"),
         ({"model_type": "gemma2", "use_bidirectional_attention": True}, "attention to later tokens"),
         ({"num_key_value_heads": 5}, "cannot share 5"),
+        ({"model_type": "mistral", "sliding_window": 0}, "a sliding window must hold at least one token"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 0.0}, "attention_soft_cap is 0.0; it must be above 0"),
         ({"num_hidden_layers": 0}, "num_layers is 0"),
     ],
 )

@@ -1,8 +1,14 @@
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn import functional
 
+from pagewire_common.errors import StartError
 from worker_service.models.linear import Linear
+from worker_service.settings import WorkerSettings
+from worker_service.worker import load_worker
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -30,3 +36,16 @@ def test_one_embedding_serves_as_input_and_packed_output() -> None:
     before = embedding.clone()
     Linear(embedding).pack()
     assert torch.equal(embedding, before)
+
+
+def test_int8_for_networks_or_types_that_have_none_is_refused_before_weights_are_loaded(
+    make_checkpoint: Callable[..., Path],
+) -> None:
+    borrowed = make_checkpoint(model_type="starcoder2")
+    with pytest.raises(StartError, match="--quantization int8 is for the families that run natively"):
+        load_worker(WorkerSettings(model=str(borrowed), device="cpu", quantization="int8", num_device_blocks=8))
+    native = make_checkpoint()
+    with pytest.raises(StartError, match="--quantization int8 needs bfloat16"):
+        load_worker(
+            WorkerSettings(model=str(native), device="cpu", dtype="float32", quantization="int8", num_device_blocks=8)
+        )

@@ -71,7 +71,7 @@ def test_a_gguf_file_is_converted_once(tmp_path: Path) -> None:
     source = find_model(str(file), tmp_path / "cache")
     assert source.model_id == "small"
     checkpoint = Checkpoint(source.path)
-    assert (checkpoint.model_type, str(checkpoint.dtype)) == ("llama", "torch.bfloat16")
+    assert (checkpoint.config["model_type"], str(checkpoint.dtype)) == ("llama", "torch.bfloat16")
     assert read_config(checkpoint.config).num_layers == 2
     assert {file.name for file in find_tokenizer_files(source.path, tmp_path)} >= {"tokenizer.json", "config.json"}
     before = (source.path / "config.json").stat()

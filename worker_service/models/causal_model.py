@@ -48,10 +48,7 @@ class CausalModel(Protocol):
         """The tensors that a checkpoint must hold, by their names in it, and the places that they fill."""
 
     def pack(self, int8: bool = False) -> None:
-        """Prepare the weights for use, as int8 if so asked. Called once, when `checkpoint_tensors` have been filled.
-
-        Raises ValueError where this network or its device is not for int8.
-        """
+        """Prepare the weights for use, as int8 if so asked. Called once, when `checkpoint_tensors` have been filled."""
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionMetadata, cache: Tensor

@@ -1,6 +1,7 @@
 """The sizes and switches of a native decoder: everything that sets one family of networks apart from another."""
 
 from dataclasses import dataclass
+from math import inf
 
 from worker_service.models.causal_model import widest
 from worker_service.models.rope import Rope
@@ -54,6 +55,11 @@ class DecoderConfig:
                      "head_dim", "max_model_len"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}")
+        if any(layer.window is not None and layer.window < 1 for layer in self.layers):
+            raise ValueError("a sliding window must hold at least one token")
+        for name in ("attention_soft_cap", "logit_soft_cap"):
+            if (cap := getattr(self, name)) is not None and not 0 < cap < inf:
+                raise ValueError(f"{name} is {cap}; it must be above 0")
         if self.num_heads % self.num_kv_heads or self.head_dim % 2:
             raise ValueError(
                 f"{self.num_heads} heads of size {self.head_dim} cannot share {self.num_kv_heads} key-value heads"

@@ -1,7 +1,7 @@
 """How the config.json of each native family reads as a `DecoderConfig`: one function a family.
 
-Where a file leaves something out, the family's own default holds, as transformers has it. All raise ValueError,
-KeyError or TypeError for a file that describes no such network.
+Where a file leaves out anything but sizes, the family's own default holds, as transformers has it. All raise
+ValueError, KeyError or TypeError for a file that describes no such network.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -151,6 +151,9 @@ def _read(
     head_dim = _head_dim(json, head_dim)
     if ropes is None:
         ropes = [read_rope(json, head_dim)] * num_layers
+    for name, values in (("layers with a window or none", windows), ("layers with positions or none", ropes)):
+        if values is not None and len(values) != num_layers:
+            raise ValueError(f"it lists {len(values)} {name}, and has {num_layers} layers")
     lengths = [rope.max_positions for rope in ropes if rope is not None and rope.max_positions is not None]
     return DecoderConfig(
         vocabulary_size=int(json["vocab_size"]),

@@ -41,9 +41,8 @@ class TransformersModel:
         return checkpoint_places(self._network)
 
     def pack(self, int8: bool = False) -> None:
-        """As `CausalModel` has it; there is nothing to prepare."""
-        if int8:
-            raise ValueError("int8 weights are for the families that run natively")
+        """As `CausalModel` has it, but these networks know nothing of int8."""
+        assert not int8
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionMetadata, cache: Tensor

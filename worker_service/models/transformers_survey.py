@@ -72,6 +72,8 @@ def survey(network_class: Any, config: Any) -> Survey:
     except Exception as error:
         # It is foreign code, in a place that it was not written for: anything may come out.
         raise ValueError(f"its code does not run with our attention: {error or type(error).__name__}") from error
+    if not observer.shapes:
+        raise ValueError("it has no layer with attention")
     if len(observer.shapes) < config.num_hidden_layers:
         raise ValueError(
             f"{len(observer.shapes)} of its {config.num_hidden_layers} layers use an attention that can be replaced"

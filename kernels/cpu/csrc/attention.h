@@ -8,7 +8,8 @@
 // depends on their sequence alone, never on the batch or the number of threads, so that neither changes a result.
 //
 // How a tile of keys is multiplied is left to an engine: `FloatTiles` for every type, `Bf16Tiles` with the bf16 dot
-// product. Both take keys as [dim][key] and values as [key][dim], so that no sum ever runs across a vector's lanes.
+// product. Both take keys as [dim][key] and values as [key][dim], so that no sum ever runs across a vector's lanes. A
+// value that is not finite reaches all rows of its item, those before it included, and no other sequence.
 #pragma once
 
 #include <atomic>
@@ -75,7 +76,9 @@ class FloatTiles {
   }
 
   void load_query(int64_t row, const T* query) {
-    for_each_vector(head_dim_, [&](int64_t i, int64_t n) { store(&queries_[row * head_dim_ + i], widen(query + i, n), n); });
+    for_each_vector(head_dim_, [&](int64_t i, int64_t n) {
+      store(&queries_[row * head_dim_ + i], widen(query + i, n), n);
+    });
   }
 
   // scores: [rows, 64]; those of keys that are not there may be anything.
@@ -171,13 +174,13 @@ template <int kVectors, int kRows, typename Columns>
   }
 }
 
-constexpr int64_t kStretch = 6;  // rows by 64 columns of sums that fit into registers
+constexpr int64_t kSumRows = 6;  // by 64 columns of sums fit into registers
 
-// Calls apply(first_row, integral_constant<rows>) for stretches of at most kStretch rows.
+// Calls apply(first_row, integral_constant<rows>) for stretches of at most kSumRows rows.
 template <typename F>
 inline void for_row_stretches(int64_t rows, const F& apply) {
-  for (int64_t row = 0; row < rows; row += kStretch) {
-    switch (std::min(kStretch, rows - row)) {
+  for (int64_t row = 0; row < rows; row += kSumRows) {
+    switch (std::min(kSumRows, rows - row)) {
       case 1: apply(row, std::integral_constant<int, 1>()); break;
       case 2: apply(row, std::integral_constant<int, 2>()); break;
       case 3: apply(row, std::integral_constant<int, 3>()); break;
@@ -243,7 +246,7 @@ class Bf16Tiles {
 
   void add_values(int64_t rows, const Tile<T>& tile, const float* corrections, float* sums) {
     const int64_t head_dim = 2 * pairs_, key_pairs = (tile.count + 1) / 2;
-    if (rows > kStretch) {
+    if (rows > kSumRows) {
       for (int64_t pair = 0; pair < key_pairs; ++pair)
         for (int v = 0; v < head_dim / 16; ++v)
           _mm512_storeu_si512(&values_[pair * head_dim + v * 16], interleaved(tile, pair, v * 16));
@@ -289,7 +292,7 @@ class Bf16Tiles {
           products[i][v] =
               _mm512_mul_ps(_mm512_loadu_ps(target + i * head_dim + v * 16), _mm512_set1_ps(corrections[row + i]));
       const uint32_t* weights = &weights_[row * kTileKeys / 2];
-      if (rows > kStretch) {
+      if (rows > kSumRows) {
         add_products(
             weights, kTileKeys / 2, key_pairs,
             [&](int64_t pair, int v) { return _mm512_loadu_si512(&values_[pair * head_dim + column + v * 16]); },
@@ -383,8 +386,8 @@ class Attender {
   // Takes what a row does not see out of its scores. distance: from the tile's first key to the first row's token.
   void hide(const Attention<T>& a, int64_t distance, int64_t rows, int64_t group) {
     const int64_t last_token = (rows - 1) / group;
-    if (distance + 1 >= kTileKeys && current_->count == kTileKeys && (a.window == 0 || distance + last_token < a.window))
-      return;
+    const bool all_behind = distance + 1 >= kTileKeys && current_->count == kTileKeys;
+    if (all_behind && (a.window == 0 || distance + last_token < a.window)) return;
     for (int64_t row = 0; row < rows; ++row) {
       float* scores = &scores_[row * kTileKeys];
       const int64_t behind = std::clamp<int64_t>(distance + row / group + 1, 0, current_->count);
@@ -499,16 +502,19 @@ void paged_attention(const Attention<T>& a) {
   const auto items = cut_into_items(a, num_partials);
   const int64_t group = a.num_heads / a.num_kv_heads, stride = group * (a.head_dim + 2);
   std::vector<float> partials(num_partials * stride);
-  // Items differ in length, so each thread takes the next one when it is done with its own.
+  // Items differ in length, so each thread takes the next when it is done with its own; while there are plenty it does
+  // so one ahead, so that the next keys are on their way from memory.
+  const size_t plenty = 2 * static_cast<size_t>(at::get_num_threads());
   std::atomic<size_t> next{0};
   Team::run(at::get_num_threads(), [&](int64_t) {
     static thread_local Attender<T, Tiles> attender;
-    size_t i = next++;
-    if (i < items.size()) attender.expect(a, items[i]);
-    while (i < items.size()) {
-      const size_t then = next++;
-      attender.attend(a, items[i], then < items.size() ? &items[then] : nullptr, partials.data());
-      i = then;
+    bool expected = false;
+    for (size_t i = next++; i < items.size();) {
+      if (!expected) attender.expect(a, items[i]);
+      const size_t then = next.load() + plenty <= items.size() ? next++ : items.size();
+      expected = then < items.size();
+      attender.attend(a, items[i], expected ? &items[then] : nullptr, partials.data());
+      i = expected ? then : next++;
     }
   });
   for (size_t i = 0; i < items.size(); ++i) {

@@ -118,7 +118,8 @@ Tensor gated_activation_op(const Tensor& x, const std::string& activation) {
     const auto run = activation == "silu"        ? gated_activation<T, Activation::kSilu>
                      : activation == "gelu_tanh" ? gated_activation<T, Activation::kGeluTanh>
                                                  : gated_activation<T, Activation::kGelu>;
-    TORCH_CHECK(activation == "silu" || activation == "gelu_tanh" || activation == "gelu", "no activation ", activation);
+    TORCH_CHECK(activation == "silu" || activation == "gelu_tanh" || activation == "gelu", "no activation ",
+                activation);
     run(out.data_ptr<T>(), x.const_data_ptr<T>(), rows, length);
   });
   return out;
@@ -152,6 +153,14 @@ Tensor attend(
                   metadata.block_tables.dim() == 2 && metadata.block_tables.size(0) == sequences &&
                   metadata.query_start.numel() == sequences + 1,
               "query, cache and metadata do not fit each other");
+  const auto *starts = metadata.query_start.const_data_ptr<int32_t>(),
+             *contexts = metadata.context_lens.const_data_ptr<int32_t>();
+  for (int64_t i = 0; i < sequences; ++i)
+    TORCH_CHECK(starts[i] <= starts[i + 1] && starts[i + 1] - starts[i] <= contexts[i] &&
+                    contexts[i] <= metadata.block_tables.size(1) * cache.size(2),
+                "sequence ", i, " has ", starts[i + 1] - starts[i], " query tokens of ", contexts[i], " and room for ",
+                metadata.block_tables.size(1) * cache.size(2), " in its block table");
+  TORCH_CHECK(starts[0] == 0 && starts[sequences] == query.size(0), "query_start does not fit the query");
   auto out = at::empty({query.size(0), query.size(1) * query.size(2)}, query.options());
   for_type(query, [&](auto type) {
     using T = decltype(type);
@@ -191,7 +200,8 @@ Tensor qkv_attention_op(
   check_contiguous(slots, "slots");
   const int64_t tokens = qkv.size(0), num_kv_heads = cache.size(3), head_dim = cache.size(4);
   const int64_t num_heads = qkv.size(1) / head_dim - 2 * num_kv_heads;
-  TORCH_CHECK(qkv.dim() == 2 && qkv.size(1) % head_dim == 0 && num_heads > 0, "qkv and the cache do not fit each other");
+  TORCH_CHECK(qkv.dim() == 2 && qkv.size(1) % head_dim == 0 && num_heads > 0 && num_heads % num_kv_heads == 0,
+              "qkv and the cache do not fit each other");
   TORCH_CHECK(slots.scalar_type() == at::kLong && slots.numel() == tokens, "slots must be [tokens] int64");
   int64_t pairs = 0;
   if (norms.has_value())
@@ -204,7 +214,8 @@ Tensor qkv_attention_op(
     for (const auto* angles : {&std::get<0>(*rotation), &std::get<1>(*rotation)}) {
       check_contiguous(*angles, "rotation");
       pairs = angles->size(1);
-      TORCH_CHECK(angles->scalar_type() == at::kFloat && angles->size(0) == tokens && 2 * pairs <= head_dim,
+      TORCH_CHECK(angles->scalar_type() == at::kFloat && angles->dim() == 2 && angles->size(0) == tokens &&
+                      angles->sizes() == std::get<0>(*rotation).sizes() && 2 * pairs <= head_dim,
                   "rotation must be float32 [tokens, at most head_dim / 2]");
     }
   for_type(qkv, [&](auto type) {
@@ -248,7 +259,7 @@ void pack_panels(const T* from, T* to, int64_t outputs, int64_t inputs) {
 Tensor pack(const Tensor& weight) {
   const bool is_int8 = weight.scalar_type() == at::kChar;
   TORCH_CHECK(weight.device().is_cpu() && weight.dim() == 2 && can_pack(weight.size(1)) &&
-                  (is_int8 ? weight.size(1) <= kMaxInt8Inputs : weight.scalar_type() == at::kBFloat16),
+                  (is_int8 || weight.scalar_type() == at::kBFloat16),
               "this weight cannot be packed");
   const int64_t outputs = weight.size(0), inputs = weight.size(1);
   auto packed = at::empty({(outputs + kPanel - 1) / kPanel, inputs / 2, kPanel, 2}, weight.options());
@@ -287,7 +298,7 @@ Tensor linear(
   Sizes sizes{x.size(0), x.size(1), outputs, x.stride(0)};
   if (!scales.has_value()) {
     multiply(Bf16Product{numbers, packed.const_data_ptr<at::BFloat16>()}, sizes, added, out.data_ptr<at::BFloat16>());
-  } else if (sizes.rows > kTileRows) {
+  } else if (sizes.rows > kTileRows || sizes.inputs > kMaxInt8Inputs) {
     const WidenedProduct product{
         {numbers, nullptr}, packed.const_data_ptr<int8_t>(), scales->const_data_ptr<float>()};
     multiply(product, sizes, added, out.data_ptr<at::BFloat16>());
@@ -301,6 +312,8 @@ Tensor linear(
         scales->const_data_ptr<float>()};
     multiply(product, sizes, added, out.data_ptr<at::BFloat16>());
   }
+#else
+  TORCH_CHECK(false, "there are no products of packed weights without bf16 dot products");
 #endif
   return out;
 }
@@ -319,7 +332,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("greedy", &pagewire::greedy_op, unlocked);
   module.def("paged_attention", &pagewire::paged_attention_op, unlocked);
   module.def("qkv_attention", &pagewire::qkv_attention_op, unlocked);
-  module.attr("MAX_INT8_INPUTS") = pagewire::kMaxInt8Inputs;
   module.def("can_pack", &pagewire::can_pack, unlocked);
   module.def("pack", &pagewire::pack, unlocked);
   module.def("linear", &pagewire::linear, unlocked);

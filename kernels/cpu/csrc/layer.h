@@ -3,22 +3,17 @@
 
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "team.h"
 #include "vectors.h"
 
 namespace pagewire {
 
-// Elements that are worth a second thread: waking one costs what 16,384 of them do, 2 to 5 µs.
-constexpr int64_t kGrain = 16384;
-
-inline int64_t rows_a_thread(int64_t row_length) {
-  return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, row_length));
-}
-
 // squares: the sum of x's, lane by lane. out may be x.
 template <typename T>
-inline void scale_to_rms(T* out, const T* x, const T* weight, int64_t length, const Vec& squares, float eps, float offset) {
+inline void scale_to_rms(
+    T* out, const T* x, const T* weight, int64_t length, const Vec& squares, float eps, float offset) {
   const Vec scale(1.0f / std::sqrt(sum(squares) / static_cast<float>(length) + eps));
   for_each_vector(length, [&](int64_t i, int64_t n) {
     store(out + i, widen(x + i, n) * scale * (widen(weight + i, n) + Vec(offset)), n);
@@ -179,14 +174,14 @@ inline float row_max(const T* x, int64_t length) {
 // The largest of each row, NaN if there is one, and the first place where it stands. x: [rows, length].
 template <typename T>
 void greedy(const T* x, T* values, int64_t* indices, int64_t rows, int64_t length) {
-  constexpr int64_t kStretch = 1024;  // only the stretch with the largest is looked at element by element
+  constexpr int64_t kScanned = 1024;  // only the part with the largest is looked at element by element
   parallel_for(rows, rows_a_thread(length), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const T* source = x + row * length;
       float value = -std::numeric_limits<float>::infinity();
       int64_t index = 0;
-      for (int64_t start = 0; start < length && !std::isnan(value); start += kStretch) {
-        const float candidate = row_max(source + start, std::min(kStretch, length - start));
+      for (int64_t start = 0; start < length && !std::isnan(value); start += kScanned) {
+        const float candidate = row_max(source + start, std::min(kScanned, length - start));
         if (candidate > value || std::isnan(candidate)) {
           value = candidate;
           index = start;

@@ -1,14 +1,14 @@
 // x @ weightᵀ + bias for bf16 x, and weights in bf16 or int8 that were packed once.
 //
-// Packed weights are panels of 32 outputs: [outputs / 32][inputs / 2][32][2], so that one vector holds 16 outputs of two
-// neighbouring inputs, which is what dot products of pairs take. A tile of at most 12 rows by one panel lives in 24
+// Packed weights are panels of 32 outputs: [outputs / 32][inputs / 2][32][2], so that one vector holds 16 outputs of
+// two neighbouring inputs, which is what dot products of pairs take. A tile of at most 12 rows by one panel lives in 24
 // vector registers and streams the panel once; 12 rows are what keeps two dot products a cycle fed with one broadcast
 // each. Rows are taken 192 at a time, so that they stay in a core's second cache while panels pass by.
 //
 // int8 weights have a scale for each output. With few rows, where what counts is that half as much memory is read, they
-// are widened to int16 as they are read and multiplied by x rounded to 12 bits with a scale for each row; these sums are
-// exact in int32 for up to 8,192 inputs. With more rows a panel is widened to bf16, which holds int8 exactly, before its
-// tiles are multiplied: the dot product of bf16 is twice as fast as that of int16.
+// are widened to int16 as they are read and multiplied by x rounded to 12 bits with a scale for each row; these sums
+// are exact in int32 for up to 8,192 inputs. With more rows or inputs a panel is widened to bf16, which holds int8
+// exactly, before its tiles are multiplied: the dot product of bf16 is twice as fast as that of int16.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -44,7 +44,9 @@ struct Bf16Product {
   const Weight* panel(const Sizes& sizes, int64_t panel) const { return weight + panel * kPanel * sizes.inputs; }
   static Sums zero() { return _mm512_setzero_ps(); }
   static __m512i read(const Weight* pairs) { return _mm512_loadu_si512(pairs); }
-  static Sums add(Sums sums, __m512i x, __m512i weight) { return _mm512_dpbf16_ps(sums, (__m512bh)x, (__m512bh)weight); }
+  static Sums add(Sums sums, __m512i x, __m512i weight) {
+    return _mm512_dpbf16_ps(sums, (__m512bh)x, (__m512bh)weight);
+  }
   __m512 finish(Sums sums, int64_t, int64_t, __mmask16) const { return sums; }
 };
 
@@ -154,9 +156,10 @@ void multiply(const Product& p, const Sizes& sizes, const at::BFloat16* bias, at
   });
 }
 
-// Rows as integers within ±2,047 and the scales that make them numbers again, NaN or infinite where a row is not finite.
+// Rows as integers within ±2,047 and the scales that make them numbers again; a row that is not finite has no finite
+// scale.
 inline void round_to_12_bits(const at::BFloat16* x, const Sizes& sizes, int16_t* rounded, float* scales) {
-  parallel_for(sizes.rows, std::max<int64_t>(1, 16384 / sizes.inputs), [&](int64_t begin, int64_t end) {
+  parallel_for(sizes.rows, rows_a_thread(sizes.inputs), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const at::BFloat16* source = x + row * sizes.x_stride;
       Vec most(0.0f);

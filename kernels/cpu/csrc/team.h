@@ -2,10 +2,10 @@
 //
 // A barrier waits for every thread to arrive, so one that has lost its core to another process, here the scheduler or a
 // client, stalls the others for as long as the kernel likes; on two cores a step of 6 ms then took 150. Here the caller
-// hands out pieces of a loop and works on them itself. A helper takes pieces when it gets to run; the caller only ever
-// waits for a helper that has taken one.
+// hands out pieces of a loop and works on them itself. A helper takes pieces when it gets to run; the caller only waits
+// for one that is at work or just looking for some.
 //
-// Each thread has a stretch of the loop for itself, whose pieces it takes in order, so that memory is read in order too;
+// Each thread has a stretch of the loop for itself, whose pieces it takes in order, so that memory is read in order;
 // then it takes what is left of the others' stretches.
 //
 // Idle helpers spin for as long as the pause between two operations of a step lasts, then yield, then sleep, which
@@ -18,13 +18,14 @@
 #include <atomic>
 #include <cstdint>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 namespace pagewire {
 
 class Team {
  public:
-  // Calls piece(i) for each i below `pieces`, on as many threads as torch is told to use.
+  // Calls piece(i) for each i below `pieces`, on as many threads as torch is told to use. A piece calls no run().
   template <typename F>
   static void run(int64_t pieces, const F& piece) {
     Team& team = only();
@@ -68,10 +69,15 @@ class Team {
   }
 
   void grow(int helpers) {
-    while (num_helpers_ < helpers) std::thread(&Team::help, this, ++num_helpers_).detach();
+    try {
+      for (; num_helpers_ < helpers; ++num_helpers_) std::thread(&Team::help, this, num_helpers_ + 1).detach();
+    } catch (const std::system_error&) {
+      // The system allows no more threads: fewer help.
+    }
   }
 
-  void work(int number, int threads) {
+  // A piece that throws ends the process: others may be at work on what its caller holds.
+  void work(int number, int threads) noexcept {
     for (int i = 0; i < threads; ++i) {
       Stretch& stretch = stretches_[(number + i) % threads];
       for (int64_t piece = stretch.next++; piece < stretch.end; piece = stretch.next++) call_(context_, piece);
@@ -117,6 +123,11 @@ class Team {
   alignas(64) std::atomic<int> asleep_{0};
   std::atomic<int> threads_{0};
 };
+
+// Elements that are worth a second thread: what comes of waking one is as much as 16,384 of them take, 2 to 5 µs.
+inline int64_t rows_a_thread(int64_t row_length) {
+  return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, row_length));
+}
 
 // Calls piece(begin, end) for consecutive stretches of [0, count) that are at least `grain` long, but for the last.
 template <typename F>

@@ -12,7 +12,7 @@
 
 namespace pagewire {
 
-// A std::vector whose vectors do not straddle cache lines; ones that do took half the speed of attention.
+// Allocates whole cache lines.
 template <typename T>
 struct CacheLines {
   using value_type = T;
@@ -26,6 +26,7 @@ struct CacheLines {
   bool operator==(const CacheLines&) const { return true; }
 };
 
+// A std::vector none of whose 64-byte vectors straddles two cache lines: attention is a twentieth faster so.
 template <typename T>
 using Buffer = std::vector<T, CacheLines<T>>;
 
