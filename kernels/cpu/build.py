@@ -1,13 +1,14 @@
 """Compiles the CPU kernels: python -m kernels.cpu.build
 
 One library is built for each instruction set that this kind of machine may have, whatever the building machine has
-itself, so that an image built anywhere runs everywhere. Without a compiler nothing is built and one line says so:
-the kernels are then eager torch.
+itself, so that an image built anywhere runs everywhere. Without a compiler or Python's headers nothing is built and one
+line says so: the kernels are then eager torch.
 """
 
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -17,13 +18,8 @@ _SOURCE = Path(__file__).parent / "csrc" / "bindings.cpp"
 
 
 def main() -> None:
-    from torch.utils.cpp_extension import get_cxx_compiler
-
-    compiler = str(get_cxx_compiler())  # type: ignore[no-untyped-call]
-    if shutil.which(compiler) is None:
-        sys.stderr.write(
-            f"There is no C++ compiler ({compiler}): the CPU kernels are not built, and a worker runs on eager torch.\n"
-        )
+    if missing := _missing():
+        sys.stderr.write(f"There is no {missing}: the CPU kernels are not built, and a worker runs on eager torch.\n")
         return
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
@@ -45,6 +41,16 @@ def main() -> None:
             old.unlink()
         for name in INSTRUCTION_SETS:
             Path(folder, name, "pagewire_cpu.so").replace(library_path(name))
+
+
+def _missing() -> str | None:
+    from torch.utils.cpp_extension import get_cxx_compiler
+
+    compiler = str(get_cxx_compiler())  # type: ignore[no-untyped-call]
+    if shutil.which(compiler) is None:
+        return f"C++ compiler ({compiler})"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    return None if header.exists() else f"{header} (a package like python3-dev has it)"
 
 
 def _build(name: str, folder: Path) -> None:
