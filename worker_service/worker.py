@@ -47,8 +47,8 @@ def load_worker(settings: WorkerSettings) -> Worker:
         torch.set_num_threads(settings.threads)
     kernels = backend_name(device)
     if kernels == EAGER:
-        missing = "triton" if device.type == "cuda" else "the compiled kernels (see the README's requirements)"
-        log.warning(f"eager torch computes, slower than need be: there is no {missing}")
+        missing = "triton" if device.type == "cuda" else "compiled kernels (see the README's requirements)"
+        log.warning(f"eager torch computes, slower than need be, for want of {missing}")
     cache = settings.cache.expanduser()
     is_dummy = settings.load_format == "dummy"
     source = find_model(settings.model, cache, with_weights=not is_dummy)

@@ -24,10 +24,12 @@ AUTO_MAP = {
 LOAD = """
 import sys
 from pathlib import Path
+import structlog
 from scheduler_service.tokenization import Tokenizer
 from worker_service.settings import WorkerSettings
 from worker_service.worker import load_worker
 
+structlog.configure(logger_factory=structlog.ReturnLoggerFactory())  # nothing is said of missing kernels
 settings = WorkerSettings(model=sys.argv[1], device="cpu", num_device_blocks=4, cache=sys.argv[2])
 worker = load_worker(settings)
 print("loaded", worker.info.model_id)
