@@ -26,8 +26,8 @@ from bench.pagewire_system import Pagewire
 from bench.peer_vllm import Vllm
 from bench.report import Report
 from pagewire_client import ServerError
-from pagewire_common.errors import StartError
 from pagewire_common.settings import load_settings
+from pagewire_common.start_error import StartError
 from scheduler_service.simulation.plot import check
 from scheduler_service.simulation.trace import TraceError, read_trace
 from worker_service.model_store import find_model

@@ -1,4 +1,4 @@
-"""The two kinds of error a person is meant to read, and the interceptor that keeps every other kind inside."""
+"""The kind of error that a client is meant to read, and the interceptor that keeps every other kind inside."""
 
 import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -9,10 +9,6 @@ import grpc
 import structlog
 
 log = structlog.get_logger()
-
-
-class StartError(Exception):
-    """The service cannot start; the message is one sentence for whoever started it."""
 
 
 class RequestError(Exception):

@@ -11,7 +11,8 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from pagewire_common.errors import ErrorInterceptor, StartError
+from pagewire_common.errors import ErrorInterceptor
+from pagewire_common.start_error import StartError
 
 log = structlog.get_logger()
 

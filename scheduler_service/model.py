@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pagewire_common.errors import StartError
+from pagewire_common.start_error import StartError
 from scheduler_service.codec import WorkerInfo
 from scheduler_service.core.config import blocks_within_window
 from scheduler_service.generation_defaults import GenerationDefaults, eos_token_ids

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from pagewire_common.errors import StartError
+from pagewire_common.start_error import StartError
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from pagewire_common.errors import StartError
+from pagewire_common.start_error import StartError
 from worker_service.cache_engine import CacheShape
 from worker_service.settings import WorkerSettings
 

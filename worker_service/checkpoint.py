@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pagewire_common.errors import StartError
+from pagewire_common.start_error import StartError
 from worker_service.json_file import read_json
 from worker_service.weight_files import WeightFiles
 from worker_service.wording import shown

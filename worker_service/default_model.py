@@ -14,7 +14,7 @@ from pathlib import Path
 import structlog
 from tqdm import tqdm
 
-from pagewire_common.errors import StartError
+from pagewire_common.start_error import StartError
 from worker_service.gguf_conversion import convert_gguf
 
 log = structlog.get_logger()

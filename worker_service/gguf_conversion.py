@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pagewire_common.errors import StartError
+from pagewire_common.start_error import StartError
 from worker_service.gguf_header import read_gguf_header
 from worker_service.wording import reason
 

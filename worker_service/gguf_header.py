@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from pagewire_common.errors import StartError
+from pagewire_common.start_error import StartError
 from worker_service.bounded_reader import BoundedReader
 from worker_service.errors import UnsoundFileError
 from worker_service.wording import named, shown

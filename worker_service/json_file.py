@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pagewire_common.errors import StartError
+from pagewire_common.start_error import StartError
 
 _MAX_BYTES = 100 << 20
 """The largest of them is a weight index, with some hundred bytes a tensor."""

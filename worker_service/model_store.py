@@ -12,7 +12,7 @@ from pathlib import Path
 
 import structlog
 
-from pagewire_common.errors import StartError
+from pagewire_common.start_error import StartError
 from worker_service.build_once import build_once
 from worker_service.default_model import GGUF_SHA256, build_default_model
 from worker_service.gguf_conversion import VERSION, convert_gguf

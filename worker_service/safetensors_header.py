@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pagewire_common.errors import StartError
+from pagewire_common.start_error import StartError
 from worker_service.errors import UnsoundFileError
 from worker_service.wording import named, shown
 

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from pagewire_common.errors import StartError
+from pagewire_common.start_error import StartError
 from worker_service.build_once import build_once
 from worker_service.wording import reason
 

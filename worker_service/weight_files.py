@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pagewire_common.errors import StartError
+from pagewire_common.start_error import StartError
 from worker_service.json_file import read_json
 from worker_service.progress import byte_progress
 from worker_service.safetensors_header import SafetensorsHeader, StoredTensor, read_header

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import structlog
 
-from pagewire_common.errors import StartError
+from pagewire_common.start_error import StartError
 
 log = structlog.get_logger()
 

@@ -10,7 +10,7 @@ import structlog
 from recorded_workload import OVERTAKES, WEIGHTS, Connection, MemorySink, Worker, Workload, record
 
 from pagewire.v1 import recording_pb2 as pb
-from pagewire_common.errors import StartError
+from pagewire_common.start_error import StartError
 from scheduler_service.core import (
     PhaseRule,
     PreemptionMode,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagewire_common.errors import StartError
+from pagewire_common.start_error import StartError
 from worker_service import capacity
 from worker_service.cache_engine import CacheShape
 from worker_service.capacity import check_room_for_weights, count_device_blocks

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pagewire_common.errors import StartError
+from pagewire_common.start_error import StartError
 from worker_service.checkpoint import Checkpoint
 from worker_service.models.registry import build_model, read_config
 from worker_service.settings import WorkerSettings

@@ -8,7 +8,7 @@ import pytest
 import torch
 from worker_helpers import state
 
-from pagewire_common.errors import StartError
+from pagewire_common.start_error import StartError
 from worker_service.dummy_weights import DummyWeights
 from worker_service.models.registry import build_model, read_config
 from worker_service.session import ScheduledChunk

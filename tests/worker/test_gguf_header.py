@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from small_gguf import write_gguf
 from untrusted_bytes import read_untrusted
 
-from pagewire_common.errors import StartError
+from pagewire_common.start_error import StartError
 from worker_service.gguf_header import GgufTensor, read_gguf_header
 
 F32, Q4_0 = 0, 2

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from pagewire_common.errors import StartError
+from pagewire_common.start_error import StartError
 from worker_service.models.linear import Linear
 from worker_service.settings import WorkerSettings
 from worker_service.worker import load_worker

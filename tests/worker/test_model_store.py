@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from small_gguf import write_gguf
 
-from pagewire_common.errors import StartError
+from pagewire_common.start_error import StartError
 from worker_service import default_model, model_store
 from worker_service.build_once import build_once
 from worker_service.checkpoint import Checkpoint

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from untrusted_bytes import read_untrusted
 
-from pagewire_common.errors import StartError
+from pagewire_common.start_error import StartError
 from worker_service.safetensors_header import MAX_HEADER_BYTES, read_header
 
 

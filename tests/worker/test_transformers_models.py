@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from stepped_worker import PROMPT, Oracle, SteppedWorker, load_runner
 
-from pagewire_common.errors import StartError
+from pagewire_common.start_error import StartError
 from worker_service.checkpoint import Checkpoint
 from worker_service.models.registry import build_model, read_config
 from worker_service.settings import WorkerSettings

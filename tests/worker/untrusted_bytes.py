@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from pagewire_common.errors import StartError
+from pagewire_common.start_error import StartError
 
 Header = TypeVar("Header")
 
