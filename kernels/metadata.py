@@ -7,6 +7,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from kernels.upload import upload
+
 
 @dataclass(frozen=True)
 class AttentionMetadata:
@@ -34,9 +36,9 @@ class AttentionMetadata:
     ) -> "AttentionMetadata":
         """From lists in host memory, and block_tables: [num_sequences, any width that suffices] integers."""
         return cls(
-            torch.tensor(list(accumulate(query_lens, initial=0)), dtype=torch.int32).to(device, non_blocking=True),
-            torch.tensor(context_lens, dtype=torch.int32).to(device, non_blocking=True),
-            block_tables.to(torch.int32).to(device, non_blocking=True),
+            upload(list(accumulate(query_lens, initial=0)), torch.int32, device),
+            upload(context_lens, torch.int32, device),
+            upload(block_tables, torch.int32, device),
             max(query_lens, default=0),
             max(context_lens, default=0),
         )

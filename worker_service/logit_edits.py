@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kernels import logit_edits as kernel
+from kernels.upload import upload
 from worker_service.session import SequenceState
-from worker_service.upload import upload
 
 _Ids = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float32]

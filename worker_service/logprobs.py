@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from kernels.sampling_ops import sampling_ops_for
+from kernels.upload import upload
 from worker_service.session import SequenceState
 from worker_service.step import SampleLogprobs
-from worker_service.upload import upload
 
 
 def gather_logprobs(logits: Tensor, token_ids: Tensor, sequence_id: int, num_top: int) -> SampleLogprobs:

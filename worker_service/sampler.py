@@ -14,9 +14,9 @@ from torch import Tensor
 from kernels.noise import row_keys
 from kernels.sampling import Draws
 from kernels.sampling_ops import sampling_ops_for
+from kernels.upload import upload
 from worker_service.logit_edits import edit_logits
 from worker_service.session import SequenceState
-from worker_service.upload import upload
 
 _FAILED = -1
 

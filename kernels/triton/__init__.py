@@ -8,23 +8,14 @@ so that a plain `copy_` is one transfer that the copy engine does beside the ker
 memory would take processors from them.
 """
 
-import sys
-from functools import partial
-from typing import TYPE_CHECKING, cast
-
-from kernels import composed
 from kernels.reference import pack, pack_int8
 from kernels.triton.copy_blocks import copy_blocks
 from kernels.triton.gated_activation import gated_activation
 from kernels.triton.paged_attention import paged_attention
+from kernels.triton.qkv_attention import qkv_attention
 from kernels.triton.rms_norm import add_rms_norm, rms_norm
 from kernels.triton.rotary_embedding import rotary_embedding
 from kernels.triton.store_kv import store_kv
-
-if TYPE_CHECKING:
-    from kernels.ops import Ops
-
-qkv_attention = partial(composed.qkv_attention, cast("Ops", sys.modules[__name__]))
 
 __all__ = [
     "add_rms_norm",

@@ -6,6 +6,7 @@ held against what the smallest GPU of its generation has.
 """
 
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -62,6 +63,14 @@ def attention(
     ops.paged_attention(query, empty(9, 4, 2, 16, kv_heads, head_dim)[:, 1], metadata, 0.1, **options)
 
 
+def qkv_attention(norms: tuple[Tensor, Tensor] | None) -> None:
+    ids, floats = empty(5, dtype=torch.int32), empty(5, 60, dtype=torch.float32)
+    metadata = AttentionMetadata(ids, ids, empty(5, 512, dtype=torch.int32), 1, 100)
+    cache = empty(9, 4, 2, 16, 8, 128)[:, 1]
+    slots = empty(5, dtype=torch.int64)
+    ops.qkv_attention(empty(5, 48 * 128), norms, 1e-5, 0.0, (floats, floats), cache, slots, metadata, 0.1)
+
+
 def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """Everything for one GPU, and for others what differs most: products and shared memory."""
     yield "decode", lambda: attention(1, 100)
@@ -80,6 +89,8 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     for activation in ("silu", "gelu", "gelu_tanh"):
         yield activation, lambda activation=activation: ops.gated_activation(empty(5, 2048), activation)
     yield "copy_blocks", lambda: ops.copy_blocks(empty(9, 4096), ids, ids)
+    for norms in (None, (empty(128), empty(128))):
+        yield "qkv_attention", lambda norms=norms: qkv_attention(norms)
     logits, numbers = empty(5, 128_256), empty(5, dtype=torch.float32)
     draws = Draws(rows=ids, keys=ids, temperature=numbers, min_p=numbers, top_k=ids, top_p=numbers)
     yield "greedy", lambda: sampling.greedy(logits)
@@ -98,6 +109,7 @@ def main() -> None:
     run, JITFunction.run = JITFunction.run, compile_only
     for capability, most in SHARED_MEMORY.items():
         triton.runtime.driver.set_active(AbsentDevice(capability))
+        import_module("kernels.triton.paged_attention")._shared_memory = lambda _, most=most: most
         for name, launch in launches(capability):
             compiled.clear()
             launch()

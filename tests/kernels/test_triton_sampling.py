@@ -132,7 +132,7 @@ FILTERS = [
 def test_filters_keep_what_the_eager_ones_keep(options: dict[str, float]) -> None:
     for vocabulary_size in (1, 123, 4097) if len(options) == 3 else (123,):
         logits = logits_of(3, vocabulary_size)
-        logits[0] = logits[0, 0]  # all alike
+        logits[0] = logits[0, 0].clone()  # all alike
         logits[1, 5:] = -math.inf  # fewer than some top_k
         draws, largest = make_draws(3, **options), sampling.greedy(logits)[1]
         found = filter_thresholds(logits, largest, draws)
