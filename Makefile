@@ -33,10 +33,13 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest
 
-# The tests of kernels/ alone, on a machine with a GPU, whose PYTHON has torch, triton and pytest: it takes no setup and
-# no network. Options and warnings of pyproject.toml are for plugins that may not be there.
+# The tests of kernels/ and of the worker's model code, on a machine with a GPU, whose PYTHON has torch, triton, pytest
+# and, for the models, transformers: it takes no setup, no gRPC and no network. Options and warnings of pyproject.toml are
+# for plugins that may not be there.
+GPU_TESTS := tests/kernels $(addprefix tests/worker/,test_architectures.py test_batch.py test_cache_engine.py \
+  test_decode_graphs.py test_decode_inputs.py test_llama.py test_logprobs.py test_sampler.py)
 test-gpu:
-	$(PYTHON) -m pytest -c /dev/null --rootdir . -p no:cacheprovider -ra tests/kernels
+	$(PYTHON) -m pytest -c /dev/null --rootdir . -p no:cacheprovider -ra $(GPU_TESTS)
 
 lint: setup
 	$(BIN)/ruff check

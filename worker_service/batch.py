@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.metadata import AttentionMetadata
+from kernels.upload import upload
 from worker_service.session import ScheduledChunk
 
 
@@ -44,9 +45,9 @@ def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch
 
     slots = block_tables[sequence, positions // block_size] * block_size + positions % block_size
     return Batch(
-        token_ids=torch.from_numpy(token_ids).to(device),
-        positions=torch.from_numpy(positions).to(device),
-        slots=torch.from_numpy(slots).to(device),
+        token_ids=upload(token_ids, torch.int64, device),
+        positions=upload(positions, torch.int64, device),
+        slots=upload(slots, torch.int64, device),
         attention=AttentionMetadata.build(query_lens.tolist(), stops.tolist(), torch.from_numpy(block_tables), device),
         query_start=tuple(query_start.tolist()),
     )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import ops_for
+from kernels.upload import upload
 from worker_service.step import BlockMapping, SchedulerOutput
 
 _MEASURED_BLOCKS = 8
@@ -55,6 +56,8 @@ class CacheEngine:
 
         On a GPU they run on a stream of their own, after what was queued before and ahead of what is queued next.
         """
+        if not (output.blocks_to_swap_out.sources or output.blocks_to_swap_in.sources or output.blocks_to_copy.sources):
+            return
         if self._stream is None:
             self._move(output)
             return
@@ -71,8 +74,8 @@ class CacheEngine:
             device = self.device_blocks.device
             self._ops.copy_blocks(
                 self.device_blocks,
-                torch.tensor(output.blocks_to_copy.sources, device=device),
-                torch.tensor(output.blocks_to_copy.destinations, device=device),
+                upload(output.blocks_to_copy.sources, torch.int64, device),
+                upload(output.blocks_to_copy.destinations, torch.int64, device),
             )
 
     def measure_swap_bandwidth(self) -> int:

@@ -8,3 +8,8 @@ from tqdm import tqdm
 def byte_progress(what: str, num_bytes: int) -> "tqdm[Never]":
     """A bar over `num_bytes`, to be used as a context and told of bytes by its `update`."""
     return tqdm(desc=what, total=num_bytes, unit="B", unit_scale=True, unit_divisor=1024, disable=None)
+
+
+def count_progress(what: str, count: int) -> "tqdm[Never]":
+    """Likewise over `count` things."""
+    return tqdm(desc=what, total=count, disable=None)

@@ -8,6 +8,7 @@ raised is over: half a step may have been applied.
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from worker_service.errors import FencingError, InvalidStepError
 from worker_service.step import (
@@ -34,8 +35,7 @@ class SequenceState:
     sampling: SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledChunk:
+class ScheduledChunk(NamedTuple):
     """Tokens [start, stop) of a sequence, to be computed in this step."""
 
     sequence: SequenceState

@@ -40,5 +40,8 @@ class WorkerSettings(ServiceSettings):
     max_num_seqs: int = Field(256, ge=1, description="most sequences computed in one step")
     max_model_len: int | None = Field(None, ge=1, description="most tokens of a sequence; by default the model's limit")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the GPU's memory to use in all")
+    enforce_eager: bool = Field(
+        False, description="on a GPU, launch the kernels of decodes one by one, without CUDA graphs captured at start"
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads of the forward pass; by default one a core")
     cache: Path = Field(Path("~/.cache/pagewire"), description="folder for downloaded and converted models")

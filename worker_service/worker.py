@@ -11,10 +11,11 @@ import structlog
 import torch
 
 from kernels.ops import EAGER, backend_name, ops_for
-from pagewire_common.errors import StartError
+from pagewire_common.start_error import StartError
 from worker_service.cache_engine import CacheEngine, CacheShape
 from worker_service.capacity import check_room_for_weights, count_device_blocks
 from worker_service.checkpoint import Checkpoint
+from worker_service.decode_graphs import DecodeGraphs
 from worker_service.dummy_weights import DummyWeights
 from worker_service.errors import is_out_of_memory
 from worker_service.model_runner import ModelRunner
@@ -73,6 +74,9 @@ def load_worker(settings: WorkerSettings) -> Worker:
             device, shape, max_model_len, _sliding_window(config, max_model_len), settings
         )
         cache_engine = CacheEngine(shape, num_device_blocks, num_host_blocks, device)
+        decode_graphs = None
+        if device.type == "cuda" and isinstance(config, DecoderConfig) and not settings.enforce_eager:
+            decode_graphs = DecodeGraphs(model, cache_engine.device_blocks, settings.max_num_seqs, max_model_len)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -100,7 +104,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_seqs=settings.max_num_seqs,
         ),
-        runner=ModelRunner(model, cache_engine),
+        runner=ModelRunner(model, cache_engine, decode_graphs),
         tokenizer_files=tokenizer_files,
     )
 

@@ -1,4 +1,7 @@
-"""A worker without its service, stepped by hand, and the oracle that it is held against: transformers, in float32."""
+"""A worker without its service, stepped by hand, and the oracle that it is held against: transformers, in float32.
+
+The worker computes on a GPU where there is one; native networks replay CUDA graphs there, as they do when they serve.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -9,26 +12,32 @@ from worker_helpers import LIMITS, new_sequence
 
 from worker_service.cache_engine import CacheEngine, CacheShape
 from worker_service.checkpoint import Checkpoint
+from worker_service.decode_graphs import DecodeGraphs
 from worker_service.model_runner import ModelRunner
+from worker_service.models.decoder_config import DecoderConfig
 from worker_service.models.registry import build_model, read_config
 from worker_service.session import Session
 from worker_service.step import ModelOutput, NewSequence, SchedulerOutput
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPT = [(7 * number * number + 3) % 131 for number in range(37)]
 
 
-def load_runner(path: Path) -> ModelRunner:
-    """A runner over a pool that is NaN wherever nothing was stored."""
+def load_runner(path: Path, graphs: bool = True) -> ModelRunner:
+    """A runner over a pool that is NaN wherever nothing was stored; graphs: where there can be some."""
     checkpoint = Checkpoint(path)
     config = read_config(checkpoint.config)
-    model = build_model(config, torch.float32, torch.device("cpu"))
+    model = build_model(config, torch.float32, DEVICE)
     checkpoint.load_into(model.checkpoint_tensors())
     model.pack()
     shape = CacheShape(config.num_layers, LIMITS.block_size, config.num_kv_heads, config.head_dim, torch.float32)
-    engine = CacheEngine(shape, LIMITS.num_device_blocks, LIMITS.num_host_blocks, torch.device("cpu"))
+    engine = CacheEngine(shape, LIMITS.num_device_blocks, LIMITS.num_host_blocks, DEVICE)
     engine.device_blocks.fill_(float("nan"))
     engine.host_blocks.fill_(float("nan"))
-    return ModelRunner(model, engine)
+    decode_graphs = None
+    if graphs and DEVICE.type == "cuda" and isinstance(config, DecoderConfig):
+        decode_graphs = DecodeGraphs(model, engine.device_blocks, LIMITS.max_num_seqs, LIMITS.max_model_len)
+    return ModelRunner(model, engine, decode_graphs)
 
 
 class SteppedWorker:

@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from worker_helpers import LIMITS, new_message
+from message_helpers import new_message
+from worker_helpers import LIMITS
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from worker_service.codec import decode_scheduler_output, encode_model_output

@@ -1,0 +1,85 @@
+"""The tensors of a decode step, in the same memory every time, so that a captured CUDA graph can be replayed over them.
+
+A batch is padded to one of a few sizes with rows that belong to nobody: token 0, position -1 and slot -1, which store
+nothing and attend to nothing. Tokens, positions and slots cross to the device in one copy a step; of the block tables
+only those cross whose sequence or blocks are others than in the last step that had such a row.
+"""
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.metadata import AttentionMetadata
+from kernels.upload import upload
+from worker_service.session import ScheduledChunk
+from worker_service.step import TOKENS
+
+
+def bucket_sizes(max_num_seqs: int) -> list[int]:
+    """Few sizes, of which the next one up is at most a fifth larger from 40 sequences on, and at most 7 rows before."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs, 32)]
+    return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
+
+
+_NOBODY = np.array([[0], [-1], [-1]])
+"""Token, position and slot of a row that pads."""
+
+
+class DecodeInputs:
+    """Room for `max_num_seqs` sequences of one new token each. A step must be over before the next one is filled in."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+        self.sizes = bucket_sizes(max_num_seqs)
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+        self._host_rows = torch.empty((3, max_num_seqs), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._host_view = self._host_rows.numpy()
+        self._host_view[:] = _NOBODY
+        self._rows = self._host_rows.to(device)
+        self._query_start = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
+        self._tables = torch.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=torch.int32, device=device)
+        self._known_tables = [array(TOKENS) for _ in range(max_num_seqs)]
+
+    def fill(self, chunks: Sequence[ScheduledChunk]) -> int:
+        """Take a step's chunks of one token each. Returns the size of the bucket that they fit."""
+        count = len(chunks)
+        size = self.sizes[bisect_left(self.sizes, count)]
+        rows, block_size = self._host_view, self._block_size
+        rows[0, :count] = [sequence.token_ids[start] for sequence, start, _, _ in chunks]
+        rows[1, :count] = positions = [chunk.start for chunk in chunks]
+        blocks = [sequence.block_ids[start // block_size] for sequence, start, _, _ in chunks]
+        rows[2, :count] = np.array(blocks) * block_size + np.array(positions) % block_size
+        rows[:, count:size] = _NOBODY
+        self._rows.copy_(self._host_rows, non_blocking=True)
+        self._update_tables(chunks)
+        return size
+
+    def tensors(self, size: int) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata]:
+        """Token ids, positions, slots and what attention must know, of the first `size` rows."""
+        token_ids, positions, slots = self._rows[:, :size]
+        metadata = AttentionMetadata(
+            query_start=self._query_start[: size + 1],
+            context_lens=(positions + 1).to(torch.int32),
+            block_tables=self._tables[:size],
+            max_query_len=1,
+            max_context_len=self._max_model_len,
+        )
+        return token_ids, positions, slots, metadata
+
+    def _update_tables(self, chunks: Sequence[ScheduledChunk]) -> None:
+        changed = [row for row, chunk in enumerate(chunks) if chunk.sequence.block_ids != self._known_tables[row]]
+        if not changed:
+            return
+        width = self._tables.shape[1]
+        tables = [chunks[row].sequence.block_ids[:width] for row in changed]
+        entries = np.zeros((len(changed), max(map(len, tables))), dtype=np.int32)
+        for place, (row, table) in enumerate(zip(changed, tables, strict=True)):
+            entries[place, : len(table)] = table
+            self._known_tables[row] = array(TOKENS, chunks[row].sequence.block_ids)
+        device = self._tables.device
+        rows = upload(changed, torch.int64, device)
+        self._tables[:, : entries.shape[1]].index_copy_(0, rows, upload(entries, torch.int32, device))
