@@ -22,6 +22,7 @@ class GroupLedger:
     def __init__(self, config: SchedulerConfig, waiting: WaitingQueue) -> None:
         self.config = config
         self.waiting = waiting
+        self.admits = True  # whether waiting groups may be given to the worker
         self.running: dict[SequenceGroup, None] = {}  # in the order of admission
         self._max_sequence_tokens = config.max_sequence_tokens
         self.swapped: OrderedDict[SequenceGroup, None] = OrderedDict()  # first to resume first
@@ -55,16 +56,26 @@ class GroupLedger:
     @property
     def has_work(self) -> bool:
         """Whether `schedule` might return something other than an empty step."""
-        return bool(self.running or self.swapped or self.waiting or self._finished or self._preempted)
+        waiting = self.admits and self.waiting
+        return bool(self.running or self.swapped or waiting or self._finished or self._preempted)
 
-    def release_all(self) -> list[SequenceGroup]:
+    def set_admission(self, admits: bool) -> None:
+        """Admit waiting groups from now on, or none while the worker is drained; those that it has go on either way."""
+        self.admits = admits
+
+    def release_all(self, *, blames: bool = True) -> list[SequenceGroup]:
         """The worker is gone: give all its groups back to the head of the queue. Plan no further steps.
 
-        If steps were in flight, it was lost in the oldest of them. Returns the group that was ended for it, in a list,
-        or none.
+        If steps were in flight, it `blames` those in them: any may be what it was lost to, also one of the second step
+        where the answer to the first was lost with it. Not so when the session ended for reasons of its own. Returns
+        the group that was ended for the loss, in a list, or none.
         """
-        lost = self._in_flight[0].scheduled if self._in_flight else []
-        in_step = dict.fromkeys(scheduled.sequence.group for scheduled in lost)
+        in_step = dict.fromkeys(
+            sequence.group
+            for output in (self._in_flight if blames else ())
+            for sequence, _, _ in output.scheduled
+            if sequence not in output.dropped
+        )
         ended: list[SequenceGroup] = []
         for group in in_step:
             group.num_lost_steps += 1
@@ -73,7 +84,7 @@ class GroupLedger:
                 for sequence in group.live:
                     self.finish_sequence(sequence, SequenceStatus.FINISHED_ABORTED)
                 ended.append(group)
-        groups = [*self.running, *self.swapped]
+        groups = sorted((*self.running, *self.swapped), key=lambda group: group.arrived_at)
         for group in groups:
             self._release(group)
         self.waiting.put_back(groups)

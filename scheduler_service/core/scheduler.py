@@ -15,8 +15,9 @@ stopped has wasted its slot in the steps ahead, nothing else.
 Most steps are like the one before: every running sequence computes one token. Such a step reuses the plan of the one
 before and looks only at who needs a block; anything that joins, leaves or changes puts an end to the plan.
 
-A request that brings workers down must not take everybody's streams with it. Whoever was in two lost steps in a row
-is a suspect and is scheduled alone, with nothing else in flight; a suspect whose step is lost as well is ended.
+A request that brings workers down must not take everybody's streams with it. Whoever was in flight twice in a row when
+a worker was lost is a suspect and is scheduled alone, with nothing else in flight; a suspect whose step is lost as well
+is ended.
 """
 
 from collections.abc import Iterable, Mapping
@@ -120,7 +121,7 @@ class Scheduler(StepWriter):
         """Repeat the last plan and fill the rest of the step from the queue; returns whether that was possible."""
         if self.swapped:
             return False
-        if self.waiting:
+        if self.waiting and self.admits:
             head = self.waiting.head
             if self.config.phase_rule is PhaseRule.SEPARATE and self._may_admit(now):
                 return False
@@ -141,7 +142,7 @@ class Scheduler(StepWriter):
         """The suspect that runs here, or else the one that is next in the queue."""
         if self._suspect is not None and self._suspect in self.running and self._suspect.is_suspect:
             return self._suspect
-        return self.waiting.head if self.waiting and self.waiting.head.is_suspect else None
+        return self.waiting.head if self.admits and self.waiting and self.waiting.head.is_suspect else None
 
     def _schedule_suspect(self, suspect: SequenceGroup, step: Step) -> bool:
         """Give the step to a suspect alone, if it has room; returns whether that was done."""
@@ -217,7 +218,7 @@ class Scheduler(StepWriter):
             self._schedule_running(group, step)
 
     def _schedule_waiting(self, step: Step, most: int | None = None) -> None:
-        while self.waiting and step.budget.num_tokens and len(step.chunks) != most:
+        while self.admits and self.waiting and step.budget.num_tokens and len(step.chunks) != most:
             group = self.waiting.head
             if group.is_suspect and step.chunks:
                 return  # its turn comes in a step of its own

@@ -116,10 +116,10 @@ class SequenceGroup:
 
     `error` says, in a sentence for the client, why a group ended without being served. `has_unforked` is set while
     followers wait for the leader's prompt; until they fork for the first time they share one list of its tokens.
-    `num_lost_steps` counts the steps that a worker was lost in since the group last gained a token. Groups of equal
-    `cache_root` and adapter may share cached prefixes; `num_cached_tokens` is what was found of the prompt when it was
-    first admitted. `lora_name` is the adapter that it needs, empty for the base model. `arrived_at` is in seconds of
-    the clock that `Scheduler.schedule` is told.
+    `num_lost_steps` counts the workers that were lost with it in flight since the group last gained a token. Groups of
+    equal `cache_root` and adapter may share cached prefixes; `num_cached_tokens` is what was found of the prompt when
+    it was first admitted. `lora_name` is the adapter that it needs, empty for the base model. `arrived_at` is in
+    seconds of the clock that `Scheduler.schedule` is told.
     """
 
     __slots__ = (

@@ -197,12 +197,22 @@ class RecordedScheduler(Scheduler):
     def update_draft_token_ids(self, drafts: Mapping[int, SequenceOf[int]]) -> None:
         raise NotImplementedError("guessed tokens cannot be recorded")
 
-    def release_all(self) -> list[SequenceGroup]:
+    def set_admission(self, admits: bool) -> None:
+        super().set_admission(admits)
+        self._recorder.note(
+            lambda event: event.admission.MergeFrom(pb.RecordedAdmission(session=self.session, admits=admits))
+        )
+
+    def release_all(self, *, blames: bool = True) -> list[SequenceGroup]:
         with self._inside():
-            ended = super().release_all()
+            ended = super().release_all(blames=blames)
         self._recorder.note(
             lambda event: event.session_end.MergeFrom(
-                pb.RecordedSessionEnd(session=self.session, ended_request_ids=[group.request_id for group in ended])
+                pb.RecordedSessionEnd(
+                    session=self.session,
+                    ended_request_ids=[group.request_id for group in ended],
+                    is_blameless=not blames,
+                )
             )
         )
         return ended

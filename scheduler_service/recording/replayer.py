@@ -145,9 +145,16 @@ class Replayer:
 
     def _session_end(self, end: pb.RecordedSessionEnd, at: float) -> Moment:
         session = self._sessions.pop(end.session)
-        ended = _call(session, "the loss of its worker", session.scheduler.release_all)
+        ended = _call(
+            session, "the loss of its worker", lambda: session.scheduler.release_all(blames=not end.is_blameless)
+        )
         self._compare_ids(session, "ends for lost workers", end.ended_request_ids, ended)
         return Moment(at, session, ended or ())
+
+    def _admission(self, admission: pb.RecordedAdmission, at: float) -> Moment:
+        session = self._sessions[admission.session]
+        _call(session, "admission", lambda: session.scheduler.set_admission(admission.admits))
+        return Moment(at, session)
 
     def _plan(self, plan: pb.RecordedPlan, at: float) -> Moment:
         session = self._sessions[plan.session]

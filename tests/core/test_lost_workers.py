@@ -1,4 +1,4 @@
-"""What becomes of groups whose worker is lost, and of those it is lost to."""
+"""What becomes of groups whose worker is lost or drained, and of those it is lost to."""
 
 from fake_worker import FakeWorker, reference_output
 from scheduler_helpers import make_group, make_scheduler, output_of, plan, run, step
@@ -68,3 +68,73 @@ def test_a_worker_that_is_lost_again_and_again_ends_nobody_who_gains_tokens() ->
             scheduler.schedule()
             assert scheduler.release_all() == []
     assert output_of(group) == reference_output(group, 0, 64)
+
+
+def test_a_poison_that_joins_while_an_answer_is_on_its_way_is_found_too() -> None:
+    """The worker dies in the second step in flight, before its answer to the first has left it."""
+    waiting = WaitingQueue()
+    innocent, poison = make_group("innocent", 6, max_tokens=5), make_group("poison", 6, max_tokens=5)
+    waiting.append(innocent)
+    scheduler = make_scheduler(waiting)
+    scheduler.schedule()
+    waiting.append(poison)
+    assert plan(scheduler.schedule()) == {"innocent": [1], "poison": [6]}
+    scheduler.release_all()
+    assert poison.num_lost_steps == innocent.num_lost_steps == 1
+
+
+def test_a_session_that_ends_for_reasons_of_its_own_makes_nobody_a_suspect() -> None:
+    waiting = WaitingQueue()
+    group = make_group("a", 6, max_tokens=2)
+    waiting.append(group)
+    for _ in range(5):
+        scheduler = make_scheduler(waiting)
+        assert not scheduler.schedule().is_empty
+        assert scheduler.release_all(blames=False) == []
+    assert not group.is_suspect
+    run(scheduler := make_scheduler(waiting), FakeWorker(scheduler.config))
+    assert output_of(group) == reference_output(group, 0, 64)
+
+
+def test_groups_come_back_in_the_order_of_their_arrival_whatever_that_of_their_admission_was() -> None:
+    waiting = WaitingQueue()
+    scheduler = make_scheduler(waiting)
+    late, early = make_group("late", 6), make_group("early", 6)
+    late.arrived_at, early.arrived_at = 2.0, 1.0
+    for group in (late, early):
+        waiting.append(group)
+        scheduler.schedule()
+    scheduler.release_all()
+    assert list(waiting) == [early, late]
+
+
+def test_a_drained_worker_finishes_what_it_has_and_takes_nothing_more() -> None:
+    waiting = WaitingQueue()
+    scheduler = make_scheduler(waiting)
+    worker = FakeWorker(scheduler.config)
+    running, arrival = make_group("running", 6), make_group("arrival", 6)
+    waiting.append(running)
+    step(scheduler, worker)
+    scheduler.set_admission(False)
+    waiting.append(arrival)
+    run(scheduler, worker)
+    assert output_of(running) == reference_output(running, 0, 64)
+    assert list(waiting) == [arrival]
+    scheduler.set_admission(True)
+    run(scheduler, worker)
+    assert output_of(arrival) == reference_output(arrival, 0, 64)
+
+
+def test_a_suspect_that_waits_does_not_hold_up_a_drained_worker() -> None:
+    waiting = WaitingQueue()
+    scheduler = make_scheduler(waiting)
+    worker = FakeWorker(scheduler.config)
+    running, suspect = make_group("running", 6), make_group("suspect", 6)
+    waiting.append(running)
+    step(scheduler, worker)
+    scheduler.set_admission(False)
+    suspect.num_lost_steps = 2
+    waiting.append(suspect)
+    run(scheduler, worker)
+    assert output_of(running) == reference_output(running, 0, 64)
+    assert suspect.request_id in waiting

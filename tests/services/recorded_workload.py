@@ -94,9 +94,12 @@ class Worker:
             answer.failed_sequence_ids.append(output.scheduled[0].sequence.id)
         self.connection.last_answer = answer
         try:
-            self.scheduler.update_from_output(output, decode_model_output(answer), now)
+            gained = self.scheduler.update_from_output(output, decode_model_output(answer), now)
         except ValueError:
             return False
+        for sequence, *_ in gained:
+            if sequence.group.error is not None:  # as the engine does it
+                self.scheduler.finish_requests([sequence.group.request_id], SequenceStatus.FINISHED_ABORTED)
         return True
 
 
@@ -152,6 +155,8 @@ class Workload:
         for _ in range(5_000):
             for number in range(len(self.workers)):
                 self._connect(number)
+                if (worker := self.workers[number]) and not worker.scheduler.admits:
+                    self._drain(number)
             workers = [worker for worker in self.workers if worker is not None]
             if not any(worker.scheduler.has_work or worker.in_flight for worker in workers):
                 break
@@ -165,7 +170,7 @@ class Workload:
     def _act(self) -> None:
         number = self.random.randrange(len(self.workers))
         match self.random.choices(
-            ["step", "arrive", "abort", "stop", "lose", "connect"], weights=[60, 15, 3, 3, 2, 10]
+            ["step", "arrive", "abort", "stop", "lose", "connect", "drain"], weights=[60, 15, 3, 3, 2, 10, 1]
         )[0]:
             case "step":
                 self._step(number)
@@ -179,6 +184,8 @@ class Workload:
                 self._lose(number)
             case "connect":
                 self._connect(number)
+            case "drain":
+                self._drain(number)
 
     def _connect(self, number: int) -> None:
         if self.workers[number] is None:
@@ -253,7 +260,11 @@ class Workload:
     def _lose(self, number: int) -> None:
         if worker := self.workers[number]:
             self.workers[number] = None
-            worker.scheduler.release_all()
+            worker.scheduler.release_all(blames=self.random.random() < 0.7)
+
+    def _drain(self, number: int) -> None:
+        if worker := self.workers[number]:
+            worker.scheduler.set_admission(not worker.scheduler.admits)
 
 
 def record(path: Path, random: Random, *, policy: str = "fcfs", num_actions: int = 150, **options: object) -> Workload:
