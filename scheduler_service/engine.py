@@ -159,6 +159,23 @@ class Engine:
             self._finish(state, SequenceStatus.FINISHED_ABORTED)
             state.stream.fail(_SHUTTING_DOWN)
 
+    # ---- for operators
+
+    def drain_worker(self, address: str) -> None:
+        """Give a worker nothing more; what it has is finished, or moves. Raises NOT_FOUND for an unknown address."""
+        self._worker(address).drain()
+
+    def undrain_worker(self, address: str) -> None:
+        """Give a worker work again. Raises NOT_FOUND for an unknown address."""
+        self._worker(address).undrain()
+
+    def _worker(self, address: str) -> WorkerLoop:
+        for worker in self.workers:
+            if worker.client.address == address:
+                return worker
+        known = ", ".join(sorted(worker.client.address for worker in self.workers)) or "none"
+        raise RequestError(grpc.StatusCode.NOT_FOUND, f"there is no worker {address!r}; known: {known}")
+
     # ---- for the worker loops
 
     def wake(self) -> None:

@@ -5,6 +5,7 @@ answers in, so that the worker finds its next step waiting when it has finished 
 """
 
 import asyncio
+import enum
 import logging
 import random
 import time
@@ -31,6 +32,18 @@ FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 5.0
 
 
+class WorkerStatus(enum.StrEnum):
+    """Where a worker stands, in one word."""
+
+    CONNECTING = enum.auto()
+    """No session is open, and one is tried for again and again; `last_error` says why there is none."""
+    SERVING = enum.auto()
+    DRAINING = enum.auto()
+    """It finishes what it has and is given nothing more."""
+    DRAINED = enum.auto()
+    """An operator drained it, and it has nothing left; no session is open."""
+
+
 class WorkerLoop:
     """One worker: its connection and, while a session is open, its scheduler."""
 
@@ -41,13 +54,34 @@ class WorkerLoop:
         self.num_steps = 0
         self.split = StepSplit()  # of all sessions
         self.num_preemptions = 0  # of earlier sessions
+        self.num_losses = 0  # sessions that ended otherwise than by being drained
+        self.draining = False
         self.last_error = "not connected yet"
         self._engine = engine
         self._wake = asyncio.Event()
         self._in_flight: deque[SchedulerOutput] = deque()  # steps that were sent and not answered
 
+    @property
+    def state(self) -> WorkerStatus:
+        if self.draining:
+            return WorkerStatus.DRAINED if self.scheduler is None else WorkerStatus.DRAINING
+        return WorkerStatus.CONNECTING if self.scheduler is None else WorkerStatus.SERVING
+
     def wake(self) -> None:
         self._wake.set()
+
+    def drain(self) -> None:
+        """Give the worker nothing more."""
+        self.draining = True
+        if self.scheduler is not None:
+            self.scheduler.set_admission(False)
+
+    def undrain(self) -> None:
+        """Take that back."""
+        self.draining = False
+        if self.scheduler is not None:
+            self.scheduler.set_admission(True)
+        self.wake()
 
     async def run(self) -> None:
         """Connect, serve, and connect again after a pause that grows, for ever."""
