@@ -95,8 +95,10 @@ def encode_model_output(epoch: int, step_id: int, output: ModelOutput) -> pb.Mod
     )
 
 
-def encode_worker_info(info: WorkerInfo, limits: Limits, epoch: int) -> GetWorkerInfoResponse:
-    """Write what the worker is; `epoch` is the newest that it has served."""
+def encode_worker_info(
+    info: WorkerInfo, limits: Limits, epoch: int, *, in_session: bool = False, instance_id: str = ""
+) -> GetWorkerInfoResponse:
+    """Write what the worker is; `epoch` is the newest that it has served, and may still be `in_session`."""
     return GetWorkerInfoResponse(
         protocol_version=PROTOCOL_VERSION,
         model_id=info.model_id,
@@ -116,6 +118,8 @@ def encode_worker_info(info: WorkerInfo, limits: Limits, epoch: int) -> GetWorke
         block_bytes=info.block_bytes,
         epoch=epoch,
         sliding_window=info.sliding_window,
+        in_session=in_session,
+        instance_id=instance_id,
     )
 
 

@@ -9,6 +9,10 @@ class FencingError(ValueError):
     """A step out of turn: a gap in step_id, or an epoch that is not the session's; the message is one sentence."""
 
 
+class DeviceLostError(Exception):
+    """The device takes no more work in this process; only another process can go on with it."""
+
+
 class UnsoundFileError(ValueError):
     """A file contradicts itself; the message is the second half of a sentence that begins with its name."""
 

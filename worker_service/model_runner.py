@@ -13,6 +13,7 @@ from kernels.upload import upload
 from worker_service.batch import build_batch
 from worker_service.cache_engine import CacheEngine
 from worker_service.decode_graphs import DecodeGraphs
+from worker_service.errors import DeviceLostError
 from worker_service.logprobs import concatenate, gather_logprobs, sample_logprobs
 from worker_service.models.causal_model import CausalModel
 from worker_service.sampler import sample
@@ -86,6 +87,20 @@ class ModelRunner:
         return self.model.forward(
             batch.token_ids, batch.positions, batch.slots, batch.attention, cache
         ), batch.query_start
+
+    def recover(self) -> None:
+        """Give back what a failed step held, so that the next one has room; call it when its tensors are gone.
+
+        Raises DeviceLostError where the failure has taken the device with it: after an illegal access or a failed
+        assertion in a kernel, every further call into CUDA fails in this process.
+        """
+        if self._device.type != "cuda":
+            return
+        try:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            raise DeviceLostError(str(error).partition("\n")[0]) from None
 
     def _prompt_logprobs(self, chunk: ScheduledChunk, hidden: Tensor) -> SampleLogprobs | None:
         """Of the prompt tokens that the chunk's rows predict: from its second to the one behind its last.

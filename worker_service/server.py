@@ -24,7 +24,10 @@ SERVICE_NAME = worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"].f
 
 
 async def serve(settings: WorkerSettings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises StartError where the worker cannot start."""
+    """Serve until SIGTERM or SIGINT. Raises StartError where the worker cannot start.
+
+    A device that takes no more work ends the process with status 1, for only another process can go on with it.
+    """
     started = time.monotonic()
     configure_logging(settings.log_level, settings.log_format)
     stop = stop_event()
@@ -35,13 +38,26 @@ async def serve(settings: WorkerSettings) -> None:
     await server.start(settings.listen)
     try:
         await _load(settings, device_thread, server, servicer, stop, started)
-        await stop.wait()
+        await _first_of(stop, servicer.device_lost)
     finally:
-        await server.stop(servicer.drain, settings.grace)
+        await server.stop(servicer.drain, 0.0 if servicer.device_lost.is_set() else settings.grace)
+    if servicer.device_lost.is_set():
+        log.error("the device takes no more work; this process ends, for another to take its place")
+        logging.shutdown()
+        os._exit(1)  # what is left of CUDA may hang on its way out
     if not device_thread.idle:
         # A model still loading, or a step that outlasted the grace, cannot be interrupted; leave without it.
         logging.shutdown()
         os._exit(0)
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 async def _load(

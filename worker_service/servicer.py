@@ -6,6 +6,8 @@ session owns the worker: from the moment one begins, no step of an older one is 
 
 import asyncio
 import contextlib
+import secrets
+import traceback
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -26,7 +28,7 @@ from pagewire.v1.worker_service_pb2 import (
 from pagewire_common.errors import RequestError
 from worker_service.codec import decode_scheduler_output, encode_model_output, encode_worker_info
 from worker_service.device_thread import DeviceThread
-from worker_service.errors import FencingError, InvalidStepError, is_out_of_memory
+from worker_service.errors import DeviceLostError, FencingError, InvalidStepError, is_out_of_memory
 from worker_service.session import Session
 from worker_service.tokenizer_files import read_pieces
 
@@ -56,15 +58,23 @@ class _Stream:
     """Why no further step of it may be started. Set on either thread."""
 
 
+_SHUTTING_DOWN = RequestError(grpc.StatusCode.ABORTED, "the worker is shutting down")
+
+
 class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
-    """Serves one session at a time. Create it inside the running event loop; UNAVAILABLE until `set_ready`."""
+    """Serves one session at a time. Create it inside the running event loop; UNAVAILABLE until `set_ready`.
+
+    `device_lost` is set when no step can be computed in this process any more.
+    """
 
     def __init__(self, device_thread: DeviceThread) -> None:
+        self.device_lost = asyncio.Event()
+        self._instance_id = secrets.token_hex(16)
         self._device_thread = device_thread
         self._worker: Worker | None = None
         self._stream: _Stream | None = None
         self._newest_epoch = 0
-        self._draining = False
+        self._draining = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -74,16 +84,22 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
 
     async def drain(self, grace: float) -> None:
         """Open no more sessions; end the open one when no sequence lives in it, or after `grace` seconds."""
-        self._draining = True
+        self._draining.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace):
                 await self._idle.wait()
         if self._stream is not None:
-            self._close(self._stream, RequestError(grpc.StatusCode.UNAVAILABLE, "the worker is shutting down"))
+            self._close(self._stream, _SHUTTING_DOWN)
 
     async def GetWorkerInfo(self, request: GetWorkerInfoRequest, context: Context) -> GetWorkerInfoResponse:
         worker = self._ready_worker()
-        return encode_worker_info(worker.info, worker.limits, self._newest_epoch)
+        return encode_worker_info(
+            worker.info,
+            worker.limits,
+            self._newest_epoch,
+            in_session=self._stream is not None,
+            instance_id=self._instance_id,
+        )
 
     async def GetTokenizer(self, request: GetTokenizerRequest, context: Context) -> AsyncIterator[GetTokenizerResponse]:
         for name, data in read_pieces(self._ready_worker().tokenizer_files):
@@ -94,7 +110,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[ModelOutput]:
         worker = self._ready_worker()
         steps = aiter(request_iterator)
-        first = await anext(steps, None)
+        first = await self._first(steps)
         if first is None:
             return
         stream = self._begin(worker, first)
@@ -121,9 +137,23 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             raise RequestError(grpc.StatusCode.UNAVAILABLE, "the worker is still loading its model")
         return self._worker
 
+    async def _first(self, steps: AsyncIterator[SchedulerOutput]) -> SchedulerOutput | None:
+        """The step that a session begins with; None when the scheduler leaves without one. ABORTED by a drain."""
+        step = asyncio.ensure_future(anext(steps, None))
+        draining = asyncio.ensure_future(self._draining.wait())
+        try:
+            await asyncio.wait((step, draining), return_when=asyncio.FIRST_COMPLETED)
+            if self._draining.is_set():
+                raise _SHUTTING_DOWN
+            return step.result()
+        finally:
+            step.cancel()
+            draining.cancel()
+            await asyncio.gather(step, draining, return_exceptions=True)
+
     def _begin(self, worker: "Worker", first: SchedulerOutput) -> _Stream:
-        if self._draining:
-            raise RequestError(grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
+        if self.device_lost.is_set():
+            raise RequestError(grpc.StatusCode.UNAVAILABLE, "the worker's device failed")
         if first.epoch <= self._newest_epoch:
             raise RequestError(
                 grpc.StatusCode.FAILED_PRECONDITION,
@@ -180,17 +210,20 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[ModelOutput] = loop.create_future()
         computed = self._device_thread.submit(partial(_compute, worker, stream, step))
-        computed.add_done_callback(lambda done: loop.call_soon_threadsafe(_settle, answer, done))
+        computed.add_done_callback(lambda done: loop.call_soon_threadsafe(self._settle, answer, done))
         return answer
 
-
-def _settle(answer: "asyncio.Future[ModelOutput]", computed: "Future[ModelOutput]") -> None:
-    if answer.done():
-        return
-    if (error := computed.exception()) is not None:
-        answer.set_exception(error)
-    else:
-        answer.set_result(computed.result())
+    def _settle(self, answer: "asyncio.Future[ModelOutput]", computed: "Future[ModelOutput]") -> None:
+        error = computed.exception()
+        if isinstance(error, DeviceLostError):
+            self.device_lost.set()
+            error = RequestError(grpc.StatusCode.INTERNAL, "the worker's device failed in a step")
+        if answer.done():
+            return
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(computed.result())
 
 
 def _compute(worker: "Worker", stream: _Stream, message: SchedulerOutput) -> ModelOutput:
@@ -205,9 +238,9 @@ def _compute(worker: "Worker", stream: _Stream, message: SchedulerOutput) -> Mod
         return encode_model_output(output.epoch, output.step_id, answer)
     except Exception as error:
         stream.end = _explain(error)
-        if stream.end.code is grpc.StatusCode.INTERNAL:
-            raise
-        raise stream.end from error
+        traceback.clear_frames(error.__traceback__)  # the step's tensors
+    worker.runner.recover()
+    raise stream.end
 
 
 def _explain(error: Exception) -> RequestError:
@@ -221,4 +254,5 @@ def _explain(error: Exception) -> RequestError:
             grpc.StatusCode.RESOURCE_EXHAUSTED,
             "the worker ran out of memory in this step; start it with a lower --max-num-batched-tokens",
         )
-    return RequestError(grpc.StatusCode.INTERNAL, "a step failed")
+    log.error("a step failed", exc_info=error)
+    return RequestError(grpc.StatusCode.INTERNAL, "a step failed; the worker's log has the details")

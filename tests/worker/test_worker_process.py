@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from worker_service.server import SERVICE_NAME
 class Process:
     """A worker process on a free port, read event by event."""
 
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "worker_service", "--log-format", "json", "--device", "cpu", *arguments]
+    def __init__(self, *arguments: str, program: Sequence[str] = ("-m", "worker_service")) -> None:
+        command = [sys.executable, *program, "--log-format", "json", "--device", "cpu", *arguments]
         environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
@@ -49,8 +49,8 @@ class Process:
 def start(tmp_path: Path) -> Iterator[Any]:
     started: list[Process] = []
 
-    def start(*arguments: str) -> Process:
-        started.append(Process("--listen", "127.0.0.1:0", "--cache", str(tmp_path), *arguments))
+    def start(*arguments: str, **options: Any) -> Process:
+        started.append(Process("--listen", "127.0.0.1:0", "--cache", str(tmp_path), *arguments, **options))
         return started[-1]
 
     yield start
@@ -105,6 +105,38 @@ def test_sigterm_lets_the_live_sequences_finish(start: Any, tiny_checkpoint: Pat
         ended.set()
         watch.cancel()
     assert worker.end()[0] == 0
+
+
+LOSES_ITS_DEVICE = """
+import runpy
+from worker_service.errors import DeviceLostError
+from worker_service.model_runner import ModelRunner
+from worker_service.session import Session
+
+def fail(self, *_):
+    raise DeviceLostError("CUDA error: an illegal memory access was encountered")
+
+Session.commit = ModelRunner.recover = fail
+runpy.run_module("worker_service", run_name="__main__")
+"""
+
+
+def test_a_lost_device_ends_the_process_with_an_error_for_another_to_take_its_place(
+    start: Any, tiny_checkpoint: Path
+) -> None:
+    program = ("-c", LOSES_ITS_DEVICE)
+    worker = start("--model", str(tiny_checkpoint), "--num-device-blocks", "8", program=program)
+    address = worker.wait_for("listening")["address"]
+    worker.wait_for("ready")
+    with grpc.insecure_channel(address) as channel:
+        session = worker_service_pb2_grpc.WorkerServiceStub(channel).Execute(
+            iter([pb.SchedulerOutput(epoch=1, step_id=1)])
+        )
+        with pytest.raises(grpc.RpcError, match="the worker's device failed in a step"):
+            next(session)
+    status, last_line = worker.end()
+    assert status == 1
+    assert "the device takes no more work" in last_line
 
 
 def test_sigterm_while_loading_ends_with_status_zero(start: Any, tiny_checkpoint: Path) -> None:

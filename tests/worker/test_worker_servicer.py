@@ -3,24 +3,29 @@
 import asyncio
 import contextlib
 import threading
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import grpc
 import pytest
+import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from message_helpers import new_message
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import worker_service_pb2, worker_service_pb2_grpc
 from pagewire_common.server import GrpcServer
+from worker_service import servicer
 from worker_service.device_thread import DeviceThread
+from worker_service.errors import DeviceLostError
 from worker_service.server import SERVICE_NAME
 from worker_service.servicer import WorkerServicer
 from worker_service.settings import WorkerSettings
 from worker_service.worker import Worker, load_worker
 
+SHUTTING_DOWN = (grpc.StatusCode.ABORTED, "the worker is shutting down")
 PROMPT = [(7 * number * number + 3) % 131 for number in range(21)]
 
 
@@ -279,25 +284,47 @@ async def test_draining_lets_the_live_sequences_finish_and_refuses_other_session
     await client.generate(1, 2)
     late = service.session()
     await late.send()
-    assert await late.status() == (grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
+    assert await late.status() == SHUTTING_DOWN
     assert not drain.done()
     await client.step(finished=[1])
     await asyncio.wait_for(drain, 10)
-    assert await client.status() == (grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
+    assert await client.status() == SHUTTING_DOWN
 
 
 async def test_draining_ends_a_session_that_outlasts_the_grace(service: Service) -> None:
     client = service.session()
     await client.step(**prompt_step(new_message(1, PROMPT, range(8))))
     await asyncio.wait_for(service.servicer.drain(0), 10)
-    assert await client.status() == (grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
+    assert await client.status() == SHUTTING_DOWN
 
 
 async def test_draining_does_not_wait_for_an_idle_session(service: Service) -> None:
     client = service.session()
     await client.step()
     await asyncio.wait_for(service.servicer.drain(60), 10)
-    assert await client.status() == (grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
+    assert await client.status() == SHUTTING_DOWN
+
+
+async def test_draining_ends_a_session_that_has_not_sent_a_step(service: Service) -> None:
+    client = service.session()
+    await client.call.wait_for_connection()
+    await asyncio.wait_for(service.servicer.drain(60), 10)
+    assert await asyncio.wait_for(client.status(), 10) == SHUTTING_DOWN
+
+
+async def test_a_worker_says_whether_it_is_in_a_session_and_who_it_is(service: Service) -> None:
+    async def info() -> worker_service_pb2.GetWorkerInfoResponse:
+        return await service.stub.GetWorkerInfo(worker_service_pb2.GetWorkerInfoRequest())
+
+    assert not (before := await info()).in_session
+    client = service.session(epoch=3)
+    await client.step()
+    assert (during := await info()).in_session
+    assert during.epoch == 3
+    await client.close()
+    assert not (after := await info()).in_session
+    assert before.instance_id == during.instance_id == after.instance_id
+    assert before.instance_id != WorkerServicer(DeviceThread())._instance_id
 
 
 async def test_draining_without_a_session_is_done_at_once(service: Service) -> None:
@@ -354,6 +381,52 @@ async def test_a_step_that_breaks_ends_its_session_alone(
     following = service.session()
     await following.step()
     await following.close()
+
+
+async def test_what_a_failed_step_held_is_gone_when_the_device_recovers(
+    service: Service, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Held:
+        pass
+
+    held: list[weakref.ref[Held]] = []
+    left: list[Held | None] = []
+
+    def discard(*_: object) -> Never:
+        raise structlog.DropEvent  # the formatter that is not configured here holds on to local variables
+
+    def run_out(*_: object) -> None:
+        tensor = Held()
+        held.append(weakref.ref(tensor))
+        raise MemoryError
+
+    client = service.session()
+    monkeypatch.setattr(servicer, "log", structlog.wrap_logger(structlog.PrintLogger(), [discard]))
+    monkeypatch.setattr(worker.runner, "execute", run_out)
+    monkeypatch.setattr(worker.runner, "recover", lambda: left.append(held[0]()))
+    await client.send()
+    assert (await client.status())[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert left == [None]
+
+
+async def test_a_device_that_is_lost_ends_the_session_and_opens_no_other(
+    service: Service, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    def cannot_recover() -> None:
+        raise DeviceLostError("CUDA error: device-side assert triggered")
+
+    client = service.session()
+    monkeypatch.setattr(worker.runner, "execute", fail)
+    monkeypatch.setattr(worker.runner, "recover", cannot_recover)
+    await client.send()
+    assert await client.status() == (grpc.StatusCode.INTERNAL, "the worker's device failed in a step")
+    assert service.servicer.device_lost.is_set()
+    following = service.session()
+    await following.send()
+    assert await following.status() == (grpc.StatusCode.UNAVAILABLE, "the worker's device failed")
 
 
 async def test_a_seed_samples_the_same_alone_in_a_batch_and_after_recompute(service: Service) -> None:
