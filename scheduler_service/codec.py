@@ -30,6 +30,8 @@ class WorkerInfo(NamedTuple):
     block_bytes: int
     sliding_window: int
     epoch: int
+    in_session: bool
+    instance_id: str
 
 
 def decode_worker_info(message: worker_pb.GetWorkerInfoResponse) -> WorkerInfo:

@@ -1,7 +1,7 @@
 """The requests in flight and the loops that have workers serve them.
 
 Every request lives here from the moment it is accepted until its stream is closed; which worker computes it, and how
-often that changes, is nobody's concern outside. One `WorkerLoop` a worker serves them; when its stream breaks, its
+often that changes, is nobody's concern outside. One `WorkerLoop` a worker serves them; when its session is over, its
 groups go back to the head of the shared waiting queue.
 """
 
@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import secrets
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -19,7 +19,10 @@ from pagewire_common.errors import RequestError
 from scheduler_service.codec import PROTOCOL_VERSION, WorkerInfo
 from scheduler_service.core import Scheduler, SequenceGroup, SequenceOutput, SequenceStatus
 from scheduler_service.core.prefix_key import root_key
+from scheduler_service.discovery import Resolve, resolve_by_dns
+from scheduler_service.fleet import Fleet
 from scheduler_service.model import ServedModel, max_sequence_tokens, model_name
+from scheduler_service.outage import Outage
 from scheduler_service.policy import waiting_queue
 from scheduler_service.recording.recorder import NoRecorder, Recorder
 from scheduler_service.recording.writer import FileWriter
@@ -40,14 +43,15 @@ _STATUS_OF_ERROR = {
 class Engine:
     """Accepts requests and keeps every worker busy with them. Create it inside the event loop that uses it.
 
-    Raises StartError when the settings name a model file that does not exist, or a recording that exists.
+    `resolve` looks names among the workers up. Raises StartError when the settings name a model file that does not
+    exist, or a recording that exists.
     """
 
-    def __init__(self, settings: SchedulerSettings) -> None:
+    def __init__(self, settings: SchedulerSettings, resolve: Resolve = resolve_by_dns) -> None:
         self.settings = settings
         self.waiting = waiting_queue(settings.policy, settings.overtakes, settings.tenant_weights)
         self.requests: dict[str, RequestState] = {}
-        self.workers = [WorkerLoop(self, address) for address in settings.workers]
+        self._fleet = Fleet(self, resolve)
         self._model_name = model_name(settings.model)
         self.recorder = _recorder(settings)
         self._model: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
@@ -56,7 +60,7 @@ class Engine:
         self._cache_secret = secrets.token_bytes(32)  # keys of the prefix cache cannot be guessed from outside
         self._is_draining = False
         self._is_empty = asyncio.Event()
-        self._num_outages = 0
+        self._outage = Outage(settings.no_worker_timeout)
 
     # ---- for servicers
 
@@ -136,17 +140,17 @@ class Engine:
     async def run(self) -> None:
         """Serve until cancelled."""
         try:
-            async with asyncio.TaskGroup() as tasks:
-                for worker in self.workers:
-                    tasks.create_task(worker.run())
+            await self._fleet.run()
         finally:
-            for worker in self.workers:
-                await worker.client.close()
             self.recorder.close()
 
     async def wait_for_model(self) -> ServedModel:
         """The served model, however long it takes until a worker tells of it."""
         return await asyncio.shield(self._model)
+
+    def watch_health(self) -> AsyncIterator[bool]:
+        """Whether requests are worth sending here, from the first worker on and whenever that changes."""
+        return self._outage.watch_health()
 
     async def drain(self, grace: float) -> None:
         """Admit nothing more, wait until every stream has been closed, and end those left after `grace` seconds."""
@@ -161,26 +165,23 @@ class Engine:
 
     # ---- for operators
 
+    @property
+    def workers(self) -> list[WorkerLoop]:
+        """Those that are known at the moment, connected or not."""
+        return self._fleet.workers
+
     def drain_worker(self, address: str) -> None:
         """Give a worker nothing more; what it has is finished, or moves. Raises NOT_FOUND for an unknown address."""
-        self._worker(address).drain()
+        self._fleet.find(address).drain()
 
     def undrain_worker(self, address: str) -> None:
         """Give a worker work again. Raises NOT_FOUND for an unknown address."""
-        self._worker(address).undrain()
-
-    def _worker(self, address: str) -> WorkerLoop:
-        for worker in self.workers:
-            if worker.client.address == address:
-                return worker
-        known = ", ".join(sorted(worker.client.address for worker in self.workers)) or "none"
-        raise RequestError(grpc.StatusCode.NOT_FOUND, f"there is no worker {address!r}; known: {known}")
+        self._fleet.find(address).undrain()
 
     # ---- for the worker loops
 
     def wake(self) -> None:
-        for worker in self.workers:
-            worker.wake()
+        self._fleet.wake()
 
     async def accept(self, client: WorkerClient, info: WorkerInfo) -> None:
         """Check that a worker serves what the others serve; the first one decides. Raises WorkerError."""
@@ -204,6 +205,7 @@ class Engine:
         for name, ours, theirs in (
             ("model fingerprint", model.fingerprint, info.model_fingerprint),
             ("dtype", model.dtype, info.dtype),
+            ("block size", model.block_size, info.block_size),
         ):
             if ours != theirs:
                 raise WorkerError(f"the worker's {name} is {theirs}, that of the workers before it {ours}")
@@ -241,34 +243,34 @@ class Engine:
             )
             state.stream.fail(RequestError(code, group.error or "the request could not be served"))
 
-    def connection_lost(self) -> None:
-        """A worker is gone; when it was the last one, what waits now waits for a limited time."""
-        self._num_outages += 1
-        if not self._is_connected:
-            for state in self.requests.values():
-                self._expire_later(state)
+    def workers_changed(self) -> None:
+        """A session began or ended, or a worker is drained or is not any more.
+
+        While no worker takes requests, those that wait do so for a limited time.
+        """
+        self._outage.set(not self._fleet.admits)
+        for state in self.requests.values():
+            self._expire_later(state)
+        self.wake()
 
     # ---- waiting without a worker
 
-    @property
-    def _is_connected(self) -> bool:
-        return any(worker.scheduler is not None for worker in self.workers)
+    def _expire_later(self, state: RequestState) -> None:
+        if self._outage.is_on:
+            loop = asyncio.get_running_loop()
+            loop.call_later(self.settings.no_worker_timeout, self._expire, state, self._outage.number)
+
+    def _expire(self, state: RequestState, outage: int) -> None:
+        request_id = state.request.request_id
+        same_outage = self._outage.is_on and outage == self._outage.number
+        if same_outage and request_id in self.waiting and self.requests.get(request_id) is state:
+            self._finish(state, SequenceStatus.FINISHED_ABORTED)
+            state.stream.fail(self._no_worker())
 
     def _no_worker(self) -> RequestError:
         return RequestError(
-            grpc.StatusCode.UNAVAILABLE, f"no worker was connected for {self.settings.no_worker_timeout:g} s"
+            grpc.StatusCode.UNAVAILABLE, f"no worker took requests for {self.settings.no_worker_timeout:g} s"
         )
-
-    def _expire_later(self, state: RequestState) -> None:
-        if not self._is_connected:
-            loop = asyncio.get_running_loop()
-            loop.call_later(self.settings.no_worker_timeout, self._expire, state, self._num_outages)
-
-    def _expire(self, state: RequestState, outage: int) -> None:
-        same_outage = outage == self._num_outages and not self._is_connected
-        if same_outage and self.requests.get(state.request.request_id) is state:
-            self._finish(state, SequenceStatus.FINISHED_ABORTED)
-            state.stream.fail(self._no_worker())
 
 
 def _recorder(settings: SchedulerSettings) -> NoRecorder:

@@ -33,8 +33,12 @@ async def serve(settings: SchedulerSettings) -> None:
 
     async def announce() -> None:
         model = await engine.wait_for_model()
-        await server.set_serving(True)
-        log.info("ready", model=model.name, context_length=model.context_length)
+        async for serving in engine.watch_health():
+            await server.set_serving(serving)
+            if serving:
+                log.info("ready", model=model.name, context_length=model.context_length)
+            else:
+                log.warning("not serving: no worker takes requests", seconds=settings.no_worker_timeout)
 
     running = asyncio.create_task(engine.run())
     announcing = asyncio.create_task(announce())

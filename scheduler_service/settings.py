@@ -3,11 +3,14 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import NoDecode
 
 from pagewire_common.settings import Address, ServiceSettings
 from scheduler_service.core import PhaseRule, PreemptionMode
+from scheduler_service.discovery import parse_target
+
+Target = Annotated[str, AfterValidator(parse_target)]
 
 
 def _split(value: object) -> object:
@@ -20,9 +23,12 @@ class SchedulerSettings(ServiceSettings):
     """Plans the steps of the workers and streams their tokens to clients."""
 
     listen: Address = Field("127.0.0.1:50051", description="HOST:PORT to serve clients on")
-    workers: Annotated[list[Address], NoDecode, BeforeValidator(_split), Field(min_length=1)] = Field(
-        ["127.0.0.1:50052"], description="HOST:PORT of each worker, separated by commas"
+    workers: Annotated[list[Target], NoDecode, BeforeValidator(_split), Field(min_length=1)] = Field(
+        ["127.0.0.1:50052"],
+        description="where the workers are, separated by commas: HOST:PORT of one, dns:///NAME:PORT for all addresses "
+        "behind a name",
     )
+    discovery_interval: float = Field(5.0, gt=0, description="seconds between look-ups of the names among --workers")
     max_num_batched_tokens: int = Field(2048, ge=1, description="most tokens in one step; a worker's own limit counts")
     max_num_seqs: int = Field(256, ge=1, description="most sequences in one step; a worker's own limit counts")
     max_num_requests: int = Field(4096, ge=1, description="most requests in flight before RESOURCE_EXHAUSTED")
@@ -53,6 +59,18 @@ class SchedulerSettings(ServiceSettings):
         PreemptionMode.AUTO, description="what becomes of requests that must make room; auto: what is cheaper"
     )
     no_worker_timeout: float = Field(60.0, ge=0, description="seconds a request waits while no worker is connected")
+    step_timeout: float = Field(
+        60.0,
+        gt=0,
+        description="seconds that a worker may take over a step before it counts as lost; where its largest step takes "
+        "long, ten times that",
+    )
+    health_interval: float = Field(
+        1.0,
+        gt=0,
+        description="seconds between health checks of a worker that answers no steps, and that it may take over one; "
+        "three in a row that fail, and it counts as lost",
+    )
     stall_timeout: float = Field(60.0, gt=0, description="seconds a client may leave a message unread")
     record: Path | None = Field(
         None,

@@ -59,6 +59,11 @@ class RoundTrips:
     def num_in_flight(self) -> int:
         return len(self._sent_at)
 
+    @property
+    def waiting_since(self) -> int | None:
+        """When the worker could begin with the oldest step in flight; None without one."""
+        return max(self._sent_at[0], self._answered_at) if self._sent_at else None
+
     def sent(self, at: int) -> None:
         """A step goes out."""
         self._sent_at.append(at)

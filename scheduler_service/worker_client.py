@@ -1,10 +1,12 @@
 """The scheduler's end of the wire to one worker."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from time import perf_counter_ns
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
@@ -22,6 +24,7 @@ OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.use_local_subchannel_pool", 1),  # so that a new channel is a new connection
 )
 TOKENIZER_FILES = frozenset(
     (
@@ -37,11 +40,37 @@ MAX_TOKENIZER_BYTES = 256 << 20
 
 
 class WorkerError(Exception):
-    """The worker cannot be used; the message says why."""
+    """The worker cannot be used; the message says why. `is_nobodys_fault` unless a request may have brought it down."""
+
+    is_nobodys_fault = False
+
+
+class UnreachableError(WorkerError):
+    """Nobody answers there, or nobody who is ready."""
+
+
+class DrainedError(WorkerError):
+    """The session ended because the worker is shut down or was drained."""
+
+    is_nobodys_fault = True
+
+
+class FencedError(WorkerError):
+    """The worker refused a step out of turn, or has a session of a newer epoch now."""
+
+    is_nobodys_fault = True
+
+
+class SupersededError(WorkerError):
+    """Another scheduler has the worker."""
 
 
 class Session:
-    """One Execute stream: steps go out, their answers come back in the same order. `split` learns what each took."""
+    """One Execute stream: steps go out, their answers come back in the same order. `split` learns what each took.
+
+    Sending and receiving raise WorkerError when the stream breaks or ends, and on answers that make no sense;
+    DrainedError and FencedError where the worker or another scheduler ended it in good order.
+    """
 
     def __init__(
         self, call: "grpc.aio.StreamStreamCall[pb.SchedulerOutput, pb.ModelOutput]", epoch: int, split: StepSplit
@@ -52,8 +81,15 @@ class Session:
         self._split = split
         self._round_trips = RoundTrips(split)
 
+    @property
+    def waiting_since(self) -> float | None:
+        """When the oldest step in flight was sent or, if that is later, the answer before it came: in seconds of
+        `time.perf_counter`. None while no step is in flight."""
+        since = self._round_trips.waiting_since
+        return None if since is None else since / 1e9
+
     async def send(self, output: SchedulerOutput) -> None:
-        """Have a step run after those sent before. Raises grpc.aio.AioRpcError or WorkerError when the stream broke."""
+        """Have a step run after those sent before."""
         began = perf_counter_ns()
         message = encode_scheduler_output(output, self.epoch)
         encoded = perf_counter_ns()
@@ -61,14 +97,19 @@ class Session:
         self._round_trips.sent(encoded)
         try:
             await self._call.write(message)
-        except asyncio.InvalidStateError:  # the stream had ended before this step
-            raise await self._ended() from None
+        except (asyncio.InvalidStateError, grpc.aio.AioRpcError):  # the stream had ended, or ended
+            raise await self._end() from None
 
     async def receive(self) -> ModelOutput:
-        """The next answer. Raises grpc.aio.AioRpcError when the stream breaks, WorkerError on a wrong answer."""
-        answer = await self._call.read()
+        """The next answer."""
+        try:
+            answer = await self._call.read()
+        except grpc.aio.AioRpcError:
+            raise await self._end() from None
+        if answer is None:  # gRPC's way to say that it could not be read
+            raise WorkerError("the worker sent something that is no ModelOutput")
         if not isinstance(answer, pb.ModelOutput):
-            raise await self._ended()
+            raise await self._end()
         if answer.epoch != self.epoch:
             raise WorkerError(f"the worker answered for epoch {answer.epoch} in the session of epoch {self.epoch}")
         if not self._round_trips.num_in_flight:
@@ -82,36 +123,84 @@ class Session:
         self._split.decode += perf_counter_ns() - came
         return output
 
-    async def _ended(self) -> WorkerError:
-        return WorkerError(f"the worker ended the session: {await self._call.details() or 'no reason given'}")
+    async def _end(self) -> WorkerError:
+        code, details = await self._call.code(), await self._call.details() or "no reason given"
+        if code is grpc.StatusCode.ABORTED:
+            return DrainedError(f"the worker ended the session: {details}")
+        if code is grpc.StatusCode.FAILED_PRECONDITION:
+            return FencedError(f"the worker refused the session: {details}")
+        return WorkerError(f"the session broke: {code.name}: {details}")
 
     def close(self) -> None:
         self._call.cancel()
 
 
 class WorkerClient:
-    """A channel to one worker. Create it inside the event loop that uses it."""
+    """A channel to one worker. Create it inside the event loop that uses it.
+
+    Its calls raise UnreachableError when they are not answered.
+    """
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+        self._connect()
+
+    def _connect(self) -> None:
+        self._channel = grpc.aio.insecure_channel(self.address, options=OPTIONS)
         self._stub = WorkerServiceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    async def reconnect(self) -> None:
+        """Have the next call make a connection of its own: the one there is may lead nowhere, and look well."""
+        await self._channel.close()
+        self._connect()
 
     async def get_info(self) -> WorkerInfo:
-        return decode_worker_info(await self._stub.GetWorkerInfo(worker_pb.GetWorkerInfoRequest(), timeout=10))
+        try:
+            return decode_worker_info(await self._stub.GetWorkerInfo(worker_pb.GetWorkerInfoRequest(), timeout=10))
+        except grpc.aio.AioRpcError as error:
+            raise _unreachable(error) from None
 
     async def fetch_tokenizer(self, directory: Path) -> None:
         """Write the worker's tokenizer files into a folder. Raises WorkerError on a file that is none."""
         left = MAX_TOKENIZER_BYTES
-        async for piece in self._stub.GetTokenizer(worker_pb.GetTokenizerRequest(), timeout=60):
-            left -= len(piece.data)
-            if piece.name not in TOKENIZER_FILES or left < 0:
-                raise WorkerError("the worker sent something that is not a tokenizer")
-            with (directory / piece.name).open("ab") as file:
-                file.write(piece.data)
+        try:
+            async for piece in self._stub.GetTokenizer(worker_pb.GetTokenizerRequest(), timeout=60):
+                left -= len(piece.data)
+                if piece.name not in TOKENIZER_FILES or left < 0:
+                    raise WorkerError("the worker sent something that is not a tokenizer")
+                with (directory / piece.name).open("ab") as file:
+                    file.write(piece.data)
+        except grpc.aio.AioRpcError as error:
+            raise _unreachable(error) from None
+
+    async def is_serving(self, timeout: float) -> bool:
+        """What the worker says of its health; one that says nothing about it is well."""
+        try:
+            answer = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout)
+        except grpc.aio.AioRpcError as error:
+            if error.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):
+                return True
+            raise _unreachable(error) from None
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def watch_serving(self) -> AsyncIterator[bool]:
+        """What the worker says of its health, now and whenever it changes, for as long as it can be heard."""
+        call = self._health.Watch(health_pb2.HealthCheckRequest())
+        try:
+            async for answer in call:
+                yield answer.status == health_pb2.HealthCheckResponse.SERVING
+        except grpc.aio.AioRpcError:
+            return
+        finally:
+            call.cancel()
 
     def open_session(self, epoch: int, split: StepSplit) -> Session:
         return Session(self._stub.Execute(), epoch, split)
 
     async def close(self) -> None:
         await self._channel.close()
+
+
+def _unreachable(error: grpc.aio.AioRpcError) -> UnreachableError:
+    return UnreachableError(f"{error.code().name}: {error.details()}")

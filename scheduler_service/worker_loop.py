@@ -1,7 +1,8 @@
-"""One worker's loop: connect, plan, send, receive, publish; and connect again when the stream breaks.
+"""One worker's loop: connect, plan, send, receive, publish; and connect again when the session is over.
 
 While a session is open one task plans and sends steps, up to a few ahead of their answers, and another takes the
-answers in, so that the worker finds its next step waiting when it has finished one.
+answers in, so that the worker finds its next step waiting when it has finished one. Others watch over the worker. The
+first of them that fails ends the session, and whoever ran there goes on elsewhere.
 """
 
 import asyncio
@@ -14,14 +15,22 @@ from collections.abc import Coroutine
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
-import grpc
 import structlog
 
+from scheduler_service.answer_check import check_answer
 from scheduler_service.codec import WorkerInfo
 from scheduler_service.core import Scheduler, SchedulerConfig, SchedulerOutput
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.step_split import StepSplit
-from scheduler_service.worker_client import Session, WorkerClient, WorkerError
+from scheduler_service.worker_client import (
+    DrainedError,
+    Session,
+    SupersededError,
+    UnreachableError,
+    WorkerClient,
+    WorkerError,
+)
+from scheduler_service.worker_watch import watch_health, watch_leaving, watch_steps
 
 if TYPE_CHECKING:
     from scheduler_service.engine import Engine
@@ -29,7 +38,10 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 FIRST_RETRY_SECONDS = 0.1
-LAST_RETRY_SECONDS = 5.0
+LAST_RETRY_SECONDS = 2.0
+LAST_SUPERSEDED_RETRY_SECONDS = 30.0
+LARGEST_STEPS_BEFORE_TIMEOUT = 10
+"""A step of long contexts may take several times as long as the one that the worker measured itself with."""
 
 
 class WorkerStatus(enum.StrEnum):
@@ -42,6 +54,8 @@ class WorkerStatus(enum.StrEnum):
     """It finishes what it has and is given nothing more."""
     DRAINED = enum.auto()
     """An operator drained it, and it has nothing left; no session is open."""
+    SUPERSEDED = enum.auto()
+    """Another scheduler has a session with it; this one waits until that has ended."""
 
 
 class WorkerLoop:
@@ -55,48 +69,101 @@ class WorkerLoop:
         self.split = StepSplit()  # of all sessions
         self.num_preemptions = 0  # of earlier sessions
         self.num_losses = 0  # sessions that ended otherwise than by being drained
-        self.draining = False
         self.last_error = "not connected yet"
+        self.instance_id = ""
+        self.is_wanted = True
+        """Whether to connect again when the session is over."""
         self._engine = engine
+        self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._in_flight: deque[SchedulerOutput] = deque()  # steps that were sent and not answered
+        self._most_in_flight = engine.settings.max_in_flight_steps
+        self._is_leaving = False  # the worker said so
+        self._is_superseded = False
+        self._undrained = asyncio.Event()
+        self._undrained.set()
+        self._drained_by = float("inf")  # when what an operator's drain has left is taken elsewhere
+
+    # ---- for operators and the fleet
+
+    @property
+    def draining(self) -> bool:
+        """Whether it is given nothing more, because it is shutting down or an operator wants it so."""
+        return self._is_leaving or not self._undrained.is_set()
+
+    @property
+    def admits(self) -> bool:
+        """Whether it takes requests."""
+        return self.scheduler is not None and not self.draining
 
     @property
     def state(self) -> WorkerStatus:
         if self.draining:
             return WorkerStatus.DRAINED if self.scheduler is None else WorkerStatus.DRAINING
-        return WorkerStatus.CONNECTING if self.scheduler is None else WorkerStatus.SERVING
+        if self.scheduler is not None:
+            return WorkerStatus.SERVING
+        return WorkerStatus.SUPERSEDED if self._is_superseded else WorkerStatus.CONNECTING
 
     def wake(self) -> None:
-        self._wake.set()
+        """Look again whether there is something to send. Nothing happens while no further step may be in flight."""
+        if len(self._in_flight) < self._most_in_flight:
+            self._wake.set()
 
     def drain(self) -> None:
-        """Give the worker nothing more."""
-        self.draining = True
-        if self.scheduler is not None:
-            self.scheduler.set_admission(False)
+        """Give the worker nothing more; after the scheduler's grace, take what it has elsewhere and leave it alone."""
+        if self._undrained.is_set():
+            log.info("worker drained by an operator", worker=self.client.address)
+            self._undrained.clear()
+            self._drained_by = time.monotonic() + self._engine.settings.grace
+            asyncio.get_running_loop().call_later(self._engine.settings.grace, self._wake.set)
+            self._admission_changed()
 
     def undrain(self) -> None:
         """Take that back."""
-        self.draining = False
-        if self.scheduler is not None:
-            self.scheduler.set_admission(True)
-        self.wake()
+        if not self._undrained.is_set():
+            log.info("worker undrained by an operator", worker=self.client.address)
+            self._undrained.set()
+            self._drained_by = float("inf")
+            self._admission_changed()
+
+    def leave(self) -> bool:
+        """Do not connect again. Returns whether that is all, because no session is open that still lives."""
+        self.is_wanted = False
+        if self.scheduler is None and self._task is not None:
+            self._task.cancel()
+        return self.scheduler is None
+
+    def _tell_leaving(self, is_leaving: bool) -> None:
+        if is_leaving != self._is_leaving:
+            log.info("worker is shutting down" if is_leaving else "worker serves again", worker=self.client.address)
+            self._is_leaving = is_leaving
+            self._admission_changed()
+
+    def _admission_changed(self) -> None:
+        if self.scheduler is not None and self.scheduler.admits == self.draining:
+            self.scheduler.set_admission(not self.draining)
+        self._wake.set()
+        self._engine.workers_changed()
+
+    # ---- the loop
 
     async def run(self) -> None:
-        """Connect, serve, and connect again after a pause that grows, for ever."""
+        """Connect, serve, and connect again after a pause that grows, for as long as it is wanted."""
+        self._task = asyncio.current_task()
         pause = FIRST_RETRY_SECONDS
-        while True:
+        while self.is_wanted:
+            await self._undrained.wait()
             steps_before = self.num_steps
-            level = logging.WARNING
+            level, longest = logging.WARNING, LAST_RETRY_SECONDS
+            self._is_superseded = False
             try:
                 await self._serve()
-            except grpc.aio.AioRpcError as error:
-                reason = f"{error.code().name}: {error.details()}"
-                if not self.epoch:  # it is still starting
-                    level = logging.INFO
+            except SupersededError as error:
+                reason, longest, self._is_superseded = str(error), LAST_SUPERSEDED_RETRY_SECONDS, True
             except WorkerError as error:
                 reason = str(error)
+                if isinstance(error, UnreachableError) and not self.epoch:  # it is still starting
+                    level = logging.INFO
             except Exception as error:  # whatever it is, the other workers and everybody's streams go on
                 log.error("worker loop failed", worker=self.client.address, exc_info=error)
                 reason = "internal error; the server's log has the details"
@@ -105,39 +172,83 @@ class WorkerLoop:
             if reason != self.last_error:
                 log.log(level, "worker unavailable", worker=self.client.address, reason=reason)
             self.last_error = reason
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, LAST_RETRY_SECONDS)
+            if self.is_wanted:
+                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(2 * pause, longest)
 
     async def _serve(self) -> None:
-        info = await self.client.get_info()
-        await self._engine.accept(self.client, info)
-        settings = self._engine.settings
         try:
-            config = _config(settings, info)
-        except ValueError as error:
-            raise WorkerError(f"it cannot be scheduled: {error}") from error
+            info = await self.client.get_info()
+            await self._engine.accept(self.client, info)
+            settings = self._engine.settings
+            try:
+                config = _config(settings, info)
+            except ValueError as error:
+                raise WorkerError(f"it cannot be scheduled: {error}") from error
+            if not await self.client.is_serving(timeout=10):
+                raise UnreachableError("the worker is not serving: it is starting or shutting down")
+        except UnreachableError:
+            await self.client.reconnect()
+            raise
+        self._check_nobody_has_it(info)
+        self.instance_id = info.instance_id
         self.epoch = max(time.time_ns(), info.epoch + 1)
         session = self.client.open_session(self.epoch, self.split)
         recorder = self._engine.recorder
         self.scheduler = scheduler = recorder.scheduler(config, self._engine.waiting, self.client.address, session)
         log.info("worker connected", worker=self.client.address, epoch=self.epoch, blocks=info.num_device_blocks)
         self._in_flight.clear()
+        end: Exception | None = None  # as long as nothing but this scheduler ends it
         try:
-            await _until_one_fails(self._send_steps(scheduler, session), self._receive_answers(scheduler, session))
+            self._admission_changed()
+            await _until_one_fails(
+                self._send_steps(scheduler, session),
+                self._receive_answers(scheduler, session, info.vocabulary_size),
+                watch_health(self.client, lambda: self.num_steps, settings.health_interval),
+                watch_steps(session, _step_timeout(settings, config)),
+                watch_leaving(self.client, self._tell_leaving),
+            )
+        except Exception as error:
+            end = error
+            raise
         finally:
-            self.scheduler = None
-            session.close()
-            for group in scheduler.release_all():
+            self._end(scheduler, session, end)
+            await self.client.reconnect()
+
+    def _check_nobody_has_it(self, info: WorkerInfo) -> None:
+        """Raises WorkerError when the worker is in a session that is not to be ended.
+
+        A scheduler that has just started takes a worker from whoever has it: that is its predecessor, or a mistake that
+        shows. But the one that it was taken from does not take it back, or they would do so for ever, and everybody's
+        tokens be computed again and again.
+        """
+        for other in self._engine.workers:
+            if other.scheduler is not None and info.instance_id and other.instance_id == info.instance_id:
+                raise WorkerError(f"it is the worker that is connected as {other.client.address}")
+        if info.in_session and 0 < self.epoch < info.epoch:
+            raise SupersededError(
+                f"another scheduler has taken the worker, with epoch {info.epoch} after {self.epoch} of this one; "
+                "this one waits until that session ends"
+            )
+
+    def _end(self, scheduler: Scheduler, session: Session, reason: Exception | None) -> None:
+        """The session is over, whatever it was that ended it: whoever ran there goes on elsewhere."""
+        was_leaving, self._is_leaving = self._is_leaving, False
+        self.scheduler = None
+        self._in_flight.clear()
+        session.close()
+        self.num_losses += reason is not None and not isinstance(reason, DrainedError)
+        try:
+            for group in scheduler.release_all(blames=not was_leaving and _may_be_a_requests_fault(reason)):
                 self._engine.fail(group)
             self.num_preemptions += sum(scheduler.num_preemptions.values())
-            self._engine.connection_lost()
-            self._engine.wake()
+        finally:
+            self._engine.workers_changed()
 
     async def _send_steps(self, scheduler: Scheduler, session: Session) -> None:
-        most_in_flight = self._engine.settings.max_in_flight_steps
         while True:
             self._wake.clear()
-            if len(self._in_flight) < most_in_flight:
+            if len(self._in_flight) < self._most_in_flight:
                 began = perf_counter_ns()
                 output = scheduler.schedule(time.monotonic())
                 self.split.schedule += perf_counter_ns() - began
@@ -149,17 +260,30 @@ class WorkerLoop:
                     self._in_flight.append(output)
                     await session.send(output)
                     continue
+            if not scheduler.admits:
+                self._check_drained(scheduler)
             await self._wake.wait()
 
-    async def _receive_answers(self, scheduler: Scheduler, session: Session) -> None:
+    def _check_drained(self, scheduler: Scheduler) -> None:
+        """Raises DrainedError when an operator drained the worker and it has nothing left, or no more time."""
+        if self._undrained.is_set():
+            return
+        if not (self._in_flight or scheduler.running or scheduler.swapped):
+            raise DrainedError("drained by an operator")
+        if time.monotonic() >= self._drained_by:
+            raise DrainedError("drained by an operator; what it had left goes on elsewhere")
+
+    async def _receive_answers(self, scheduler: Scheduler, session: Session, vocabulary_size: int) -> None:
         while True:
             answer = await session.receive()
-            output = self._in_flight.popleft()
+            output = self._in_flight[0]
             began = perf_counter_ns()
             try:
+                check_answer(output, answer, vocabulary_size)
                 gained = scheduler.update_from_output(output, answer, time.monotonic())
             except ValueError as error:
                 raise WorkerError(str(error)) from error
+            self._in_flight.popleft()
             self.num_steps += 1
             updated = perf_counter_ns()
             self.split.update += updated - began
@@ -167,7 +291,11 @@ class WorkerLoop:
             self.split.publish += perf_counter_ns() - updated
             if self._engine.settings.check_invariants:
                 scheduler.blocks.check()
-            self.wake()
+            self._wake.set()
+
+
+def _may_be_a_requests_fault(reason: Exception | None) -> bool:
+    return reason is not None and not (isinstance(reason, WorkerError) and reason.is_nobodys_fault)
 
 
 async def _until_one_fails(*coroutines: Coroutine[Any, Any, None]) -> None:
@@ -181,6 +309,13 @@ async def _until_one_fails(*coroutines: Coroutine[Any, Any, None]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _step_timeout(settings: SchedulerSettings, config: SchedulerConfig) -> float:
+    if not config.prefill_tokens_per_second:
+        return settings.step_timeout
+    largest_step = config.max_num_batched_tokens / config.prefill_tokens_per_second
+    return max(settings.step_timeout, LARGEST_STEPS_BEFORE_TIMEOUT * largest_step)
 
 
 def _config(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerConfig:

@@ -128,7 +128,7 @@ async def test_a_scheduler_without_a_worker_is_not_serving_and_requests_end_unav
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await collect(client, "hello")
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert "no worker was connected for 0.5 s" in str(error.value.details())
+    assert "no worker took requests for 0.5 s" in str(error.value.details())
     assert scheduler.stop() == 0
 
 

@@ -1,0 +1,42 @@
+"""Judges a worker's answer before any of it is taken in: tokens that were counted could not be taken back."""
+
+import math
+
+from scheduler_service.core import ModelOutput, SchedulerOutput
+from scheduler_service.core.outputs import TokenLogprobs
+
+
+def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: int) -> None:
+    """Raises ValueError when an answer cannot be that of a sound worker to this step.
+
+    The core judges whose answer it is and how many tokens there are.
+    """
+    if answer.token_ids and max(answer.token_ids) >= vocabulary_size:
+        raise ValueError(f"the worker sampled token {max(answer.token_ids)} of a vocabulary of {vocabulary_size}")
+    if answer.num_tokens:
+        sampled = (sequence for sequence, _, samples in output.scheduled if samples)
+        for sequence, num_tokens in zip(sampled, answer.num_tokens, strict=False):
+            if num_tokens > 1 + len(output.draft_tokens.get(sequence.id, ())):
+                raise ValueError(f"the worker returned {num_tokens} tokens for sequence {sequence.id}")
+    for sequence, num_tokens, samples in output.scheduled:
+        sampling = sequence.sampling
+        if sampling.logprobs is None and not sampling.beam_width and sampling.prompt_logprobs is None:
+            continue
+        if samples and (width := sampling.num_logprobs) is not None and sequence.id not in answer.failed_sequence_ids:
+            if (entry := answer.logprobs.get(sequence.id)) is None:
+                raise ValueError(f"the worker returned no log-probabilities for sequence {sequence.id}")
+            _check_entry(entry, width, vocabulary_size)
+        entries = answer.prompt_logprobs.get(sequence.id, [])
+        if sampling.prompt_logprobs is not None:
+            if len(entries) > num_tokens:
+                raise ValueError(
+                    f"the worker returned {len(entries)} prompt positions where {num_tokens} were computed"
+                )
+            for entry in entries:
+                _check_entry(entry, sampling.prompt_logprobs, vocabulary_size)
+
+
+def _check_entry(entry: TokenLogprobs, width: int, vocabulary_size: int) -> None:
+    most = 1 + min(width, vocabulary_size)
+    if len(entry.token_ids) != most or max(entry.token_ids) >= vocabulary_size or any(map(math.isnan, entry.logprobs)):
+        raise ValueError(f"the worker returned log-probabilities that are none: {entry}")

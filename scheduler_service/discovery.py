@@ -1,0 +1,73 @@
+"""Where the workers are: addresses that are given, and all those behind a name, looked up again and again.
+
+A name is what Compose gives the containers of a scaled service and Kubernetes the pods of a headless one. Whether there
+is a worker at an address, and which, is for those who connect to it.
+"""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import structlog
+
+from pagewire_common.settings import parse_address
+
+log = structlog.get_logger()
+
+_SCHEME = "dns:///"
+_NOBODY = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
+
+Resolve = Callable[[str, int], Awaitable[frozenset[str]]]
+"""Gives the addresses, each HOST:PORT, that are behind a name and a port. Raises OSError where that cannot be told."""
+
+
+def parse_target(target: str) -> str:
+    """Check that it is HOST:PORT or dns:///NAME:PORT; raises ValueError otherwise."""
+    try:
+        parse_address(target.removeprefix(_SCHEME))
+    except ValueError:
+        raise ValueError(f"'{target}' is neither HOST:PORT nor {_SCHEME}NAME:PORT") from None
+    return target
+
+
+def is_name(target: str) -> bool:
+    return target.startswith(_SCHEME)
+
+
+async def resolve_by_dns(name: str, port: int) -> frozenset[str]:
+    """Ask the system's resolver. A name that nobody is behind, or not any more, is no error."""
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        if error.errno in _NOBODY:
+            return frozenset()
+        raise
+    return frozenset(
+        f"[{address[0]}]:{port}" if family is socket.AF_INET6 else f"{address[0]}:{port}"
+        for family, _, _, _, address in found
+    )
+
+
+async def watch_name(target: str, resolve: Resolve, interval: float) -> AsyncIterator[frozenset[str]]:
+    """The addresses behind dns:///NAME:PORT, whenever they changed; looked up every `interval` seconds, for ever.
+
+    A look-up that fails changes nothing: resolvers have outages too.
+    """
+    name, _, port = target.removeprefix(_SCHEME).rpartition(":")
+    known: frozenset[str] | None = None
+    reason = ""
+    while True:
+        try:
+            found = await resolve(name.strip("[]"), int(port))
+        except (OSError, UnicodeError) as error:  # of an unreachable resolver, or a name that cannot be one
+            if str(error) != reason:
+                reason = str(error)
+                log.warning("workers' name cannot be looked up", name=name, reason=reason)
+        else:
+            reason = ""
+            if found != known:
+                log.info("workers found", name=name, addresses=sorted(found))
+                known = found
+                yield found
+        await asyncio.sleep(interval)

@@ -1,0 +1,49 @@
+"""Whether any worker takes requests, and for how long none has.
+
+Requests wait through an outage for a limited time. So does the service's health: while a worker may be back in a moment
+new requests are worth accepting, and a server that left its load balancer at once would turn pauses into errors. When
+those that wait begin to end UNAVAILABLE, clients had better go elsewhere.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+
+class Outage:
+    """Begins and ends with `set`; there is one until the first worker takes requests. `number` tells outages apart."""
+
+    def __init__(self, patience: float) -> None:
+        self.number = 1
+        self._patience = patience
+        self._began, self._ended = asyncio.Event(), asyncio.Event()
+        self._began.set()
+
+    @property
+    def is_on(self) -> bool:
+        return self._began.is_set()
+
+    def set(self, is_on: bool) -> None:
+        if is_on == self.is_on:
+            return
+        begins, ends = (self._began, self._ended) if is_on else (self._ended, self._began)
+        begins.set()
+        ends.clear()
+        self.number += is_on
+
+    async def watch_health(self) -> AsyncIterator[bool]:
+        """Whether requests are worth sending here: first once that is so, then whenever it changes, for ever."""
+        while True:
+            await self._ended.wait()
+            yield True
+            while await self._ends_in_time():
+                pass
+            yield False
+
+    async def _ends_in_time(self) -> bool:
+        """Wait through the next outage; returns False when it outlasts everybody's patience."""
+        await self._began.wait()
+        try:
+            await asyncio.wait_for(self._ended.wait(), self._patience)
+        except TimeoutError:
+            return False
+        return True
