@@ -23,10 +23,13 @@ Resolve = Callable[[str, int], Awaitable[frozenset[str]]]
 
 def parse_target(target: str) -> str:
     """Check that it is HOST:PORT or dns:///NAME:PORT; raises ValueError otherwise."""
+    address = target.removeprefix(_SCHEME)
     try:
-        parse_address(target.removeprefix(_SCHEME))
+        parse_address(address)
     except ValueError:
-        raise ValueError(f"'{target}' is neither HOST:PORT nor {_SCHEME}NAME:PORT") from None
+        address = ""
+    if not address or "/" in address:
+        raise ValueError(f"'{target}' is neither HOST:PORT nor {_SCHEME}NAME:PORT")
     return target
 
 

@@ -20,7 +20,7 @@ from scheduler_service.codec import PROTOCOL_VERSION, WorkerInfo
 from scheduler_service.core import Scheduler, SequenceGroup, SequenceOutput, SequenceStatus
 from scheduler_service.core.prefix_key import root_key
 from scheduler_service.discovery import Resolve, resolve_by_dns
-from scheduler_service.fleet import Fleet
+from scheduler_service.membership import Membership
 from scheduler_service.model import ServedModel, max_sequence_tokens, model_name
 from scheduler_service.outage import Outage
 from scheduler_service.policy import waiting_queue
@@ -51,7 +51,7 @@ class Engine:
         self.settings = settings
         self.waiting = waiting_queue(settings.policy, settings.overtakes, settings.tenant_weights)
         self.requests: dict[str, RequestState] = {}
-        self._fleet = Fleet(self, resolve)
+        self._members = Membership(self, resolve)
         self._model_name = model_name(settings.model)
         self.recorder = _recorder(settings)
         self._model: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
@@ -140,7 +140,7 @@ class Engine:
     async def run(self) -> None:
         """Serve until cancelled."""
         try:
-            await self._fleet.run()
+            await self._members.run()
         finally:
             self.recorder.close()
 
@@ -168,20 +168,25 @@ class Engine:
     @property
     def workers(self) -> list[WorkerLoop]:
         """Those that are known at the moment, connected or not."""
-        return self._fleet.workers
+        return self._members.workers
 
     def drain_worker(self, address: str) -> None:
         """Give a worker nothing more; what it has is finished, or moves. Raises NOT_FOUND for an unknown address."""
-        self._fleet.find(address).drain()
+        self._members.find(address).drain()
 
     def undrain_worker(self, address: str) -> None:
         """Give a worker work again. Raises NOT_FOUND for an unknown address."""
-        self._fleet.find(address).undrain()
+        self._members.find(address).undrain()
 
     # ---- for the worker loops
 
+    @property
+    def admits(self) -> bool:
+        """Whether any worker takes requests."""
+        return self._members.admits
+
     def wake(self) -> None:
-        self._fleet.wake()
+        self._members.wake()
 
     async def accept(self, client: WorkerClient, info: WorkerInfo) -> None:
         """Check that a worker serves what the others serve; the first one decides. Raises WorkerError."""
@@ -248,7 +253,7 @@ class Engine:
 
         While no worker takes requests, those that wait do so for a limited time.
         """
-        self._outage.set(not self._fleet.admits)
+        self._outage.set(not self.admits)
         for state in self.requests.values():
             self._expire_later(state)
         self.wake()

@@ -39,7 +39,9 @@ log = structlog.get_logger()
 
 FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 2.0
-LAST_SUPERSEDED_RETRY_SECONDS = 30.0
+LONG_RETRY_SECONDS = 30.0
+"""Between attempts at a worker that another scheduler has, or that fails whatever it is given while others serve."""
+FIRST_FAILING_RETRY_SECONDS = 5.0
 LARGEST_STEPS_BEFORE_TIMEOUT = 10
 """A step of long contexts may take several times as long as the one that the worker measured itself with."""
 
@@ -80,11 +82,12 @@ class WorkerLoop:
         self._most_in_flight = engine.settings.max_in_flight_steps
         self._is_leaving = False  # the worker said so
         self._is_superseded = False
+        self._is_lost_in_a_step = False
         self._undrained = asyncio.Event()
         self._undrained.set()
         self._drained_by = float("inf")  # when what an operator's drain has left is taken elsewhere
 
-    # ---- for operators and the fleet
+    # ---- for operators and the membership
 
     @property
     def draining(self) -> bool:
@@ -154,14 +157,13 @@ class WorkerLoop:
         while self.is_wanted:
             await self._undrained.wait()
             steps_before = self.num_steps
+            self._is_lost_in_a_step = False
             level, longest = logging.WARNING, LAST_RETRY_SECONDS
-            self._is_superseded = False
             try:
                 await self._serve()
-            except SupersededError as error:
-                reason, longest, self._is_superseded = str(error), LAST_SUPERSEDED_RETRY_SECONDS, True
             except WorkerError as error:
                 reason = str(error)
+                self._is_superseded = isinstance(error, SupersededError)
                 if isinstance(error, UnreachableError) and not self.epoch:  # it is still starting
                     level = logging.INFO
             except Exception as error:  # whatever it is, the other workers and everybody's streams go on
@@ -169,6 +171,11 @@ class WorkerLoop:
                 reason = "internal error; the server's log has the details"
             if self.num_steps > steps_before:
                 pause = FIRST_RETRY_SECONDS
+            elif self._is_lost_in_a_step and self._engine.admits:
+                # Whoever it is given is lost to it, without an answer; others serve, and shall not be blamed for it.
+                pause, longest = max(pause, FIRST_FAILING_RETRY_SECONDS), LONG_RETRY_SECONDS
+            if self._is_superseded:
+                longest = LONG_RETRY_SECONDS
             if reason != self.last_error:
                 log.log(level, "worker unavailable", worker=self.client.address, reason=reason)
             self.last_error = reason
@@ -193,6 +200,7 @@ class WorkerLoop:
         self._check_nobody_has_it(info)
         self.instance_id = info.instance_id
         self.epoch = max(time.time_ns(), info.epoch + 1)
+        self._is_superseded = False
         session = self.client.open_session(self.epoch, self.split)
         recorder = self._engine.recorder
         self.scheduler = scheduler = recorder.scheduler(config, self._engine.waiting, self.client.address, session)
@@ -234,10 +242,12 @@ class WorkerLoop:
     def _end(self, scheduler: Scheduler, session: Session, reason: Exception | None) -> None:
         """The session is over, whatever it was that ended it: whoever ran there goes on elsewhere."""
         was_leaving, self._is_leaving = self._is_leaving, False
+        is_lost = reason is not None and not isinstance(reason, DrainedError)
+        self._is_lost_in_a_step = is_lost and bool(self._in_flight)
+        self.num_losses += is_lost
         self.scheduler = None
         self._in_flight.clear()
         session.close()
-        self.num_losses += reason is not None and not isinstance(reason, DrainedError)
         try:
             for group in scheduler.release_all(blames=not was_leaving and _may_be_a_requests_fault(reason)):
                 self._engine.fail(group)

@@ -1,11 +1,13 @@
 """A worker without a model, over real gRPC: every token it samples is the letter "g", and it can be told to fail."""
 
-from collections.abc import AsyncIterator, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
@@ -14,13 +16,23 @@ from pagewire.v1.worker_service_pb2_grpc import WorkerServiceServicer, add_Worke
 TOKEN = 73  # "g" of the byte tokenizer
 
 
-class FakeWorkerService(WorkerServiceServicer):
-    """Ends the session when it is asked to compute a prompt that contains `poison`."""
+class FakeWorkerService(WorkerServiceServicer, health.aio.HealthServicer):
+    """Ends the session when it is asked to compute a prompt that contains `poison`.
+
+    Steps are computed while `runs` is set, and health is told while `is_well` is. `spoil` changes answers.
+    """
 
     def __init__(self, tokenizer_directory: Path, *, poison: int | None = None, num_device_blocks: int = 64) -> None:
+        super().__init__()
         self.tokenizer_directory = tokenizer_directory
         self.poison = poison
+        self.poison_status = grpc.StatusCode.INTERNAL
+        self.spoil: Callable[[pb.ModelOutput], pb.ModelOutput] = lambda answer: answer
+        self.runs, self.is_well = asyncio.Event(), asyncio.Event()
+        self.runs.set()
+        self.is_well.set()
         self.num_sessions = 0
+        self.num_steps = 0
         self.info = worker_pb.GetWorkerInfoResponse(
             protocol_version=1,
             model_id="fake",
@@ -41,18 +53,26 @@ class FakeWorkerService(WorkerServiceServicer):
         for file in self.tokenizer_directory.iterdir():
             yield worker_pb.GetTokenizerResponse(name=file.name, data=file.read_bytes())
 
+    async def Check(self, request: Any, context: Any) -> health_pb2.HealthCheckResponse:  # noqa: N802
+        await self.is_well.wait()
+        return await super().Check(request, context)
+
     async def Execute(  # noqa: N802
         self, requests: AsyncIterator[pb.SchedulerOutput], context: Any
     ) -> AsyncIterator[pb.ModelOutput]:
         self.num_sessions += 1
         poisoned: set[int] = set()
         async for output in requests:
+            await self.runs.wait()
             poisoned |= {new.sequence_id for new in output.new_sequences if self.poison in new.token_ids}
             poisoned |= {fork.child_sequence_id for fork in output.forks if fork.parent_sequence_id in poisoned}
             if poisoned & set(output.sequence_ids):
-                await context.abort(grpc.StatusCode.INTERNAL, "a step failed")
+                await context.abort(self.poison_status, "a step failed")
             num_samples = sum(output.samples) if output.samples else len(output.sequence_ids)
-            yield pb.ModelOutput(epoch=output.epoch, step_id=output.step_id, token_ids=[TOKEN] * num_samples)
+            self.num_steps += 1
+            yield self.spoil(
+                pb.ModelOutput(epoch=output.epoch, step_id=output.step_id, token_ids=[TOKEN] * num_samples)
+            )
 
 
 @asynccontextmanager
@@ -60,7 +80,10 @@ async def serving(worker: FakeWorkerService) -> AsyncIterator[str]:
     """Serve it on a free port; gives the address."""
     server = grpc.aio.server()
     add_WorkerServiceServicer_to_server(worker, server)
+    health_pb2_grpc.add_HealthServicer_to_server(worker, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield f"127.0.0.1:{port}"
+    worker.runs.set()
+    worker.is_well.set()
     await server.stop(None)

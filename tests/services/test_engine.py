@@ -1,48 +1,20 @@
 """The engine in this process, against workers over real gRPC that can be told to fail."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import grpc
 import pytest
+from engines import running, submit, text_of
 from fake_worker_service import FakeWorkerService, serving
 
 from pagewire_common.errors import RequestError
 from scheduler_service.codec import decode_worker_info
 from scheduler_service.core import SamplingParams
 from scheduler_service.engine import Engine
-from scheduler_service.request import GenerationRequest, RequestState
+from scheduler_service.request import GenerationRequest
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.worker_client import WorkerError
-
-
-@asynccontextmanager
-async def running(*workers: str, **settings: object) -> AsyncIterator[Engine]:
-    engine = Engine(SchedulerSettings(workers=list(workers), model="fake", check_invariants=True, **settings))  # type: ignore[arg-type]
-    task = asyncio.create_task(engine.run())
-    try:
-        async with asyncio.timeout(60):
-            yield engine
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
-
-
-async def submit(engine: Engine, name: str, prompt: list[int], max_tokens: int = 5, n: int = 1) -> RequestState:
-    sampling = SamplingParams(max_tokens=max_tokens, n=n)
-    with engine.admission(name):
-        model = await engine.model()
-        return engine.submit(GenerationRequest(request_id=name, prompt_token_ids=prompt, sampling=sampling), model)
-
-
-async def text_of(engine: Engine, state: RequestState) -> str:
-    try:
-        return "".join([delta.text async for delta in state.stream])
-    finally:
-        engine.close(state)
 
 
 async def test_a_poison_request_ends_with_an_error_and_its_neighbours_finish(byte_tokenizer_directory: Path) -> None:

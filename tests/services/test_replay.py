@@ -11,11 +11,11 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from engines import running, submit, text_of
 from fake_worker_service import FakeWorkerService, serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded_workload import Clock, Connection, MemorySink, Worker, record
-from test_engine import running, submit, text_of
 
 from pagewire.v1 import recording_pb2 as pb
 from pagewire.v1 import scheduler_output_pb2 as wire

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from scheduler_service.engine import Engine
 
 
-class Fleet:
+class Membership:
     """One `WorkerLoop` an address, however many of the targets lead to it."""
 
     def __init__(self, engine: "Engine", resolve: Resolve) -> None:
