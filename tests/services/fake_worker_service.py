@@ -11,7 +11,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
-from pagewire.v1.worker_service_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
+from pagewire.v1.worker_service_pb2_grpc import WorkerServiceServicer
 
 TOKEN = 73  # "g" of the byte tokenizer
 
@@ -19,7 +19,8 @@ TOKEN = 73  # "g" of the byte tokenizer
 class FakeWorkerService(WorkerServiceServicer, health.aio.HealthServicer):
     """Ends the session when it is asked to compute a prompt that contains `poison`.
 
-    Steps are computed while `runs` is set, and health is told while `is_well` is. `spoil` changes answers.
+    Steps are computed while `runs` is set, and health is told while `is_well` is. `spoil` changes answers,
+    to bytes that are none if need be.
     """
 
     def __init__(self, tokenizer_directory: Path, *, poison: int | None = None, num_device_blocks: int = 64) -> None:
@@ -27,7 +28,7 @@ class FakeWorkerService(WorkerServiceServicer, health.aio.HealthServicer):
         self.tokenizer_directory = tokenizer_directory
         self.poison = poison
         self.poison_status = grpc.StatusCode.INTERNAL
-        self.spoil: Callable[[pb.ModelOutput], pb.ModelOutput] = lambda answer: answer
+        self.spoil: Callable[[pb.ModelOutput], Any] = lambda answer: answer
         self.runs, self.is_well = asyncio.Event(), asyncio.Event()
         self.runs.set()
         self.is_well.set()
@@ -59,7 +60,7 @@ class FakeWorkerService(WorkerServiceServicer, health.aio.HealthServicer):
 
     async def Execute(  # noqa: N802
         self, requests: AsyncIterator[pb.SchedulerOutput], context: Any
-    ) -> AsyncIterator[pb.ModelOutput]:
+    ) -> AsyncIterator[Any]:
         self.num_sessions += 1
         poisoned: set[int] = set()
         async for output in requests:
@@ -75,11 +76,34 @@ class FakeWorkerService(WorkerServiceServicer, health.aio.HealthServicer):
             )
 
 
+def _methods(worker: FakeWorkerService) -> dict[str, Any]:
+    """As the generated code has them, but that spoiled answers pass."""
+    return {
+        "GetWorkerInfo": grpc.unary_unary_rpc_method_handler(
+            worker.GetWorkerInfo,
+            worker_pb.GetWorkerInfoRequest.FromString,
+            worker_pb.GetWorkerInfoResponse.SerializeToString,
+        ),
+        "GetTokenizer": grpc.unary_stream_rpc_method_handler(
+            worker.GetTokenizer,
+            worker_pb.GetTokenizerRequest.FromString,
+            worker_pb.GetTokenizerResponse.SerializeToString,
+        ),
+        "Execute": grpc.stream_stream_rpc_method_handler(
+            worker.Execute,
+            pb.SchedulerOutput.FromString,
+            lambda answer: answer if isinstance(answer, bytes) else answer.SerializeToString(),
+        ),
+    }
+
+
 @asynccontextmanager
 async def serving(worker: FakeWorkerService) -> AsyncIterator[str]:
     """Serve it on a free port; gives the address."""
     server = grpc.aio.server()
-    add_WorkerServiceServicer_to_server(worker, server)
+    server.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler("pagewire.v1.WorkerService", _methods(worker))]
+    )
     health_pb2_grpc.add_HealthServicer_to_server(worker, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

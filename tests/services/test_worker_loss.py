@@ -1,0 +1,268 @@
+"""A worker is lost in every way there is: its requests go on elsewhere, and their clients see a pause."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from engines import running, submit, text_of, until
+from fake_worker_service import FakeWorkerService, serving
+
+from pagewire.v1 import scheduler_output_pb2 as pb
+from pagewire_common.errors import RequestError
+from scheduler_service.core import SchedulerConfig
+from scheduler_service.engine import Engine
+from scheduler_service.request import RequestState
+from scheduler_service.settings import SchedulerSettings
+from scheduler_service.step_split import RoundTrips, StepSplit
+from scheduler_service.worker_loop import WorkerLoop, WorkerStatus, _step_timeout
+
+NEVER = 1000.0
+
+
+def loop_of(engine: Engine, address: str) -> WorkerLoop:
+    return next(loop for loop in engine.workers if loop.client.address == address)
+
+
+async def start_on(worker: FakeWorkerService, engine: Engine, address: str, **sampling: Any) -> RequestState:
+    """A request that one worker has begun to compute and not answered; the other workers serve again."""
+    others = [loop for loop in engine.workers if loop.client.address != address]
+    await until(lambda: all(loop.admits for loop in engine.workers))
+    for other in others:
+        other.drain()
+    await until(lambda: all(other.state is WorkerStatus.DRAINED for other in others))
+    worker.runs.clear()
+    state = await submit(engine, "a", [5, 6], **sampling)
+    await until(lambda: loop_of(engine, address).epoch and worker.num_sessions == 1)
+    await until(lambda: engine.workers and not engine.waiting)
+    for other in others:
+        other.undrain()
+    await until(lambda: all(loop.admits for loop in others))
+    return state
+
+
+async def test_a_worker_that_hangs_is_noticed_by_its_health_also_in_a_step(byte_tokenizer_directory: Path) -> None:
+    """As a stopped process does: the connection stands, and nothing comes."""
+    bad, good = FakeWorkerService(byte_tokenizer_directory), FakeWorkerService(byte_tokenizer_directory)
+    async with (
+        serving(bad) as first,
+        serving(good) as second,
+        running(first, second, health_interval=0.05, step_timeout=NEVER) as engine,
+    ):
+        state = await start_on(bad, engine, first)
+        bad.is_well.clear()
+        assert await text_of(engine, state) == "ggggg"
+        assert good.num_steps == 5
+        assert "failed 3 health checks in a row, of 0.05 s each" in loop_of(engine, first).last_error
+        assert loop_of(engine, first).num_losses == 1
+
+
+async def test_a_worker_that_hangs_is_noticed_while_it_has_nothing_to_do(byte_tokenizer_directory: Path) -> None:
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    async with serving(worker) as address, running(address, health_interval=0.05) as engine:
+        (loop,) = engine.workers
+        await until(lambda: loop.admits)
+        worker.is_well.clear()
+        await until(lambda: loop.num_losses)
+        assert loop.state is WorkerStatus.CONNECTING
+        worker.is_well.set()
+        assert await text_of(engine, await submit(engine, "a", [5])) == "ggggg"
+
+
+async def test_a_step_past_its_time_is_given_up_however_well_the_worker_says_it_is(
+    byte_tokenizer_directory: Path,
+) -> None:
+    bad, good = FakeWorkerService(byte_tokenizer_directory), FakeWorkerService(byte_tokenizer_directory)
+    async with (
+        serving(bad) as first,
+        serving(good) as second,
+        running(first, second, health_interval=NEVER, step_timeout=0.5) as engine,
+    ):
+        state = await start_on(bad, engine, first)
+        assert await text_of(engine, state) == "ggggg"
+        assert "not answered a step for 0.5 s" in loop_of(engine, first).last_error
+        assert loop_of(engine, second).num_losses == 0
+
+
+def test_the_time_of_a_step_begins_when_the_worker_can_begin_with_it() -> None:
+    """Two steps in flight may take twice the time of one."""
+    trips = RoundTrips(StepSplit())
+    assert trips.waiting_since is None
+    trips.sent(10)
+    trips.sent(20)
+    assert trips.waiting_since == 10
+    trips.answered(50, pb.StepTiming())
+    assert trips.waiting_since == 50
+    trips.answered(60, pb.StepTiming())
+    assert trips.waiting_since is None
+    trips.sent(70)
+    assert trips.waiting_since == 70
+
+
+def test_a_worker_whose_largest_step_takes_long_is_given_ten_times_that() -> None:
+    settings = SchedulerSettings(step_timeout=60)
+    config = SchedulerConfig(
+        block_size=16, num_device_blocks=64, max_num_batched_tokens=2048, max_num_seqs=8, max_model_len=64
+    )
+    assert _step_timeout(settings, config) == 60
+    quick = SchedulerConfig(**{**_fields(config), "prefill_tokens_per_second": 5000})
+    assert _step_timeout(settings, quick) == 60
+    slow = SchedulerConfig(**{**_fields(config), "prefill_tokens_per_second": 32})
+    assert _step_timeout(settings, slow) == 640
+
+
+def _fields(config: SchedulerConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in config.__dataclass_fields__}
+
+
+def _change(**fields: Any) -> Callable[[pb.ModelOutput], pb.ModelOutput]:
+    def change(answer: pb.ModelOutput) -> pb.ModelOutput:
+        changed = pb.ModelOutput(**fields)
+        for name, _ in changed.ListFields():
+            answer.ClearField(name.name)
+        answer.MergeFrom(changed)
+        return answer
+
+    return change
+
+
+def _logprobs(*logprobs: float, token_ids: tuple[int, ...] = (73, 1), ranks: tuple[int, ...] = (1,)) -> Any:
+    columns = pb.SampleLogprobs(sequence_id=1, width=2, token_ids=token_ids, logprobs=logprobs, ranks=ranks)
+    return _change(logprobs=[columns])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (_change(token_ids=[259]), "sampled token 259 of a vocabulary of 259"),
+        (_change(token_ids=[1, 2]), "returned 2 tokens for 1 samples"),
+        (_change(token_ids=[1, 2], num_tokens=[2]), "returned 2 tokens for sequence 1"),
+        (_change(num_tokens=[3]), "do not divide"),
+        (_change(step_id=7), "answered step 7 instead of step 1"),
+        (_change(epoch=7), "answered for epoch 7"),
+        (lambda answer: pb.ModelOutput(epoch=answer.epoch, step_id=answer.step_id), "returned 0 tokens for 1 samples"),
+        (_change(), "returned no log-probabilities for sequence 1"),
+        (_logprobs(-1.0, float("nan")), "log-probabilities that are none"),
+        (_logprobs(-1.0, -2.0, token_ids=(73, 259)), "log-probabilities that are none"),
+        (_logprobs(-1.0, -2.0, -3.0, -4.0, token_ids=(1, 2, 3, 4), ranks=(1, 2)), "too many values"),
+        (_logprobs(-1.0), "columns of different lengths"),
+        (lambda _: b"\xff\xff\xff", "something that is no ModelOutput"),
+    ],
+)
+async def test_an_answer_that_makes_no_sense_costs_its_worker_the_session_and_nobody_a_token(
+    spoil: Any, reason: str, byte_tokenizer_directory: Path
+) -> None:
+    bad, good = FakeWorkerService(byte_tokenizer_directory), FakeWorkerService(byte_tokenizer_directory)
+    async with serving(bad) as first, serving(good) as second, running(first, second) as engine:
+        wants_logprobs = "log-probabilities" in reason or "columns" in reason or "many values" in reason
+        state = await start_on(bad, engine, first, logprobs=1 if wants_logprobs else None)
+        bad.spoil, good.spoil = spoil, _add_logprobs if wants_logprobs else good.spoil
+        bad.runs.set()
+        tokens: list[int] = []
+        async for delta in state.stream:
+            tokens += delta.token_ids
+        assert tokens == [73] * 5
+        assert reason in loop_of(engine, first).last_error
+        assert loop_of(engine, first).num_losses >= 1
+        engine.close(state)
+
+
+def _add_logprobs(answer: pb.ModelOutput) -> pb.ModelOutput:
+    for number, _ in enumerate(answer.token_ids):
+        answer.logprobs.add(sequence_id=number + 1, width=2, token_ids=[73, 1], logprobs=[-1.0, -2.0], ranks=[1])
+    return answer
+
+
+@pytest.mark.parametrize("status", [grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INTERNAL])
+async def test_a_request_that_brings_down_every_worker_is_ended_before_the_fleet_is(
+    status: grpc.StatusCode, byte_tokenizer_directory: Path
+) -> None:
+    workers = [FakeWorkerService(byte_tokenizer_directory, poison=99) for _ in range(3)]
+    for worker in workers:
+        worker.poison_status = status
+    async with (
+        serving(workers[0]) as first,
+        serving(workers[1]) as second,
+        serving(workers[2]) as third,
+        running(first, second, third) as engine,
+    ):
+        await until(lambda: all(loop.admits for loop in engine.workers))
+        neighbours = [
+            asyncio.create_task(text_of(engine, await submit(engine, str(number), [5, 6], max_tokens=40, n=2)))
+            for number in range(12)
+        ]
+        poison = await submit(engine, "poison", [5, 99])
+        with pytest.raises(RequestError, match="3 workers failed in a row while computing this request") as error:
+            await text_of(engine, poison)
+        assert error.value.code is grpc.StatusCode.INTERNAL
+        assert await asyncio.gather(*neighbours) == ["g" * 80] * 12
+        assert sum(loop.num_losses for loop in engine.workers) == 3
+
+
+async def test_losing_workers_that_do_nothing_makes_nobody_a_suspect(byte_tokenizer_directory: Path) -> None:
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    async with serving(worker) as address, running(address, health_interval=0.02, step_timeout=NEVER) as engine:
+        (loop,) = engine.workers
+        for number in range(1, 4):
+            await until(lambda: loop.admits)
+            worker.is_well.clear()
+            await until(lambda number=number: loop.num_losses == number)  # type: ignore[misc]
+            worker.is_well.set()
+        state = await submit(engine, "a", [5])
+        assert state.group.num_lost_steps == 0
+        assert await text_of(engine, state) == "ggggg"
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.ABORTED, grpc.StatusCode.FAILED_PRECONDITION])
+async def test_a_session_that_the_worker_ends_in_good_order_makes_nobody_a_suspect(
+    code: grpc.StatusCode, byte_tokenizer_directory: Path
+) -> None:
+    """It is shut down, or another scheduler has it now."""
+    worker = FakeWorkerService(byte_tokenizer_directory, poison=99)
+    worker.poison_status = code
+    async with serving(worker) as address, running(address) as engine:
+        state = await submit(engine, "a", [5, 99])
+        await until(lambda: worker.num_sessions == 5)
+        assert state.group.num_lost_steps == 0
+        worker.poison = None
+        assert await text_of(engine, state) == "ggggg"
+
+
+async def test_the_servers_own_end_makes_nobody_a_suspect(byte_tokenizer_directory: Path) -> None:
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    async with serving(worker) as address:
+        async with running(address) as engine:
+            worker.runs.clear()
+            state = await submit(engine, "a", [5])
+            await until(lambda: not engine.waiting)
+        assert state.group.num_lost_steps == 0
+
+
+async def test_a_worker_that_spoils_everything_is_tried_less_and_less_while_others_serve(
+    byte_tokenizer_directory: Path,
+) -> None:
+    """Otherwise it would take whoever is next in the queue, again and again, until that one is taken for a poison."""
+    bad, good = FakeWorkerService(byte_tokenizer_directory), FakeWorkerService(byte_tokenizer_directory)
+    bad.spoil = _change(token_ids=[999])
+    async with serving(bad) as first, serving(good) as second, running(first, second) as engine:
+        await until(lambda: all(loop.admits for loop in engine.workers))
+        for batch in range(10):
+            states = [await submit(engine, f"{batch} {number}", [5] * 30) for number in range(30)]
+            assert await asyncio.gather(*(text_of(engine, state) for state in states)) == ["ggggg"] * 30
+        assert bad.num_sessions <= 2
+
+
+async def test_an_error_in_one_workers_loop_is_that_workers_alone(
+    byte_tokenizer_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = [FakeWorkerService(byte_tokenizer_directory) for _ in range(2)]
+    async with serving(workers[0]) as first, serving(workers[1]) as second, running(first, second) as engine:
+        await until(lambda: all(loop.admits for loop in engine.workers))
+        loop = loop_of(engine, first)
+        monkeypatch.setattr(loop.scheduler, "schedule", lambda _: 1 / 0)
+        states = [await submit(engine, str(number), [5]) for number in range(20)]
+        assert await asyncio.gather(*(text_of(engine, state) for state in states)) == ["ggggg"] * 20
+        await until(lambda: "internal error" in loop.last_error)
+        await until(lambda: loop.admits)
