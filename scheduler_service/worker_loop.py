@@ -164,7 +164,8 @@ class WorkerLoop:
             except WorkerError as error:
                 reason = str(error)
                 self._is_superseded = isinstance(error, SupersededError)
-                if isinstance(error, UnreachableError) and not self.epoch:  # it is still starting
+                is_starting = isinstance(error, UnreachableError) and not self.epoch
+                if is_starting or isinstance(error, DrainedError):
                     level = logging.INFO
             except Exception as error:  # whatever it is, the other workers and everybody's streams go on
                 log.error("worker loop failed", worker=self.client.address, exc_info=error)

@@ -34,6 +34,7 @@ class FakeWorkerService(WorkerServiceServicer, health.aio.HealthServicer):
         self.is_well.set()
         self.num_sessions = 0
         self.num_steps = 0
+        self.num_prompts = 0
         self.info = worker_pb.GetWorkerInfoResponse(
             protocol_version=1,
             model_id="fake",
@@ -71,6 +72,7 @@ class FakeWorkerService(WorkerServiceServicer, health.aio.HealthServicer):
                 await context.abort(self.poison_status, "a step failed")
             num_samples = sum(output.samples) if output.samples else len(output.sequence_ids)
             self.num_steps += 1
+            self.num_prompts += len(output.new_sequences)
             yield self.spoil(
                 pb.ModelOutput(epoch=output.epoch, step_id=output.step_id, token_ids=[TOKEN] * num_samples)
             )
