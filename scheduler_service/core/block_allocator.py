@@ -6,6 +6,8 @@ lets go it keeps key and contents, and can be found and held again, until the po
 
 from collections import OrderedDict
 
+from scheduler_service.core.prefix_directory import PrefixDirectory
+
 
 class Evictor:
     """Free blocks that can still be found, in the order in which they will be given up; every operation is O(1).
@@ -34,10 +36,15 @@ class Evictor:
 
 
 class BlockAllocator:
-    """Hands out the block numbers 0 … num_blocks - 1. A block is free again when its last holder lets go."""
+    """Hands out the block numbers 0 … num_blocks - 1. A block is free again when its last holder lets go.
 
-    def __init__(self, num_blocks: int) -> None:
+    What can be found is entered in the `directory`, under the `bit` of the worker that the blocks are on.
+    """
+
+    def __init__(self, num_blocks: int, directory: PrefixDirectory | None = None, bit: int = 1) -> None:
         self.num_blocks = num_blocks
+        self._directory = PrefixDirectory() if directory is None else directory
+        self._bit = bit
         self._ref_counts = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._by_key: dict[bytes, int] = {}
@@ -57,7 +64,7 @@ class BlockAllocator:
             block = self._evictor.evict()
             key = self._keys[block]
             assert key is not None
-            del self._by_key[key]
+            self._forget(key)
             self._keys[block] = None
         self._ref_counts[block] = 1
         return block
@@ -89,12 +96,27 @@ class BlockAllocator:
         if key not in self._by_key and self._keys[block] is None:
             self._by_key[key] = block
             self._keys[block] = key
+            self._directory.add(key, self._bit)
 
     def withdraw(self, block: int) -> None:
         """Make a held block unfindable; nothing happens when it is already."""
         key, self._keys[block] = self._keys[block], None
         if key is not None:
-            del self._by_key[key]
+            self._forget(key)
+
+    def withdraw_all(self) -> None:
+        """Make every block unfindable: the worker is gone. Nobody may hold any."""
+        assert self.num_free == self.num_blocks
+        for key in self._by_key:
+            self._directory.remove(key, self._bit)
+        self._by_key.clear()
+        self._keys = [None] * self.num_blocks
+        while self._evictor:
+            self._free.append(self._evictor.evict())
+
+    def _forget(self, key: bytes) -> None:
+        del self._by_key[key]
+        self._directory.remove(key, self._bit)
 
     def find(self, key: bytes) -> int | None:
         """The block of this key, held or free."""

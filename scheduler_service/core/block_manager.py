@@ -10,9 +10,9 @@ With a sliding window a table's leading entries become NO_BLOCK as soon as no to
 import enum
 from collections import Counter
 from collections.abc import Iterable
-from itertools import islice
 
 from scheduler_service.core.block_allocator import BlockAllocator
+from scheduler_service.core.prefix_directory import PrefixDirectory
 from scheduler_service.core.prefix_key import next_key
 from scheduler_service.core.sequence import Sequence, SequenceGroup
 
@@ -42,12 +42,14 @@ class BlockManager:
         num_lookahead_slots: int = 0,
         sliding_window: int = 0,
         max_blocks_per_sequence: int | None = None,
+        directory: PrefixDirectory | None = None,
+        bit: int = 1,
     ) -> None:
         self.num_lookahead_slots = num_lookahead_slots
         self.sliding_window = sliding_window
         self.max_blocks_per_sequence = max_blocks_per_sequence or num_device_blocks
         self.block_size = block_size
-        self.device = BlockAllocator(num_device_blocks)
+        self.device = BlockAllocator(num_device_blocks, directory, bit)
         self.host = BlockAllocator(num_host_blocks)
         self.num_watermark_blocks = int(watermark * num_device_blocks)
         self.prefix_caching = prefix_caching
@@ -121,16 +123,25 @@ class BlockManager:
         for block in self.tables.get(sequence.id, ()):
             self.device.withdraw(block)
 
-    def _cached_blocks(self, sequence: Sequence) -> list[int]:
-        """The longest cached prefix, short of the last token: that one has to be computed for its logits.
+    def num_cached_tokens(self, sequence: Sequence) -> int:
+        """Tokens that a sequence without a table would find computed."""
+        return len(self._cached_blocks(sequence)) * self.block_size
+
+    def cacheable_keys(self, sequence: Sequence) -> list[bytes]:
+        """Keys of the blocks that a sequence could find computed: all full ones short of the last token, because that
+        one has to be computed for its logits.
 
         A prompt whose log-probabilities were asked for has to be computed whole.
         """
         if not self.prefix_caching or sequence.sampling.prompt_logprobs is not None:
             return []
-        blocks: list[int] = []
         num_full = (len(sequence.token_ids) - 1) // self.block_size
-        for key in islice(self._keys(sequence, num_full), num_full):
+        return self._keys(sequence, num_full)[:num_full]
+
+    def _cached_blocks(self, sequence: Sequence) -> list[int]:
+        """The longest cached prefix."""
+        blocks: list[int] = []
+        for key in self.cacheable_keys(sequence):
             block = self.device.find(key)
             if block is None:
                 break

@@ -7,10 +7,12 @@ being idle.
 """
 
 import heapq
+import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 
-from scheduler_service.core.queue import WaitingQueue
+from scheduler_service.core.queue import WaitingQueue, insert_by_rank
 from scheduler_service.core.sequence import SequenceGroup
 
 PROMPT_TOKEN_COST = 1.0
@@ -37,16 +39,29 @@ class FairQueue(WaitingQueue):
         super().append(group)
         self._queue_of(group.tenant)[group.request_id] = group
 
-    def put_back(self, groups: Iterable[SequenceGroup]) -> None:
-        for group in reversed(list(groups)):
-            self._groups[group.request_id] = group
-            queue = self._queue_of(group.tenant)
-            queue[group.request_id] = group
-            queue.move_to_end(group.request_id, last=False)
+    def put_back(self, groups: SequenceOf[SequenceGroup]) -> None:
+        for tenant in dict.fromkeys(group.tenant for group in reversed(groups)):
+            queue = self._queue_of(tenant)
+            returned = [group for group in groups if group.tenant == tenant]
+            self._groups.update((group.request_id, group) for group in returned)
+            insert_by_rank(queue, returned)
 
     @property
     def head(self) -> SequenceGroup:
         return next(iter(self._tenants[self._next_tenant()].values()))
+
+    def upcoming(self, most: int) -> list[SequenceGroup]:
+        """A tenant after the other, the one served least first: who is passed over stays first, and loses no share."""
+        tenants: list[str] = []
+        groups: list[SequenceGroup] = []
+        while self._heap and len(groups) < most and len(tenants) < len(self._tenants):
+            tenant = self._next_tenant()
+            heapq.heappop(self._heap)
+            tenants.append(tenant)
+            groups.extend(itertools.islice(self._tenants[tenant].values(), most - len(groups)))
+        for tenant in tenants:
+            heapq.heappush(self._heap, (self.counters[tenant], tenant))
+        return groups
 
     def pop(self) -> SequenceGroup:
         group = self.head

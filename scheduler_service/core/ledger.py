@@ -7,9 +7,11 @@ free afterwards.
 
 import itertools
 from collections import OrderedDict, deque
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 
 from scheduler_service.core.beam_search import Continuation
-from scheduler_service.core.block_manager import BlockManager
+from scheduler_service.core.block_manager import AllocStatus, BlockManager
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from scheduler_service.core.outputs import ModelOutput, ScheduledSequence, SchedulerOutput, SequenceOutput
 from scheduler_service.core.queue import WaitingQueue
@@ -22,10 +24,14 @@ class GroupLedger:
     def __init__(self, config: SchedulerConfig, waiting: WaitingQueue) -> None:
         self.config = config
         self.waiting = waiting
+        self.fleet = waiting.fleet
         self.admits = True  # whether waiting groups may be given to the worker
         self.running: dict[SequenceGroup, None] = {}  # in the order of admission
         self._max_sequence_tokens = config.max_sequence_tokens
         self.swapped: OrderedDict[SequenceGroup, None] = OrderedDict()  # first to resume first
+        self.answered_at = float("-inf")  # when the last answer came
+        self._in_flight: deque[SchedulerOutput] = deque()  # steps without an answer, in order
+        self.member = self.fleet.join(self)
         self.blocks = BlockManager(
             config.block_size,
             config.num_device_blocks,
@@ -35,23 +41,52 @@ class GroupLedger:
             num_lookahead_slots=config.num_lookahead_slots,
             sliding_window=config.sliding_window,
             max_blocks_per_sequence=config.max_blocks_per_sequence,
+            directory=self.fleet.directory,
+            bit=self.member.bit,
         )
         self.num_preemptions = {PreemptionMode.RECOMPUTE: 0, PreemptionMode.SWAP: 0}
         self._by_id: dict[str, SequenceGroup] = {}  # running and swapped ones
         self._finished: list[Sequence] = []  # to tell the worker
         self._preempted: list[int] = []
-        self._in_flight: deque[SchedulerOutput] = deque()  # steps without an answer, in order
         self._sequence_ids = itertools.count(1)
         self._prompt_seconds = 0.0  # how long the last step of nothing but prompts took
         self._steady: list[ScheduledSequence] | None = None  # the plan in which everybody computes one token
+        self._suspect: SequenceGroup | None = None
 
     def add_request(self, group: SequenceGroup) -> None:
         """Queue a request; raises ValueError when its id waits already."""
         self.waiting.append(group)
 
+    def room_for(self, group: SequenceGroup) -> int | None:
+        """Cached tokens that a waiting group would find here, if the next step could take it; else None."""
+        is_open = self.admits and not self.swapped and not self._runs_suspect
+        if not is_open or group.num_seqs > self.config.max_num_seqs - self.member.num_seqs:
+            return None
+        if not self._has_lora_slot(group, self.running):
+            return None
+        if self.blocks.can_allocate(group, leave_watermark=bool(self.running)) is not AllocStatus.OK:
+            return None
+        return self.blocks.num_cached_tokens(group.live[0])
+
+    def _has_lora_slot(self, group: SequenceGroup, running: Iterable[SequenceGroup]) -> bool:
+        """Whether the group's adapter can join those of the running groups; counted anew, so that none is lost."""
+        if not group.lora_name:
+            return True
+        others = {other.lora_name for other in running} - {"", group.lora_name}
+        return len(others) < self.config.max_loras
+
+    @property
+    def _runs_suspect(self) -> bool:
+        return self._suspect is not None and self._suspect in self.running and self._suspect.is_suspect
+
     def get_request_counts(self) -> tuple[int, int, int]:
         """How many groups run here, how many wait, and how many are swapped out here."""
         return len(self.running), len(self.waiting), len(self.swapped)
+
+    @property
+    def steps_in_flight(self) -> SequenceOf[SchedulerOutput]:
+        """Those without an answer, the oldest first."""
+        return self._in_flight
 
     @property
     def has_work(self) -> bool:
@@ -62,6 +97,11 @@ class GroupLedger:
     def set_admission(self, admits: bool) -> None:
         """Admit waiting groups from now on, or none while the worker is drained; those that it has go on either way."""
         self.admits = admits
+        self._report(self.member.backlog, self.member.num_seqs)
+
+    def _report(self, backlog: int, num_seqs: int) -> None:
+        """Tell the fleet what there is to do here."""
+        self.fleet.report(self.member, backlog, num_seqs, is_open=self.admits and not self.swapped)
 
     def release_all(self, *, blames: bool = True) -> list[SequenceGroup]:
         """The worker is gone: give all its groups back to the head of the queue. Plan no further steps.
@@ -84,11 +124,13 @@ class GroupLedger:
                 for sequence in group.live:
                     self.finish_sequence(sequence, SequenceStatus.FINISHED_ABORTED)
                 ended.append(group)
-        groups = sorted((*self.running, *self.swapped), key=lambda group: group.arrived_at)
+        groups = [*self.running, *self.swapped]
         for group in groups:
             self._release(group)
         self.waiting.put_back(groups)
         self.num_preemptions[PreemptionMode.RECOMPUTE] += len(groups)
+        self.blocks.device.withdraw_all()
+        self.fleet.leave(self.member)
         return ended
 
     def _release(self, group: SequenceGroup) -> None:
@@ -134,6 +176,8 @@ class GroupLedger:
         if len(answer.num_tokens or answer.token_ids) != output.num_samples:
             raise ValueError(f"the worker returned {len(answer.token_ids)} tokens for {output.num_samples} samples")
         self._in_flight.popleft()
+        self.fleet.stepped(self.member, output.num_tokens, now - max(output.planned_at, self.answered_at))
+        self.answered_at = now
         if output.prompts_began is not None:
             self._prompt_seconds = now - output.prompts_began
         searches: dict[SequenceGroup, None] = {}

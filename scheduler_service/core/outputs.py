@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from scheduler_service.core.placement import Placement
 from scheduler_service.core.sequence import Sequence, SequenceGroup
 
 
@@ -65,6 +66,14 @@ class SchedulerOutput:
     finished: list[int] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
     ignored: list[SequenceGroup] = field(default_factory=list)
+    placements: list[Placement] = field(default_factory=list)
+    """Waiting groups that this step takes, or that it left to other workers: those should be asked now."""
+    moved: list[Placement] = field(default_factory=list)
+    """Swapped groups that went back to waiting, because another worker has room for them."""
+    ask_again_at: float | None = None
+    """When `schedule` should be called again at the latest: a group is left to another worker until then."""
+    num_tokens: int = 0
+    planned_at: float = 0.0
     prompts_began: float | None = None
     """When the step was planned, if it computes prompts in a phase of their own."""
     dropped: set[Sequence] = field(default_factory=set)

@@ -7,7 +7,7 @@ changes, and one number fixed at arrival says it: priority x overtakes + arrival
 
 import heapq
 import itertools
-from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 
 from scheduler_service.core.queue import WaitingQueue
 from scheduler_service.core.sequence import SequenceGroup
@@ -19,17 +19,16 @@ class PriorityQueue(WaitingQueue):
     def __init__(self, overtakes: int = 64) -> None:
         super().__init__()
         self._overtakes = overtakes
-        self._arrivals = itertools.count()
         self._heap: list[tuple[tuple[int, int], int, SequenceGroup]] = []
         self._entries = itertools.count()  # so that groups are never compared
 
     def append(self, group: SequenceGroup) -> None:
         super().append(group)
-        arrival = next(self._arrivals)
+        arrival = group.rank[1]
         group.rank = (group.priority * self._overtakes + arrival, arrival)
         self._push(group)
 
-    def put_back(self, groups: Iterable[SequenceGroup]) -> None:
+    def put_back(self, groups: SequenceOf[SequenceGroup]) -> None:
         for group in groups:
             self._groups[group.request_id] = group
             self._push(group)
@@ -39,6 +38,23 @@ class PriorityQueue(WaitingQueue):
         while self._groups.get((group := self._heap[0][2]).request_id) is not group:
             heapq.heappop(self._heap)  # it was removed
         return group
+
+    def upcoming(self, most: int) -> list[SequenceGroup]:
+        """Those of the head's own priority that come before all others."""
+        entries: list[tuple[tuple[int, int], int, SequenceGroup]] = []
+        groups: list[SequenceGroup] = []
+        while self._heap and len(groups) < most:
+            entry = heapq.heappop(self._heap)
+            group = entry[2]
+            if self._groups.get(group.request_id) is not group or group in groups:
+                continue  # it was removed, or put back when an older entry of it was there
+            entries.append(entry)
+            if groups and group.priority != groups[0].priority:
+                break
+            groups.append(group)
+        for entry in entries:
+            heapq.heappush(self._heap, entry)
+        return groups
 
     def pop(self) -> SequenceGroup:
         group = self.head

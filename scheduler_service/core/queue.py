@@ -1,23 +1,42 @@
 """The one queue of requests that no worker has been given yet, shared by every worker's scheduler.
 
 A policy is an order of this queue and a choice of victims. First come, first served is the plain queue; the others are
-`PriorityQueue` and `FairQueue`.
+`PriorityQueue` and `FairQueue`. Which of the workers takes who is next is the fleet's to say.
 """
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 
+from scheduler_service.core.placement import Fleet
 from scheduler_service.core.sequence import SequenceGroup
 
 
+def insert_by_rank(queue: OrderedDict[str, SequenceGroup], groups: Iterable[SequenceGroup]) -> None:
+    """Return groups to the head of a queue, in the order of their arrival among each other and those at its head."""
+    returned = list(groups)
+    newest = max(group.rank for group in returned)
+    while queue and (first := next(iter(queue.values()))).rank < newest:
+        returned.append(queue.pop(first.request_id))
+    for group in sorted(returned, key=lambda group: group.rank, reverse=True):
+        queue[group.request_id] = group
+        queue.move_to_end(group.request_id, last=False)
+
+
 class WaitingQueue:
-    """First come, first served. Preempted groups go back to the head. Every operation is O(1)."""
+    """First come, first served. Preempted groups go back to the head. Every operation is O(1).
+
+    `fleet` is who shares the queue.
+    """
 
     charges = False
     """Whether `charge` wants to hear of every token."""
 
     def __init__(self) -> None:
+        self.fleet = Fleet()
         self._groups: OrderedDict[str, SequenceGroup] = OrderedDict()
+        self._arrivals = itertools.count()
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -34,17 +53,22 @@ class WaitingQueue:
         if group.request_id in self._groups:
             raise ValueError(f"request {group.request_id!r} is waiting already")
         self._groups[group.request_id] = group
+        arrival = next(self._arrivals)
+        group.rank = (arrival, arrival)
 
-    def put_back(self, groups: Iterable[SequenceGroup]) -> None:
-        """Return groups that were popped; the first of them comes first again."""
-        for group in reversed(list(groups)):
-            self._groups[group.request_id] = group
-            self._groups.move_to_end(group.request_id, last=False)
+    def put_back(self, groups: SequenceOf[SequenceGroup]) -> None:
+        """Return groups that were popped: they come first again, the oldest of them before the others."""
+        if groups:
+            insert_by_rank(self._groups, groups)
 
     @property
     def head(self) -> SequenceGroup:
         """Who is next; the queue must not be empty."""
         return next(iter(self._groups.values()))
+
+    def upcoming(self, most: int) -> list[SequenceGroup]:
+        """Who is next, in order, as far as later ones may go before earlier ones: up to so many."""
+        return list(itertools.islice(self._groups.values(), most))
 
     def pop(self) -> SequenceGroup:
         """Take the head."""

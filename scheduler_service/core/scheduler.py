@@ -20,14 +20,14 @@ a worker was lost is a suspect and is scheduled alone, with nothing else in flig
 is ended.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
 from scheduler_service.core.block_manager import AllocStatus
 from scheduler_service.core.budget import SchedulingBudget
-from scheduler_service.core.config import PhaseRule, PreemptionMode, SchedulerConfig
+from scheduler_service.core.config import PhaseRule, PreemptionMode
 from scheduler_service.core.outputs import ScheduledSequence, SchedulerOutput
-from scheduler_service.core.queue import WaitingQueue
+from scheduler_service.core.placement import MAX_OVERTAKES, MOST_LEFT, Placement, PlacementReason
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.core.step_writer import Chunk, Step, StepWriter
 
@@ -40,24 +40,23 @@ class Scheduler(StepWriter):
     may be called at any time; they free blocks at once, and the worker, which works in step order, never notices.
     """
 
-    def __init__(self, config: SchedulerConfig, waiting: WaitingQueue) -> None:
-        super().__init__(config, waiting)
-        self._suspect: SequenceGroup | None = None
-
     def schedule(self, now: float = 0.0) -> SchedulerOutput:
-        """Plan the next step; `now` is in seconds of any steady clock, and matters only with a delay factor.
+        """Plan the next step; `now` is in seconds of any steady clock: it matters with a delay factor or other workers.
 
-        An empty step takes no step id and need not be sent: there is nothing to do, or nothing before an answer.
+        An empty step takes no step id and need not be sent: there is nothing to do, or nothing before an answer, or
+        what there is to do is left to other workers. When there is no work at all the call changes nothing.
         """
-        suspect = self._find_suspect()
+        if not self.has_work:
+            return SchedulerOutput(self._step_id + 1)
+        step = Step(SchedulingBudget(self.config.max_num_batched_tokens, self.config.max_num_seqs), now)
+        suspect = self._find_suspect(step)
         if suspect is not None and self._in_flight:
             return SchedulerOutput(self._step_id + 1)
-        step = Step(SchedulingBudget(self.config.max_num_batched_tokens, self.config.max_num_seqs))
         if self.config.sliding_window:
             for group in self.running:
                 for sequence in group.live:
                     self.blocks.release_behind_window(sequence)
-        if self._steady is not None and self._schedule_steady(self._steady, step, now):
+        if self._steady is not None and self._schedule_steady(self._steady, step):
             return self.write(step)
         for group in self.running:
             step.budget.take(num_seqs=group.num_seqs)
@@ -65,7 +64,7 @@ class Scheduler(StepWriter):
             if self.config.phase_rule is PhaseRule.CHUNKED:
                 self._schedule_together(step)
             else:
-                self._schedule_separately(step, now)
+                self._schedule_separately(step)
         return self.write(step)
 
     def update_draft_token_ids(self, drafts: Mapping[int, SequenceOf[int]]) -> None:
@@ -85,7 +84,7 @@ class Scheduler(StepWriter):
                     self._steady = None
 
     def _schedule_together(self, step: Step) -> None:
-        ready, behind = self._split()
+        ready, behind = self._split(step)
         for group in ready + behind:
             if group in self.running:  # it may have been preempted for an earlier one
                 self._schedule_running(group, step)
@@ -94,16 +93,16 @@ class Scheduler(StepWriter):
             if not self.swapped:
                 self._schedule_waiting(step)
 
-    def _schedule_separately(self, step: Step, now: float) -> None:
+    def _schedule_separately(self, step: Step) -> None:
         """Prompts first, those under way before new ones, and only while nothing is swapped out; else all decodes."""
-        ready, behind = self._split()
+        ready, behind = self._split(step)
         for group in behind:
             if group in self.running:
                 self._schedule_running(group, step)
-        if not step.num_preempted and not self.swapped and self._may_admit(now):
+        if not step.num_preempted and not self.swapped and self._may_admit(step.now):
             self._schedule_waiting(step)
         if step.chunks:
-            step.prompts_began = now
+            step.prompts_began = step.now
             return
         for group in ready:
             if group in self.running:
@@ -117,13 +116,13 @@ class Scheduler(StepWriter):
             return True
         return now - self.waiting.head.arrived_at >= self.config.delay_factor * self._prompt_seconds
 
-    def _schedule_steady(self, plan: list[ScheduledSequence], step: Step, now: float) -> bool:
+    def _schedule_steady(self, plan: list[ScheduledSequence], step: Step) -> bool:
         """Repeat the last plan and fill the rest of the step from the queue; returns whether that was possible."""
         if self.swapped:
             return False
         if self.waiting and self.admits:
             head = self.waiting.head
-            if self.config.phase_rule is PhaseRule.SEPARATE and self._may_admit(now):
+            if self.config.phase_rule is PhaseRule.SEPARATE and self._may_admit(step.now):
                 return False
             if head.is_suspect or self.waiting.outranks(head, self.waiting.victim(self.running)):
                 return False
@@ -138,11 +137,22 @@ class Scheduler(StepWriter):
             self._schedule_waiting(step)
         return True
 
-    def _find_suspect(self) -> SequenceGroup | None:
-        """The suspect that runs here, or else the one that is next in the queue."""
-        if self._suspect is not None and self._suspect in self.running and self._suspect.is_suspect:
+    def _find_suspect(self, step: Step) -> SequenceGroup | None:
+        """The suspect that runs here, or else the one that is next in the queue and not left to another worker."""
+        if self._runs_suspect:
             return self._suspect
-        return self.waiting.head if self.admits and self.waiting and self.waiting.head.is_suspect else None
+        if not (self.admits and self.waiting and self.waiting.head.is_suspect):
+            return None
+        return None if self._leave_suspect(self.waiting.head, step) else self.waiting.head
+
+    def _leave_suspect(self, suspect: SequenceGroup, step: Step) -> bool:
+        if not self.fleet.has_others(self.member):
+            return False
+        if self.room_for(suspect) is None:
+            placement = self.fleet.place_elsewhere(self.member, suspect, step.now)
+        else:
+            placement = self.fleet.place(self.member, suspect, len(self.waiting), step.now)
+        return placement is not None and self._leave(placement, step)
 
     def _schedule_suspect(self, suspect: SequenceGroup, step: Step) -> bool:
         """Give the step to a suspect alone, if it has room; returns whether that was done."""
@@ -150,16 +160,17 @@ class Scheduler(StepWriter):
         if suspect in self.running:
             self._schedule_running(suspect, step)
         else:
-            self._schedule_waiting(step, most=1)
+            self._schedule_waiting(step, suspect)
         return bool(step.chunks)
 
-    def _split(self) -> tuple[list[SequenceGroup], list[SequenceGroup]]:
+    def _split(self, step: Step) -> tuple[list[SequenceGroup], list[SequenceGroup]]:
         """Running groups of which no sequence needs more than a single token, and those that are behind."""
         ready: list[SequenceGroup] = []
         behind: list[SequenceGroup] = []
         for group in self.running:
             is_ready = all(sequence.num_uncomputed_tokens <= 1 for sequence in group.live)
             (ready if is_ready else behind).append(group)
+        step.prompts += behind
         return ready, behind
 
     def _schedule_running(self, group: SequenceGroup, step: Step) -> None:
@@ -205,10 +216,11 @@ class Scheduler(StepWriter):
             if status is AllocStatus.NEVER:
                 self._ignore(group, step)
                 continue
-            if status is AllocStatus.LATER or group.num_seqs > step.budget.num_seqs:
-                return
-            if not self._has_lora_slot(group, self.running):
-                return
+            has_slots = group.num_seqs <= step.budget.num_seqs and self._has_lora_slot(group, self.running)
+            if status is AllocStatus.LATER or not has_slots:
+                if not self._move(group, step):
+                    return
+                continue
             step.budget.take(num_seqs=group.num_seqs)
             step.swap_in += self.blocks.swap_in(group)
             del self.swapped[group]
@@ -217,52 +229,100 @@ class Scheduler(StepWriter):
                 sequence.status = SequenceStatus.RUNNING
             self._schedule_running(group, step)
 
-    def _schedule_waiting(self, step: Step, most: int | None = None) -> None:
+    def _move(self, group: SequenceGroup, step: Step) -> bool:
+        """Give a swapped group back to the queue, if another worker would compute it anew sooner."""
+        placement = self.fleet.resume_elsewhere(self.member, group, step.now)
+        if placement is None:
+            return False
+        group.num_moves += 1
+        self._preempted.extend(sequence.id for sequence in group.live if sequence.is_known)
+        self._release(group)
+        self.waiting.put_back([group])
+        self.fleet.num_moved += 1
+        step.moved.append(placement)
+        return True
+
+    def _schedule_waiting(self, step: Step, suspect: SequenceGroup | None = None) -> None:
+        """Admit those who are next, or only the `suspect` that is."""
+        has_choice = suspect is None and self.fleet.has_others(self.member)
+        if has_choice and self.waiting:
+            self.report(step)
+        most: int | None = None if suspect is None else 1
         while self.admits and self.waiting and step.budget.num_tokens and len(step.chunks) != most:
-            group = self.waiting.head
-            if group.is_suspect and step.chunks:
-                return  # its turn comes in a step of its own
-            sequences = group.live
-            if group.num_seqs > self.config.max_num_seqs or self.blocks.never_fits(group):
-                status = AllocStatus.NEVER  # before anybody is preempted for it
-            elif group.num_seqs > step.budget.num_seqs or not self._has_lora_slot(group, self.running):
-                status = AllocStatus.LATER
-            else:
-                status = self.blocks.can_allocate(group, leave_watermark=bool(self.running))
+            group = self._next_waiting(step)
+            if group is None or (group.is_suspect and step.chunks):
+                return  # the turn of a suspect comes in a step of its own
+            status = self._status(group, step)
             if status is AllocStatus.NEVER:
-                self.waiting.pop()
+                self.waiting.remove(group.request_id)
                 self._ignore(group, step)
                 continue
+            placement = Placement(group, PlacementReason.ALONE if suspect is None else PlacementReason.SUSPECT)
             if status is AllocStatus.LATER:
-                if not self._make_room(group, step):
+                elsewhere = self.fleet.place_elsewhere(self.member, group, step.now) if has_choice else None
+                if elsewhere is not None:
+                    self._leave(elsewhere, step)
+                    continue
+                if step.left or not self._make_room(group, step):
                     return
                 most = len(step.chunks) + 1  # whoever made room for this one does not come back at once
-            self.waiting.pop()
-            leader = sequences[0]
-            if leader.token_ids is group.prompt_token_ids:  # a follower takes the place of a leader that ended
-                leader.token_ids = list(group.prompt_token_ids)
-            for sequence in sequences:
-                sequence.id = next(self._sequence_ids)
-                most_tokens = min(sequence.num_prompt_tokens + group.sampling.max_tokens, self._max_sequence_tokens)
-                sequence.max_num_tokens = max(most_tokens, sequence.num_prompt_tokens + 1)
-            self.blocks.allocate(leader)
-            if group.num_cached_tokens is None:
-                group.num_cached_tokens = leader.num_computed_tokens
-                self.waiting.charge(group, leader.num_prompt_tokens, 0)
-            for sequence in sequences:
-                sequence.status = SequenceStatus.RUNNING
-            self.running[group] = None
-            self._by_id[group.request_id] = group
-            num_tokens = min(leader.num_uncomputed_tokens, step.budget.num_tokens)
-            step.budget.take(num_tokens=num_tokens, num_seqs=group.num_seqs)
-            step.chunks[group] = [Chunk(leader, num_tokens, [])]
+            elif has_choice:
+                placement = self.fleet.place(self.member, group, len(self.waiting), step.now)
+                if self._leave(placement, step):
+                    if placement.reason is PlacementReason.LOAD:
+                        return  # there is too much to do here for those after it as well
+                    continue
+            self._admit(group, placement, step)
 
-    def _has_lora_slot(self, group: SequenceGroup, running: Iterable[SequenceGroup]) -> bool:
-        """Whether the group's adapter can join those of the running groups; counted anew, so that none is lost."""
-        if not group.lora_name:
-            return True
-        others = {other.lora_name for other in running} - {"", group.lora_name}
-        return len(others) < self.config.max_loras
+    def _next_waiting(self, step: Step) -> SequenceGroup | None:
+        """The first that is not left to another worker; None when those that are have been overtaken often enough."""
+        if not step.left:
+            return self.waiting.head
+        if len(step.left) > MOST_LEFT or any(group.num_overtaken >= MAX_OVERTAKES for group in step.left):
+            return None
+        return next((group for group in self.waiting.upcoming(len(step.left) + 1) if group not in step.left), None)
+
+    def _status(self, group: SequenceGroup, step: Step) -> AllocStatus:
+        if group.num_seqs > self.config.max_num_seqs or self.blocks.never_fits(group):
+            return AllocStatus.NEVER  # before anybody is preempted for it
+        if group.num_seqs > step.budget.num_seqs or not self._has_lora_slot(group, self.running):
+            return AllocStatus.LATER
+        return self.blocks.can_allocate(group, leave_watermark=bool(self.running))
+
+    def _leave(self, placement: Placement, step: Step) -> bool:
+        """Leave a group in the queue, if it is for another worker."""
+        if placement.to is None:
+            return False
+        step.left[placement.group] = placement
+        self.fleet.left(placement, step.now)
+        return True
+
+    def _admit(self, group: SequenceGroup, placement: Placement, step: Step) -> None:
+        self.waiting.remove(group.request_id)
+        sequences = group.live
+        leader = sequences[0]
+        if leader.token_ids is group.prompt_token_ids:  # a follower takes the place of a leader that ended
+            leader.token_ids = list(group.prompt_token_ids)
+        for sequence in sequences:
+            sequence.id = next(self._sequence_ids)
+            most_tokens = min(sequence.num_prompt_tokens + group.sampling.max_tokens, self._max_sequence_tokens)
+            sequence.max_num_tokens = max(most_tokens, sequence.num_prompt_tokens + 1)
+        self.blocks.allocate(leader)
+        if group.num_cached_tokens is None:
+            group.num_cached_tokens = leader.num_computed_tokens
+            self.waiting.charge(group, leader.num_prompt_tokens, 0)
+        for sequence in sequences:
+            sequence.status = SequenceStatus.RUNNING
+        self.running[group] = None
+        self._by_id[group.request_id] = group
+        placement = placement._replace(cached_tokens=leader.num_computed_tokens, num_overtaken=group.num_overtaken)
+        self.fleet.took(self.member, placement)
+        self.fleet.overtook(step.left)
+        step.placements.append(placement)
+        step.prompts.append(group)
+        num_tokens = min(leader.num_uncomputed_tokens, step.budget.num_tokens)
+        step.budget.take(num_tokens=num_tokens, num_seqs=group.num_seqs)
+        step.chunks[group] = [Chunk(leader, num_tokens, [])]
 
     def _make_room(self, group: SequenceGroup, step: Step) -> bool:
         """Preempt running groups that a waiting one outranks, if that gives it the room that it needs."""
@@ -306,6 +366,7 @@ class Scheduler(StepWriter):
             del self.running[group]
             self.swapped[group] = None
             self.swapped.move_to_end(group, last=False)
+            group.swapped_at = step.now
             for sequence in group.live:
                 sequence.status = SequenceStatus.SWAPPED
                 sequence.draft_token_ids = []  # what it takes to come back must not depend on guesses

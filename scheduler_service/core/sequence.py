@@ -119,7 +119,9 @@ class SequenceGroup:
     `num_lost_steps` counts the workers that were lost with it in flight since the group last gained a token. Groups of
     equal `cache_root` and adapter may share cached prefixes; `num_cached_tokens` is what was found of the prompt when
     it was first admitted. `lora_name` is the adapter that it needs, empty for the base model. `arrived_at` is in
-    seconds of the clock that `Scheduler.schedule` is told.
+    seconds of the clock that `Scheduler.schedule` is told. What the fleet keeps of a group while it waits:
+    `num_overtaken` counts the later ones that were taken before it; until `left_until` it may be left to a better
+    worker. While it is swapped out, `swapped_at` says since when, and `num_moves` how often it has gone elsewhere.
     """
 
     __slots__ = (
@@ -128,15 +130,19 @@ class SequenceGroup:
         "cache_root",
         "error",
         "has_unforked",
+        "left_until",
         "lora_name",
         "num_cached_tokens",
         "num_lost_steps",
+        "num_moves",
+        "num_overtaken",
         "priority",
         "prompt_token_ids",
         "rank",
         "request_id",
         "sampling",
         "sequences",
+        "swapped_at",
         "tenant",
     )
 
@@ -157,7 +163,7 @@ class SequenceGroup:
         self.tenant = tenant
         self.lora_name = lora_name
         self.arrived_at = arrived_at
-        self.rank = (0, 0)  # of a queue that orders by rank; no two are equal there
+        self.rank = (0, 0)  # in its queue; no two are equal there
         self.cache_root = cache_root
         self.num_cached_tokens: int | None = None
         self.sampling = sampling
@@ -168,6 +174,10 @@ class SequenceGroup:
         self.sequences += [Sequence(self, index, self.prompt_token_ids) for index in range(1, num_sequences)]
         self.has_unforked = num_sequences > 1
         self.num_lost_steps = 0
+        self.num_overtaken = 0
+        self.left_until: float | None = None
+        self.swapped_at = 0.0
+        self.num_moves = 0
         self.error: str | None = None
 
     @property

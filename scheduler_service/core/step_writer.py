@@ -8,6 +8,7 @@ from scheduler_service.core.budget import SchedulingBudget
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.ledger import GroupLedger
 from scheduler_service.core.outputs import BlockTableUpdate, Fork, NewSequence, ScheduledSequence, SchedulerOutput
+from scheduler_service.core.placement import Placement
 from scheduler_service.core.queue import WaitingQueue
 from scheduler_service.core.sequence import Sequence, SequenceGroup
 
@@ -30,18 +31,28 @@ class Step:
         "budget",
         "chunks",
         "ignored",
+        "left",
+        "moved",
         "needy",
+        "now",
         "num_preempted",
+        "placements",
+        "prompts",
         "prompts_began",
         "steady",
         "swap_in",
         "swap_out",
     )
 
-    def __init__(self, budget: SchedulingBudget) -> None:
+    def __init__(self, budget: SchedulingBudget, now: float) -> None:
         self.budget = budget
+        self.now = now
         self.chunks: dict[SequenceGroup, list[Chunk]] = {}
         self.ignored: list[SequenceGroup] = []
+        self.left: dict[SequenceGroup, Placement] = {}  # waiting groups that are for other workers
+        self.moved: list[Placement] = []
+        self.placements: list[Placement] = []
+        self.prompts: list[SequenceGroup] = []  # running groups that were behind, or are new
         self.num_preempted = 0
         self.prompts_began: float | None = None
         self.steady: list[ScheduledSequence] = []  # the last step's plan, when it holds again
@@ -65,6 +76,8 @@ class StepWriter(GroupLedger):
             blocks_to_swap_out=step.swap_out,
             blocks_to_swap_in=step.swap_in,
             prompts_began=step.prompts_began,
+            num_tokens=self.config.max_num_batched_tokens - step.budget.num_tokens,
+            planned_at=step.now,
         )
         for sequence in step.needy:
             self._write_table(sequence, output)
@@ -97,10 +110,28 @@ class StepWriter(GroupLedger):
             sequence.is_known = False
         self._finished.clear()
         output.preempted, self._preempted = self._preempted, []
+        self.report(step)
+        self._write_placements(step, output)
         if not output.is_empty:
             self._step_id += 1
             self._in_flight.append(output)
         return output
+
+    def report(self, step: Step) -> None:
+        """Tell the fleet what there is to do here, as of this step."""
+        backlog = 0
+        for group in step.prompts:
+            if group in self.running:
+                for sequence in group.live:
+                    if sequence.id in self.blocks.tables:
+                        backlog += max(0, len(sequence.token_ids) - sequence.num_computed_tokens)
+        self._report(backlog, self.config.max_num_seqs - step.budget.num_seqs)
+
+    def _write_placements(self, step: Step, output: SchedulerOutput) -> None:
+        output.moved = step.moved
+        output.placements = [*step.placements, *step.left.values()] if step.left else step.placements
+        until = [group.left_until for group in step.left if group.left_until is not None]
+        output.ask_again_at = min(until) if until else None
 
     def _fork_followers(self, leader: Sequence) -> None:
         """Once the prompt is computed, those who have no blocks yet go on from it, in steps after that one.

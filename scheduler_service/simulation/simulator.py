@@ -1,7 +1,8 @@
 """Runs a trace through schedulers that share one queue, one for each simulated worker, on a virtual clock.
 
-Two kinds of event exist: a request arrives, and a worker ends its step. An idle worker sleeps until a request may be
-its own; only as many are woken as there is work for, so that a thousand idle workers cost nothing.
+Three kinds of event exist: a request arrives, a worker ends its step, and a worker that left a request to a better one
+is asked again. An idle worker sleeps until a request may be its own; only as many are woken as there is work for, so
+that a thousand idle workers cost nothing.
 """
 
 import heapq
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from scheduler_service.core import (
+    Fleet,
     ModelOutput,
     PhaseRule,
     PreemptionMode,
@@ -24,6 +26,7 @@ from scheduler_service.simulation.fairness import ServiceGap
 from scheduler_service.simulation.trace import Arrival, longest_sequence
 
 TOKEN = 7  # what simulated workers sample
+TICK = 1e-6  # seconds; a worker is asked again just after the time until which it left a request to another
 
 
 @dataclass(slots=True)
@@ -73,6 +76,7 @@ class Result:
     cached_tokens: int = 0
     service_gap: float = 0.0
     """In tokens, as `fairness` counts them."""
+    fleet: Fleet = field(default_factory=Fleet)
 
     @property
     def utilisation(self) -> float:
@@ -116,8 +120,10 @@ class Simulator:
         self._cost_model = cost_model
         self._waiting = WaitingQueue() if waiting is None else waiting
         self._workers = [Scheduler(config, self._waiting) for _ in range(num_workers)]
-        self._idle = list(range(num_workers - 1, -1, -1))
+        self._numbers: dict[object, int] = {scheduler: number for number, scheduler in enumerate(self._workers)}
+        self._idle = dict.fromkeys(range(num_workers - 1, -1, -1))  # the last to become so is asked first
         self._ends: list[tuple[float, int, SchedulerOutput]] = []  # of steps that run: when, which worker, what
+        self._retries: list[tuple[float, int]] = []  # when which idle worker is asked again
         self._service_gap = ServiceGap()
         self.result = Result([RequestTimes(arrival) for arrival in arrivals], busy_seconds=[0.0] * num_workers)
 
@@ -128,32 +134,36 @@ class Simulator:
             if worker is None:
                 self._wake(now)
                 continue
-            num_finished += self._end_step(now, worker, output)
-            progress(num_finished)
-            if not self._start_step(now, worker):
-                self._idle.append(worker)
+            if output is not None:
+                num_finished += self._end_step(now, worker, output)
+                self._idle[worker] = None
+                progress(num_finished)
+            self._ask(now, worker)
         result = self.result
         for mode in (PreemptionMode.RECOMPUTE, PreemptionMode.SWAP):
             result.preemptions[mode] = sum(worker.num_preemptions[mode] for worker in self._workers)
         result.service_gap = self._service_gap.tokens
+        result.fleet = self._waiting.fleet
         return result
 
-    def _events(self) -> Iterator[tuple[float, int | None, SchedulerOutput]]:
-        """Arrivals (without a worker) and ends of steps, in the order of time."""
-        nothing = SchedulerOutput(0)
+    def _events(self) -> Iterator[tuple[float, int | None, SchedulerOutput | None]]:
+        """Arrivals (without a worker), ends of steps and retries (without a step), in the order of time."""
         arriving = 0
-        while arriving < len(self._arrivals) or self._ends:
+        while arriving < len(self._arrivals) or self._ends or self._retries:
             next_end = self._ends[0][0] if self._ends else float("inf")
-            if arriving < len(self._arrivals) and self._arrivals[arriving].at <= next_end:
+            next_retry = self._retries[0][0] if self._retries else float("inf")
+            if arriving < len(self._arrivals) and self._arrivals[arriving].at <= min(next_end, next_retry):
                 now = self._arrivals[arriving].at
                 self._waiting.append(self._group(arriving))
                 self._service_gap.arrived(self._arrivals[arriving].tenant)
                 arriving += 1
-                yield now, None, nothing
-            else:
+                yield now, None, None
+            elif next_end <= next_retry:
                 now, worker, output = heapq.heappop(self._ends)
                 self.result.seconds = now
                 yield now, worker, output
+            else:
+                yield *heapq.heappop(self._retries), None
 
     def _group(self, number: int) -> SequenceGroup:
         """A request whose prompt is like no other's: traces say nothing of shared prefixes."""
@@ -170,14 +180,28 @@ class Simulator:
 
     def _wake(self, now: float) -> None:
         while self._idle and self._waiting:
-            if not self._start_step(now, self._idle[-1]):
+            if not self._ask(now, next(reversed(self._idle))):
                 return
-            self._idle.pop()
 
-    def _start_step(self, now: float, worker: int) -> bool:
-        output = self._workers[worker].schedule(now)
-        if output.is_empty:
-            return False
+    def _ask(self, now: float, worker: int) -> bool:
+        """Let a worker plan if it is idle, and those that it leaves requests to; returns whether it began a step."""
+        to_ask, asked = [worker], set[int]()
+        while to_ask:
+            number = to_ask.pop()
+            if number in asked or number not in self._idle:
+                continue
+            asked.add(number)
+            output = self._workers[number].schedule(now)
+            if not output.is_empty:
+                del self._idle[number]
+                self._start_step(now, number, output)
+            elif output.ask_again_at is not None:
+                heapq.heappush(self._retries, (output.ask_again_at + TICK, number))
+            left_to = [placement.to for placement in (*output.moved, *output.placements)]
+            to_ask += [self._numbers[other] for other in left_to if other is not None]
+        return worker not in self._idle
+
+    def _start_step(self, now: float, worker: int, output: SchedulerOutput) -> None:
         for new in output.new_sequences:
             group = new.sequence.group
             request = self.result.requests[int(group.request_id)]
@@ -189,7 +213,6 @@ class Simulator:
         self.result.busy_seconds[worker] += seconds
         self.result.num_steps += 1
         heapq.heappush(self._ends, (now + seconds, worker, output))
-        return True
 
     def _end_step(self, now: float, worker: int, output: SchedulerOutput) -> int:
         answer = ModelOutput(output.step_id, [TOKEN] * output.num_samples)

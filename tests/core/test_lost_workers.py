@@ -1,5 +1,6 @@
 """What becomes of groups whose worker is lost or drained, and of those it is lost to."""
 
+import pytest
 from fake_worker import FakeWorker, reference_output
 from scheduler_helpers import make_group, make_scheduler, output_of, plan, run, step
 
@@ -96,16 +97,21 @@ def test_a_session_that_ends_for_reasons_of_its_own_makes_nobody_a_suspect() -> 
     assert output_of(group) == reference_output(group, 0, 64)
 
 
-def test_groups_come_back_in_the_order_of_their_arrival_whatever_that_of_their_admission_was() -> None:
+@pytest.mark.parametrize("lost_first", [0, 1])
+def test_groups_come_back_in_the_order_of_their_arrival_whichever_of_their_workers_is_lost_first(
+    lost_first: int,
+) -> None:
     waiting = WaitingQueue()
-    scheduler = make_scheduler(waiting)
-    late, early = make_group("late", 6), make_group("early", 6)
-    late.arrived_at, early.arrived_at = 2.0, 1.0
-    for group in (late, early):
+    groups = [make_group(name, 6) for name in "abcde"]
+    for group in groups:
         waiting.append(group)
+    schedulers = [make_scheduler(waiting, max_num_seqs=2) for _ in range(2)]
+    for scheduler in schedulers:
         scheduler.schedule()
-    scheduler.release_all()
-    assert list(waiting) == [early, late]
+    assert [group.request_id for group in waiting] == ["e"]
+    schedulers[lost_first].release_all()
+    schedulers[1 - lost_first].release_all()
+    assert list(waiting) == groups
 
 
 def test_a_drained_worker_finishes_what_it_has_and_takes_nothing_more() -> None:

@@ -1,0 +1,329 @@
+"""Which worker takes a waiting group: the fleet of those who share a queue, and what each of them has to do.
+
+A worker's scheduler that has room for a group asks whether to take it or to leave it to a better worker. Better is
+where it would be done sooner: what is under way there, what it could skip because its prefix is cached there, and how
+fast that worker is, all count in seconds. Only a worker that has room at this very moment is better, so one of those
+who are asked always takes it; and because much can happen until then, a group is left
+
+- for no longer than the better worker would have saved it, counted from when it was left first, so that at worst it
+  waits twice as long as it had to;
+- while fewer than MAX_OVERTAKES later ones were taken before it.
+
+After that whoever comes first takes it. Where nothing is cached and many wait, a worker takes its share of them at
+once, as much as brings it to where all will be when nobody waits any more, instead of one at a time in turns.
+
+All that a scheduler reports is as of its last step. Everything costs O(log workers) or less.
+"""
+
+import enum
+import heapq
+import itertools
+from typing import TYPE_CHECKING, NamedTuple
+
+from scheduler_service.core.prefix_directory import PrefixDirectory
+from scheduler_service.core.step_times import Slowness, StepTimes
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from scheduler_service.core.ledger import GroupLedger
+    from scheduler_service.core.sequence import SequenceGroup
+
+# What a running sequence goes on for, in tokens: about half of those of public traces stop before this.
+SEQUENCE_TOKENS = 128
+MAX_OVERTAKES = 16
+MOST_LEFT = 8  # groups that a worker looks past in one step
+MOST_CANDIDATES = 4  # of each kind that are looked at closely
+
+
+class PlacementReason(enum.Enum):
+    """Why a worker took a group, or left it to another one."""
+
+    ALONE = enum.auto()
+    """Nobody else had room."""
+    LOAD = enum.auto()
+    """It is done sooner there, by what the workers have to do and how fast they are."""
+    AFFINITY = enum.auto()
+    """It is done sooner there, because more of it is cached there."""
+    SHARE = enum.auto()
+    """Another worker has less to do, and will find enough that waits."""
+    OVERDUE = enum.auto()
+    """It has been left, or overtaken, for long enough."""
+    ROOM = enum.auto()
+    """It was left because another worker has room for it."""
+    SUSPECT = enum.auto()
+    """Workers may be lost to it, so it went where there is least to lose."""
+
+
+class Placement(NamedTuple):
+    """One choice: a group was taken by the worker whose step it is in, or left `to` another one.
+
+    Seconds are those that it was expected to take here and there, 0 where nobody asked; tokens those that are cached.
+    """
+
+    group: "SequenceGroup"
+    reason: PlacementReason
+    seconds: float = 0.0
+    cached_tokens: int = 0
+    to: "GroupLedger | None" = None
+    seconds_there: float = 0.0
+    cached_tokens_there: int = 0
+    num_overtaken: int = 0
+
+
+class Member:
+    """One worker, as its scheduler reported it last."""
+
+    __slots__ = ("backlog", "bit", "entry", "is_open", "num_seqs", "scheduler", "slot", "slowness", "speed")
+
+    def __init__(self, scheduler: "GroupLedger", slot: int) -> None:
+        self.scheduler = scheduler
+        self.slot = slot
+        self.bit = 1 << slot
+        self.backlog = 0  # prompt tokens under way, not computed by any step yet
+        self.num_seqs = 0  # that run
+        self.is_open = False  # for waiting groups
+        self.slowness = Slowness()
+        self.speed = self.slowness.speed  # that its work is counted with
+        self.entry = -1  # in the heap that counts; the others are stale
+
+    @property
+    def work(self) -> int:
+        """In tokens."""
+        return self.backlog + SEQUENCE_TOKENS * self.num_seqs
+
+
+class Fleet:
+    """The workers that share a queue, and how their groups were placed."""
+
+    def __init__(self) -> None:
+        self.times = StepTimes()
+        self.directory = PrefixDirectory()
+        self.num_placed = dict.fromkeys(PlacementReason, 0)
+        """Groups that were taken, by reason."""
+        self.num_left = dict.fromkeys(PlacementReason, 0)
+        """How often a worker that looked at a group left it to another one, by reason."""
+        self.num_overtakes = 0
+        """How often a group was taken before an earlier one that was left."""
+        self.num_moved = 0
+        """Groups that were swapped out and went elsewhere."""
+        self._members: dict[int, Member] = {}
+        self._is_open = 0  # bits
+        self._num_open = 0
+        self._work = 0  # of those that are open
+        self._speed = 0
+        self._lightest: list[tuple[float, int, Member]] = []
+        self._entries = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    # ---- who is there
+
+    def join(self, scheduler: "GroupLedger") -> Member:
+        """A worker's session begins."""
+        slot = next(slot for slot in itertools.count() if slot not in self._members)
+        member = self._members[slot] = Member(scheduler, slot)
+        self.times.expect(scheduler.config.prefill_tokens_per_second)
+        self.report(member, 0, 0, is_open=True)
+        return member
+
+    def leave(self, member: Member) -> None:
+        """The worker is gone; nothing happens when it has left before."""
+        if self._members.get(member.slot) is member:
+            self.report(member, 0, 0, is_open=False)
+            del self._members[member.slot]
+
+    def report(self, member: Member, backlog: int, num_seqs: int, *, is_open: bool) -> None:
+        """Hear what a worker has to do, and whether waiting groups may go there."""
+        speed = member.slowness.speed
+        before = member.backlog, member.num_seqs, member.speed, member.is_open
+        if before == (backlog, num_seqs, speed, is_open):
+            return
+        self._count(member, -1)
+        member.backlog, member.num_seqs, member.is_open, member.speed = backlog, num_seqs, is_open, speed
+        self._count(member, 1)
+        member.entry = -1
+        if is_open:
+            self._push(member)
+
+    def _count(self, member: Member, sign: int) -> None:
+        if member.is_open:
+            self._is_open ^= member.bit
+            self._num_open += sign
+            self._work += sign * member.work
+            self._speed += sign * member.speed
+
+    def _push(self, member: Member) -> None:
+        member.entry = next(self._entries)
+        heapq.heappush(self._lightest, (member.work / member.speed, member.entry, member))
+        if len(self._lightest) > 4 * len(self._members) + 64:  # most are stale
+            self._lightest = [entry for entry in self._lightest if entry[2].entry == entry[1]]
+            heapq.heapify(self._lightest)
+
+    # ---- where a group goes
+
+    def has_others(self, member: Member) -> bool:
+        """Whether there is any choice."""
+        return self._num_open > member.is_open
+
+    def place(self, member: Member, group: "SequenceGroup", num_waiting: int, now: float) -> Placement:
+        """Whether to take a group that the worker has room for, or to whom to leave it.
+
+        `num_waiting` counts those that wait, this one included.
+        """
+        cached = member.scheduler.blocks.num_cached_tokens(group.live[0])
+        seconds = self._seconds(member, group, cached, now)
+        if group.num_overtaken >= MAX_OVERTAKES or (group.left_until is not None and now > group.left_until):
+            return Placement(group, PlacementReason.OVERDUE, seconds, cached, num_overtaken=group.num_overtaken)
+        others = self._others(member, group, now)
+        if not others:
+            return Placement(group, PlacementReason.ALONE, seconds, cached, num_overtaken=group.num_overtaken)
+        there, entry, better, cached_there = min(others)
+        reason = PlacementReason.AFFINITY if cached > cached_there else PlacementReason.LOAD
+        placement = Placement(group, reason, seconds, cached, None, there, cached_there, group.num_overtaken)
+        if (seconds, member.entry) < (there, entry):
+            return placement
+        if group.is_suspect:
+            reason = PlacementReason.SUSPECT
+        elif cached_there > cached:
+            reason = PlacementReason.AFFINITY
+        elif self._is_share(member, group, cached, num_waiting):
+            return placement._replace(reason=PlacementReason.SHARE)
+        else:
+            reason = PlacementReason.LOAD
+        return placement._replace(reason=reason, to=better.scheduler)
+
+    def place_elsewhere(self, member: Member, group: "SequenceGroup", now: float) -> Placement | None:
+        """Whom to leave a group to that has no room here; None when that is nobody."""
+        if not self.has_others(member) or group.num_overtaken >= MAX_OVERTAKES:
+            return None
+        if group.left_until is not None and now > group.left_until:
+            return None
+        return self._best_elsewhere(member, group, now)
+
+    def resume_elsewhere(self, member: Member, group: "SequenceGroup", now: float) -> Placement | None:
+        """Who could compute a group that is swapped out here anew, in less time than it has been waiting for by now.
+
+        Whatever is left of its wait here, that is at most twice what it had to wait. Each time it has moved it must
+        have waited for twice as long.
+        """
+        if not self.has_others(member):
+            return None
+        placement = self._best_elsewhere(member, group, now)
+        if placement is None or now - group.swapped_at < placement.seconds_there * 2**group.num_moves:
+            return None
+        return placement
+
+    def _best_elsewhere(self, member: Member, group: "SequenceGroup", now: float) -> Placement | None:
+        others = self._others(member, group, now)
+        if not others:
+            return None
+        there, _, better, cached = min(others)
+        return Placement(
+            group,
+            PlacementReason.ROOM,
+            to=better.scheduler,
+            seconds_there=there,
+            cached_tokens_there=cached,
+            num_overtaken=group.num_overtaken,
+        )
+
+    def _others(self, member: Member, group: "SequenceGroup", now: float) -> list[tuple[float, int, Member, int]]:
+        """Those that a group might rather go to: the seconds it takes there, which of equals has had nothing new for
+        longest, and the tokens that are cached there.
+
+        The worker with the least to do, and those that hold the longest prefix, as far as they have room now.
+        """
+        found: list[tuple[float, int, Member, int]] = []
+        for other in [*self._holders(member, group), *self._next_lightest(member, group)]:
+            cached = other.scheduler.room_for(group)
+            if cached is not None:
+                found.append((self._seconds(other, group, cached, now), other.entry, other, cached))
+        return found
+
+    def _next_lightest(self, member: Member, group: "SequenceGroup") -> list[Member]:
+        """The other worker with the least to do that has room, in a list, or none.
+
+        Whoever has no room is not asked again before there is another amount to do there.
+        """
+        aside: list[tuple[float, int, Member]] = []
+        found: list[Member] = []
+        while self._lightest and not found:
+            entry = heapq.heappop(self._lightest)
+            other = entry[2]
+            if other.entry != entry[1]:
+                continue  # stale
+            if other is member:
+                aside.append(entry)
+            elif other.scheduler.room_for(group) is None:
+                other.entry = -1
+            else:
+                aside.append(entry)
+                found.append(other)
+        for entry in aside:
+            heapq.heappush(self._lightest, entry)
+        return found
+
+    def _holders(self, member: Member, group: "SequenceGroup") -> list[Member]:
+        """Others that hold at least as long a prefix as this one."""
+        leader = group.live[0]
+        keys = member.scheduler.blocks.cacheable_keys(leader)
+        first = max(0, member.scheduler.blocks.num_cached_tokens(leader) // member.scheduler.blocks.block_size - 1)
+        bits = self.directory.holders(keys, first, self._is_open & ~member.bit)
+        holders: list[Member] = []
+        while bits and len(holders) < MOST_CANDIDATES:
+            slot = bits.bit_length() - 1
+            bits ^= 1 << slot
+            holders.append(self._members[slot])
+        return holders
+
+    def _is_share(self, member: Member, group: "SequenceGroup", cached: int, num_waiting: int) -> bool:
+        """Whether with this group the worker has no more to do than all will have when all that wait are like it."""
+        tokens = len(group.live[0].token_ids) - cached + SEQUENCE_TOKENS * group.num_seqs
+        return (member.work + tokens) * self._speed <= (self._work + num_waiting * tokens) * member.speed
+
+    def _seconds(self, member: Member, group: "SequenceGroup", cached: int, now: float) -> float:
+        """Until what a group brings were done, if all that the worker has were done one after the other."""
+        tokens = len(group.live[0].token_ids) - cached + SEQUENCE_TOKENS * group.num_seqs
+        factor = 1000 / member.speed
+        return factor * self.times.seconds(member.work + tokens) + self._seconds_in_flight(member, factor, now)
+
+    def _seconds_in_flight(self, member: Member, factor: float, now: float) -> float:
+        """What the worker's steps in flight still take; one that is overdue is expected to be so for as long again."""
+        steps = member.scheduler.steps_in_flight
+        if not steps:
+            return 0.0
+        expected = factor * sum(self.times.seconds(step.num_tokens) for step in steps)
+        began = max(steps[0].planned_at, member.scheduler.answered_at)
+        return abs(began + expected - now)
+
+    # ---- what was chosen
+
+    def took(self, member: Member, placement: Placement) -> None:
+        """The worker takes a group in the step that it plans."""
+        group = placement.group
+        self.num_placed[placement.reason] += 1
+        group.left_until = None
+        if not self.has_others(member):
+            return
+        backlog = member.backlog + len(group.live[0].token_ids) - placement.cached_tokens
+        self.report(member, backlog, member.num_seqs + group.num_seqs, is_open=member.is_open)
+
+    def left(self, placement: Placement, now: float) -> None:
+        """A group stays in the queue, for another worker to take."""
+        group = placement.group
+        self.num_left[placement.reason] += 1
+        if group.left_until is None:
+            group.left_until = now + abs(placement.seconds - placement.seconds_there)
+
+    def overtook(self, groups: "Collection[SequenceGroup]") -> None:
+        """A later group was taken before these."""
+        self.num_overtakes += len(groups)
+        for group in groups:
+            group.num_overtaken += 1
+
+    def stepped(self, member: Member, num_tokens: int, seconds: float) -> None:
+        """A worker's step is done."""
+        if seconds > 0 and num_tokens:
+            member.slowness.observe(self.times.observe(num_tokens, seconds))
