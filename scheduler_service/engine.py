@@ -17,7 +17,8 @@ import structlog
 
 from pagewire_common.errors import RequestError
 from scheduler_service.codec import PROTOCOL_VERSION, WorkerInfo
-from scheduler_service.core import Scheduler, SequenceGroup, SequenceOutput, SequenceStatus
+from scheduler_service.core import Scheduler, SchedulerOutput, SequenceGroup, SequenceOutput, SequenceStatus
+from scheduler_service.core.ledger import GroupLedger
 from scheduler_service.core.prefix_key import root_key
 from scheduler_service.discovery import Resolve, resolve_by_dns
 from scheduler_service.membership import Membership
@@ -51,6 +52,7 @@ class Engine:
         self.settings = settings
         self.waiting = waiting_queue(settings.policy, settings.overtakes, settings.tenant_weights)
         self.requests: dict[str, RequestState] = {}
+        self.serving: dict[GroupLedger, WorkerLoop] = {}  # by the schedulers of open sessions
         self._members = Membership(self, resolve)
         self._model_name = model_name(settings.model)
         self.recorder = _recorder(settings)
@@ -187,6 +189,12 @@ class Engine:
 
     def wake(self) -> None:
         self._members.wake()
+
+    def wake_for(self, output: SchedulerOutput) -> None:
+        """Wake those workers that a step has left groups to."""
+        for placement in (*output.moved, *output.placements):
+            if placement.to is not None:
+                self.serving[placement.to].wake()
 
     async def accept(self, client: WorkerClient, info: WorkerInfo) -> None:
         """Check that a worker serves what the others serve; the first one decides. Raises WorkerError."""

@@ -6,6 +6,7 @@ first of them that fails ends the session, and whoever ran there goes on elsewhe
 """
 
 import asyncio
+import contextlib
 import enum
 import logging
 import random
@@ -205,6 +206,7 @@ class WorkerLoop:
         session = self.client.open_session(self.epoch, self.split)
         recorder = self._engine.recorder
         self.scheduler = scheduler = recorder.scheduler(config, self._engine.waiting, self.client.address, session)
+        self._engine.serving[scheduler] = self
         log.info("worker connected", worker=self.client.address, epoch=self.epoch, blocks=info.num_device_blocks)
         self._in_flight.clear()
         end: Exception | None = None  # as long as nothing but this scheduler ends it
@@ -247,6 +249,7 @@ class WorkerLoop:
         self._is_lost_in_a_step = is_lost and bool(self._in_flight)
         self.num_losses += is_lost
         self.scheduler = None
+        del self._engine.serving[scheduler]
         self._in_flight.clear()
         session.close()
         try:
@@ -259,6 +262,7 @@ class WorkerLoop:
     async def _send_steps(self, scheduler: Scheduler, session: Session) -> None:
         while True:
             self._wake.clear()
+            ask_again_at: float | None = None
             if len(self._in_flight) < self._most_in_flight:
                 began = perf_counter_ns()
                 output = scheduler.schedule(time.monotonic())
@@ -267,13 +271,17 @@ class WorkerLoop:
                     self._engine.fail(group)
                 if output.preempted:
                     self._engine.wake()  # another worker may have room for them
+                self._engine.wake_for(output)
+                ask_again_at = output.ask_again_at
                 if not output.is_empty:
                     self._in_flight.append(output)
                     await session.send(output)
                     continue
             if not scheduler.admits:
                 self._check_drained(scheduler)
-            await self._wake.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ask_again_at and max(0.0, ask_again_at - time.monotonic())):
+                    await self._wake.wait()
 
     def _check_drained(self, scheduler: Scheduler) -> None:
         """Raises DrainedError when an operator drained the worker and it has nothing left, or no more time."""
