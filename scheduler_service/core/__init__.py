@@ -9,7 +9,7 @@ from scheduler_service.core.budget import SchedulingBudget
 from scheduler_service.core.config import PhaseRule, PreemptionMode, SchedulerConfig
 from scheduler_service.core.fair_queue import FairQueue
 from scheduler_service.core.outputs import ModelOutput, ScheduledSequence, SchedulerOutput, SequenceOutput
-from scheduler_service.core.placement import Fleet, Placement, PlacementReason
+from scheduler_service.core.placement import Balancer, Placement, PlacementReason
 from scheduler_service.core.priority_queue import PriorityQueue
 from scheduler_service.core.queue import WaitingQueue
 from scheduler_service.core.sampling_params import SamplingParams
@@ -18,10 +18,10 @@ from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceSta
 
 __all__ = [
     "AllocStatus",
+    "Balancer",
     "BlockAllocator",
     "BlockManager",
     "FairQueue",
-    "Fleet",
     "ModelOutput",
     "PhaseRule",
     "Placement",

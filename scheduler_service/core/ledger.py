@@ -24,14 +24,14 @@ class GroupLedger:
     def __init__(self, config: SchedulerConfig, waiting: WaitingQueue) -> None:
         self.config = config
         self.waiting = waiting
-        self.fleet = waiting.fleet
+        self.balancer = waiting.balancer
         self.admits = True  # whether waiting groups may be given to the worker
         self.running: dict[SequenceGroup, None] = {}  # in the order of admission
         self._max_sequence_tokens = config.max_sequence_tokens
         self.swapped: OrderedDict[SequenceGroup, None] = OrderedDict()  # first to resume first
         self.answered_at = float("-inf")  # when the last answer came
         self._in_flight: deque[SchedulerOutput] = deque()  # steps without an answer, in order
-        self.member = self.fleet.join(self)
+        self.member = self.balancer.join(self)
         self.blocks = BlockManager(
             config.block_size,
             config.num_device_blocks,
@@ -41,7 +41,7 @@ class GroupLedger:
             num_lookahead_slots=config.num_lookahead_slots,
             sliding_window=config.sliding_window,
             max_blocks_per_sequence=config.max_blocks_per_sequence,
-            directory=self.fleet.directory,
+            directory=self.balancer.directory,
             bit=self.member.bit,
         )
         self.num_preemptions = {PreemptionMode.RECOMPUTE: 0, PreemptionMode.SWAP: 0}
@@ -100,8 +100,8 @@ class GroupLedger:
         self._report(self.member.backlog, self.member.num_seqs)
 
     def _report(self, backlog: int, num_seqs: int) -> None:
-        """Tell the fleet what there is to do here."""
-        self.fleet.report(self.member, backlog, num_seqs, is_open=self.admits and not self.swapped)
+        """Tell the balancer what there is to do here."""
+        self.balancer.report(self.member, backlog, num_seqs, is_open=self.admits and not self.swapped)
 
     def release_all(self, *, blames: bool = True) -> list[SequenceGroup]:
         """The worker is gone: give all its groups back to the head of the queue. Plan no further steps.
@@ -130,7 +130,7 @@ class GroupLedger:
         self.waiting.put_back(groups)
         self.num_preemptions[PreemptionMode.RECOMPUTE] += len(groups)
         self.blocks.device.withdraw_all()
-        self.fleet.leave(self.member)
+        self.balancer.leave(self.member)
         return ended
 
     def _release(self, group: SequenceGroup) -> None:
@@ -176,7 +176,7 @@ class GroupLedger:
         if len(answer.num_tokens or answer.token_ids) != output.num_samples:
             raise ValueError(f"the worker returned {len(answer.token_ids)} tokens for {output.num_samples} samples")
         self._in_flight.popleft()
-        self.fleet.stepped(self.member, output.num_tokens, now - max(output.planned_at, self.answered_at))
+        self.balancer.stepped(self.member, output.num_tokens, now - max(output.planned_at, self.answered_at))
         self.answered_at = now
         if output.prompts_began is not None:
             self._prompt_seconds = now - output.prompts_began

@@ -1,4 +1,4 @@
-"""Which worker takes a waiting group: the fleet of those who share a queue, and what each of them has to do.
+"""Which worker takes a waiting group: those who share a queue, and what each of them has to do.
 
 A worker's scheduler that has room for a group asks whether to take it or to leave it to a better worker. Better is
 where it would be done sooner: what is under way there, what it could skip because its prefix is cached there, and how
@@ -93,7 +93,7 @@ class Member:
         return self.backlog + SEQUENCE_TOKENS * self.num_seqs
 
 
-class Fleet:
+class Balancer:
     """The workers that share a queue, and how their groups were placed."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """The one queue of requests that no worker has been given yet, shared by every worker's scheduler.
 
 A policy is an order of this queue and a choice of victims. First come, first served is the plain queue; the others are
-`PriorityQueue` and `FairQueue`. Which of the workers takes who is next is the fleet's to say.
+`PriorityQueue` and `FairQueue`. Which of the workers takes who is next is the balancer's to say.
 """
 
 import itertools
@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 
-from scheduler_service.core.placement import Fleet
+from scheduler_service.core.placement import Balancer
 from scheduler_service.core.sequence import SequenceGroup
 
 
@@ -27,14 +27,14 @@ def insert_by_rank(queue: OrderedDict[str, SequenceGroup], groups: Iterable[Sequ
 class WaitingQueue:
     """First come, first served. Preempted groups go back to the head. Every operation is O(1).
 
-    `fleet` is who shares the queue.
+    `balancer` places its groups among those who share it.
     """
 
     charges = False
     """Whether `charge` wants to hear of every token."""
 
     def __init__(self) -> None:
-        self.fleet = Fleet()
+        self.balancer = Balancer()
         self._groups: OrderedDict[str, SequenceGroup] = OrderedDict()
         self._arrivals = itertools.count()
 

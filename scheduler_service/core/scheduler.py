@@ -146,12 +146,12 @@ class Scheduler(StepWriter):
         return None if self._leave_suspect(self.waiting.head, step) else self.waiting.head
 
     def _leave_suspect(self, suspect: SequenceGroup, step: Step) -> bool:
-        if not self.fleet.has_others(self.member):
+        if not self.balancer.has_others(self.member):
             return False
         if self.room_for(suspect) is None:
-            placement = self.fleet.place_elsewhere(self.member, suspect, step.now)
+            placement = self.balancer.place_elsewhere(self.member, suspect, step.now)
         else:
-            placement = self.fleet.place(self.member, suspect, len(self.waiting), step.now)
+            placement = self.balancer.place(self.member, suspect, len(self.waiting), step.now)
         return placement is not None and self._leave(placement, step)
 
     def _schedule_suspect(self, suspect: SequenceGroup, step: Step) -> bool:
@@ -231,20 +231,20 @@ class Scheduler(StepWriter):
 
     def _move(self, group: SequenceGroup, step: Step) -> bool:
         """Give a swapped group back to the queue, if another worker would compute it anew sooner."""
-        placement = self.fleet.resume_elsewhere(self.member, group, step.now)
+        placement = self.balancer.resume_elsewhere(self.member, group, step.now)
         if placement is None:
             return False
         group.num_moves += 1
         self._preempted.extend(sequence.id for sequence in group.live if sequence.is_known)
         self._release(group)
         self.waiting.put_back([group])
-        self.fleet.num_moved += 1
+        self.balancer.num_moved += 1
         step.moved.append(placement)
         return True
 
     def _schedule_waiting(self, step: Step, suspect: SequenceGroup | None = None) -> None:
         """Admit those who are next, or only the `suspect` that is."""
-        has_choice = suspect is None and self.fleet.has_others(self.member)
+        has_choice = suspect is None and self.balancer.has_others(self.member)
         if has_choice and self.waiting:
             self.report(step)
         most: int | None = None if suspect is None else 1
@@ -259,7 +259,7 @@ class Scheduler(StepWriter):
                 continue
             placement = Placement(group, PlacementReason.ALONE if suspect is None else PlacementReason.SUSPECT)
             if status is AllocStatus.LATER:
-                elsewhere = self.fleet.place_elsewhere(self.member, group, step.now) if has_choice else None
+                elsewhere = self.balancer.place_elsewhere(self.member, group, step.now) if has_choice else None
                 if elsewhere is not None:
                     self._leave(elsewhere, step)
                     continue
@@ -267,7 +267,7 @@ class Scheduler(StepWriter):
                     return
                 most = len(step.chunks) + 1  # whoever made room for this one does not come back at once
             elif has_choice:
-                placement = self.fleet.place(self.member, group, len(self.waiting), step.now)
+                placement = self.balancer.place(self.member, group, len(self.waiting), step.now)
                 if self._leave(placement, step):
                     if placement.reason is PlacementReason.LOAD:
                         return  # there is too much to do here for those after it as well
@@ -294,7 +294,7 @@ class Scheduler(StepWriter):
         if placement.to is None:
             return False
         step.left[placement.group] = placement
-        self.fleet.left(placement, step.now)
+        self.balancer.left(placement, step.now)
         return True
 
     def _admit(self, group: SequenceGroup, placement: Placement, step: Step) -> None:
@@ -316,8 +316,8 @@ class Scheduler(StepWriter):
         self.running[group] = None
         self._by_id[group.request_id] = group
         placement = placement._replace(cached_tokens=leader.num_computed_tokens, num_overtaken=group.num_overtaken)
-        self.fleet.took(self.member, placement)
-        self.fleet.overtook(step.left)
+        self.balancer.took(self.member, placement)
+        self.balancer.overtook(step.left)
         step.placements.append(placement)
         step.prompts.append(group)
         num_tokens = min(leader.num_uncomputed_tokens, step.budget.num_tokens)

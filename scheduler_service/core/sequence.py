@@ -119,7 +119,7 @@ class SequenceGroup:
     `num_lost_steps` counts the workers that were lost with it in flight since the group last gained a token. Groups of
     equal `cache_root` and adapter may share cached prefixes; `num_cached_tokens` is what was found of the prompt when
     it was first admitted. `lora_name` is the adapter that it needs, empty for the base model. `arrived_at` is in
-    seconds of the clock that `Scheduler.schedule` is told. What the fleet keeps of a group while it waits:
+    seconds of the clock that `Scheduler.schedule` is told. What the balancer keeps of a group while it waits:
     `num_overtaken` counts the later ones that were taken before it; until `left_until` it may be left to a better
     worker. While it is swapped out, `swapped_at` says since when, and `num_moves` how often it has gone elsewhere.
     """

@@ -118,7 +118,7 @@ class StepWriter(GroupLedger):
         return output
 
     def report(self, step: Step) -> None:
-        """Tell the fleet what there is to do here, as of this step."""
+        """Tell the balancer what there is to do here, as of this step."""
         backlog = 0
         for group in step.prompts:
             if group in self.running:

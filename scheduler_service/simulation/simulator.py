@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from scheduler_service.core import (
-    Fleet,
+    Balancer,
     ModelOutput,
     PhaseRule,
     PreemptionMode,
@@ -76,7 +76,7 @@ class Result:
     cached_tokens: int = 0
     service_gap: float = 0.0
     """In tokens, as `fairness` counts them."""
-    fleet: Fleet = field(default_factory=Fleet)
+    balancer: Balancer = field(default_factory=Balancer)
 
     @property
     def utilisation(self) -> float:
@@ -143,7 +143,7 @@ class Simulator:
         for mode in (PreemptionMode.RECOMPUTE, PreemptionMode.SWAP):
             result.preemptions[mode] = sum(worker.num_preemptions[mode] for worker in self._workers)
         result.service_gap = self._service_gap.tokens
-        result.fleet = self._waiting.fleet
+        result.balancer = self._waiting.balancer
         return result
 
     def _events(self) -> Iterator[tuple[float, int | None, SchedulerOutput | None]]:
