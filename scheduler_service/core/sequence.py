@@ -122,12 +122,16 @@ class SequenceGroup:
     seconds of the clock that `Scheduler.schedule` is told. What the balancer keeps of a group while it waits:
     `num_overtaken` counts the later ones that were taken before it; until `left_until` it may be left to a better
     worker. While it is swapped out, `swapped_at` says since when, and `num_moves` how often it has gone elsewhere.
+
+    A request that goes on where another scheduler left it comes with its outputs so far, `output_token_ids` of each
+    index, and the indices of those that have `ended`; it is like a group that was preempted.
     """
 
     __slots__ = (
         "arrived_at",
         "beams",
         "cache_root",
+        "ended",
         "error",
         "has_unforked",
         "left_until",
@@ -136,6 +140,7 @@ class SequenceGroup:
         "num_lost_steps",
         "num_moves",
         "num_overtaken",
+        "output_token_ids",
         "priority",
         "prompt_token_ids",
         "rank",
@@ -157,6 +162,8 @@ class SequenceGroup:
         tenant: str = "",
         lora_name: str = "",
         arrived_at: float = 0.0,
+        output_token_ids: tuple[tuple[int, ...], ...] = (),
+        ended: frozenset[int] = frozenset(),
     ) -> None:
         self.request_id = request_id
         self.priority = priority
@@ -173,6 +180,13 @@ class SequenceGroup:
         self.sequences = [Sequence(self, 0, list(prompt_token_ids))]
         self.sequences += [Sequence(self, index, self.prompt_token_ids) for index in range(1, num_sequences)]
         self.has_unforked = num_sequences > 1
+        self.output_token_ids = output_token_ids
+        self.ended = ended
+        for sequence, token_ids in zip(self.sequences, output_token_ids, strict=False):
+            if token_ids:
+                sequence.token_ids = [*prompt_token_ids, *token_ids]
+        for index in ended:
+            self.sequences[index].status = SequenceStatus.FINISHED_STOPPED
         self.num_lost_steps = 0
         self.num_overtaken = 0
         self.left_until: float | None = None

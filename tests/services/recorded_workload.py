@@ -206,19 +206,21 @@ class Workload:
         random = self.random
         prompt = [7] * random.randint(1, 12) + [random.randrange(10) for _ in range(random.randint(0, 12))]
         max_tokens = random.randint(1, 12)
+        n, beam_width = random.choice([1, 1, 1, 2, 3]), random.choice([0, 0, 0, 2, 3])
+        resumed = not beam_width and random.random() < 0.2
         group = SequenceGroup(
             str(len(self.groups)),
             prompt,
             SamplingParams(
                 max_tokens=max_tokens,
-                n=random.choice([1, 1, 1, 2, 3]),
+                n=n,
                 min_tokens=random.randint(0, max_tokens),
                 eos_token_ids=frozenset({random.randrange(40)}),
                 stop_token_ids=frozenset({random.randrange(40)}),
                 seed=random.getrandbits(63),
                 logit_bias={3: 0.5},
                 bad_words=((1, 2), (3,)),
-                beam_width=random.choice([0, 0, 0, 2, 3]),
+                beam_width=beam_width,
                 early_stopping=random.random() < 0.5,
             ),
             bytes([random.randrange(2)]),
@@ -226,6 +228,8 @@ class Workload:
             tenant=str(random.randrange(3)),
             lora_name=random.choice(["", "", "a", "b"]),
             arrived_at=self.clock(),
+            output_token_ids=tuple((5,) * random.randrange(max_tokens) for _ in range(n)) if resumed else (),
+            ended=frozenset(random.sample(range(n), random.randrange(n))) if resumed else frozenset(),
         )
         self.groups.append(group)
         self.waiting.append(group)
