@@ -35,6 +35,7 @@ from scheduler_service.worker_loop import WorkerLoop
 log = structlog.get_logger()
 
 _SHUTTING_DOWN = RequestError(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
+_RESUMED = RequestError(grpc.StatusCode.ABORTED, "another call goes on with this request")
 _STATUS_OF_ERROR = {
     SequenceStatus.FINISHED_IGNORED: grpc.StatusCode.INVALID_ARGUMENT,
     SequenceStatus.FINISHED_ABORTED: grpc.StatusCode.INTERNAL,
@@ -110,10 +111,17 @@ class Engine:
 
     def close(self, state: RequestState) -> None:
         """The reader is gone or done: free whatever the request still holds."""
-        if self.requests.pop(state.request.request_id, None) is not None:
+        if self.requests.get(state.request.request_id) is state:
+            del self.requests[state.request.request_id]
             self._finish(state, SequenceStatus.FINISHED_ABORTED)
         if not self.requests:
             self._is_empty.set()
+
+    def supersede(self, request_id: str) -> None:
+        """End what is left of a request whose stream broke, because another call goes on with it."""
+        if (state := self.requests.get(request_id)) is not None:
+            self.close(state)
+            state.stream.fail(_RESUMED)
 
     def abort(self, request_id: str) -> bool:
         """End a request; its stream closes with what it has. Returns whether there was one."""

@@ -1,14 +1,26 @@
 """One request between the servicer and the scheduler: what was asked for, and what its tokens mean as text."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from scheduler_service.core import SamplingParams, SequenceGroup, SequenceOutput, SequenceStatus
 from scheduler_service.core.beam_search import Hypothesis
-from scheduler_service.stop_strings import StopChecker
+from scheduler_service.output_text import OutputText
 from scheduler_service.streams import OutputDelta, OutputStream
-from scheduler_service.tokenization import Detokenizer, Tokenizer
+from scheduler_service.tokenization import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumption:
+    """What the client already holds: tokens of each index, or of none; which outputs it has whole; how many of the
+    prompt's log-probabilities. `texts` are those of the outputs with tokens, as far as these have brought them.
+    """
+
+    token_ids: tuple[tuple[int, ...], ...] = ()
+    texts: Mapping[int, OutputText] = field(default_factory=dict)
+    finished: frozenset[int] = frozenset()
+    num_prompt_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +42,32 @@ class GenerationRequest:
     priority: int = 0
     n: int | None = None
     hides_logprobs: bool = False
+    resumption: Resumption = Resumption()
 
     @property
     def num_outputs(self) -> int:
         return self.sampling.n if self.n is None else self.n
+
+    @property
+    def comes_whole(self) -> bool:
+        """Whether no output is given before all have ended, because the best of them are."""
+        return self.n is not None or self.sampling.beam_width > 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the client holds everything already."""
+        return len(self.resumption.finished) == self.num_outputs
+
+    def text(self, tokenizer: Tokenizer | None) -> OutputText:
+        """The text of an output without tokens."""
+        return OutputText(
+            tokenizer,
+            self.prompt_token_ids,
+            skip_special_tokens=self.skip_special_tokens,
+            stop=self.stop,
+            include_stop=self.include_stop_str_in_output,
+            min_tokens=self.sampling.min_tokens,
+        )
 
 
 class RequestState:
@@ -41,6 +75,7 @@ class RequestState:
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer | None, cache_root: bytes) -> None:
         self.request = request
+        resumption = request.resumption
         self.group = SequenceGroup(
             request.request_id,
             request.prompt_token_ids,
@@ -49,10 +84,12 @@ class RequestState:
             priority=request.priority,
             tenant=request.tenant,
             arrived_at=time.monotonic(),
+            output_token_ids=resumption.token_ids,
+            ended=frozenset() if request.comes_whole else resumption.finished,
         )
-        self.stream = OutputStream(request.num_outputs)
-        self._outputs = [_Text(request, tokenizer) for _ in range(request.sampling.n)]
-        self._num_prompt_logprobs = 0
+        self.stream = OutputStream(request.num_outputs - len(resumption.finished))
+        self._outputs = [resumption.texts.get(index) or request.text(tokenizer) for index in range(request.sampling.n)]
+        self._num_prompt_logprobs = resumption.num_prompt_logprobs
         self._ranked = [_Ranked(index) for index in range(request.sampling.n)] if request.n is not None else None
 
     def process(self, gained: SequenceOutput) -> bool:
@@ -75,12 +112,11 @@ class RequestState:
                     self._ranked[sequence.index].logprob += gained.logprobs.logprobs[0]
                 if not self.request.hides_logprobs:
                     delta.logprobs.append(gained.logprobs)
-            checks_stop = sequence.num_output_tokens > sequence.sampling.min_tokens
             text = self._outputs[sequence.index]
             hides = (
                 sequence.status is SequenceStatus.FINISHED_STOPPED and not self.request.include_stop_str_in_output
             )  # the token that ended it is not text
-            delta.text, stop = text.step(None if hides else gained.token_id, checks_stop)
+            delta.text, stop = text.step(None if hides else gained.token_id)
             if stop is not None:
                 stopped = True
                 delta.stop, delta.status = stop, SequenceStatus.FINISHED_STOPPED
@@ -104,14 +140,19 @@ class RequestState:
             for index, output in enumerate(best):
                 output.delta.index = index
                 output.delta.prompt_logprobs = [] if index else prompt_logprobs
-                self.stream.put(output.delta)
+                self._put_whole(output.delta)
+
+    def _put_whole(self, delta: OutputDelta) -> None:
+        """Onto the stream, unless the client has it from an earlier one."""
+        if delta.index not in self.request.resumption.finished:
+            self.stream.put(delta)
 
     def _put_hypotheses(self, hypotheses: Sequence[Hypothesis]) -> None:
         for index, hypothesis in enumerate(hypotheses):
             hides = hypothesis.is_stopped and not self.request.include_stop_str_in_output
             shown = hypothesis.token_ids[:-1] if hides else hypothesis.token_ids
-            pieces = [self._outputs[index].step(token_id, checks_stop=False)[0] for token_id in shown]
-            self.stream.put(
+            pieces = [self._outputs[index].step(token_id)[0] for token_id in shown]
+            self._put_whole(
                 OutputDelta(
                     index,
                     "".join(pieces) + self._outputs[index].flush(),
@@ -130,7 +171,7 @@ class RequestState:
         """End every output that is still open as aborted, with what its text held back."""
         if self.group.beams is not None:  # it has no outputs before it has all
             for index in range(self.request.num_outputs):
-                self.stream.put(OutputDelta(index, status=SequenceStatus.FINISHED_ABORTED))
+                self._put_whole(OutputDelta(index, status=SequenceStatus.FINISHED_ABORTED))
             return
         for sequence, text in zip(self.group.sequences, self._outputs, strict=True):
             if sequence.status is SequenceStatus.FINISHED_ABORTED:
@@ -154,22 +195,3 @@ class _Ranked:
     @property
     def mean_logprob(self) -> float:
         return self.logprob / max(1, self.delta.num_output_tokens)
-
-
-class _Text:
-    """The text of one output; there is none without a tokenizer."""
-
-    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer | None) -> None:
-        self._detokenizer: Detokenizer | None = None
-        if tokenizer is not None:
-            self._detokenizer = tokenizer.detokenizer(
-                request.prompt_token_ids, skip_special_tokens=request.skip_special_tokens
-            )
-        self._stops = StopChecker(request.stop, include_stop=request.include_stop_str_in_output)
-
-    def step(self, token_id: int | None, checks_stop: bool) -> tuple[str, str | None]:
-        text = "" if token_id is None or self._detokenizer is None else self._detokenizer.step(token_id)
-        return self._stops.step(text) if checks_stop else (text, None)
-
-    def flush(self) -> str:
-        return self._stops.flush()

@@ -14,6 +14,7 @@ from scheduler_service.core import SequenceStatus
 from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.engine import Engine
 from scheduler_service.request import RequestState
+from scheduler_service.resumption import check_resumption
 from scheduler_service.streams import OutputDelta
 from scheduler_service.validation import (
     MAX_DETOKENIZE,
@@ -50,8 +51,13 @@ class InferenceServicer(InferenceServiceServicer):
         model = await self._engine.model()
         check_request_id(request.request_id)
         request_id = request.request_id or uuid.uuid4().hex
+        if request.HasField("resume"):
+            self._engine.supersede(request_id)
         with self._engine.admission(request_id):
-            state = self._engine.submit(await check_request(request, request_id, model), model)
+            checked = await check_resumption(request, await check_request(request, request_id, model), model)
+            if checked.is_complete:
+                return
+            state = self._engine.submit(checked, model)
         structlog.contextvars.bind_contextvars(request_id=state.request.request_id)
         try:
             seeded: set[int] = set()
@@ -60,6 +66,7 @@ class InferenceServicer(InferenceServiceServicer):
                 if delta.index not in seeded:
                     seeded.add(delta.index)
                     message.seed = state.request.sampling.seed
+                    message.model_fingerprint = model.fingerprint
                 await self._write(message, context)
         finally:
             self._engine.close(state)
@@ -92,6 +99,7 @@ class InferenceServicer(InferenceServiceServicer):
             max_stop_strings=MAX_STOP_STRINGS,
             eos_token_ids=model.eos_token_ids,
             has_chat_template=model.tokenizer is not None and model.tokenizer.has_chat_template,
+            fingerprint=model.fingerprint,
         )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
@@ -122,7 +130,8 @@ def encode_delta(state: RequestState, delta: OutputDelta) -> pb.GenerateResponse
         elif delta.stop is not None:
             message.stop_token_id = delta.stop
         message.usage.prompt_tokens = len(state.request.prompt_token_ids)
-        message.usage.cached_tokens = state.group.num_cached_tokens or 0
+        # Of a resumed request the cache may have had output as well.
+        message.usage.cached_tokens = min(state.group.num_cached_tokens or 0, message.usage.prompt_tokens)
         message.usage.output_tokens = delta.num_output_tokens
     return message
 

@@ -167,7 +167,6 @@ def _check_characters(field: str, count: int, model: ServedModel, tokenizer: Tok
 
 def _refuse_unimplemented(message: pb.GenerateRequest) -> None:
     names = [name for name in UNIMPLEMENTED_FIELDS if getattr(message, name)]
-    names += ["resume"] if message.HasField("resume") else []
     names += [f"sampling.{name}" for name in UNIMPLEMENTED_SAMPLING if message.sampling.HasField(name)]
     if names:
         raise RequestError(grpc.StatusCode.UNIMPLEMENTED, f"{names[0]} is not implemented by this server")

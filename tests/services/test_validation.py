@@ -116,7 +116,6 @@ async def test_biases_that_are_no_number_are_refused(value: float, byte_model: S
     ("message", "name"),
     [
         (pb.GenerateRequest(text="a", lora_name="l"), "lora_name"),
-        (pb.GenerateRequest(text="a", resume=pb.ResumeState()), "resume"),
         (request(json_schema="{}"), "sampling.json_schema"),
         (request(regex="a*"), "sampling.regex"),
         (request(choice=pb.Choice(options=["a"])), "sampling.choice"),

@@ -1,0 +1,50 @@
+"""The text of one output: what its tokens mean, in whole characters, up to the first stop string.
+
+What has been shown is a function of the tokens alone. So an output that goes on where another scheduler left it needs
+its tokens only: taken in again, they leave behind the same half character and the same beginning of a stop string.
+"""
+
+from collections.abc import Sequence
+
+from scheduler_service.stop_strings import StopChecker
+from scheduler_service.tokenization import Detokenizer, Tokenizer
+
+
+class OutputText:
+    """Takes the tokens of one output in turn. There is no text without a tokenizer."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None:
+            self._detokenizer = tokenizer.detokenizer(prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        self._stops = StopChecker(stop, include_stop=include_stop)
+        self._num_unchecked = min_tokens
+
+    def step(self, token_id: int | None) -> tuple[str, str | None]:
+        """Take a token, or None for one that is not shown; returns new text, and the stop string that ends it."""
+        text = "" if token_id is None or self._detokenizer is None else self._detokenizer.step(token_id)
+        if self._num_unchecked:  # stop strings do not count before so many tokens
+            self._num_unchecked -= 1
+            return text, None
+        return self._stops.step(text)
+
+    def replay(self, token_ids: Sequence[int]) -> str | None:
+        """Take tokens whose text was shown by another server; returns the stop string that should have ended it."""
+        for token_id in token_ids:
+            _, stop = self.step(token_id)
+            if stop is not None:
+                return stop
+        return None
+
+    def flush(self) -> str:
+        """What was held back, when the output ends for another reason than a stop string."""
+        return self._stops.flush()
