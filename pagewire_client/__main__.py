@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 import grpc
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_client.client import Client, Prompt
+from pagewire_client.client import RETRY_SECONDS, Client, Prompt
 from pagewire_client.local import LocalServer, ServerError
 
 
@@ -25,6 +26,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="a running scheduler service; without one, both services are started here for this command",
     )
     common.add_argument("--model", default="default", help="what to serve when no --target is given")
+    common.add_argument(
+        "--retry-for",
+        metavar="SECONDS",
+        type=float,
+        default=RETRY_SECONDS,
+        help="how long to try to reach a server again that is not there; 0 for not at all (default %(default)g)",
+    )
     common.add_argument("--max-tokens", type=int, default=512, help="most tokens to generate (default 512)")
     common.add_argument("--temperature", type=float, help="0 takes the likeliest token (default: the model's)")
     common.add_argument("--top-k", type=int)
@@ -76,7 +84,7 @@ async def stream(client: Client, prompt: Prompt, sampling: pb.SamplingParams) ->
 async def generate(arguments: argparse.Namespace, target: str) -> None:
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     prompt: Prompt = [{"role": "user", "content": text}] if arguments.chat else text
-    async with Client(target) as client:
+    async with Client(target, retry_for=arguments.retry_for) as client:
         await stream(client, prompt, sampling_params(arguments))
 
 
@@ -85,7 +93,7 @@ def chat(arguments: argparse.Namespace, target: str) -> None:
     messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
 
     async def answer(conversation: Prompt) -> str:
-        async with Client(target) as client:
+        async with Client(target, retry_for=arguments.retry_for) as client:
             return await stream(client, conversation, sampling_params(arguments))
 
     for line in _lines():
@@ -115,6 +123,8 @@ def run(arguments: argparse.Namespace, target: str) -> None:
 
 def main() -> None:
     arguments = parse_arguments()
+    logging.basicConfig(format="%(name)s: %(message)s")
+    logging.getLogger("pagewire_client").setLevel(logging.INFO)
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # line editing for input()

@@ -1,31 +1,51 @@
-"""The asyncio client: the generated stub with prompts as Python values and calls that end when their reader does."""
+"""The asyncio client: the generated stub with prompts as Python values, calls that end when their reader does, and
+streams that go on where they broke.
+"""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
+from pagewire_client.resumable import ResumableStream
+from pagewire_client.retry import Backoff
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages with "role" and "content"."""
 
 OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.max_receive_message_length", 64 << 20),
+    # A server that comes back, perhaps at another address of the same name, is to be found within a second or two.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # what one attempt to connect may take
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
 )
+RETRY_SECONDS = 60.0
+
+T = TypeVar("T")
 
 
 class Client:
     """One connection to a scheduler service. Create it inside the event loop that uses it.
 
-    Every method raises grpc.aio.AioRpcError with the server's status and sentence.
+    Every method raises grpc.aio.AioRpcError with the server's status and sentence. While the server cannot be reached,
+    or is about to leave, calls are tried again for `retry_for` seconds (0: not at all); streams then go on where they
+    were, with no token lost or twice. What is tried again is logged as INFO by the logger `pagewire_client`.
     """
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, *, retry_for: float = RETRY_SECONDS) -> None:
+        self._retry_for = retry_for
+        self._streams: dict[str, ResumableStream] = {}
         self._channel = grpc.aio.insecure_channel(target, options=OPTIONS)
         self._stub = InferenceServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -43,17 +63,26 @@ class Client:
 
     async def wait_until_serving(self, timeout: float | None = None) -> None:
         """Return once the server reports SERVING; raises TimeoutError after `timeout` seconds."""
-        watch = self._health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=timeout)
+        try:
+            async with asyncio.timeout(timeout):
+                while not await self._is_serving():
+                    pass
+        except TimeoutError:
+            raise TimeoutError(f"the server was not ready within {timeout} s") from None
+
+    async def _is_serving(self) -> bool:
+        """Watch until the server serves, or leaves."""
+        watch = self._health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
         try:
             async for response in watch:
                 if response.status == health_pb2.HealthCheckResponse.SERVING:
-                    return
+                    return True
         except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
                 raise
-            raise TimeoutError(f"the server was not ready within {timeout} s") from None
         finally:
             watch.cancel()
+        return False
 
     async def generate(
         self,
@@ -63,10 +92,14 @@ class Client:
         request_id: str = "",
         parse_special_tokens: bool = False,
         timeout: float | None = None,
+        retry_for: float | None = None,
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """Stream a prompt's continuation. Leaving the loop early, by whatever way, frees it on the server."""
+        """Stream a prompt's continuation. Leaving the loop early, by whatever way, frees it on the server.
+
+        `timeout` seconds are a deadline for all of it; `retry_for` is the client's unless given.
+        """
         request = pb.GenerateRequest(
-            request_id=request_id, sampling=sampling, parse_special_tokens=parse_special_tokens
+            request_id=request_id or uuid.uuid4().hex, sampling=sampling, parse_special_tokens=parse_special_tokens
         )
         if isinstance(prompt, str):
             request.text = prompt
@@ -75,28 +108,57 @@ class Client:
         else:
             request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
             request.token_ids.SetInParent()
-        call = self._stub.Generate(request, timeout=timeout)
+        stream = ResumableStream(
+            lambda request, timeout: self._stub.Generate(request, timeout=timeout),
+            request,
+            timeout=timeout,
+            retry_for=self._retry_for if retry_for is None else retry_for,
+        )
+        known = self._streams.setdefault(request.request_id, stream)
         try:
-            async for response in call:
-                yield response
+            async with aclosing(stream.responses()) as responses:
+                async for response in responses:
+                    yield response
         finally:
-            call.cancel()
+            if known is stream:
+                del self._streams[request.request_id]
 
     async def abort(self, request_id: str) -> bool:
-        """End a call in flight; returns whether there was one."""
-        return (await self._stub.Abort(pb.AbortRequest(request_id=request_id))).aborted
+        """End a call in flight; returns whether there was one. This client's own is not resumed from then on."""
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return (await self._retrying(self._stub.Abort, pb.AbortRequest(request_id=request_id))).aborted
+        stream.abort()
+        try:
+            aborted = (await self._stub.Abort(pb.AbortRequest(request_id=request_id))).aborted
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            stream.give_up()
+            return True
+        return aborted or stream.give_up()
 
     async def get_model(self) -> pb.GetModelResponse:
-        return await self._stub.GetModel(pb.GetModelRequest())
+        return await self._retrying(self._stub.GetModel, pb.GetModelRequest())
 
     async def tokenize(self, text: str | Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a text or of chat messages, as `generate` would see them."""
         request = pb.TokenizeRequest(text=text) if isinstance(text, str) else pb.TokenizeRequest(chat=to_chat(text))
-        return list((await self._stub.Tokenize(request)).token_ids)
+        return list((await self._retrying(self._stub.Tokenize, request)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
-        return (await self._stub.Detokenize(request)).text
+        return (await self._retrying(self._stub.Detokenize, request)).text
+
+    async def _retrying(self, method: Callable[[Any], Awaitable[T]], request: Any) -> T:
+        """Call a method that may as well be called twice."""
+        backoff = Backoff(self._retry_for)
+        while True:
+            try:
+                return await method(request)
+            except grpc.aio.AioRpcError as error:
+                pause = backoff.pause(error)
+            await asyncio.sleep(pause)
 
 
 def to_chat(messages: Sequence[Mapping[str, str]]) -> pb.Chat:

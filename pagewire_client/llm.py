@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_client.client import Client, Prompt
+from pagewire_client.client import RETRY_SECONDS, Client, Prompt
 from pagewire_client.local import LocalServer
 
 MAX_IN_FLIGHT = 512
@@ -90,7 +90,8 @@ class LLM:
                 bar.advance(task)
                 return completion
 
-            async with Client(self.target) as client:
+            # Nobody starts its own server again.
+            async with Client(self.target, retry_for=0 if self._server else RETRY_SECONDS) as client:
                 return await asyncio.gather(*(one(p, s) for p, s in zip(batch, each, strict=True)))
 
     def close(self) -> None:

@@ -92,7 +92,15 @@ def test_chat_keeps_the_conversation(tiny_server: LocalServer) -> None:
 
 
 def test_a_server_that_is_not_there_is_one_sentence() -> None:
-    result = command_line("generate", "--target", "127.0.0.1:1", "hello")
+    result = command_line("generate", "--target", "127.0.0.1:1", "--retry-for", "0", "hello")
     assert result.returncode == 1
     assert result.stderr.startswith("pagewire_client: UNAVAILABLE: ")
     assert "Traceback" not in result.stderr
+
+
+def test_a_server_that_is_not_there_is_waited_for_as_long_as_was_said() -> None:
+    result = command_line("generate", "--target", "127.0.0.1:1", "--retry-for", "0.3", "hello")
+    assert result.returncode == 1
+    waiting, given_up = result.stderr.splitlines()
+    assert "trying again for 0.3 s" in waiting
+    assert given_up.startswith("pagewire_client: UNAVAILABLE: ")

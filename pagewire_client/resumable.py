@@ -1,0 +1,138 @@
+"""A Generate call that outlives its connection, and the scheduler at the other end of it.
+
+What a client must keep to be able to go on is little: the seed, each output's tokens, and which outputs have ended.
+When the stream breaks, that goes along with the same request, and the server sends what is missing and nothing else.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+
+import grpc
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_client.retry import PASSING, Backoff
+
+Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
+# The server may still be looking at an attempt that broke early.
+PASSING_AGAIN = PASSING | {grpc.StatusCode.ALREADY_EXISTS}
+
+
+class Received:
+    """What came of a request with `num_outputs` outputs."""
+
+    def __init__(self, num_outputs: int) -> None:
+        self._open: dict[int, list[int]] = {index: [] for index in range(num_outputs)}
+        self._finished: list[int] = []
+        self._num_prompt_logprobs = 0
+        self._seed: int | None = None
+        self._fingerprint = ""
+
+    @property
+    def open(self) -> list[int]:
+        """Indices of outputs that have not ended."""
+        return list(self._open)
+
+    def add(self, response: pb.GenerateResponse) -> None:
+        if response.HasField("seed"):
+            self._seed, self._fingerprint = response.seed, response.model_fingerprint
+        self._num_prompt_logprobs += len(response.prompt_logprobs)
+        if response.finish_reason:
+            self._open.pop(response.index, None)
+            self._finished.append(response.index)
+        elif response.index in self._open:
+            self._open[response.index] += response.token_ids
+
+    @property
+    def state(self) -> pb.ResumeState:
+        """What the server needs to know of it to go on."""
+        return pb.ResumeState(
+            seed=self._seed,
+            model_fingerprint=self._fingerprint,
+            num_prompt_logprobs=self._num_prompt_logprobs,
+            outputs=[
+                *(pb.ResumedOutput(index=index, token_ids=tokens) for index, tokens in self._open.items() if tokens),
+                *(pb.ResumedOutput(index=index, finished=True) for index in self._finished),
+            ],
+        )
+
+
+class ResumableStream:
+    """One request, in as many calls as it takes.
+
+    `start` makes a call of a request and the seconds until its deadline; `timeout` is for all calls together, and
+    `retry_for` is how long it may take, from the moment a call broke, until another one brings something.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[pb.GenerateRequest, float | None], Call],
+        request: pb.GenerateRequest,
+        *,
+        timeout: float | None,
+        retry_for: float,
+    ) -> None:
+        self._start = start
+        self._request = request
+        self._timeout = timeout
+        self._backoff = Backoff(retry_for)
+        self._received = Received(request.sampling.n or 1)
+        self._call: Call | None = None
+        self._hears = False
+        self._aborted = asyncio.Event()
+
+    async def responses(self) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """What the calls bring, as if it were one; raises the grpc.aio.AioRpcError that cannot be helped."""
+        loop = asyncio.get_running_loop()
+        deadline = None if self._timeout is None else loop.time() + self._timeout
+        while self._received.open and not self._aborted.is_set():
+            timeout = None if deadline is None else max(0.0, deadline - loop.time())
+            self._hears, self._call = False, self._start(self._request, timeout)
+            try:
+                async for response in self._call:
+                    self._hears = True
+                    self._backoff.succeeded()
+                    self._received.add(response)
+                    yield response
+                return
+            except grpc.aio.AioRpcError as error:
+                if not self._received.open or self._aborted.is_set():
+                    break
+                again = self._request.HasField("resume")
+                pause = self._backoff.pause(error, PASSING_AGAIN if again else PASSING)
+                if deadline is not None:
+                    pause = min(pause, max(0.0, deadline - loop.time()))
+            except asyncio.CancelledError:
+                if not self._call.cancelled() or not self._aborted.is_set() or _is_cancelled():
+                    raise
+                break
+            finally:
+                self._call.cancel()  # a call that is merely dropped stays open
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._aborted.wait(), pause)
+            self._request.resume.CopyFrom(self._received.state)
+        for index in self._received.open:  # it was aborted while nobody at the other end knew of it
+            yield pb.GenerateResponse(
+                request_id=self._request.request_id, index=index, finish_reason=pb.FINISH_REASON_ABORT
+            )
+
+    def abort(self) -> None:
+        """The caller has had enough: from now on a call that breaks is the last."""
+        self._aborted.set()
+
+    def give_up(self) -> bool:
+        """After `abort`, and after a server that knows of no such request: whether none of its calls has reached one.
+
+        The stream then ends by itself.
+        """
+        if self._hears:
+            return False
+        if self._call is not None:
+            self._call.cancel()
+        return True
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody cancelled the task that reads the stream."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

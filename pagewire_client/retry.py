@@ -1,0 +1,47 @@
+"""Which failures are worth another attempt, how long to pause before it, and when to give up."""
+
+import logging
+import random
+import time
+from collections.abc import Callable, Collection
+
+import grpc
+
+log = logging.getLogger("pagewire_client")
+
+FIRST_PAUSE_SECONDS = 0.1
+LAST_PAUSE_SECONDS = 2.0
+# A server that is not there, that is leaving, or that took its streams with it. Nobody here cancelled the call: what
+# the caller cancels is an asyncio.CancelledError.
+PASSING = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
+
+
+class Backoff:
+    """The pauses between attempts at one thing: each about twice the one before, none the same for two clients.
+
+    `limit` is in seconds from the first failure on; whatever succeeds in between begins it anew. 0 retries nothing.
+    """
+
+    def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit = limit
+        self._clock = clock
+        self.succeeded()
+
+    def succeeded(self) -> None:
+        self._pause = FIRST_PAUSE_SECONDS
+        self._failed_at: float | None = None
+
+    def pause(self, error: grpc.aio.AioRpcError, codes: Collection[grpc.StatusCode] = PASSING) -> float:
+        """Seconds to wait before the next attempt; raises the error when there should be none."""
+        now = self._clock()
+        if error.code() not in codes or self._limit <= 0:
+            raise error
+        if self._failed_at is None:
+            self._failed_at = now
+            log.info("%s: %s; trying again for %g s", error.code().name, error.details(), self._limit)
+        left = self._failed_at + self._limit - now
+        if left <= 0:
+            raise error
+        pause = min(self._pause * random.uniform(0.5, 1.0), left)
+        self._pause = min(2 * self._pause, LAST_PAUSE_SECONDS)
+        return pause
