@@ -1,0 +1,148 @@
+"""A scheduler that is killed or stopped while its clients read: they see a pause."""
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_processes import WORKER_SIZES, Start
+from test_processes import start as start
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_client import Client, SamplingParams
+from pagewire_client.llm import Output, collect
+from pagewire_client.local import ServiceProcess
+
+MAX_TOKENS = 150
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"logprobs": 1, "prompt_logprobs": 0},
+    "seeded": {"temperature": 1.0, "seed": 5, "min_tokens": 20, "frequency_penalty": 0.1},
+    "a seed of the server's": {"temperature": 1.0, "n": 3},
+    "a stop string that never comes": {"temperature": 1.0, "n": 2, "seed": 6, "stop": ["\N{WHITE STAR}" * 3, "e!!"]},
+    "ended early": {"temperature": 1.0, "n": 2, "seed": 7, "stop_token_ids": [80, 90, 100, 110]},
+    "best of several": {"temperature": 1.0, "n": 2, "best_of": 3, "seed": 8},
+    "beams": {"n": 2, "beam_width": 3},
+}
+
+
+@pytest.fixture
+def worker(start: Start, tiny_model_directory: Path) -> Iterator[str]:
+    _, address = start("worker_service", "--model", str(tiny_model_directory), *WORKER_SIZES)
+    return address
+
+
+class Restartable:
+    """A scheduler that comes back at the same address."""
+
+    def __init__(self, start: Start, model: Path, worker: str) -> None:
+        self._start, self._arguments = start, ("--model", str(model), "--workers", worker)
+        self.process, self.target = start("scheduler_service", *self._arguments)
+
+    def start_again(self, *arguments: str) -> ServiceProcess:
+        self.process, _ = self._start("scheduler_service", *self._arguments, *arguments, listen=self.target)
+        return self.process
+
+
+def sampling_params(given: dict[str, Any]) -> SamplingParams:
+    sampling = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+    sampling.MergeFrom(SamplingParams(**given))
+    if sampling.HasField("beam_width"):
+        sampling.max_tokens = 30
+    return sampling
+
+
+class Reading:
+    """A stream as its caller sees it."""
+
+    def __init__(self, client: Client, sampling: SamplingParams, progress: asyncio.Event) -> None:
+        self.sampling = sampling
+        self.progress = progress
+        self.outputs = [Output() for _ in range(sampling.n or 1)]
+        self.prompt_logprobs: list[pb.TokenLogprobs] = []
+        self.seed: int | None = None
+        self.num_tokens = 0
+        self.task = asyncio.create_task(self._read(client))
+
+    async def _read(self, client: Client) -> None:
+        async for message in client.generate("a prompt for all of them", self.sampling):
+            output = self.outputs[message.index]
+            assert not output.finish_reason
+            output.text += message.text
+            output.token_ids += message.token_ids
+            output.finish_reason = message.finish_reason
+            self.prompt_logprobs += message.prompt_logprobs
+            self.num_tokens += len(message.token_ids)
+            self.progress.set()
+            if message.HasField("seed"):
+                assert self.seed in (None, message.seed)
+                self.seed = message.seed
+
+    async def assert_undisturbed(self, client: Client) -> None:
+        await self.task
+        self.sampling.seed = self.seed
+        whole = await collect(client, "a prompt for all of them", self.sampling)
+        for mine, theirs in zip(self.outputs, whole.outputs, strict=True):
+            assert (mine.token_ids, mine.text, mine.finish_reason) == (
+                theirs.token_ids,
+                theirs.text,
+                theirs.finish_reason,
+            )
+        assert len(self.prompt_logprobs) == len(whole.prompt_logprobs)
+
+
+async def until_received(num_tokens: int, *readings: Reading) -> None:
+    """Wait until so many tokens have come in all."""
+    while sum(reading.num_tokens for reading in readings) < num_tokens:
+        readings[0].progress.clear()
+        await readings[0].progress.wait()
+
+
+async def test_a_killed_scheduler_is_a_pause_and_every_text_is_that_of_an_undisturbed_run(
+    start: Start,
+    worker: str,
+    tiny_model_directory: Path,
+) -> None:
+    scheduler = Restartable(start, tiny_model_directory, worker)
+    async with Client(scheduler.target) as client:
+        await client.wait_until_serving(60)
+        progress = asyncio.Event()
+        readings = [Reading(client, sampling_params(given), progress) for given in SAMPLINGS.values()]
+        for num_tokens in (30, 500):
+            await until_received(num_tokens, *readings)
+            assert not all(reading.task.done() for reading in readings)
+            scheduler.process.process.kill()
+            await asyncio.to_thread(scheduler.process.process.wait)
+            await asyncio.to_thread(scheduler.start_again)
+        for reading in readings:
+            await reading.assert_undisturbed(client)
+
+
+@pytest.mark.parametrize("grace", ["0", "60"])
+async def test_a_scheduler_that_is_stopped_hands_its_callers_to_the_next_one(
+    start: Start,
+    worker: str,
+    tiny_model_directory: Path,
+    grace: str,
+) -> None:
+    """Within the grace it finishes what runs; what does not fit in, and what comes too late, the next one serves."""
+    scheduler = Restartable(start, tiny_model_directory, worker)
+    scheduler.process.stop()
+    first = await asyncio.to_thread(scheduler.start_again, "--grace", grace)
+    async with Client(scheduler.target) as client:
+        await client.wait_until_serving(60)
+        early = Reading(client, sampling_params({"temperature": 1.0, "n": 2}), asyncio.Event())
+        await until_received(10, early)
+        first.process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(first.wait_for, "stopping", 30)
+        late = Reading(client, sampling_params({"temperature": 1.0}), asyncio.Event())
+        assert await asyncio.to_thread(first.process.wait, 60) == 0
+        assert not late.num_tokens
+        if grace == "60":
+            await early.task
+        else:
+            assert not early.task.done()
+        await asyncio.to_thread(scheduler.start_again)
+        await early.assert_undisturbed(client)
+        await late.assert_undisturbed(client)
