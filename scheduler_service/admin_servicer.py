@@ -1,72 +1,57 @@
-"""AdminService: the scheduler's state in numbers. Only the state of one moment so far; the rest is UNIMPLEMENTED."""
+"""AdminService: what an operator sees of the cluster, and takes out of it."""
 
-from typing import Any, NoReturn
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 
 from pagewire.v1 import admin_service_pb2 as pb
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceServicer
 from pagewire_common.errors import RequestError
+from scheduler_service.cluster_state import cluster_state
 from scheduler_service.engine import Engine
-from scheduler_service.step_split import StepSplit
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+INTERVAL_MS = 1000
+MIN_INTERVAL_MS = 100
+MAX_INTERVAL_MS = 60_000
+
 
 class AdminServicer(AdminServiceServicer):
-    """What an operator sees; see the .proto for its contract."""
+    """See the .proto for its contract. `close` ends the watches, which would otherwise go on for ever."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._closed = asyncio.Event()
+
+    def close(self) -> None:
+        self._closed.set()
 
     async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.GetClusterStateResponse:
-        workers = []
-        for worker in self._engine.workers:
-            state = pb.WorkerState(
-                address=worker.client.address,
-                epoch=worker.epoch,
-                num_steps=worker.num_steps,
-                num_preemptions=worker.num_preemptions,
-                last_error=worker.last_error,
-                step_split=_encode_split(worker.split),
+        return pb.GetClusterStateResponse(state=cluster_state(self._engine))
+
+    async def WatchClusterState(
+        self, request: pb.WatchClusterStateRequest, context: Context
+    ) -> AsyncIterator[pb.WatchClusterStateResponse]:
+        interval_ms = request.interval_ms if request.HasField("interval_ms") else INTERVAL_MS
+        if not MIN_INTERVAL_MS <= interval_ms <= MAX_INTERVAL_MS:
+            raise RequestError(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"interval_ms is {interval_ms}; it must be in [{MIN_INTERVAL_MS}, {MAX_INTERVAL_MS}]",
             )
-            if (scheduler := worker.scheduler) is not None:
-                state.connected = True
-                state.last_error = ""
-                state.num_running = len(scheduler.running)
-                state.num_device_blocks = scheduler.blocks.device.num_blocks
-                state.num_free_device_blocks = scheduler.blocks.device.num_free
-                state.num_swapped = len(scheduler.swapped)
-                state.num_host_blocks = scheduler.blocks.host.num_blocks
-                state.num_free_host_blocks = scheduler.blocks.host.num_free
-                state.num_preemptions += sum(scheduler.num_preemptions.values())
-            workers.append(state)
-        return pb.GetClusterStateResponse(state=pb.ClusterState(num_waiting=len(self._engine.waiting), workers=workers))
+        while not self._closed.is_set():
+            yield pb.WatchClusterStateResponse(state=cluster_state(self._engine))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closed.wait(), interval_ms / 1000)
+        raise RequestError(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
 
-    async def WatchClusterState(self, request: pb.WatchClusterStateRequest, context: Context) -> NoReturn:  # type: ignore[override]
-        _refuse("WatchClusterState")
+    async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:
+        self._engine.drain_worker(request.address)
+        return pb.DrainWorkerResponse()
 
-    async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> NoReturn:
-        _refuse("DrainWorker")
-
-    async def UndrainWorker(self, request: pb.UndrainWorkerRequest, context: Context) -> NoReturn:
-        _refuse("UndrainWorker")
-
-
-def _encode_split(split: StepSplit) -> pb.StepSplit:
-    return pb.StepSplit(
-        num_steps=split.num_steps,
-        schedule_us=split.schedule // 1000,
-        encode_us=split.encode // 1000,
-        wire_us=max(split.wire, 0) // 1000,
-        move_us=split.move // 1000,
-        forward_us=split.forward // 1000,
-        sample_us=split.sample // 1000,
-        decode_us=split.decode // 1000,
-        update_us=split.update // 1000,
-        publish_us=split.publish // 1000,
-    )
-
-
-def _refuse(method: str) -> NoReturn:
-    raise RequestError(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not implemented by this server")
+    async def UndrainWorker(self, request: pb.UndrainWorkerRequest, context: Context) -> pb.UndrainWorkerResponse:
+        self._engine.undrain_worker(request.address)
+        return pb.UndrainWorkerResponse()

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import secrets
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from scheduler_service.core import Scheduler, SchedulerOutput, SequenceGroup, Se
 from scheduler_service.core.ledger import GroupLedger
 from scheduler_service.core.prefix_key import root_key
 from scheduler_service.discovery import Resolve, resolve_by_dns
-from scheduler_service.membership import Membership
+from scheduler_service.membership import Departed, Membership
 from scheduler_service.model import ServedModel, max_sequence_tokens, model_name
 from scheduler_service.outage import Outage
 from scheduler_service.policy import waiting_queue
@@ -29,6 +30,7 @@ from scheduler_service.recording.recorder import NoRecorder, Recorder
 from scheduler_service.recording.writer import FileWriter
 from scheduler_service.request import GenerationRequest, RequestState
 from scheduler_service.settings import SchedulerSettings
+from scheduler_service.statistics import Statistics
 from scheduler_service.worker_client import WorkerClient, WorkerError
 from scheduler_service.worker_loop import WorkerLoop
 
@@ -54,6 +56,7 @@ class Engine:
         self.waiting = waiting_queue(settings.policy, settings.overtakes, settings.tenant_weights)
         self.requests: dict[str, RequestState] = {}
         self.serving: dict[GroupLedger, WorkerLoop] = {}  # by the schedulers of open sessions
+        self.statistics = Statistics()
         self._members = Membership(self, resolve)
         self._model_name = model_name(settings.model)
         self.recorder = _recorder(settings)
@@ -100,7 +103,7 @@ class Engine:
         if self._is_draining:
             raise _SHUTTING_DOWN
         cache_root = root_key(self._cache_secret, request.tenant.encode(), request.cache_salt.encode())
-        state = RequestState(request, model.tokenizer, cache_root)
+        state = RequestState(request, model.tokenizer, cache_root, self.statistics)
         self.requests[request.request_id] = state
         self._is_empty.clear()
         self.waiting.append(state.group)
@@ -176,6 +179,16 @@ class Engine:
     # ---- for operators
 
     @property
+    def is_draining(self) -> bool:
+        """Whether nothing more is admitted, because the server is shutting down."""
+        return self._is_draining
+
+    @property
+    def departed(self) -> Departed:
+        """What is to be remembered of workers that are not known any more."""
+        return self._members.departed
+
+    @property
     def workers(self) -> list[WorkerLoop]:
         """Those that are known at the moment, connected or not."""
         return self._members.workers
@@ -238,8 +251,16 @@ class Engine:
             if offered < promised:
                 raise WorkerError(f"the worker's {name} is {offered}; requests were promised {promised}")
 
+    def admitted(self, output: SchedulerOutput) -> None:
+        """Take note of who came to a worker with this step."""
+        now = time.monotonic()
+        for new in output.new_sequences:
+            if (state := self.requests.get(new.sequence.group.request_id)) is not None:
+                state.admitted(now)
+
     def publish(self, scheduler: Scheduler, gained: Sequence[SequenceOutput]) -> None:
         """Bring sampled tokens to their streams; a stop string found on the way ends its sequence."""
+        now = time.monotonic()
         for item in gained:
             group = item.sequence.group
             state = self.requests.get(group.request_id)
@@ -248,7 +269,7 @@ class Engine:
             try:
                 if group.error is not None:
                     self.fail(group)
-                elif state.process(item):
+                elif state.process(item, now):
                     scheduler.finish_sequence(item.sequence, SequenceStatus.FINISHED_STOPPED)
             except Exception as error:  # one request's text must not cost the others their tokens
                 log.error("request failed", request_id=group.request_id, exc_info=error)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
@@ -12,6 +13,15 @@ from scheduler_service.worker_loop import WorkerLoop
 
 if TYPE_CHECKING:
     from scheduler_service.engine import Engine
+
+
+@dataclass(slots=True)
+class Departed:
+    """Sums over the workers that have left, without which counts over all of them would fall."""
+
+    num_losses: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
 
 
 class Membership:
@@ -25,6 +35,7 @@ class Membership:
             target: frozenset() if is_name(target) else frozenset((target,)) for target in self._targets
         }
         self._loops: dict[str, WorkerLoop] = {}
+        self.departed = Departed()
         self._start: Callable[[WorkerLoop], object] = lambda loop: None  # noqa: ARG005
         self._update()
 
@@ -80,6 +91,9 @@ class Membership:
         try:
             await loop.run()
         finally:
+            self.departed.num_losses += loop.num_losses
+            self.departed.num_preemptions += loop.num_preemptions
+            self.departed.num_steps += loop.num_steps
             if self._loops.get(loop.client.address) is loop:
                 del self._loops[loop.client.address]
             await loop.client.close()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from scheduler_service.core import SamplingParams, SequenceGroup, SequenceOutput, SequenceStatus
 from scheduler_service.core.beam_search import Hypothesis
 from scheduler_service.output_text import OutputText
+from scheduler_service.statistics import Statistics
 from scheduler_service.streams import OutputDelta, OutputStream
 from scheduler_service.tokenization import Tokenizer
 
@@ -73,8 +74,13 @@ class GenerationRequest:
 class RequestState:
     """A request in flight: its group in the scheduler, its text so far, its stream."""
 
-    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer | None, cache_root: bytes) -> None:
+    def __init__(
+        self, request: GenerationRequest, tokenizer: Tokenizer | None, cache_root: bytes, statistics: Statistics
+    ) -> None:
         self.request = request
+        self._statistics = statistics
+        self._is_admitted = False
+        self._has_token = False
         resumption = request.resumption
         self.group = SequenceGroup(
             request.request_id,
@@ -89,14 +95,39 @@ class RequestState:
         )
         self.stream = OutputStream(request.num_outputs - len(resumption.finished))
         self._outputs = [resumption.texts.get(index) or request.text(tokenizer) for index in range(request.sampling.n)]
+        self._last_token_at = [0.0] * request.sampling.n  # of each output, 0 before this server's first
         self._num_prompt_logprobs = resumption.num_prompt_logprobs
         self._ranked = [_Ranked(index) for index in range(request.sampling.n)] if request.n is not None else None
 
-    def process(self, gained: SequenceOutput) -> bool:
+    def admitted(self, now: float) -> None:
+        """A worker has been given the request; whether for the first time is this method's business."""
+        if not self._is_admitted:
+            self._is_admitted = True
+            self._statistics.queue_seconds.observe(now - self.group.arrived_at)
+            self._statistics.num_prompt_tokens += len(self.request.prompt_token_ids)
+            self._statistics.num_cached_tokens += self.num_cached_tokens
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that were found in the cache; of a resumed request it may have had output as well."""
+        return min(self.group.num_cached_tokens or 0, len(self.request.prompt_token_ids))
+
+    def _count_token(self, index: int, now: float) -> None:
+        statistics, last = self._statistics, self._last_token_at[index]
+        statistics.num_output_tokens += 1
+        self._last_token_at[index] = now
+        if last:
+            statistics.token_seconds.observe(now - last)
+        elif not self._has_token:
+            self._has_token = True
+            statistics.first_token_seconds.observe(now - self.group.arrived_at)
+
+    def process(self, gained: SequenceOutput, now: float) -> bool:
         """Turn what a sequence gained into text on the stream; returns True when a stop string ended it."""
         sequence = gained.sequence
         if self.group.beams is not None:
             if self.group.is_finished:
+                self._statistics.num_output_tokens += sum(len(h.token_ids) for h in self.group.beams.hypotheses)
                 self._put_hypotheses(self.group.beams.hypotheses[: self.request.num_outputs])
             return False
         delta = OutputDelta(sequence.index)
@@ -106,6 +137,7 @@ class RequestState:
             delta.prompt_logprobs = new
         stopped = False
         if gained.token_id is not None:
+            self._count_token(sequence.index, now)
             delta.token_ids.append(gained.token_id)
             if gained.logprobs is not None:
                 if self._ranked is not None:

@@ -28,7 +28,8 @@ async def serve(settings: SchedulerSettings) -> None:
         max_receive_bytes=16 << 20,  # a prompt of the longest contexts, several times over
     )
     add_InferenceServiceServicer_to_server(InferenceServicer(engine), server.server)
-    add_AdminServiceServicer_to_server(AdminServicer(engine), server.server)
+    admin = AdminServicer(engine)
+    add_AdminServiceServicer_to_server(admin, server.server)
     await server.start(settings.listen)
 
     async def announce() -> None:
@@ -40,12 +41,16 @@ async def serve(settings: SchedulerSettings) -> None:
             else:
                 log.warning("not serving: no worker takes requests", seconds=settings.no_worker_timeout)
 
+    async def drain(grace: float) -> None:
+        await engine.drain(grace)
+        admin.close()
+
     running = asyncio.create_task(engine.run())
     announcing = asyncio.create_task(announce())
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
     log.info("stopping", requests=len(engine.requests))
-    await server.stop(engine.drain, settings.grace)
+    await server.stop(drain, settings.grace)
     for task in (announcing, running, stopping):
         task.cancel()
     for result in await asyncio.gather(announcing, running, stopping, return_exceptions=True):

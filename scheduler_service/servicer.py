@@ -1,7 +1,10 @@
 """InferenceService: from protobuf to a checked request, and from deltas to protobuf."""
 
 import asyncio
+import contextlib
+import time
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -37,6 +40,11 @@ _FINISH_REASONS = {
     SequenceStatus.FINISHED_LENGTH_CAPPED: pb.FINISH_REASON_LENGTH,
     SequenceStatus.FINISHED_ABORTED: pb.FINISH_REASON_ABORT,
 }
+_REASONS = {
+    SequenceStatus.FINISHED_STOPPED: "stop",
+    SequenceStatus.FINISHED_LENGTH_CAPPED: "length",
+    SequenceStatus.FINISHED_ABORTED: "abort",
+}
 
 
 class InferenceServicer(InferenceServiceServicer):
@@ -60,14 +68,17 @@ class InferenceServicer(InferenceServiceServicer):
             state = self._engine.submit(checked, model)
         structlog.contextvars.bind_contextvars(request_id=state.request.request_id)
         try:
-            seeded: set[int] = set()
-            async for delta in state.stream:
-                message = encode_delta(state, delta)
-                if delta.index not in seeded:
-                    seeded.add(delta.index)
-                    message.seed = state.request.sampling.seed
-                    message.model_fingerprint = model.fingerprint
-                await self._write(message, context)
+            with self._counting(state) as ended:
+                seeded: set[int] = set()
+                async for delta in state.stream:
+                    message = encode_delta(state, delta)
+                    if delta.index not in seeded:
+                        seeded.add(delta.index)
+                        message.seed = state.request.sampling.seed
+                        message.model_fingerprint = model.fingerprint
+                    await self._write(message, context)
+                    if delta.status is not None:
+                        ended.append(_REASONS[delta.status])
         finally:
             self._engine.close(state)
             log.info(
@@ -76,6 +87,21 @@ class InferenceServicer(InferenceServiceServicer):
                 output_tokens=[sequence.num_output_tokens for sequence in state.group.sequences],
                 status=[sequence.status.name for sequence in state.group.sequences],
             )
+
+    @contextlib.contextmanager
+    def _counting(self, state: RequestState) -> Iterator[list[str]]:
+        """Gives a list for the reasons why outputs ended; those that did not by themselves have one as well."""
+        statistics, num_outputs = self._engine.statistics, state.stream.num_open
+        ended: list[str] = []
+        try:
+            yield ended
+            statistics.request_seconds.observe(time.monotonic() - state.group.arrived_at)
+        except BaseException as error:
+            failed = isinstance(error, RequestError) and error.code is not grpc.StatusCode.ABORTED
+            ended += ["error" if failed else "abort"] * (num_outputs - len(ended))
+            raise
+        finally:
+            statistics.num_outputs.update(ended)
 
     async def _write(self, message: pb.GenerateResponse, context: Context) -> None:
         limit = self._engine.settings.stall_timeout
@@ -130,8 +156,7 @@ def encode_delta(state: RequestState, delta: OutputDelta) -> pb.GenerateResponse
         elif delta.stop is not None:
             message.stop_token_id = delta.stop
         message.usage.prompt_tokens = len(state.request.prompt_token_ids)
-        # Of a resumed request the cache may have had output as well.
-        message.usage.cached_tokens = min(state.group.num_cached_tokens or 0, message.usage.prompt_tokens)
+        message.usage.cached_tokens = state.num_cached_tokens
         message.usage.output_tokens = delta.num_output_tokens
     return message
 

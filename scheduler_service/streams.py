@@ -36,7 +36,7 @@ class OutputStream:
     """The deltas of one request. The engine puts, one reader iterates until every output has ended."""
 
     def __init__(self, num_outputs: int) -> None:
-        self._num_open = num_outputs
+        self.num_open = num_outputs
         self._pending: dict[int, OutputDelta] = {}
         self._error: RequestError | None = None
         self._changed = asyncio.Event()
@@ -60,12 +60,12 @@ class OutputStream:
     async def __anext__(self) -> OutputDelta:
         """The next delta; raises the RequestError that ended the stream."""
         while not self._pending:
-            if not self._num_open:
+            if not self.num_open:
                 raise StopAsyncIteration
             if self._error is not None:
                 raise self._error
             self._changed.clear()
             await self._changed.wait()
         delta = self._pending.pop(next(iter(self._pending)))
-        self._num_open -= delta.status is not None
+        self.num_open -= delta.status is not None
         return delta

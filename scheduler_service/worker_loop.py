@@ -275,6 +275,8 @@ class WorkerLoop:
                 ask_again_at = output.ask_again_at
                 if not output.is_empty:
                     self._in_flight.append(output)
+                    if output.new_sequences:
+                        self._engine.admitted(output)
                     await session.send(output)
                     continue
             if not scheduler.admits:

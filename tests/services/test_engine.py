@@ -99,7 +99,7 @@ async def test_one_requests_broken_text_does_not_cost_the_others_their_tokens(
 ) -> None:
     async with serving(FakeWorkerService(byte_tokenizer_directory)) as address, running(address) as engine:
         broken = await submit(engine, "broken", [5])
-        monkeypatch.setattr(broken, "process", lambda gained: 1 / 0)
+        monkeypatch.setattr(broken, "process", lambda gained, now: 1 / 0)
         well = await submit(engine, "well", [5])
         with pytest.raises(RequestError) as error:
             await text_of(engine, broken)
