@@ -4,7 +4,7 @@ import asyncio
 
 import grpc
 
-from pagewire.v1.admin_service_pb2 import ClusterState, GetClusterStateRequest
+from pagewire.v1.admin_service_pb2 import ClusterState, GetClusterStateRequest, WorkerState
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
 
 
@@ -18,6 +18,19 @@ async def until_idle(target: str) -> ClusterState:
     async with asyncio.timeout(30):
         while True:
             state = await cluster_state(target)
-            if not state.num_waiting and not any(worker.num_running for worker in state.workers):
+            if not state.num_waiting and not any(map(is_busy, state.workers)):
                 return state
             await asyncio.sleep(0.01)
+
+
+def is_busy(worker: WorkerState) -> bool:
+    """Whether anything runs there or has been swapped out."""
+    return bool(worker.num_running or worker.num_swapped)
+
+
+def holds_blocks(worker: WorkerState) -> bool:
+    """Whether any of its blocks is held by a sequence."""
+    return (worker.num_free_device_blocks, worker.num_free_host_blocks) != (
+        worker.num_device_blocks,
+        worker.num_host_blocks,
+    )

@@ -1,0 +1,49 @@
+"""A real worker with a fault built into its model runner: python -m faulty_worker, with a worker's own flags.
+
+- SIGUSR1: the next step runs out of memory, as torch says it.
+- PAGEWIRE_TEST_POISON: a step with a prompt that contains this token ends the process, as a fault in a kernel would.
+- PAGEWIRE_TEST_STEP_SECONDS: a step takes at least this long.
+"""
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+
+from pagewire_common.server import run
+from pagewire_common.settings import load_settings
+from worker_service.model_runner import ModelRunner
+from worker_service.server import serve
+from worker_service.settings import WorkerSettings
+
+_poison = int(os.environ.get("PAGEWIRE_TEST_POISON", "-1"))
+_step_seconds = float(os.environ.get("PAGEWIRE_TEST_STEP_SECONDS", "0"))
+_out_of_memory = False
+_execute = ModelRunner.execute
+
+
+def _run_out_of_memory(*_: object) -> None:
+    global _out_of_memory
+    _out_of_memory = True
+
+
+def _faulty(self: ModelRunner, output: Any, chunks: Any) -> Any:
+    global _out_of_memory
+    began = time.monotonic()
+    if _out_of_memory:
+        _out_of_memory = False
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    if any(_poison in new.token_ids[: new.num_prompt_tokens] for new in output.new_sequences):
+        os.kill(os.getpid(), signal.SIGKILL)
+    answer = _execute(self, output, chunks)
+    time.sleep(max(0.0, began + _step_seconds - time.monotonic()))
+    return answer
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGUSR1, _run_out_of_memory)
+    ModelRunner.execute = _faulty  # type: ignore[method-assign]
+    settings = load_settings(WorkerSettings, "worker_service")
+    run("worker_service", lambda: serve(settings))

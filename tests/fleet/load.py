@@ -1,0 +1,153 @@
+"""Streams of every kind, kept up while things happen to the fleet, and held against what an undisturbed worker gave."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_client import Client, SamplingParams
+
+_SAMPLINGS = (
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 0.9, "seed": 2, "n": 2, "top_p": 0.9, "presence_penalty": 0.5},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 2},
+    {"temperature": 1.2, "seed": 3, "top_k": 40, "min_p": 0.01},
+    {"temperature": 1.0, "seed": 4, "n": 1, "best_of": 3},
+    {"beam_width": 3, "n": 2},
+    {"temperature": 0.7, "seed": 5, "frequency_penalty": 0.3},
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one stream asks for."""
+
+    prompt: str
+    sampling: pb.SamplingParams
+
+
+def make_requests(count: int, scale: float = 1.0) -> list[Request]:
+    """Greedy and seeded, several outputs and beams, prompts of 9 to 200 tokens; their outputs are of 40 to 180 tokens
+    times `scale`."""
+    return [
+        Request(
+            f"Stream {number}: " + "of many a word " * (number % 13),
+            SamplingParams(
+                max_tokens=int(scale * (40 + 37 * number % 140)),
+                ignore_eos=True,
+                **_SAMPLINGS[number % len(_SAMPLINGS)],
+            ),
+        )
+        for number in range(count)
+    ]
+
+
+@dataclass
+class Output:
+    """Everything that one output's messages said."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    ends: list[pb.FinishReason] = field(default_factory=list)
+    num_after_end: int = 0
+    """Messages that came after one that ended it."""
+
+
+@dataclass
+class Outcome:
+    """What came of one stream that the server closed without an error."""
+
+    outputs: dict[int, Output] = field(default_factory=dict)
+
+    def add(self, message: pb.GenerateResponse) -> None:
+        output = self.outputs.setdefault(message.index, Output())
+        output.num_after_end += bool(output.ends)
+        output.token_ids += message.token_ids
+        output.text += message.text
+        if message.finish_reason:
+            output.ends.append(message.finish_reason)
+            assert message.usage.output_tokens == len(output.token_ids)
+
+    def check(self, request: Request) -> None:
+        """Each output that was asked for is there, and ended exactly once, by its last message."""
+        assert sorted(self.outputs) == list(range(request.sampling.n or 1)), request
+        for output in self.outputs.values():
+            assert len(output.ends) == 1, (request, output)
+            assert output.num_after_end == 0, (request, output)
+
+
+class Load:
+    """One stream for each request, begun anew as often as it ends, until the block is left; then the last ones end.
+
+    Every one of them must give exactly what `expected` has for its prompt. Leaving the block raises what any of them
+    raised.
+    """
+
+    def __init__(self, client: Client, requests: Sequence[Request], expected: Mapping[str, Outcome]) -> None:
+        self.num_completed = 0
+        self.num_tokens = 0
+        self._client = client
+        self._requests = requests
+        self._expected = expected
+        self._is_over = False
+        self._gained = asyncio.Condition()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        self._tasks = [asyncio.create_task(self._keep_up(request)) for request in self._requests]
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._is_over = True
+        try:
+            if kind is None:
+                async with asyncio.timeout(240):
+                    await asyncio.gather(*self._tasks)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def gain(self, num_tokens: int, timeout: float = 120.0) -> None:
+        """Return when so many more tokens have come. Raises what a stream raised meanwhile."""
+        goal = self.num_tokens + num_tokens
+        async with asyncio.timeout(timeout), self._gained:
+            while self.num_tokens < goal:
+                for task in self._tasks:
+                    if task.done():
+                        task.result()
+                await self._gained.wait()
+
+    async def _keep_up(self, request: Request) -> None:
+        try:
+            while not self._is_over:
+                outcome = Outcome()
+                async for message in self._client.generate(request.prompt, request.sampling):
+                    outcome.add(message)
+                    self.num_tokens += len(message.token_ids)
+                    async with self._gained:
+                        self._gained.notify_all()
+                outcome.check(request)
+                assert outcome == self._expected[request.prompt], f"not what an undisturbed run gave: {request}"
+                self.num_completed += 1
+        except BaseException:
+            self._is_over = True
+            async with self._gained:
+                self._gained.notify_all()
+            raise
+
+
+async def run_once(client: Client, requests: Sequence[Request]) -> dict[str, Outcome]:
+    """The outcome of every request, by prompt; all run at once."""
+
+    async def one(request: Request) -> Outcome:
+        outcome = Outcome()
+        async for message in client.generate(request.prompt, request.sampling):
+            outcome.add(message)
+        outcome.check(request)
+        return outcome
+
+    outcomes = await asyncio.gather(*map(one, requests))
+    return {request.prompt: outcome for request, outcome in zip(requests, outcomes, strict=True)}

@@ -1,0 +1,161 @@
+"""Scheduler and worker processes: real ones, on ports that they keep when they are started again."""
+
+import os
+import random
+import signal
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from unittest.mock import patch
+
+from pagewire_client.local import ServiceProcess
+
+WORKER_ARGUMENTS = (
+    "--device", "cpu", "--dtype", "float32", "--threads", "1", "--block-size", "8", "--num-device-blocks", "512",
+    "--swap-space", "0.01", "--max-num-batched-tokens", "256", "--max-num-seqs", "64",
+)  # fmt: skip
+START_SECONDS = 120.0
+_taken: set[int] = set()
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that no outgoing connection can be given while a process that listened on it is down."""
+    while True:
+        port = random.randrange(20_000, 32_000)  # below Linux's range for outgoing connections
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+        if port not in _taken:
+            _taken.add(port)
+            return port
+
+
+class Member:
+    """A service at an address: started, signalled, gone, and started again, as often as need be."""
+
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        host: str = "127.0.0.1",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.address = f"{host}:{free_port(host)}"
+        self._environment = dict(environment or {})
+        self._module = module
+        self._arguments = ["--listen", self.address, *arguments]
+        self._service: ServiceProcess | None = None
+
+    def start(self) -> "Member":
+        """Begin to start it; `wait_until_ready` says when it is up."""
+        assert not self.is_running
+        with patch.dict(os.environ, self._environment):
+            self._service = ServiceProcess(self._module, self._arguments)
+        return self
+
+    def wait_for(self, event: str, timeout: float = START_SECONDS) -> dict[str, object]:
+        """The next event of that name in its log. Raises ServerError when it ends before it."""
+        assert self._service is not None
+        return self._service.wait_for(event, timeout)
+
+    @property
+    def is_running(self) -> bool:
+        return self._service is not None and self._service.process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        assert self._service is not None
+        return self._service.process.pid
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._service is not None
+        self._service.process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, whatever state it is in; returns when it is gone."""
+        if self._service is not None:
+            self._service.process.kill()
+            self._service.stop()
+
+    def wait(self, timeout: float = 60.0) -> int:
+        """Its exit status."""
+        assert self._service is not None
+        return self._service.process.wait(timeout)
+
+
+class Workers:
+    """Some workers of one model, of which the first `count` are made to run before each test."""
+
+    def __init__(self, model: Path) -> None:
+        self._model = model
+        self._members: list[Member] = []
+
+    def up(self, count: int) -> list[Member]:
+        """The first `count` of them, all ready; those beyond are killed."""
+        while len(self._members) < count:
+            self._members.append(worker(self._model))
+        for member in self._members[count:]:
+            member.kill()
+        members = self._members[:count]
+        started = [member.start() for member in members if not member.is_running]
+        for member in started:
+            member.wait_for("ready")
+        return members
+
+    def close(self) -> None:
+        for member in self._members:
+            member.kill()
+
+
+class Supervisor:
+    """Starts members again whenever they end, as a container engine would, until the block is left."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.num_restarts = 0
+        self._members = members
+        self._is_over = threading.Event()
+        self._threads = [threading.Thread(target=self._watch, args=(member,)) for member in members]
+
+    def __enter__(self) -> "Supervisor":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        for member, thread in zip(self._members, self._threads, strict=True):
+            member.kill()
+            thread.join()
+
+    def _watch(self, member: Member) -> None:
+        while True:
+            member.wait(timeout=600)
+            if self._is_over.is_set():
+                return
+            self.num_restarts += 1
+            member.start()
+
+
+def worker(model: Path, *arguments: str) -> Member:
+    """A worker that is not started yet."""
+    return Member("worker_service", ["--model", str(model), *WORKER_ARGUMENTS, *arguments])
+
+
+def faulty_worker(model: Path, **faults: object) -> Member:
+    """One with faults: `poison`, a token; `step_seconds`; see faulty_worker.py."""
+    environment = {f"PAGEWIRE_TEST_{name.upper()}": str(value) for name, value in faults.items()}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))
+    )
+    return Member("faulty_worker", ["--model", str(model), *WORKER_ARGUMENTS], environment=environment)
+
+
+def scheduler(model: Path, addresses: Sequence[str], *arguments: str) -> Member:
+    """A scheduler that is not started yet; it checks its block tables after every step."""
+    return Member(
+        "scheduler_service",
+        ["--model", str(model), "--workers", ",".join(addresses), "--check-invariants", *arguments],
+    )

@@ -1,0 +1,77 @@
+"""SIGKILL: the loss of a worker is a pause, and the streams never learn of it."""
+
+import asyncio
+import random
+import signal
+
+import psutil
+from cluster import is_busy
+from conftest import Fleet, Scale, Serve
+from processes import Member, Workers
+
+SETTLED = 5
+"""Kills after which the scheduler has made everything that it keeps."""
+MEMORY_GROWTH = 24 << 20
+"""Bytes that the scheduler may have more at the end than when it had settled: its caches and heaps breathe."""
+
+
+async def kill_one(fleet: Fleet, members: list[Member], draw: random.Random) -> Member:
+    """SIGKILL a random worker that is computing something."""
+    state = await fleet.until(lambda state: any(map(is_busy, state.workers)))
+    busy = {worker.address for worker in state.workers if is_busy(worker)}
+    victim = draw.choice([member for member in members if member.address in busy])
+    await asyncio.to_thread(victim.kill)
+    return victim
+
+
+async def test_workers_are_killed_one_after_the_other_and_no_stream_notices(
+    workers: Workers, serve: Serve, scale: Scale
+) -> None:
+    """Random workers, again and again: all outputs are those of an undisturbed run, and the scheduler does not grow."""
+    num_kills = scale(5, 30)
+    members = workers.up(3)
+    fleet = await serve([member.address for member in members])
+    process = psutil.Process(fleet.scheduler.pid)
+    draw = random.Random(0)
+    settled = 0
+    async with fleet.load() as load:
+        await load.gain(300)
+        for number in range(num_kills):
+            victim = await kill_one(fleet, members, draw)
+            await load.gain(scale(200, 4000))  # on the others
+            victim.start()
+            await asyncio.to_thread(victim.wait_for, "ready")
+            if number + 1 == SETTLED:
+                settled = process.memory_info().rss
+    await fleet.check_empty()
+    state = await fleet.until(lambda state: all(worker.connected for worker in state.workers))
+    assert sum(worker.num_preemptions for worker in state.workers) >= num_kills
+    grown = process.memory_info().rss - settled
+    print(f"{load.num_completed} streams through {num_kills} kills; the scheduler grew by {grown / 2**20:.1f} MiB")  # noqa: T201
+    assert grown < MEMORY_GROWTH
+
+
+async def test_the_only_worker_is_killed_and_its_successor_goes_on(workers: Workers, serve: Serve) -> None:
+    (member,) = workers.up(1)
+    fleet = await serve([member.address])
+    async with fleet.load(8) as load:
+        await load.gain(100)
+        member.kill()
+        member.start()
+        await asyncio.to_thread(member.wait_for, "ready")
+        await load.gain(100)
+    await fleet.check_empty()
+
+
+async def test_all_workers_are_killed_at_once(workers: Workers, serve: Serve) -> None:
+    members = workers.up(2)
+    fleet = await serve([member.address for member in members])
+    async with fleet.load() as load:
+        await load.gain(200)
+        for member in members:
+            member.signal(signal.SIGKILL)
+        for member in members:
+            member.kill()
+            member.start()
+        await load.gain(200)
+    await fleet.check_empty()
