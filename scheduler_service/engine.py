@@ -31,6 +31,7 @@ from scheduler_service.recording.writer import FileWriter
 from scheduler_service.request import GenerationRequest, RequestState
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.statistics import Statistics
+from scheduler_service.turns import Turns
 from scheduler_service.worker_client import WorkerClient, WorkerError
 from scheduler_service.worker_loop import WorkerLoop
 
@@ -64,6 +65,7 @@ class Engine:
         self._model_lock = asyncio.Lock()
         self._being_checked: set[str] = set()
         self._cache_secret = secrets.token_bytes(32)  # keys of the prefix cache cannot be guessed from outside
+        self._turns = Turns()
         self._is_draining = False
         self._is_empty = asyncio.Event()
         self._outage = Outage(settings.no_worker_timeout)
@@ -103,7 +105,7 @@ class Engine:
         if self._is_draining:
             raise _SHUTTING_DOWN
         cache_root = root_key(self._cache_secret, request.tenant.encode(), request.cache_salt.encode())
-        state = RequestState(request, model.tokenizer, cache_root, self.statistics)
+        state = RequestState(request, model.tokenizer, cache_root, self.statistics, self._turns)
         self.requests[request.request_id] = state
         self._is_empty.clear()
         self.waiting.append(state.group)

@@ -10,6 +10,7 @@ from scheduler_service.output_text import OutputText
 from scheduler_service.statistics import Statistics
 from scheduler_service.streams import OutputDelta, OutputStream
 from scheduler_service.tokenization import Tokenizer
+from scheduler_service.turns import Turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,12 @@ class RequestState:
     """A request in flight: its group in the scheduler, its text so far, its stream."""
 
     def __init__(
-        self, request: GenerationRequest, tokenizer: Tokenizer | None, cache_root: bytes, statistics: Statistics
+        self,
+        request: GenerationRequest,
+        tokenizer: Tokenizer | None,
+        cache_root: bytes,
+        statistics: Statistics,
+        turns: Turns,
     ) -> None:
         self.request = request
         self._statistics = statistics
@@ -93,7 +99,7 @@ class RequestState:
             output_token_ids=resumption.token_ids,
             ended=frozenset() if request.comes_whole else resumption.finished,
         )
-        self.stream = OutputStream(request.num_outputs - len(resumption.finished))
+        self.stream = OutputStream(request.num_outputs - len(resumption.finished), turns)
         self._outputs = [resumption.texts.get(index) or request.text(tokenizer) for index in range(request.sampling.n)]
         self._last_token_at = [0.0] * request.sampling.n  # of each output, 0 before this server's first
         self._num_prompt_logprobs = resumption.num_prompt_logprobs

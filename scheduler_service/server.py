@@ -1,6 +1,7 @@
 """The scheduler process: servers, engine, and the order in which they start and stop."""
 
 import asyncio
+import gc
 
 import structlog
 
@@ -34,6 +35,7 @@ async def serve(settings: SchedulerSettings) -> None:
 
     async def announce() -> None:
         model = await engine.wait_for_model()
+        _spare_the_collector()
         async for serving in engine.watch_health():
             await server.set_serving(serving)
             if serving:
@@ -57,3 +59,14 @@ async def serve(settings: SchedulerSettings) -> None:
         if isinstance(result, Exception):
             raise result
     log.info("stopped")
+
+
+def _spare_the_collector() -> None:
+    """Have Python's cycle collector leave alone what was there at start, and come less often.
+
+    The tokenizer library alone brings half a million objects that live as long as the process. Going through them again
+    and again took a third of this process's time under load, in pauses of a tenth of a second.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 100)

@@ -1,6 +1,5 @@
 """InferenceService: from protobuf to a checked request, and from deltas to protobuf."""
 
-import asyncio
 import contextlib
 import time
 import uuid
@@ -16,6 +15,7 @@ from pagewire_common.errors import RequestError
 from scheduler_service.core import SequenceStatus
 from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.engine import Engine
+from scheduler_service.patient_writer import PatientWriter
 from scheduler_service.request import RequestState
 from scheduler_service.resumption import check_resumption
 from scheduler_service.streams import OutputDelta
@@ -67,6 +67,7 @@ class InferenceServicer(InferenceServiceServicer):
                 return
             state = self._engine.submit(checked, model)
         structlog.contextvars.bind_contextvars(request_id=state.request.request_id)
+        writer = PatientWriter(context, self._engine.settings.stall_timeout)
         try:
             with self._counting(state) as ended:
                 seeded: set[int] = set()
@@ -76,10 +77,11 @@ class InferenceServicer(InferenceServiceServicer):
                         seeded.add(delta.index)
                         message.seed = state.request.sampling.seed
                         message.model_fingerprint = model.fingerprint
-                    await self._write(message, context)
+                    await writer.write(message)
                     if delta.status is not None:
                         ended.append(_REASONS[delta.status])
         finally:
+            writer.close()
             self._engine.close(state)
             log.info(
                 "request closed",
@@ -102,14 +104,6 @@ class InferenceServicer(InferenceServiceServicer):
             raise
         finally:
             statistics.num_outputs.update(ended)
-
-    async def _write(self, message: pb.GenerateResponse, context: Context) -> None:
-        limit = self._engine.settings.stall_timeout
-        try:
-            async with asyncio.timeout(limit):
-                await context.write(message)
-        except TimeoutError:
-            raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the client read nothing for {limit:g} s") from None
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         return pb.AbortResponse(aborted=self._engine.abort(request.request_id))
@@ -146,9 +140,10 @@ def encode_delta(state: RequestState, delta: OutputDelta) -> pb.GenerateResponse
         index=delta.index,
         text=delta.text,
         token_ids=delta.token_ids,
-        logprobs=map(_encode_logprobs, delta.logprobs),
-        prompt_logprobs=map(_encode_logprobs, delta.prompt_logprobs),
     )
+    if delta.logprobs or delta.prompt_logprobs:
+        message.logprobs.extend(map(_encode_logprobs, delta.logprobs))
+        message.prompt_logprobs.extend(map(_encode_logprobs, delta.prompt_logprobs))
     if delta.status is not None:
         message.finish_reason = _FINISH_REASONS[delta.status]
         if isinstance(delta.stop, str):

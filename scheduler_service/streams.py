@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pagewire_common.errors import RequestError
 from scheduler_service.core import SequenceStatus
 from scheduler_service.core.outputs import TokenLogprobs
+from scheduler_service.turns import Turns
 
 
 @dataclass(slots=True)
@@ -33,13 +34,18 @@ class OutputDelta:
 
 
 class OutputStream:
-    """The deltas of one request. The engine puts, one reader iterates until every output has ended."""
+    """The deltas of one request. The engine puts, one reader iterates until every output has ended.
 
-    def __init__(self, num_outputs: int) -> None:
+    Readers whose streams share `turns` are given theirs.
+    """
+
+    def __init__(self, num_outputs: int, turns: Turns) -> None:
         self.num_open = num_outputs
         self._pending: dict[int, OutputDelta] = {}
         self._error: RequestError | None = None
-        self._changed = asyncio.Event()
+        self._turns = turns
+        self._reader: asyncio.Future[None] | None = None  # while it waits for something to read
+        self._loop = asyncio.get_running_loop()
 
     def put(self, delta: OutputDelta) -> None:
         """Never waits: what the reader has not taken yet is merged."""
@@ -47,25 +53,34 @@ class OutputStream:
             waiting.merge(delta)
         else:
             self._pending[delta.index] = delta
-        self._changed.set()
+        self._notify()
 
     def fail(self, error: RequestError) -> None:
         """End the stream with an error, after what is pending."""
         self._error = error
-        self._changed.set()
+        self._notify()
+
+    def _notify(self) -> None:
+        if self._reader is not None:
+            self._turns.ask(self._reader)
+            self._reader = None
 
     def __aiter__(self) -> "OutputStream":
         return self
 
     async def __anext__(self) -> OutputDelta:
         """The next delta; raises the RequestError that ended the stream."""
-        while not self._pending:
-            if not self.num_open:
-                raise StopAsyncIteration
-            if self._error is not None:
-                raise self._error
-            self._changed.clear()
-            await self._changed.wait()
+        if not self._pending and not self.num_open:
+            raise StopAsyncIteration
+        turn: asyncio.Future[None] = self._loop.create_future()
+        if self._pending or self._error is not None:
+            self._turns.ask(turn)
+        else:
+            self._reader = turn
+        await turn
+        if not self._pending:
+            assert self._error is not None
+            raise self._error
         delta = self._pending.pop(next(iter(self._pending)))
         self.num_open -= delta.status is not None
         return delta

@@ -211,14 +211,14 @@ class BlockManager:
     ) -> int:
         """Blocks that these sequences take to store so many tokens past their computed ones: new ones and copies."""
         num_new = 0
-        writers: Counter[int] = Counter()  # of shared blocks
+        writers: dict[int, int] = {}  # of shared blocks
         for sequence, num_tokens in chunks:
             table = tables[sequence.id]
             end = self._num_blocks_ahead(sequence.num_computed_tokens + num_tokens)
             num_new += max(0, end - len(table))
             for block in table[sequence.num_computed_tokens // self.block_size : end]:
                 if pool.ref_count(block) > 1:
-                    writers[block] += 1
+                    writers[block] = writers.get(block, 0) + 1
         # Of a block's holders the last to write finds itself alone and needs no copy.
         return num_new + sum(min(count, pool.ref_count(block) - 1) for block, count in writers.items())
 

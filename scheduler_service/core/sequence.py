@@ -27,9 +27,12 @@ class SequenceStatus(enum.Enum):
     FINISHED_ABORTED = enum.auto()
     FINISHED_IGNORED = enum.auto()
 
-    @property
-    def is_finished(self) -> bool:
-        return self not in (SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.SWAPPED)
+    is_finished: bool
+    """An attribute, because it is asked several times for every sequence and step."""
+
+
+for _status in SequenceStatus:
+    _status.is_finished = _status.name.startswith("FINISHED")
 
 
 # A group that was alone in the last of this many lost steps, without a token between them, is ended.

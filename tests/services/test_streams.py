@@ -4,10 +4,11 @@ import pytest
 from pagewire_common.errors import RequestError
 from scheduler_service.core import SequenceStatus
 from scheduler_service.streams import OutputDelta, OutputStream
+from scheduler_service.turns import Turns
 
 
 async def test_what_a_slow_reader_has_not_taken_is_merged_and_nothing_is_lost() -> None:
-    stream = OutputStream(2)
+    stream = OutputStream(2, Turns())
     for token in range(1000):
         stream.put(OutputDelta(token % 2, str(token), [token]))
     for index in range(2):
@@ -21,7 +22,7 @@ async def test_what_a_slow_reader_has_not_taken_is_merged_and_nothing_is_lost() 
 
 
 async def test_an_error_ends_the_stream_after_what_came_before_it() -> None:
-    stream = OutputStream(1)
+    stream = OutputStream(1, Turns())
     stream.put(OutputDelta(0, "text"))
     stream.fail(RequestError(grpc.StatusCode.INTERNAL, "broken"))
     assert (await anext(stream)).text == "text"

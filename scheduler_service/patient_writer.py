@@ -1,0 +1,53 @@
+"""Writes to one client, for as long as it reads: a write that takes too long ends the call.
+
+One timer a call watches its writes; a timeout around each of them took a tenth of the time that a message takes.
+"""
+
+import asyncio
+from typing import Any
+
+import grpc
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_common.errors import RequestError
+
+
+class PatientWriter:
+    """Belongs to the task that makes it, and writes for it until `close`."""
+
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], limit: float) -> None:
+        """`limit`: seconds that a message may go unread."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._context = context
+        self._limit = limit
+        self._task = task
+        self._loop = asyncio.get_running_loop()
+        self._began: float | None = None  # the write under way
+        self._has_stalled = False
+        self._timer = self._loop.call_later(limit, self._check)
+
+    async def write(self, message: pb.GenerateResponse) -> None:
+        """Raises RESOURCE_EXHAUSTED when the client does not read it in time."""
+        self._began = self._loop.time()
+        try:
+            await self._context.write(message)
+        except asyncio.CancelledError:
+            if not self._has_stalled or self._task.uncancel():
+                raise
+            raise RequestError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"the client read nothing for {self._limit:g} s"
+            ) from None
+        self._began = None
+
+    def _check(self) -> None:
+        now = self._loop.time()
+        due = (now if self._began is None else self._began) + self._limit
+        if due > now:
+            self._timer = self._loop.call_at(due, self._check)
+        else:
+            self._has_stalled = True
+            self._task.cancel()
+
+    def close(self) -> None:
+        self._timer.cancel()

@@ -1,0 +1,47 @@
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_common.errors import RequestError
+from scheduler_service.patient_writer import PatientWriter
+
+MESSAGE = pb.GenerateResponse()
+
+
+class Reader:
+    """A context whose client reads while it `reads`."""
+
+    def __init__(self) -> None:
+        self.reads = asyncio.Event()
+
+    async def write(self, message: Any) -> None:
+        await self.reads.wait()
+
+
+async def test_a_client_that_reads_nothing_for_too_long_ends_its_call() -> None:
+    writer = PatientWriter(Reader(), 0.01)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"the client read nothing for 0\.01 s") as error:
+        await writer.write(MESSAGE)
+    assert error.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert not asyncio.current_task().cancelling()  # type: ignore[union-attr]
+
+
+async def test_a_call_may_last_longer_than_any_of_its_writes() -> None:
+    reader = Reader()
+    reader.reads.set()
+    writer = PatientWriter(reader, 0.01)  # type: ignore[arg-type]
+    for _ in range(3):
+        await writer.write(MESSAGE)
+        await asyncio.sleep(0.02)
+    writer.close()
+
+
+async def test_a_cancelled_call_stays_cancelled() -> None:
+    writing = asyncio.create_task(PatientWriter(Reader(), 60.0).write(MESSAGE))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    writing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
