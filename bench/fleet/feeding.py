@@ -1,0 +1,140 @@
+"""How many workers one scheduler process keeps fed: more and more that sleep, until they are idle too much.
+
+Each worker runs 256 sequences in steps of 20 ms; requests of 64 prompt tokens and 128 to 384 output tokens come as
+others end, enough of them that some always wait, and every token is turned into text and streamed to a client. Worker
+processes and the load generator are made to be cheap, and their CPU time is in the report: where the scheduler's own is
+near that of one core, Python's lock is what bounds it.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.drive import BenchError
+from bench.fleet.child import Child
+from bench.fleet.sleeping_servicer import MAX_NUM_SEQS
+from bench.processes import cpu_seconds
+from pagewire_client.local import ServiceProcess
+
+STEP_MS = 20.0
+WORKERS_A_PROCESS = 8
+MOST_IDLE_PERCENT = 5.0
+WAITING_SHARE = 0.125
+"""Streams beyond those that run, so that the queue is never empty."""
+RAMP_SECONDS = 60.0
+SETTLE_SECONDS = 3.0
+WINDOW_SECONDS = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Feeding:
+    """What was seen of so many workers."""
+
+    num_workers: int
+    idle_percent: float
+    """Of the workers' time."""
+    sequences_a_step: float
+    tokens_per_second: float
+    """Delivered to clients, of streams that ended in the window."""
+    messages_per_second: float
+    scheduler_cores: float
+    """CPU seconds a second; gRPC's own threads run beside Python's."""
+    workers_cores: float
+    client_cores: float
+
+    @property
+    def is_fed(self) -> bool:
+        """Not idle, and with full steps: a worker that is given half a step is half idle."""
+        return self.idle_percent < MOST_IDLE_PERCENT and self.sequences_a_step > 0.95 * MAX_NUM_SEQS
+
+
+def measure(num_workers: int, model: Path, scheduler_arguments: Sequence[str] = ()) -> Feeding:
+    """Start everything, wait until steps are full, and look for a few seconds."""
+    with contextlib.ExitStack() as stack:
+        groups = []
+        for start in range(0, num_workers, WORKERS_A_PROCESS):
+            count = min(WORKERS_A_PROCESS, num_workers - start)
+            arguments = ("--count", str(count), "--model", str(model), "--step-ms", str(STEP_MS))
+            groups.append(stack.enter_context(Child("bench.fleet.sleeping_workers", *arguments)))
+        addresses = ",".join(address for group in groups for address in group.first)
+        scheduler = ServiceProcess(
+            "scheduler_service",
+            [
+                "--listen", "127.0.0.1:0", "--model", str(model), "--workers", addresses,
+                "--max-num-requests", "1000000", *scheduler_arguments,
+            ],
+        )  # fmt: skip
+        stack.callback(scheduler.stop)
+        target = str(scheduler.wait_for("listening", 60)["address"])
+        scheduler.wait_for("ready", 60)
+        num_streams = int(num_workers * MAX_NUM_SEQS * (1 + WAITING_SHARE))
+        load = stack.enter_context(Child("bench.fleet.raw_load", "--target", target, "--streams", str(num_streams)))
+
+        def read() -> dict[str, float]:
+            workers = [worker for group in groups for worker in group.ask().values()]
+            return {
+                **load.ask(),
+                **{name: sum(worker[name] for worker in workers) for name in workers[0]},
+                "scheduler_cpu": cpu_seconds([scheduler.process.pid]),
+                "workers_cpu": cpu_seconds([group.process.pid for group in groups]),
+                "now": time.monotonic(),
+            }
+
+        _ramp_up(read)
+        before = read()
+        time.sleep(WINDOW_SECONDS)
+        after = read()
+        gained = {name: after[name] - before[name] for name in after}
+        seconds = gained["now"]
+        return Feeding(
+            num_workers,
+            idle_percent=100 * gained["idle_seconds"] / (seconds * num_workers),
+            sequences_a_step=gained["num_sequences"] / max(gained["num_steps"], 1),
+            tokens_per_second=gained["num_tokens"] / seconds,
+            messages_per_second=gained["num_messages"] / seconds,
+            scheduler_cores=gained["scheduler_cpu"] / seconds,
+            workers_cores=gained["workers_cpu"] / seconds,
+            client_cores=gained["cpu_seconds"] / seconds,
+        )
+
+
+def _ramp_up(read: Callable[[], dict[str, float]]) -> None:
+    """Return when steps have been full for a while, or when they will not be."""
+    until = time.monotonic() + RAMP_SECONDS
+    before = read()
+    while time.monotonic() < until:
+        time.sleep(1.0)
+        after = read()
+        steps = after["num_steps"] - before["num_steps"]
+        if steps and (after["num_sequences"] - before["num_sequences"]) / steps > 0.95 * MAX_NUM_SEQS:
+            break
+        before = after
+    time.sleep(SETTLE_SECONDS)
+
+
+def search(model: Path, most: int, tell: Callable[[Feeding], None]) -> list[Feeding]:
+    """Double the workers until they are not fed, then halve the distance to the last number that was.
+
+    Raises BenchError when not even one is. What was seen comes in the order of workers.
+    """
+    seen: dict[int, Feeding] = {}
+
+    def look(num_workers: int) -> bool:
+        seen[num_workers] = feeding = measure(num_workers, model)
+        tell(feeding)
+        return feeding.is_fed
+
+    fed, hungry = 0, 1
+    while hungry <= most and look(hungry):
+        fed, hungry = hungry, 2 * hungry
+    while hungry - fed > 1 and hungry <= most:
+        middle = (fed + hungry) // 2
+        if look(middle):
+            fed = middle
+        else:
+            hungry = middle
+    if not fed:
+        raise BenchError("the scheduler does not keep a single worker fed here")
+    return [seen[number] for number in sorted(seen)]

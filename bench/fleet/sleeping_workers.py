@@ -1,0 +1,41 @@
+"""Workers that sleep instead of computing: python -m bench.fleet.sleeping_workers.
+
+Each of `--count` workers speaks WorkerService on a port of its own and takes `--step-ms` for every step, whatever is in
+it. Asked for its counters (child.py), the process gives those of each worker by address; the difference of two readings
+is about the time between them.
+"""
+
+import argparse
+import asyncio
+from dataclasses import asdict
+from pathlib import Path
+
+import grpc
+
+from bench.fleet.child import report
+from bench.fleet.sleeping_servicer import SleepingWorkerService
+from pagewire.v1.worker_service_pb2_grpc import add_WorkerServiceServicer_to_server
+from pagewire_common.server import OPTIONS
+
+
+async def serve(count: int, directory: Path, step_seconds: float) -> None:
+    """Serve until stdin ends."""
+    services: dict[str, SleepingWorkerService] = {}
+    servers = []
+    for _ in range(count):
+        service = SleepingWorkerService(directory, step_seconds)
+        server = grpc.aio.server(options=OPTIONS)
+        add_WorkerServiceServicer_to_server(service, server)
+        services[f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"] = service
+        await server.start()
+        servers.append(server)
+    await report(lambda: {address: asdict(service.counters) for address, service in services.items()})
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--count", type=int, required=True)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--step-ms", type=float, default=20.0)
+    arguments = parser.parse_args()
+    asyncio.run(serve(arguments.count, arguments.model, arguments.step_ms / 1000))
