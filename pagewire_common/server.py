@@ -24,11 +24,15 @@ OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_metadata_size", 16 << 10),
 )
 
+LIVENESS = "liveness"
+"""What a liveness probe asks health for: SERVING while events are handled at all, whether the service is ready or not.
+So nobody restarts a worker for loading, draining or being busy."""
+
 
 class GrpcServer:
     """A gRPC server with health, reflection and sentences for errors.
 
-    Every named service, and the server as a whole (""), is NOT_SERVING until `set_serving`.
+    Every named service, and the server as a whole (""), is NOT_SERVING until `set_serving`; `LIVENESS` is not.
     Messages beyond `max_receive_bytes` are refused by gRPC itself. Create it inside the running event loop.
     """
 
@@ -43,6 +47,7 @@ class GrpcServer:
     async def start(self, listen: str) -> str:
         """Bind and serve; returns HOST:PORT as bound. Raises StartError when the address cannot be had."""
         await self.set_serving(False)
+        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         try:
             port = self.server.add_insecure_port(listen)
         except RuntimeError as error:
