@@ -1,0 +1,236 @@
+"""deploy/kubernetes: accepted by the API's own schemas, and true of the services that it starts."""
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from kustomize import KUBERNETES, Resource, container, read, render
+
+from pagewire_common.settings import ServiceSettings, load_settings
+from scheduler_service.settings import SchedulerSettings
+from worker_service.settings import WorkerSettings
+
+SETTINGS: dict[str, type[ServiceSettings]] = {"scheduler": SchedulerSettings, "worker": WorkerSettings}
+COMPONENTS = sorted(
+    file.parent.name for file in KUBERNETES.glob("*/kustomization.yaml") if "Component" in file.read_text()
+)
+OLDEST = "1.30"
+"""The first version whose `sleep` before SIGTERM needs no feature gate."""
+
+
+@pytest.fixture(params=["cpu", "gpu", "cpu with every component", "gpu with every component"], scope="module")
+def overlay(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    name = request.param.split()[0]
+    if name == request.param:
+        return KUBERNETES / name
+    folder = tmp_path_factory.mktemp(name)
+    whole = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "namespace": "pagewire",
+        "resources": [os.path.relpath(KUBERNETES / name, folder)],
+        "components": [os.path.relpath(KUBERNETES / component, folder) for component in COMPONENTS],
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(whole))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def resources(overlay: Path) -> list[Resource]:
+    return render(overlay)
+
+
+@pytest.fixture(params=sorted(SETTINGS), scope="module")
+def service(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def deployment(resources: list[Resource], service: str) -> Resource:
+    return find(resources, "Deployment", service)
+
+
+def find(resources: list[Resource], kind: str, name: str) -> Resource:
+    (found,) = (one for one in resources if (one["kind"], one["metadata"]["name"]) == (kind, name))
+    return found
+
+
+def settings_of(deployment: Resource, resources: list[Resource], monkeypatch: pytest.MonkeyPatch) -> ServiceSettings:
+    """The settings that a pod's flags and environment come to; a bad or unknown one ends the test."""
+    for name in [name for name in os.environ if name.startswith("PAGEWIRE_")]:
+        monkeypatch.delenv(name)
+    of_pod = container(deployment)
+    for source in of_pod["envFrom"]:
+        for name, value in find(resources, "ConfigMap", source["configMapRef"]["name"])["data"].items():
+            monkeypatch.setenv(name, value)
+    for variable in of_pod.get("env", []):
+        monkeypatch.setenv(variable["name"], variable.get("value", "4"))
+    name = deployment["metadata"]["name"]
+    return load_settings(SETTINGS[name], name, of_pod["args"])
+
+
+@pytest.mark.parametrize("version", [OLDEST, kubernetes_validate.latest_version()])
+def test_the_api_of_old_and_new_clusters_accepts_every_resource(resources: list[Resource], version: str) -> None:
+    for resource in resources:
+        if not resource["apiVersion"].startswith("keda.sh/"):
+            kubernetes_validate.validate(resource, version, strict=True)
+
+
+def test_the_schemas_refuse_what_is_wrong() -> None:
+    worker = find(render(KUBERNETES / "cpu"), "Deployment", "worker")
+    container(worker)["livenessProbe"]["grpc"]["port"] = "grpc"
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(worker, OLDEST, strict=True)
+
+
+def test_kubectl_renders_the_same(overlay: Path, resources: list[Resource]) -> None:
+    """Only where it is installed: that the renderer of these tests does what kustomize does."""
+    try:
+        run = subprocess.run(["kubectl", "kustomize", overlay], capture_output=True, text=True, timeout=60)
+    except FileNotFoundError:
+        pytest.skip("kubectl is not installed")
+    assert run.returncode == 0, run.stderr
+
+    def in_order(resources: list[Resource]) -> list[Resource]:
+        return sorted(resources, key=lambda one: (one["kind"], one["metadata"]["name"]))
+
+    assert in_order(list(yaml.safe_load_all(run.stdout))) == in_order(resources)
+
+
+def test_no_file_lies_there_unused() -> None:
+    for folder in {file.parent for file in KUBERNETES.rglob("*.yaml")}:
+        (kustomization,) = read(folder / "kustomization.yaml")
+        assert {file.name for file in folder.glob("*.yaml")} - {"kustomization.yaml"} <= set(
+            kustomization.get("resources", [])
+        )
+
+
+def test_flags_and_environment_are_settings_of_the_service(
+    deployment: Resource, resources: list[Resource], service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings_of(deployment, resources, monkeypatch)
+    fields = {f"PAGEWIRE_{name.upper()}" for name in SETTINGS[service].model_fields}
+    given = {name for one in resources if one["kind"] == "ConfigMap" for name in one["data"]}
+    given |= {variable["name"] for variable in container(deployment).get("env", [])}
+    assert given <= fields | {"PAGEWIRE_MODEL"}
+
+
+def test_ports_are_those_that_the_service_listens_on(
+    deployment: Resource, resources: list[Resource], service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(deployment, resources, monkeypatch)
+    default = SETTINGS[service].model_fields["listen"].default
+    port = int(settings.listen.rpartition(":")[2])  # type: ignore[attr-defined]
+    assert port == int(default.rpartition(":")[2])
+    of_pod = container(deployment)
+    ports = {port["name"]: port["containerPort"] for port in of_pod["ports"]}
+    assert ports["grpc"] == port
+    assert {of_pod[probe]["grpc"]["port"] for probe in PROBES} == {port}
+    served = find(resources, "Service", service)["spec"]["ports"]
+    assert {(one["port"], ports[one["targetPort"]]) for one in served} == {
+        (number, number) for number in ports.values()
+    }
+
+
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+
+
+def test_the_pod_outlives_its_grace(
+    deployment: Resource, resources: list[Resource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grace = settings_of(deployment, resources, monkeypatch).grace
+    before = container(deployment)["lifecycle"]["preStop"]["sleep"]["seconds"]
+    closing = 5
+    assert deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= before + grace + closing
+
+
+def test_the_scheduler_looks_for_workers_where_their_headless_service_is(resources: list[Resource]) -> None:
+    workers = find(resources, "Service", "worker")
+    assert workers["spec"]["clusterIP"] == "None"
+    (port,) = workers["spec"]["ports"]
+    arguments = container(find(resources, "Deployment", "scheduler"))["args"]
+    assert f"--workers=dns:///worker:{port['port']}" in arguments
+
+
+def test_selectors_find_the_pods_that_they_mean(resources: list[Resource], deployment: Resource, service: str) -> None:
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert deployment["spec"]["selector"]["matchLabels"] == labels
+    assert find(resources, "Service", service)["spec"]["selector"] == labels
+    others = [one["spec"]["template"]["metadata"]["labels"] for one in resources if one["kind"] == "Deployment"]
+    assert others.count(labels) == 1
+    for budget in (one for one in resources if one["kind"] == "PodDisruptionBudget"):
+        assert (
+            budget["spec"]["selector"] == find(resources, "Deployment", budget["metadata"]["name"])["spec"]["selector"]
+        )
+    for constraint in deployment["spec"]["template"]["spec"].get("topologySpreadConstraints", []):
+        assert constraint["labelSelector"]["matchLabels"] == labels
+
+
+def test_workers_have_a_disruption_budget(resources: list[Resource]) -> None:
+    assert find(resources, "PodDisruptionBudget", "worker")["spec"]["maxUnavailable"] == 1
+
+
+def test_containers_can_do_no_more_than_they_must(deployment: Resource) -> None:
+    pod = deployment["spec"]["template"]["spec"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] == 10001
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod["automountServiceAccountToken"] is False
+    of_pod = container(deployment)
+    assert of_pod["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert of_pod["resources"]["requests"].keys() == {"cpu", "memory"}
+    assert "memory" in of_pod["resources"]["limits"]
+    assert {mount["name"] for mount in of_pod["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert "/tmp" in {mount["mountPath"] for mount in of_pod["volumeMounts"]}
+
+
+def test_the_folder_of_models_is_a_volume(resources: list[Resource], monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = find(resources, "Deployment", "worker")
+    settings = settings_of(worker, resources, monkeypatch)
+    writable = {mount["mountPath"] for mount in container(worker)["volumeMounts"] if not mount.get("readOnly")}
+    assert str(settings.cache) in writable  # type: ignore[attr-defined]
+    if settings.model.startswith("/"):
+        for one in (worker, find(resources, "Deployment", "scheduler")):
+            mounts = [mount["mountPath"] for mount in container(one)["volumeMounts"] if mount.get("readOnly")]
+            assert any(Path(settings.model).is_relative_to(mount) for mount in mounts)
+
+
+def test_only_the_scheduler_reaches_workers_and_it_reaches_nothing_else(resources: list[Resource]) -> None:
+    labels = {
+        name: find(resources, "Deployment", name)["spec"]["selector"]["matchLabels"] for name in ("scheduler", "worker")
+    }
+    assert _allowed(resources, "Ingress", labels["worker"]) == [{"podSelector": {"matchLabels": labels["scheduler"]}}]
+    out = _allowed(resources, "Egress", labels["scheduler"])
+    assert {"podSelector": {"matchLabels": labels["worker"]}} in out
+    assert None not in out
+    for labels_of_one in labels.values():
+        assert _policies(resources, "Ingress", labels_of_one), "without a policy, all traffic is allowed"
+        assert _policies(resources, "Egress", labels_of_one), "without a policy, all traffic is allowed"
+
+
+def _policies(resources: list[Resource], direction: str, labels: dict[str, str]) -> list[Resource]:
+    """The policies that isolate pods with these labels."""
+
+    def selects(policy: Resource) -> bool:
+        wanted = policy["spec"]["podSelector"].get("matchLabels", {})
+        return direction in policy["spec"]["policyTypes"] and wanted.items() <= labels.items()
+
+    return [one for one in resources if one["kind"] == "NetworkPolicy" and selects(one)]
+
+
+def _allowed(resources: list[Resource], direction: str, labels: dict[str, str]) -> list[Any]:
+    """Every peer that a pod with these labels may speak with on some port but DNS; None is everyone."""
+    peers: list[Any] = []
+    for policy in _policies(resources, direction, labels):
+        for rule in policy["spec"].get(direction.lower(), []):
+            if {port["port"] for port in rule["ports"]} != {53}:
+                peers += rule.get("from" if direction == "Ingress" else "to", [None])
+    return peers
