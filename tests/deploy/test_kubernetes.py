@@ -211,9 +211,8 @@ def test_only_the_scheduler_reaches_workers_and_it_reaches_nothing_else(resource
     out = _allowed(resources, "Egress", labels["scheduler"])
     assert {"podSelector": {"matchLabels": labels["worker"]}} in out
     assert None not in out
-    for labels_of_one in labels.values():
-        assert _policies(resources, "Ingress", labels_of_one), "without a policy, all traffic is allowed"
-        assert _policies(resources, "Egress", labels_of_one), "without a policy, all traffic is allowed"
+    everything_else = {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    assert find(resources, "NetworkPolicy", "deny-all")["spec"] == everything_else
 
 
 def _policies(resources: list[Resource], direction: str, labels: dict[str, str]) -> list[Resource]:

