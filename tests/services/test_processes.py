@@ -145,7 +145,7 @@ async def test_sigterm_lets_streams_finish_admits_no_more_and_exits_0(start: Sta
     model = str(tiny_model_directory)
     worker, address = start("worker_service", "--model", model, *WORKER_SIZES)
     scheduler, target = start("scheduler_service", "--model", model, "--workers", address)
-    async with Client(target) as client:
+    async with Client(target, retry_for=0) as client:
         await client.wait_until_serving(60)
         stream = client.generate("hello", SamplingParams(max_tokens=400, ignore_eos=True))
         await anext(stream)
@@ -163,7 +163,7 @@ async def test_streams_that_outlast_the_grace_end_unavailable(start: Start, tiny
     model = str(tiny_model_directory)
     _, address = start("worker_service", "--model", model, *WORKER_SIZES)
     scheduler, target = start("scheduler_service", "--model", model, "--workers", address, "--grace", "0")
-    async with Client(target) as client:
+    async with Client(target, retry_for=0) as client:
         await client.wait_until_serving(60)
         stream = client.generate("hello", SamplingParams(max_tokens=500, ignore_eos=True))
         await anext(stream)
