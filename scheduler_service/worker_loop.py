@@ -244,16 +244,18 @@ class WorkerLoop:
 
     def _end(self, scheduler: Scheduler, session: Session, reason: Exception | None) -> None:
         """The session is over, whatever it was that ended it: whoever ran there goes on elsewhere."""
-        was_leaving, self._is_leaving = self._is_leaving, False
-        is_lost = reason is not None and not isinstance(reason, DrainedError)
+        # One that was leaving is not lost, however its session ended: a step on its way to it may break the stream.
+        is_lost = reason is not None and not self._is_leaving and not isinstance(reason, DrainedError)
+        is_nobodys_fault = isinstance(reason, WorkerError) and reason.is_nobodys_fault
         self._is_lost_in_a_step = is_lost and bool(self._in_flight)
         self.num_losses += is_lost
+        self._is_leaving = False
         self.scheduler = None
         del self._engine.serving[scheduler]
         self._in_flight.clear()
         session.close()
         try:
-            for group in scheduler.release_all(blames=not was_leaving and _may_be_a_requests_fault(reason)):
+            for group in scheduler.release_all(blames=is_lost and not is_nobodys_fault):
                 self._engine.fail(group)
             self.num_preemptions += sum(scheduler.num_preemptions.values())
         finally:
@@ -313,10 +315,6 @@ class WorkerLoop:
             if self._engine.settings.check_invariants:
                 scheduler.blocks.check()
             self._wake.set()
-
-
-def _may_be_a_requests_fault(reason: Exception | None) -> bool:
-    return reason is not None and not (isinstance(reason, WorkerError) and reason.is_nobodys_fault)
 
 
 async def _until_one_fails(*coroutines: Coroutine[Any, Any, None]) -> None:
