@@ -33,6 +33,7 @@ from scheduler_service.core import (
 )
 from scheduler_service.recording.fields import encode_enum, encode_fields
 from scheduler_service.recording.format import FORMAT, VERSION, frame
+from scheduler_service.recording.placements import encode_placements
 
 log = structlog.get_logger()
 
@@ -98,6 +99,7 @@ class Recorder(NoRecorder):
                     policy=f"RECORDED_POLICY_{policy.upper()}",
                     overtakes=overtakes,
                     tenant_weights=tenant_weights,
+                    has_placements=True,
                 )
             )
         )
@@ -176,6 +178,7 @@ class RecordedScheduler(Scheduler):
             plan.ignored_request_ids.extend(group.request_id for group in output.ignored)
             if not output.is_empty:
                 plan.step.MergeFrom(encode_scheduler_output(output, self._wire.epoch))
+            encode_placements(output, plan, lambda scheduler: scheduler.session)  # type: ignore[attr-defined]
 
     def update_from_output(
         self, output: SchedulerOutput, answer: ModelOutput, now: float = 0.0

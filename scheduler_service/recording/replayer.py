@@ -25,6 +25,7 @@ from scheduler_service.core import (
 from scheduler_service.policy import waiting_queue
 from scheduler_service.recording.fields import decode_enum, decode_fields
 from scheduler_service.recording.format import ReadEvent, RecordingError, read_events
+from scheduler_service.recording.placements import compare_placements, encode_placements
 from scheduler_service.recording.words import compare_steps
 from scheduler_service.simulation.cost_model import StepWork
 
@@ -86,6 +87,7 @@ class Replayer:
         self.num_requests = 0
         self.workers: dict[str, None] = {}
         self._sessions: dict[int, Session] = {}
+        self._numbers: dict[object, int] = {}  # of sessions, by their schedulers
         self._groups: dict[str, SequenceGroup] = {}  # that have not ended
 
     def run(self, path: Path) -> Iterator[Moment]:
@@ -140,11 +142,13 @@ class Replayer:
         if start.session in self._sessions:
             raise ValueError(f"session {start.session} has begun already")
         self._sessions[start.session] = session
+        self._numbers[scheduler] = start.session
         self.workers[start.worker] = None
         return Moment(at, session)
 
     def _session_end(self, end: pb.RecordedSessionEnd, at: float) -> Moment:
         session = self._sessions.pop(end.session)
+        del self._numbers[session.scheduler]
         ended = _call(
             session, "the loss of its worker", lambda: session.scheduler.release_all(blames=not end.is_blameless)
         )
@@ -167,6 +171,11 @@ class Replayer:
             step_id = (recorded or replayed or wire.SchedulerOutput()).step_id
             raise _CoreError(f"worker {session.worker}, step {step_id}: {compare_steps(recorded, replayed)}")
         self._compare_ids(session, "ends as too large", plan.ignored_request_ids, output.ignored)
+        if self.header.has_placements:
+            choices = pb.RecordedPlan()
+            encode_placements(output, choices, self._numbers.__getitem__)
+            if difference := compare_placements(plan, choices):
+                raise _CoreError(f"worker {session.worker}, {difference}")
         if output.is_empty:
             return Moment(at, session, output.ignored)
         self.num_steps += 1

@@ -237,6 +237,7 @@ def test_a_call_that_raises_is_recorded_and_raises_all_the_same(
 ) -> None:
     sink = MemorySink()
     scheduler = recorder(sink).scheduler(CONFIG, WaitingQueue(), "worker", Connection(1))
+    scheduler.add_request(SequenceGroup("a", [1], SamplingParams(max_tokens=1)))
     monkeypatch.setattr(scheduler, "write", lambda step: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         scheduler.schedule(1.0)

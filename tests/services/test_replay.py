@@ -166,6 +166,16 @@ def test_another_policy_is_found(small: Path) -> None:
         ("plan", lambda event: event.plan.step.new_sequences[0].block_ids.append(9), "new sequences: recorded 1"),
         ("plan", lambda event: event.plan.ignored_request_ids.append("first"), "ends as too large: recorded"),
         ("plan", lambda event: setattr(event.plan, "raised", "KeyError"), "raised KeyError, replayed .* nothing"),
+        (
+            "plan",
+            lambda event: setattr(event.plan.placements[0], "num_overtaken", 3),
+            r"placements, number 1: recorded 'second' taken \(alone; .* overtaken 3 times\); replayed 'second' taken",
+        ),
+        (
+            "plan",
+            lambda event: event.plan.moved.add(request_id="x"),
+            "moved, number 1: recorded 'x' .* replayed nothing",
+        ),
         ("answer", lambda event: event.answer.answer.token_ids.append(1), "raised nothing, replayed .* ValueError"),
         ("arrival", lambda event: setattr(event.arrival.sampling, "seed", 7), "sampling of new sequences: recorded"),
         ("arrival", lambda event: setattr(event.arrival, "priority", 9), "new sequences"),
@@ -175,6 +185,28 @@ def test_another_policy_is_found(small: Path) -> None:
 def test_whatever_else_was_changed_is_found(small: Path, kind: str, change: Change, reason: str) -> None:
     with pytest.raises(DifferenceError, match=reason):
         replay(changed(small, kind, change, number=int(kind == "arrival")))
+
+
+def test_a_recording_from_before_placements_were_recorded_is_replayed_without_them(small: Path) -> None:
+    older = changed(small, "header", lambda event: event.header.ClearField("has_placements"))
+    replay(changed(older, "plan", lambda event: event.plan.ClearField("placements")))
+
+
+def test_choices_between_workers_are_recorded_with_what_they_were_made_of(tmp_path: Path) -> None:
+    """All reasons come up among random workloads, and what was left names the session that it was left to."""
+    reasons, left_to = set[str](), set[int]()
+    for seed in range(12):
+        path = tmp_path / str(seed)
+        record(path, Random(seed), num_workers=4, num_actions=400, policy=["fcfs", "priority", "fair"][seed % 3])
+        for read in read_events(path):
+            for placement in read.event.plan.placements:
+                reasons.add(
+                    pb.RecordedPlacementReason.Name(placement.reason).removeprefix("RECORDED_PLACEMENT_REASON_")
+                )
+                left_to.add(placement.left_to_session)
+        replay(path)
+    assert reasons == {reason.name for reason in core.PlacementReason}
+    assert len(left_to) > 10
 
 
 @pytest.mark.parametrize(
@@ -259,6 +291,7 @@ async def test_a_service_with_workers_that_fail_is_replayed_from_its_recording(
     ):
         states = [await submit(engine, str(number), [5] * 20, max_tokens=30, n=1 + number % 2) for number in range(20)]
         states.append(await submit(engine, "poison", [5, 99]))
+        await anext(aiter(states[1].stream))  # a worker is there
         streams = [asyncio.create_task(text_of(engine, state)) for state in states]
         for number in range(0, 20, 5):
             engine.abort(str(number))

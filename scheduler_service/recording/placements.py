@@ -1,0 +1,51 @@
+"""Which worker took each waiting request or left it to another one, as it is recorded, and in words."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from pagewire.v1 import recording_pb2 as pb
+from scheduler_service.core import Placement, SchedulerOutput
+from scheduler_service.recording.fields import encode_enum
+
+
+def encode_placements(output: SchedulerOutput, plan: pb.RecordedPlan, session_of: Callable[[object], int]) -> None:
+    """Write a step's choices into its plan; `session_of` numbers schedulers."""
+    plan.placements.extend(_encode(output.placements, session_of))
+    plan.moved.extend(_encode(output.moved, session_of))
+
+
+def compare_placements(recorded: pb.RecordedPlan, replayed: pb.RecordedPlan) -> str:
+    """The first choice that differs, in words; empty when none does."""
+    for what in ("placements", "moved"):
+        ours: Sequence[pb.RecordedPlacement] = getattr(recorded, what)
+        theirs: Sequence[pb.RecordedPlacement] = getattr(replayed, what)
+        for number in range(max(len(ours), len(theirs))):
+            one, other = (side[number] if number < len(side) else None for side in (ours, theirs))
+            if one != other:
+                return f"{what}, number {number + 1}: recorded {_words(one)}; replayed {_words(other)}"
+    return ""
+
+
+def _encode(placements: Iterable[Placement], session_of: Callable[[object], int]) -> Iterable[pb.RecordedPlacement]:
+    for placement in placements:
+        yield pb.RecordedPlacement(
+            request_id=placement.group.request_id,
+            reason=encode_enum(pb.RecordedPlacementReason.DESCRIPTOR, placement.reason),  # type: ignore[arg-type]
+            seconds=placement.seconds,
+            cached_tokens=placement.cached_tokens,
+            num_overtaken=placement.num_overtaken,
+            left_to_session=session_of(placement.to) if placement.to is not None else 0,
+            seconds_there=placement.seconds_there,
+            cached_tokens_there=placement.cached_tokens_there,
+        )
+
+
+def _words(placement: pb.RecordedPlacement | None) -> str:
+    if placement is None:
+        return "nothing"
+    reason = pb.RecordedPlacementReason.Name(placement.reason).removeprefix("RECORDED_PLACEMENT_REASON_").lower()
+    where = f"left to session {placement.left_to_session}" if placement.left_to_session else "taken"
+    return (
+        f"{placement.request_id!r} {where} ({reason}; here {placement.seconds!r} s, {placement.cached_tokens} tokens "
+        f"cached; elsewhere {placement.seconds_there!r} s, {placement.cached_tokens_there} tokens cached; overtaken "
+        f"{placement.num_overtaken} times)"
+    )
