@@ -176,7 +176,7 @@ class Balancer:
         seconds = self._seconds(member, group, cached, now)
         if group.num_overtaken >= MAX_OVERTAKES or (group.left_until is not None and now > group.left_until):
             return Placement(group, PlacementReason.OVERDUE, seconds, cached, num_overtaken=group.num_overtaken)
-        others = self._others(member, group, now)
+        others = self._others(member, group, now, self._next_lightest(member, group))
         if not others:
             return Placement(group, PlacementReason.ALONE, seconds, cached, num_overtaken=group.num_overtaken)
         there, entry, better, cached_there = min(others)
@@ -216,10 +216,10 @@ class Balancer:
         return placement
 
     def _best_elsewhere(self, member: Member, group: "SequenceGroup", now: float) -> Placement | None:
-        others = self._others(member, group, now)
-        if not others:
-            return None
-        there, _, better, cached = min(others)
+        lightest = self._next_lightest(member, group)
+        if not lightest:
+            return None  # and so it is in most steps while many wait
+        there, _, better, cached = min(self._others(member, group, now, lightest))
         return Placement(
             group,
             PlacementReason.ROOM,
@@ -229,14 +229,16 @@ class Balancer:
             num_overtaken=group.num_overtaken,
         )
 
-    def _others(self, member: Member, group: "SequenceGroup", now: float) -> list[tuple[float, int, Member, int]]:
-        """Those that a group might rather go to: the seconds it takes there, which of equals has had nothing new for
-        longest, and the tokens that are cached there.
+    def _others(
+        self, member: Member, group: "SequenceGroup", now: float, lightest: list[Member]
+    ) -> list[tuple[float, int, Member, int]]:
+        """Those that a group might rather go to: the `lightest`, and those that hold the longest prefix and have room.
 
-        The worker with the least to do, and those that hold the longest prefix, as far as they have room now.
+        Of each the seconds that it takes there, an order among equals, by how long they have had nothing new, and the
+        tokens that are cached there.
         """
         found: list[tuple[float, int, Member, int]] = []
-        for other in [*self._holders(member, group), *self._next_lightest(member, group)]:
+        for other in [*self._holders(member, group), *lightest]:
             cached = other.scheduler.room_for(group)
             if cached is not None:
                 found.append((self._seconds(other, group, cached, now), other.entry, other, cached))
@@ -279,9 +281,12 @@ class Balancer:
         return holders
 
     def _is_share(self, member: Member, group: "SequenceGroup", cached: int, num_waiting: int) -> bool:
-        """Whether with this group the worker has no more to do than all will have when all that wait are like it."""
+        """Whether the worker has no more to do with this group than all will have when all that wait are like it.
+
+        To the nearest group: half of this one may be too much.
+        """
         tokens = len(group.live[0].token_ids) - cached + SEQUENCE_TOKENS * group.num_seqs
-        return (member.work + tokens) * self._speed <= (self._work + num_waiting * tokens) * member.speed
+        return (2 * member.work + tokens) * self._speed <= 2 * (self._work + num_waiting * tokens) * member.speed
 
     def _seconds(self, member: Member, group: "SequenceGroup", cached: int, now: float) -> float:
         """Until what a group brings were done, if all that the worker has were done one after the other."""
@@ -324,6 +329,6 @@ class Balancer:
             group.num_overtaken += 1
 
     def stepped(self, member: Member, num_tokens: int, seconds: float) -> None:
-        """A worker's step is done."""
-        if seconds > 0 and num_tokens:
+        """A worker's step is done; one that is alone is not compared with anybody."""
+        if len(self._members) > 1 and seconds > 0 and num_tokens:
             member.slowness.observe(self.times.observe(num_tokens, seconds))

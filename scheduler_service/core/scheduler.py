@@ -245,8 +245,7 @@ class Scheduler(StepWriter):
     def _schedule_waiting(self, step: Step, suspect: SequenceGroup | None = None) -> None:
         """Admit those who are next, or only the `suspect` that is."""
         has_choice = suspect is None and self.balancer.has_others(self.member)
-        if has_choice and self.waiting:
-            self.report(step)
+        has_reported = False
         most: int | None = None if suspect is None else 1
         while self.admits and self.waiting and step.budget.num_tokens and len(step.chunks) != most:
             group = self._next_waiting(step)
@@ -267,6 +266,9 @@ class Scheduler(StepWriter):
                     return
                 most = len(step.chunks) + 1  # whoever made room for this one does not come back at once
             elif has_choice:
+                if not has_reported:
+                    self.report(step)
+                    has_reported = True
                 placement = self.balancer.place(self.member, group, len(self.waiting), step.now)
                 if self._leave(placement, step):
                     if placement.reason is PlacementReason.LOAD:

@@ -111,7 +111,8 @@ class StepWriter(GroupLedger):
         self._finished.clear()
         output.preempted, self._preempted = self._preempted, []
         self.report(step)
-        self._write_placements(step, output)
+        if step.placements or step.left or step.moved:
+            self._write_placements(step, output)
         if not output.is_empty:
             self._step_id += 1
             self._in_flight.append(output)

@@ -1,5 +1,7 @@
 """Requests and the queue of the slow scheduler: lists, and rules that are looked up anew whenever one is needed."""
 
+import itertools
+
 from scheduler_service.core import SamplingParams, SequenceStatus
 from scheduler_service.core.beam_search import BeamSearch
 
@@ -52,6 +54,7 @@ class SlowGroup:
             about[key] for key in ("priority", "tenant", "lora", "arrived_at")
         )
         self.rank = (0, 0)
+        self.number = 0  # in the order of arrival
         self.num_cached: int | None = None
         self.beams = BeamSearch(sampling) if sampling.beam_width else None
         num_sequences = 1 if self.beams else sampling.n
@@ -77,14 +80,18 @@ class SlowQueue:
         self.last_to_leave = ""  # a tenant
 
     def arrive(self, group: SlowGroup) -> None:
+        group.number = self.num_arrivals
         group.rank = (group.priority * self.overtakes + self.num_arrivals, self.num_arrivals)
         self.num_arrivals += 1
         self.raise_counter(group.tenant)
         self.groups.append(group)
 
     def put_back(self, group: SlowGroup) -> None:
+        """Before all that came later, and before those that came earlier but were not given to anybody since."""
         self.raise_counter(group.tenant)
-        self.groups.insert(0, group)
+        others = [other for other in self.groups if self.policy != "fair" or other.tenant == group.tenant]
+        older = list(itertools.takewhile(lambda other: other.number < group.number, others))
+        self.groups.insert(self.groups.index(older[-1]) + 1 if older else 0, group)
 
     def leave(self, group: SlowGroup) -> None:
         self.groups.remove(group)

@@ -1,7 +1,7 @@
 """Whatever is done to the schedulers of a few workers that share a queue, in whatever order, they keep their promises.
 
-Requests come, are aborted and cut short; steps are planned ahead and answered late; workers are lost. After everything
-that is done nobody has a block too many, a step too large or a place that another one was before at.
+Requests come, are aborted and cut short; steps are planned ahead and answered late; workers are drained and lost.
+After everything that is done nobody has a block too many, a step too large or a place that another one was before at.
 """
 
 from collections import Counter
@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_helpers import output_of
+from slow_balancer import CheckedBalancer
 from workloads import random_config, random_request
 
 from scheduler_service.core import (
@@ -52,7 +53,7 @@ class Fleet(RuleBasedStateMachine):
     @initialize(
         seed=st.integers(0, 2**32),
         policy=st.sampled_from(["fcfs", "priority", "fair"]),
-        num_workers=st.integers(1, 3),
+        num_workers=st.integers(1, 4),
         overtakes=st.integers(1, 4),
         max_in_flight=st.integers(1, 3),
     )
@@ -60,6 +61,7 @@ class Fleet(RuleBasedStateMachine):
         queues = {"fcfs": WaitingQueue(), "priority": PriorityQueue(overtakes), "fair": FairQueue({"x": 2.0})}
         self.policy, self.overtakes, self.max_in_flight = policy, overtakes, max_in_flight
         self.waiting = queues[policy]
+        self.waiting.balancer = self.balancer = CheckedBalancer()
         self.config = random_config(Random(seed), (1, 4, 6, 7, 8, 9, 10, 11, 12))
         self.sessions = [Session(self.config, self.waiting) for _ in range(num_workers)]
         self.groups: list[SequenceGroup] = []  # in the order of arrival
@@ -162,6 +164,11 @@ class Fleet(RuleBasedStateMachine):
         assert scheduler.blocks.host.num_free == self.config.num_host_blocks
         self.sessions[number] = Session(self.config, self.waiting)
 
+    @rule(which=ANY)
+    def drain_or_undrain(self, which: int) -> None:
+        scheduler = self.sessions[which % len(self.sessions)].scheduler
+        scheduler.set_admission(not scheduler.admits)
+
     @rule(seconds=st.floats(0, 3))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
@@ -196,6 +203,8 @@ class Fleet(RuleBasedStateMachine):
             assert sum(group.num_seqs for group in scheduler.running) <= self.config.max_num_seqs
             assert len({group.lora_name for group in scheduler.running} - {""}) <= self.config.max_loras
             self.check_sharing(session)
+        self.balancer.check()
+        assert len(self.balancer) == len(self.sessions)
         places = [place for s in self.sessions for place in (s.scheduler.running, s.scheduler.swapped)]
         for group in self.groups:
             assert group.num_overtaken <= MAX_OVERTAKES
@@ -227,6 +236,8 @@ class Fleet(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "sessions"):
             return
+        for session in self.sessions:
+            session.scheduler.set_admission(True)
         num_tokens = sum(group.num_seqs * (len(group.prompt_token_ids) + 16) for group in self.groups)
         for _ in range(20 + 4 * num_tokens):
             if not any(session.scheduler.has_work or session.in_flight for session in self.sessions):

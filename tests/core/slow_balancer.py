@@ -1,0 +1,59 @@
+"""A balancer that finds every candidate again by looking at everybody, and compares.
+
+Nothing is kept in heaps, sums or directories: each worker's scheduler and allocator are asked, and the best is taken.
+"""
+
+from scheduler_service.core import Balancer, SequenceGroup
+from scheduler_service.core.placement import MOST_CANDIDATES, SEQUENCE_TOKENS, Member
+
+
+class CheckedBalancer(Balancer):
+    def _open_members(self) -> list[Member]:
+        return [member for member in self._members.values() if member.is_open]
+
+    def _next_lightest(self, member: Member, group: SequenceGroup) -> list[Member]:
+        others = [other for other in self._open_members() if other is not member and other.entry >= 0]
+        others.sort(key=lambda other: ((other.backlog + SEQUENCE_TOKENS * other.num_seqs) / other.speed, other.entry))
+        expected = [other for other in others if other.scheduler.room_for(group) is not None][:1]
+        found = super()._next_lightest(member, group)
+        assert found == expected
+        return found
+
+    def _holders(self, member: Member, group: SequenceGroup) -> list[Member]:
+        """Those others whose own allocators find the most blocks in a row, from this worker's last one on."""
+        leader = group.live[0]
+        keys = member.scheduler.blocks.cacheable_keys(leader)
+        num_here = member.scheduler.blocks.num_cached_tokens(leader) // member.scheduler.blocks.block_size
+        lengths: dict[Member, int] = {}
+        for other in self._open_members():
+            device = other.scheduler.blocks.device
+            held = [device.find(key) is not None for key in keys[max(0, num_here - 1) :]]
+            if other is not member and any(held[:1]):
+                lengths[other] = held.index(False) if False in held else len(held)
+        expected = [other for other, length in lengths.items() if length == max(lengths.values())]
+        found = super()._holders(member, group)
+        assert set(found) <= set(expected)
+        assert len(found) == len(set(found)) == min(len(expected), MOST_CANDIDATES)
+        return found
+
+    def _is_share(self, member: Member, group: SequenceGroup, cached: int, num_waiting: int) -> bool:
+        tokens = len(group.live[0].token_ids) - cached + SEQUENCE_TOKENS * group.num_seqs
+        level = sum(other.work for other in self._open_members()) + num_waiting * tokens
+        share = level * member.speed / sum(other.speed for other in self._open_members())
+        found = super()._is_share(member, group, cached, num_waiting)
+        assert found == (member.work + tokens / 2 <= share) or abs(member.work + tokens / 2 - share) < 1e-6 * share
+        return found
+
+    def check(self) -> None:
+        """Assert that what is kept agrees with the schedulers that it is kept of."""
+        found: dict[bytes, int] = {}
+        for slot, member in self._members.items():
+            assert (member.slot, member.bit) == (slot, 1 << slot)
+            assert not member.is_open or (member.scheduler.admits and not member.scheduler.swapped)
+            for key in member.scheduler.blocks.device._by_key:
+                found[key] = found.get(key, 0) | member.bit
+        assert self.directory._holders == found
+        live = [entry for entry in self._lightest if entry[2].entry == entry[1]]
+        assert {entry[2] for entry in live} == {member for member in self._open_members() if member.entry >= 0}
+        assert len(live) == len({entry[2] for entry in live})
+        assert self._num_open == len(self._open_members())
