@@ -41,6 +41,9 @@ class ServiceSettings(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log to write")
     log_format: Literal["auto", "json", "console"] = Field("auto", description="auto: console on a terminal, else json")
+    metrics_listen: Address | None = Field(
+        None, description="HOST:PORT to serve Prometheus metrics on, at /metrics; by default they are not served"
+    )
     grace: float = Field(30.0, ge=0, description="seconds that work in flight is given after SIGTERM")
 
 

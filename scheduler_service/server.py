@@ -8,9 +8,12 @@ import structlog
 from pagewire.v1 import admin_service_pb2, inference_service_pb2
 from pagewire.v1.admin_service_pb2_grpc import add_AdminServiceServicer_to_server
 from pagewire.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
+from pagewire_common.metrics import serve_metrics
 from pagewire_common.server import GrpcServer, stop_event
 from scheduler_service.admin_servicer import AdminServicer
 from scheduler_service.engine import Engine
+from scheduler_service.metrics import SchedulerMetrics
+from scheduler_service.model import model_name
 from scheduler_service.servicer import InferenceServicer
 from scheduler_service.settings import SchedulerSettings
 
@@ -31,8 +34,15 @@ async def serve(settings: SchedulerSettings) -> None:
     add_InferenceServiceServicer_to_server(InferenceServicer(engine), server.server)
     admin = AdminServicer(engine)
     add_AdminServiceServicer_to_server(admin, server.server)
-    await server.start(settings.listen)
+    metrics = SchedulerMetrics(engine, model_name(settings.model), vllm_names=settings.vllm_metric_names)
+    async with serve_metrics(settings.metrics_listen, metrics.families):
+        await server.start(settings.listen)
+        await _run(settings, engine, server, admin, stop)
 
+
+async def _run(
+    settings: SchedulerSettings, engine: Engine, server: GrpcServer, admin: AdminServicer, stop: asyncio.Event
+) -> None:
     async def announce() -> None:
         model = await engine.wait_for_model()
         _spare_the_collector()

@@ -72,6 +72,9 @@ class SchedulerSettings(ServiceSettings):
         "three in a row that fail, and it counts as lost",
     )
     stall_timeout: float = Field(60.0, gt=0, description="seconds a client may leave a message unread")
+    vllm_metric_names: bool = Field(
+        False, description="give metrics that vLLM has too a second time under its names, vllm:…"
+    )
     record: Path | None = Field(
         None,
         description="new file for a recording of every request and decision, to replay; it contains all prompts and "

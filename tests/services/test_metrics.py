@@ -1,0 +1,171 @@
+"""What a scrape finds: names, meanings, and numbers that add up."""
+
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+from fake_worker_service import FakeWorkerService, serving
+from prometheus_client.parser import text_string_to_metric_families
+from scheduler_in_process import InProcess, scheduler
+
+from pagewire_client import Client, SamplingParams
+from pagewire_client.llm import collect
+from pagewire_common.metrics import serve_metrics
+from pagewire_common.start_error import StartError
+from scheduler_service.metrics import SchedulerMetrics
+from scheduler_service.statistics import Histogram
+
+
+async def get(address: str, path: str = "/metrics") -> str:
+    """A plain HTTP request, as a scraper makes it."""
+    reader, writer = await asyncio.open_connection(*address.rsplit(":", 1))
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode())
+    head, _, body = (await reader.read()).decode().partition("\r\n\r\n")
+    writer.close()
+    await writer.wait_closed()
+    assert head.startswith("HTTP/1.0 200"), head
+    assert "text/plain" in head
+    return body
+
+
+class Scrape:
+    """Samples by name and the labels that are asked for."""
+
+    def __init__(self, text: str) -> None:
+        families = list(text_string_to_metric_families(text))
+        assert len({family.name for family in families}) == len(families)
+        self.types = {family.name: family.type for family in families}
+        self.samples = [sample for family in families for sample in family.samples]
+
+    def __call__(self, name: str, **labels: str) -> float:
+        (value,) = (s.value for s in self.samples if s.name == name and labels.items() <= s.labels.items())
+        return value
+
+
+async def scrape(one: InProcess, *, vllm_names: bool = False) -> Scrape:
+    metrics = SchedulerMetrics(one.engine, "the-model", vllm_names=vllm_names)
+    async with serve_metrics("127.0.0.1:0", metrics.families) as address:
+        assert address is not None
+        return Scrape(await get(address))
+
+
+async def test_requests_are_counted_from_arrival_to_their_end(byte_tokenizer_directory: Path) -> None:
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    async with serving(worker) as address, scheduler(address) as one, Client(one.target) as client:
+        assert (await scrape(one))("pagewire_request_success_total", finished_reason="stop") == 0
+        await collect(client, [5] * 20, SamplingParams(max_tokens=7, n=2))
+        await collect(client, [5] * 20, SamplingParams(max_tokens=9, stop=["gg"]))
+        stream = client.generate([5] * 20, SamplingParams(max_tokens=100, n=3))
+        await anext(stream)
+        worker.runs.clear()
+        found = await scrape(one)
+        assert found("pagewire_num_requests_running", model_name="the-model") == 1
+        assert found("pagewire_kv_cache_usage_perc", worker=address) > 0
+        await stream.aclose()
+        while one.engine.requests:
+            await scrape(one)
+        found = await scrape(one)
+    assert found("pagewire_request_success_total", finished_reason="length") == 2
+    assert found("pagewire_request_success_total", finished_reason="stop") == 1
+    assert found("pagewire_request_success_total", finished_reason="abort") == 3
+    assert found("pagewire_prompt_tokens_total") == found("pagewire_prefix_cache_queries_total") == 60
+    assert found("pagewire_prefix_cache_hits_total") == 32
+    generated = found("pagewire_generation_tokens_total")
+    assert generated >= 2 * 7 + 2 + 1
+    assert found("pagewire_time_to_first_token_seconds_count") == 3
+    assert found("pagewire_request_queue_time_seconds_count") == 3
+    assert found("pagewire_e2e_request_latency_seconds_count") == 2  # of those that were not aborted
+    num_outputs = 2 + 1 + 3
+    assert generated - num_outputs <= found("pagewire_inter_token_latency_seconds_count") < generated
+    assert 0 < found("pagewire_request_queue_time_seconds_sum") <= found("pagewire_time_to_first_token_seconds_sum")
+    assert found("pagewire_steps_total", worker=address) >= 7
+    assert found("pagewire_step_phase_seconds_total", worker=address, phase="schedule") > 0
+    assert found("pagewire_placements_total", reason="alone") == 3
+    assert found("process_resident_memory_bytes") > 0
+
+
+async def test_queued_requests_per_worker_is_there_to_scale_on(byte_tokenizer_directory: Path) -> None:
+    workers = [FakeWorkerService(byte_tokenizer_directory) for _ in range(2)]
+    for worker in workers:
+        worker.runs.clear()
+    async with (
+        serving(workers[0]) as first,
+        serving(workers[1]) as second,
+        scheduler(first, second, max_num_seqs=1) as one,
+        Client(one.target) as client,
+    ):
+        await one.engine.model()
+        reading = [asyncio.create_task(collect(client, [5], SamplingParams(max_tokens=400))) for _ in range(10)]
+        while (found := await scrape(one))("pagewire_num_requests_running") < 2 or len(one.engine.requests) < 10:
+            pass
+        waiting = found("pagewire_num_requests_waiting")
+        assert waiting == 8
+        assert found("pagewire_queued_requests_per_worker") == waiting / 2
+        assert found("pagewire_workers", status="serving") == 2
+        one.engine.drain_worker(first)
+        found = await scrape(one)
+        assert found("pagewire_queued_requests_per_worker") == found("pagewire_num_requests_waiting")
+        assert found("pagewire_workers", status="draining") == 1
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+
+
+async def test_what_vllm_has_too_can_be_had_under_its_names(byte_tokenizer_directory: Path) -> None:
+    async with (
+        serving(FakeWorkerService(byte_tokenizer_directory)) as address,
+        scheduler(address) as one,
+        Client(one.target) as client,
+    ):
+        await collect(client, [5], SamplingParams(max_tokens=7))
+        assert not [sample for sample in (await scrape(one)).samples if sample.name.startswith("vllm:")]
+        found = await scrape(one, vllm_names=True)
+    types = {name.removeprefix("vllm:"): kind for name, kind in found.types.items() if name.startswith("vllm:")}
+    assert types == {
+        "num_requests_running": "gauge",
+        "num_requests_waiting": "gauge",
+        "num_requests_swapped": "gauge",
+        "kv_cache_usage_perc": "gauge",
+        "num_preemptions": "counter",
+        "prefix_cache_queries": "counter",
+        "prefix_cache_hits": "counter",
+        "prompt_tokens": "counter",
+        "generation_tokens": "counter",
+        "request_success": "counter",
+        "time_to_first_token_seconds": "histogram",
+        "inter_token_latency_seconds": "histogram",
+        "e2e_request_latency_seconds": "histogram",
+        "request_queue_time_seconds": "histogram",
+    }
+    assert found("vllm:generation_tokens_total", model_name="the-model", engine="0") == 7
+    assert found("vllm:kv_cache_usage_perc", engine=address) == 0
+    for name, kind in types.items():
+        assert found.types[f"pagewire_{name}"] == kind
+
+
+def test_a_histogram_counts_every_value_once() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.0, 2.5):
+        histogram.observe(value)
+    assert histogram.counts == [2, 2, 1]
+    assert histogram.total == 7.5
+
+
+async def test_without_an_address_nothing_is_served_and_one_in_use_is_an_error() -> None:
+    async with serve_metrics(None, list) as address:
+        assert address is None
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(StartError, match=r"cannot serve metrics on 127\.0\.0\.1:"):
+            async with serve_metrics(f"127.0.0.1:{taken.getsockname()[1]}", list):
+                pass
+
+
+async def test_an_event_loop_in_use_is_not_touched_by_a_connection_that_says_nothing() -> None:
+    async with serve_metrics("127.0.0.1:0", list) as address:
+        assert address is not None
+        _, writer = await asyncio.open_connection(*address.rsplit(":", 1))
+        assert "process_cpu_seconds_total" in await get(address)
+        writer.close()
