@@ -10,6 +10,7 @@ import structlog
 
 from pagewire.v1 import worker_service_pb2, worker_service_pb2_grpc
 from pagewire_common.logs import configure_logging
+from pagewire_common.metrics import serve_metrics
 from pagewire_common.server import GrpcServer, stop_event
 from worker_service.device_thread import DeviceThread
 from worker_service.servicer import WorkerServicer
@@ -35,12 +36,13 @@ async def serve(settings: WorkerSettings) -> None:
     server = GrpcServer([SERVICE_NAME], max_receive_bytes=64 << 20)
     servicer = WorkerServicer(device_thread)
     worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.server)
-    await server.start(settings.listen)
-    try:
-        await _load(settings, device_thread, server, servicer, stop, started)
-        await _first_of(stop, servicer.device_lost)
-    finally:
-        await server.stop(servicer.drain, 0.0 if servicer.device_lost.is_set() else settings.grace)
+    async with serve_metrics(settings.metrics_listen, servicer.metrics):
+        await server.start(settings.listen)
+        try:
+            await _load(settings, device_thread, server, servicer, stop, started)
+            await _first_of(stop, servicer.device_lost)
+        finally:
+            await server.stop(servicer.drain, 0.0 if servicer.device_lost.is_set() else settings.grace)
     if servicer.device_lost.is_set():
         log.error("the device takes no more work; this process ends, for another to take its place")
         logging.shutdown()

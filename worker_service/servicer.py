@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import secrets
 import traceback
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import structlog
+from prometheus_client.core import Metric
 
 from pagewire.v1 import worker_service_pb2_grpc
 from pagewire.v1.scheduler_output_pb2 import ModelOutput, SchedulerOutput
@@ -29,6 +30,7 @@ from pagewire_common.errors import RequestError
 from worker_service.codec import decode_scheduler_output, encode_model_output, encode_worker_info
 from worker_service.device_thread import DeviceThread
 from worker_service.errors import DeviceLostError, FencingError, InvalidStepError, is_out_of_memory
+from worker_service.metrics import WorkerStatistics, families
 from worker_service.session import Session
 from worker_service.tokenizer_files import read_pieces
 
@@ -58,6 +60,7 @@ class _Stream:
     """Why no further step of it may be started. Set on either thread."""
 
 
+_FAILURES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT)
 _SHUTTING_DOWN = RequestError(grpc.StatusCode.ABORTED, "the worker is shutting down")
 
 
@@ -69,6 +72,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
 
     def __init__(self, device_thread: DeviceThread) -> None:
         self.device_lost = asyncio.Event()
+        self._statistics = WorkerStatistics()
         self._instance_id = secrets.token_hex(16)
         self._device_thread = device_thread
         self._worker: Worker | None = None
@@ -90,6 +94,17 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
                 await self._idle.wait()
         if self._stream is not None:
             self._close(self._stream, _SHUTTING_DOWN)
+
+    def metrics(self) -> Iterator[Metric]:
+        """What a scrape of this moment finds."""
+        limits = self._worker.limits if self._worker is not None else None
+        return families(
+            self._statistics,
+            num_sequences=len(self._stream.session.sequences) if self._stream is not None else 0,
+            num_device_blocks=limits.num_device_blocks if limits is not None else 0,
+            num_host_blocks=limits.num_host_blocks if limits is not None else 0,
+            draining=self._draining.is_set(),
+        )
 
     async def GetWorkerInfo(self, request: GetWorkerInfoRequest, context: Context) -> GetWorkerInfoResponse:
         worker = self._ready_worker()
@@ -170,6 +185,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
                 RequestError(grpc.StatusCode.FAILED_PRECONDITION, f"superseded by epoch {self._newest_epoch}"),
             )
         self._stream = _Stream(Session(first.epoch, worker.limits))
+        self._statistics.num_sessions += 1
         log.info("session began", epoch=first.epoch)
         return self._stream
 
@@ -186,6 +202,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
     def _end(self, stream: _Stream) -> None:
         if stream.end is None:
             stream.end = RequestError(grpc.StatusCode.CANCELLED, "closed by the scheduler")
+        self._statistics.num_failures += stream.end.code in _FAILURES
         log.info("session ended", epoch=stream.session.epoch, reason=str(stream.end))
         if self._stream is stream:
             self._stream = None
@@ -210,11 +227,15 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[ModelOutput] = loop.create_future()
         computed = self._device_thread.submit(partial(_compute, worker, stream, step))
-        computed.add_done_callback(lambda done: loop.call_soon_threadsafe(self._settle, answer, done))
+        computed.add_done_callback(lambda done: loop.call_soon_threadsafe(self._settle, step, answer, done))
         return answer
 
-    def _settle(self, answer: "asyncio.Future[ModelOutput]", computed: "Future[ModelOutput]") -> None:
+    def _settle(
+        self, step: SchedulerOutput, answer: "asyncio.Future[ModelOutput]", computed: "Future[ModelOutput]"
+    ) -> None:
         error = computed.exception()
+        if error is None:
+            self._statistics.count(step, computed.result())
         if isinstance(error, DeviceLostError):
             self.device_lost.set()
             error = RequestError(grpc.StatusCode.INTERNAL, "the worker's device failed in a step")

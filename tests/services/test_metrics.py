@@ -8,9 +8,11 @@ import pytest
 from fake_worker_service import FakeWorkerService, serving
 from prometheus_client.parser import text_string_to_metric_families
 from scheduler_in_process import InProcess, scheduler
+from test_processes import WORKER_SIZES
 
 from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
+from pagewire_client.local import ServiceProcess
 from pagewire_common.metrics import serve_metrics
 from pagewire_common.start_error import StartError
 from scheduler_service.metrics import SchedulerMetrics
@@ -169,3 +171,37 @@ async def test_an_event_loop_in_use_is_not_touched_by_a_connection_that_says_not
         _, writer = await asyncio.open_connection(*address.rsplit(":", 1))
         assert "process_cpu_seconds_total" in await get(address)
         writer.close()
+
+
+async def test_both_services_serve_metrics_where_they_are_told_to_and_stop_all_the_same(
+    tiny_model_directory: Path,
+) -> None:
+    """The worker's sums of tokens are those of the scheduler's requests."""
+    processes: list[ServiceProcess] = []
+
+    def start(module: str, *arguments: str) -> tuple[str, str]:
+        common = ["--model", str(tiny_model_directory), "--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"]
+        processes.append(ServiceProcess(module, [*common, *arguments]))
+        return str(processes[-1].wait_for("metrics", 60)["address"]), str(
+            processes[-1].wait_for("listening", 60)["address"]
+        )
+
+    try:
+        worker_metrics, worker = await asyncio.to_thread(start, "worker_service", *WORKER_SIZES)
+        scheduler_metrics, target = await asyncio.to_thread(start, "scheduler_service", "--workers", worker)
+        async with Client(target) as client:
+            await client.wait_until_serving(60)
+            await collect(client, "hello", SamplingParams(max_tokens=7, n=2, ignore_eos=True))
+        computed, counted = Scrape(await get(worker_metrics)), Scrape(await get(scheduler_metrics))
+    finally:
+        statuses = [process.stop() for process in reversed(processes)]
+    assert statuses == [0, 0]
+    assert counted("pagewire_generation_tokens_total", model_name="tiny-llama") == 14
+    assert computed("pagewire_worker_sampled_tokens_total") == 14
+    assert computed("pagewire_worker_tokens_total") == 5 + 2 * 6 + 1  # the prompt's last token once more for the fork
+    assert computed("pagewire_worker_steps_total") >= 7
+    assert counted("pagewire_steps_total", worker=worker) >= 7
+    assert computed("pagewire_worker_device_blocks") == 64
+    assert computed("pagewire_worker_sequences") == 0
+    assert computed("pagewire_worker_failures_total") == 0
+    assert computed("pagewire_worker_step_phase_seconds_total", phase="forward") > 0
