@@ -40,6 +40,8 @@ def max_sequence_tokens(info: WorkerInfo) -> int:
 class ServedModel:
     """Name, limits, defaults and tokenizer of the model.
 
+    `pool_tokens` is what all outputs of one request may take of a worker's KV cache.
+
     Random weights may come without a tokenizer; then requests are of token ids, and outputs have no text.
     """
 
@@ -61,13 +63,16 @@ class ServedModel:
         """Read the files that a worker sent. Takes about a second; call it on a thread."""
         config = _read_json(directory / "config.json")
         generation = _read_json(directory / "generation_config.json")
+        context_length = max_sequence_tokens(info)
         return cls(
             name=info.model_id,
             fingerprint=info.model_fingerprint,
             dtype=info.dtype,
-            context_length=max_sequence_tokens(info),
+            context_length=context_length,
             block_size=info.block_size,
-            pool_tokens=info.num_device_blocks * info.block_size,
+            # Whatever is promised must fit into every worker, and one that joins later may have less room than the
+            # first, by what else its machine held when it started. So it is half of that, or the longest sequence.
+            pool_tokens=max(context_length, info.num_device_blocks // 2 * info.block_size),
             vocabulary_size=info.vocabulary_size,
             max_num_seqs=min(max_num_seqs, info.max_num_seqs),
             has_priorities=has_priorities,

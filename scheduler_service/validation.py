@@ -242,7 +242,8 @@ def _max_tokens(sampling: pb.SamplingParams, num_prompt_tokens: int, model: Serv
         if (sampling.max_tokens or 1) > in_pool:
             invalid(
                 f"the prompt has {num_prompt_tokens} tokens, sampling.{name} is {n} and sampling.max_tokens "
-                f"{sampling.max_tokens or 1}; together they exceed the pool of {model.pool_tokens} tokens"
+                f"{sampling.max_tokens or 1}; together they exceed the {model.pool_tokens} tokens of cache "
+                "that a request may take"
             )
         room = min(room, in_pool)
     if sampling.HasField("max_tokens"):

@@ -57,6 +57,21 @@ async def test_a_worker_with_less_room_than_was_promised_is_refused(byte_tokeniz
             await engine.accept(client, decode_worker_info(small.info))
 
 
+async def test_a_worker_with_a_somewhat_smaller_cache_than_the_first_ones_is_welcome(
+    byte_tokenizer_directory: Path,
+) -> None:
+    """Workers on one machine find less memory free the later they start."""
+    first = FakeWorkerService(byte_tokenizer_directory, num_device_blocks=200)
+    async with serving(first) as address, running(address) as engine:
+        await engine.model()
+        client = engine.workers[0].client
+        first.info.num_device_blocks = 100
+        await engine.accept(client, decode_worker_info(first.info))
+        first.info.num_device_blocks = 99
+        with pytest.raises(WorkerError, match="pool is 792; requests were promised 800"):
+            await engine.accept(client, decode_worker_info(first.info))
+
+
 async def test_two_workers_share_one_queue_and_a_request_does_not_care_which(byte_tokenizer_directory: Path) -> None:
     workers = [FakeWorkerService(byte_tokenizer_directory) for _ in range(2)]
     async with serving(workers[0]) as first, serving(workers[1]) as second, running(first, second) as engine:

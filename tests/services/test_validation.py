@@ -47,7 +47,7 @@ INVALID = {
     ),
     "outputs that together exceed the pool": (
         request("x" * 50, n=8, max_tokens=49),
-        "50 tokens, sampling.n is 8 and sampling.max_tokens 49; together they exceed the pool of 400 tokens",
+        "50 tokens, sampling.n is 8 and sampling.max_tokens 49; together they exceed the 400 tokens of cache",
     ),
     "no outputs": (request(n=0), r"sampling.n is 0; it must be in \[1, 8\]"),
     "a million outputs": (request(n=10**6), "sampling.n is 1e\\+06"),
