@@ -61,8 +61,10 @@ def test_a_scheduler_finds_workers_by_their_service(file: Path, name: str) -> No
 
 @pytest.mark.parametrize(("file", "name"), [one for one in OURS if "worker" in str(one.id)])
 def test_workers_can_be_scaled(file: Path, name: str) -> None:
-    """A name or a port of the host is there but once."""
-    assert not {"container_name", "ports"} & set(services(file)[name])
+    """A name or a port of the host is there but once, and of the memory that is free later ones find less."""
+    service = services(file)[name]
+    assert not {"container_name", "ports"} & set(service)
+    assert "PAGEWIRE_KV_CACHE_MEMORY" in service["environment"] or service["image"] == "pagewire-worker-gpu"
 
 
 @pytest.mark.parametrize(("file", "name"), OURS)
