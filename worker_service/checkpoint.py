@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pagewire_common.start_error import StartError
+from worker_service.cut import UNCUT, Cut
 from worker_service.json_file import read_json
 from worker_service.weight_files import WeightFiles
 from worker_service.wording import shown
@@ -36,10 +37,10 @@ class Weights(Protocol):
     def identity(self) -> Iterator[tuple[str, bytes]]:
         """What tells these weights from others."""
 
-    def check(self, expected: Mapping[str, Tensor]) -> None:
+    def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
         """Raise StartError unless tensors of these names and shapes can be had; no memory is needed to ask."""
 
-    def load_into(self, places: Mapping[str, Tensor]) -> None:
+    def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
         """Fill each named place. Raises StartError as `check` does, and where reading fails."""
 
 
@@ -73,13 +74,18 @@ class Checkpoint:
             _add(digest, name, content)
         return digest.hexdigest()
 
-    def check(self, expected: Mapping[str, Tensor]) -> None:
-        """Raise StartError unless the weights have tensors of these names and shapes, whatever device these are on."""
-        self._weights.check(expected)
+    def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
+        """Raise StartError unless the weights have tensors of these names and shapes, whatever device these are on.
 
-    def load_into(self, places: Mapping[str, Tensor]) -> None:
-        """Copy each named tensor to its place, converting its type; other tensors are ignored. Raises StartError."""
-        self._weights.load_into(places)
+        cuts: which part of a tensor is wanted, by the names of those that are not wanted whole.
+        """
+        self._weights.check(expected, cuts)
+
+    def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
+        """Copy each named tensor, or the part that its cut says, to its place, converting its type; other tensors are
+        ignored. Raises StartError.
+        """
+        self._weights.load_into(places, cuts)
 
 
 def _read_config(file: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from worker_service.cut import UNCUT, Cut
 from worker_service.progress import byte_progress
 
 _SEED = 0
@@ -22,15 +23,22 @@ class DummyWeights:
         """Another than that of real weights."""
         yield "dummy", b""
 
-    def check(self, expected: Mapping[str, Tensor]) -> None:
+    def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
         """Nothing can be missing."""
 
-    def load_into(self, places: Mapping[str, Tensor]) -> None:
-        """Fill matrices and biases around zero, and the vectors that scale normalised values around one."""
+    def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
+        """Fill matrices and biases around zero, and the vectors that scale normalised values around one.
+
+        What is cut is drawn whole, so that all of its parts are of one tensor.
+        """
         with byte_progress("drawing random weights", sum(place.nbytes for place in places.values())) as progress:
             generator: torch.Generator | None = None
             for name, place in places.items():
                 generator = generator or torch.Generator(place.device).manual_seed(_SEED)
                 is_scale = place.dim() == 1 and not name.endswith("bias")
-                place.normal_(1.0 if is_scale else 0.0, _DEVIATION, generator=generator)
+                cut = cuts.get(name)
+                whole = place if cut is None else place.new_empty(cut.shape)
+                whole.normal_(1.0 if is_scale else 0.0, _DEVIATION, generator=generator)
+                if cut is not None:
+                    place.copy_(cut.of(whole))
                 progress.update(place.nbytes)

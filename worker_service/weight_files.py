@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pagewire_common.start_error import StartError
+from worker_service.cut import UNCUT, Cut
 from worker_service.json_file import read_json
 from worker_service.progress import byte_progress
 from worker_service.safetensors_header import SafetensorsHeader, StoredTensor, read_header
@@ -60,33 +61,37 @@ class WeightFiles:
         for file, header in self._headers.items():
             yield f"{file.name} {file.stat().st_size}", header.content
 
-    def check(self, expected: Mapping[str, Tensor]) -> None:
+    def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
         """Check that each of these tensors is there, has this shape and is of floating point; others do not matter."""
         for name, place in expected.items():
+            shape = cuts[name].shape if name in cuts else place.shape
             tensor = self._find(name)
             if tensor is None:
                 where = self._index if self._shard_of else self._files[0]
                 raise StartError(f"{where}: the weights lack the tensor {name}, which config.json asks for")
-            if tensor.shape != place.shape or tensor.dtype not in _DTYPES:
+            if tensor.shape != shape or tensor.dtype not in _DTYPES:
                 raise StartError(
                     f"{tensor.file}: tensor {name} is {shown(list(tensor.shape))} of {tensor.dtype} "
-                    f"where config.json asks for {list(place.shape)} of floating point"
+                    f"where config.json asks for {list(shape)} of floating point"
                 )
 
-    def load_into(self, places: Mapping[str, Tensor]) -> None:
-        """Copy each named tensor to its place, converting its type. Files are read once, from front to back."""
-        self.check(places)
+    def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
+        """Copy each named tensor to its place, converting its type. Files are read once, from front to back, and only
+        the parts of them that have a place.
+        """
+        self.check(places, cuts)
         stored = {name: tensor for name in places if (tensor := self._find(name)) is not None}
         in_order = sorted(stored, key=lambda name: (stored[name].file, stored[name].begin))
-        num_bytes = sum(tensor.num_bytes for tensor in stored.values())
+        parts = {name: cuts.get(name) or _whole(tensor) for name, tensor in stored.items()}
+        num_bytes = sum(_num_bytes(tensor, parts[name]) for name, tensor in stored.items())
         buffer = memoryview(bytearray(max([_PIECE_BYTES, *(tensor.row_bytes for tensor in stored.values())])))
         with byte_progress("loading weights", num_bytes) as progress:
             for file, names in groupby(in_order, key=lambda name: stored[name].file):
                 try:
                     with open(file, "rb", buffering=0) as stream:
                         for name in names:
-                            _fill(places[name], name, stored[name], stream, buffer)
-                            progress.update(stored[name].num_bytes)
+                            _fill(places[name], name, stored[name], parts[name], stream, buffer)
+                            progress.update(_num_bytes(stored[name], parts[name]))
                 except OSError as error:
                     raise StartError(f"cannot read {file}: {error.strerror}") from error
 
@@ -102,19 +107,46 @@ def _read_index(file: Path) -> dict[str, str]:
     return shard_of
 
 
-def _fill(place: Tensor, name: str, tensor: StoredTensor, stream: FileIO, buffer: memoryview) -> None:
+def _whole(tensor: StoredTensor) -> Cut:
+    rows, columns = (*tensor.shape, 1, 1)[:2]
+    return Cut(tensor.shape, [range(rows)], range(columns))
+
+
+def _num_bytes(tensor: StoredTensor, part: Cut) -> int:
+    return sum(map(len, part.rows)) * _held(tensor, part)[1]
+
+
+def _held(tensor: StoredTensor, part: Cut) -> tuple[int, int]:
+    """Of a row, how many bytes lie before those that are held, and how many are."""
+    columns = tensor.shape[1] if len(tensor.shape) > 1 else 1
+    column_bytes = tensor.row_bytes // (columns or 1)
+    return part.columns.start * column_bytes, len(part.columns) * column_bytes
+
+
+def _fill(place: Tensor, name: str, tensor: StoredTensor, part: Cut, stream: FileIO, buffer: memoryview) -> None:
     """Read as many rows at a time as the buffer holds; a place may be any view of its memory."""
-    if not tensor.num_bytes:
+    skipped, width = _held(tensor, part)
+    if not _num_bytes(tensor, part):
         return
-    stream.seek(tensor.begin)
-    rows = place if place.dim() else place.view(1)
-    for part in torch.split(rows, len(buffer) // tensor.row_bytes):
-        piece = buffer[: len(part) * tensor.row_bytes]
-        _read_exactly(stream, piece, name, tensor.file)
-        part.copy_(torch.frombuffer(piece, dtype=_DTYPES[tensor.dtype]).view(part.shape))
+    place, filled, most = (place if place.dim() else place.view(1)), 0, len(buffer) // width
+    for stretch in part.rows:
+        for first in range(stretch.start, stretch.stop, most):
+            count = min(most, stretch.stop - first)
+            piece = buffer[: count * width]
+            begin = tensor.begin + first * tensor.row_bytes + skipped
+            if width == tensor.row_bytes:
+                _read_exactly(stream, begin, piece, name, tensor.file)
+            else:
+                for row in range(count):
+                    of_row = piece[row * width : (row + 1) * width]
+                    _read_exactly(stream, begin + row * tensor.row_bytes, of_row, name, tensor.file)
+            rows = place[filled : filled + count]
+            rows.copy_(torch.frombuffer(piece, dtype=_DTYPES[tensor.dtype]).view(rows.shape))
+            filled += count
 
 
-def _read_exactly(stream: FileIO, piece: memoryview, name: str, file: Path) -> None:
+def _read_exactly(stream: FileIO, begin: int, piece: memoryview, name: str, file: Path) -> None:
+    stream.seek(begin)
     while piece:
         if not (count := stream.readinto(piece)):
             raise StartError(f"{file} ends inside the tensor {name}; it became shorter since its header was read")

@@ -1,6 +1,7 @@
 """Weights are read into places that exist already, whatever view of memory those are, and never lie in memory twice."""
 
 import json
+import math
 import os
 import struct
 import subprocess
@@ -11,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from pagewire_common.start_error import StartError
 from worker_service import weight_files
+from worker_service.cut import Cut
 from worker_service.weight_files import WeightFiles
 
 MEASURE = """
@@ -86,3 +89,40 @@ def test_no_progress_is_drawn_where_nobody_watches(tmp_path: Path, capfd: pytest
     save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
     WeightFiles(tmp_path).load_into({"a": torch.empty(3)})
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 12, 100, 1 << 20])
+def test_only_the_held_parts_of_tensors_are_read(
+    piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_files, "_PIECE_BYTES", piece_bytes)
+    tensors = {
+        "rows": torch.randn(9, 5),
+        "columns": torch.randn(7, 10).to(torch.bfloat16),
+        "stretches": torch.randn(20, 3),
+        "vector": torch.randn(11),
+        "nothing": torch.randn(4, 4),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    cuts = {
+        "rows": Cut((9, 5), [range(2, 6)], range(5)),
+        "columns": Cut((7, 10), [range(7)], range(3, 8)),
+        "stretches": Cut((20, 3), [range(1, 4), range(10, 11), range(15, 20)], range(1, 3)),
+        "vector": Cut((11,), [range(5, 11)], range(1)),
+        "nothing": Cut((4, 4), [range(4, 4)], range(4)),
+    }
+    sizes = {"rows": (4, 5), "columns": (7, 5), "stretches": (9, 2), "vector": (6,), "nothing": (0, 4)}
+    places = {name: torch.empty(size) for name, size in sizes.items()}
+    read: list[int] = []
+    read_exactly = weight_files._read_exactly
+    monkeypatch.setattr(weight_files, "_read_exactly", lambda *args: (read.append(len(args[2])), read_exactly(*args)))
+    WeightFiles(tmp_path).load_into(places, cuts)
+    for name, place in places.items():
+        assert torch.equal(place, cuts[name].of(tensors[name]).float()), name
+    assert sum(read) == sum(math.prod(size) * tensors[name].itemsize for name, size in sizes.items())
+
+
+def test_the_whole_of_a_tensor_that_is_held_in_part_must_have_the_shape_that_is_asked_for(tmp_path: Path) -> None:
+    save_file({"a": torch.randn(9, 5)}, tmp_path / "model.safetensors")
+    with pytest.raises(StartError, match=r"tensor a is \[9, 5\] of F32 where config.json asks for \[8, 5\]"):
+        WeightFiles(tmp_path).check({"a": torch.empty(4, 5)}, {"a": Cut((8, 5), [range(4)], range(5))})
