@@ -1,16 +1,33 @@
 """`python -m worker_service`: run a worker; `--help` lists its settings."""
 
 import os
+import sys
 
 # torch's own threads shall not spin for milliseconds after one of its loops: our kernels have threads of their own, and
 # the scheduler may live on the same cores. The variable counts turns of some 15 ns, and is read when torch is loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
+from pagewire_common.logs import configure_logging
 from pagewire_common.server import run
 from pagewire_common.settings import load_settings
+from worker_service.parallel.rank import is_rank, run_rank
 from worker_service.server import serve
 from worker_service.settings import WorkerSettings
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """Serve in this process, or in as many as share the model."""
     settings = load_settings(WorkerSettings, "worker_service")
-    run("worker_service", lambda: serve(settings))
+    if settings.tensor_parallel_size == 1:
+        run("worker_service", lambda: serve(settings))
+    elif is_rank():
+        run("worker_service", lambda: run_rank(settings))
+    else:
+        from worker_service.parallel.launcher import launch  # which imports torch
+
+        configure_logging(settings.log_level, settings.log_format)
+        sys.exit(launch([sys.executable, "-m", "worker_service", *sys.argv[1:]], settings.tensor_parallel_size))
+
+
+if __name__ == "__main__":
+    main()

@@ -12,6 +12,7 @@ import torch
 
 from pagewire_common.start_error import StartError
 from worker_service.cache_engine import CacheShape
+from worker_service.parallel.ranks import ALONE, Ranks
 from worker_service.settings import WorkerSettings
 
 _CPU_SHARE = 4
@@ -20,11 +21,16 @@ _GIB = 2**30
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def check_room_for_weights(device: torch.device, sizes: Sequence[int]) -> None:
-    """Raise StartError where weights of these bytes cannot be allocated, before a machine is slowed down by trying."""
+def check_room_for_weights(device: torch.device, sizes: Sequence[int], ranks: Ranks = ALONE) -> None:
+    """Raise StartError where weights of these bytes cannot be allocated, before a machine is slowed down by trying.
+
+    sizes: of this rank's weights. On a CPU, room for those of all ranks is asked for.
+    """
     # On a CPU each is packed beside itself, and an embedding that is the head of logits as well stays in both forms.
     num_bytes = sum(sizes) + (max(sizes) if device.type == "cpu" else 0)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_host_bytes()
+    if device.type == "cpu":
+        num_bytes = sum(ranks.gather_numbers(num_bytes))
     if num_bytes > free:
         raise StartError(
             f"the weights take {num_bytes / _GIB:.2f} GiB, and {device.type} has {free / _GIB:.2f} GiB of memory free; "
@@ -33,39 +39,49 @@ def check_room_for_weights(device: torch.device, sizes: Sequence[int]) -> None:
 
 
 def count_device_blocks(
-    device: torch.device, shape: CacheShape, max_model_len: int, sliding_window: int, settings: WorkerSettings
+    device: torch.device,
+    shape: CacheShape,
+    max_model_len: int,
+    sliding_window: int,
+    settings: WorkerSettings,
+    ranks: Ranks = ALONE,
 ) -> int:
     """As many as the operator says, else as many as fit. Raises StartError where one sequence does not fit.
 
-    sliding_window: behind which the scheduler gives blocks back; 0 for none.
+    shape: of this rank's part of a block, of which every rank has as many; sliding_window: behind which the scheduler
+    gives blocks back, 0 for none.
     """
     if settings.num_device_blocks is not None:
         return settings.num_device_blocks
     needed = -(-max_model_len // shape.block_size)
     if sliding_window:
         needed = min(needed, (sliding_window + settings.max_num_batched_tokens - 3) // shape.block_size + 2)
+    block_bytes = sum(ranks.gather_numbers(shape.block_bytes))
     if settings.kv_cache_memory is not None:
         share = int(settings.kv_cache_memory * _GIB)
         if device.type == "cpu" and share > (free := _free_host_bytes()):
             raise StartError(
                 f"--kv-cache-memory is {settings.kv_cache_memory:g}, and {free / _GIB:.2f} GiB of memory are free"
             )
-        count = share // shape.block_bytes
+        count = share // block_bytes
     elif device.type == "cuda":
         count = _free_cuda_bytes(device, settings.gpu_memory_utilization) // shape.block_bytes
     else:
-        count = min(_free_host_bytes() // _CPU_SHARE // shape.block_bytes, settings.max_num_seqs * needed)
+        count = min(_free_host_bytes() // _CPU_SHARE // block_bytes, settings.max_num_seqs * needed)
+    count = min(ranks.gather_numbers(count))
     if count < needed:
-        raise StartError(_too_little(device, shape, max_model_len, max(count, 0), needed))
+        raise StartError(_too_little(device, shape, block_bytes, max_model_len, max(count, 0), needed))
     return count
 
 
-def _too_little(device: torch.device, shape: CacheShape, max_model_len: int, count: int, needed: int) -> str:
+def _too_little(
+    device: torch.device, shape: CacheShape, block_bytes: int, max_model_len: int, count: int, needed: int
+) -> str:
     flags = "--gpu-memory-utilization or --kv-cache-memory" if device.type == "cuda" else "--kv-cache-memory"
     less = f" to at most {count * shape.block_size}" if count else ""
     return (
-        f"the KV cache on {device.type} has room for {count} blocks ({count * shape.block_bytes / _GIB:.3g} GiB), and "
-        f"one sequence of {max_model_len} tokens needs {needed} ({needed * shape.block_bytes / _GIB:.3g} GiB); "
+        f"the KV cache on {device.type} has room for {count} blocks ({count * block_bytes / _GIB:.3g} GiB), and "
+        f"one sequence of {max_model_len} tokens needs {needed} ({needed * block_bytes / _GIB:.3g} GiB); "
         f"raise {flags}, or lower --max-model-len{less}"
     )
 

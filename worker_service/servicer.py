@@ -27,7 +27,8 @@ from pagewire.v1.worker_service_pb2 import (
     GetWorkerInfoResponse,
 )
 from pagewire_common.errors import RequestError
-from worker_service.codec import decode_scheduler_output, encode_model_output, encode_worker_info
+from worker_service.codec import encode_worker_info
+from worker_service.compute import compute_step
 from worker_service.device_thread import DeviceThread
 from worker_service.errors import DeviceLostError, FencingError, InvalidStepError, is_out_of_memory
 from worker_service.metrics import WorkerStatistics, families
@@ -252,11 +253,9 @@ def _compute(worker: "Worker", stream: _Stream, message: SchedulerOutput) -> Mod
     if stream.end is not None:
         raise stream.end
     try:
-        output = decode_scheduler_output(message, worker.limits)
-        chunks = stream.session.apply(output)
-        answer = worker.runner.execute(output, chunks)
-        stream.session.commit(chunks, answer.token_ids)
-        return encode_model_output(output.epoch, output.step_id, answer)
+        if worker.ranks.size > 1:
+            worker.ranks.send(stream.session.epoch, message.SerializeToString())
+        return compute_step(worker, stream.session, message)
     except Exception as error:
         stream.end = _explain(error)
         traceback.clear_frames(error.__traceback__)  # the step's tensors

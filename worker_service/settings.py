@@ -24,6 +24,13 @@ class WorkerSettings(ServiceSettings):
         description="int8: half the weights' memory to read, in natively run bf16 models on CPUs with AVX-512 BF16; "
         "for few sequences at once",
     )
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="processes, each on a GPU of its own or on its share of the cores, that together "
+        "hold the weights and the cache of a natively run model",
+    )
     block_size: int = Field(16, ge=1, le=256, description="tokens in a KV cache block")
     num_device_blocks: int | None = Field(
         None, ge=1, le=2**31 - 1, description="KV cache blocks on the device; by default what its memory has room for"
@@ -43,5 +50,9 @@ class WorkerSettings(ServiceSettings):
     enforce_eager: bool = Field(
         False, description="on a GPU, launch the kernels of decodes one by one, without CUDA graphs captured at start"
     )
-    threads: int | None = Field(None, ge=1, description="CPU threads of the forward pass; by default one a core")
+    threads: int | None = Field(
+        None,
+        ge=1,
+        description="CPU threads of the forward pass in each process; by default one a core, shared out among them",
+    )
     cache: Path = Field(Path("~/.cache/pagewire"), description="folder for downloaded and converted models")

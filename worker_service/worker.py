@@ -3,8 +3,11 @@
 Loading and stepping both happen on the one thread that owns the device.
 """
 
+import os
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import truediv
 from pathlib import Path
 
 import structlog
@@ -16,6 +19,7 @@ from worker_service.cache_engine import CacheEngine, CacheShape
 from worker_service.capacity import check_room_for_weights, count_device_blocks
 from worker_service.checkpoint import Checkpoint
 from worker_service.decode_graphs import DecodeGraphs
+from worker_service.cut import UNCUT
 from worker_service.dummy_weights import DummyWeights
 from worker_service.errors import is_out_of_memory
 from worker_service.model_runner import ModelRunner
@@ -23,6 +27,8 @@ from worker_service.model_store import find_model
 from worker_service.models.causal_model import ModelConfig
 from worker_service.models.decoder_config import DecoderConfig
 from worker_service.models.registry import AnyConfig, build_model, read_config
+from worker_service.parallel.ranks import Ranks, join_ranks
+from worker_service.parallel.shard import Shard
 from worker_service.profiling import measure_prefill
 from worker_service.settings import WorkerSettings
 from worker_service.step import Limits, WorkerInfo
@@ -35,6 +41,7 @@ log = structlog.get_logger()
 class Worker:
     """Everything that serves a session."""
 
+    ranks: Ranks
     info: WorkerInfo
     limits: Limits
     runner: ModelRunner
@@ -42,10 +49,14 @@ class Worker:
 
 
 def load_worker(settings: WorkerSettings) -> Worker:
-    """Find, load and measure the model, and give the memory that is left to its cache. Raises StartError."""
+    """Find, load and measure the model, and give the memory that is left to its cache. Raises StartError.
+
+    Where several ranks share the model, all of them load it together.
+    """
     device = _choose_device(settings)
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    if settings.threads is not None or settings.tensor_parallel_size > 1:
+        torch.set_num_threads(settings.threads or max(1, torch.get_num_threads() // settings.tensor_parallel_size))
+    ranks = join_ranks(settings.tensor_parallel_size, device)
     kernels = backend_name(device)
     if kernels == EAGER:
         missing = "triton" if device.type == "cuda" else "compiled kernels (see the README's requirements)"
@@ -58,20 +69,30 @@ def load_worker(settings: WorkerSettings) -> Worker:
     config = _read_config(checkpoint)
     max_model_len = _choose_max_model_len(settings, config)
     dtype = checkpoint.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    shape = CacheShape(config.num_layers, settings.block_size, config.num_kv_heads, config.head_dim, dtype)
-    num_host_blocks = int(settings.swap_space * 2**30) // shape.block_bytes
+    num_kv_heads, cuts = config.num_kv_heads, UNCUT
+    if ranks.size > 1:
+        if not isinstance(config, DecoderConfig):
+            raise StartError(
+                "--tensor-parallel-size is for the families that run natively; this model runs in transformers' own "
+                "code, which keeps its layers whole"
+            )
+        shard = Shard.of(config, ranks.rank, ranks.size)
+        num_kv_heads, cuts = len(shard.kv_heads), shard.cuts(config)
+    shape = CacheShape(config.num_layers, settings.block_size, num_kv_heads, config.head_dim, dtype)
+    block_bytes = ranks.gather_numbers(shape.block_bytes)
+    num_host_blocks = int(settings.swap_space * 2**30) // sum(block_bytes)
     try:
         # Without memory first: whatever is wrong with the weights is found before any is allocated for them.
-        blueprint = build_model(config, dtype, torch.device("meta")).checkpoint_tensors()
-        checkpoint.check(blueprint)
-        check_room_for_weights(device, [tensor.nbytes for tensor in blueprint.values()])
+        blueprint = build_model(config, dtype, torch.device("meta"), ranks).checkpoint_tensors()
+        checkpoint.check(blueprint, cuts)
+        check_room_for_weights(device, [tensor.nbytes for tensor in blueprint.values()], ranks)
         _check_quantization(config, dtype, device, settings)
-        model = build_model(config, dtype, device)
-        checkpoint.load_into(model.checkpoint_tensors())
+        model = build_model(config, dtype, device, ranks)
+        checkpoint.load_into(model.checkpoint_tensors(), cuts)
         model.pack(int8=settings.quantization == "int8")
         speed = measure_prefill(model, shape, device, settings.max_num_batched_tokens, settings.max_num_seqs)
         num_device_blocks = count_device_blocks(
-            device, shape, max_model_len, _sliding_window(config, max_model_len), settings
+            device, shape, max_model_len, _sliding_window(config, max_model_len), settings, ranks
         )
         cache_engine = CacheEngine(shape, num_device_blocks, num_host_blocks, device)
         decode_graphs = None
@@ -84,16 +105,17 @@ def load_worker(settings: WorkerSettings) -> Worker:
             f"{settings.model} and its cache do not fit into the memory of {device.type}: {str(error).splitlines()[0]}"
         ) from error
     return Worker(
+        ranks=ranks,
         info=WorkerInfo(
             model_id=source.model_id,
             model_fingerprint=checkpoint.fingerprint(tokenizer_files, settings.quantization),
             dtype=str(dtype).removeprefix("torch."),
-            device=f"{device.type} ({_device_name(device)}, {kernels})",
+            device=f"{device.type} ({_device_name(device)}, {kernels})" + f" x {ranks.size}" * (ranks.size > 1),
             features=("swap",) if num_host_blocks else (),
             sliding_window=_sliding_window(config, max_model_len),
-            swap_bytes_per_second=cache_engine.measure_swap_bandwidth(),
+            swap_bytes_per_second=_slowest(cache_engine.measure_swap_bandwidth(), block_bytes, ranks),
             prefill_tokens_per_second=speed,
-            block_bytes=shape.block_bytes,
+            block_bytes=sum(block_bytes),
         ),
         limits=Limits(
             block_size=settings.block_size,
@@ -113,7 +135,12 @@ def _choose_device(settings: WorkerSettings) -> torch.device:
     available = torch.cuda.is_available()
     if settings.device == "cuda" and not available:
         raise StartError("--device cuda: torch finds no usable GPU; install a CUDA build of torch, or use --device cpu")
-    return torch.device("cuda", 0) if available and settings.device != "cpu" else torch.device("cpu")
+    if not available or settings.device == "cpu":
+        return torch.device("cpu")
+    number, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if settings.tensor_parallel_size > count:
+        raise StartError(f"--tensor-parallel-size is {settings.tensor_parallel_size}; torch finds {count} GPUs")
+    return torch.device("cuda", number if settings.tensor_parallel_size > 1 else 0)
 
 
 def _read_config(checkpoint: Checkpoint) -> AnyConfig:
@@ -150,6 +177,12 @@ def _sliding_window(config: ModelConfig, max_model_len: int) -> int:
     """The window that makes a difference to the cache; 0 for none, which lets the scheduler cache prefixes."""
     window = config.sliding_window
     return 0 if window is None or window >= max_model_len else window
+
+
+def _slowest(bytes_per_second: int, block_bytes: Sequence[int], ranks: Ranks) -> int:
+    """Of whole blocks, which have moved when every rank has moved its part."""
+    speeds = ranks.gather_numbers(bytes_per_second)
+    return 0 if 0 in speeds else round(sum(block_bytes) / max(map(truediv, block_bytes, speeds)))
 
 
 def _device_name(device: torch.device) -> str:

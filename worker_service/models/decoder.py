@@ -3,6 +3,9 @@ each on the normalised and added to the plain.
 
 The query, key and value projections are fused into one product and gate and up into another. Weights are allocated
 once, in their final places; `checkpoint_tensors` says which part of them each tensor of a checkpoint fills.
+
+A rank of several holds a part of the network, its `Shard`: with some of the heads, inner units and tokens it computes a
+summand of what a half of a layer adds, of the embeddings, and some of the logits.
 """
 
 import torch
@@ -14,19 +17,29 @@ from kernels.ops import Ops, ops_for
 from kernels.reference import rotary_tables
 from worker_service.models.decoder_config import DecoderConfig, LayerConfig
 from worker_service.models.linear import Linear
+from worker_service.parallel.ranks import ALONE, Ranks
+from worker_service.parallel.shard import Shard
 
 
 class DecoderLayer:
     """One layer."""
 
-    def __init__(self, config: DecoderConfig, layer: LayerConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: LayerConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks,
+        shard: Shard,
+    ) -> None:
         self._config = config
         self._window = layer.window
         self._ops: Ops = ops_for(device)
-        self._heads = [
-            heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        ]
-        hidden, inner = config.hidden_size, config.intermediate_size
+        self._ranks = ranks
+        self._heads = [len(heads) * config.head_dim for heads in (shard.heads, shard.kv_heads, shard.kv_heads)]
+        self._inner = len(shard.inner)
+        hidden, inner = config.hidden_size, self._inner
         self._attention_norm = torch.empty(hidden, dtype=dtype, device=device)
         self._mlp_norm = torch.empty(hidden, dtype=dtype, device=device)
         self._attention_post_norm, self._mlp_post_norm = (
@@ -37,9 +50,10 @@ class DecoderLayer:
             query_norm, key_norm = torch.empty(2, config.head_dim, dtype=dtype, device=device)
             self._qk_norms = query_norm, key_norm
         self._qkv = Linear.allocate(sum(self._heads), hidden, config.qkv_bias, dtype, device)
-        self._out = Linear.allocate(hidden, self._heads[0], config.out_bias, dtype, device)
+        is_first = ranks.rank == 0
+        self._out = Linear.allocate(hidden, self._heads[0], config.out_bias, dtype, device, adds_bias=is_first)
         self._gate_up = Linear.allocate(2 * inner, hidden, config.mlp_bias, dtype, device)
-        self._down = Linear.allocate(hidden, inner, config.mlp_bias, dtype, device)
+        self._down = Linear.allocate(hidden, inner, config.mlp_bias, dtype, device, adds_bias=is_first)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -51,10 +65,10 @@ class DecoderLayer:
         query, key, value = self._heads
         if config.fused_checkpoint:
             qkv = {"self_attn.qkv_proj": query + key + value}
-            gate_up = {"mlp.gate_up_proj": 2 * config.intermediate_size}
+            gate_up = {"mlp.gate_up_proj": 2 * self._inner}
         else:
             qkv = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": value}
-            gate_up = {"mlp.gate_proj": config.intermediate_size, "mlp.up_proj": config.intermediate_size}
+            gate_up = {"mlp.gate_proj": self._inner, "mlp.up_proj": self._inner}
         tensors = {
             "input_layernorm.weight": self._attention_norm,
             **self._qkv.parts(qkv),
@@ -108,22 +122,26 @@ class DecoderLayer:
             self._window,
             config.attention_soft_cap,
         )
-        delta = self._out(attended)
+        delta = self._ranks.all_reduce(self._out(attended))
         if self._attention_post_norm is not None:
             delta = ops.rms_norm(delta, self._attention_post_norm, eps, offset)
         x = ops.add_rms_norm(delta, residual, self._mlp_norm, eps, offset)
-        delta = self._down(ops.gated_activation(self._gate_up(x), config.activation))
+        delta = self._ranks.all_reduce(self._down(ops.gated_activation(self._gate_up(x), config.activation)))
         return delta if self._mlp_post_norm is None else ops.rms_norm(delta, self._mlp_post_norm, eps, offset)
 
 
 class Decoder:
     """The network from token ids to logits."""
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the weights, without values yet."""
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks = ALONE) -> None:
+        """Allocate the weights of this rank, without values yet."""
         self.config = config
-        self._embedding = torch.empty(config.vocabulary_size, config.hidden_size, dtype=dtype, device=device)
-        self._layers = [DecoderLayer(config, layer, dtype, device) for layer in config.layers]
+        self._ranks = ranks
+        shard = Shard.of(config, ranks.rank, ranks.size)
+        self._tokens = shard.vocabulary
+        num_rows = -(-config.vocabulary_size // ranks.size)  # the last rank's may be more than its tokens
+        self._embedding = torch.empty(num_rows, config.hidden_size, dtype=dtype, device=device)
+        self._layers = [DecoderLayer(config, layer, dtype, device, ranks, shard) for layer in config.layers]
         self._norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
         # Networks are trained with this factor in the type of their weights.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
@@ -134,9 +152,10 @@ class Decoder:
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """The tensors that a checkpoint must hold, by their names in it, and the places that they fill."""
-        tensors = {"model.embed_tokens.weight": self._embedding, "model.norm.weight": self._norm}
+        num_tokens = len(self._tokens)
+        tensors = {"model.embed_tokens.weight": self._embedding[:num_tokens], "model.norm.weight": self._norm}
         if not self.config.tied_embeddings:
-            tensors["lm_head.weight"] = self._lm_head.weight
+            tensors["lm_head.weight"] = self._lm_head.weight[:num_tokens]
         for number, layer in enumerate(self._layers):
             tensors |= {f"model.layers.{number}.{name}": part for name, part in layer.checkpoint_tensors().items()}
         return tensors
@@ -157,7 +176,7 @@ class Decoder:
         rotations = {
             rope: rotary_tables(positions, frequencies, rope.scale) for rope, frequencies in self._frequencies.items()
         }
-        residual, delta = functional.embedding(token_ids, self._embedding), None
+        residual, delta = self._embed(token_ids), None
         if self._embedding_scale != 1:
             residual *= self._embedding_scale
         for number, (layer, layer_config) in enumerate(zip(self._layers, self.config.layers, strict=True)):
@@ -169,4 +188,16 @@ class Decoder:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden_size]; returns [rows, vocabulary_size]."""
         logits, cap = self._lm_head(hidden), self.config.logit_soft_cap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        if cap is not None:
+            logits = cap * torch.tanh(logits / cap)
+        # Every rank has all logits, and so samples the same tokens without being told.
+        return self._ranks.all_gather(logits)[:, : self.config.vocabulary_size].contiguous()
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids: [num_tokens] int64; returns [num_tokens, hidden_size]."""
+        if self._ranks.size == 1:
+            return functional.embedding(token_ids, self._embedding)
+        rows = token_ids - self._tokens.start
+        elsewhere = (rows < 0) | (rows >= len(self._tokens))
+        found = functional.embedding(rows.masked_fill_(elsewhere, 0), self._embedding)
+        return self._ranks.all_reduce(found.masked_fill_(elsewhere.unsqueeze(1), 0))

@@ -10,18 +10,31 @@ from kernels.ops import ops_for
 
 
 class Linear:
-    """`x @ weight.T + bias`. weight: [outputs, inputs]; bias: [outputs] or None."""
+    """`x @ weight.T + bias`. weight: [outputs, inputs]; bias: [outputs] or None.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    Where the sum over the ranks is wanted, only one of them adds the bias, though all of them load it.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, adds_bias: bool = True) -> None:
         self.weight = weight
         self.bias = bias
+        self._added = bias if adds_bias else None
         self._product: Callable[[Tensor, Tensor | None], Tensor] | None = None
 
     @classmethod
-    def allocate(cls, outputs: int, inputs: int, biased: bool, dtype: torch.dtype, device: torch.device) -> "Linear":
+    def allocate(
+        cls,
+        outputs: int,
+        inputs: int,
+        biased: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        adds_bias: bool = True,
+    ) -> "Linear":
         """Without values yet."""
         bias = torch.empty(outputs, dtype=dtype, device=device) if biased else None
-        return cls(torch.empty(outputs, inputs, dtype=dtype, device=device), bias)
+        return cls(torch.empty(outputs, inputs, dtype=dtype, device=device), bias, adds_bias=adds_bias)
 
     def pack(self, int8: bool = False) -> None:
         """Take the weights as they are now, where packing helps, and let go of them then."""
@@ -33,8 +46,8 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [rows, inputs]; returns [rows, outputs]."""
         if self._product is None:
-            return functional.linear(x, self.weight, self.bias)
-        return self._product(x, self.bias)
+            return functional.linear(x, self.weight, self._added)
+        return self._product(x, self._added)
 
     def parts(self, names: dict[str, int]) -> dict[str, Tensor]:
         """Names for consecutive slices of the outputs, given their sizes."""

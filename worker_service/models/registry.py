@@ -9,6 +9,7 @@ from worker_service.models.causal_model import CausalModel
 from worker_service.models.decoder import Decoder
 from worker_service.models.decoder_config import DecoderConfig
 from worker_service.models.families import FAMILIES
+from worker_service.parallel.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     # Imported where it is needed otherwise: transformers takes two seconds.
@@ -26,10 +27,10 @@ def read_config(json: Mapping[str, Any]) -> AnyConfig:
     return TransformersConfig.from_json(json)
 
 
-def build_model(config: AnyConfig, dtype: torch.dtype, device: torch.device) -> CausalModel:
-    """A network with its weights allocated, without values yet."""
+def build_model(config: AnyConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks = ALONE) -> CausalModel:
+    """A network with its weights allocated, without values yet; of several ranks, the native ones alone."""
     if isinstance(config, DecoderConfig):
-        return Decoder(config, dtype, device)
+        return Decoder(config, dtype, device, ranks)
     from worker_service.models.transformers_model import TransformersModel
 
     return TransformersModel(config, dtype, device)

@@ -1,0 +1,99 @@
+"""Starts the ranks of a worker as processes of this machine, and ends them together.
+
+It is what torchrun does, by the same library and with the same environment, except for the end: nobody is restarted,
+and when one rank has gone the others are killed at once, wherever they wait for it. The first rank is the worker as far
+as signals and the exit status are concerned.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+
+import structlog
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing import (
+    LogsDest,
+    LogsSpecs,
+    SignalException,
+    SubprocessContext,
+    start_processes,
+)
+
+log = structlog.get_logger()
+
+_HOST = "127.0.0.1"
+_LOOK_SECONDS = 0.1
+_FAREWELL_SECONDS = 0.5
+"""For the first rank, when another has failed: it may be on its way out itself."""
+_STOPPED = (0, -signal.SIGTERM, -signal.SIGINT)
+"""The first rank's status where it was told to stop, perhaps before it knew how to drain."""
+_EXPLAINED = (0, 1)
+"""A rank that ends itself says why."""
+
+
+def launch(command: Sequence[str], size: int) -> int:
+    """Run `command` in `size` ranks until the first ends or another fails; returns the exit status of the worker.
+
+    To be called on the main thread. SIGTERM and SIGINT are for the first rank, which drains.
+    """
+    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)  # where the ranks meet, on a free port
+    shared = {
+        "MASTER_ADDR": _HOST,
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(size),
+        "TORCHELASTIC_RUN_ID": str(os.getpid()),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": _loopback(),
+    }
+    try:
+        context = start_processes(
+            name="rank",
+            entrypoint=command[0],
+            args=dict.fromkeys(range(size), tuple(command[1:])),
+            envs={rank: {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)},
+            logs_specs=_OwnStreams(),
+        )
+    except SignalException:
+        return 0  # the ranks end with this process
+    assert isinstance(context, SubprocessContext)
+    ranks = [context.subprocess_handlers[rank].proc for rank in range(size)]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: ranks[0].send_signal(number))
+    return _wait(ranks)
+
+
+def _wait(ranks: Sequence["subprocess.Popen[bytes]"]) -> int:
+    # The others end with status 0 because the first rank has gone, even where its own end takes longer.
+    while ranks[0].poll() is None and not any(process.poll() for process in ranks):
+        time.sleep(_LOOK_SECONDS)
+    try:
+        status = ranks[0].wait(_FAREWELL_SECONDS)
+    except subprocess.TimeoutExpired:
+        status = 1
+    for rank, process in enumerate(ranks):
+        if (ended := process.poll()) is not None and ended not in (*_EXPLAINED, *_STOPPED):
+            log.error("a rank died, and the worker with it", rank=rank, status=ended)
+    for process in ranks:
+        process.kill()
+        process.wait()
+    return 0 if status in _STOPPED else 1
+
+
+def _loopback() -> str:
+    """Ranks of one machine need no network; Gloo would ask the host's name for an address."""
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+
+
+class _OwnStreams(LogsSpecs):
+    """Ranks write to the streams of the process that started them, without files between."""
+
+    @property
+    def root_log_dir(self) -> str:
+        return ""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        own = dict.fromkeys(envs, "")
+        return LogsDest(stdouts=own, stderrs=own, error_files=own)

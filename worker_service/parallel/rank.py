@@ -1,0 +1,78 @@
+"""The life of a process that is one of several ranks: the first serves as if it were alone, the others follow.
+
+A follower computes every step that the first rank sends, on its own parts of weights and cache, and comes to the same
+answer, which nobody asks it for. It ends when the first rank has gone.
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+
+import structlog
+
+from pagewire.v1.scheduler_output_pb2 import SchedulerOutput
+from pagewire_common.start_error import StartError
+from pagewire_common.logs import configure_logging
+from worker_service.server import serve
+from worker_service.settings import WorkerSettings
+
+log = structlog.get_logger()
+
+_PR_SET_PDEATHSIG = 1
+
+
+def is_rank() -> bool:
+    """Whether this process was started as a rank, by `launcher` or by torchrun."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+async def run_rank(settings: WorkerSettings) -> None:
+    """Serve, or follow the rank that does. Raises StartError in the one rank that shall say why the worker cannot."""
+    if sys.platform == "linux":
+        # Ranks do not outlive whoever would end them together, not even where nothing can be caught.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        if int(os.environ["RANK"]) == 0:
+            await serve(settings)
+        else:
+            _follow(settings)
+    except StartError:
+        if not _is_first_to_fail():
+            threading.Event().wait()  # until the launcher has seen the end of the first
+        raise
+    # Nothing is left to be done, and what torch would tidy up waits for other ranks, or complains that they have gone.
+    logging.shutdown()
+    os._exit(0)
+
+
+def _follow(settings: WorkerSettings) -> None:
+    configure_logging(settings.log_level, settings.log_format)
+    structlog.contextvars.bind_contextvars(rank=int(os.environ["RANK"]))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # the first rank drains, and needs the others for it
+
+    from worker_service.compute import compute_step  # torch takes a second to import
+    from worker_service.errors import FencingError, InvalidStepError
+    from worker_service.session import Session
+    from worker_service.worker import load_worker
+
+    worker = load_worker(settings)
+    session: Session | None = None
+    while (received := worker.ranks.receive()) is not None:
+        epoch, message = received
+        if session is None or session.epoch != epoch:
+            session = Session(epoch, worker.limits)
+        with contextlib.suppress(InvalidStepError, FencingError):  # it ends the session in the first rank, too
+            compute_step(worker, session, SchedulerOutput.FromString(message))
+
+
+def _is_first_to_fail() -> bool:
+    """Where a model cannot be had, every rank finds out."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return store.add("failures", 1) == 1
