@@ -16,21 +16,28 @@ from worker_service.decode_graphs import DecodeGraphs
 from worker_service.model_runner import ModelRunner
 from worker_service.models.decoder_config import DecoderConfig
 from worker_service.models.registry import build_model, read_config
+from worker_service.parallel.ranks import ALONE, Ranks
 from worker_service.session import Session
 from worker_service.step import ModelOutput, NewSequence, SchedulerOutput
+from worker_service.worker import part_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPT = [(7 * number * number + 3) % 131 for number in range(37)]
 
 
-def load_runner(path: Path, graphs: bool = True) -> ModelRunner:
-    """A runner over a pool that is NaN wherever nothing was stored; graphs: where there can be some."""
+def load_runner(
+    path: Path, graphs: bool = True, dtype: torch.dtype = torch.float32, int8: bool = False, ranks: Ranks = ALONE
+) -> ModelRunner:
+    """A runner over a pool that is NaN wherever nothing was stored; graphs: where there can be some; ranks: of native
+    networks alone.
+    """
     checkpoint = Checkpoint(path)
     config = read_config(checkpoint.config)
-    model = build_model(config, torch.float32, DEVICE)
-    checkpoint.load_into(model.checkpoint_tensors())
-    model.pack()
-    shape = CacheShape(config.num_layers, LIMITS.block_size, config.num_kv_heads, config.head_dim, torch.float32)
+    model = build_model(config, dtype, DEVICE, ranks)
+    num_kv_heads, cuts = part_of(config, ranks)
+    checkpoint.load_into(model.checkpoint_tensors(), cuts)
+    model.pack(int8)
+    shape = CacheShape(config.num_layers, LIMITS.block_size, num_kv_heads, config.head_dim, dtype)
     engine = CacheEngine(shape, LIMITS.num_device_blocks, LIMITS.num_host_blocks, DEVICE)
     engine.device_blocks.fill_(float("nan"))
     engine.host_blocks.fill_(float("nan"))

@@ -1,0 +1,88 @@
+"""What each of two ranks runs for `test_ranks`: the same steps on every checkpoint, and what came out, saved by rank.
+
+`python rank_program.py JOBS FOLDER` starts the ranks; JOBS is a JSON object of `Job`s by name.
+"""
+
+import json
+import sys
+from array import array
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from stepped_worker import PROMPT, SteppedWorker, load_runner
+from worker_helpers import new_sequence, tokens
+
+from worker_service.model_runner import ModelRunner
+from worker_service.parallel.launcher import launch
+from worker_service.parallel.rank import is_rank
+from worker_service.parallel.ranks import ALONE, Ranks, join_ranks
+from worker_service.step import BlockMapping, BlockTableUpdate, Fork
+
+NUM_RANKS = 2
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checkpoint, and how to load it."""
+
+    path: str
+    dtype: str = "float32"
+    int8: bool = False
+
+    def run(self, ranks: Ranks = ALONE) -> dict[str, Any]:
+        """What the steps gave: `logprobs` [positions, vocabulary_size] and `token_ids`."""
+        runner = load_runner(Path(self.path), getattr(torch, self.dtype), self.int8, ranks)
+        logprobs = SteppedWorker(runner).prompt_logprobs([5, 1, 17, 13])
+        return {"logprobs": logprobs, "token_ids": _generate(runner)}
+
+
+def run_in_ranks(jobs: dict[str, Job], folder: Path) -> list[str]:
+    """The command that runs the jobs in all ranks."""
+    file = folder / "jobs.json"
+    file.write_text(json.dumps({name: asdict(job) for name, job in jobs.items()}))
+    return [sys.executable, __file__, str(file), str(folder)]
+
+
+def _generate(runner: ModelRunner) -> list[list[int]]:
+    """Two sequences, one of them drawn at random, through chunks, a fork that copies on write, and swapping."""
+    runner.cache_engine.device_blocks.fill_(float("nan"))
+    worker = SteppedWorker(runner)
+    found = [worker.step((1, 30, False), new_sequences=(new_sequence(1, PROMPT, range(13)),)).token_ids]
+    drawn = new_sequence(2, PROMPT[:20], range(20, 30), temperature=1.0, top_p=0.9, seed=7)
+    found.append(worker.step((1, 7, True), (2, 11, False), new_sequences=(drawn,)).token_ids)
+    found += (worker.step((1, 1, True), (2, 9 if number == 0 else 1, True)).token_ids for number in range(4))
+
+    # The fork shares the full blocks of the drawn sequence, and takes the last as a copy.
+    known = list(worker.session.sequences[2].token_ids)
+    held = -(-(len(known) - 1) // 4)
+    fork = Fork(2, 3, len(known), len(known) - 1, tokens([*range(20, 19 + held), 40, 41, 42]), 1, array("q"))
+    copied = BlockMapping((19 + held,), (40,))
+    found.append(worker.step((3, 1, True), (2, 1, True), forks=(fork,), blocks_to_copy=copied).token_ids)
+    found += (worker.step((2, 1, True), (3, 1, True), (1, 1, True)).token_ids for _ in range(2))
+
+    worker.step(blocks_to_swap_out=BlockMapping(tuple(range(8)), tuple(range(8))))
+    runner.cache_engine.device_blocks[:8] = float("nan")
+    found.append(
+        worker.step(
+            (1, 1, True),
+            blocks_to_swap_in=BlockMapping(tuple(range(8)), tuple(range(50, 58))),
+            block_table_updates=(BlockTableUpdate(1, 0, tokens([*range(50, 58), *range(8, 13)])),),
+        ).token_ids
+    )
+    found += (worker.step((1, 1, True), (3, 1, True)).token_ids for _ in range(3))
+    return found
+
+
+def _run_rank(jobs: Path, folder: Path) -> None:
+    torch.set_num_threads(1)
+    ranks = join_ranks(NUM_RANKS, torch.device("cpu"))
+    results = {name: Job(**job).run(ranks) for name, job in json.loads(jobs.read_text()).items()}
+    torch.save(results, folder / f"{ranks.rank}.pt")
+
+
+if __name__ == "__main__":
+    if not is_rank():
+        sys.exit(launch([sys.executable, *sys.argv], NUM_RANKS))
+    _run_rank(Path(sys.argv[1]), Path(sys.argv[2]))
