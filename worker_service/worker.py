@@ -5,7 +5,7 @@ Loading and stepping both happen on the one thread that owns the device.
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import truediv
 from pathlib import Path
@@ -18,8 +18,8 @@ from pagewire_common.start_error import StartError
 from worker_service.cache_engine import CacheEngine, CacheShape
 from worker_service.capacity import check_room_for_weights, count_device_blocks
 from worker_service.checkpoint import Checkpoint
+from worker_service.cut import UNCUT, Cut
 from worker_service.decode_graphs import DecodeGraphs
-from worker_service.cut import UNCUT
 from worker_service.dummy_weights import DummyWeights
 from worker_service.errors import is_out_of_memory
 from worker_service.model_runner import ModelRunner
@@ -69,15 +69,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
     config = _read_config(checkpoint)
     max_model_len = _choose_max_model_len(settings, config)
     dtype = checkpoint.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    num_kv_heads, cuts = config.num_kv_heads, UNCUT
-    if ranks.size > 1:
-        if not isinstance(config, DecoderConfig):
-            raise StartError(
-                "--tensor-parallel-size is for the families that run natively; this model runs in transformers' own "
-                "code, which keeps its layers whole"
-            )
-        shard = Shard.of(config, ranks.rank, ranks.size)
-        num_kv_heads, cuts = len(shard.kv_heads), shard.cuts(config)
+    num_kv_heads, cuts = part_of(config, ranks)
     shape = CacheShape(config.num_layers, settings.block_size, num_kv_heads, config.head_dim, dtype)
     block_bytes = ranks.gather_numbers(shape.block_bytes)
     num_host_blocks = int(settings.swap_space * 2**30) // sum(block_bytes)
@@ -129,6 +121,19 @@ def load_worker(settings: WorkerSettings) -> Worker:
         runner=ModelRunner(model, cache_engine, decode_graphs),
         tokenizer_files=tokenizer_files,
     )
+
+
+def part_of(config: AnyConfig, ranks: Ranks) -> tuple[int, Mapping[str, Cut]]:
+    """How many key-value heads this rank holds, and what of the checkpoint. Raises StartError where no part can be."""
+    if ranks.size == 1:
+        return config.num_kv_heads, UNCUT
+    if not isinstance(config, DecoderConfig):
+        raise StartError(
+            "--tensor-parallel-size is for the families that run natively; this model runs in transformers' own code, "
+            "which keeps its layers whole"
+        )
+    shard = Shard.of(config, ranks.rank, ranks.size)
+    return len(shard.kv_heads), shard.cuts(config)
 
 
 def _choose_device(settings: WorkerSettings) -> torch.device:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagewire_common.errors import StartError
+from pagewire_common.start_error import StartError
 from worker_service.cut import Cut
 from worker_service.dummy_weights import DummyWeights
 from worker_service.models.decoder import Decoder

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from message_helpers import new_message
@@ -74,10 +75,15 @@ def test_a_worker_serves_and_ends_with_status_zero_on_sigterm(start: Any, tiny_c
     assert worker.stop()[0] == 0
 
 
-def test_sigterm_lets_the_live_sequences_finish(start: Any, tiny_checkpoint: Path) -> None:
-    worker = start("--model", str(tiny_checkpoint), "--num-device-blocks", "8")
+@pytest.mark.parametrize("size", [1, 2])
+def test_sigterm_lets_the_live_sequences_finish_and_leaves_no_process(
+    size: int, start: Any, tiny_checkpoint: Path
+) -> None:
+    worker = start("--model", str(tiny_checkpoint), "--num-device-blocks", "8", "--tensor-parallel-size", str(size))
     address = worker.wait_for("listening")["address"]
     worker.wait_for("ready")
+    ranks = psutil.Process(worker.process.pid).children()
+    assert len(ranks) == (size if size > 1 else 0)
     with grpc.insecure_channel(address) as channel:
         begun, ended = threading.Event(), threading.Event()
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
@@ -105,6 +111,7 @@ def test_sigterm_lets_the_live_sequences_finish(start: Any, tiny_checkpoint: Pat
         ended.set()
         watch.cancel()
     assert worker.end()[0] == 0
+    assert not any(rank.is_running() for rank in ranks)
 
 
 LOSES_ITS_DEVICE = """

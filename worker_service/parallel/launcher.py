@@ -62,10 +62,11 @@ def launch(command: Sequence[str], size: int) -> int:
     ranks = [context.subprocess_handlers[rank].proc for rank in range(size)]
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: ranks[0].send_signal(number))
-    return _wait(ranks)
+    return wait_for_end(ranks)
 
 
-def _wait(ranks: Sequence["subprocess.Popen[bytes]"]) -> int:
+def wait_for_end(ranks: Sequence["subprocess.Popen[bytes]"]) -> int:
+    """Wait until the first rank ends or another fails, and end what is left; returns the exit status of the worker."""
     # The others end with status 0 because the first rank has gone, even where its own end takes longer.
     while ranks[0].poll() is None and not any(process.poll() for process in ranks):
         time.sleep(_LOOK_SECONDS)
