@@ -1,0 +1,83 @@
+"""A worker of two ranks behind a real scheduler: the tokens of a worker that is alone, and a place beside it."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster import cluster_state
+from prompts import PROMPTS
+
+from pagewire_client import Client, LocalServer, SamplingParams
+from pagewire_client.llm import collect
+from pagewire_client.local import ServiceProcess
+
+SMALL_POOL = ("--dtype", "float32", "--num-device-blocks", "18", "--max-model-len", "256", "--swap-space", "0.1")
+"""For twelve sequences at once that end with two or three blocks, so that some must make room."""
+TWO_RANKS = ("--tensor-parallel-size", "2")
+
+
+async def completions(target: str) -> list[list[list[int]]]:
+    """What becomes of short prompts that all run at once: the tokens of each output, greedy and drawn."""
+
+    def sampling(number: int) -> SamplingParams:
+        drawn = {"n": 2, "temperature": 0.8, "top_p": 0.95, "seed": number} if number % 2 else {"temperature": 0}
+        return SamplingParams(max_tokens=24, ignore_eos=True, **drawn)
+
+    prompts = sorted(PROMPTS, key=len)[:8]
+    async with Client(target) as client:
+        done = await asyncio.gather(*(collect(client, text, sampling(number)) for number, text in enumerate(prompts)))
+    return [[output.token_ids for output in completion.outputs] for completion in done]
+
+
+async def test_the_default_model_says_the_same_in_two_ranks() -> None:
+    scheduler = ["--preemption-mode", "swap", "--check-invariants"]
+    with LocalServer(worker_arguments=SMALL_POOL, scheduler_arguments=scheduler) as alone:
+        expected = await completions(alone.target)
+    with LocalServer(worker_arguments=[*SMALL_POOL, *TWO_RANKS], scheduler_arguments=scheduler) as ranks:
+        assert await completions(ranks.target) == expected
+        (worker,) = (await cluster_state(ranks.target)).workers
+        assert worker.num_preemptions
+
+
+@pytest.fixture
+def services() -> Iterator[list[ServiceProcess]]:
+    processes: list[ServiceProcess] = []
+    yield processes
+    for process in processes:
+        process.process.kill()
+        process.stop()
+
+
+async def test_streams_of_a_worker_that_loses_a_rank_go_on_in_another_that_has_none(
+    services: list[ServiceProcess], tiny_model_directory: Path
+) -> None:
+    model = ("--listen", "127.0.0.1:0", "--model", str(tiny_model_directory))
+    sizes = ("--num-device-blocks", "64", "--block-size", "8", "--threads", "1", "--swap-space", "0")
+    services += (ServiceProcess("worker_service", [*model, *sizes, *ranks]) for ranks in (TWO_RANKS, ()))
+    addresses = [str(process.wait_for("listening", 60)["address"]) for process in services]
+    for process in services:
+        process.wait_for("ready", 60)
+    services.append(ServiceProcess("scheduler_service", [*model, "--workers", ",".join(addresses)]))
+    sampling = SamplingParams(max_tokens=60, temperature=1.0, seed=5, ignore_eos=True)
+    async with Client(str(services[2].wait_for("listening", 60)["address"])) as client:
+        await client.wait_until_serving(60)
+        completions = await asyncio.gather(*(collect(client, prompt, sampling) for prompt in PROMPTS[:6]))
+        undisturbed = [completion.outputs[0].token_ids for completion in completions]
+        some_tokens = [asyncio.Event() for _ in undisturbed]
+
+        async def tokens(number: int) -> list[int]:
+            found: list[int] = []
+            async for message in client.generate(PROMPTS[number], sampling):
+                found += message.token_ids
+                if len(found) > 5:
+                    some_tokens[number].set()
+            return found
+
+        streams = [asyncio.create_task(tokens(number)) for number in range(len(undisturbed))]
+        for event in some_tokens:
+            await event.wait()
+        psutil.Process(services[0].process.pid).children()[1].kill()
+        assert await asyncio.gather(*streams) == undisturbed
+    assert await asyncio.to_thread(services[0].process.wait, 20) == 1
