@@ -1,9 +1,12 @@
 """What each of two ranks runs for `test_ranks`: the same steps on every checkpoint, and what came out, saved by rank.
 
+Where there is a GPU for each, they compute on these, and replay graphs; with one, they share it, and sum up over Gloo.
+
 `python rank_program.py JOBS FOLDER` starts the ranks; JOBS is a JSON object of `Job`s by name.
 """
 
 import json
+import os
 import sys
 from array import array
 from dataclasses import asdict, dataclass
@@ -21,6 +24,7 @@ from worker_service.parallel.ranks import ALONE, Ranks, join_ranks
 from worker_service.step import BlockMapping, BlockTableUpdate, Fork
 
 NUM_RANKS = 2
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Job:
 
     def run(self, ranks: Ranks = ALONE) -> dict[str, Any]:
         """What the steps gave: `logprobs` [positions, vocabulary_size] and `token_ids`."""
-        runner = load_runner(Path(self.path), getattr(torch, self.dtype), self.int8, ranks)
+        runner = load_runner(Path(self.path), _has_gpu_each(), getattr(torch, self.dtype), self.int8, ranks)
         logprobs = SteppedWorker(runner).prompt_logprobs([5, 1, 17, 13])
         return {"logprobs": logprobs, "token_ids": _generate(runner)}
 
@@ -75,9 +79,13 @@ def _generate(runner: ModelRunner) -> list[list[int]]:
     return found
 
 
+def _has_gpu_each() -> bool:
+    return torch.cuda.device_count() >= NUM_RANKS
+
+
 def _run_rank(jobs: Path, folder: Path) -> None:
     torch.set_num_threads(1)
-    ranks = join_ranks(NUM_RANKS, torch.device("cpu"))
+    ranks = join_ranks(NUM_RANKS, torch.device("cuda", int(os.environ["RANK"])) if _has_gpu_each() else CPU)
     results = {name: Job(**job).run(ranks) for name, job in json.loads(jobs.read_text()).items()}
     torch.save(results, folder / f"{ranks.rank}.pt")
 

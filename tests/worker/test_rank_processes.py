@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+from message_helpers import new_message
 from test_worker_process import Process
-from worker_helpers import new_message
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1.worker_service_pb2 import GetWorkerInfoRequest, GetWorkerInfoResponse

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rank_program import Job, run_in_ranks
+from stepped_worker import DEVICE
 from test_architectures import NATIVE
 
 from kernels.ops import ops_for
@@ -33,7 +34,7 @@ Results = dict[str, dict[str, Any]]
 def jobs(make_checkpoint: Callable[..., Path]) -> dict[str, Job]:
     jobs = {name: Job(str(make_checkpoint(**network))) for name, network in NETWORKS.items()}
     rounded = {"bfloat16": WHOLE_BF16}
-    if ops_for(torch.device("cpu")).pack_int8(torch.ones(2, 2, dtype=torch.bfloat16)) is not None:
+    if ops_for(DEVICE).pack_int8(torch.ones(2, 2, dtype=torch.bfloat16, device=DEVICE)) is not None:
         rounded["int8"] = HALF_BYTES
     return jobs | {name: Job(jobs["llama, biased"].path, **options) for name, options in rounded.items()}
 

@@ -15,8 +15,8 @@ import threading
 import structlog
 
 from pagewire.v1.scheduler_output_pb2 import SchedulerOutput
-from pagewire_common.start_error import StartError
 from pagewire_common.logs import configure_logging
+from pagewire_common.start_error import StartError
 from worker_service.server import serve
 from worker_service.settings import WorkerSettings
 
