@@ -5,7 +5,7 @@ Loading and stepping both happen on the one thread that owns the device.
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import truediv
 from pathlib import Path
@@ -18,7 +18,6 @@ from pagewire_common.start_error import StartError
 from worker_service.cache_engine import CacheEngine, CacheShape
 from worker_service.capacity import check_room_for_weights, count_device_blocks
 from worker_service.checkpoint import Checkpoint
-from worker_service.cut import UNCUT, Cut
 from worker_service.decode_graphs import DecodeGraphs
 from worker_service.dummy_weights import DummyWeights
 from worker_service.errors import is_out_of_memory
@@ -28,7 +27,7 @@ from worker_service.models.causal_model import ModelConfig
 from worker_service.models.decoder_config import DecoderConfig
 from worker_service.models.registry import AnyConfig, build_model, read_config
 from worker_service.parallel.ranks import Ranks, join_ranks
-from worker_service.parallel.shard import Shard
+from worker_service.parallel.shard import part_of
 from worker_service.profiling import measure_prefill
 from worker_service.settings import WorkerSettings
 from worker_service.step import Limits, WorkerInfo
@@ -121,19 +120,6 @@ def load_worker(settings: WorkerSettings) -> Worker:
         runner=ModelRunner(model, cache_engine, decode_graphs),
         tokenizer_files=tokenizer_files,
     )
-
-
-def part_of(config: AnyConfig, ranks: Ranks) -> tuple[int, Mapping[str, Cut]]:
-    """How many key-value heads this rank holds, and what of the checkpoint. Raises StartError where no part can be."""
-    if ranks.size == 1:
-        return config.num_kv_heads, UNCUT
-    if not isinstance(config, DecoderConfig):
-        raise StartError(
-            "--tensor-parallel-size is for the families that run natively; this model runs in transformers' own code, "
-            "which keeps its layers whole"
-        )
-    shard = Shard.of(config, ranks.rank, ranks.size)
-    return len(shard.kv_heads), shard.cuts(config)
 
 
 def _choose_device(settings: WorkerSettings) -> torch.device:

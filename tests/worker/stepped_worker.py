@@ -17,9 +17,9 @@ from worker_service.model_runner import ModelRunner
 from worker_service.models.decoder_config import DecoderConfig
 from worker_service.models.registry import build_model, read_config
 from worker_service.parallel.ranks import ALONE, Ranks
+from worker_service.parallel.shard import part_of
 from worker_service.session import Session
 from worker_service.step import ModelOutput, NewSequence, SchedulerOutput
-from worker_service.worker import part_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPT = [(7 * number * number + 3) % 131 for number in range(37)]

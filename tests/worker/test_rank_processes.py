@@ -22,7 +22,7 @@ from worker_service.cut import UNCUT
 from worker_service.models.registry import read_config
 from worker_service.parallel.launcher import wait_for_end
 from worker_service.parallel.ranks import ALONE, Ranks
-from worker_service.worker import part_of
+from worker_service.parallel.shard import part_of
 
 SIZES = ("--num-device-blocks", "32", "--block-size", "4", "--threads", "1", "--swap-space", "0.001")
 SECONDS_TO_END = 20

@@ -3,3 +3,13 @@
 The first rank serves gRPC and repeats every step to the others; all compute it alike, on their parts, and add up what
 they found. A rank that dies takes the whole worker with it.
 """
+
+import os
+
+LAUNCHER = "PAGEWIRE_LAUNCHER"
+"""The variable by which `launcher` tells its ranks its process id."""
+
+
+def is_rank() -> bool:
+    """Whether this process was started as a rank, by `launcher` or by torchrun."""
+    return "TORCHELASTIC_RUN_ID" in os.environ

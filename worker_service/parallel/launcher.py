@@ -5,6 +5,7 @@ and when one rank has gone the others are killed at once, wherever they wait for
 as signals and the exit status are concerned.
 """
 
+import logging
 import os
 import signal
 import socket
@@ -12,7 +13,6 @@ import subprocess
 import time
 from collections.abc import Sequence
 
-import structlog
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import (
     LogsDest,
@@ -22,7 +22,9 @@ from torch.distributed.elastic.multiprocessing import (
     start_processes,
 )
 
-log = structlog.get_logger()
+from worker_service.parallel import LAUNCHER
+
+log = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
 _LOOK_SECONDS = 0.1
@@ -44,7 +46,8 @@ def launch(command: Sequence[str], size: int) -> int:
         "MASTER_ADDR": _HOST,
         "MASTER_PORT": str(store.port),
         "WORLD_SIZE": str(size),
-        "TORCHELASTIC_RUN_ID": str(os.getpid()),
+        "TORCHELASTIC_RUN_ID": "pagewire",
+        LAUNCHER: str(os.getpid()),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GLOO_SOCKET_IFNAME": _loopback(),
     }
@@ -76,7 +79,7 @@ def wait_for_end(ranks: Sequence["subprocess.Popen[bytes]"]) -> int:
         status = 1
     for rank, process in enumerate(ranks):
         if (ended := process.poll()) is not None and ended not in (*_EXPLAINED, *_STOPPED):
-            log.error("a rank died, and the worker with it", rank=rank, status=ended)
+            log.error("rank %d ended with status %d, and the worker with it", rank, ended)
     for process in ranks:
         process.kill()
         process.wait()

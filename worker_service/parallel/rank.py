@@ -17,24 +17,16 @@ import structlog
 from pagewire.v1.scheduler_output_pb2 import SchedulerOutput
 from pagewire_common.logs import configure_logging
 from pagewire_common.start_error import StartError
+from worker_service.parallel import LAUNCHER
 from worker_service.server import serve
 from worker_service.settings import WorkerSettings
-
-log = structlog.get_logger()
 
 _PR_SET_PDEATHSIG = 1
 
 
-def is_rank() -> bool:
-    """Whether this process was started as a rank, by `launcher` or by torchrun."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
 async def run_rank(settings: WorkerSettings) -> None:
     """Serve, or follow the rank that does. Raises StartError in the one rank that shall say why the worker cannot."""
-    if sys.platform == "linux":
-        # Ranks do not outlive whoever would end them together, not even where nothing can be caught.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _die_with_launcher()
     try:
         if int(os.environ["RANK"]) == 0:
             await serve(settings)
@@ -47,6 +39,14 @@ async def run_rank(settings: WorkerSettings) -> None:
     # Nothing is left to be done, and what torch would tidy up waits for other ranks, or complains that they have gone.
     logging.shutdown()
     os._exit(0)
+
+
+def _die_with_launcher() -> None:
+    """Ranks do not outlive the process that would end them together, even if it is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
+        os._exit(1)  # it has died already
 
 
 def _follow(settings: WorkerSettings) -> None:

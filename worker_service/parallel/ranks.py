@@ -11,14 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pagewire_common.start_error import StartError
 
-log = structlog.get_logger()
+log = logging.getLogger(__name__)
 
 _FOREVER = timedelta(days=365)
 _PACKET_BYTES = 4096

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from math import gcd
 
 from pagewire_common.start_error import StartError
-from worker_service.cut import Cut
+from worker_service.cut import UNCUT, Cut
+from worker_service.models.causal_model import ModelConfig
 from worker_service.models.decoder_config import DecoderConfig
+from worker_service.parallel.ranks import Ranks
 
 _ALIGNMENT = 16
 """Inner units that stay together where that is possible: products of odd lengths are slow."""
@@ -87,6 +89,19 @@ class Shard:
                 for name, cut in layer.items()
             },
         }
+
+
+def part_of(config: ModelConfig, ranks: Ranks) -> tuple[int, Mapping[str, Cut]]:
+    """How many key-value heads this rank holds, and what of the checkpoint. Raises StartError where no part can be."""
+    if ranks.size == 1:
+        return config.num_kv_heads, UNCUT
+    if not isinstance(config, DecoderConfig):
+        raise StartError(
+            "--tensor-parallel-size is for the families that run natively; this model runs in transformers' own code, "
+            "which keeps its layers whole"
+        )
+    shard = Shard.of(config, ranks.rank, ranks.size)
+    return len(shard.kv_heads), shard.cuts(config)
 
 
 def _stretch(total: int, part: int, parts: int) -> range:
