@@ -8,9 +8,10 @@ so that a plain `copy_` is one transfer that the copy engine does beside the ker
 memory would take processors from them.
 """
 
-from kernels.reference import pack, pack_int8
+from kernels.reference import pack_int8
 from kernels.triton.copy_blocks import copy_blocks
 from kernels.triton.gated_activation import gated_activation
+from kernels.triton.linear import pack
 from kernels.triton.paged_attention import paged_attention
 from kernels.triton.qkv_attention import qkv_attention
 from kernels.triton.rms_norm import add_rms_norm, rms_norm

@@ -91,6 +91,8 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "copy_blocks", lambda: ops.copy_blocks(empty(9, 4096), ids, ids)
     for norms in (None, (empty(128), empty(128))):
         yield "qkv_attention", lambda norms=norms: qkv_attention(norms)
+    for bias in (None, empty(512)):
+        yield "linear", lambda bias=bias: ops.pack(empty(512, 14_336))(empty(1, 14_336), bias)
     logits, numbers = empty(5, 128_256), empty(5, dtype=torch.float32)
     draws = Draws(rows=ids, keys=ids, temperature=numbers, min_p=numbers, top_k=ids, top_p=numbers)
     yield "greedy", lambda: sampling.greedy(logits)

@@ -153,3 +153,16 @@ def test_qkv_attention(
     torch.testing.assert_close(found, expected, equal_nan=True, **tolerance)
     rows = [0, 1, 2, 3]  # the others see what is not finite, and what is stored in one of the caches alone
     torch.testing.assert_close(attended[rows], again[rows], **tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 8), (5, 123), (64, 2048), (33, 4100)])
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_products_of_packed_weights(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    x, weight = randn(rows, inputs, dtype=dtype), randn(outputs, inputs, dtype=dtype, seed=1)
+    for bias in (None, randn(outputs, dtype=dtype, seed=2)):
+        expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        found = ops.pack(weight)(x, bias)
+        assert found.dtype is dtype
+        tolerance = {} if rows == 1 else {"atol": 0.2 if dtype is not torch.float32 else 1e-3, "rtol": 1e-2}
+        torch.testing.assert_close(found, expected.to(dtype), **(tolerance or {"atol": 1e-4, "rtol": 1e-2}))
