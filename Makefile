@@ -37,7 +37,8 @@ test: setup
 # and, for the models, transformers: it takes no setup, no gRPC and no network. Options and warnings of pyproject.toml are
 # for plugins that may not be there.
 GPU_TESTS := tests/kernels $(addprefix tests/worker/,test_architectures.py test_batch.py test_cache_engine.py \
-  test_decode_graphs.py test_decode_inputs.py test_llama.py test_logprobs.py test_ranks.py test_sampler.py)
+  test_decode_graphs.py test_decode_inputs.py test_llama.py test_logprobs.py test_ranks.py \
+  test_running_ahead.py test_sampler.py)
 test-gpu:
 	$(PYTHON) -m pytest -c /dev/null --rootdir . -p no:cacheprovider -ra $(GPU_TESTS)
 

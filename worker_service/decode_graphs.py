@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from worker_service.decode_inputs import DecodeInputs
+from worker_service.decode_inputs import DecodeInputs, UnseenTokens
 from worker_service.models.causal_model import CausalModel
 from worker_service.progress import count_progress
 from worker_service.session import ScheduledChunk
@@ -38,12 +38,12 @@ class DecodeGraphs:
                 progress.update()
 
     def fit(self, chunks: Sequence[ScheduledChunk]) -> bool:
-        """Whether a step is a decode that one of the graphs can compute."""
-        return len(chunks) <= self._inputs.sizes[-1] and all(chunk.stop - chunk.start == 1 for chunk in chunks)
+        """Whether a step is a decode, which one of the graphs can compute."""
+        return all(chunk.stop - chunk.start == 1 for chunk in chunks)
 
-    def forward(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
+    def forward(self, chunks: Sequence[ScheduledChunk], unseen: UnseenTokens | None) -> Tensor:
         """The hidden states of chunks that `fit`, [len(chunks), hidden_size]; the next call overwrites them."""
-        graph, hidden = self._graphs[self._inputs.fill(chunks)]
+        graph, hidden = self._graphs[self._inputs.fill(chunks, unseen)]
         graph.replay()
         return hidden[: len(chunks)]
 

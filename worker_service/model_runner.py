@@ -13,11 +13,12 @@ from kernels.upload import upload
 from worker_service.batch import build_batch
 from worker_service.cache_engine import CacheEngine
 from worker_service.decode_graphs import DecodeGraphs
+from worker_service.decode_inputs import UnseenTokens
 from worker_service.errors import DeviceLostError
 from worker_service.logprobs import concatenate, gather_logprobs, sample_logprobs
 from worker_service.models.causal_model import CausalModel
-from worker_service.sampler import sample
-from worker_service.session import ScheduledChunk
+from worker_service.sampler import FAILED, sample
+from worker_service.session import PLACEHOLDER, ScheduledChunk
 from worker_service.step import ModelOutput, SampleLogprobs, SchedulerOutput, StepTiming
 from worker_service.step_clock import StepClock
 
@@ -25,10 +26,59 @@ _LOGPROB_ROWS = 256
 """Prompt rows whose logits exist at a time; 2,048 rows of 49,152 float32 logits would be 400 MB."""
 
 
+class RunningStep:
+    """A step that the device has been asked to compute."""
+
+    def __init__(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        clock: StepClock,
+        logits: Tensor,
+        token_ids: Tensor,
+        prompt_logprobs: list[SampleLogprobs],
+    ) -> None:
+        """logits: [rows, vocabulary_size], token_ids: [rows] int64, a row for each chunk that samples."""
+        self.chunks = chunks
+        self._sequences = [chunk.sequence for chunk in chunks if chunk.samples]
+        self._clock = clock
+        self._logits = logits
+        self._token_ids = token_ids
+        self._host_token_ids = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=token_ids.is_cuda)
+        self._host_token_ids.copy_(token_ids, non_blocking=True)
+        self._prompt_logprobs = prompt_logprobs
+        clock.mark()
+
+    def is_done(self) -> bool:
+        """Whether `finish` would not wait."""
+        return self._clock.has_stopped()
+
+    def unseen_tokens(self) -> UnseenTokens:
+        """What it samples, for a step that is launched before this one has finished."""
+        return UnseenTokens(
+            self._token_ids, {sequence.sequence_id: row for row, sequence in enumerate(self._sequences)}
+        )
+
+    @torch.inference_mode()
+    def finish(self) -> ModelOutput:
+        """Wait for it, and read what it found."""
+        durations = self._clock.durations()
+        found = self._host_token_ids.tolist()
+        failed = [token_id == FAILED for token_id in found]
+        return ModelOutput(
+            token_ids=[PLACEHOLDER if token_id == FAILED else token_id for token_id in found],
+            timing=StepTiming(*durations),
+            logprobs=sample_logprobs(self._logits, found, failed, self._sequences),
+            prompt_logprobs=self._prompt_logprobs,
+            failed_sequence_ids=[
+                sequence.sequence_id for sequence, without in zip(self._sequences, failed, strict=True) if without
+            ],
+        )
+
+
 class ModelRunner:
     """A model and its cache on one device. Not thread-safe: one thread owns the device.
 
-    A step waits for a GPU when it reads the sampled tokens, at its end, and before that only for log-probabilities.
+    A step waits for a GPU when it finishes, and while it is launched only for log-probabilities of a prompt.
     """
 
     def __init__(
@@ -38,50 +88,52 @@ class ModelRunner:
         self.cache_engine = cache_engine
         self._decode_graphs = decode_graphs
         self._device = cache_engine.device_blocks.device
-        self._clock = StepClock(self._device)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step of one token a sequence may be launched before the one before it has finished."""
+        return self._decode_graphs is not None
 
     @torch.inference_mode()
-    def execute(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> ModelOutput:
-        """Compute one step. `chunks` is `output`'s work as the session returned it."""
-        self._clock.start()
-        self.cache_engine.move(output)
-        self._clock.mark()
-        if not chunks:
-            (move_us,) = self._clock.durations()
-            return ModelOutput([], StepTiming(move_us=move_us, forward_us=0, sample_us=0))
-        hidden, query_start = self._forward(chunks)
-        sampling = [(stop - 1, chunk) for stop, chunk in zip(query_start[1:], chunks, strict=True) if chunk.samples]
-        if len(sampling) < len(hidden):
-            rows = upload([row for row, _ in sampling], torch.int64, self._device)
-            logits = self.model.compute_logits(hidden[rows])
-        else:
-            logits = self.model.compute_logits(hidden)
-        self._clock.mark()
+    def launch(
+        self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk], before: RunningStep | None = None
+    ) -> RunningStep:
+        """Have a step computed. `chunks` is `output`'s work as the session returned it.
 
-        sequences = [chunk.sequence for _, chunk in sampling]
-        token_ids, failed = sample(logits, sequences) if sequences else ([], [])
-        logprobs = sample_logprobs(logits, token_ids, failed, sequences)
+        before: the step before, if it has not finished; then this one must be one that `runs_ahead`.
+        """
+        clock = StepClock(self._device)
+        self.cache_engine.move(output)
+        clock.mark()
+        if not chunks:
+            clock.mark()
+            return RunningStep(chunks, clock, torch.empty(0), torch.empty(0, dtype=torch.int64), [])
+        hidden, query_start = self._forward(chunks, before)
+        rows = [stop - 1 for stop, chunk in zip(query_start[1:], chunks, strict=True) if chunk.samples]
+        sampling = hidden if len(rows) == len(hidden) else hidden[upload(rows, torch.int64, self._device)]
+        logits = self.model.compute_logits(sampling)
+        clock.mark()
         prompt_logprobs = [
             report
             for chunk, start, stop in zip(chunks, query_start, query_start[1:], strict=False)
             if chunk.sequence.sampling.prompt_logprobs is not None
             and (report := self._prompt_logprobs(chunk, hidden[start:stop])) is not None
         ]
-        self._clock.mark()
-        return ModelOutput(
-            token_ids=token_ids,
-            timing=StepTiming(*self._clock.durations()),
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            failed_sequence_ids=[
-                sequence.sequence_id for sequence, without in zip(sequences, failed, strict=True) if without
-            ],
-        )
+        token_ids = torch.empty(0, dtype=torch.int64)
+        if rows:
+            token_ids = sample(logits, [chunk.sequence for chunk in chunks if chunk.samples])
+        return RunningStep(chunks, clock, logits, token_ids, prompt_logprobs)
 
-    def _forward(self, chunks: Sequence[ScheduledChunk]) -> tuple[Tensor, Sequence[int]]:
+    def execute(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> ModelOutput:
+        """Compute a step from beginning to end."""
+        return self.launch(output, chunks).finish()
+
+    def _forward(self, chunks: Sequence[ScheduledChunk], before: RunningStep | None) -> tuple[Tensor, Sequence[int]]:
         """The hidden states, and the first row of each chunk and behind the last one the number of rows."""
         if self._decode_graphs is not None and self._decode_graphs.fit(chunks):
-            return self._decode_graphs.forward(chunks), range(len(chunks) + 1)
+            unseen = None if before is None else before.unseen_tokens()
+            return self._decode_graphs.forward(chunks, unseen), range(len(chunks) + 1)
+        assert before is None
         cache = self.cache_engine.device_blocks
         batch = build_batch(chunks, cache.shape[3], self._device)
         return self.model.forward(

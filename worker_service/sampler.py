@@ -3,7 +3,7 @@
 A row's token depends on its own logits, parameters, seed and tokens alone, never on its neighbours, so that a sequence
 samples the same alone and in a batch. Temperature 0 takes the largest logit, the lowest id among equals; above 0 a
 token is drawn as `argmax(logit / temperature + gumbel)` among those that pass the filters. Here sequences become
-tensors; `kernels.sampling` computes. Nothing here waits for a GPU before the token ids are read, once and last.
+tensors; `kernels.sampling` computes. Nothing here waits for a GPU.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from kernels.upload import upload
 from worker_service.logit_edits import edit_logits
 from worker_service.session import SequenceState
 
-_FAILED = -1
+FAILED = -1
 
 
-def sample(logits: Tensor, sequences: Sequence[SequenceState]) -> tuple[list[int], list[bool]]:
-    """The new token of each row, and whether its logits allowed none.
+def sample(logits: Tensor, sequences: Sequence[SequenceState]) -> Tensor:
+    """The new token of each row, [rows] int64 on the device of the logits; FAILED where its logits allow none.
 
     logits: [rows, vocabulary_size], any float type, left as they are; sequences: one a row. A row fails where a logit
-    is NaN or +inf, or where its parameters leave none above -inf; its token is then 0.
+    is NaN or +inf, or where its parameters leave none above -inf.
     """
     plain = [row for row, sequence in enumerate(sequences) if not sequence.sampling.edits_logits]
     token_ids, finite = _choose(logits, sequences, plain)
@@ -37,8 +37,7 @@ def sample(logits: Tensor, sequences: Sequence[SequenceState]) -> tuple[list[int
         edit_logits(changed, choosers)
         token_ids[rows], possible = _choose(changed, choosers, range(len(choosers)))
         finite[rows] &= possible
-    found = token_ids.masked_fill_(~finite, _FAILED).tolist()
-    return [max(token_id, 0) for token_id in found], [token_id == _FAILED for token_id in found]
+    return token_ids.masked_fill_(~finite, FAILED)
 
 
 def _choose(logits: Tensor, sequences: Sequence[SequenceState], rows: Sequence[int]) -> tuple[Tensor, Tensor]:

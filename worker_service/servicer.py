@@ -27,16 +27,18 @@ from pagewire.v1.worker_service_pb2 import (
     GetWorkerInfoResponse,
 )
 from pagewire_common.errors import RequestError
-from worker_service.codec import encode_worker_info
-from worker_service.compute import compute_step
-from worker_service.device_thread import DeviceThread
+from worker_service.codec import decode_scheduler_output, encode_worker_info
+from worker_service.compute import Computation
+from worker_service.device_thread import DeviceThread, Later
 from worker_service.errors import DeviceLostError, FencingError, InvalidStepError, is_out_of_memory
 from worker_service.metrics import WorkerStatistics, families
 from worker_service.session import Session
 from worker_service.tokenizer_files import read_pieces
 
 if TYPE_CHECKING:
-    from worker_service.worker import Worker  # imports torch, which the server does after its port is bound
+    # These import torch, which the server does after its port is bound.
+    from worker_service.model_runner import RunningStep
+    from worker_service.worker import Worker
 
 log = structlog.get_logger()
 
@@ -57,6 +59,8 @@ class _Stream:
     awaited: "asyncio.Future[ModelOutput] | None" = None
     """The answer that the call is waiting for."""
     room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_STEPS_IN_HAND))
+    last: "tuple[RunningStep, Later[ModelOutput]] | None" = None
+    """The step that was launched last, where the worker runs ahead. Of the device thread."""
     end: RequestError | None = None
     """Why no further step of it may be started. Set on either thread."""
 
@@ -248,14 +252,41 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             answer.set_result(computed.result())
 
 
-def _compute(worker: "Worker", stream: _Stream, message: SchedulerOutput) -> ModelOutput:
-    """Compute one step, on the device thread. After an error the session is over, whatever was sent ahead."""
+def _compute(worker: "Worker", stream: _Stream, message: SchedulerOutput) -> ModelOutput | Later[ModelOutput]:
+    """Compute one step, on the device thread. After an error the session is over, whatever was sent ahead.
+
+    Where the worker runs ahead, the step is on its way when this returns, and the next one may follow it.
+    """
+    with _failures_end(worker, stream):
+        if worker.ranks.size > 1:
+            worker.ranks.send(stream.session.epoch, message.SerializeToString())
+        output = decode_scheduler_output(message, worker.limits)
+        before = stream.last
+        if before is not None and (before[1].is_settled or not stream.session.follows_unseen(output)):
+            before[1].settle()
+            before = None
+    with _failures_end(worker, stream):
+        computation = Computation.launch(worker, stream.session, output, before and before[0])
+        if not worker.runner.runs_ahead:
+            return computation.finish()
+        later = Later(computation.step.is_done, partial(_finish, computation, stream))
+        stream.last = computation.step, later
+    return later
+
+
+def _finish(computation: Computation, stream: _Stream) -> ModelOutput:
+    with _failures_end(computation.worker, stream):
+        return computation.finish()
+
+
+@contextlib.contextmanager
+def _failures_end(worker: "Worker", stream: _Stream) -> Iterator[None]:
+    """Around what a session does on the device thread: nothing once it has ended, and errors end it."""
     if stream.end is not None:
         raise stream.end
     try:
-        if worker.ranks.size > 1:
-            worker.ranks.send(stream.session.epoch, message.SerializeToString())
-        return compute_step(worker, stream.session, message)
+        yield
+        return
     except Exception as error:
         stream.end = _explain(error)
         traceback.clear_frames(error.__traceback__)  # the step's tensors

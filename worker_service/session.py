@@ -6,7 +6,7 @@ raised is over: half a step may have been applied.
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -45,8 +45,15 @@ class ScheduledChunk(NamedTuple):
     """Whether a token is sampled after the chunk, which then reaches the sequence's last token."""
 
 
+PLACEHOLDER = 0
+"""Stands for a token that is being sampled, and stays for one that could not be."""
+
+
 class Session:
-    """The sequences of one epoch. `apply` a step, compute it, then `commit` the sampled tokens; strictly in turn."""
+    """The sequences of one epoch. `apply` a step, have it computed, `advance`, and `fill_in` what was sampled.
+
+    The next step may be applied before the tokens of the last one are filled in, if it `follows_unseen`.
+    """
 
     def __init__(self, epoch: int, limits: Limits) -> None:
         self.epoch = epoch
@@ -75,16 +82,33 @@ class Session:
         self._forget(output.finished)
         return self._schedule(output)
 
-    def commit(self, chunks: Iterable[ScheduledChunk], sampled_token_ids: Sequence[int]) -> None:
-        """Note that the chunks are computed, and append the tokens of those that sampled, in order.
+    def follows_unseen(self, output: SchedulerOutput) -> bool:
+        """Whether a step computes one token of each of its sequences, and needs no other's value than that token's."""
+        return (
+            not output.new_sequences
+            and not output.forks
+            and all(num_tokens == 1 for num_tokens in output.num_scheduled_tokens)
+            and not any(
+                sequence is None or sequence.sampling.edits_logits or sequence.sampling.prompt_logprobs is not None
+                for sequence in map(self.sequences.get, output.sequence_ids)
+            )
+        )
 
-        A failed sequence gets its placeholder too: a step that was sent ahead may count on its having grown.
-        """
-        tokens = iter(sampled_token_ids)
-        for chunk in chunks:
-            chunk.sequence.num_computed_tokens = chunk.stop
-            if chunk.samples:
-                chunk.sequence.token_ids.append(next(tokens))
+    @staticmethod
+    def advance(chunks: Iterable[ScheduledChunk]) -> None:
+        """Note that the device has been asked for the chunks; those that sample grow by a placeholder."""
+        for sequence, _, stop, samples in chunks:
+            sequence.num_computed_tokens = stop
+            if samples:
+                sequence.token_ids.append(PLACEHOLDER)
+
+    @staticmethod
+    def fill_in(chunks: Iterable[ScheduledChunk], sampled_token_ids: Iterable[int]) -> None:
+        """Put the tokens of the chunks that sampled, in order, into the places that `advance` left for them."""
+        for (sequence, _, stop, _), token_id in zip(
+            (chunk for chunk in chunks if chunk.samples), sampled_token_ids, strict=True
+        ):
+            sequence.token_ids[stop] = token_id
 
     def _forget(self, sequence_ids: Iterable[int]) -> None:
         for sequence_id in sequence_ids:

@@ -67,7 +67,8 @@ class SteppedWorker:
         """Compute a step that somebody else made."""
         chunks = self.session.apply(step)
         answer = self.runner.execute(step, chunks)
-        self.session.commit(chunks, answer.token_ids)
+        self.session.advance(chunks)
+        self.session.fill_in(chunks, answer.token_ids)
         return answer
 
     def generate(self, sequence_id: int, count: int) -> list[int]:

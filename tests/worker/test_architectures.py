@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from stepped_worker import PROMPT, Oracle, SteppedWorker, load_runner
 from worker_helpers import new_sequence, tokens
 
@@ -138,6 +139,8 @@ MODELS = NATIVE | BORROWED
 
 @pytest.fixture(scope="module", params=MODELS)
 def checkpoint(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Path]) -> Path:
+    if request.param == "opt" and transformers.__version__ < "5.23":
+        pytest.skip("before 5.23, at least in 5.17, transformers' OPT reads a number from a tensor without memory")
     return make_checkpoint(**MODELS[request.param])
 
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from worker_service.device_thread import DeviceThread
+from worker_service.device_thread import DeviceThread, Later
 
 
 def test_work_is_done_in_order() -> None:
@@ -33,3 +33,28 @@ def test_cancelled_work_is_not_done() -> None:
     last.result(10)
     assert done == ["last"]
     assert thread.idle
+
+
+def test_what_the_device_is_not_done_with_waits_and_other_work_goes_on() -> None:
+    thread, done = DeviceThread(), threading.Event()
+    later = thread.submit(lambda: Later(done.is_set, lambda: "found"))
+    assert thread.submit(lambda: "meanwhile").result(10) == "meanwhile"
+    assert not later.done()
+    done.set()
+    assert later.result(10) == "found"
+
+
+def test_whoever_needs_a_result_settles_it_before_it_is_due() -> None:
+    thread = DeviceThread()
+    waiting: Later[str] = Later(lambda: False, lambda: "found")
+    future = thread.submit(lambda: waiting)
+    assert thread.submit(waiting.settle).result(10) is None
+    assert future.result(0) == "found"
+
+
+def test_results_that_come_late_can_be_failures_too() -> None:
+    thread = DeviceThread()
+    future = thread.submit(lambda: Later(lambda: True, lambda: 1 // 0))
+    with pytest.raises(ZeroDivisionError):
+        future.result(10)
+    assert thread.submit(lambda: "fine").result(10) == "fine"

@@ -17,7 +17,6 @@ from kernels.filters import filter_thresholds
 from kernels.noise import gumbel_noise, row_keys
 from worker_service import sampler
 from worker_service.logit_edits import edit_logits
-from worker_service.sampler import sample
 from worker_service.session import SequenceState
 
 VOCABULARY = 40
@@ -103,6 +102,12 @@ sequences = st.builds(
     allowed_token_ids=st.one_of(st.just(()), st.lists(token, min_size=3, max_size=9, unique=True)).map(tokens),
     bad_words=st.lists(st.lists(token, min_size=1, max_size=2).map(tuple), max_size=2).map(tuple),
 )
+
+
+def sample(logits: torch.Tensor, batch: list[SequenceState]) -> tuple[list[int], list[bool]]:
+    """The tokens, 0 for those that failed, and which did."""
+    found = sampler.sample(logits, batch).tolist()
+    return [max(token_id, 0) for token_id in found], [token_id == sampler.FAILED for token_id in found]
 
 
 @settings(max_examples=150, deadline=None)

@@ -26,7 +26,8 @@ class Scheduler:
         chunks = self.session.apply(
             SchedulerOutput(7, self.step_id, sequence_ids=ids, num_scheduled_tokens=counts, samples=whether, **output)
         )
-        self.session.commit(chunks, samples)
+        self.session.advance(chunks)
+        self.session.fill_in(chunks, samples)
         return chunks
 
 

@@ -5,12 +5,14 @@ import contextlib
 import threading
 import weakref
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Never
 
 import grpc
 import pytest
 import structlog
+from fake_decode_graphs import FakeDecodeGraphs
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from message_helpers import new_message
 
@@ -20,6 +22,7 @@ from pagewire_common.server import GrpcServer
 from worker_service import servicer
 from worker_service.device_thread import DeviceThread
 from worker_service.errors import DeviceLostError
+from worker_service.model_runner import ModelRunner, RunningStep
 from worker_service.server import SERVICE_NAME
 from worker_service.servicer import WorkerServicer
 from worker_service.settings import WorkerSettings
@@ -29,9 +32,9 @@ SHUTTING_DOWN = (grpc.StatusCode.ABORTED, "the worker is shutting down")
 PROMPT = [(7 * number * number + 3) % 131 for number in range(21)]
 
 
-@pytest.fixture(scope="module")
-def worker(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Worker:
-    return load_worker(
+@pytest.fixture(scope="module", params=["step by step", "running ahead"])
+def worker(request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Worker:
+    worker = load_worker(
         WorkerSettings(
             model=str(tiny_checkpoint),
             device="cpu",
@@ -41,6 +44,11 @@ def worker(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> W
             cache=tmp_path_factory.mktemp("cache"),
         )
     )
+    if request.param == "step by step":
+        return worker
+    model, engine = worker.runner.model, worker.runner.cache_engine
+    graphs = FakeDecodeGraphs(model, engine.device_blocks, worker.limits.max_num_seqs, worker.limits.max_model_len)
+    return replace(worker, runner=ModelRunner(model, engine, graphs))  # type: ignore[arg-type]
 
 
 class Service:
@@ -167,6 +175,39 @@ async def test_steps_are_answered_in_order_also_when_sent_ahead(service: Service
     await ahead.close()
 
 
+async def test_a_decode_is_launched_while_the_one_before_it_is_computed(
+    service: Service, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not worker.runner.runs_ahead:
+        pytest.skip("this worker computes one step after the other")
+    client = service.session()
+    expected = list((await client.step(**prompt_step(new_message(1, PROMPT, range(10))))).token_ids)
+    expected += await client.generate(1, 2)
+    await client.close()
+
+    computed, followed = threading.Event(), threading.Event()
+    launch = worker.runner.launch
+
+    def note_and_launch(output: Any, chunks: Sequence[Any], before: Any) -> Any:
+        if before is not None:
+            followed.set()
+        return launch(output, chunks, before)
+
+    monkeypatch.setattr(worker.runner, "launch", note_and_launch)
+    monkeypatch.setattr(RunningStep, "is_done", lambda _: computed.is_set())
+    computed.set()
+    client = service.session()
+    found = list((await client.step(**prompt_step(new_message(1, PROMPT, range(10))))).token_ids)
+    computed.clear()
+    await client.send(sequence_ids=[1])
+    await client.send(sequence_ids=[1])
+    assert await asyncio.to_thread(followed.wait, 60)
+    computed.set()
+    found += [(await client.call.read()).token_ids[0] for _ in range(2)]
+    assert found == expected
+    await client.close()
+
+
 async def test_a_gap_in_step_ids_is_refused(service: Service) -> None:
     client = service.session()
     await client.step()
@@ -227,15 +268,15 @@ class Gate:
         self.entered = threading.Event()
         self.open = threading.Event()
         self.steps: list[tuple[int, int]] = []
-        execute = worker.runner.execute
+        launch = worker.runner.launch
 
-        def wait_and_execute(output: Any, chunks: Sequence[Any]) -> Any:
+        def wait_and_launch(output: Any, chunks: Sequence[Any], before: Any) -> Any:
             self.steps.append((output.epoch, output.step_id))
             self.entered.set()
             assert self.open.wait(60)
-            return execute(output, chunks)
+            return launch(output, chunks, before)
 
-        monkeypatch.setattr(worker.runner, "execute", wait_and_execute)
+        monkeypatch.setattr(worker.runner, "launch", wait_and_launch)
 
     async def wait_until_entered(self) -> None:
         await asyncio.to_thread(self.entered.wait, 60)
@@ -373,7 +414,7 @@ async def test_a_step_that_breaks_ends_its_session_alone(
 
     client = service.session()
     with monkeypatch.context() as patch:
-        patch.setattr(worker.runner, "execute", fail)
+        patch.setattr(worker.runner, "launch", fail)
         await client.send()
         found, details = await client.status()
     assert found is code
@@ -402,7 +443,7 @@ async def test_what_a_failed_step_held_is_gone_when_the_device_recovers(
 
     client = service.session()
     monkeypatch.setattr(servicer, "log", structlog.wrap_logger(structlog.PrintLogger(), [discard]))
-    monkeypatch.setattr(worker.runner, "execute", run_out)
+    monkeypatch.setattr(worker.runner, "launch", run_out)
     monkeypatch.setattr(worker.runner, "recover", lambda: left.append(held[0]()))
     await client.send()
     assert (await client.status())[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -419,7 +460,7 @@ async def test_a_device_that_is_lost_ends_the_session_and_opens_no_other(
         raise DeviceLostError("CUDA error: device-side assert triggered")
 
     client = service.session()
-    monkeypatch.setattr(worker.runner, "execute", fail)
+    monkeypatch.setattr(worker.runner, "launch", fail)
     monkeypatch.setattr(worker.runner, "recover", cannot_recover)
     await client.send()
     assert await client.status() == (grpc.StatusCode.INTERNAL, "the worker's device failed in a step")

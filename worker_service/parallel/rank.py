@@ -55,7 +55,8 @@ def _follow(settings: WorkerSettings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # the first rank drains, and needs the others for it
 
-    from worker_service.compute import compute_step  # torch takes a second to import
+    from worker_service.codec import decode_scheduler_output  # torch takes a second to import
+    from worker_service.compute import Computation
     from worker_service.errors import FencingError, InvalidStepError
     from worker_service.session import Session
     from worker_service.worker import load_worker
@@ -67,7 +68,8 @@ def _follow(settings: WorkerSettings) -> None:
         if session is None or session.epoch != epoch:
             session = Session(epoch, worker.limits)
         with contextlib.suppress(InvalidStepError, FencingError):  # it ends the session in the first rank, too
-            compute_step(worker, session, SchedulerOutput.FromString(message))
+            output = decode_scheduler_output(SchedulerOutput.FromString(message), worker.limits)
+            Computation.launch(worker, session, output).finish()
 
 
 def _is_first_to_fail() -> bool:
