@@ -40,6 +40,7 @@ class GrpcServer:
         options = (*OPTIONS, ("grpc.max_receive_message_length", max_receive_bytes))
         self.server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
         self._names = ("", *service_names)
+        self._is_stopping = False
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         reflection.enable_server_reflection((*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
@@ -58,14 +59,17 @@ class GrpcServer:
         return address
 
     async def set_serving(self, serving: bool) -> None:
-        """Report SERVING or NOT_SERVING for every service."""
+        """Report SERVING or NOT_SERVING for every service; nothing changes any more once the server stops."""
+        if self._is_stopping:
+            return
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in self._names:
             await self._health.set(name, status)
 
     async def stop(self, drain: Callable[[float], Awaitable[None]], grace: float) -> None:
         """Report NOT_SERVING for good, let `drain` end the work in flight within `grace` seconds, close every call."""
-        await self._health.enter_graceful_shutdown()
+        await self.set_serving(False)
+        self._is_stopping = True
         await drain(grace)
         await self.server.stop(grace=1.0)
 

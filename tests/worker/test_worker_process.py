@@ -18,6 +18,7 @@ from message_helpers import new_message
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import worker_service_pb2, worker_service_pb2_grpc
+from pagewire_common.server import LIVENESS
 from worker_service.server import SERVICE_NAME
 
 
@@ -97,6 +98,8 @@ def test_sigterm_lets_the_live_sequences_finish_and_leaves_no_process(
             for update in watch:
                 if update.status == health_pb2.HealthCheckResponse.NOT_SERVING:
                     break
+            alive = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=LIVENESS))
+            assert alive.status == health_pb2.HealthCheckResponse.SERVING
             yield pb.SchedulerOutput(epoch=1, step_id=2, sequence_ids=[7])
             yield pb.SchedulerOutput(epoch=1, step_id=3, finished=[7])
             ended.wait(60)
