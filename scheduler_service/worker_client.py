@@ -157,7 +157,7 @@ class WorkerClient:
 
     async def get_info(self) -> WorkerInfo:
         try:
-            return decode_worker_info(await self._stub.GetWorkerInfo(worker_pb.GetWorkerInfoRequest(), timeout=10))
+            return decode_worker_info(await self._stub.GetWorkerInfo(worker_pb.GetWorkerInfoRequest(), timeout=5))
         except grpc.aio.AioRpcError as error:
             raise _unreachable(error) from None
 
