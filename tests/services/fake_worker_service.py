@@ -1,7 +1,7 @@
 """A worker without a model, over real gRPC: every token it samples is the letter "g", and it can be told to fail."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,9 @@ class FakeWorkerService(WorkerServiceServicer, health.aio.HealthServicer):
     async def GetWorkerInfo(self, request: Any, context: Any) -> worker_pb.GetWorkerInfoResponse:  # noqa: N802
         return self.info
 
-    def GetTokenizer(self, request: Any, context: Any) -> Iterator[worker_pb.GetTokenizerResponse]:  # noqa: N802
+    async def GetTokenizer(  # noqa: N802
+        self, request: Any, context: Any
+    ) -> AsyncIterator[worker_pb.GetTokenizerResponse]:
         for file in self.tokenizer_directory.iterdir():
             yield worker_pb.GetTokenizerResponse(name=file.name, data=file.read_bytes())
 
