@@ -34,7 +34,7 @@ class Backoff:
     def pause(self, error: grpc.aio.AioRpcError, codes: Collection[grpc.StatusCode] = PASSING) -> float:
         """Seconds to wait before the next attempt; raises the error when there should be none."""
         now = self._clock()
-        if error.code() not in codes or self._limit <= 0:
+        if self._limit <= 0 or not (error.code() in codes or _is_reset(error)):
             raise error
         if self._failed_at is None:
             self._failed_at = now
@@ -45,3 +45,8 @@ class Backoff:
         pause = min(self._pause * random.uniform(0.5, 1.0), left)
         self._pause = min(2 * self._pause, LAST_PAUSE_SECONDS)
         return pause
+
+
+def _is_reset(error: grpc.aio.AioRpcError) -> bool:
+    """Whether a proxy lost its server: it can but reset a stream that had begun, and gRPC calls that INTERNAL."""
+    return error.code() is grpc.StatusCode.INTERNAL and "RST_STREAM" in (error.details() or "")

@@ -41,7 +41,7 @@ ENDLESS = SamplingParams(max_tokens=50_000, ignore_eos=True)
 @pytest.fixture
 def schedulers(tmp_path: Path) -> Iterator[list[LocalServer]]:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    dummy = ["--load-format", "dummy", "--threads", "1", "--swap-space", "0", "--device", "cpu"]
+    dummy = ["--load-format", "dummy", "--dtype", "float32", "--threads", "1", "--swap-space", "0", "--device", "cpu"]
     servers: list[LocalServer] = []
     try:
         while len(servers) < 2:
@@ -135,6 +135,24 @@ async def test_streams_spread_over_both_and_a_scheduler_that_drains_gets_no_more
         assert await num_running(other) == len(streams) - before
         for stream in streams:
             await anext(stream)
+
+
+async def test_streams_of_a_killed_scheduler_go_on_at_the_other(schedulers: list[LocalServer], target: str) -> None:
+    killed, _ = schedulers
+    sampling = SamplingParams(max_tokens=2_000, temperature=1.0, seed=1, ignore_eos=True)
+
+    async def tokens(stream: AsyncIterator[Any]) -> list[int]:
+        return [token for message in [message async for message in stream] for token in message.token_ids]
+
+    async with AsyncExitStack() as cleanup:
+        client = await cleanup.enter_async_context(Client(target))
+        undisturbed = await tokens(client.generate([1, 2, 3], sampling))
+        streams = [client.generate([1, 2, 3], sampling) for _ in range(8)]
+        reading = [asyncio.create_task(tokens(stream)) for stream in streams]
+        while not all([await num_running(scheduler) for scheduler in schedulers]):
+            assert not all(task.done() for task in reading), "streams all go to one of the schedulers"
+        killed.processes[1].process.kill()
+        assert await asyncio.gather(*reading) == [undisturbed] * 8
 
 
 async def test_administration_is_not_for_clients_and_without_a_scheduler_calls_end_unavailable(tmp_path: Path) -> None:
