@@ -1,6 +1,7 @@
 """deploy/kubernetes: accepted by the API's own schemas, and true of the services that it starts."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import yaml
 from kustomize import KUBERNETES, Resource, container, read, render
 
 from pagewire_common.settings import ServiceSettings, load_settings
+from scheduler_service.engine import Engine
+from scheduler_service.metrics import SchedulerMetrics
 from scheduler_service.settings import SchedulerSettings
 from worker_service.settings import WorkerSettings
 
@@ -130,10 +133,8 @@ def test_ports_are_those_that_the_service_listens_on(
     ports = {port["name"]: port["containerPort"] for port in of_pod["ports"]}
     assert ports["grpc"] == port
     assert {of_pod[probe]["grpc"]["port"] for probe in PROBES} == {port}
-    served = find(resources, "Service", service)["spec"]["ports"]
-    assert {(one["port"], ports[one["targetPort"]]) for one in served} == {
-        (number, number) for number in ports.values()
-    }
+    (served,) = find(resources, "Service", service)["spec"]["ports"]
+    assert (served["port"], served["targetPort"]) == (port, "grpc")
 
 
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
@@ -204,32 +205,60 @@ def test_the_folder_of_models_is_a_volume(resources: list[Resource], monkeypatch
 
 
 def test_only_the_scheduler_reaches_workers_and_it_reaches_nothing_else(resources: list[Resource]) -> None:
-    labels = {
-        name: find(resources, "Deployment", name)["spec"]["selector"]["matchLabels"] for name in ("scheduler", "worker")
+    deployments = {name: find(resources, "Deployment", name) for name in SETTINGS}
+    labels = {name: one["spec"]["selector"]["matchLabels"] for name, one in deployments.items()}
+    ports = {
+        name: {one["name"]: one["containerPort"] for one in container(deployments[name])["ports"]} for name in labels
     }
-    assert _allowed(resources, "Ingress", labels["worker"]) == [{"podSelector": {"matchLabels": labels["scheduler"]}}]
-    out = _allowed(resources, "Egress", labels["scheduler"])
-    assert {"podSelector": {"matchLabels": labels["worker"]}} in out
-    assert None not in out
+    scheduler, worker = ({"podSelector": {"matchLabels": labels[name]}} for name in ("scheduler", "worker"))
+    monitoring = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+    assert allowed(resources, "Ingress", labels["worker"]) == {
+        ports["worker"]["grpc"]: [scheduler],
+        ports["worker"]["metrics"]: [monitoring],
+    }
+    assert allowed(resources, "Ingress", labels["scheduler"]) == {
+        ports["scheduler"]["grpc"]: [EVERYBODY],
+        ports["scheduler"]["metrics"]: [monitoring],
+    }
+    out = allowed(resources, "Egress", labels["scheduler"])
+    assert out.pop(53)
+    assert out == {ports["worker"]["grpc"]: [worker]}
     everything_else = {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
     assert find(resources, "NetworkPolicy", "deny-all")["spec"] == everything_else
 
 
-def _policies(resources: list[Resource], direction: str, labels: dict[str, str]) -> list[Resource]:
-    """The policies that isolate pods with these labels."""
-
-    def selects(policy: Resource) -> bool:
-        wanted = policy["spec"]["podSelector"].get("matchLabels", {})
-        return direction in policy["spec"]["policyTypes"] and wanted.items() <= labels.items()
-
-    return [one for one in resources if one["kind"] == "NetworkPolicy" and selects(one)]
+EVERYBODY = None
 
 
-def _allowed(resources: list[Resource], direction: str, labels: dict[str, str]) -> list[Any]:
-    """Every peer that a pod with these labels may speak with on some port but DNS; None is everyone."""
-    peers: list[Any] = []
-    for policy in _policies(resources, direction, labels):
-        for rule in policy["spec"].get(direction.lower(), []):
-            if {port["port"] for port in rule["ports"]} != {53}:
-                peers += rule.get("from" if direction == "Ingress" else "to", [None])
+def allowed(resources: list[Resource], direction: str, labels: dict[str, str]) -> dict[int, list[Any]]:
+    """The peers that pods with these labels may speak with, by port."""
+    peers: dict[int, list[Any]] = {}
+    for policy in (one["spec"] for one in resources if one["kind"] == "NetworkPolicy"):
+        selected = policy["podSelector"].get("matchLabels", {}).items() <= labels.items()
+        if selected and direction in policy["policyTypes"]:
+            for rule in policy.get(direction.lower(), []):
+                for port in {port["port"] for port in rule["ports"]}:
+                    found = rule.get("from" if direction == "Ingress" else "to", [EVERYBODY])
+                    peers.setdefault(port, []).extend(found)
     return peers
+
+
+def test_metrics_are_served_where_they_are_scraped(
+    deployment: Resource, resources: list[Resource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    annotations = deployment["spec"]["template"]["metadata"]["annotations"]
+    assert annotations["prometheus.io/scrape"] == "true"
+    port = annotations["prometheus.io/port"]
+    assert settings_of(deployment, resources, monkeypatch).metrics_listen == f"0.0.0.0:{port}"
+    assert {"name": "metrics", "containerPort": int(port)} in container(deployment)["ports"]
+
+
+async def test_workers_are_scaled_on_metrics_that_the_scheduler_has() -> None:
+    engine = Engine(SchedulerSettings())
+    known = {metric.name for metric in SchedulerMetrics(engine, "default", vllm_names=False).families()}
+    (scaled,) = read(KUBERNETES / "autoscaling" / "worker-scaledobject.yaml")
+    assert scaled["spec"]["scaleTargetRef"]["name"] == "worker"
+    assert "replicas" not in find(render(KUBERNETES / "cpu"), "Deployment", "worker")["spec"]
+    for trigger in scaled["spec"]["triggers"]:
+        (queried,) = re.findall(r"pagewire_\w+", trigger["metadata"]["query"])
+        assert queried in known
