@@ -15,7 +15,7 @@ from scheduler_service.core.block_manager import AllocStatus, BlockManager
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from scheduler_service.core.outputs import ModelOutput, ScheduledSequence, SchedulerOutput, SequenceOutput
 from scheduler_service.core.queue import WaitingQueue
-from scheduler_service.core.sequence import MAX_LOST_STEPS, Sequence, SequenceGroup, SequenceStatus
+from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
 
 
 class GroupLedger:
@@ -118,8 +118,7 @@ class GroupLedger:
         )
         ended: list[SequenceGroup] = []
         for group in in_step:
-            group.num_lost_steps += 1
-            if group.num_lost_steps >= MAX_LOST_STEPS and len(in_step) == 1 and not group.is_finished:
+            if group.lose_step(alone=len(in_step) == 1) and not group.is_finished:
                 group.error = f"{group.num_lost_steps} workers failed in a row while computing this request"
                 for sequence in group.live:
                     self.finish_sequence(sequence, SequenceStatus.FINISHED_ABORTED)
@@ -243,7 +242,8 @@ class GroupLedger:
     def _advance_beams(self, group: SequenceGroup) -> list[SequenceOutput]:
         """Replace a group's beams by those that follow; what they share stays shared."""
         assert group.beams is not None
-        group.num_lost_steps = 0
+        if group.num_lost_steps:
+            group.gain_token()
         beams = group.live
         children = [self._child(continuation) for continuation in group.beams.advance(beams)]
         if children:
@@ -270,7 +270,8 @@ class GroupLedger:
     def _append_token(self, sequence: Sequence, token_id: int) -> None:
         sampling, token_ids = sequence.sampling, sequence.token_ids
         token_ids.append(token_id)
-        sequence.group.num_lost_steps = 0
+        if sequence.group.num_lost_steps:
+            sequence.group.gain_token()
         if self.waiting.charges:
             self.waiting.charge(sequence.group, 0, 1)
         if len(token_ids) - sequence.num_prompt_tokens > sampling.min_tokens:

@@ -16,8 +16,8 @@ Most steps are like the one before: every running sequence computes one token. S
 before and looks only at who needs a block; anything that joins, leaves or changes puts an end to the plan.
 
 A request that brings workers down must not take everybody's streams with it. Whoever was in flight twice in a row when
-a worker was lost is a suspect and is scheduled alone, with nothing else in flight; a suspect whose step is lost as well
-is ended.
+a worker was lost is a suspect and is scheduled alone, with nothing else in flight, until it has gained a token, or more
+of them the more workers were lost; a suspect whose step is lost as well is ended.
 """
 
 from collections.abc import Mapping

@@ -35,8 +35,13 @@ for _status in SequenceStatus:
     _status.is_finished = _status.name.startswith("FINISHED")
 
 
-# A group that was alone in the last of this many lost steps, without a token between them, is ended.
+# A group that was alone in the last of this many lost steps, and gained nothing since the one before, is ended.
 MAX_LOST_STEPS = 3
+# So is one that gains a token or a few on each worker first, as where the decoding after a prompt is what kills.
+MOST_LOST_STEPS = 4
+# Who gains so many tokens since a lost step had nothing to do with it. More would find those who kill with their tenth
+# token as well, but where workers are lost all the time it would have everybody run alone, for long.
+CLEARING_TOKENS = 4
 
 
 class Sequence:
@@ -119,12 +124,14 @@ class SequenceGroup:
 
     `error` says, in a sentence for the client, why a group ended without being served. `has_unforked` is set while
     followers wait for the leader's prompt; until they fork for the first time they share one list of its tokens.
-    `num_lost_steps` counts the workers that were lost with it in flight since the group last gained a token. Groups of
-    equal `cache_root` and adapter may share cached prefixes; `num_cached_tokens` is what was found of the prompt when
-    it was first admitted. `lora_name` is the adapter that it needs, empty for the base model. `arrived_at` is in
-    seconds of the clock that `Scheduler.schedule` is told. What the balancer keeps of a group while it waits:
-    `num_overtaken` counts the later ones that were taken before it; until `left_until` it may be left to a better
-    worker. While it is swapped out, `swapped_at` says since when, and `num_moves` how often it has gone elsewhere.
+    `num_lost_steps` counts the workers that were lost with it in flight, `num_clean_tokens` what it has gained since
+    the last of them, until CLEARING_TOKENS clear it. Groups of equal `cache_root` and adapter may share cached prefixes;
+    `num_cached_tokens` is what was found of the prompt when it was first admitted. `lora_name` is the adapter that it
+    needs, empty for the base model. `arrived_at` is in seconds of the clock that `Scheduler.schedule` is told.
+
+    What the balancer keeps of a group while it waits: `num_overtaken` counts the later ones that were taken before it;
+    until `left_until` it may be left to a better worker. While it is swapped out, `swapped_at` says since when, and
+    `num_moves` how often it has gone elsewhere.
 
     A request that goes on where another scheduler left it comes with its outputs so far, `output_token_ids` of each
     index, and the indices of those that have `ended`; it is like a group that was preempted.
@@ -140,6 +147,7 @@ class SequenceGroup:
         "left_until",
         "lora_name",
         "num_cached_tokens",
+        "num_clean_tokens",
         "num_lost_steps",
         "num_moves",
         "num_overtaken",
@@ -191,6 +199,7 @@ class SequenceGroup:
         for index in ended:
             self.sequences[index].status = SequenceStatus.FINISHED_STOPPED
         self.num_lost_steps = 0
+        self.num_clean_tokens = 0
         self.num_overtaken = 0
         self.left_until: float | None = None
         self.swapped_at = 0.0
@@ -199,8 +208,26 @@ class SequenceGroup:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether two lost steps in a row make it likely that this group is what workers are lost to."""
-        return self.num_lost_steps >= MAX_LOST_STEPS - 1
+        """Whether lost steps make it likely that this group is what workers are lost to.
+
+        After the second one it must gain a token alone, after further ones as many as clear it: so who kills workers
+        with the token after that is alone with one at last.
+        """
+        if self.num_lost_steps < MAX_LOST_STEPS:
+            return self.num_lost_steps == MAX_LOST_STEPS - 1 and not self.num_clean_tokens
+        return self.num_clean_tokens < CLEARING_TOKENS
+
+    def lose_step(self, *, alone: bool) -> bool:
+        """A worker was lost with this group in flight; returns whether it is to be ended for that."""
+        has_gained, self.num_clean_tokens = self.num_clean_tokens > 0, 0
+        self.num_lost_steps += 1
+        return alone and self.num_lost_steps >= (MOST_LOST_STEPS if has_gained else MAX_LOST_STEPS)
+
+    def gain_token(self) -> None:
+        """Hear of a token, after a lost step."""
+        self.num_clean_tokens += 1
+        if self.num_clean_tokens >= CLEARING_TOKENS:
+            self.num_lost_steps = self.num_clean_tokens = 0
 
     @property
     def first_key(self) -> bytes:

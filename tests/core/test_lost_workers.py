@@ -1,13 +1,20 @@
 """What becomes of groups whose worker is lost or drained, and of those it is lost to."""
 
+from random import Random
+
 import pytest
 from fake_worker import FakeWorker, reference_output
 from scheduler_helpers import make_group, make_scheduler, output_of, plan, run, step
 
 from scheduler_service.core import (
+    ModelOutput,
+    Scheduler,
+    SchedulerOutput,
+    SequenceGroup,
     SequenceStatus,
     WaitingQueue,
 )
+from scheduler_service.core.sequence import CLEARING_TOKENS
 
 
 def test_a_lost_worker_gives_its_groups_back_in_order_and_another_goes_on_from_their_tokens() -> None:
@@ -58,17 +65,90 @@ def test_a_request_that_brings_workers_down_ends_alone_and_the_others_finish() -
             assert output_of(group, index) == reference_output(group, index, 64)
 
 
-def test_a_worker_that_is_lost_again_and_again_ends_nobody_who_gains_tokens() -> None:
+def test_a_worker_that_is_lost_again_and_again_ends_nobody_who_gains_enough_tokens() -> None:
     waiting = WaitingQueue()
-    group = make_group("a", 6, max_tokens=8)
+    group = make_group("a", 6, max_tokens=40)
     waiting.append(group)
-    for _ in range(8):
+    while not group.is_finished:
         scheduler = make_scheduler(waiting)
-        step(scheduler, FakeWorker(scheduler.config))
-        if scheduler.has_work:
+        worker = FakeWorker(scheduler.config)
+        for _ in range(CLEARING_TOKENS):
+            step(scheduler, worker)
+        if not group.is_finished:
             scheduler.schedule()
             assert scheduler.release_all() == []
     assert output_of(group) == reference_output(group, 0, 64)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_losses"), [(0, 3), (1, 4), (CLEARING_TOKENS - 1, 4)])
+def test_who_is_alone_with_every_worker_it_is_lost_to_is_ended(num_tokens: int, num_losses: int) -> None:
+    waiting = WaitingQueue()
+    group = make_group("a", 6, max_tokens=400)
+    waiting.append(group)
+    ended: list[list[SequenceGroup]] = []
+    while not group.is_finished:
+        scheduler = make_scheduler(waiting, num_device_blocks=100, max_model_len=400)
+        worker = FakeWorker(scheduler.config)
+        for _ in range(num_tokens):
+            step(scheduler, worker)
+        scheduler.schedule()
+        ended.append(scheduler.release_all())
+    assert ended == [[]] * (num_losses - 1) + [[group]]
+    assert group.error == f"{num_losses} workers failed in a row while computing this request"
+
+
+def test_a_suspect_stays_alone_for_longer_after_each_lost_step() -> None:
+    group = make_group("a", 6)
+    found: list[int] = []
+    for _ in range(4):
+        group.lose_step(alone=False)
+        num_tokens = 0
+        while group.is_suspect:
+            group.gain_token()
+            num_tokens += 1
+        found.append(num_tokens)
+    assert found == [0, 1, CLEARING_TOKENS, 0]
+
+
+@pytest.mark.parametrize("num_workers", [3, 8])
+@pytest.mark.parametrize("tokens_before", [0, 1, CLEARING_TOKENS - 1])
+def test_a_fleet_loses_few_workers_to_a_poison_and_no_innocent(num_workers: int, tokens_before: int) -> None:
+    """It kills every worker with the token after so many that it gains there, among thirty others, two steps ahead."""
+    rng, waiting = Random(tokens_before), WaitingQueue()
+    poison = make_group("poison", 30, root=b"poison", max_tokens=300)
+    innocents = [make_group(str(i), rng.randrange(1, 60), root=bytes([i]), max_tokens=20) for i in range(30)]
+    for group in (*innocents[:15], poison, *innocents[15:]):
+        waiting.append(group)
+
+    def start() -> tuple[Scheduler, FakeWorker, list[tuple[SchedulerOutput, ModelOutput | None]]]:
+        scheduler = make_scheduler(waiting, num_device_blocks=300, max_num_seqs=16, max_model_len=400)
+        return scheduler, FakeWorker(scheduler.config), []
+
+    fleet = [start() for _ in range(num_workers)]
+    gained_before, num_losses = 0, 0
+    ended: list[SequenceGroup] = []
+    for tick in range(4_000):
+        number = rng.randrange(num_workers)
+        scheduler, worker, in_flight = fleet[number]
+        output = scheduler.schedule(tick / 100) if len(in_flight) < 2 else SchedulerOutput(0)
+        if poison in [new.sequence.group for new in output.new_sequences]:
+            gained_before = poison.sequences[0].num_output_tokens
+        if not output.is_empty:
+            gained = [s.num_computed_tokens - s.num_prompt_tokens for s, *_ in output.scheduled if s.group is poison]
+            kills = any(answer is None for _, answer in in_flight) or max(gained, default=-1) >= (
+                gained_before + tokens_before
+            )
+            in_flight.append((output, None if kills else worker.execute(output)))
+        elif in_flight and in_flight[0][1] is None:
+            num_losses += 1
+            ended += scheduler.release_all()
+            fleet[number] = start()
+        elif in_flight:
+            scheduler.update_from_output(*in_flight.pop(0), tick / 100)  # type: ignore[arg-type]
+    assert ended == [poison]
+    assert num_losses == (4 if tokens_before else 3)
+    for group in innocents:
+        assert output_of(group) == reference_output(group, 0, 400)
 
 
 def test_a_poison_that_joins_while_an_answer_is_on_its_way_is_found_too() -> None:
