@@ -258,11 +258,7 @@ class Scheduler(StepWriter):
                 continue
             placement = Placement(group, PlacementReason.ALONE if suspect is None else PlacementReason.SUSPECT)
             if status is AllocStatus.LATER:
-                elsewhere = self.balancer.place_elsewhere(self.member, group, step.now) if has_choice else None
-                if elsewhere is not None:
-                    self._leave(elsewhere, step)
-                    continue
-                if step.left or not self._make_room(group, step):
+                if step.left or not self._make_room(group, step, has_choice=has_choice):
                     return
                 most = len(step.chunks) + 1  # whoever made room for this one does not come back at once
             elif has_choice:
@@ -326,11 +322,18 @@ class Scheduler(StepWriter):
         step.budget.take(num_tokens=num_tokens, num_seqs=group.num_seqs)
         step.chunks[group] = [Chunk(leader, num_tokens, [])]
 
-    def _make_room(self, group: SequenceGroup, step: Step) -> bool:
-        """Preempt running groups that a waiting one outranks, if that gives it the room that it needs."""
+    def _make_room(self, group: SequenceGroup, step: Step, *, has_choice: bool) -> bool:
+        """Preempt running groups that a waiting one outranks, if that gives it the room that it needs.
+
+        It is left to another worker instead where that has room for it.
+        """
         if step.steady:
             return False  # the plan is made; the next step will begin with this
         if not self.waiting.outranks(group, self.waiting.victim(self.running)):
+            return False
+        elsewhere = self.balancer.place_elsewhere(self.member, group, step.now) if has_choice else None
+        if elsewhere is not None:
+            self._leave(elsewhere, step)
             return False
         victims: list[SequenceGroup] = []
         candidates = dict(self.running)

@@ -125,9 +125,10 @@ class SequenceGroup:
     `error` says, in a sentence for the client, why a group ended without being served. `has_unforked` is set while
     followers wait for the leader's prompt; until they fork for the first time they share one list of its tokens.
     `num_lost_steps` counts the workers that were lost with it in flight, `num_clean_tokens` what it has gained since
-    the last of them, until CLEARING_TOKENS clear it. Groups of equal `cache_root` and adapter may share cached prefixes;
-    `num_cached_tokens` is what was found of the prompt when it was first admitted. `lora_name` is the adapter that it
-    needs, empty for the base model. `arrived_at` is in seconds of the clock that `Scheduler.schedule` is told.
+    the last of them, until CLEARING_TOKENS clear it. Groups of equal `cache_root` and adapter may share cached
+    prefixes; `num_cached_tokens` is what was found of the prompt when it was first admitted. `lora_name` is the
+    adapter that it needs, empty for the base model. `arrived_at` is in seconds of the clock that `Scheduler.schedule`
+    is told.
 
     What the balancer keeps of a group while it waits: `num_overtaken` counts the later ones that were taken before it;
     until `left_until` it may be left to a better worker. While it is swapped out, `swapped_at` says since when, and

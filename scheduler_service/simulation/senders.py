@@ -1,9 +1,11 @@
-"""Who sent each request of a trace, and how urgent it was: public traces name neither, so both are dealt out."""
+"""Who sent each request of a trace, how urgent it was, and what it continued: public traces say none of it, so all of
+it is dealt out."""
 
+import heapq
 import random
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import TypeVar
 
 from scheduler_service.simulation.trace import Arrival
@@ -25,3 +27,25 @@ def _chooser(shares: Mapping[T, float]) -> Callable[[random.Random], T]:
     choices, bounds = list(shares), list(accumulate(shares.values()))
     # Of random's methods only random() promises the same numbers in every version of Python.
     return lambda draw: choices[min(bisect_right(bounds, draw.random() * bounds[-1]), len(choices) - 1)]
+
+
+def converse(arrivals: Sequence[Arrival], *, pause: float, most_turns: int) -> list[Arrival]:
+    """Make turns of conversations out of requests, as far as prompts are long enough to hold what came before.
+
+    A turn comes at least `pause` seconds after the one before it, and continues the conversation that has said the most
+    of what its prompt has room for. Every turn's prompt begins with the prompt and output of the one before.
+    """
+    resting: list[tuple[float, int, int, int]] = []  # until when, said so far, turns, which; in the order of time
+    said: list[tuple[int, int, int]] = []  # of those that may go on
+    numbers = count()
+    turns: list[Arrival] = []
+    for arrival in arrivals:
+        while resting and resting[0][0] <= arrival.at:
+            insort(said, heapq.heappop(resting)[1:])
+        place = bisect_right(said, (arrival.prompt_tokens, 0, 0)) - 1
+        _, num_turns, number = said.pop(place) if place >= 0 else (0, 0, next(numbers))
+        turns.append(arrival._replace(conversation=number))
+        if num_turns + 1 < most_turns:
+            total = arrival.prompt_tokens + arrival.output_tokens
+            heapq.heappush(resting, (arrival.at + pause, total, num_turns + 1, number))
+    return turns

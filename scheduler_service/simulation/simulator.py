@@ -6,7 +6,7 @@ that a thousand idle workers cost nothing.
 """
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from scheduler_service.core import (
@@ -88,7 +88,10 @@ class Result:
 
 
 class Simulator:
-    """One run of a trace. Raises ValueError when a request of it could never run on such a worker."""
+    """One run of a trace. Raises ValueError when a request of it could never run on such a worker.
+
+    `slowness` says of workers, by number, how many times the cost model's time their steps take.
+    """
 
     def __init__(
         self,
@@ -99,6 +102,7 @@ class Simulator:
         waiting: WaitingQueue | None = None,
         preemption_mode: PreemptionMode = PreemptionMode.AUTO,
         phase_rule: PhaseRule = PhaseRule.CHUNKED,
+        slowness: Mapping[int, float] | None = None,
     ) -> None:
         pool = cost_model.num_device_blocks * cost_model.block_size
         if (longest := longest_sequence(arrivals)) > pool:
@@ -118,6 +122,7 @@ class Simulator:
         )
         self._arrivals = arrivals
         self._cost_model = cost_model
+        self._slowness = slowness or {}
         self._waiting = WaitingQueue() if waiting is None else waiting
         self._workers = [Scheduler(config, self._waiting) for _ in range(num_workers)]
         self._numbers: dict[object, int] = {scheduler: number for number, scheduler in enumerate(self._workers)}
@@ -166,13 +171,15 @@ class Simulator:
                 yield *heapq.heappop(self._retries), None
 
     def _group(self, number: int) -> SequenceGroup:
-        """A request whose prompt is like no other's: traces say nothing of shared prefixes."""
+        """A request whose prompt is like no other's but those of its conversation."""
         arrival = self._arrivals[number]
+        is_alone = arrival.conversation is None
+        root = f"request {number}" if is_alone else f"conversation {arrival.conversation}"
         return SequenceGroup(
             str(number),
             [TOKEN] * arrival.prompt_tokens,
             SamplingParams(max_tokens=arrival.output_tokens),
-            number.to_bytes(8, "little"),
+            root.encode(),
             priority=arrival.priority,
             tenant=arrival.tenant,
             arrived_at=arrival.at,
@@ -209,7 +216,7 @@ class Simulator:
                 request.admitted = now
                 self.result.cached_tokens += group.num_cached_tokens or 0
                 self._service_gap.admitted(request.arrival.tenant, request.arrival.prompt_tokens)
-        seconds = self._cost_model.step_seconds(output)
+        seconds = self._cost_model.step_seconds(output) * self._slowness.get(worker, 1.0)
         self.result.busy_seconds[worker] += seconds
         self.result.num_steps += 1
         heapq.heappush(self._ends, (now + seconds, worker, output))

@@ -14,13 +14,14 @@ class TraceError(ValueError):
 
 
 class Arrival(NamedTuple):
-    """One request of a trace; `at` is in seconds after the first."""
+    """One request of a trace; `at` is in seconds after the first. Prompts of a `conversation` begin alike."""
 
     at: float
     prompt_tokens: int
     output_tokens: int
     tenant: str = ""
     priority: int = 0
+    conversation: int | None = None
 
 
 def read_trace(path: Path, *, speedup: float = 1.0, limit: int | None = None) -> list[Arrival]:

@@ -64,6 +64,12 @@ def finish(scheduler: Scheduler) -> None:
         answer(scheduler, output, 0.0)
 
 
+def finish_prompts(scheduler: Scheduler) -> None:
+    """Serve what there is for this worker until it decodes."""
+    while not scheduler.running or any(group.live[0].num_output_tokens < 2 for group in scheduler.running):
+        answer(scheduler, scheduler.schedule(), 0.0)
+
+
 def warm(scheduler: Scheduler, group: SequenceGroup) -> None:
     """Compute a group on this worker, so that its prefix is cached there."""
     others = [member.scheduler for member in scheduler.balancer._members.values() if member.scheduler is not scheduler]
@@ -286,17 +292,22 @@ def test_a_worker_looks_past_a_bounded_number_of_groups() -> None:
     assert taken(output) == []
 
 
-def test_a_group_without_room_here_is_left_to_who_has_and_only_as_often_overtaken() -> None:
-    full, empty = fleet = make_fleet(2, num_device_blocks=24, max_model_len=90)
-    empty.set_admission(False)
-    add(fleet, unlike("runs", 60, max_tokens=20))
-    full.schedule()
-    empty.set_admission(True)
-    add(fleet, unlike("large", 80), unlike("small", 4))
-    output = full.schedule()
-    assert left(output)["large"] is empty
-    assert reasons(output)["large"] is PlacementReason.ROOM
-    assert taken(empty.schedule())[0] == "large"
+def test_nobody_is_preempted_for_an_urgent_group_that_another_worker_has_room_for() -> None:
+    full, free = fleet = make_fleet(2, PriorityQueue(), num_device_blocks=24, max_model_len=90)
+    free.set_admission(False)
+    add(fleet, unlike("patient", 60, max_tokens=20))
+    finish_prompts(full)
+    free.set_admission(True)
+    add(fleet, unlike("urgent", 60, priority=-9), unlike("small", 4, priority=-9))
+    output = full.schedule(1.0)
+    assert reasons(output) == {"urgent": PlacementReason.ROOM}
+    assert left(output) == {"urgent": free}
+    assert not output.preempted
+    assert output.ask_again_at is not None
+    answer(full, output, 1.5)
+    output = full.schedule(output.ask_again_at + 0.01)
+    assert output.preempted
+    assert taken(output) == ["urgent"]
 
 
 def test_nobody_looks_past_a_head_that_no_worker_has_room_for() -> None:
