@@ -1,4 +1,4 @@
-"""The command line: generate and chat, against a server or one of its own. Output streams to stdout."""
+"""The command line: generate and chat, against a server or one of its own; watch a cluster, drain its workers."""
 
 import argparse
 import asyncio
@@ -13,8 +13,12 @@ from collections.abc import Iterator
 import grpc
 
 from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_client.admin import Admin
 from pagewire_client.client import RETRY_SECONDS, Client, Prompt
 from pagewire_client.local import LocalServer, ServerError
+from pagewire_client.watch import watch
+
+DEFAULT_TARGET = "localhost:50051"
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -47,7 +51,26 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     generate.add_argument("--chat", action="store_true", help="put the prompt through the model's chat template")
     chat = commands.add_parser("chat", parents=[common], help="talk with the model; Ctrl-D ends")
     chat.add_argument("--system", help="the system message")
+    _add_operators_commands(commands)
     return parser.parse_args(arguments)
+
+
+def _add_operators_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--target",
+        metavar="HOST:PORT",
+        default=os.environ.get("PAGEWIRE_TARGET", DEFAULT_TARGET),
+        help=f"a running scheduler service (default {DEFAULT_TARGET})",
+    )
+    watch = commands.add_parser("watch", parents=[common], help="queues, workers, blocks and rates, as they change")
+    watch.add_argument(
+        "--interval", metavar="SECONDS", type=float, default=1.0, help="between two looks, 0.1 to 60 (default 1)"
+    )
+    watch.add_argument("--once", action="store_true", help="look once")
+    for command, text in (("drain", "give a worker no new work"), ("undrain", "give a worker work again")):
+        parser = commands.add_parser(command, parents=[common], help=text)
+        parser.add_argument("address", metavar="WORKER", help="HOST:PORT of the worker, as watch shows it")
 
 
 def sampling_params(arguments: argparse.Namespace) -> pb.SamplingParams:
@@ -114,11 +137,22 @@ def _lines() -> Iterator[str]:
                 yield line
 
 
+async def drain(arguments: argparse.Namespace, target: str) -> None:
+    async with Admin(target) as admin:
+        await (admin.drain if arguments.command == "drain" else admin.undrain)(arguments.address)
+
+
 def run(arguments: argparse.Namespace, target: str) -> None:
-    if arguments.command == "generate":
-        asyncio.run(generate(arguments, target))
-    else:
-        chat(arguments, target)
+    match arguments.command:
+        case "generate":
+            asyncio.run(generate(arguments, target))
+        case "chat":
+            chat(arguments, target)
+        case "watch":
+            logging.getLogger("pagewire_client").setLevel(logging.WARNING)  # it shows by itself what was lost
+            asyncio.run(watch(target, interval=arguments.interval, once=arguments.once))
+        case _:
+            asyncio.run(drain(arguments, target))
 
 
 def main() -> None:
@@ -141,6 +175,9 @@ def main() -> None:
         sys.exit(f"pagewire_client: {error}")
     except grpc.aio.AioRpcError as error:
         sys.exit(f"pagewire_client: {error.code().name}: {error.details()}")
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -14,22 +14,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
+from pagewire_client.channel import OPTIONS
 from pagewire_client.resumable import ResumableStream
 from pagewire_client.retry import Backoff
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages with "role" and "content"."""
 
-OPTIONS = (
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.max_receive_message_length", 64 << 20),
-    # A server that comes back, perhaps at another address of the same name, is to be found within a second or two.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.min_reconnect_backoff_ms", 5_000),  # what one attempt to connect may take
-    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
-)
 RETRY_SECONDS = 60.0
 
 T = TypeVar("T")

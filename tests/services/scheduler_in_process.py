@@ -22,13 +22,13 @@ class InProcess:
 
 
 @asynccontextmanager
-async def scheduler(*workers: str, **settings: object) -> AsyncIterator[InProcess]:
+async def scheduler(*workers: str, listen: str = "127.0.0.1:0", **settings: object) -> AsyncIterator[InProcess]:
     async with running(*workers, **settings) as engine:
         server = GrpcServer([], max_receive_bytes=1 << 20)
         admin = AdminServicer(engine)
         add_AdminServiceServicer_to_server(admin, server.server)
         add_InferenceServiceServicer_to_server(InferenceServicer(engine), server.server)
-        target = await server.start("127.0.0.1:0")
+        target = await server.start(listen)
         try:
             yield InProcess(engine, admin, target)
         finally:

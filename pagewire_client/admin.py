@@ -1,0 +1,81 @@
+"""The asyncio client of AdminService: the cluster's state, now and from now on, and workers taken out of it."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from pagewire.v1 import admin_service_pb2 as pb
+from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
+from pagewire_client.channel import OPTIONS
+from pagewire_client.retry import PASSING, Backoff
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The state as it came, and when, in seconds of the monotonic clock."""
+
+    at: float
+    state: pb.ClusterState
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The scheduler cannot be reached, and why; it is tried again."""
+
+    reason: str
+
+
+class Admin:
+    """One connection to a scheduler. Create it inside the event loop that uses it.
+
+    Methods raise grpc.aio.AioRpcError with the server's status and sentence.
+    """
+
+    def __init__(self, target: str) -> None:
+        self._channel = grpc.aio.insecure_channel(target, options=OPTIONS)
+        self._stub = AdminServiceStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._channel.close()
+
+    async def state(self) -> Sample:
+        response = await self._stub.GetClusterState(pb.GetClusterStateRequest())
+        return Sample(time.monotonic(), response.state)
+
+    async def drain(self, address: str) -> None:
+        await self._stub.DrainWorker(pb.DrainWorkerRequest(address=address))
+
+    async def undrain(self, address: str) -> None:
+        await self._stub.UndrainWorker(pb.UndrainWorkerRequest(address=address))
+
+    async def watch(self, interval: float) -> AsyncGenerator[Sample | Lost, None]:
+        """The state every `interval` seconds, for ever; where the scheduler is gone, that once, and then it again."""
+        request = pb.WatchClusterStateRequest(interval_ms=round(interval * 1000))
+        backoff = Backoff(float("inf"))
+        is_lost = False
+        while True:
+            call = self._stub.WatchClusterState(request)
+            try:
+                async for response in call:
+                    backoff.succeeded()
+                    is_lost = False
+                    yield Sample(time.monotonic(), response.state)
+                pause = 0.0
+            except grpc.aio.AioRpcError as error:
+                pause = backoff.pause(error, PASSING)
+                if not is_lost:
+                    is_lost = True
+                    yield Lost(f"{error.code().name}: {error.details()}")
+            finally:
+                call.cancel()
+            await asyncio.sleep(pause)

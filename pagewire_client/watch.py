@@ -1,0 +1,209 @@
+"""The cluster on a terminal, or as one line after another: queues, workers, blocks, and rates between two looks."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from pagewire.v1 import admin_service_pb2 as pb
+from pagewire_client.admin import Admin, Lost, Sample
+
+STATUS_STYLES = {"serving": "green", "draining": "yellow", "drained": "dim", "connecting": "red", "superseded": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What happened in each second between two samples; nothing after a restart, when counts begin anew."""
+
+    output_tokens: float = 0.0
+    prompt_tokens: float = 0.0
+    steps: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def between(cls, before: Sample | None, after: Sample) -> "Rates":
+        """`steps` are those of each worker that is in both samples."""
+        if before is None or before.state.start_time_ms != after.state.start_time_ms or after.at <= before.at:
+            return cls()
+        seconds = after.at - before.at
+        num_steps = {worker.address: worker.num_steps for worker in before.state.workers}
+        return cls(
+            (after.state.num_output_tokens - before.state.num_output_tokens) / seconds,
+            (after.state.num_prompt_tokens - before.state.num_prompt_tokens) / seconds,
+            {
+                worker.address: (worker.num_steps - num_steps[worker.address]) / seconds
+                for worker in after.state.workers
+                if worker.address in num_steps
+            },
+        )
+
+
+class View:
+    """What is known: the last two samples, and the last thing that happened to the connection."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._before: Sample | None = None
+        self._sample: Sample | None = None
+        self._is_lost = False
+        self._news = "connecting …"
+        self._has_news = False  # since the event before
+
+    def take(self, event: Sample | Lost) -> None:
+        news = ""
+        if isinstance(event, Lost):
+            news = f"connection lost, trying again: {event.reason}"
+        elif self._sample is None:
+            self._news = ""
+        elif self._sample.state.start_time_ms != event.state.start_time_ms:
+            news = f"the scheduler was started again at {_clock(event.state.start_time_ms)}"
+        elif self._is_lost:
+            news = "connected again"
+        self._has_news = bool(news)
+        if news:
+            self._news = f"{time.strftime('%H:%M:%S')} {news}"
+        self._is_lost = isinstance(event, Lost)
+        if isinstance(event, Sample):
+            self._before, self._sample = self._sample, event
+
+    @property
+    def rates(self) -> Rates:
+        return Rates() if self._sample is None else Rates.between(self._before, self._sample)
+
+    # ---- as a line
+
+    def line(self) -> str:
+        """Everything that matters, as key=value, after what has just happened to the connection, if anything did."""
+        if self._sample is None or self._is_lost:
+            return self._news
+        state, rates = self._sample.state, self.rates
+        fields = {
+            "requests": str(state.num_requests),
+            "waiting": str(state.num_waiting),
+            "running": str(sum(worker.num_running for worker in state.workers)),
+            "swapped": str(sum(worker.num_swapped for worker in state.workers)),
+            "workers": f"{_num_serving(state)}/{len(state.workers)}",
+            "blocks": f"{_share_used(state.workers):.0%}",
+            "output_tokens/s": f"{rates.output_tokens:.1f}",
+            "prompt_tokens/s": f"{rates.prompt_tokens:.1f}",
+            "steps/s": f"{sum(rates.steps.values()):.1f}",
+            "cached": f"{_share_cached(state):.0%}",
+            "preemptions": str(state.num_preemptions),
+            "losses": str(state.num_losses),
+        }
+        words = [time.strftime("%H:%M:%S"), *(f"{name}={value}" for name, value in fields.items())]
+        news = f"{self._news}\n" if self._has_news else ""
+        return news + " ".join([*words, *(["draining"] if state.draining else [])])
+
+    # ---- as a picture
+
+    def __rich__(self) -> RenderableType:
+        if self._sample is None:
+            return Text(f"{self._target}: {self._news}")
+        state = self._sample.state
+        parts: list[RenderableType] = [self._summary(state), self._workers(state)]
+        if self._news:
+            parts.append(Text(self._news, style="yellow"))
+        return Group(*parts)
+
+    def _summary(self, state: pb.ClusterState) -> RenderableType:
+        rates = self.rates
+        running = sum(worker.num_running for worker in state.workers)
+        swapped = sum(worker.num_swapped for worker in state.workers)
+        table = Table.grid(padding=(0, 2))
+        table.add_row(
+            Text(self._target, style="bold"),
+            f"since {_clock(state.start_time_ms)}",
+            Text("shutting down", style="yellow") if state.draining else Text("serving", style="green"),
+        )
+        table.add_row(f"{state.num_waiting} waiting", f"{running} running", f"{swapped} swapped out")
+        table.add_row(
+            f"{rates.output_tokens:,.1f} tokens/s out",
+            f"{rates.prompt_tokens:,.1f} tokens/s in",
+            f"{_share_cached(state):.0%} of prompts cached",
+        )
+        table.add_row(
+            f"{state.num_output_tokens:,} tokens out",
+            f"{state.num_preemptions:,} preemptions",
+            f"{state.num_losses:,} workers lost",
+        )
+        return table
+
+    def _workers(self, state: pb.ClusterState) -> RenderableType:
+        rates = self.rates
+        table = Table(expand=False)
+        for heading in ("worker", "", "running", "swapped", "steps/s", "blocks", "used", "host", "lost", "last error"):
+            table.add_column(heading, justify="right" if heading in _NUMBERS else "left", no_wrap=heading in _NUMBERS)
+        for worker in state.workers:
+            status = pb.WorkerStatus.Name(worker.status).removeprefix("WORKER_STATUS_").lower()
+            used = worker.num_device_blocks - worker.num_free_device_blocks
+            table.add_row(
+                Text(worker.address),
+                Text(status, style=STATUS_STYLES.get(status, "")),
+                str(worker.num_running),
+                str(worker.num_swapped),
+                f"{rates.steps.get(worker.address, 0.0):.1f}",
+                ProgressBar(total=max(1, worker.num_device_blocks), completed=used, width=12),
+                f"{used}/{worker.num_device_blocks}",
+                f"{worker.num_host_blocks - worker.num_free_host_blocks}/{worker.num_host_blocks}",
+                str(worker.num_losses),
+                Text(worker.last_error, style="red"),
+            )
+        return table
+
+
+_NUMBERS = ("running", "swapped", "steps/s", "used", "host", "lost")
+
+
+async def watch(target: str, *, interval: float, once: bool) -> None:
+    """Show the cluster until cancelled, or once."""
+    console = Console()
+    view = View(target)
+    async with Admin(target) as admin:
+        if once:
+            view.take(await admin.state())
+            console.print(view) if console.is_terminal else _print_line(view)
+            return
+        with _screen(console, view) as show:
+            async for event in admin.watch(interval):
+                view.take(event)
+                show()
+
+
+@contextlib.contextmanager
+def _screen(console: Console, view: View) -> Iterator[Callable[[], None]]:
+    """A picture that changes in place on a terminal, a line for each event elsewhere."""
+    if console.is_terminal:
+        with Live(view, console=console, auto_refresh=False) as live:
+            live.refresh()
+            yield live.refresh
+    else:
+        yield lambda: _print_line(view)
+
+
+def _print_line(view: View) -> None:
+    sys.stdout.write(f"{view.line()}\n")
+    sys.stdout.flush()
+
+
+def _clock(time_ms: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_ms / 1000))
+
+
+def _num_serving(state: pb.ClusterState) -> int:
+    return sum(worker.status == pb.WORKER_STATUS_SERVING for worker in state.workers)
+
+
+def _share_used(workers: Sequence[pb.WorkerState]) -> float:
+    total = sum(worker.num_device_blocks for worker in workers)
+    return 1 - sum(worker.num_free_device_blocks for worker in workers) / total if total else 0.0
+
+
+def _share_cached(state: pb.ClusterState) -> float:
+    return state.num_cached_tokens / state.num_prompt_tokens if state.num_prompt_tokens else 0.0
