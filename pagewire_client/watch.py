@@ -120,7 +120,7 @@ class View:
         table.add_row(
             Text(self._target, style="bold"),
             f"since {_clock(state.start_time_ms)}",
-            Text("shutting down", style="yellow") if state.draining else Text("serving", style="green"),
+            self._status(state),
         )
         table.add_row(f"{state.num_waiting} waiting", f"{running} running", f"{swapped} swapped out")
         table.add_row(
@@ -134,6 +134,11 @@ class View:
             f"{state.num_losses:,} workers lost",
         )
         return table
+
+    def _status(self, state: pb.ClusterState) -> Text:
+        if self._is_lost:
+            return Text("out of reach", style="red")
+        return Text("shutting down", style="yellow") if state.draining else Text("serving", style="green")
 
     def _workers(self, state: pb.ClusterState) -> RenderableType:
         rates = self.rates
