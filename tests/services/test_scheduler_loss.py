@@ -1,17 +1,19 @@
 """A scheduler that is killed or stopped while its clients read: they see a pause."""
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster import until_idle
 from test_processes import WORKER_SIZES, Start
 from test_processes import start as start
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_client import Client, SamplingParams
+from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.llm import Output, collect
 from pagewire_client.local import ServiceProcess
 
@@ -146,3 +148,50 @@ async def test_a_scheduler_that_is_stopped_hands_its_callers_to_the_next_one(
         await asyncio.to_thread(scheduler.start_again)
         await early.assert_undisturbed(client)
         await late.assert_undisturbed(client)
+
+
+class Cuttable:
+    """A port that leads to the server, and connections through it that can be cut."""
+
+    def __init__(self, target: str) -> None:
+        self._host, _, self._port = target.rpartition(":")
+        self._open: list[asyncio.StreamWriter] = []
+        self._pumps: list[asyncio.Task[None]] = []
+
+    async def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(self._host, int(self._port))
+        self._open += [writer, far_writer]
+        for source, sink in ((reader, far_writer), (far_reader, writer)):
+            self._pumps.append(asyncio.create_task(self._pump(source, sink)))
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await source.read(1 << 16):
+                sink.write(data)
+        sink.transport.abort()
+
+    async def cut(self) -> None:
+        for writer in self._open:
+            writer.transport.abort()
+        await asyncio.gather(*self._pumps)
+        self._open.clear()
+        self._pumps.clear()
+
+
+async def test_a_connection_that_is_cut_again_and_again_costs_no_token(tiny_server: LocalServer) -> None:
+    """The scheduler lives on, and may not have noticed yet that the stream it serves is nobody's any more."""
+    cuttable = Cuttable(tiny_server.target)
+    async with await asyncio.start_server(cuttable.connect, "127.0.0.1", 0) as server:
+        async with Client(f"127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
+            progress = asyncio.Event()
+            samplings = [sampling_params(SAMPLINGS[name]) for name in ("seeded", "a stop string that never comes")]
+            readings = [Reading(client, sampling, progress) for sampling in samplings]
+            for num_cuts in range(1, 6):
+                await until_received(50 * num_cuts, *readings)
+                await cuttable.cut()
+            for reading in readings:
+                await reading.assert_undisturbed(client)
+        server.close()
+        await cuttable.cut()
+    (state,) = (await until_idle(tiny_server.target)).workers
+    assert state.num_free_device_blocks == state.num_device_blocks
