@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from test_engine import running
+from engines import running
 
 from pagewire.v1.admin_service_pb2_grpc import add_AdminServiceServicer_to_server
 from pagewire.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server

@@ -2,20 +2,27 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from cluster import until_idle
+from engines import running, submit, text_of
+from fake_worker_service import FakeWorkerService, serving
 from test_validation import request
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client import LocalServer, SamplingParams
 from pagewire_common.errors import RequestError
+from scheduler_service.core import SequenceOutput
+from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.model import ServedModel
-from scheduler_service.request import GenerationRequest
+from scheduler_service.request import GenerationRequest, RequestState
 from scheduler_service.resumption import check_resumption
+from scheduler_service.statistics import Statistics
+from scheduler_service.turns import Turns
 from scheduler_service.validation import check_request
 
 
@@ -167,7 +174,9 @@ async def test_min_tokens_count_what_came_before_the_break(caller: Caller) -> No
     assert whole.outputs[0].last is not None
     assert whole.outputs[0].last[1] == LETTERS[0]
     assert len(whole.outputs[0].token_ids) > 8
-    await caller.mend_every_break(request("hello", max_tokens=30, min_tokens=8, stop=["a", "b"], **given))
+    del given["stop_token_ids"]
+    stopped = await caller.mend_every_break(request("hello", max_tokens=30, min_tokens=8, stop=list("abcd"), **given))
+    assert len(stopped.outputs[0].token_ids) == 9
 
 
 @pytest.mark.parametrize("sampling", [{"best_of": 4, "temperature": 1.0, "prompt_logprobs": 0}, {"beam_width": 4}])
@@ -228,6 +237,31 @@ async def test_another_models_stream_is_not_continued(caller: Caller) -> None:
         await caller.generate(message, Stream())
     assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert "resume.model_fingerprint" in str(error.value.details())
+
+
+async def test_a_broken_stream_that_closes_late_leaves_the_one_that_goes_on_alone(
+    byte_tokenizer_directory: Path,
+) -> None:
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    async with serving(worker) as address, running(address) as engine:
+        first = await submit(engine, "same", [5], max_tokens=20)
+        engine.supersede("same")
+        second = await submit(engine, "same", [5], max_tokens=20)
+        engine.close(first)
+        assert await text_of(engine, second) == "g" * 20
+        assert not engine.requests
+
+
+async def test_prompt_log_probabilities_go_on_where_they_broke(byte_model: ServedModel) -> None:
+    """They come in pieces, as the prompt is computed, whose borders need not be those of the first stream."""
+    message = resuming(request("hello you", prompt_logprobs=0), num_prompt_logprobs=3)
+    state = RequestState(await check(message, byte_model), byte_model.tokenizer, b"", Statistics(), Turns())
+    entries = [TokenLogprobs([token_id], [-1.0], 1) for token_id in range(1, 9)]
+    (sequence,) = state.group.sequences
+    state.process(SequenceOutput(sequence, None, None, entries[:2], 1), 0.0)
+    state.process(SequenceOutput(sequence, None, None, entries[2:5], 3), 0.0)
+    state.process(SequenceOutput(sequence, 70, None, entries[5:], 6), 0.0)
+    assert (await anext(state.stream)).prompt_logprobs == entries[3:]
 
 
 # ---- what is refused
