@@ -14,8 +14,9 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.retry import PASSING, Backoff
 
 Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
-# The server may still be looking at an attempt that broke early.
-PASSING_AGAIN = PASSING | {grpc.StatusCode.ALREADY_EXISTS}
+# The server may still be looking at an attempt that broke early. And one that has just started may have more come back
+# at once than it takes, which is no reason to give up what was begun.
+PASSING_AGAIN = PASSING | {grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
 class Received:

@@ -120,8 +120,8 @@ async def test_other_errors_are_the_callers(code: grpc.StatusCode) -> None:
     assert len(servicer.calls) == 1
 
 
-async def test_an_id_that_is_still_in_use_is_an_error_at_first_and_waited_for_later() -> None:
-    taken = grpc.StatusCode.ALREADY_EXISTS
+@pytest.mark.parametrize("taken", [grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.RESOURCE_EXHAUSTED])
+async def test_no_place_is_an_error_at_first_and_waited_for_by_who_had_one(taken: grpc.StatusCode) -> None:
     servicer = BreakingServer((0, taken))
     async with serving(servicer) as target, Client(target) as client:
         with pytest.raises(grpc.aio.AioRpcError, match="broken"):
