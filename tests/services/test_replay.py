@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from engines import running, submit, text_of
+from engines import running, submit, text_of, until
 from fake_worker_service import FakeWorkerService, serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -293,6 +293,7 @@ async def test_a_service_with_workers_that_fail_is_replayed_from_its_recording(
         states.append(await submit(engine, "poison", [5, 99]))
         await anext(aiter(states[1].stream))  # a worker is there
         streams = [asyncio.create_task(text_of(engine, state)) for state in states]
+        await until(lambda: any(worker.scheduler is not None for worker in engine.workers))
         for number in range(0, 20, 5):
             engine.abort(str(number))
         *_, poison = await asyncio.gather(*streams, return_exceptions=True)
