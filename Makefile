@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/pagewire/v1/*.proto)
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: setup proto demo test test-gpu lint fmt up down bench bench-scheduler bench-simulate
+.PHONY: setup proto demo test chaos test-gpu lint fmt up down bench bench-fleet bench-scheduler bench-simulate
 setup: $(VENV)/installed $(VENV)/generated $(VENV)/kernels
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -32,6 +32,10 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+# The long version of tests/fleet, with every number in full: about half an hour.
+chaos: setup
+	$(BIN)/python -m pytest tests/fleet --chaos -s --timeout 1800
 
 # The tests of kernels/ and of the worker's model code, on a machine with a GPU, whose PYTHON has torch, triton, pytest
 # and, for the models, transformers: it takes no setup, no gRPC and no network. Options and warnings of pyproject.toml are
@@ -67,6 +71,10 @@ bench: setup
 # PEER: the path of a Python that can import vllm, whose scheduler is then measured too.
 bench-scheduler: setup
 	$(BIN)/python -m bench.scheduler $(PEER)
+
+# PARTS: names, separated by commas. MOST: workers that the scheduler is given at most.
+bench-fleet: setup
+	$(BIN)/python -m bench.fleet $(PARTS:%=--parts %) $(MOST:%=--most %)
 
 bench-simulate: setup
 	$(BIN)/python -m bench.simulate $(TRACES)

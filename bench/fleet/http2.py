@@ -43,15 +43,23 @@ def call_headers(path: str) -> bytes:
 
 
 class Connection(asyncio.Protocol):
-    """Server-streaming calls to one method, as many at once as are begun. `ended` is called with each one's last
-    message; `failed` once, with the reason, when nothing more will come."""
+    """Server-streaming calls to one method, as many at once as are begun.
+
+    `ended` is called with each one's last message and its trailers, undecoded; `failed` when nothing more will come.
+    `window` is how many bytes a call may send unread: with 0 it is a client that never reads.
+    """
 
     def __init__(
-        self, path: str, ended: "Callable[[Connection, bytes], None]", failed: Callable[[Exception], None]
+        self,
+        path: str,
+        ended: "Callable[[Connection, bytes, bytes], None]",
+        failed: Callable[[Exception], None],
+        window: int = WIDEST,
     ) -> None:
         self.num_messages = 0
         self._headers = call_headers(path)
         self._ended, self._failed = ended, failed
+        self._window = window
         self._next_stream = 1
         self._last_messages: dict[int, bytes] = {}
         self._buffer = bytearray()
@@ -60,7 +68,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        settings = struct.pack(">HI", INITIAL_WINDOW_SIZE, WIDEST)
+        settings = struct.pack(">HI", INITIAL_WINDOW_SIZE, self._window)
         window = struct.pack(">I", WIDEST - 65_535)
         transport.write(PREFACE + frame(SETTINGS, 0, 0, settings) + frame(WINDOW_UPDATE, 0, 0, window))
 
@@ -90,7 +98,7 @@ class Connection(asyncio.Protocol):
             if kind == DATA:
                 self._take_messages(stream, begins, at)
             elif kind == HEADERS and flags & END_STREAM:
-                self._ended(self, self._last_messages.pop(stream, b""))
+                self._ended(self, self._last_messages.pop(stream, b""), bytes(buffer[begins:at]))
             elif kind == SETTINGS and not flags & ACK:
                 self._transport.write(frame(SETTINGS, ACK, 0))
             elif kind == PING and not flags & ACK:

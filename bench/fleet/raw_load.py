@@ -64,10 +64,10 @@ class RawLoad:
         )
         return request.SerializeToString()
 
-    def _ended(self, connection: Connection, last_message: bytes) -> None:
+    def _ended(self, connection: Connection, last_message: bytes, trailers: bytes) -> None:
         response = pb.GenerateResponse.FromString(last_message)
         if response.finish_reason != pb.FINISH_REASON_LENGTH:
-            self._failed(ProtocolError(f"a stream ended otherwise than by its length: {response}"))
+            self._failed(ProtocolError(f"a stream ended otherwise than by its length: {trailers!r}"))
             return
         self.num_completed += 1
         self.num_tokens += response.usage.output_tokens

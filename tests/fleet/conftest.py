@@ -85,7 +85,7 @@ def workers(model: Path) -> Iterator[Workers]:
 
 @pytest.fixture(scope="session")
 def requests(scale: Scale) -> list[Request]:
-    return make_requests(scale(16, 64), 1.0 if scale.is_full else 0.5)
+    return make_requests(scale(16, 64), 1.0 if scale.is_full else 0.4)
 
 
 @pytest.fixture(scope="session")
@@ -107,14 +107,17 @@ def expected(model: Path, workers: Workers, requests: list[Request]) -> dict[str
 
 @pytest.fixture
 async def serve(model: Path, requests: list[Request], expected: dict[str, Outcome]) -> AsyncIterator[Serve]:
-    """Starts a scheduler with further arguments for the workers at these addresses; ready when it is awaited."""
+    """Starts a scheduler with further arguments for the workers at these addresses; ready when it is awaited.
+
+    Its client tries nothing again, unless it is told to, so that no error of the server goes unnoticed.
+    """
     async with AsyncExitStack() as stack:
 
-        async def serve(addresses: Sequence[str], *arguments: str) -> Fleet:
+        async def serve(addresses: Sequence[str], *arguments: str, retry_for: float = 0.0) -> Fleet:
             member = scheduler(model, addresses, *arguments)
             stack.callback(member.kill)
             member.start()
-            client = await stack.enter_async_context(Client(member.address))
+            client = await stack.enter_async_context(Client(member.address, retry_for=retry_for))
             await client.wait_until_serving(60)
             return Fleet(member, client, requests, expected)
 

@@ -2,7 +2,7 @@
 
 - SIGUSR1: the next step runs out of memory, as torch says it.
 - PAGEWIRE_TEST_POISON: a step with a prompt that contains this token ends the process, as a fault in a kernel would.
-- PAGEWIRE_TEST_STEP_SECONDS: a step takes at least this long.
+- PAGEWIRE_TEST_STEP_SECONDS: a step takes at least this long, until SIGUSR2 comes.
 """
 
 import os
@@ -29,6 +29,11 @@ def _run_out_of_memory(*_: object) -> None:
     _out_of_memory = True
 
 
+def _take_no_longer(*_: object) -> None:
+    global _step_seconds
+    _step_seconds = 0.0
+
+
 def _faulty(self: ModelRunner, output: Any, chunks: Any) -> Any:
     global _out_of_memory
     began = time.monotonic()
@@ -44,6 +49,7 @@ def _faulty(self: ModelRunner, output: Any, chunks: Any) -> Any:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, _run_out_of_memory)
+    signal.signal(signal.SIGUSR2, _take_no_longer)
     ModelRunner.execute = _faulty  # type: ignore[method-assign]
     settings = load_settings(WorkerSettings, "worker_service")
     run("worker_service", lambda: serve(settings))

@@ -144,13 +144,13 @@ def worker(model: Path, *arguments: str) -> Member:
     return Member("worker_service", ["--model", str(model), *WORKER_ARGUMENTS, *arguments])
 
 
-def faulty_worker(model: Path, **faults: object) -> Member:
+def faulty_worker(model: Path, *arguments: str, **faults: object) -> Member:
     """One with faults: `poison`, a token; `step_seconds`; see faulty_worker.py."""
     environment = {f"PAGEWIRE_TEST_{name.upper()}": str(value) for name, value in faults.items()}
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))
     )
-    return Member("faulty_worker", ["--model", str(model), *WORKER_ARGUMENTS], environment=environment)
+    return Member("faulty_worker", ["--model", str(model), *WORKER_ARGUMENTS, *arguments], environment=environment)
 
 
 def scheduler(model: Path, addresses: Sequence[str], *arguments: str) -> Member:

@@ -9,7 +9,7 @@ from cluster import is_busy
 from conftest import Fleet, Scale, Serve
 from processes import Member, Workers
 
-SETTLED = 5
+SETTLED = 2
 """Kills after which the scheduler has made everything that it keeps."""
 MEMORY_GROWTH = 24 << 20
 """Bytes that the scheduler may have more at the end than when it had settled: its caches and heaps breathe."""
@@ -28,7 +28,7 @@ async def test_workers_are_killed_one_after_the_other_and_no_stream_notices(
     workers: Workers, serve: Serve, scale: Scale
 ) -> None:
     """Random workers, again and again: all outputs are those of an undisturbed run, and the scheduler does not grow."""
-    num_kills = scale(5, 30)
+    num_kills = scale(4, 30)
     members = workers.up(3)
     fleet = await serve([member.address for member in members])
     process = psutil.Process(fleet.scheduler.pid)

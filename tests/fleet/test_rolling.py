@@ -1,0 +1,90 @@
+"""Fleets that grow and shrink, and are replaced process by process, while streams run."""
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Scale, Serve
+from load import Load
+from processes import Member, Workers, faulty_worker
+
+STEP_SECONDS = 0.15
+"""So long that what else a step takes hardly counts, on a busy machine too."""
+FEW_SEQS = 4
+
+
+@pytest.fixture
+def slow_workers(model: Path) -> Iterator[list[Member]]:
+    """Three that take a known time for a step, so that two cores are no limit to three of them. None is started."""
+    members = [faulty_worker(model, "--grace", grace, step_seconds=STEP_SECONDS) for grace in ("30", "30", "0.1")]
+    yield members
+    for member in members:
+        member.kill()
+
+
+async def start(*members: Member) -> None:
+    for member in members:
+        member.start()
+    for member in members:
+        await asyncio.to_thread(member.wait_for, "ready")
+
+
+async def end(member: Member, grace: float = 60.0) -> None:
+    """SIGTERM, and exit status 0."""
+    member.signal(signal.SIGTERM)
+    assert await asyncio.to_thread(member.wait, grace) == 0
+
+
+async def rate(load: Load, num_tokens: int) -> float:
+    """Tokens a second."""
+    began = time.monotonic()
+    await load.gain(num_tokens)
+    return num_tokens / (time.monotonic() - began)
+
+
+async def test_throughput_follows_the_number_of_workers_up_and_down(
+    slow_workers: list[Member], serve: Serve, scale: Scale
+) -> None:
+    """One leaves when its streams have ended, the other moves what outlasts its short grace; both exit 0."""
+    first, *others = slow_workers
+    await start(first)
+    fleet = await serve([member.address for member in slow_workers], "--max-num-seqs", str(FEW_SEQS))
+    async with fleet.load(16) as load:
+        one = await rate(load, scale(60, 300))
+        await start(*others)
+        await fleet.until(lambda state: all(worker.num_running for worker in state.workers))
+        three = await rate(load, scale(150, 900))
+        others[0].signal(signal.SIGUSR2)  # it has the time to finish what it has
+        await asyncio.gather(*map(end, others))
+        again = await rate(load, scale(60, 300))
+        first.signal(signal.SIGUSR2)
+    print(f"tokens a second with 1, 3 and 1 workers: {one:.0f}, {three:.0f}, {again:.0f}")  # noqa: T201
+    assert three > 1.25 * max(one, again)
+    await fleet.check_empty()
+
+
+async def test_everything_is_restarted_in_turn_and_no_caller_notices(
+    workers: Workers, serve: Serve, scale: Scale
+) -> None:
+    """Every worker, then the scheduler, each by SIGTERM; at last the scheduler by SIGKILL."""
+    members = workers.up(scale(2, 3))
+    fleet = await serve([member.address for member in members], "--grace", "0.5", retry_for=120.0)
+    async with fleet.load() as load:
+        for _ in range(scale(1, 5)):
+            for member in members:
+                await load.gain(100)
+                await end(member)
+                await start(member)
+            for leave in (end, kill):
+                await load.gain(100)
+                await leave(fleet.scheduler)
+                await start(fleet.scheduler)
+                await load.gain(100)
+    await fleet.check_empty()
+
+
+async def kill(member: Member) -> None:
+    await asyncio.to_thread(member.kill)
