@@ -1,0 +1,114 @@
+"""What a fleet bears and costs: python -m bench.fleet. Tables are Markdown, and the last line is JSON.
+
+- `failover`: from SIGKILL to the next token of a killed worker's streams, and what recomputing takes of that.
+- `feeding`: how many workers of 256 sequences and 20 ms a step one scheduler process keeps fed.
+- `overhead`: one scheduler with two and three workers, beside two and three schedulers with one worker each.
+- `bystanders`: streams beside calls that nobody reads and connections on which nothing is sent.
+"""
+
+import argparse
+import json
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+
+from bench.drive import BenchError
+from bench.fleet import bystanders, failover, feeding, overhead
+from pagewire_client import ServerError
+from pagewire_common.settings import load_settings
+from pagewire_common.start_error import StartError
+from worker_service.model_store import find_model
+from worker_service.settings import WorkerSettings
+
+PARTS = ("failover", "feeding", "overhead", "bystanders")
+OVERHEAD_WORKERS = (2, 3)
+FEEDING_COLUMNS = (
+    "workers", "idle, %", "sequences a step", "tok/s", "messages/s", "scheduler, cores", "workers, cores",
+    "client, cores",
+)  # fmt: skip
+
+
+def tell(sentence: str) -> None:
+    sys.stderr.write(sentence + "\n")
+
+
+def table(*columns: str, rows: list[tuple[object, ...]]) -> Table:
+    result = Table(*columns, box=MARKDOWN)
+    for row in rows:
+        result.add_row(*(f"{cell:,.1f}" if isinstance(cell, float) else str(cell) for cell in row))
+    return result
+
+
+def run(parts: list[str], most: int, model: Path, console: Console) -> dict[str, Any]:
+    vocabulary_size = json.loads((model / "config.json").read_text())["vocab_size"]
+    report: dict[str, Any] = {}
+    rows: list[tuple[object, ...]]
+    if "failover" in parts:
+        failed = failover.run(model, vocabulary_size, tell)
+        report["failover"] = failed.as_json()
+        rows = [
+            ("kill to next token", *(report["failover"][f"kill_to_next_token_ms_{of}"] for of in ("median", "worst"))),
+            ("recompute", *(report["failover"][f"recompute_ms_{of}"] for of in ("median", "worst"))),
+        ]
+        console.print(table("ms", "median", "worst", rows=rows))
+    if "feeding" in parts:
+        seen = feeding.search(model, most, lambda feeding: tell(str(feeding)))
+        report["feeding"] = {
+            "workers_fed": max(point.num_workers for point in seen if point.is_fed),
+            "points": [asdict(point) for point in seen],
+        }
+        names = (
+            "workers",
+            "idle, %",
+            "sequences a step",
+            "tok/s",
+            "messages/s",
+            "scheduler, cores",
+            "workers",
+            "client",
+        )
+        console.print(table(*names, rows=[tuple(asdict(point).values()) for point in seen]))
+    if "overhead" in parts:
+        measured = [overhead.run(model, vocabulary_size, number, tell).as_json() for number in OVERHEAD_WORKERS]
+        report["overhead"] = measured
+        rows = [tuple(one.values()) for one in measured]
+        console.print(table("workers", "apart, tok/s", "together, tok/s", "overhead, %", rows=rows))
+    if "bystanders" in parts:
+        report["bystanders"] = bystanders.run(model, vocabulary_size, tell).as_json()
+        rows = [tuple(report["bystanders"].values())]
+        console.print(table("alone, tok/s", "beside, tok/s", "slowed, %", rows=rows))
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench.fleet", description="Measures what a fleet bears and costs.")
+    parser.add_argument("--parts", default=",".join(PARTS), metavar="NAME,…", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--most", type=int, default=32, help="most workers to feed (default 32)")
+    arguments = parser.parse_args()
+    parts = arguments.parts.split(",")
+    if unknown := [part for part in parts if part not in PARTS]:
+        parser.error(f"there is no part {unknown[0]!r}, but {', '.join(PARTS)}")
+    for number in (signal.SIGTERM, signal.SIGHUP):  # leave by the same way as for Ctrl-C, and stop what was started
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        model = find_model("default", load_settings(WorkerSettings, "bench", []).cache.expanduser()).path
+        report = run(parts, arguments.most, model, Console(file=sys.stdout, width=160))
+    except (BenchError, ServerError, StartError, OSError) as error:
+        sys.exit(f"bench.fleet: {error}")
+    except (grpc.RpcError, psutil.Error) as error:
+        sys.exit(f"bench.fleet: {type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.stdout.write(json.dumps(report) + "\n")
+
+
+if __name__ == "__main__":
+    main()

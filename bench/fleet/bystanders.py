@@ -1,0 +1,81 @@
+"""What others cost a stream: calls that nobody reads and connections on which nothing is sent.
+
+The same calls are made in both runs, and computed; in one of them their client opens no window for what comes back,
+and a thousand connections stand beside it. One worker of the default model, and eight streams that are measured.
+"""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench.drive import drive
+from bench.figures import Run, rate
+from bench.fleet.fleet import Fleet
+from bench.fleet.http2 import WIDEST, Connection
+from bench.fleet.overhead import WORKER_ARGUMENTS, Targets
+from bench.fleet.raw_load import PATH
+from bench.load import streams
+from pagewire.v1 import inference_service_pb2 as pb
+
+NUM_SILENT_CONNECTIONS = 1000
+NUM_UNREAD_CALLS = 8
+UNREAD_TOKENS = 1500
+NUM_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Bystanders:
+    """Output tokens a second of the streams that are measured."""
+
+    alone: float
+    """Beside calls that are read."""
+    beside: float
+    """Beside calls that are not, and silent connections."""
+
+    def as_json(self) -> dict[str, float]:
+        return {**asdict(self), "slowed_percent": 100 * (1 - self.beside / self.alone)}
+
+
+@asynccontextmanager
+async def extra_calls(target: str, window: int) -> AsyncIterator[None]:
+    """Calls with long outputs, which end with the block."""
+    host, _, port = target.rpartition(":")
+    transport, connection = await asyncio.get_running_loop().create_connection(
+        lambda: Connection(PATH, lambda *_: None, lambda _: None, window), host, int(port)
+    )
+    for number in range(NUM_UNREAD_CALLS):
+        sampling = pb.SamplingParams(max_tokens=UNREAD_TOKENS, temperature=0.0, ignore_eos=True)
+        prompt = pb.TokenIds(ids=range(1000 + 100 * number, 1064 + 100 * number))
+        connection.begin(pb.GenerateRequest(token_ids=prompt, sampling=sampling).SerializeToString())
+    try:
+        yield
+    finally:
+        transport.abort()
+
+
+def run(model: Path, vocabulary_size: int, tell: Callable[[str], None]) -> Bystanders:
+    load = streams(128, 128, 8, 24)
+    runs: dict[str, list[Run]] = {"alone": [], "beside": []}
+    with Fleet(model, 1, WORKER_ARGUMENTS) as fleet:
+        system = Targets("pagewire", [fleet])
+        host, _, port = fleet.target.rpartition(":")
+
+        async def measure() -> None:
+            for number in range(NUM_ROUNDS + 1):
+                prompts = load.prompts(vocabulary_size, number)
+                for name in ("alone", "beside") if number % 2 else ("beside", "alone"):
+                    with ExitStack() as stack:
+                        if name == "beside":
+                            for _ in range(NUM_SILENT_CONNECTIONS):
+                                stack.enter_context(socket.create_connection((host, int(port))))
+                        async with extra_calls(fleet.target, 0 if name == "beside" else WIDEST):
+                            run = await drive(system, load, prompts)
+                    if number:  # the first one warms up
+                        runs[name].append(run)
+                        tell(f"{name}: {rate([run]):.0f} output tok/s")
+
+        asyncio.run(measure())
+    return Bystanders(alone=rate(runs["alone"]), beside=rate(runs["beside"]))
