@@ -50,7 +50,8 @@ class GroupLedger:
         self._preempted: list[int] = []
         self._sequence_ids = itertools.count(1)
         self._prompt_seconds = 0.0  # how long the last step of nothing but prompts took
-        self._steady: list[ScheduledSequence] | None = None  # the plan in which everybody computes one token
+        # The plan in which everybody computes one token; who has ended since it was made may still stand in it.
+        self._steady: list[ScheduledSequence] | None = None
         self._suspect: SequenceGroup | None = None
 
     def add_request(self, group: SequenceGroup) -> None:
@@ -134,6 +135,7 @@ class GroupLedger:
 
     def _release(self, group: SequenceGroup) -> None:
         """Take a group off the worker: it will be new there when it comes back."""
+        self._steady = None
         self._forget(group)
         for output in self._in_flight:
             output.dropped.update(group.live)
@@ -290,7 +292,6 @@ class GroupLedger:
         """End one sequence and free its blocks; nothing happens when it has ended already."""
         if sequence.status.is_finished:
             return
-        self._steady = None
         sequence.status = status
         self.blocks.free(sequence)
         if sequence.is_known:

@@ -118,7 +118,9 @@ class Scheduler(StepWriter):
 
     def _schedule_steady(self, plan: list[ScheduledSequence], step: Step) -> bool:
         """Repeat the last plan and fill the rest of the step from the queue; returns whether that was possible."""
-        if self.swapped:
+        running = SequenceStatus.RUNNING
+        plan = [scheduled for scheduled in plan if scheduled.sequence.status is running]
+        if self.swapped or not 0 < len(plan) <= step.budget.num_tokens:
             return False
         if self.waiting and self.admits:
             head = self.waiting.head
@@ -131,7 +133,7 @@ class Scheduler(StepWriter):
             return False
         for sequence in needy:
             self.blocks.append_slots(sequence, 1)
-        step.budget.take(num_tokens=len(plan), num_seqs=len(plan))
+        step.budget.take(num_tokens=len(plan), num_seqs=sum(group.num_seqs for group in self.running))
         step.steady, step.needy = plan, needy
         if self.waiting and self.config.phase_rule is PhaseRule.CHUNKED:
             self._schedule_waiting(step)

@@ -81,10 +81,11 @@ class StepWriter(GroupLedger):
         )
         for sequence in step.needy:
             self._write_table(sequence, output)
+        any_last = False
         for sequence, _, _ in step.steady:
             num_computed = sequence.num_computed_tokens = sequence.num_computed_tokens + 1
             if num_computed + 1 >= sequence.max_num_tokens:
-                self._steady = None
+                any_last = True
         scheduled: list[ScheduledSequence] = []
         for chunks in step.chunks.values():
             for chunk in chunks:
@@ -98,13 +99,8 @@ class StepWriter(GroupLedger):
                     self._fork_followers(chunk.sequence)
         output.scheduled = step.steady + scheduled if scheduled else step.steady
         output.num_samples = len(step.steady) + sum(chunk.samples for chunk in scheduled)
-        if scheduled:
-            was_steady = not step.steady or self._steady is not None
-            num_live = sum(len(group.live) for group in self.running)
-            is_steady = num_live == len(output.scheduled) and all(
-                n == 1 and samples and sequence.num_uncomputed_tokens == 1 for sequence, n, samples in scheduled
-            )
-            self._steady = output.scheduled if was_steady and is_steady else None
+        if scheduled or any_last or not step.steady:
+            self._steady = self._plan_ahead(step)
         for sequence in self._finished:
             output.finished.append(sequence.id)
             sequence.is_known = False
@@ -133,6 +129,27 @@ class StepWriter(GroupLedger):
         output.placements = [*step.placements, *step.left.values()] if step.left else step.placements
         until = [group.left_until for group in step.left if group.left_until is not None]
         output.ask_again_at = min(until) if until else None
+
+    def _plan_ahead(self, step: Step) -> list[ScheduledSequence] | None:
+        """The next step, if everybody just computes one token in it or has computed the last; else None.
+
+        Beams never just go on. Sequences of a group of several may share the block that they write to next, and get
+        copies in a step that is planned in full; a single one never does.
+        """
+        plan = [s for s in step.steady if s.sequence.num_computed_tokens + 1 < s.sequence.max_num_tokens]
+        for group in step.chunks if step.steady else self.running:
+            prepared = None
+            if group.beams is not None:
+                return None
+            if len(group.sequences) > 1:
+                prepared = {chunk.sequence for chunk in step.chunks.get(group, []) if chunk.num_tokens == 1}
+            for sequence in group.live:
+                num_uncomputed = sequence.num_uncomputed_tokens
+                if num_uncomputed == 1 and (prepared is None or sequence in prepared):
+                    plan.append(ScheduledSequence(sequence, 1, True))
+                elif num_uncomputed or sequence.num_computed_tokens + 1 < sequence.max_num_tokens:
+                    return None
+        return plan or None
 
     def _fork_followers(self, leader: Sequence) -> None:
         """Once the prompt is computed, those who have no blocks yet go on from it, in steps after that one.
