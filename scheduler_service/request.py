@@ -104,6 +104,13 @@ class RequestState:
         self._last_token_at = [0.0] * request.sampling.n  # of each output, 0 before this server's first
         self._num_prompt_logprobs = resumption.num_prompt_logprobs
         self._ranked = [_Ranked(index) for index in range(request.sampling.n)] if request.n is not None else None
+        # Whether every token before the last brings itself and its text, and nothing else.
+        self._is_plain = not (
+            self._ranked
+            or request.stop
+            or request.sampling.logprobs is not None
+            or request.sampling.prompt_logprobs is not None
+        )
 
     def admitted(self, now: float) -> None:
         """A worker has been given the request; whether for the first time is this method's business."""
@@ -135,6 +142,11 @@ class RequestState:
             if self.group.is_finished:
                 self._statistics.num_output_tokens += sum(len(h.token_ids) for h in self.group.beams.hypotheses)
                 self._put_hypotheses(self.group.beams.hypotheses[: self.request.num_outputs])
+            return False
+        if self._is_plain and gained.token_id is not None and sequence.status is SequenceStatus.RUNNING:
+            self._count_token(sequence.index, now)
+            shown, _ = self._outputs[sequence.index].step(gained.token_id)
+            self.stream.put_token(sequence.index, gained.token_id, shown, sequence.num_output_tokens)
             return False
         delta = OutputDelta(sequence.index)
         if gained.prompt_logprobs:  # a preempted prompt is computed again; its positions count once

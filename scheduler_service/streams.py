@@ -55,6 +55,17 @@ class OutputStream:
             self._pending[delta.index] = delta
         self._notify()
 
+    def put_token(self, index: int, token_id: int, text: str, num_output_tokens: int) -> None:
+        """The same for a token and its text, which is what most deltas are, and nearly every one of them merged."""
+        delta = self._pending.get(index)
+        if delta is None:
+            delta = self._pending[index] = OutputDelta(index)
+        delta.token_ids.append(token_id)
+        delta.text += text
+        delta.num_output_tokens = num_output_tokens
+        if self._reader is not None:
+            self._notify()
+
     def fail(self, error: RequestError) -> None:
         """End the stream with an error, after what is pending."""
         self._error = error
