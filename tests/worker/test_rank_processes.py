@@ -129,8 +129,12 @@ def test_a_dead_rank_is_a_dead_worker(start: Any) -> None:
     assert worker.all_gone()
 
 
-def test_ranks_do_not_outlive_the_process_that_started_them(start: Any) -> None:
+def test_ranks_listen_where_nobody_else_is_and_do_not_outlive_the_process_that_started_them(start: Any) -> None:
     worker = start(2)
+    processes = [psutil.Process(worker.process.process.pid), *worker.ranks]
+    sockets = [connection for process in processes for connection in process.net_connections()]
+    listening = {connection.laddr.ip for connection in sockets if connection.status == psutil.CONN_LISTEN}
+    assert {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
     worker.process.process.kill()
     assert worker.all_gone()
 

@@ -41,7 +41,7 @@ def launch(command: Sequence[str], size: int) -> int:
 
     To be called on the main thread. SIGTERM and SIGINT are for the first rank, which drains.
     """
-    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)  # where the ranks meet, on a free port
+    store = _open_store()
     shared = {
         "MASTER_ADDR": _HOST,
         "MASTER_PORT": str(store.port),
@@ -49,7 +49,9 @@ def launch(command: Sequence[str], size: int) -> int:
         "TORCHELASTIC_RUN_ID": "pagewire",
         LAUNCHER: str(os.getpid()),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        # Ranks of one machine need no network, and nobody on it shall reach them.
         "GLOO_SOCKET_IFNAME": _loopback(),
+        "NCCL_SOCKET_IFNAME": _loopback(),
     }
     try:
         context = start_processes(
@@ -86,8 +88,14 @@ def wait_for_end(ranks: Sequence["subprocess.Popen[bytes]"]) -> int:
     return 0 if status in _STOPPED else 1
 
 
+def _open_store() -> TCPStore:
+    """Where the ranks meet, on a free port. It would listen on all addresses of the machine if left to itself."""
+    listening = socket.create_server((_HOST, 0))
+    port = listening.getsockname()[1]
+    return TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
 def _loopback() -> str:
-    """Ranks of one machine need no network; Gloo would ask the host's name for an address."""
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 
