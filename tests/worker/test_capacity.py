@@ -11,6 +11,7 @@ from pagewire_common.start_error import StartError
 from worker_service import capacity
 from worker_service.cache_engine import CacheShape
 from worker_service.capacity import check_room_for_weights, count_device_blocks
+from worker_service.parallel.ranks import ALONE, Ranks
 from worker_service.settings import WorkerSettings
 from worker_service.worker import load_worker
 
@@ -27,9 +28,20 @@ def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def count(max_model_len: int = 1, sliding_window: int = 0, **settings: Any) -> int:
+class FirstOfTwo(Ranks):
+    """Beside a rank that answers with these numbers: the bytes of its part of a block, then its count of blocks."""
+
+    def __init__(self, *others: int) -> None:
+        super().__init__(0, 2)
+        self._others = list(others)
+
+    def gather_numbers(self, number: int) -> list[int]:
+        return [number, self._others.pop(0)]
+
+
+def count(max_model_len: int = 1, sliding_window: int = 0, ranks: Ranks = ALONE, **settings: Any) -> int:
     return count_device_blocks(
-        CPU, SHAPE, max_model_len, sliding_window, WorkerSettings(**{"max_num_seqs": 256, **settings})
+        CPU, SHAPE, max_model_len, sliding_window, WorkerSettings(**{"max_num_seqs": 256, **settings}), ranks
     )
 
 
@@ -107,3 +119,14 @@ def test_weights_beyond_memory_are_refused_before_they_are_allocated(cgroup: Pat
         check_room_for_weights(CPU, [1001, 1500])
     with pytest.raises(StartError, match="the weights take"):
         load_worker(WorkerSettings(model=str(tiny_checkpoint), device="cpu", cache=cgroup / "cache"))
+
+
+def test_ranks_share_the_memory_of_a_machine_and_have_as_many_blocks_as_the_poorest(cgroup: Path) -> None:
+    assert count(ranks=FirstOfTwo(15, 1000)) == 4000 // 4 // (10 + 15)
+    assert count(ranks=FirstOfTwo(15, 7)) == 7
+    assert count(ranks=FirstOfTwo(10, 1000), kv_cache_memory=gib(1000)) == 50
+    with pytest.raises(StartError, match="has room for 7 blocks"):
+        count(8, ranks=FirstOfTwo(15, 7))
+    check_room_for_weights(CPU, [1000], FirstOfTwo(2000))
+    with pytest.raises(StartError, match="the weights take"):
+        check_room_for_weights(CPU, [1000], FirstOfTwo(2001))

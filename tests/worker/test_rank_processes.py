@@ -3,6 +3,7 @@
 import contextlib
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,14 @@ from worker_service.parallel.ranks import ALONE, Ranks
 from worker_service.parallel.shard import part_of
 
 SIZES = ("--num-device-blocks", "32", "--block-size", "4", "--threads", "1", "--swap-space", "0.001")
+FAILING = """
+from worker_service.parallel.ranks import Ranks
+try:
+    with Ranks(1, 2).alike():
+        raise MemoryError("no more")
+except MemoryError:
+    print("goes on")
+"""
 SECONDS_TO_END = 20
 """For processes that end at once, on a machine that may be busy."""
 
@@ -168,6 +177,13 @@ def test_the_first_rank_decides_how_the_worker_ends_unless_another_fails(ranks: 
     assert wait_for_end(processes) == status
     releasing.join()
     assert all(process.returncode is not None for process in processes)
+
+
+def test_a_rank_that_fails_in_a_step_ends_for_it_has_lost_its_place() -> None:
+    ended = subprocess.run([sys.executable, "-c", FAILING], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "this rank failed in a step" in ended.stderr
+    assert "MemoryError: no more" in ended.stderr
 
 
 def test_networks_that_are_not_cut_are_refused() -> None:
