@@ -4,9 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from stepped_worker import DEVICE, PROMPT, SteppedWorker, load_runner
+from torch import Tensor
 from worker_helpers import new_sequence, tokens
 
+from worker_service.parallel.ranks import Ranks
 from worker_service.step import BlockTableUpdate, SchedulerOutput
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cuda", reason="CUDA graphs need a GPU")
@@ -46,6 +49,23 @@ def test_graphs_say_what_single_launches_say(tiny_checkpoint: Path) -> None:
     found = _generate(SteppedWorker(load_runner(tiny_checkpoint)))
     assert found == expected
     assert len({token for step in found for token in step}) > 20
+
+
+class _OneOverNccl(Ranks):
+    """A rank that has nobody to add up with and does it all the same."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x)
+        return x
+
+
+def test_graphs_hold_the_sums_of_ranks(tiny_checkpoint: Path) -> None:
+    expected = _generate(SteppedWorker(load_runner(tiny_checkpoint, graphs=False)))
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert _generate(SteppedWorker(load_runner(tiny_checkpoint, ranks=_OneOverNccl(0, 1)))) == expected
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_steady_decode_is_launched_without_waiting_for_the_gpu(tiny_checkpoint: Path) -> None:
