@@ -11,7 +11,7 @@ from pagewire_common.logs import configure_logging
 from pagewire_common.server import run
 from pagewire_common.settings import load_settings
 from worker_service.parallel import is_rank
-from worker_service.parallel.rank import run_rank
+from worker_service.parallel.rank_process import run_rank
 from worker_service.server import serve
 from worker_service.settings import WorkerSettings
 
