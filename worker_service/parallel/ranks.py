@@ -57,19 +57,14 @@ class Ranks:
         return [int(other) for other in numbers]
 
     def send(self, epoch: int, message: bytes) -> None:
-        """From the first rank to all others."""
-        if self.size == 1:
-            return
-        with self.alike():
-            self._broadcast(epoch, message)
-
-    def _broadcast(self, epoch: int, message: bytes) -> None:
+        """From the first rank to all others, of which there is one at least."""
         header = epoch.to_bytes(8, "little") + len(message).to_bytes(8, "little")
         first = _PACKET_BYTES - _HEADER_BYTES
         packet = (header + message[:first]).ljust(_PACKET_BYTES, b"\0")
-        dist.broadcast(torch.frombuffer(bytearray(packet), dtype=torch.uint8), 0)
-        if rest := message[first:]:
-            dist.broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8), 0)
+        with self.alike():
+            dist.broadcast(torch.frombuffer(bytearray(packet), dtype=torch.uint8), 0)
+            if rest := message[first:]:
+                dist.broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8), 0)
 
     def receive(self) -> tuple[int, bytes] | None:
         """What the first rank sends, when it does; None once it is gone."""
