@@ -30,10 +30,13 @@ class BreakingServer(InferenceServiceServicer):
         self.breaks = list(breaks)
         self.calls: list[pb.GenerateRequest] = []
         self.called = asyncio.Event()
+        self.hangs = False
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:  # noqa: N802
         self.calls.append(request)
         self.called.set()
+        if self.hangs:
+            await asyncio.Event().wait()
         length, code = self.breaks.pop(0) if self.breaks else (None, None)
         for message in self._messages(request)[:length]:
             yield message
@@ -179,6 +182,30 @@ async def test_an_aborted_stream_is_not_resumed() -> None:
         (1, pb.FINISH_REASON_ABORT),
     ]
     assert len(messages) == 5
+
+
+async def test_a_stream_that_is_aborted_before_the_server_knows_of_it_ends_too() -> None:
+    servicer = BreakingServer()
+    servicer.hangs = True
+    async with serving(servicer) as target, Client(target) as client:
+        aborting = asyncio.create_task(abort_when_called_again(client, servicer))
+        messages = [message async for message in client.generate("x", request_id="mine")]
+        assert await aborting
+        assert [(message.index, message.finish_reason) for message in messages] == [(0, pb.FINISH_REASON_ABORT)]
+        assert not await client.abort("mine")  # it has ended
+
+
+async def test_a_reader_that_is_cancelled_is_cancelled_even_if_the_stream_was_aborted() -> None:
+    servicer = BreakingServer()
+    servicer.hangs = True
+    async with serving(servicer) as target, Client(target) as client:
+        reading = asyncio.create_task(anext(client.generate("x", request_id="mine")))
+        await servicer.called.wait()
+        aborting = asyncio.create_task(client.abort("mine"))
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        await aborting
 
 
 async def abort_when_called_again(client: Client, servicer: BreakingServer) -> bool:
