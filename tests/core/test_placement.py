@@ -23,6 +23,7 @@ from scheduler_service.core import (
     WaitingQueue,
 )
 from scheduler_service.core.placement import MAX_OVERTAKES, MOST_LEFT
+from scheduler_service.core.prefix_directory import PrefixDirectory
 
 ROOMY = {"num_device_blocks": 400, "max_num_batched_tokens": 1000, "max_num_seqs": 64, "max_model_len": 1000}
 
@@ -168,6 +169,36 @@ def test_a_slow_worker_beside_fast_ones_gets_less() -> None:
     assert abs(fast[0] - fast[1]) < 0.2 * sum(fast)
 
 
+def test_a_fast_worker_is_better_though_it_has_more_to_do() -> None:
+    slow, fast = fleet = make_fleet(2)
+    slow.member.slowness.speed = 250
+    slow.set_admission(False)
+    add(fleet, unlike("runs", max_tokens=100))
+    finish_prompts(fast)
+    slow.set_admission(True)
+    add(fleet, unlike("new", 100))
+    output = slow.schedule()
+    assert left(output) == {"new": fast}
+    assert output.placements[0].seconds > 1.5 * output.placements[0].seconds_there
+
+
+def test_a_worker_without_room_is_not_asked_again_before_it_has_another_amount_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    *full, free = fleet = make_fleet(6, num_device_blocks=24, max_model_len=90)
+    free.set_admission(False)
+    add(fleet, *(unlike(name, 60, max_tokens=20) for name in "abcde"))
+    for scheduler in full:
+        finish_prompts(scheduler)
+    free.set_admission(True)
+    asked: list[object] = []
+    room_for = Scheduler.room_for
+    monkeypatch.setattr(Scheduler, "room_for", lambda self, group: asked.append(self) or room_for(self, group))
+    add(fleet, *(unlike(str(i), 36, max_tokens=1) for i in range(2)))
+    assert taken(free.schedule()) == ["0", "1"]
+    assert len(asked) <= len(full)
+
+
 def test_a_worker_that_is_overdue_is_expected_to_be_so_for_as_long_again() -> None:
     hung, other = fleet = make_fleet(2)
     other.set_admission(False)
@@ -202,6 +233,19 @@ def test_the_longest_prefix_wins_among_those_that_hold_some() -> None:
     assert left(none.schedule()) == {"again": long}
     assert left(short.schedule()) == {"again": long}
     assert taken(long.schedule()) == ["again"]
+
+
+def test_only_blocks_in_a_row_are_a_prefix() -> None:
+    directory, keys = PrefixDirectory(), [b"0", b"1", b"2", b"3"]
+    for bit, held in ((1, "01"), (2, "0123"), (4, "013"), (8, "123"), (16, "0123")):
+        for name in held:
+            directory.add(name.encode(), bit)
+    assert directory.holders(keys, 0, 0b1111) == 0b10
+    assert directory.holders(keys, 0, 0b11111) == 0b10010
+    assert directory.holders(keys, 0, 0b0101) == 0b0101
+    assert directory.holders(keys, 1, 0b1101) == 0b1000
+    assert directory.holders(keys, 0, 0b1000) == 0
+    assert directory.holders(keys, 4, 0b1111) == 0
 
 
 def test_a_prefix_does_not_outweigh_much_more_to_do() -> None:
@@ -263,6 +307,18 @@ def test_a_group_is_left_for_no_longer_than_that_would_save() -> None:
     output = other.schedule(output.ask_again_at + 1e-6)
     assert reasons(output) == {"again": PlacementReason.OVERDUE}
     assert taken(output) == ["again"]
+
+
+def test_a_group_that_comes_back_may_be_left_anew() -> None:
+    other, holder = fleet = make_fleet(2)
+    warm(holder, make_group("first", 100))
+    add(fleet, make_group("again", 120))
+    output = other.schedule(10.0)
+    assert output.ask_again_at is not None
+    assert taken(other.schedule(20.0)) == ["again"]
+    other.release_all()
+    third = make_scheduler(other.waiting, **ROOMY)
+    assert left(third.schedule(30.0)) == {"again": holder}
 
 
 def test_nobody_is_overtaken_more_than_a_bounded_number_of_times() -> None:
@@ -355,7 +411,7 @@ def test_somebody_always_takes_a_group_that_there_is_room_for(
     for scheduler in fleet:
         scheduler.member.slowness.speed = rng.choice([1000, 1000, 300, 2500])
     in_flight: dict[Scheduler, list[SchedulerOutput]] = {scheduler: [] for scheduler in fleet}
-    for now in range(60):
+    for now in range(40):
         if rng.random() < 0.4:
             waiting.append(random_request(rng, now).group(now))
         for group in waiting:
@@ -419,6 +475,25 @@ def test_a_worker_alone_has_no_choice_and_spends_nothing_on_it(monkeypatch: pyte
     output = step(scheduler, worker)
     assert set(reasons(output).values()) == {PlacementReason.ALONE}
     run(scheduler, worker)
+
+
+def test_a_suspect_goes_where_there_is_least_to_lose() -> None:
+    """Also when the worker that is asked would have its share of those that wait."""
+    busy, idle = fleet = make_fleet(2)
+    idle.set_admission(False)
+    add(fleet, unlike("runs", max_tokens=50))
+    finish_prompts(busy)
+    idle.set_admission(True)
+    suspect = unlike("suspect")
+    suspect.num_lost_steps = 2
+    add(fleet, suspect, *(unlike(str(i)) for i in range(8)))
+    output = busy.schedule()
+    assert reasons(output)["suspect"] is PlacementReason.SUSPECT
+    assert left(output)["suspect"] is idle
+    assert "0" in taken(output)
+    output = idle.schedule()
+    assert taken(output) == ["suspect"]
+    assert [scheduled.sequence.group for scheduled in output.scheduled] == [suspect]
 
 
 # ---- swapped groups
