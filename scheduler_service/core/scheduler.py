@@ -56,7 +56,7 @@ class Scheduler(StepWriter):
             for group in self.running:
                 for sequence in group.live:
                     self.blocks.release_behind_window(sequence)
-        if self._steady is not None and self._schedule_steady(self._steady, step):
+        if suspect is None and self._steady is not None and self._schedule_steady(self._steady, step):
             return self.write(step)
         for group in self.running:
             step.budget.take(num_seqs=group.num_seqs)
