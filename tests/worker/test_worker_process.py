@@ -126,7 +126,7 @@ from worker_service.session import Session
 def fail(self, *_):
     raise DeviceLostError("CUDA error: an illegal memory access was encountered")
 
-Session.commit = ModelRunner.recover = fail
+Session.apply = ModelRunner.recover = fail
 runpy.run_module("worker_service", run_name="__main__")
 """
 
