@@ -18,10 +18,8 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
         for sequence, num_tokens in zip(sampled, answer.num_tokens, strict=False):
             if num_tokens > 1 + len(output.draft_tokens.get(sequence.id, ())):
                 raise ValueError(f"the worker returned {num_tokens} tokens for sequence {sequence.id}")
-    for sequence, num_tokens, samples in output.scheduled:
+    for sequence, num_tokens, samples in [item for item in output.scheduled if item.sequence.reports]:
         sampling = sequence.sampling
-        if sampling.logprobs is None and not sampling.beam_width and sampling.prompt_logprobs is None:
-            continue
         if samples and (width := sampling.num_logprobs) is not None and sequence.id not in answer.failed_sequence_ids:
             if (entry := answer.logprobs.get(sequence.id)) is None:
                 raise ValueError(f"the worker returned no log-probabilities for sequence {sequence.id}")

@@ -68,6 +68,7 @@ class Sequence:
         "num_published_blocks",
         "num_slots",
         "num_stored_tokens",
+        "reports",
         "sampling",
         "score",
         "status",
@@ -80,6 +81,8 @@ class Sequence:
         self.group = group
         self.index = index
         self.sampling = group.sampling.for_index(index)
+        # Whether log-probabilities are asked for; kept, because it is asked for every sequence and step.
+        self.reports = self.sampling.num_logprobs is not None or self.sampling.prompt_logprobs is not None
         self.token_ids = token_ids
         self.num_prompt_tokens = len(token_ids)
         self.max_num_tokens = 0  # prompt and output, on the worker that it was admitted to
