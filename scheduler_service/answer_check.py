@@ -9,17 +9,20 @@ from scheduler_service.core.outputs import TokenLogprobs
 def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: int) -> None:
     """Raises ValueError when an answer cannot be that of a sound worker to this step.
 
-    The core judges whose answer it is and how many tokens there are.
+    The core judges whose answer it is and how many tokens there are. What is said of sequences that have left the
+    worker since the step was sent is passed over, as the core does: by now they may have another id, on another worker.
     """
     if answer.token_ids and max(answer.token_ids) >= vocabulary_size:
         raise ValueError(f"the worker sampled token {max(answer.token_ids)} of a vocabulary of {vocabulary_size}")
     if answer.num_tokens:
         sampled = (sequence for sequence, _, samples in output.scheduled if samples)
         for sequence, num_tokens in zip(sampled, answer.num_tokens, strict=False):
-            if num_tokens > 1 + len(output.draft_tokens.get(sequence.id, ())):
+            if num_tokens > 1 + len(output.draft_tokens.get(sequence.id, ())) and sequence not in output.dropped:
                 raise ValueError(f"the worker returned {num_tokens} tokens for sequence {sequence.id}")
     for sequence, num_tokens, samples in [item for item in output.scheduled if item.sequence.reports]:
         sampling = sequence.sampling
+        if sequence in output.dropped:
+            continue
         if samples and (width := sampling.num_logprobs) is not None and sequence.id not in answer.failed_sequence_ids:
             if (entry := answer.logprobs.get(sequence.id)) is None:
                 raise ValueError(f"the worker returned no log-probabilities for sequence {sequence.id}")

@@ -1,0 +1,23 @@
+import pytest
+
+from scheduler_service.answer_check import check_answer
+from scheduler_service.core import ModelOutput, SamplingParams, Scheduler, SchedulerConfig, SequenceGroup, WaitingQueue
+
+
+def test_an_answer_about_sequences_that_have_left_the_worker_is_no_lie() -> None:
+    """Two of them run out of blocks while a step is in flight: the later one is preempted, and loses its id."""
+    config = SchedulerConfig(
+        block_size=4, num_device_blocks=4, max_num_batched_tokens=16, max_num_seqs=2, max_model_len=16, watermark=0
+    )
+    scheduler = Scheduler(config, WaitingQueue())
+    for name in "ab":
+        scheduler.add_request(SequenceGroup(name, range(1, 8), SamplingParams(max_tokens=9, logprobs=1)))
+    in_flight = [scheduler.schedule() for _ in range(3)]
+    (dropped,) = in_flight[0].dropped
+    assert dropped.id == 0
+    answer = ModelOutput(1, [5, 5])
+    with pytest.raises(ValueError, match=f"no log-probabilities for sequence {in_flight[0].scheduled[0].sequence.id}"):
+        check_answer(in_flight[0], answer, 100)
+    (left,) = (s for s in in_flight[0].scheduled if s.sequence is not dropped)
+    in_flight[0].scheduled.remove(left)
+    check_answer(in_flight[0], answer, 100)
