@@ -16,6 +16,8 @@ ACK = END_STREAM = 0x1
 END_HEADERS = 0x4
 INITIAL_WINDOW_SIZE = 0x4  # of SETTINGS
 WIDEST = (1 << 31) - 1
+PREFIX = 5
+"""Bytes before each message: whether it is compressed, and its length."""
 REFILL = 1 << 29
 """Bytes after which the connection's window is opened anew."""
 
@@ -62,6 +64,7 @@ class Connection(asyncio.Protocol):
         self._window = window
         self._next_stream = 1
         self._last_messages: dict[int, bytes] = {}
+        self._parts: dict[int, bytes] = {}
         self._buffer = bytearray()
         self._received = 0
 
@@ -112,10 +115,14 @@ class Connection(asyncio.Protocol):
         if self._received > REFILL:
             self._transport.write(frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", self._received)))
             self._received = 0
-        buffer = self._buffer
-        while begins < ends:  # small messages are never cut, but one frame may hold several
-            begins += 5
-            length = int.from_bytes(buffer[begins - 4 : begins], "big")
-            last, begins = begins, begins + length
+        payload = self._parts.pop(stream, b"") + bytes(self._buffer[begins:ends])
+        at, size = 0, len(payload)
+        while size - at >= PREFIX:
+            end = at + PREFIX + int.from_bytes(payload[at + 1 : at + PREFIX], "big")
+            if end > size:
+                break
+            self._last_messages[stream] = payload[at + PREFIX : end]
             self.num_messages += 1
-        self._last_messages[stream] = bytes(buffer[last:ends])
+            at = end
+        if at < size:  # the rest of a message comes with the next frame
+            self._parts[stream] = payload[at:]
