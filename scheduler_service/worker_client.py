@@ -39,6 +39,10 @@ TOKENIZER_FILES = frozenset(
 MAX_TOKENIZER_BYTES = 256 << 20
 
 
+_WRITE_FAILED = "Internal error from Core"
+"""What gRPC says when a write meets the end of the stream; how the worker ended it cannot be had any more."""
+
+
 class WorkerError(Exception):
     """The worker cannot be used; the message says why. `is_nobodys_fault` unless a request may have brought it down."""
 
@@ -125,6 +129,8 @@ class Session:
 
     async def _end(self) -> WorkerError:
         code, details = await self._call.code(), await self._call.details() or "no reason given"
+        if details == _WRITE_FAILED:
+            return WorkerError("the session broke while a step was sent")
         if code is grpc.StatusCode.ABORTED:
             return DrainedError(f"the worker ended the session: {details}")
         if code is grpc.StatusCode.FAILED_PRECONDITION:
