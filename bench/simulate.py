@@ -9,6 +9,9 @@ and four light ones 5% each, and 10% of the requests are urgent, of whomever.
   waiting (`scheduler_service/simulation/fairness.py`).
 - preemptions, by mode.
 
+A second table shows what placement is worth: 8 workers of which one takes four times as long for every step, and 8
+equal ones whose requests are turns of conversations, each with the balancer and with whoever is asked first taking all.
+
 One process a core; the real time of a run is that beside the others. The last line is JSON.
 """
 
@@ -24,12 +27,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from scheduler_service.core import PreemptionMode
+from scheduler_service.core import Balancer, PreemptionMode, WaitingQueue
+from scheduler_service.core.placement import Member
 from scheduler_service.policy import POLICIES, waiting_queue
 from scheduler_service.simulation.cost_model import CostModel
-from scheduler_service.simulation.senders import deal
+from scheduler_service.simulation.senders import converse, deal
 from scheduler_service.simulation.simulator import RequestTimes, Simulator
-from scheduler_service.simulation.summary import ttft
+from scheduler_service.simulation.summary import percentiles, ttft
 from scheduler_service.simulation.trace import read_trace
 
 # By workers. A sixth for each loads the built-in cost model on the conversation trace; a thousand of them admit every
@@ -40,7 +44,19 @@ TENANTS = {HEAVY: 0.8, "light 1": 0.05, "light 2": 0.05, "light 3": 0.05, "light
 URGENT = -100  # so urgent that ageing does not even it out
 PRIORITIES = {0: 0.9, URGENT: 0.1}
 
+# Slow enough that workers have room most of the time: else there is little to choose.
+PLACEMENT_SPEEDUP = 0.8
+PLACEMENT_REQUESTS = 6_000
+SLOWNESS = {7: 4.0}
+
 Row = dict[str, str | int | float]
+
+
+class FirstCome(Balancer):
+    """Whoever is asked first takes all that it has room for."""
+
+    def has_others(self, member: Member) -> bool:  # noqa: ARG002
+        return False
 
 
 def run(case: tuple[str, int, str]) -> Row:
@@ -70,6 +86,38 @@ def run(case: tuple[str, int, str]) -> Row:
     }
 
 
+def run_placement(case: tuple[str, str, bool]) -> Row:
+    trace, load, is_placed = case
+    arrivals = read_trace(Path(trace), speedup=PLACEMENT_SPEEDUP, limit=PLACEMENT_REQUESTS)
+    if load == "conversations":
+        arrivals = converse(arrivals, pause=30.0, most_turns=8)
+    waiting = WaitingQueue()
+    waiting.balancer = Balancer() if is_placed else FirstCome()
+    slowness = SLOWNESS if load == "a slow worker" else None
+    result = Simulator(arrivals, CostModel(), num_workers=8, waiting=waiting, slowness=slowness).run()
+    prompt_tokens = sum(arrival.prompt_tokens for arrival in arrivals)
+    return {
+        "trace": Path(trace).stem,
+        "load": load,
+        "placement": "balancer" if is_placed else "first come",
+        "p50_ttft": ttft(result.requests)["p50"],
+        "p99_ttft": ttft(result.requests)["p99"],
+        "p99_e2e": percentiles([request.e2e for request in result.requests])["p99"],
+        "cached": result.cached_tokens / prompt_tokens,
+        "overtakes": waiting.balancer.num_overtakes,
+    }
+
+
+PLACEMENT_COLUMNS = {
+    "trace": "{trace}",
+    "load": "{load}",
+    "placement": "{placement}",
+    "p50 TTFT": "{p50_ttft:.2f}",
+    "p99 TTFT": "{p99_ttft:.2f}",
+    "p99 end to end": "{p99_e2e:.1f}",
+    "prompt tokens cached": "{cached:.1%}",
+    "overtakes": "{overtakes:,}",
+}
 COLUMNS = {
     "trace": "{trace}",
     "workers": "{workers:,}",
@@ -85,23 +133,28 @@ COLUMNS = {
 }
 
 
-def table_of(report: list[Row]) -> Table:
+def table_of(report: list[Row], columns: dict[str, str], last: str) -> Table:
+    """A line below each row that holds `last`."""
     table = Table()
-    for heading in COLUMNS:
-        table.add_column(heading, justify="left" if heading in ("trace", "policy") else "right")
+    for heading in columns:
+        is_name = heading in ("trace", "policy", "load", "placement")
+        table.add_column(heading, justify="left" if is_name else "right")
     for row in report:
-        cells = (cell.format(**row) for cell in COLUMNS.values())
-        table.add_row(*cells, end_section=row["policy"] == POLICIES[-1])
+        table.add_row(*(cell.format(**row) for cell in columns.values()), end_section=last in row.values())
     return table
 
 
 def main() -> None:
     traces = sys.argv[1:] or sys.exit("bench.simulate: name at least one trace")
     cases = list(product(traces, SPEEDUPS, POLICIES))
+    placement_cases = list(product(traces, ("a slow worker", "conversations"), (False, True)))
+    console = Console(stderr=True)
     with ProcessPoolExecutor() as pool:
-        report = list(track(pool.map(run, cases), total=len(cases), console=Console(stderr=True)))
-    Console(file=sys.stdout, width=150).print(table_of(report))
-    sys.stdout.write(json.dumps(report) + "\n")
+        policies = list(track(pool.map(run, cases), total=len(cases), console=console))
+        placement = list(track(pool.map(run_placement, placement_cases), total=len(placement_cases), console=console))
+    for rows, columns, last in ((policies, COLUMNS, POLICIES[-1]), (placement, PLACEMENT_COLUMNS, "balancer")):
+        Console(file=sys.stdout, width=150).print(table_of(rows, columns, last))
+    sys.stdout.write(json.dumps({"policies": policies, "placement": placement}) + "\n")
 
 
 if __name__ == "__main__":

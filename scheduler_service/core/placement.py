@@ -188,7 +188,7 @@ class Balancer:
             reason = PlacementReason.SUSPECT
         elif cached_there > cached:
             reason = PlacementReason.AFFINITY
-        elif self._is_share(member, group, cached, num_waiting):
+        elif num_waiting > 1 and self._is_share(member, group, cached, num_waiting):
             return placement._replace(reason=PlacementReason.SHARE)
         else:
             reason = PlacementReason.LOAD

@@ -140,12 +140,17 @@ class Scheduler(StepWriter):
         return True
 
     def _find_suspect(self, step: Step) -> SequenceGroup | None:
-        """The suspect that runs here, or else the one that is next in the queue and not left to another worker."""
+        """The suspect that runs here, or else the first of those next in the queue that is not for another worker."""
         if self._runs_suspect:
             return self._suspect
         if not (self.admits and self.waiting and self.waiting.head.is_suspect):
             return None
-        return None if self._leave_suspect(self.waiting.head, step) else self.waiting.head
+        for group in self.waiting.upcoming(MOST_LEFT):
+            if not group.is_suspect:
+                break
+            if not self._leave_suspect(group, step):
+                return group
+        return None
 
     def _leave_suspect(self, suspect: SequenceGroup, step: Step) -> bool:
         if not self.balancer.has_others(self.member):
@@ -251,7 +256,7 @@ class Scheduler(StepWriter):
         most: int | None = None if suspect is None else 1
         while self.admits and self.waiting and step.budget.num_tokens and len(step.chunks) != most:
             group = self._next_waiting(step)
-            if group is None or (group.is_suspect and step.chunks):
+            if group is None or (group.is_suspect and suspect is None):
                 return  # the turn of a suspect comes in a step of its own
             status = self._status(group, step)
             if status is AllocStatus.NEVER:

@@ -93,6 +93,20 @@ def test_each_worker_takes_its_share_of_a_burst_in_its_first_step(queue: type[Wa
     assert not fleet[0].waiting
 
 
+def test_a_request_that_is_the_only_one_waits_for_the_worker_that_has_had_nothing_for_longest() -> None:
+    """Also while yet another worker is so busy that this one would still have its share."""
+    busy, idle, fresh = fleet = make_fleet(3)
+    for scheduler in (idle, fresh):
+        scheduler.set_admission(False)
+    add(fleet, *(unlike(str(i), max_tokens=50) for i in range(6)))
+    finish_prompts(busy)
+    for scheduler in (fresh, idle):
+        scheduler.set_admission(True)
+    add(fleet, unlike("new"))
+    assert left(idle.schedule()) == {"new": fresh}
+    assert taken(fresh.schedule()) == ["new"]
+
+
 def test_what_does_not_divide_goes_to_whoever_comes_first() -> None:
     fleet = make_fleet(3)
     add(fleet, *(unlike(str(i)) for i in range(7)))

@@ -10,7 +10,7 @@ import pytest
 from scheduler_service.core import FairQueue, PreemptionMode, PriorityQueue, WaitingQueue
 from scheduler_service.simulate import parse_arguments
 from scheduler_service.simulation.cost_model import CostModel
-from scheduler_service.simulation.senders import deal
+from scheduler_service.simulation.senders import converse, deal
 from scheduler_service.simulation.simulator import Simulator
 from scheduler_service.simulation.trace import Arrival, TraceError, read_trace
 
@@ -168,3 +168,33 @@ def test_shares_that_make_no_sense_are_refused(
     with pytest.raises(SystemExit):
         parse_arguments(["--trace", "trace.csv", option, text])
     assert reason in capsys.readouterr().err
+
+
+def test_turns_continue_what_was_said_and_come_after_a_pause() -> None:
+    arrivals = [Arrival(number * 1.0, 5 + number * 17 % 90, 1 + number % 9) for number in range(200)]
+    turns = converse(arrivals, pause=10.0, most_turns=3)
+    assert [turn._replace(conversation=None) for turn in turns] == arrivals
+    said: dict[int | None, list[Arrival]] = {}
+    for turn in turns:
+        before = said.setdefault(turn.conversation, [])
+        if before:
+            assert turn.at >= before[-1].at + 10
+            assert turn.prompt_tokens >= before[-1].prompt_tokens + before[-1].output_tokens
+        before.append(turn)
+    assert max(map(len, said.values())) == 3
+    assert sum(len(turns) > 1 for turns in said.values()) > 20
+
+
+def test_turns_of_a_conversation_find_what_was_computed_before_wherever_it_was() -> None:
+    arrivals = [Arrival(number // 4 * 0.5, 8 + number // 4 * 8, 4, conversation=number % 4) for number in range(24)]
+    result = Simulator(arrivals, COSTS, num_workers=4).run()
+    assert result.cached_tokens >= 0.9 * sum(arrival.prompt_tokens - 8 for arrival in arrivals)
+
+
+def test_a_slow_worker_gets_less() -> None:
+    arrivals = [Arrival(number * 0.02, 20, 20) for number in range(300)]
+    even = Simulator(arrivals, COSTS, num_workers=3).run()
+    uneven = Simulator(arrivals, COSTS, num_workers=3, slowness={0: 5.0}).run()
+    assert max(even.busy_seconds) < 1.3 * min(even.busy_seconds)
+    assert uneven.busy_seconds[0] / 5 < 0.4 * min(uneven.busy_seconds[1:])
+    assert uneven.busy_seconds[0] > 0
