@@ -23,6 +23,8 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
         sampling = sequence.sampling
         if sequence in output.dropped:
             continue
+        if sequence in output.dropped:
+            continue
         if samples and (width := sampling.num_logprobs) is not None and sequence.id not in answer.failed_sequence_ids:
             if (entry := answer.logprobs.get(sequence.id)) is None:
                 raise ValueError(f"the worker returned no log-probabilities for sequence {sequence.id}")
