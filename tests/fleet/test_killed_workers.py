@@ -9,8 +9,8 @@ from cluster import is_busy
 from conftest import Fleet, Scale, Serve
 from processes import Member, Workers
 
-MEMORY_GROWTH = 24 << 20
-"""Bytes that the scheduler may have more at the end than when it had settled: its caches and heaps breathe."""
+MEMORY_GROWTH = 16 << 20
+"""Bytes that the scheduler may have more at the end than halfway: its heaps breathe."""
 
 
 async def kill_one(fleet: Fleet, members: list[Member], draw: random.Random) -> Member:
