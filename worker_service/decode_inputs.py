@@ -98,9 +98,10 @@ class DecodeInputs:
         width = self._tables.shape[1]
         tables = [chunks[row].sequence.block_ids[:width] for row in changed]
         entries = np.zeros((len(changed), max(map(len, tables))), dtype=np.int32)
-        for place, (row, table) in enumerate(zip(changed, tables, strict=True)):
+        for place, table in enumerate(tables):
             entries[place, : len(table)] = table
-            self._known_tables[row] = array(TOKENS, chunks[row].sequence.block_ids)
         device = self._tables.device
         rows = upload(changed, torch.int64, device)
         self._tables[:, : entries.shape[1]].index_copy_(0, rows, upload(entries, torch.int32, device))
+        for row in changed:  # once nothing can fail any more
+            self._known_tables[row] = array(TOKENS, chunks[row].sequence.block_ids)

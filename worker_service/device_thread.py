@@ -28,8 +28,11 @@ class Later(Generic[Result]):
         return self.future.done()
 
     def is_due(self) -> bool:
-        """Whether settling it would not wait."""
-        return self.is_settled or self._is_done()
+        """Whether settling it would not wait. A device that cannot be asked is no longer at it."""
+        try:
+            return self.is_settled or self._is_done()
+        except Exception:  # finishing meets it again, and tells whoever waits for the result
+            return True
 
     def settle(self) -> None:
         """Finish now, unless it has been done before. On the device thread."""

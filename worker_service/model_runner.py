@@ -41,7 +41,7 @@ class RunningStep:
         self.chunks = chunks
         self._sequences = [chunk.sequence for chunk in chunks if chunk.samples]
         self._clock = clock
-        self._logits = logits
+        self._logits = logits if any(sequence.sampling.logprobs is not None for sequence in self._sequences) else None
         self._token_ids = token_ids
         self._host_token_ids = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=token_ids.is_cuda)
         self._host_token_ids.copy_(token_ids, non_blocking=True)
@@ -63,11 +63,12 @@ class RunningStep:
         """Wait for it, and read what it found."""
         durations = self._clock.durations()
         found = self._host_token_ids.tolist()
+        logits, self._logits = self._logits, None
         failed = [token_id == FAILED for token_id in found]
         return ModelOutput(
             token_ids=[PLACEHOLDER if token_id == FAILED else token_id for token_id in found],
             timing=StepTiming(*durations),
-            logprobs=sample_logprobs(self._logits, found, failed, self._sequences),
+            logprobs=[] if logits is None else sample_logprobs(logits, found, failed, self._sequences),
             prompt_logprobs=self._prompt_logprobs,
             failed_sequence_ids=[
                 sequence.sequence_id for sequence, without in zip(self._sequences, failed, strict=True) if without

@@ -258,16 +258,16 @@ def _compute(worker: "Worker", stream: _Stream, message: SchedulerOutput) -> Mod
     Where the worker runs ahead, the step is on its way when this returns, and the next one may follow it.
     """
     with _failures_end(worker, stream):
-        if worker.ranks.size > 1:
-            worker.ranks.send(stream.session.epoch, message.SerializeToString())
         output = decode_scheduler_output(message, worker.limits)
         before = stream.last
         if before is not None and (before[1].is_settled or not stream.session.follows_unseen(output)):
             before[1].settle()
             before = None
     with _failures_end(worker, stream):
+        if worker.ranks.size > 1:  # whoever is sent a step waits for its sums: nothing may come between
+            worker.ranks.send(stream.session.epoch, message.SerializeToString())
         computation = Computation.launch(worker, stream.session, output, before and before[0])
-        if not worker.runner.runs_ahead:
+        if not worker.runner.runs_ahead or worker.ranks.size > 1:  # ranks finish a step before they take another
             return computation.finish()
         later = Later(computation.step.is_done, partial(_finish, computation, stream))
         stream.last = computation.step, later

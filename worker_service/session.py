@@ -34,6 +34,12 @@ class SequenceState:
     block_ids: "array[int]"
     sampling: SamplingParams
 
+    @property
+    def reports_logprobs(self) -> bool:
+        """Whether its next step reports some, of what it samples or of its prompt."""
+        in_prompt = self.num_computed_tokens + 1 < self.num_prompt_tokens
+        return self.sampling.logprobs is not None or (self.sampling.prompt_logprobs is not None and in_prompt)
+
 
 class ScheduledChunk(NamedTuple):
     """Tokens [start, stop) of a sequence, to be computed in this step."""
@@ -83,13 +89,17 @@ class Session:
         return self._schedule(output)
 
     def follows_unseen(self, output: SchedulerOutput) -> bool:
-        """Whether a step computes one token of each of its sequences, and needs no other's value than that token's."""
+        """Whether a step can be launched before the tokens of the last one are known to the host.
+
+        That is a step of one token for each of its sequences, none of which needs the values of earlier ones to sample.
+        Log-probabilities are reported behind what was launched, so that a step ahead would delay everybody's tokens.
+        """
         return (
             not output.new_sequences
             and not output.forks
             and all(num_tokens == 1 for num_tokens in output.num_scheduled_tokens)
             and not any(
-                sequence is None or sequence.sampling.edits_logits or sequence.sampling.prompt_logprobs is not None
+                sequence is None or sequence.sampling.edits_logits or sequence.reports_logprobs
                 for sequence in map(self.sequences.get, output.sequence_ids)
             )
         )

@@ -48,7 +48,9 @@ class WorkerSettings(ServiceSettings):
     max_model_len: int | None = Field(None, ge=1, description="most tokens of a sequence; by default the model's limit")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the GPU's memory to use in all")
     enforce_eager: bool = Field(
-        False, description="on a GPU, launch the kernels of decodes one by one, without CUDA graphs captured at start"
+        False,
+        description="on a GPU, launch the kernels of decodes one by one, without CUDA graphs captured at start, whose "
+        "memory comes on top of --gpu-memory-utilization",
     )
     threads: int | None = Field(
         None,

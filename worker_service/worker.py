@@ -87,7 +87,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
         )
         cache_engine = CacheEngine(shape, num_device_blocks, num_host_blocks, device)
         decode_graphs = None
-        captures = isinstance(config, DecoderConfig) and not settings.enforce_eager
+        captures = isinstance(config, DecoderConfig) and kernels != EAGER and not settings.enforce_eager
         if device.type == "cuda" and captures:
             decode_graphs = DecodeGraphs(model, cache_engine.device_blocks, settings.max_num_seqs, max_model_len)
     except (MemoryError, RuntimeError) as error:

@@ -53,10 +53,10 @@ def paged_attention(
     groups = num_heads // num_kv_heads
     head_columns = max(16, triton.next_power_of_2(head_dim))  # a tensor core multiplies no less than 16
     chunk = _chunk_tile(metadata.max_query_len, groups, head_columns, query.dtype, query.device)
-    decode = _decode_tile(groups, head_columns, query.dtype)
+    decode = _decode_tile(groups, head_columns)
     only_decodes = metadata.max_query_len == 1
     num_tiles = num_sequences if only_decodes else num_tokens // (chunk.rows // groups) + num_sequences
-    tile_keys = decode.keys if only_decodes else chunk.keys
+    tile_keys = _tile_keys(head_columns, query.dtype)
     visible = metadata.max_context_len if window is None else min(metadata.max_context_len, window + tile_keys)
     num_splits = _num_splits(num_tiles * num_kv_heads, triton.cdiv(visible, tile_keys), query.device)
     if num_splits == 1:
@@ -90,7 +90,7 @@ def paged_attention(
             window=window or 0,
             soft_cap=soft_cap or 0.0,
             tile_rows=tile.rows,
-            tile_keys=tile.keys,
+            tile_keys=tile_keys,
             head_columns=head_columns,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
@@ -110,17 +110,16 @@ class _Tile(NamedTuple):
     """The shape of a program's work, and how it is compiled."""
 
     rows: int
-    keys: int
     num_warps: int
     num_stages: int
     """Of the pipeline; the table's entries take stages of their own, ahead of the keys that they lead to."""
 
 
-def _decode_tile(groups: int, head_columns: int, dtype: torch.dtype) -> _Tile:
+def _decode_tile(groups: int, head_columns: int) -> _Tile:
     """Few warps, of which several programs fit on a processor: one waits for its first keys while another computes."""
     rows = max(16, triton.next_power_of_2(groups))
     num_warps = 2 if rows == 16 else 4 if rows * head_columns < 2**13 else 8
-    return _Tile(rows, _tile_keys(head_columns, dtype), num_warps, 5)
+    return _Tile(rows, num_warps, 5)
 
 
 def _chunk_tile(max_query_len: int, groups: int, head_columns: int, dtype: torch.dtype, device: torch.device) -> _Tile:
@@ -133,7 +132,7 @@ def _chunk_tile(max_query_len: int, groups: int, head_columns: int, dtype: torch
     largest = max(16, min(most // 128, most // head_columns // (16 if dtype is torch.float32 else 1)))
     fitting = next((size for size in (16, 64, 128) if largest >= size >= max_query_len * groups), largest)
     rows = max(fitting, triton.next_power_of_2(groups))
-    return _Tile(rows, _tile_keys(head_columns, dtype), 8 if rows * head_columns >= 2**15 else 4, 3)
+    return _Tile(rows, 8 if rows * head_columns >= 2**15 else 4, 3)
 
 
 def _tile_keys(head_columns: int, dtype: torch.dtype) -> int:

@@ -21,13 +21,11 @@ class FakeDecodeGraphs:
         self._model = model
         self._cache = cache
         self._inputs = DecodeInputs(max_num_seqs, max_model_len, cache.shape[3], cache.device)
-        self.num_unseen = 0
 
     def fit(self, chunks: Sequence[ScheduledChunk]) -> bool:
         return all(chunk.stop - chunk.start == 1 for chunk in chunks)
 
     def forward(self, chunks: Sequence[ScheduledChunk], unseen: UnseenTokens | None) -> Tensor:
-        self.num_unseen += unseen is not None
         count = len(chunks)
         token_ids, positions, slots, metadata = self._inputs.tensors(self._inputs.fill(chunks, unseen))
         attention = AttentionMetadata(

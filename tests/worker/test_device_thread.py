@@ -58,3 +58,11 @@ def test_results_that_come_late_can_be_failures_too() -> None:
     with pytest.raises(ZeroDivisionError):
         future.result(10)
     assert thread.submit(lambda: "fine").result(10) == "fine"
+
+
+def test_a_device_that_cannot_be_asked_fails_what_it_was_at_and_the_thread_goes_on() -> None:
+    thread = DeviceThread()
+    future = thread.submit(lambda: Later(lambda: bool(1 // 0), lambda: 2 // 0))
+    with pytest.raises(ZeroDivisionError):
+        future.result(10)
+    assert thread.submit(lambda: "fine").result(10) == "fine"

@@ -7,10 +7,10 @@ import pytest
 import torch
 from fake_decode_graphs import FakeDecodeGraphs
 from stepped_worker import DEVICE, PROMPT, SteppedWorker, load_runner
-from worker_helpers import LIMITS, new_sequence
+from worker_helpers import LIMITS, new_sequence, tokens
 
 from worker_service.model_runner import ModelRunner, RunningStep
-from worker_service.step import SchedulerOutput
+from worker_service.step import Fork, SchedulerOutput
 
 SAMPLING: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 7}, {"temperature": 1.3, "top_k": 20, "seed": 8}, {}]
 
@@ -81,7 +81,8 @@ def test_what_needs_the_values_of_tokens_does_not_run_ahead(worker: SteppedWorke
     assert not session.follows_unseen(SchedulerOutput(1, 9, (), (0,), (2,), (True,))), "two tokens"
     new = new_sequence(8, PROMPT, range(2))
     assert not session.follows_unseen(SchedulerOutput(1, 9, (new,), (0,), (1,), (True,))), "a new sequence"
-    session.sequences[5] = session.sequences[0]
+    fork = Fork(0, 9, 10, 9, tokens(range(3)), 1)
+    assert not session.follows_unseen(_decode(9, 0, forks=(fork,))), "a fork copies tokens"
     for number, sampling in enumerate(
         ({"repetition_penalty": 1.2}, {"bad_words": ((3, 4),)}, {"min_tokens": 3, "eos_token_ids": (1,)})
     ):

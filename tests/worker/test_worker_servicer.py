@@ -18,11 +18,13 @@ from message_helpers import new_message
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import worker_service_pb2, worker_service_pb2_grpc
+from pagewire_common.errors import RequestError
 from pagewire_common.server import GrpcServer
 from worker_service import servicer
 from worker_service.device_thread import DeviceThread
 from worker_service.errors import DeviceLostError
 from worker_service.model_runner import ModelRunner, RunningStep
+from worker_service.parallel.ranks import Ranks
 from worker_service.server import SERVICE_NAME
 from worker_service.servicer import WorkerServicer
 from worker_service.settings import WorkerSettings
@@ -547,3 +549,49 @@ async def test_logprobs_come_with_the_tokens_that_ask(service: Service) -> None:
     (prompt,) = answer.prompt_logprobs
     assert list(prompt.token_ids) == PROMPT[1:]
     await client.close()
+
+
+async def test_a_device_that_fails_while_it_is_waited_for_ends_the_session_and_opens_no_other(
+    service: Service, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: RunningStep) -> Never:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def cannot_recover() -> None:
+        raise DeviceLostError("CUDA error: an illegal memory access was encountered")
+
+    client = service.session()
+    monkeypatch.setattr(RunningStep, "is_done", fail)
+    monkeypatch.setattr(RunningStep, "finish", fail)
+    monkeypatch.setattr(worker.runner, "recover", cannot_recover)
+    await client.send()
+    assert await client.status() == (grpc.StatusCode.INTERNAL, "the worker's device failed in a step")
+    assert service.servicer.device_lost.is_set()
+
+
+async def test_ranks_that_were_sent_a_step_are_not_left_alone_with_it(
+    service: Service, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for the first rank's part of every sum, whoever has taken the session over meanwhile."""
+    launched: list[int] = []
+    launch = worker.runner.launch
+
+    class FakeRanks(Ranks):
+        def send(self, epoch: int, message: bytes) -> None:
+            assert service.servicer._stream is not None
+            service.servicer._stream.end = RequestError(grpc.StatusCode.FAILED_PRECONDITION, "superseded")
+
+        def alike(self) -> contextlib.AbstractContextManager[None]:
+            return contextlib.nullcontext()
+
+    def note_and_launch(output: Any, chunks: Sequence[Any], before: Any) -> Any:
+        launched.append(output.step_id)
+        return launch(output, chunks, before)
+
+    monkeypatch.setattr(worker.runner, "launch", note_and_launch)
+    service.servicer.set_ready(replace(worker, ranks=FakeRanks(0, 2)))
+    client = service.session()
+    await client.send()
+    await client.send()
+    await client.status()
+    assert launched == [1]
