@@ -51,7 +51,9 @@ class Scheduler(StepWriter):
         step = Step(SchedulingBudget(self.config.max_num_batched_tokens, self.config.max_num_seqs), now)
         suspect = self._find_suspect(step)
         if suspect is not None and self._in_flight:
-            return SchedulerOutput(self._step_id + 1)
+            output = SchedulerOutput(self._step_id + 1)
+            self._write_placements(step, output)
+            return output
         if self.config.sliding_window:
             for group in self.running:
                 for sequence in group.live:
