@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -20,6 +21,8 @@ NUM_STREAMS = 8
 PROMPT_TOKENS = 128
 TOKENS_BEFORE_KILL = 32
 NUM_KILLS = 6
+ON_ITS_WAY_SECONDS = 0.1
+WAIT_SECONDS = 120
 WORKER_ARGUMENTS = ("--threads", "1", "--kv-cache-memory", "0.5", "--max-model-len", "2048")
 
 
@@ -59,20 +62,21 @@ async def measure(fleet: Fleet, vocabulary_size: int, tell: Callable[[str], None
 async def _kill(
     fleet: Fleet, victim: str, other: str, vocabulary_size: int, draw: Random
 ) -> tuple[list[float], list[float]]:
-    came: list[list[float]] = [[] for _ in range(NUM_STREAMS)]  # when each stream's messages came
+    came: list[list[float]] = [[] for _ in range(NUM_STREAMS)]  # when each token of a stream came
     progress = asyncio.Event()
 
     async def read(client: Client, times: list[float], num_prompt_tokens: int) -> None:
         prompt = [draw.randrange(vocabulary_size) for _ in range(num_prompt_tokens)]
         sampling = SamplingParams(max_tokens=1024, temperature=0, ignore_eos=True)
-        async for _ in client.generate(prompt, sampling):
-            times.append(time.perf_counter())
+        async for message in client.generate(prompt, sampling):
+            times += [time.perf_counter()] * len(message.token_ids)
             progress.set()
 
     async def until(is_reached: Callable[[], bool]) -> None:
-        while not is_reached():
-            progress.clear()
-            await progress.wait()
+        async with asyncio.timeout(WAIT_SECONDS):
+            while not is_reached():
+                progress.clear()
+                await progress.wait()
 
     async with Client(fleet.target) as client:
         streams = [asyncio.create_task(read(client, times, PROMPT_TOKENS)) for times in came]
@@ -80,21 +84,24 @@ async def _kill(
         await fleet.give_again_to(other)
         fleet.kill(victim)
         killed = time.perf_counter()
-        await until(lambda: all(times[-1] > killed + 0.005 for times in came))  # what was on its way came before that
-        pauses = [1e3 * (_first_after(killed, times) - killed) for times in came]
-        num_tokens = PROMPT_TOKENS + max(sum(at <= killed for at in times) for times in came)
+        await until(lambda: all(times[-1] > killed + ON_ITS_WAY_SECONDS for times in came))
+        pauses = [1e3 * (_end_of_pause(killed, times) - killed) for times in came]
+        num_tokens = [PROMPT_TOKENS + sum(at <= killed for at in times) for times in came]
         await _cancel(streams)
         afresh: list[list[float]] = [[] for _ in range(NUM_STREAMS)]
         sent = time.perf_counter()
-        streams = [asyncio.create_task(read(client, times, num_tokens)) for times in afresh]
+        streams = [
+            asyncio.create_task(read(client, times, number)) for times, number in zip(afresh, num_tokens, strict=True)
+        ]
         await until(lambda: all(afresh))
         await _cancel(streams)
     return pauses, [1e3 * (times[0] - sent) for times in afresh]
 
 
-def _first_after(killed: float, times: Sequence[float]) -> float:
-    """The end of the pause: tokens that the killed worker had sent may still come a few milliseconds after."""
-    return next(at for at in times if at > killed + 0.005)
+def _end_of_pause(killed: float, times: Sequence[float]) -> float:
+    """When the longest pause about the kill ended: tokens that the killed worker had sent may still come after it."""
+    pauses = [(after - before, after) for before, after in pairwise(times) if before < killed + ON_ITS_WAY_SECONDS]
+    return max(pause for pause in pauses if pause[1] > killed)[1]
 
 
 async def _cancel(tasks: Sequence["asyncio.Task[None]"]) -> None:

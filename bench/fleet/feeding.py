@@ -34,7 +34,7 @@ class Feeding:
 
     num_workers: int
     idle_percent: float
-    """Of the workers' time."""
+    """Of the workers' time, what is not steps."""
     sequences_a_step: float
     tokens_per_second: float
     """Delivered to clients, of streams that ended in the window."""
@@ -90,7 +90,7 @@ def measure(num_workers: int, model: Path, scheduler_arguments: Sequence[str] = 
         seconds = gained["now"]
         return Feeding(
             num_workers,
-            idle_percent=100 * gained["idle_seconds"] / (seconds * num_workers),
+            idle_percent=max(0.0, 100 * (1 - gained["num_steps"] * STEP_MS / 1e3 / (seconds * num_workers))),
             sequences_a_step=gained["num_sequences"] / max(gained["num_steps"], 1),
             tokens_per_second=gained["num_tokens"] / seconds,
             messages_per_second=gained["num_messages"] / seconds,

@@ -33,9 +33,6 @@ class Counters:
     num_steps: int = 0
     num_sequences: int = 0
     """Of all steps together."""
-    idle_seconds: float = 0.0
-    num_waits: int = 0
-    """Steps that came after the one before was over."""
 
 
 class SleepingWorkerService(WorkerServiceServicer):
@@ -85,9 +82,6 @@ class SleepingWorkerService(WorkerServiceServicer):
         try:
             while (item := await steps.get()) is not None:
                 came, step = item
-                if ends and came > ends:
-                    counters.idle_seconds += came - ends
-                    counters.num_waits += 1
                 ends = max(came, ends) + self._step_seconds
                 counters.num_steps += 1
                 counters.num_sequences += len(step.sequence_ids)

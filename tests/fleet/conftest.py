@@ -1,15 +1,14 @@
 """A fleet for each test: workers that stay from test to test unless one killed them, and a scheduler of its own."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cluster import ClusterState, cluster_state, holds_blocks, until_idle
-from load import Load, Outcome, Request, make_requests, run_once
-from processes import Member, Workers, scheduler
+from fleet_helpers import Fleet, Scale, Serve
+from load import Outcome, Request, make_requests, run_once
+from processes import Workers, scheduler
 from tiny_model import write_byte_tokenizer, write_tiny_llama
 
 from pagewire_client import Client
@@ -17,50 +16,6 @@ from pagewire_client import Client
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos", action="store_true", help="the long version of tests/fleet, with every number in full")
-
-
-@dataclass(frozen=True)
-class Scale:
-    """How much of everything: a little for every day, or all of it with --chaos."""
-
-    is_full: bool
-
-    def __call__(self, little: int, full: int) -> int:
-        return full if self.is_full else little
-
-
-@dataclass
-class Fleet:
-    """A scheduler that serves, and a client of it."""
-
-    scheduler: Member
-    client: Client
-    requests: Sequence[Request]
-    expected: dict[str, Outcome]
-
-    def load(self, count: int | None = None) -> Load:
-        """Streams of the first `count` requests, or of all."""
-        return Load(self.client, self.requests[:count], self.expected)
-
-    async def state(self) -> ClusterState:
-        return await cluster_state(self.scheduler.address)
-
-    async def until(self, is_reached: Callable[[ClusterState], bool], timeout: float = 60.0) -> ClusterState:
-        """The first state of the cluster in which `is_reached`."""
-        async with asyncio.timeout(timeout):
-            while True:
-                if is_reached(state := await self.state()):
-                    return state
-                await asyncio.sleep(0.01)
-
-    async def check_empty(self) -> ClusterState:
-        """Once nothing waits or runs, no block is held on any worker."""
-        state = await until_idle(self.scheduler.address)
-        assert not any(map(holds_blocks, state.workers)), state
-        return state
-
-
-Serve = Callable[..., Awaitable[Fleet]]
 
 
 @pytest.fixture(scope="session")

@@ -89,14 +89,14 @@ class Load:
         self.num_completed = 0
         self.num_tokens = 0
         self._client = client
-        self._requests = requests
+        self.requests = requests
         self._expected = expected
         self._is_over = False
         self._gained = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
-        self._tasks = [asyncio.create_task(self._keep_up(request)) for request in self._requests]
+        self._tasks = [asyncio.create_task(self._keep_up(request)) for request in self.requests]
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:

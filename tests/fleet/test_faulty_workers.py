@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from conftest import Serve
+from fleet_helpers import Serve
 from processes import Member, Supervisor, Workers, faulty_worker
 
 from pagewire_client import SamplingParams
@@ -47,9 +47,7 @@ async def test_running_out_of_memory_in_a_step_moves_its_streams(workers: Worker
     assert starved.is_running
 
 
-async def test_a_slow_worker_beside_fast_ones_holds_up_only_its_own(
-    workers: Workers, serve: Serve, faulty: Any
-) -> None:
+async def test_a_slow_worker_does_not_set_the_pace_of_fast_ones(workers: Workers, serve: Serve, faulty: Any) -> None:
     fast = workers.up(2)
     (slow,) = faulty(step_seconds=0.05)
     fleet = await serve([slow.address, *(member.address for member in fast)])

@@ -2,7 +2,7 @@
 
 import signal
 
-from conftest import Fleet, Scale, Serve
+from fleet_helpers import Fleet, Scale, Serve
 from load import Load
 from processes import Workers
 from tcp_proxy import tcp_proxy

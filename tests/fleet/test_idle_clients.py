@@ -4,7 +4,7 @@ import asyncio
 import socket
 from contextlib import AsyncExitStack
 
-from conftest import Fleet, Scale, Serve
+from fleet_helpers import Fleet, Scale, Serve
 from processes import Workers
 
 from bench.fleet.http2 import Connection
@@ -42,6 +42,9 @@ async def test_others_are_served_beside_readers_that_never_read_and_connections_
         never_send(stack, members[0].address, scale(100, 1000))
         async with fleet.load() as load:
             await load.gain(100)
-            await never_read(stack, fleet, scale(4, 32))
+            count = scale(4, 32)
+            served = len(load.requests)
+            await never_read(stack, fleet, count)
+            await fleet.until(lambda state: state.num_requests >= served + count)
             await load.gain(scale(1000, 20_000))
         await fleet.check_empty()

@@ -6,7 +6,7 @@ import signal
 
 import psutil
 from cluster import is_busy
-from conftest import Fleet, Scale, Serve
+from fleet_helpers import Fleet, Scale, Serve
 from processes import Member, Workers
 
 MEMORY_GROWTH = 16 << 20

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import grpc
 import pytest
-from conftest import Serve
+from fleet_helpers import Serve
 from meddler import Meddler
 from processes import Workers
 

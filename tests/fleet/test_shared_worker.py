@@ -2,7 +2,7 @@
 
 import asyncio
 
-from conftest import Serve
+from fleet_helpers import Serve
 from processes import Workers
 
 from pagewire.v1.admin_service_pb2 import WORKER_STATUS_SUPERSEDED

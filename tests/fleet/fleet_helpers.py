@@ -1,0 +1,55 @@
+"""What a test of a fleet holds in its hands."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from cluster import ClusterState, cluster_state, holds_blocks, until_idle
+from load import Load, Outcome, Request
+from processes import Member
+
+from pagewire_client import Client
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much of everything: a little for every day, or all of it with --chaos."""
+
+    is_full: bool
+
+    def __call__(self, little: int, full: int) -> int:
+        return full if self.is_full else little
+
+
+@dataclass
+class Fleet:
+    """A scheduler that serves, and a client of it."""
+
+    scheduler: Member
+    client: Client
+    requests: Sequence[Request]
+    expected: dict[str, Outcome]
+
+    def load(self, count: int | None = None) -> Load:
+        """Streams of the first `count` requests, or of all."""
+        return Load(self.client, self.requests[:count], self.expected)
+
+    async def state(self) -> ClusterState:
+        return await cluster_state(self.scheduler.address)
+
+    async def until(self, is_reached: Callable[[ClusterState], bool], timeout: float = 60.0) -> ClusterState:
+        """The first state of the cluster in which `is_reached`."""
+        async with asyncio.timeout(timeout):
+            while True:
+                if is_reached(state := await self.state()):
+                    return state
+                await asyncio.sleep(0.01)
+
+    async def check_empty(self) -> ClusterState:
+        """Once nothing waits or runs, no block is held on any worker."""
+        state = await until_idle(self.scheduler.address)
+        assert not any(map(holds_blocks, state.workers)), state
+        return state
+
+
+Serve = Callable[..., Awaitable[Fleet]]
