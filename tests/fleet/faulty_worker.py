@@ -21,7 +21,7 @@ from worker_service.settings import WorkerSettings
 _poison = int(os.environ.get("PAGEWIRE_TEST_POISON", "-1"))
 _step_seconds = float(os.environ.get("PAGEWIRE_TEST_STEP_SECONDS", "0"))
 _out_of_memory = False
-_execute = ModelRunner.execute
+_launch = ModelRunner.launch
 
 
 def _run_out_of_memory(*_: object) -> None:
@@ -34,7 +34,7 @@ def _take_no_longer(*_: object) -> None:
     _step_seconds = 0.0
 
 
-def _faulty(self: ModelRunner, output: Any, chunks: Any) -> Any:
+def _faulty(self: ModelRunner, output: Any, chunks: Any, before: Any = None) -> Any:
     global _out_of_memory
     began = time.monotonic()
     if _out_of_memory:
@@ -42,14 +42,14 @@ def _faulty(self: ModelRunner, output: Any, chunks: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     if any(_poison in new.token_ids[: new.num_prompt_tokens] for new in output.new_sequences):
         os.kill(os.getpid(), signal.SIGKILL)
-    answer = _execute(self, output, chunks)
+    step = _launch(self, output, chunks, before)
     time.sleep(max(0.0, began + _step_seconds - time.monotonic()))
-    return answer
+    return step
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, _run_out_of_memory)
     signal.signal(signal.SIGUSR2, _take_no_longer)
-    ModelRunner.execute = _faulty  # type: ignore[method-assign]
+    ModelRunner.launch = _faulty  # type: ignore[method-assign]
     settings = load_settings(WorkerSettings, "worker_service")
     run("worker_service", lambda: serve(settings))
