@@ -35,7 +35,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="SECONDS",
         type=float,
         default=RETRY_SECONDS,
-        help="how long to try to reach a server again that is not there; 0 for not at all (default %(default)g)",
+        help="how long to try to reach a --target again that is not there; 0 for not at all (default %(default)g)",
     )
     common.add_argument("--max-tokens", type=int, default=512, help="most tokens to generate (default 512)")
     common.add_argument("--temperature", type=float, help="0 takes the likeliest token (default: the model's)")
@@ -52,7 +52,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     chat = commands.add_parser("chat", parents=[common], help="talk with the model; Ctrl-D ends")
     chat.add_argument("--system", help="the system message")
     _add_operators_commands(commands)
-    return parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
+    if not parsed.target:
+        parsed.retry_for = 0.0  # nobody starts this command's own server again
+    return parsed
 
 
 def _add_operators_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -3,9 +3,10 @@ streams that go on where they broke.
 """
 
 import asyncio
+import math
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -54,25 +55,28 @@ class Client:
 
     async def wait_until_serving(self, timeout: float | None = None) -> None:
         """Return once the server reports SERVING; raises TimeoutError after `timeout` seconds."""
+        backoff = Backoff(math.inf)
         try:
             async with asyncio.timeout(timeout):
-                while not await self._is_serving():
+                while not await self._is_serving(backoff):
                     pass
         except TimeoutError:
             raise TimeoutError(f"the server was not ready within {timeout} s") from None
 
-    async def _is_serving(self) -> bool:
-        """Watch until the server serves, or leaves."""
+    async def _is_serving(self, backoff: Backoff) -> bool:
+        """Watch until the server serves, or leaves, and then pause: a balancer without a server answers at once."""
         watch = self._health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
         try:
             async for response in watch:
+                backoff.succeeded()
                 if response.status == health_pb2.HealthCheckResponse.SERVING:
                     return True
+            pause = 0.0
         except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                raise
+            pause = backoff.pause(error)
         finally:
             watch.cancel()
+        await asyncio.sleep(pause)
         return False
 
     async def generate(
@@ -105,29 +109,29 @@ class Client:
             timeout=timeout,
             retry_for=self._retry_for if retry_for is None else retry_for,
         )
-        known = self._streams.setdefault(request.request_id, stream)
+        self._streams.setdefault(request.request_id, stream)
         try:
             async with aclosing(stream.responses()) as responses:
                 async for response in responses:
                     yield response
         finally:
-            if known is stream:
+            if self._streams.get(request.request_id) is stream:
                 del self._streams[request.request_id]
 
     async def abort(self, request_id: str) -> bool:
-        """End a call in flight; returns whether there was one. This client's own is not resumed from then on."""
+        """End a call in flight; returns whether there was one.
+
+        This client's own ends even where the server knows of none, or another one was asked, and is not resumed.
+        """
         stream = self._streams.get(request_id)
         if stream is None:
             return (await self._retrying(self._stub.Abort, pb.AbortRequest(request_id=request_id))).aborted
         stream.abort()
-        try:
-            aborted = (await self._stub.Abort(pb.AbortRequest(request_id=request_id))).aborted
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                raise
-            stream.give_up()
-            return True
-        return aborted or stream.give_up()
+        with suppress(grpc.aio.AioRpcError):
+            if (await self._stub.Abort(pb.AbortRequest(request_id=request_id))).aborted:
+                self._streams.pop(request_id, None)  # it ends with what the server still has of it
+                return True
+        return stream.give_up()
 
     async def get_model(self) -> pb.GetModelResponse:
         return await self._retrying(self._stub.GetModel, pb.GetModelRequest())

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable
 import grpc
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_client.retry import PASSING, Backoff
+from pagewire_client.retry import PASSING, Backoff, passes
 
 Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
 # The server may still be looking at an attempt that broke early. And one that has just started may have more come back
@@ -79,7 +79,6 @@ class ResumableStream:
         self._backoff = Backoff(retry_for)
         self._received = Received(request.sampling.n or 1)
         self._call: Call | None = None
-        self._hears = False
         self._aborted = asyncio.Event()
 
     async def responses(self) -> AsyncGenerator[pb.GenerateResponse, None]:
@@ -88,19 +87,18 @@ class ResumableStream:
         deadline = None if self._timeout is None else loop.time() + self._timeout
         while self._received.open and not self._aborted.is_set():
             timeout = None if deadline is None else max(0.0, deadline - loop.time())
-            self._hears, self._call = False, self._start(self._request, timeout)
+            self._call = self._start(self._request, timeout)
             try:
                 async for response in self._call:
-                    self._hears = True
                     self._backoff.succeeded()
                     self._received.add(response)
                     yield response
                 return
             except grpc.aio.AioRpcError as error:
-                if not self._received.open or self._aborted.is_set():
+                codes = PASSING_AGAIN if self._request.HasField("resume") else PASSING
+                if not self._received.open or (self._aborted.is_set() and passes(error, codes)):
                     break
-                again = self._request.HasField("resume")
-                pause = self._backoff.pause(error, PASSING_AGAIN if again else PASSING)
+                pause = self._backoff.pause(error, codes)
                 if deadline is not None:
                     pause = min(pause, max(0.0, deadline - loop.time()))
             except asyncio.CancelledError:
@@ -118,15 +116,12 @@ class ResumableStream:
             )
 
     def abort(self) -> None:
-        """The caller has had enough: from now on a call that breaks is the last."""
+        """The caller has had enough: a call that breaks from now on is not resumed, and that is no error."""
         self._aborted.set()
 
     def give_up(self) -> bool:
-        """After `abort`, and after a server that knows of no such request: whether none of its calls has reached one.
-
-        The stream then ends by itself.
-        """
-        if self._hears:
+        """After `abort`, where no server has ended the stream: end it here; returns whether it had not ended whole."""
+        if not self._received.open:
             return False
         if self._call is not None:
             self._call.cancel()

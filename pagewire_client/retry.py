@@ -1,6 +1,7 @@
 """Which failures are worth another attempt, how long to pause before it, and when to give up."""
 
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Collection
@@ -34,17 +35,23 @@ class Backoff:
     def pause(self, error: grpc.aio.AioRpcError, codes: Collection[grpc.StatusCode] = PASSING) -> float:
         """Seconds to wait before the next attempt; raises the error when there should be none."""
         now = self._clock()
-        if self._limit <= 0 or not (error.code() in codes or _is_reset(error)):
+        if self._limit <= 0 or not passes(error, codes):
             raise error
         if self._failed_at is None:
             self._failed_at = now
-            log.info("%s: %s; trying again for %g s", error.code().name, error.details(), self._limit)
+            limit = "" if math.isinf(self._limit) else f" for {self._limit:g} s"
+            log.info("%s: %s; trying again%s", error.code().name, error.details(), limit)
         left = self._failed_at + self._limit - now
         if left <= 0:
             raise error
         pause = min(self._pause * random.uniform(0.5, 1.0), left)
         self._pause = min(2 * self._pause, LAST_PAUSE_SECONDS)
         return pause
+
+
+def passes(error: grpc.aio.AioRpcError, codes: Collection[grpc.StatusCode] = PASSING) -> bool:
+    """Whether another attempt may fare better."""
+    return error.code() in codes or _is_reset(error)
 
 
 def _is_reset(error: grpc.aio.AioRpcError) -> bool:

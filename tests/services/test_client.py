@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from pagewire_client import LLM, Client, LocalServer, SamplingParams, ServerError
+from pagewire_client.__main__ import parse_arguments
 from pagewire_client.llm import collect
 
 
@@ -104,3 +105,9 @@ def test_a_server_that_is_not_there_is_waited_for_as_long_as_was_said() -> None:
     waiting, given_up = result.stderr.splitlines()
     assert "trying again for 0.3 s" in waiting
     assert given_up.startswith("pagewire_client: UNAVAILABLE: ")
+
+
+def test_a_command_with_a_server_of_its_own_tries_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PAGEWIRE_TARGET", raising=False)
+    assert parse_arguments(["generate", "hello"]).retry_for == 0
+    assert parse_arguments(["generate", "--target", "somewhere:1", "hello"]).retry_for == 60

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
@@ -23,24 +24,30 @@ def token(index: int, position: int) -> int:
     return 100 * index + position
 
 
+HANGS = None
+
+
 class BreakingServer(InferenceServiceServicer):
     """Ends its first calls with these codes after so many messages; what comes then is served to the end."""
 
-    def __init__(self, *breaks: tuple[int, grpc.StatusCode]) -> None:
+    def __init__(self, *breaks: tuple[int, grpc.StatusCode | None]) -> None:
         self.breaks = list(breaks)
         self.calls: list[pb.GenerateRequest] = []
         self.called = asyncio.Event()
-        self.hangs = False
+        self.left = asyncio.Event()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:  # noqa: N802
         self.calls.append(request)
         self.called.set()
-        if self.hangs:
-            await asyncio.Event().wait()
-        length, code = self.breaks.pop(0) if self.breaks else (None, None)
+        length, code = self.breaks.pop(0) if self.breaks else (None, grpc.StatusCode.OK)
         for message in self._messages(request)[:length]:
             yield message
-        if code is not None:
+        if code is HANGS:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.left.set()
+        elif code is not grpc.StatusCode.OK:
             await context.abort(code, "broken")
 
     def _messages(self, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
@@ -185,8 +192,7 @@ async def test_an_aborted_stream_is_not_resumed() -> None:
 
 
 async def test_a_stream_that_is_aborted_before_the_server_knows_of_it_ends_too() -> None:
-    servicer = BreakingServer()
-    servicer.hangs = True
+    servicer = BreakingServer((0, HANGS))
     async with serving(servicer) as target, Client(target) as client:
         aborting = asyncio.create_task(abort_when_called_again(client, servicer))
         messages = [message async for message in client.generate("x", request_id="mine")]
@@ -195,9 +201,63 @@ async def test_a_stream_that_is_aborted_before_the_server_knows_of_it_ends_too()
         assert not await client.abort("mine")  # it has ended
 
 
+async def test_an_aborted_stream_ends_though_the_server_that_was_asked_knows_nothing_of_it() -> None:
+    """A balancer may send Abort to another server than the stream's."""
+    servicer = BreakingServer((3, HANGS))
+    messages = []
+    async with serving(servicer) as target, Client(target) as client:
+        async for message in client.generate("x", request_id="mine"):
+            messages.append(message)
+            if len(messages) == 3:
+                assert await client.abort("mine")
+        assert not await client.abort("mine")  # it has ended
+        await servicer.left.wait()  # and its own server knows
+    assert [message.finish_reason for message in messages] == [0, 0, 0, pb.FINISH_REASON_ABORT]
+    assert len(servicer.calls) == 1
+
+
+class AbortedServer(BreakingServer):
+    """Its only call, once it is aborted, ends with this code."""
+
+    def __init__(self, code: grpc.StatusCode) -> None:
+        super().__init__()
+        self.code = code
+        self.aborted = asyncio.Event()
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:  # noqa: N802
+        self.calls.append(request)
+        yield self._messages(request)[0]
+        await self.aborted.wait()
+        await context.abort(self.code, "broken")
+
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:  # noqa: N802
+        self.aborted.set()
+        return pb.AbortResponse(aborted=True)
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT])
+async def test_an_error_that_is_not_retried_is_the_callers_even_after_an_abort(code: grpc.StatusCode) -> None:
+    async with serving(AbortedServer(code)) as target, Client(target) as client:
+        stream = client.generate("x", request_id="mine")
+        await anext(stream)
+        assert await client.abort("mine")
+        with pytest.raises(grpc.aio.AioRpcError, match="broken") as error:
+            await anext(stream)
+    assert error.value.code() is code
+
+
+async def test_a_server_that_is_gone_after_an_abort_is_no_error() -> None:
+    servicer = AbortedServer(grpc.StatusCode.UNAVAILABLE)
+    async with serving(servicer) as target, Client(target) as client:
+        stream = client.generate("x", request_id="mine")
+        await anext(stream)
+        assert await client.abort("mine")
+        assert [message.finish_reason async for message in stream] == [pb.FINISH_REASON_ABORT]
+    assert len(servicer.calls) == 1
+
+
 async def test_a_reader_that_is_cancelled_is_cancelled_even_if_the_stream_was_aborted() -> None:
-    servicer = BreakingServer()
-    servicer.hangs = True
+    servicer = BreakingServer((0, HANGS))
     async with serving(servicer) as target, Client(target) as client:
         reading = asyncio.create_task(anext(client.generate("x", request_id="mine")))
         await servicer.called.wait()
@@ -220,6 +280,32 @@ async def test_calls_of_one_answer_are_tried_again_too() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await client.get_model()
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+class HealthOfABalancer(health_pb2_grpc.HealthServicer):
+    """No server behind it for so many calls; then one that serves."""
+
+    def __init__(self, num_failures: int) -> None:
+        self.num_failures = num_failures
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[health_pb2.HealthCheckResponse]:  # noqa: N802
+        if self.num_failures:
+            self.num_failures -= 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "no healthy upstream")
+        yield health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+        await asyncio.Event().wait()
+
+
+async def test_a_balancer_without_a_server_is_asked_with_growing_pauses_until_one_serves() -> None:
+    server = grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(HealthOfABalancer(3), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with Client(f"127.0.0.1:{port}") as client:
+        began = asyncio.get_running_loop().time()
+        await client.wait_until_serving(60)
+        assert asyncio.get_running_loop().time() - began >= 0.05 + 0.1 + 0.2  # the least that the pauses come to
+    await server.stop(None)
 
 
 def test_pauses_grow_vary_and_end_at_the_limit() -> None:
