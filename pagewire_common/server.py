@@ -12,6 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pagewire_common.errors import ErrorInterceptor
+from pagewire_common.open_files import raise_open_files_limit
 from pagewire_common.start_error import StartError
 
 log = structlog.get_logger()
@@ -85,6 +86,7 @@ def stop_event() -> asyncio.Event:
 
 def run(program: str, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run a service to its end; StartError becomes one sentence on stderr and exit status 1."""
+    raise_open_files_limit()
     try:
         asyncio.run(main())
     except StartError as error:

@@ -23,6 +23,7 @@ from rich.table import Table
 from bench.drive import BenchError
 from bench.fleet import bystanders, failover, feeding, overhead
 from pagewire_client import ServerError
+from pagewire_common.open_files import raise_open_files_limit
 from pagewire_common.settings import load_settings
 from pagewire_common.start_error import StartError
 from worker_service.model_store import find_model
@@ -87,6 +88,7 @@ def main() -> None:
     parts = arguments.parts.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"there is no part {unknown[0]!r}, but {', '.join(PARTS)}")
+    raise_open_files_limit()  # a thousand connections end in this process
     for number in (signal.SIGTERM, signal.SIGHUP):  # leave by the same way as for Ctrl-C, and stop what was started
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:

@@ -12,10 +12,17 @@ from processes import Workers, scheduler
 from tiny_model import write_byte_tokenizer, write_tiny_llama
 
 from pagewire_client import Client
+from pagewire_common.open_files import raise_open_files_limit
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos", action="store_true", help="the long version of tests/fleet, with every number in full")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def open_files() -> None:
+    """The clients of a fleet are in this process, and so are their connections."""
+    raise_open_files_limit()
 
 
 @pytest.fixture(scope="session")
