@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -260,5 +261,27 @@ async def test_workers_are_scaled_on_metrics_that_the_scheduler_has() -> None:
     assert scaled["spec"]["scaleTargetRef"]["name"] == "worker"
     assert "replicas" not in find(render(KUBERNETES / "cpu"), "Deployment", "worker")["spec"]
     for trigger in scaled["spec"]["triggers"]:
+        assert 'namespace="pagewire"' in trigger["metadata"]["query"]
         (queried,) = re.findall(r"pagewire_\w+", trigger["metadata"]["query"])
         assert queried in known
+
+
+def test_the_patch_of_the_manual_moves_every_query_to_another_namespace_and_changes_nothing_else(
+    tmp_path: Path,
+) -> None:
+    manual = (KUBERNETES.parent / "README.md").read_text()
+    (block,) = re.findall(r"```yaml\n( *patches:\n.*?)```", manual, re.DOTALL)
+    overlay = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "namespace": "mine",
+        "resources": [os.path.relpath(KUBERNETES / "cpu", tmp_path)],
+        "components": [os.path.relpath(KUBERNETES / "autoscaling", tmp_path)],
+        **yaml.safe_load(textwrap.dedent(block)),
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    scaled = find(render(tmp_path), "ScaledObject", "worker")
+    (before,) = read(KUBERNETES / "autoscaling" / "worker-scaledobject.yaml")
+    for trigger in before["spec"]["triggers"]:
+        trigger["metadata"]["query"] = trigger["metadata"]["query"].replace('"pagewire"', '"mine"')
+    assert scaled["spec"] == before["spec"]
