@@ -179,7 +179,7 @@ class Balancer:
         others = self._others(member, group, now, self._next_lightest(member, group))
         if not others:
             return Placement(group, PlacementReason.ALONE, seconds, cached, num_overtaken=group.num_overtaken)
-        there, entry, better, cached_there = min(others)
+        there, entry, better, cached_there = min(others, key=lambda other: other[:2])
         reason = PlacementReason.AFFINITY if cached > cached_there else PlacementReason.LOAD
         placement = Placement(group, reason, seconds, cached, None, there, cached_there, group.num_overtaken)
         if (seconds, member.entry) < (there, entry):
@@ -219,7 +219,7 @@ class Balancer:
         lightest = self._next_lightest(member, group)
         if not lightest:
             return None  # and so it is in most steps while many wait
-        there, _, better, cached = min(self._others(member, group, now, lightest))
+        there, _, better, cached = min(self._others(member, group, now, lightest), key=lambda other: other[:2])
         return Placement(
             group,
             PlacementReason.ROOM,

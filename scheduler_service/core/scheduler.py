@@ -128,7 +128,7 @@ class Scheduler(StepWriter):
             head = self.waiting.head
             if self.config.phase_rule is PhaseRule.SEPARATE and self._may_admit(step.now):
                 return False
-            if head.is_suspect or self.waiting.outranks(head, self.waiting.victim(self.running)):
+            if self.waiting.outranks(head, self.waiting.victim(self.running)):
                 return False
         needy = [s for s, _, _ in plan if s.num_computed_tokens >= s.num_slots]
         if len(needy) > self.blocks.device.num_free:
@@ -151,8 +151,16 @@ class Scheduler(StepWriter):
             if not group.is_suspect:
                 break
             if not self._leave_suspect(group, step):
-                return group
+                return group if self._can_start(group, step) else None
         return None
+
+    def _can_start(self, suspect: SequenceGroup, step: Step) -> bool:
+        """Whether a step of its own would do a waiting suspect any good; else nobody need be held up for it."""
+        budget = SchedulingBudget(step.budget.num_tokens, step.budget.num_seqs)
+        budget.take(num_seqs=sum(group.num_seqs for group in self.running))
+        if self._status(suspect, budget) is not AllocStatus.LATER:
+            return True
+        return bool(self.running) and self.waiting.outranks(suspect, self.waiting.victim(self.running))
 
     def _leave_suspect(self, suspect: SequenceGroup, step: Step) -> bool:
         if not self.balancer.has_others(self.member):
@@ -260,7 +268,7 @@ class Scheduler(StepWriter):
             group = self._next_waiting(step)
             if group is None or (group.is_suspect and suspect is None):
                 return  # the turn of a suspect comes in a step of its own
-            status = self._status(group, step)
+            status = self._status(group, step.budget)
             if status is AllocStatus.NEVER:
                 self.waiting.remove(group.request_id)
                 self._ignore(group, step)
@@ -289,10 +297,10 @@ class Scheduler(StepWriter):
             return None
         return next((group for group in self.waiting.upcoming(len(step.left) + 1) if group not in step.left), None)
 
-    def _status(self, group: SequenceGroup, step: Step) -> AllocStatus:
+    def _status(self, group: SequenceGroup, budget: SchedulingBudget) -> AllocStatus:
         if group.num_seqs > self.config.max_num_seqs or self.blocks.never_fits(group):
             return AllocStatus.NEVER  # before anybody is preempted for it
-        if group.num_seqs > step.budget.num_seqs or not self._has_lora_slot(group, self.running):
+        if group.num_seqs > budget.num_seqs or not self._has_lora_slot(group, self.running):
             return AllocStatus.LATER
         return self.blocks.can_allocate(group, leave_watermark=bool(self.running))
 
@@ -367,9 +375,12 @@ class Scheduler(StepWriter):
         chunks = step.chunks.pop(group, [])
         step.budget.give_back(num_tokens=sum(chunk.num_tokens for chunk in chunks), num_seqs=group.num_seqs)
         # Blocks that were to be copied on write in this step have nothing in them yet that could be swapped out, and
-        # beams that are swapped out could not be forked when the answer to their step in flight comes.
-        is_bound = any(chunk.copies for chunk in chunks) or (
-            group.beams is not None and any(s.num_stored_tokens < s.num_computed_tokens for s in group.live)
+        # beams that are swapped out could not be forked when the answer to their step in flight comes. A suspect would
+        # come back from there among the others.
+        is_bound = (
+            group.is_suspect
+            or any(chunk.copies for chunk in chunks)
+            or (group.beams is not None and any(s.num_stored_tokens < s.num_computed_tokens for s in group.live))
         )
         mode = PreemptionMode.RECOMPUTE if is_bound else self._preemption_mode(group)
         self.num_preemptions[mode] += 1

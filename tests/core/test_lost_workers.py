@@ -8,6 +8,7 @@ from scheduler_helpers import make_group, make_scheduler, output_of, plan, run, 
 
 from scheduler_service.core import (
     ModelOutput,
+    PreemptionMode,
     Scheduler,
     SchedulerOutput,
     SequenceGroup,
@@ -224,3 +225,45 @@ def test_a_suspect_that_waits_does_not_hold_up_a_drained_worker() -> None:
     run(scheduler, worker)
     assert output_of(running) == reference_output(running, 0, 64)
     assert suspect.request_id in waiting
+
+
+def test_a_suspect_that_is_preempted_does_not_come_back_among_the_others() -> None:
+    """Swapped out, it would be resumed in a step with those who run."""
+    scheduler = make_scheduler(
+        num_device_blocks=6, num_host_blocks=16, preemption_mode=PreemptionMode.SWAP, max_model_len=64
+    )
+    worker = FakeWorker(scheduler.config)
+    suspect = make_group("suspect", 7, root=b"s", max_tokens=8)
+    suspect.num_lost_steps = 3
+    for group in (make_group("a", 3, root=b"a", max_tokens=20), make_group("b", 9, root=b"b", max_tokens=5)):
+        scheduler.add_request(group)
+        step(scheduler, worker)
+    scheduler.add_request(suspect)
+    num_steps_alone = 0
+    while scheduler.has_work:
+        was_suspect = suspect.is_suspect
+        if was_suspect and "suspect" in (planned := plan(step(scheduler, worker))):
+            assert list(planned) == ["suspect"]
+            num_steps_alone += 1
+        elif not was_suspect:
+            step(scheduler, worker)
+    assert scheduler.num_preemptions[PreemptionMode.RECOMPUTE] > 0
+    assert num_steps_alone >= CLEARING_TOKENS
+    assert output_of(suspect) == reference_output(suspect, 0, 64)
+
+
+def test_a_suspect_that_there_is_no_room_for_holds_nobody_up() -> None:
+    """Those who run go on ahead of the answers, as long as it could not take their place."""
+    scheduler = make_scheduler(max_num_seqs=1)
+    worker = FakeWorker(scheduler.config)
+    running, suspect = make_group("running", 6, max_tokens=5), make_group("suspect", 6, root=b"s")
+    suspect.num_lost_steps = 2
+    scheduler.add_request(running)
+    step(scheduler, worker)
+    scheduler.add_request(suspect)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert plan(first) == plan(second) == {"running": [1]}
+    for output in (first, second):
+        scheduler.update_from_output(output, worker.execute(output))
+    run(scheduler, worker)
+    assert output_of(suspect) == reference_output(suspect, 0, 64)

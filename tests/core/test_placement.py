@@ -578,3 +578,29 @@ def test_a_swapped_group_that_is_aborted_after_it_moved_leaves_nothing_behind() 
     assert group.is_finished
     assert group.request_id not in full.waiting
     full.blocks.check()
+
+
+def test_workers_that_nothing_tells_apart_are_no_error() -> None:
+    """Two hold the same prefix, have nothing to do, and had no room when they were asked last."""
+    waiting = WaitingQueue()
+    holders = [
+        make_scheduler(waiting, num_device_blocks=6, max_num_seqs=4, max_model_len=24),
+        make_scheduler(waiting, num_device_blocks=6, max_num_seqs=4, max_model_len=24),
+    ]
+    third = make_scheduler(waiting, num_device_blocks=40, max_num_seqs=4, max_model_len=24)
+    for holder in holders:
+        for scheduler in (*holders, third):
+            scheduler.set_admission(scheduler is holder)
+        waiting.append(make_group(f"fill {holder.member.slot}", 20, root=b"p", max_tokens=3))
+        for _ in range(2):
+            answer(holder, holder.schedule(), 0.0)
+    for scheduler in (*holders, third):
+        scheduler.set_admission(True)
+    waiting.append(make_group("other", 20, root=b"z", max_tokens=2))
+    assert taken(third.schedule()) == ["other"]
+    for holder in holders:
+        answer(holder, holder.schedule(), 0.0)
+        assert not holder.running
+    assert [holder.member.entry for holder in holders] == [-1, -1]
+    waiting.append(make_group("same prefix", 20, root=b"p", max_tokens=2))
+    assert list(left(third.schedule())) == ["same prefix"]
