@@ -21,8 +21,9 @@ from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceSta
 class GroupLedger:
     """Running and swapped groups, block tables, and what the worker has yet to be told of their ends."""
 
-    def __init__(self, config: SchedulerConfig, waiting: WaitingQueue) -> None:
+    def __init__(self, config: SchedulerConfig, waiting: WaitingQueue, worker: str = "") -> None:
         self.config = config
+        self.worker = worker  # its name: the same one in every session
         self.waiting = waiting
         self.balancer = waiting.balancer
         self.admits = True  # whether waiting groups may be given to the worker
@@ -108,8 +109,9 @@ class GroupLedger:
         """The worker is gone: give all its groups back to the head of the queue. Plan no further steps.
 
         If steps were in flight, it `blames` those in them: any may be what it was lost to, also one of the second step
-        where the answer to the first was lost with it. Not so when the session ended for reasons of its own. Returns
-        the group that was ended for the loss, in a list, or none.
+        where the answer to the first was lost with it. Not so when the session ended for reasons of its own. Nobody is
+        ended for what a single worker does while there are others. Returns the group that was ended for the loss, in a
+        list, or none.
         """
         in_step = dict.fromkeys(
             sequence.group
@@ -118,8 +120,10 @@ class GroupLedger:
             if sequence not in output.dropped
         )
         ended: list[SequenceGroup] = []
+        is_only = not self.balancer.has_others(self.member)
         for group in in_step:
-            if group.lose_step(alone=len(in_step) == 1) and not group.is_finished:
+            is_blamed = group.lose_step(self.worker, alone=len(in_step) == 1)
+            if is_blamed and not group.is_finished and (is_only or len(group.lost_on) > 1):
                 group.error = f"{group.num_lost_steps} workers failed in a row while computing this request"
                 for sequence in group.live:
                     self.finish_sequence(sequence, SequenceStatus.FINISHED_ABORTED)

@@ -9,7 +9,8 @@ who are asked always takes it; and because much can happen until then, a group i
   waits twice as long as it had to;
 - while fewer than MAX_OVERTAKES later ones were taken before it.
 
-After that whoever comes first takes it. Where nothing is cached and many wait, a worker takes its share of them at
+After that whoever comes first takes it, but for a suspect: while there are workers that were not lost with it, it waits
+for one of those. Where nothing is cached and many wait, a worker takes its share of them at
 once, as much as brings it to where all will be when nobody waits any more, instead of one at a time in turns.
 
 All that a scheduler reports is as of its last step. Everything costs O(log workers) or less.
@@ -194,6 +195,18 @@ class Balancer:
             reason = PlacementReason.LOAD
         return placement._replace(reason=reason, to=better.scheduler)
 
+    def place_untried(self, member: Member, suspect: "SequenceGroup") -> Placement | None:
+        """Whom a worker that was lost with a suspect leaves it to: one that was not; None when there is none."""
+        if member.scheduler.worker not in suspect.lost_on:
+            return None
+        others = (other.scheduler for other in self._members.values() if other.is_open)
+        untried = [other for other in others if other.worker not in suspect.lost_on]
+        if not untried:
+            return None
+        self.num_left[PlacementReason.SUSPECT] += 1
+        to = next((other for other in untried if other.room_for(suspect) is not None), untried[0])
+        return Placement(suspect, PlacementReason.SUSPECT, to=to, num_overtaken=suspect.num_overtaken)
+
     def place_elsewhere(self, member: Member, group: "SequenceGroup", now: float) -> Placement | None:
         """Whom to leave a group to that has no room here; None when that is nobody."""
         if not self.has_others(member) or group.num_overtaken >= MAX_OVERTAKES:
@@ -219,7 +232,10 @@ class Balancer:
         lightest = self._next_lightest(member, group)
         if not lightest:
             return None  # and so it is in most steps while many wait
-        there, _, better, cached = min(self._others(member, group, now, lightest), key=lambda other: other[:2])
+        others = self._others(member, group, now, lightest)
+        if not others:
+            return None
+        there, _, better, cached = min(others, key=lambda other: other[:2])
         return Placement(
             group,
             PlacementReason.ROOM,
@@ -235,10 +251,13 @@ class Balancer:
         """Those that a group might rather go to: the `lightest`, and those that hold the longest prefix and have room.
 
         Of each the seconds that it takes there, an order among equals, by how long they have had nothing new, and the
-        tokens that are cached there.
+        tokens that are cached there. From a worker that was not lost with it a suspect goes to none that was.
         """
+        tried = group.lost_on if group.is_suspect and member.scheduler.worker not in group.lost_on else ()
         found: list[tuple[float, int, Member, int]] = []
         for other in [*self._holders(member, group), *lightest]:
+            if other.scheduler.worker in tried:
+                continue
             cached = other.scheduler.room_for(group)
             if cached is not None:
                 found.append((self._seconds(other, group, cached, now), other.entry, other, cached))

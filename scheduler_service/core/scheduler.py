@@ -17,7 +17,8 @@ before and looks only at who needs a block; anything that joins, leaves or chang
 
 A request that brings workers down must not take everybody's streams with it. Whoever was in flight twice in a row when
 a worker was lost is a suspect and is scheduled alone, with nothing else in flight, until it has gained a token, or more
-of them the more workers were lost; a suspect whose step is lost as well is ended.
+of them the more workers were lost; a suspect whose step is lost as well is ended. But it may be the worker that is to
+blame: a suspect goes to another one than it was lost on, if there is any, and is not ended before that.
 """
 
 from collections.abc import Mapping
@@ -165,6 +166,9 @@ class Scheduler(StepWriter):
     def _leave_suspect(self, suspect: SequenceGroup, step: Step) -> bool:
         if not self.balancer.has_others(self.member):
             return False
+        if (placement := self.balancer.place_untried(self.member, suspect)) is not None:
+            step.left[suspect] = placement  # for however long: nobody can tell whose doing it is who was lost here only
+            return True
         if self.room_for(suspect) is None:
             placement = self.balancer.place_elsewhere(self.member, suspect, step.now)
         else:
@@ -293,7 +297,9 @@ class Scheduler(StepWriter):
         """The first that is not left to another worker; None when those that are have been overtaken often enough."""
         if not step.left:
             return self.waiting.head
-        if len(step.left) > MOST_LEFT or any(group.num_overtaken >= MAX_OVERTAKES for group in step.left):
+        if len(step.left) > MOST_LEFT or any(
+            group.num_overtaken >= MAX_OVERTAKES and self.worker not in group.lost_on for group in step.left
+        ):
             return None
         return next((group for group in self.waiting.upcoming(len(step.left) + 1) if group not in step.left), None)
 

@@ -127,11 +127,11 @@ class SequenceGroup:
 
     `error` says, in a sentence for the client, why a group ended without being served. `has_unforked` is set while
     followers wait for the leader's prompt; until they fork for the first time they share one list of its tokens.
-    `num_lost_steps` counts the workers that were lost with it in flight, `num_clean_tokens` what it has gained since
-    the last of them, until CLEARING_TOKENS clear it. Groups of equal `cache_root` and adapter may share cached
-    prefixes; `num_cached_tokens` is what was found of the prompt when it was first admitted. `lora_name` is the
-    adapter that it needs, empty for the base model. `arrived_at` is in seconds of the clock that `Scheduler.schedule`
-    is told.
+    `num_lost_steps` counts how often a worker was lost with it in flight, `lost_on` names these workers, and
+    `num_clean_tokens` counts what it has gained since the last time, until CLEARING_TOKENS clear it. Groups of equal
+    `cache_root` and adapter may share cached prefixes; `num_cached_tokens` is what was found of the prompt when it was
+    first admitted. `lora_name` is the adapter that it needs, empty for the base model. `arrived_at` is in seconds of
+    the clock that `Scheduler.schedule` is told.
 
     What the balancer keeps of a group while it waits: `num_overtaken` counts the later ones that were taken before it;
     until `left_until` it may be left to a better worker. While it is swapped out, `swapped_at` says since when, and
@@ -150,6 +150,7 @@ class SequenceGroup:
         "has_unforked",
         "left_until",
         "lora_name",
+        "lost_on",
         "num_cached_tokens",
         "num_clean_tokens",
         "num_lost_steps",
@@ -203,6 +204,7 @@ class SequenceGroup:
         for index in ended:
             self.sequences[index].status = SequenceStatus.FINISHED_STOPPED
         self.num_lost_steps = 0
+        self.lost_on: frozenset[str] = frozenset()
         self.num_clean_tokens = 0
         self.num_overtaken = 0
         self.left_until: float | None = None
@@ -221,8 +223,9 @@ class SequenceGroup:
             return self.num_lost_steps == MAX_LOST_STEPS - 1 and not self.num_clean_tokens
         return self.num_clean_tokens < CLEARING_TOKENS
 
-    def lose_step(self, *, alone: bool) -> bool:
-        """A worker was lost with this group in flight; returns whether it is to be ended for that."""
+    def lose_step(self, worker: str, *, alone: bool) -> bool:
+        """A worker was lost with this group in flight; returns whether that is likely to be the group's doing."""
+        self.lost_on |= {worker}
         has_gained, self.num_clean_tokens = self.num_clean_tokens > 0, 0
         self.num_lost_steps += 1
         return alone and self.num_lost_steps >= (MOST_LOST_STEPS if has_gained else MAX_LOST_STEPS)
@@ -232,6 +235,7 @@ class SequenceGroup:
         self.num_clean_tokens += 1
         if self.num_clean_tokens >= CLEARING_TOKENS:
             self.num_lost_steps = self.num_clean_tokens = 0
+            self.lost_on = frozenset()
 
     @property
     def first_key(self) -> bytes:

@@ -64,8 +64,8 @@ class Step:
 class StepWriter(GroupLedger):
     """A ledger that keeps what the worker knows in step with what it is sent."""
 
-    def __init__(self, config: SchedulerConfig, waiting: WaitingQueue) -> None:
-        super().__init__(config, waiting)
+    def __init__(self, config: SchedulerConfig, waiting: WaitingQueue, worker: str = "") -> None:
+        super().__init__(config, waiting, worker)
         self._step_id = 0
 
     def write(self, step: Step) -> SchedulerOutput:
@@ -127,7 +127,9 @@ class StepWriter(GroupLedger):
     def _write_placements(self, step: Step, output: SchedulerOutput) -> None:
         output.moved = step.moved
         output.placements = [*step.placements, *step.left.values()] if step.left else step.placements
-        until = [group.left_until for group in step.left if group.left_until is not None]
+        until = [
+            group.left_until for group in step.left if group.left_until is not None and group.left_until >= step.now
+        ]
         output.ask_again_at = min(until) if until else None
 
     def _plan_ahead(self, step: Step) -> list[ScheduledSequence] | None:

@@ -63,7 +63,7 @@ class NoRecorder:
 
     def scheduler(self, config: SchedulerConfig, waiting: WaitingQueue, worker: str, session: Wire) -> Scheduler:  # noqa: ARG002
         """The scheduler of a session that begins."""
-        return Scheduler(config, waiting)
+        return Scheduler(config, waiting, worker)
 
     def arrived(self, group: SequenceGroup) -> None:
         """A request has joined the waiting queue."""
@@ -118,7 +118,7 @@ class Recorder(NoRecorder):
 
     def scheduler(self, config: SchedulerConfig, waiting: WaitingQueue, worker: str, session: Wire) -> Scheduler:
         self._num_sessions += 1
-        scheduler = RecordedScheduler(config, waiting, self, self._num_sessions, session)
+        scheduler = RecordedScheduler(config, waiting, worker, self, self._num_sessions, session)
 
         def write(event: pb.RecordedEvent) -> None:
             start = event.session_start
@@ -149,9 +149,15 @@ class RecordedScheduler(Scheduler):
     """
 
     def __init__(
-        self, config: SchedulerConfig, waiting: WaitingQueue, recorder: Recorder, session: int, connection: Wire
+        self,
+        config: SchedulerConfig,
+        waiting: WaitingQueue,
+        worker: str,
+        recorder: Recorder,
+        session: int,
+        connection: Wire,
     ) -> None:
-        super().__init__(config, waiting)
+        super().__init__(config, waiting, worker)
         self.session = session
         self._recorder = recorder
         self._wire = connection

@@ -137,7 +137,7 @@ class Replayer:
         return Moment(at, groups=[group])
 
     def _session_start(self, start: pb.RecordedSessionStart, at: float) -> Moment:
-        scheduler = Scheduler(decode_fields(SchedulerConfig, start.config), self.waiting)
+        scheduler = Scheduler(decode_fields(SchedulerConfig, start.config), self.waiting, start.worker)
         session = Session(start.session, start.worker, start.epoch, scheduler)
         if start.session in self._sessions:
             raise ValueError(f"session {start.session} has begun already")

@@ -1,5 +1,7 @@
 """Small schedulers and groups, and ways to run them."""
 
+import itertools
+
 import pytest
 from fake_worker import FakeWorker
 
@@ -13,8 +15,11 @@ from scheduler_service.core import (
     WaitingQueue,
 )
 
+_numbers = itertools.count()
 
-def make_scheduler(waiting: WaitingQueue | None = None, **sizes: object) -> Scheduler:
+
+def make_scheduler(waiting: WaitingQueue | None = None, worker: str | None = None, **sizes: object) -> Scheduler:
+    """Of another worker than all before, unless it is named."""
     defaults: dict[str, object] = {
         "block_size": 4,
         "num_device_blocks": 16,
@@ -23,7 +28,9 @@ def make_scheduler(waiting: WaitingQueue | None = None, **sizes: object) -> Sche
         "max_model_len": 64,
         "watermark": 0.0,
     }
-    return Scheduler(SchedulerConfig(**(defaults | sizes)), WaitingQueue() if waiting is None else waiting)  # type: ignore[arg-type]
+    config = SchedulerConfig(**(defaults | sizes))  # type: ignore[arg-type]
+    worker = f"worker {next(_numbers)}" if worker is None else worker
+    return Scheduler(config, WaitingQueue() if waiting is None else waiting, worker)
 
 
 def make_group(

@@ -15,6 +15,7 @@ from scheduler_service.core import (
     SequenceStatus,
     WaitingQueue,
 )
+from scheduler_service.core.placement import MAX_OVERTAKES
 from scheduler_service.core.sequence import CLEARING_TOKENS
 
 
@@ -102,7 +103,7 @@ def test_a_suspect_stays_alone_for_longer_after_each_lost_step() -> None:
     group = make_group("a", 6)
     found: list[int] = []
     for _ in range(4):
-        group.lose_step(alone=False)
+        group.lose_step("worker", alone=False)
         num_tokens = 0
         while group.is_suspect:
             group.gain_token()
@@ -267,3 +268,92 @@ def test_a_suspect_that_there_is_no_room_for_holds_nobody_up() -> None:
         scheduler.update_from_output(output, worker.execute(output))
     run(scheduler, worker)
     assert output_of(suspect) == reference_output(suspect, 0, 64)
+
+
+def test_a_flaky_worker_ends_nobody_while_a_sound_one_is_there() -> None:
+    """It answers one step and is lost in the next, again and again, and has room whenever the sound one has none."""
+    waiting = WaitingQueue()
+
+    def start(worker: str) -> tuple[Scheduler, FakeWorker]:
+        scheduler = make_scheduler(waiting, worker, num_device_blocks=400, max_num_seqs=4, max_model_len=400)
+        return scheduler, FakeWorker(scheduler.config)
+
+    good, good_worker = start("good")
+    groups = [make_group(f"long {i}", 6, root=bytes([i]), max_tokens=300) for i in range(4)]
+    groups += [make_group(str(i), 6, root=bytes([50 + i]), max_tokens=40) for i in range(12)]
+    for group in groups[:4]:
+        waiting.append(group)
+    step(good, good_worker)
+    for group in groups[4:]:
+        waiting.append(group)
+    num_losses = 0
+    for tick in range(400):
+        bad, bad_worker = start("bad")
+        output = bad.schedule(tick / 10)
+        if not output.is_empty:
+            bad.update_from_output(output, bad_worker.execute(output), tick / 10)
+            bad.schedule(tick / 10)
+        num_losses += bool(bad.steps_in_flight)
+        assert bad.release_all() == []
+        for _ in range(5):
+            step(good, good_worker)
+    assert num_losses > 3
+    for group in groups:
+        assert output_of(group) == reference_output(group, 0, 400)
+
+
+def test_a_suspect_waits_for_a_worker_that_was_not_lost_with_it_and_holds_nobody_up_meanwhile() -> None:
+    waiting = WaitingQueue()
+    tried, untried = make_scheduler(waiting, "tried"), make_scheduler(waiting, "untried", max_num_seqs=1)
+    tried.set_admission(False)
+    long, suspect = make_group("long", 6, max_tokens=40), make_group("suspect", 6, root=b"s")
+    waiting.append(long)
+    worker = FakeWorker(untried.config)
+    step(untried, worker)
+    tried.set_admission(True)
+    suspect.num_lost_steps, suspect.lost_on = 2, frozenset({"tried"})
+    waiting.append(suspect)
+    for number in range(2 * MAX_OVERTAKES):  # more than may overtake anybody else
+        waiting.append(make_group(str(number), 6, root=bytes([number]), max_tokens=1))
+    run_until_idle(tried)
+    assert list(waiting) == [suspect]
+    output = tried.schedule(1.0)
+    assert output.is_empty
+    assert output.ask_again_at is None  # it would be asked in vain
+    assert [placement.to for placement in output.placements] == [untried]
+    while suspect.request_id in waiting:
+        step(untried, worker)
+    assert suspect in untried.running
+
+
+def test_a_suspect_that_has_nowhere_else_to_go_comes_back_and_is_ended() -> None:
+    waiting = WaitingQueue()
+    other = make_scheduler(waiting, "other")
+    other.set_admission(False)
+    suspect = make_group("suspect", 6)
+    waiting.append(suspect)
+    for num_losses in (1, 2, 3):
+        scheduler = make_scheduler(waiting, "only")
+        assert plan(scheduler.schedule()) == {"suspect": [6]}
+        assert scheduler.release_all() == ([suspect] if num_losses == 3 else [])
+
+
+def test_a_suspect_is_not_left_to_a_worker_that_was_lost_with_it() -> None:
+    """However much better it is there."""
+    waiting = WaitingQueue()
+    tried, untried = make_scheduler(waiting, "tried"), make_scheduler(waiting, "untried")
+    tried.set_admission(False)
+    waiting.append(make_group("long", 6, max_tokens=40))
+    worker = FakeWorker(untried.config)
+    step(untried, worker)
+    tried.set_admission(True)
+    suspect = make_group("suspect", 6, root=b"s")
+    suspect.num_lost_steps, suspect.lost_on = 2, frozenset({"tried"})
+    waiting.append(suspect)
+    assert plan(untried.schedule()) == {"suspect": [6]}
+
+
+def run_until_idle(scheduler: Scheduler) -> None:
+    worker = FakeWorker(scheduler.config)
+    while not step(scheduler, worker).is_empty:
+        pass

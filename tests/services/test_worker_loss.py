@@ -12,11 +12,13 @@ from fake_worker_service import FakeWorkerService, serving
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire_common.errors import RequestError
+from scheduler_service import worker_loop
 from scheduler_service.core import SchedulerConfig
 from scheduler_service.engine import Engine
 from scheduler_service.request import RequestState
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.step_split import RoundTrips, StepSplit
+from scheduler_service.worker_client import WorkerError
 from scheduler_service.worker_loop import WorkerLoop, WorkerStatus, _step_timeout
 
 NEVER = 1000.0
@@ -267,3 +269,43 @@ async def test_an_error_in_one_workers_loop_is_that_workers_alone(
         assert await asyncio.gather(*(text_of(engine, state) for state in states)) == ["ggggg"] * 20
         await until(lambda: "internal error" in loop.last_error)
         await until(lambda: loop.admits)
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+async def test_a_worker_that_fails_after_a_few_steps_is_tried_less_and_less_as_well(
+    num_steps: int, byte_tokenizer_directory: Path
+) -> None:
+    bad, good = FakeWorkerService(byte_tokenizer_directory), FakeWorkerService(byte_tokenizer_directory)
+    bad.spoil = lambda answer: _change(token_ids=[999])(answer) if answer.step_id > num_steps else answer
+    async with serving(bad) as first, serving(good) as second, running(first, second) as engine:
+        await until(lambda: all(loop.admits for loop in engine.workers))
+        for batch in range(5):
+            states = [await submit(engine, f"{batch} {number}", [5] * 30, max_tokens=9) for number in range(30)]
+            assert await asyncio.gather(*(text_of(engine, state) for state in states)) == ["g" * 9] * 30
+        assert bad.num_steps > 0
+        assert bad.num_sessions <= 2
+
+
+async def test_a_long_pause_does_not_outlive_its_reason(
+    byte_tokenizer_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that failed in step after step is gone by now: it is tried as any other one that is gone."""
+    pauses: list[float] = []
+    engine = Engine(SchedulerSettings(workers=["gone:1"], model="fake"))
+    (loop,) = engine.workers
+
+    async def serve() -> None:
+        loop._is_lost_in_a_step = len(pauses) < 3
+        raise WorkerError("no")
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        loop.is_wanted = len(pauses) < 4
+
+    monkeypatch.setattr(loop, "_serve", serve)
+    monkeypatch.setattr(Engine, "admits", True)
+    monkeypatch.setattr(worker_loop.asyncio, "sleep", sleep)
+    await loop.run()
+    assert pauses[2] >= 10
+    assert pauses[3] <= 2
+    await loop.client.close()
