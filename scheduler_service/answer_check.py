@@ -2,7 +2,7 @@
 
 import math
 
-from scheduler_service.core import ModelOutput, SchedulerOutput
+from scheduler_service.core import ModelOutput, SchedulerOutput, Sequence
 from scheduler_service.core.outputs import TokenLogprobs
 
 
@@ -23,12 +23,10 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
         sampling = sequence.sampling
         if sequence in output.dropped:
             continue
-        if sequence in output.dropped:
-            continue
         if samples and (width := sampling.num_logprobs) is not None and sequence.id not in answer.failed_sequence_ids:
             if (entry := answer.logprobs.get(sequence.id)) is None:
                 raise ValueError(f"the worker returned no log-probabilities for sequence {sequence.id}")
-            _check_entry(entry, width, vocabulary_size)
+            _check_entry(sequence, entry, width, vocabulary_size)
         entries = answer.prompt_logprobs.get(sequence.id, [])
         if sampling.prompt_logprobs is not None:
             if len(entries) > num_tokens:
@@ -36,10 +34,13 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
                     f"the worker returned {len(entries)} prompt positions where {num_tokens} were computed"
                 )
             for entry in entries:
-                _check_entry(entry, sampling.prompt_logprobs, vocabulary_size)
+                _check_entry(sequence, entry, sampling.prompt_logprobs, vocabulary_size)
 
 
-def _check_entry(entry: TokenLogprobs, width: int, vocabulary_size: int) -> None:
+def _check_entry(sequence: Sequence, entry: TokenLogprobs, width: int, vocabulary_size: int) -> None:
     most = 1 + min(width, vocabulary_size)
     if len(entry.token_ids) != most or max(entry.token_ids) >= vocabulary_size or any(map(math.isnan, entry.logprobs)):
-        raise ValueError(f"the worker returned log-probabilities that are none: {entry}")
+        raise ValueError(  # without its tokens, which may be those of a prompt
+            f"the worker returned log-probabilities that are none for sequence {sequence.id}: {len(entry.token_ids)} "
+            f"where {most} were asked for, or not all of them those of a token"
+        )

@@ -23,7 +23,7 @@ from scheduler_service.core.ledger import GroupLedger
 from scheduler_service.core.prefix_key import root_key
 from scheduler_service.discovery import Resolve, resolve_by_dns
 from scheduler_service.membership import Departed, Membership
-from scheduler_service.model import ServedModel, max_sequence_tokens, model_name
+from scheduler_service.model import ServedModel, max_num_seqs, max_sequence_tokens, model_name
 from scheduler_service.outage import Outage
 from scheduler_service.policy import waiting_queue
 from scheduler_service.recording.recorder import NoRecorder, Recorder
@@ -37,12 +37,11 @@ from scheduler_service.worker_loop import WorkerLoop
 
 log = structlog.get_logger()
 
+MAX_BLOCKS = 2**22
+"""Of one worker: many times what the largest devices hold, and what the scheduler has memory to keep account of."""
+
 _SHUTTING_DOWN = RequestError(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
 _RESUMED = RequestError(grpc.StatusCode.ABORTED, "another call goes on with this request")
-_STATUS_OF_ERROR = {
-    SequenceStatus.FINISHED_IGNORED: grpc.StatusCode.INVALID_ARGUMENT,
-    SequenceStatus.FINISHED_ABORTED: grpc.StatusCode.INTERNAL,
-}
 
 
 class Engine:
@@ -118,6 +117,8 @@ class Engine:
         """The reader is gone or done: free whatever the request still holds."""
         if self.requests.get(state.request.request_id) is state:
             del self.requests[state.request.request_id]
+            if state.expiry is not None:
+                state.expiry.cancel()
             self._finish(state, SequenceStatus.FINISHED_ABORTED)
         if not self.requests:
             self._is_empty.set()
@@ -138,6 +139,8 @@ class Engine:
         return True
 
     def _finish(self, state: RequestState, status: SequenceStatus) -> bool:
+        if state.group.is_finished:
+            return False  # by itself, as most: nobody need be asked
         request_ids = [state.request.request_id]
         schedulers = [worker.scheduler for worker in self.workers if worker.scheduler is not None]
         ended = any(scheduler.finish_requests(request_ids, status) for scheduler in schedulers)
@@ -225,6 +228,8 @@ class Engine:
             raise WorkerError(f"the worker speaks protocol {info.protocol_version}, this scheduler {PROTOCOL_VERSION}")
         if info.model_id != self._model_name:
             raise WorkerError(f"the worker serves the model {info.model_id!r}, this scheduler {self._model_name!r}")
+        if (num_blocks := info.num_device_blocks + info.num_host_blocks) > MAX_BLOCKS:
+            raise WorkerError(f"the worker has {num_blocks} blocks; at most {MAX_BLOCKS} can be kept account of")
         async with self._model_lock:
             if not self._model.done():
                 with tempfile.TemporaryDirectory(prefix="pagewire-") as directory:
@@ -233,7 +238,7 @@ class Engine:
                         ServedModel.load,
                         info,
                         Path(directory),
-                        max_num_seqs=self.settings.max_num_seqs,
+                        max_num_seqs=max_num_seqs(self.settings, info),
                         has_priorities=self.settings.policy == "priority",
                     )
                 self._model.set_result(model)
@@ -248,7 +253,7 @@ class Engine:
         for name, promised, offered in (
             ("longest sequence", model.context_length, max_sequence_tokens(info)),
             ("pool", model.pool_tokens, info.num_device_blocks * info.block_size),
-            ("largest step", model.max_num_seqs, min(self.settings.max_num_seqs, info.max_num_seqs)),
+            ("largest step", model.max_num_seqs, max_num_seqs(self.settings, info)),
         ):
             if offered < promised:
                 raise WorkerError(f"the worker's {name} is {offered}; requests were promised {promised}")
@@ -281,10 +286,8 @@ class Engine:
         """End a request that the scheduler or the worker gave up on."""
         if state := self.requests.get(group.request_id):
             self._finish(state, SequenceStatus.FINISHED_ABORTED)
-            code = next(
-                (_STATUS_OF_ERROR[s.status] for s in group.sequences if s.status in _STATUS_OF_ERROR),
-                grpc.StatusCode.INTERNAL,
-            )
+            is_ignored = any(sequence.status is SequenceStatus.FINISHED_IGNORED for sequence in group.sequences)
+            code = grpc.StatusCode.INVALID_ARGUMENT if is_ignored else grpc.StatusCode.INTERNAL
             state.stream.fail(RequestError(code, group.error or "the request could not be served"))
 
     def workers_changed(self) -> None:
@@ -292,24 +295,30 @@ class Engine:
 
         While no worker takes requests, those that wait do so for a limited time.
         """
+        was_on = self._outage.is_on
         self._outage.set(not self.admits)
-        for state in self.requests.values():
-            self._expire_later(state)
+        if self._outage.is_on != was_on:
+            for state in self.requests.values():
+                self._expire_later(state)
         self.wake()
 
     # ---- waiting without a worker
 
     def _expire_later(self, state: RequestState) -> None:
+        """Limit how long a request waits through this outage, if there is one."""
+        if state.expiry is not None:
+            state.expiry.cancel()
+            state.expiry = None
         if self._outage.is_on:
             loop = asyncio.get_running_loop()
-            loop.call_later(self.settings.no_worker_timeout, self._expire, state, self._outage.number)
+            state.expiry = loop.call_later(self.settings.no_worker_timeout, self._expire, state)
 
-    def _expire(self, state: RequestState, outage: int) -> None:
-        request_id = state.request.request_id
-        same_outage = self._outage.is_on and outage == self._outage.number
-        if same_outage and request_id in self.waiting and self.requests.get(request_id) is state:
-            self._finish(state, SequenceStatus.FINISHED_ABORTED)
-            state.stream.fail(self._no_worker())
+    def _expire(self, state: RequestState) -> None:
+        if state.request.request_id not in self.waiting:
+            self._expire_later(state)  # a worker that is drained computes it, and may yet give it back
+            return
+        self._finish(state, SequenceStatus.FINISHED_ABORTED)
+        state.stream.fail(self._no_worker())
 
     def _no_worker(self) -> RequestError:
         return RequestError(

@@ -11,6 +11,7 @@ from pagewire_common.start_error import StartError
 from scheduler_service.codec import WorkerInfo
 from scheduler_service.core.config import blocks_within_window
 from scheduler_service.generation_defaults import GenerationDefaults, eos_token_ids
+from scheduler_service.settings import SchedulerSettings
 from scheduler_service.tokenization import Tokenizer
 
 
@@ -34,6 +35,11 @@ def max_sequence_tokens(info: WorkerInfo) -> int:
         if held <= info.num_device_blocks:
             return info.max_model_len
     return min(info.max_model_len, info.num_device_blocks * info.block_size)
+
+
+def max_num_seqs(settings: SchedulerSettings, info: WorkerInfo) -> int:
+    """The most sequences in one step of this worker; each of them takes at least a token of it."""
+    return min(settings.max_num_seqs, info.max_num_seqs, settings.max_num_batched_tokens, info.max_num_batched_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +80,7 @@ class ServedModel:
             # first, by what else its machine held when it started. So it is half of that, or the longest sequence.
             pool_tokens=max(context_length, info.num_device_blocks // 2 * info.block_size),
             vocabulary_size=info.vocabulary_size,
-            max_num_seqs=min(max_num_seqs, info.max_num_seqs),
+            max_num_seqs=max_num_seqs,
             has_priorities=has_priorities,
             eos_token_ids=eos_token_ids(config, generation, info.vocabulary_size),
             tokenizer=Tokenizer(directory) if (directory / "tokenizer.json").exists() else None,

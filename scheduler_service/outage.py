@@ -10,10 +10,9 @@ from collections.abc import AsyncIterator
 
 
 class Outage:
-    """Begins and ends with `set`; there is one until the first worker takes requests. `number` tells outages apart."""
+    """Begins and ends with `set`; there is one until the first worker takes requests."""
 
     def __init__(self, patience: float) -> None:
-        self.number = 1
         self._patience = patience
         self._began, self._ended = asyncio.Event(), asyncio.Event()
         self._began.set()
@@ -28,7 +27,6 @@ class Outage:
         begins, ends = (self._began, self._ended) if is_on else (self._ended, self._began)
         begins.set()
         ends.clear()
-        self.number += is_on
 
     async def watch_health(self) -> AsyncIterator[bool]:
         """Whether requests are worth sending here: first once that is so, then whenever it changes, for ever."""

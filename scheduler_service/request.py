@@ -1,5 +1,6 @@
 """One request between the servicer and the scheduler: what was asked for, and what its tokens mean as text."""
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -84,6 +85,7 @@ class RequestState:
         turns: Turns,
     ) -> None:
         self.request = request
+        self.expiry: asyncio.TimerHandle | None = None  # while no worker takes requests
         self._statistics = statistics
         self._is_admitted = False
         self._has_token = False

@@ -56,12 +56,12 @@ class InferenceServicer(InferenceServiceServicer):
     async def Generate(  # type: ignore[override]  # it writes itself, to bound how long a write may take
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
-        model = await self._engine.model()
         check_request_id(request.request_id)
         request_id = request.request_id or uuid.uuid4().hex
         if request.HasField("resume"):
             self._engine.supersede(request_id)
         with self._engine.admission(request_id):
+            model = await self._engine.model()
             checked = await check_resumption(request, await check_request(request, request_id, model), model)
             if checked.is_complete:
                 return

@@ -21,6 +21,7 @@ import structlog
 from scheduler_service.answer_check import check_answer
 from scheduler_service.codec import WorkerInfo
 from scheduler_service.core import Scheduler, SchedulerConfig, SchedulerOutput
+from scheduler_service.model import max_num_seqs
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.step_split import StepSplit
 from scheduler_service.worker_client import (
@@ -47,6 +48,7 @@ LONG_RETRY_SECONDS = 30.0
 FIRST_FAILING_RETRY_SECONDS = 5.0
 FEW_STEPS = 8
 """In so many a prompt or two are computed and those who run gain enough tokens not to be blamed for what follows."""
+MOST_OF_A_REASON = 500
 LARGEST_STEPS_BEFORE_TIMEOUT = 10
 """A step of long contexts may take several times as long as the one that the worker measured itself with."""
 
@@ -168,7 +170,7 @@ class WorkerLoop:
             try:
                 await self._serve()
             except WorkerError as error:
-                reason = str(error)
+                reason = str(error)[:MOST_OF_A_REASON]  # part of it may be what the worker said
                 self._is_superseded = isinstance(error, SupersededError)
                 is_starting = isinstance(error, UnreachableError) and not self.epoch
                 if is_starting or isinstance(error, DrainedError):
@@ -212,7 +214,12 @@ class WorkerLoop:
         self._is_superseded = False
         session = self.client.open_session(self.epoch, self.split)
         recorder = self._engine.recorder
-        self.scheduler = scheduler = recorder.scheduler(config, self._engine.waiting, self.client.address, session)
+        try:
+            scheduler = recorder.scheduler(config, self._engine.waiting, self.client.address, session)
+        except BaseException:
+            session.close()
+            raise
+        self.scheduler = scheduler
         self._engine.serving[scheduler] = self
         log.info("worker connected", worker=self.client.address, epoch=self.epoch, blocks=info.num_device_blocks)
         self._in_flight.clear()
@@ -345,12 +352,11 @@ def _step_timeout(settings: SchedulerSettings, config: SchedulerConfig) -> float
 
 
 def _config(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerConfig:
-    max_num_batched_tokens = min(settings.max_num_batched_tokens, info.max_num_batched_tokens)
     return SchedulerConfig(
         block_size=info.block_size,
         num_device_blocks=info.num_device_blocks,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_num_seqs=min(settings.max_num_seqs, info.max_num_seqs, max_num_batched_tokens),
+        max_num_batched_tokens=min(settings.max_num_batched_tokens, info.max_num_batched_tokens),
+        max_num_seqs=max_num_seqs(settings, info),
         max_model_len=info.max_model_len,
         watermark=settings.watermark,
         num_host_blocks=info.num_host_blocks,

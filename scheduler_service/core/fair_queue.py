@@ -63,11 +63,6 @@ class FairQueue(WaitingQueue):
             heapq.heappush(self._heap, (self.counters[tenant], tenant))
         return groups
 
-    def pop(self) -> SequenceGroup:
-        group = self.head
-        self.remove(group.request_id)
-        return group
-
     def remove(self, request_id: str) -> None:
         group = self._groups.pop(request_id, None)
         if group is not None:

@@ -33,18 +33,22 @@ class GroupLedger:
         self.answered_at = float("-inf")  # when the last answer came
         self._in_flight: deque[SchedulerOutput] = deque()  # steps without an answer, in order
         self.member = self.balancer.join(self)
-        self.blocks = BlockManager(
-            config.block_size,
-            config.num_device_blocks,
-            config.num_host_blocks,
-            config.watermark,
-            prefix_caching=config.prefix_caching and not config.sliding_window,
-            num_lookahead_slots=config.num_lookahead_slots,
-            sliding_window=config.sliding_window,
-            max_blocks_per_sequence=config.max_blocks_per_sequence,
-            directory=self.balancer.directory,
-            bit=self.member.bit,
-        )
+        try:
+            self.blocks = BlockManager(
+                config.block_size,
+                config.num_device_blocks,
+                config.num_host_blocks,
+                config.watermark,
+                prefix_caching=config.prefix_caching and not config.sliding_window,
+                num_lookahead_slots=config.num_lookahead_slots,
+                sliding_window=config.sliding_window,
+                max_blocks_per_sequence=config.max_blocks_per_sequence,
+                directory=self.balancer.directory,
+                bit=self.member.bit,
+            )
+        except BaseException:  # as MemoryError
+            self.balancer.leave(self.member)
+            raise
         self.num_preemptions = {PreemptionMode.RECOMPUTE: 0, PreemptionMode.SWAP: 0}
         self._by_id: dict[str, SequenceGroup] = {}  # running and swapped ones
         self._finished: list[Sequence] = []  # to tell the worker

@@ -56,12 +56,6 @@ class PriorityQueue(WaitingQueue):
             heapq.heappush(self._heap, entry)
         return groups
 
-    def pop(self) -> SequenceGroup:
-        group = self.head
-        heapq.heappop(self._heap)
-        del self._groups[group.request_id]
-        return group
-
     def victim(self, running: dict[SequenceGroup, None]) -> SequenceGroup:
         """Who would be the last to go first; always the same of any two, or they could preempt each other for ever."""
         return max(running, key=lambda group: group.rank)

@@ -57,7 +57,7 @@ class WaitingQueue:
         group.rank = (arrival, arrival)
 
     def put_back(self, groups: SequenceOf[SequenceGroup]) -> None:
-        """Return groups that were popped: they come first again, the oldest of them before the others."""
+        """Return groups that were removed: they come first again, the oldest of them before the others."""
         if groups:
             insert_by_rank(self._groups, groups)
 
@@ -69,10 +69,6 @@ class WaitingQueue:
     def upcoming(self, most: int) -> list[SequenceGroup]:
         """Who is next, in order, as far as later ones may go before earlier ones: up to so many."""
         return list(itertools.islice(self._groups.values(), most))
-
-    def pop(self) -> SequenceGroup:
-        """Take the head."""
-        return self._groups.popitem(last=False)[1]
 
     def get(self, request_id: str) -> SequenceGroup | None:
         return self._groups.get(request_id)

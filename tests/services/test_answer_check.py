@@ -2,6 +2,7 @@ import pytest
 
 from scheduler_service.answer_check import check_answer
 from scheduler_service.core import ModelOutput, SamplingParams, Scheduler, SchedulerConfig, SequenceGroup, WaitingQueue
+from scheduler_service.core.outputs import TokenLogprobs
 
 
 def test_an_answer_about_sequences_that_have_left_the_worker_is_no_lie() -> None:
@@ -21,3 +22,18 @@ def test_an_answer_about_sequences_that_have_left_the_worker_is_no_lie() -> None
     (left,) = (s for s in in_flight[0].scheduled if s.sequence is not dropped)
     in_flight[0].scheduled.remove(left)
     check_answer(in_flight[0], answer, 100)
+
+
+def test_what_is_said_of_log_probabilities_that_are_none_names_no_tokens() -> None:
+    """It is logged, and they may be those of a prompt."""
+    config = SchedulerConfig(
+        block_size=4, num_device_blocks=4, max_num_batched_tokens=16, max_num_seqs=2, max_model_len=16
+    )
+    scheduler = Scheduler(config, WaitingQueue())
+    scheduler.add_request(SequenceGroup("a", range(1, 8), SamplingParams(max_tokens=9, logprobs=1)))
+    output = scheduler.schedule()
+    sequence = output.scheduled[0].sequence
+    entry = TokenLogprobs([31337] * 1000, [-1.0] * 1000, 1)
+    with pytest.raises(ValueError, match=f"are none for sequence {sequence.id}: 1000 where 2 were asked for") as error:
+        check_answer(output, ModelOutput(1, [5], logprobs={sequence.id: entry}), 50_000)
+    assert "31337" not in str(error.value)

@@ -5,14 +5,16 @@ from pathlib import Path
 
 import grpc
 import pytest
-from engines import running, submit, text_of
+from engines import running, submit, text_of, until
 from fake_worker_service import FakeWorkerService, serving
 
+from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.errors import RequestError
 from scheduler_service.codec import decode_worker_info
 from scheduler_service.core import SamplingParams
 from scheduler_service.engine import Engine
 from scheduler_service.request import GenerationRequest
+from scheduler_service.servicer import InferenceServicer
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.worker_client import WorkerError
 
@@ -121,3 +123,80 @@ async def test_one_requests_broken_text_does_not_cost_the_others_their_tokens(
         assert error.value.code is grpc.StatusCode.INTERNAL
         assert await text_of(engine, well) == "ggggg"
         assert engine.workers[0].num_preemptions == 0
+
+
+async def test_a_worker_with_more_blocks_than_anybody_can_keep_account_of_is_refused(
+    byte_tokenizer_directory: Path,
+) -> None:
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    async with serving(worker) as address, running(address) as engine:
+        await engine.model()
+        worker.info.num_host_blocks = 2**31 - 1
+        with pytest.raises(WorkerError, match=r"has 2147483711 blocks; at most"):
+            await engine.accept(engine.workers[0].client, decode_worker_info(worker.info))
+
+
+async def test_the_most_sequences_are_promised_as_a_step_has_tokens_for_them(byte_tokenizer_directory: Path) -> None:
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    worker.info.max_num_batched_tokens = 10
+    async with serving(worker) as address, running(address, max_num_batched_tokens=12) as engine:
+        assert (await engine.model()).max_num_seqs == 10
+        await until(lambda: engine.admits)
+        scheduler = engine.workers[0].scheduler
+        assert scheduler is not None
+        assert scheduler.config.max_num_seqs == 10
+        worker.info.max_num_batched_tokens = 9
+        with pytest.raises(WorkerError, match="largest step is 9; requests were promised 10"):
+            await engine.accept(engine.workers[0].client, decode_worker_info(worker.info))
+
+
+async def test_a_request_has_one_timer_while_there_is_no_worker_and_none_after_it_is_closed(
+    byte_tokenizer_directory: Path,
+) -> None:
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    async with serving(worker) as address, running(address, no_worker_timeout=1000) as engine:
+        (loop,) = engine.workers
+        await until(lambda: loop.admits)
+        worker.runs.clear()
+        state = await submit(engine, "a", [5])
+        assert state.expiry is None
+        for _ in range(3):
+            loop.drain()
+            first = state.expiry
+            assert first is not None
+            engine.workers_changed()
+            assert state.expiry is first
+            loop.undrain()
+            assert state.expiry is None
+            assert first.cancelled()
+        loop.drain()
+        engine.close(state)
+        assert state.expiry is not None
+        assert state.expiry.cancelled()
+
+
+async def test_nobody_is_asked_for_a_request_that_ended_by_itself(
+    byte_tokenizer_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(FakeWorkerService(byte_tokenizer_directory)) as address, running(address) as engine:
+        state = await submit(engine, "a", [5])
+        assert "".join([delta.text async for delta in state.stream]) == "ggggg"
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "workers", property(lambda _: 1 / 0))
+            engine.close(state)
+        assert not engine.requests
+
+
+async def test_calls_that_wait_for_the_first_worker_count_as_requests() -> None:
+    async with running("127.0.0.1:1", max_num_requests=1, no_worker_timeout=5) as engine:
+        servicer = InferenceServicer(engine)
+        first = asyncio.create_task(servicer.Generate(pb.GenerateRequest(), None))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError) as error:
+            await servicer.Generate(pb.GenerateRequest(), None)  # type: ignore[arg-type]
+        assert error.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        with engine.admission("its place is free again"):
+            pass

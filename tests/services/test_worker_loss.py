@@ -13,12 +13,12 @@ from fake_worker_service import FakeWorkerService, serving
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire_common.errors import RequestError
 from scheduler_service import worker_loop
-from scheduler_service.core import SchedulerConfig
+from scheduler_service.core import SchedulerConfig, ledger
 from scheduler_service.engine import Engine
 from scheduler_service.request import RequestState
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.step_split import RoundTrips, StepSplit
-from scheduler_service.worker_client import WorkerError
+from scheduler_service.worker_client import Session, WorkerError
 from scheduler_service.worker_loop import WorkerLoop, WorkerStatus, _step_timeout
 
 NEVER = 1000.0
@@ -309,3 +309,41 @@ async def test_a_long_pause_does_not_outlive_its_reason(
     assert pauses[2] >= 10
     assert pauses[3] <= 2
     await loop.client.close()
+
+
+async def test_what_a_worker_says_of_its_failure_is_kept_short(
+    byte_tokenizer_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(SchedulerSettings(workers=["gone:1"], model="fake"))
+    (loop,) = engine.workers
+
+    async def serve() -> None:
+        loop.is_wanted = False
+        raise WorkerError("x" * 1_000_000)
+
+    monkeypatch.setattr(loop, "_serve", serve)
+    await loop.run()
+    assert 100 <= len(loop.last_error) <= 1000
+    await loop.client.close()
+
+
+async def test_a_session_that_cannot_begin_leaves_nothing_behind_that_breaks_the_others(
+    byte_tokenizer_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = [FakeWorkerService(byte_tokenizer_directory) for _ in range(2)]
+    async with serving(workers[0]) as first, serving(workers[1]) as second, running(first, second) as engine:
+        await until(lambda: all(loop.admits for loop in engine.workers))
+        loop = loop_of(engine, first)
+        loop.drain()
+        await until(lambda: loop.state is WorkerStatus.DRAINED)
+        closed: list[Session] = []
+        close = Session.close
+        with monkeypatch.context() as patch:
+            patch.setattr(ledger, "BlockManager", lambda *_, **__: 1 / 0)
+            patch.setattr(Session, "close", lambda session: closed.append(session) or close(session))
+            loop.undrain()
+            await until(lambda: closed)
+            assert len(engine.waiting.balancer) == 1
+            assert await text_of(engine, await submit(engine, "a", [5])) == "ggggg"
+        await until(lambda: loop.admits)
+        assert len(engine.waiting.balancer) == 2
