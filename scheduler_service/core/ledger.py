@@ -28,6 +28,7 @@ class GroupLedger:
         self.balancer = waiting.balancer
         self.admits = True  # whether waiting groups may be given to the worker
         self.running: dict[SequenceGroup, None] = {}  # in the order of admission
+        self.num_running_seqs = 0  # of the running groups together, counted as budgets count them
         self._max_sequence_tokens = config.max_sequence_tokens
         self.swapped: OrderedDict[SequenceGroup, None] = OrderedDict()  # first to resume first
         self.answered_at = float("-inf")  # when the last answer came
@@ -163,9 +164,18 @@ class GroupLedger:
         group.has_unforked = len(group.sequences) > 1
 
     def _forget(self, group: SequenceGroup) -> None:
-        self.running.pop(group, None)
+        if group in self.running:
+            self._stop_running(group)
         self.swapped.pop(group, None)
         del self._by_id[group.request_id]
+
+    def _start_running(self, group: SequenceGroup) -> None:
+        self.running[group] = None
+        self.num_running_seqs += group.num_seqs
+
+    def _stop_running(self, group: SequenceGroup) -> None:
+        del self.running[group]
+        self.num_running_seqs -= group.num_seqs
 
     # ---- taking the answer in
 
@@ -300,11 +310,13 @@ class GroupLedger:
         """End one sequence and free its blocks; nothing happens when it has ended already."""
         if sequence.status.is_finished:
             return
+        group = sequence.group
+        if sequence.status is SequenceStatus.RUNNING and group.beams is None:
+            self.num_running_seqs -= 1
         sequence.status = status
         self.blocks.free(sequence)
         if sequence.is_known:
             self._finished.append(sequence)
-        group = sequence.group
         if group.is_finished:
             if group.request_id in self._by_id:
                 self._forget(group)

@@ -61,8 +61,7 @@ class Scheduler(StepWriter):
                     self.blocks.release_behind_window(sequence)
         if suspect is None and self._steady is not None and self._schedule_steady(self._steady, step):
             return self.write(step)
-        for group in self.running:
-            step.budget.take(num_seqs=group.num_seqs)
+        step.budget.take(num_seqs=self.num_running_seqs)
         if suspect is None or not self._schedule_suspect(suspect, step):
             if self.config.phase_rule is PhaseRule.CHUNKED:
                 self._schedule_together(step)
@@ -136,7 +135,7 @@ class Scheduler(StepWriter):
             return False
         for sequence in needy:
             self.blocks.append_slots(sequence, 1)
-        step.budget.take(num_tokens=len(plan), num_seqs=sum(group.num_seqs for group in self.running))
+        step.budget.take(num_tokens=len(plan), num_seqs=self.num_running_seqs)
         step.steady, step.needy = plan, needy
         if self.waiting and self.config.phase_rule is PhaseRule.CHUNKED:
             self._schedule_waiting(step)
@@ -158,7 +157,7 @@ class Scheduler(StepWriter):
     def _can_start(self, suspect: SequenceGroup, step: Step) -> bool:
         """Whether a step of its own would do a waiting suspect any good; else nobody need be held up for it."""
         budget = SchedulingBudget(step.budget.num_tokens, step.budget.num_seqs)
-        budget.take(num_seqs=sum(group.num_seqs for group in self.running))
+        budget.take(num_seqs=self.num_running_seqs)
         if self._status(suspect, budget) is not AllocStatus.LATER:
             return True
         return bool(self.running) and self.waiting.outranks(suspect, self.waiting.victim(self.running))
@@ -245,7 +244,7 @@ class Scheduler(StepWriter):
             step.budget.take(num_seqs=group.num_seqs)
             step.swap_in += self.blocks.swap_in(group)
             del self.swapped[group]
-            self.running[group] = None
+            self._start_running(group)
             for sequence in group.live:
                 sequence.status = SequenceStatus.RUNNING
             self._schedule_running(group, step)
@@ -334,7 +333,7 @@ class Scheduler(StepWriter):
             self.waiting.charge(group, leader.num_prompt_tokens, 0)
         for sequence in sequences:
             sequence.status = SequenceStatus.RUNNING
-        self.running[group] = None
+        self._start_running(group)
         self._by_id[group.request_id] = group
         placement = placement._replace(cached_tokens=leader.num_computed_tokens, num_overtaken=group.num_overtaken)
         self.balancer.took(self.member, placement)
@@ -394,7 +393,7 @@ class Scheduler(StepWriter):
         self._steady = None
         if mode is PreemptionMode.SWAP:
             step.swap_out += self.blocks.swap_out(group)
-            del self.running[group]
+            self._stop_running(group)
             self.swapped[group] = None
             self.swapped.move_to_end(group, last=False)
             group.swapped_at = step.now

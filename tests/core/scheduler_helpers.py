@@ -61,6 +61,7 @@ def step(scheduler: Scheduler, worker: FakeWorker) -> SchedulerOutput:
     if not output.is_empty:
         scheduler.update_from_output(output, worker.execute(output))
     scheduler.blocks.check()
+    assert scheduler.num_running_seqs == sum(group.num_seqs for group in scheduler.running)
     return output
 
 
@@ -92,4 +93,5 @@ def run_ahead(
         if output.is_empty or len(in_flight) > num_ahead:
             scheduler.update_from_output(*in_flight.pop(0))
         scheduler.blocks.check()
+        assert scheduler.num_running_seqs == sum(group.num_seqs for group in scheduler.running)
     return steps

@@ -118,6 +118,7 @@ class Both:
                 (s.token_ids, s.status or False) for s in slow_group.sequences
             ]
         fast.blocks.check()
+        assert fast.num_running_seqs == sum(group.num_seqs for group in fast.running)
 
     def take_in(self, output: SchedulerOutput, step: SlowStep, now: float) -> None:
         """The worker's answer: a function of what is known of each sequence when the answer comes."""

@@ -126,6 +126,7 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
             break
         output = scheduler.schedule(now)
         scheduler.blocks.check()
+        assert scheduler.num_running_seqs == sum(group.num_seqs for group in scheduler.running)
         if phase_rule is PhaseRule.SEPARATE:
             decodes = [s for s, n, _ in output.scheduled if n == 1 and s.num_output_tokens]
             prompts = [s for s, n, _ in output.scheduled if n > 1]
@@ -140,6 +141,7 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
                 if gained.sequence.status.is_finished:
                     finished[gained.sequence] = finished.get(gained.sequence, 0) + 1
         scheduler.blocks.check()
+        assert scheduler.num_running_seqs == sum(group.num_seqs for group in scheduler.running)
     else:
         pytest.fail("the run does not end")
     assert scheduler.blocks.device.num_free == num_blocks

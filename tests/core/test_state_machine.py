@@ -200,6 +200,7 @@ class Fleet(RuleBasedStateMachine):
         for session in self.sessions:
             scheduler = session.scheduler
             scheduler.blocks.check()
+            assert scheduler.num_running_seqs == sum(group.num_seqs for group in scheduler.running)
             assert sum(group.num_seqs for group in scheduler.running) <= self.config.max_num_seqs
             assert len({group.lora_name for group in scheduler.running} - {""}) <= self.config.max_loras
             self.check_sharing(session)
