@@ -46,8 +46,6 @@ RETRIES_PER_SECOND = 100
 LONG_RETRY_SECONDS = 30.0
 """Between attempts at a worker that another scheduler has, or that fails whatever it is given while others serve."""
 FIRST_FAILING_RETRY_SECONDS = 5.0
-FEW_STEPS = 8
-"""In so many a prompt or two are computed and those who run gain enough tokens not to be blamed for what follows."""
 MOST_OF_A_REASON = 500
 LARGEST_STEPS_BEFORE_TIMEOUT = 10
 """A step of long contexts may take several times as long as the one that the worker measured itself with."""
@@ -178,12 +176,11 @@ class WorkerLoop:
             except Exception as error:  # whatever it is, the other workers and everybody's streams go on
                 log.error("worker loop failed", worker=self.client.address, exc_info=error)
                 reason = "internal error; the server's log has the details"
-            num_steps = self.num_steps - steps_before
-            if self._is_lost_in_a_step and num_steps < FEW_STEPS and self._engine.admits:
-                # Whoever it is given is lost to it, at once or soon; others serve, and shall not be blamed for it.
-                pause, longest = max(pause, FIRST_FAILING_RETRY_SECONDS), LONG_RETRY_SECONDS
-            elif num_steps:
+            if self.num_steps > steps_before:
                 pause = FIRST_RETRY_SECONDS
+            elif self._is_lost_in_a_step and self._engine.admits:
+                # Whoever it is given is lost to it, without an answer; others serve, and shall not be blamed for it.
+                pause, longest = max(pause, FIRST_FAILING_RETRY_SECONDS), LONG_RETRY_SECONDS
             if self._is_superseded:
                 longest = LONG_RETRY_SECONDS
             if reason != self.last_error:

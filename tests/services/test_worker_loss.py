@@ -271,21 +271,6 @@ async def test_an_error_in_one_workers_loop_is_that_workers_alone(
         await until(lambda: loop.admits)
 
 
-@pytest.mark.parametrize("num_steps", [1, 3])
-async def test_a_worker_that_fails_after_a_few_steps_is_tried_less_and_less_as_well(
-    num_steps: int, byte_tokenizer_directory: Path
-) -> None:
-    bad, good = FakeWorkerService(byte_tokenizer_directory), FakeWorkerService(byte_tokenizer_directory)
-    bad.spoil = lambda answer: _change(token_ids=[999])(answer) if answer.step_id > num_steps else answer
-    async with serving(bad) as first, serving(good) as second, running(first, second) as engine:
-        await until(lambda: all(loop.admits for loop in engine.workers))
-        for batch in range(5):
-            states = [await submit(engine, f"{batch} {number}", [5] * 30, max_tokens=9) for number in range(30)]
-            assert await asyncio.gather(*(text_of(engine, state) for state in states)) == ["g" * 9] * 30
-        assert bad.num_steps > 0
-        assert bad.num_sessions <= 2
-
-
 async def test_a_long_pause_does_not_outlive_its_reason(
     byte_tokenizer_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
