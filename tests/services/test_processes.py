@@ -122,7 +122,7 @@ async def test_a_scheduler_without_a_worker_is_not_serving_and_requests_end_unav
     scheduler, target = start(
         "scheduler_service", "--workers", f"127.0.0.1:{free_port()}", "--no-worker-timeout", "0.5"
     )
-    async with Client(target) as client, grpc.aio.insecure_channel(target) as channel:
+    async with Client(target, retry_for=0) as client, grpc.aio.insecure_channel(target) as channel:
         health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
         assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
         with pytest.raises(grpc.aio.AioRpcError) as error:
