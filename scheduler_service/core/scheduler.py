@@ -13,7 +13,8 @@ be given away at once, because whoever gets them writes to them in a later step.
 stopped has wasted its slot in the steps ahead, nothing else.
 
 Most steps are like the one before: every running sequence computes one token. Such a step reuses the plan of the one
-before and looks only at who needs a block; anything that joins, leaves or changes puts an end to the plan.
+before and looks only at who needs a block. Who has ended is taken out of that plan and who is ready to decode joins it;
+whoever has to be computed otherwise, is preempted or is suspected puts an end to it.
 
 A request that brings workers down must not take everybody's streams with it. Whoever was in flight twice in a row when
 a worker was lost is a suspect and is scheduled alone, with nothing else in flight, until it has gained a token, or more
