@@ -10,8 +10,8 @@ who are asked always takes it; and because much can happen until then, a group i
 - while fewer than MAX_OVERTAKES later ones were taken before it.
 
 After that whoever comes first takes it, but for a suspect: while there are workers that were not lost with it, it waits
-for one of those. Where nothing is cached and many wait, a worker takes its share of them at once, as much as brings it to
-where all will be when nobody waits any more, instead of one at a time in turns.
+for one of those. Where nothing is cached and many wait, a worker takes its share of them at once, as much as brings it
+to where all will be when nobody waits any more, instead of one at a time in turns.
 
 All that a scheduler reports is as of its last step. Everything costs O(log workers) or less, but for suspects, for whom
 all workers are looked through.
