@@ -69,6 +69,23 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return sorted(values)[max(math.ceil(percent / 100 * len(values)), 1) - 1]
 
 
+def median_interval(values: Sequence[float], coverage: float = 0.95) -> tuple[float, float]:
+    """Between which of the values the median of what they were drawn from lies, at least so surely.
+
+    It assumes no distribution (the sign test's interval): of 12 values, the third smallest and the third largest.
+    Raises ValueError when there are too few of them for that.
+    """
+    size, rank = len(values), 0
+    beyond = 2 * 0.5**size  # how likely the median is outside the values of this rank
+    while beyond <= 1 - coverage:
+        rank += 1
+        beyond += 2 * math.comb(size, rank) * 0.5**size
+    if not rank:
+        raise ValueError(f"{size} values do not tell the median with a coverage of {coverage}")
+    ordered = sorted(values)
+    return ordered[rank - 1], ordered[size - rank]
+
+
 def rate(runs: Sequence[Run]) -> float:
     """Output tokens a second."""
     tokens = sum(timeline.output_tokens for run in runs for timeline in run.timelines)

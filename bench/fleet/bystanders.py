@@ -6,13 +6,14 @@ and a thousand connections stand beside it. One worker of the default model, and
 
 import asyncio
 import socket
+import statistics
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench.drive import drive
-from bench.figures import Run, rate
+from bench.figures import Run, median_interval, rate
 from bench.fleet.fleet import Fleet
 from bench.fleet.http2 import WIDEST, Connection
 from bench.fleet.overhead import WORKER_ARGUMENTS, Targets
@@ -23,7 +24,7 @@ from pagewire.v1 import inference_service_pb2 as pb
 NUM_SILENT_CONNECTIONS = 1000
 NUM_UNREAD_CALLS = 8
 UNREAD_TOKENS = 1500
-NUM_ROUNDS = 3
+NUM_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +35,11 @@ class Bystanders:
     """Beside calls that are read."""
     beside: float
     """Beside calls that are not, and silent connections."""
-
-    def as_json(self) -> dict[str, float]:
-        return {**asdict(self), "slowed_percent": 100 * (1 - self.beside / self.alone)}
+    slowed_percent: float
+    """The median over pairs of runs."""
+    at_least_percent: float
+    """Where that median lies with 95% coverage."""
+    at_most_percent: float
 
 
 @asynccontextmanager
@@ -78,4 +81,7 @@ def run(model: Path, vocabulary_size: int, tell: Callable[[str], None]) -> Bysta
                         tell(f"{name}: {rate([run]):.0f} output tok/s")
 
         asyncio.run(measure())
-    return Bystanders(alone=rate(runs["alone"]), beside=rate(runs["beside"]))
+    slowed = [
+        100 * (1 - rate([beside]) / rate([alone])) for alone, beside in zip(runs["alone"], runs["beside"], strict=True)
+    ]
+    return Bystanders(rate(runs["alone"]), rate(runs["beside"]), statistics.median(slowed), *median_interval(slowed))

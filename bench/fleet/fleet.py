@@ -75,8 +75,12 @@ class Fleet:
             pass
 
     def pids(self) -> list[int]:
-        services = [*self.workers.values(), *([self._scheduler] if self._scheduler else [])]
-        return [service.process.pid for service in services]
+        return [*(worker.process.pid for worker in self.workers.values()), self.scheduler_pid]
+
+    @property
+    def scheduler_pid(self) -> int:
+        assert self._scheduler is not None
+        return self._scheduler.process.pid
 
     async def state(self) -> ClusterState:
         async with grpc.aio.insecure_channel(self.target) as channel:

@@ -2,26 +2,29 @@
 
 Both compute the same streams with the same workers on the same cores; the difference is the fleet's own: one queue for
 all, placement, several sessions in one event loop. Workers of the default model have a thread each. Both systems are up
-at once and run in turn, so that the machine's drift comes to both.
+at once and run in turn, so that the machine's drift comes to both, and each pair of runs gives a ratio. The CPU time
+that schedulers take for a token is reported too: it tells the fleet's own part where the machine's noise is larger.
 """
 
 import asyncio
 import itertools
+import statistics
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench.drive import Stream, drive
-from bench.figures import Run, rate
+from bench.figures import Run, median_interval, rate
 from bench.fleet.fleet import Fleet
-from bench.load import streams
+from bench.load import Load, streams
 from bench.measure import PAUSE_SECONDS
+from bench.processes import cpu_seconds
 from pagewire_client import Client, SamplingParams
 
 WORKER_ARGUMENTS = ("--threads", "1", "--kv-cache-memory", "0.25", "--max-model-len", "2048")
 STREAMS_A_WORKER = 8
-NUM_ROUNDS = 3
+NUM_ROUNDS = 12
 
 
 class Targets:
@@ -30,10 +33,24 @@ class Targets:
     def __init__(self, name: str, fleets: Sequence[Fleet]) -> None:
         self.name = name
         self.start_seconds = 0.0
+        self.runs: list[Run] = []
+        self.scheduler_seconds = 0.0
+        """CPU time that all schedulers took for the runs."""
         self._fleets = fleets
 
     def pids(self) -> list[int]:
         return [pid for fleet in self._fleets for pid in fleet.pids()]
+
+    async def run(self, load: Load, prompts: Sequence[Sequence[int]]) -> float:
+        """Drive a load, and keep what it took; returns output tokens a second."""
+        pids = [fleet.scheduler_pid for fleet in self._fleets]
+        before = cpu_seconds(pids)
+        self.runs.append(await drive(self, load, prompts))
+        self.scheduler_seconds += cpu_seconds(pids) - before
+        return rate(self.runs[-1:])
+
+    def scheduler_us_per_token(self) -> float:
+        return 1e6 * self.scheduler_seconds / sum(line.output_tokens for run in self.runs for line in run.timelines)
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[Stream]:
@@ -54,16 +71,19 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Output tokens a second of so many workers."""
+    """Of so many workers; each with a scheduler of its own, or all together with one."""
 
     num_workers: int
     apart: float
-    """Each with a scheduler of its own."""
+    """Output tokens a second."""
     together: float
-    """All with one."""
-
-    def as_json(self) -> dict[str, float]:
-        return {**asdict(self), "overhead_percent": 100 * (1 - self.together / self.apart)}
+    overhead_percent: float
+    """The median over pairs of runs."""
+    at_least_percent: float
+    """Where that median lies with 95% coverage."""
+    at_most_percent: float
+    scheduler_us_per_token_apart: float
+    scheduler_us_per_token_together: float
 
 
 def run(model: Path, vocabulary_size: int, num_workers: int, tell: Callable[[str], None]) -> Overhead:
@@ -72,17 +92,27 @@ def run(model: Path, vocabulary_size: int, num_workers: int, tell: Callable[[str
         together = Targets("together", [stack.enter_context(Fleet(model, num_workers, WORKER_ARGUMENTS))])
         pairs = [stack.enter_context(Fleet(model, 1, WORKER_ARGUMENTS)) for _ in range(num_workers)]
         apart = Targets("apart", pairs)
-        runs: dict[str, list[Run]] = {"together": [], "apart": []}
+        overheads: list[float] = []
 
         async def measure() -> None:
-            for number in range(NUM_ROUNDS + 1):
+            for system in (together, apart):
+                await drive(system, load, load.prompts(vocabulary_size, "warm-up"))
+            for number in range(NUM_ROUNDS):
                 prompts = load.prompts(vocabulary_size, number)
+                rates: dict[Targets, float] = {}
                 for system in (together, apart) if number % 2 else (apart, together):
                     await asyncio.sleep(PAUSE_SECONDS)
-                    run = await drive(system, load, prompts)
-                    if number:  # the first one warms up
-                        runs[system.name].append(run)
-                        tell(f"{num_workers} workers {system.name}: {rate([run]):.0f} output tok/s")
+                    rates[system] = await system.run(load, prompts)
+                overheads.append(100 * (1 - rates[together] / rates[apart]))
+                tell(f"{num_workers} workers: {rates[together]:.0f} tok/s together, {rates[apart]:.0f} apart")
 
         asyncio.run(measure())
-    return Overhead(num_workers, apart=rate(runs["apart"]), together=rate(runs["together"]))
+    return Overhead(
+        num_workers,
+        rate(apart.runs),
+        rate(together.runs),
+        statistics.median(overheads),
+        *median_interval(overheads),
+        apart.scheduler_us_per_token(),
+        together.scheduler_us_per_token(),
+    )

@@ -1,6 +1,6 @@
 import pytest
 
-from bench.figures import Run, Timeline, percentile, summarise
+from bench.figures import Run, Timeline, median_interval, percentile, summarise
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,14 @@ def test_the_figures_of_several_runs_are_those_of_all_their_requests() -> None:
     assert figures.tpot_ms == pytest.approx((750 + 50) / 2)
     assert figures.itl_p99_ms == pytest.approx(1000)
     assert figures.memory_mib == 7.0
+
+
+@pytest.mark.parametrize(("size", "rank"), [(6, 1), (12, 3), (20, 6), (100, 40)])
+def test_the_interval_of_a_median_leaves_out_as_many_values_as_the_sign_test_allows(size: int, rank: int) -> None:
+    """Ranks as in tables of the sign test for 95%."""
+    assert median_interval(range(size, 0, -1)) == (rank, size + 1 - rank)
+
+
+def test_five_values_do_not_tell_a_median_with_95_percent() -> None:
+    with pytest.raises(ValueError, match="5 values"):
+        median_interval(range(5))
