@@ -82,6 +82,7 @@ class InferenceServicer(InferenceServiceServicer):
                         ended.append(_REASONS[delta.status])
         finally:
             writer.close()
+            state.stream.leave()
             self._engine.close(state)
             log.info(
                 "request closed",

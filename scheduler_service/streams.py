@@ -36,7 +36,8 @@ class OutputDelta:
 class OutputStream:
     """The deltas of one request. The engine puts, one reader iterates until every output has ended.
 
-    Readers whose streams share `turns` are given theirs.
+    Readers whose streams share `turns` are given theirs: one lasts from a delta until the next is asked for, or until
+    the reader leaves.
     """
 
     def __init__(self, num_outputs: int, turns: Turns) -> None:
@@ -46,6 +47,7 @@ class OutputStream:
         self._turns = turns
         self._reader: asyncio.Future[None] | None = None  # while it waits for something to read
         self._loop = asyncio.get_running_loop()
+        self._turn: asyncio.Future[None] = self._loop.create_future()  # the reader's last
 
     def put(self, delta: OutputDelta) -> None:
         """Never waits: what the reader has not taken yet is merged."""
@@ -81,9 +83,10 @@ class OutputStream:
 
     async def __anext__(self) -> OutputDelta:
         """The next delta; raises the RequestError that ended the stream."""
+        self._turns.end(self._turn)
         if not self._pending and not self.num_open:
             raise StopAsyncIteration
-        turn: asyncio.Future[None] = self._loop.create_future()
+        self._turn = turn = self._loop.create_future()
         if self._pending or self._error is not None:
             self._turns.ask(turn)
         else:
@@ -95,3 +98,7 @@ class OutputStream:
         delta = self._pending.pop(next(iter(self._pending)))
         self.num_open -= delta.status is not None
         return delta
+
+    def leave(self) -> None:
+        """The reader reads no more."""
+        self._turns.end(self._turn)

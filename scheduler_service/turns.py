@@ -1,16 +1,19 @@
-"""Who may write to its client next: readers take turns, a few of them in each pass of the event loop.
+"""Who may write to its client next: readers take turns, and only a few have theirs at the same time.
 
-A step of 256 sequences has something to say to 256 clients, and a write takes ten times as long as planning for one. If
-all wrote at once, the next step of a worker that waits would come after them. So steps go first: between two passes
-there are never more than a few writes, in the order in which they were asked for. Where there is more to write than
-time, turns come later, output is merged meanwhile, and fewer and larger messages are written.
+A step of 256 sequences has something to say to 256 clients. If all wrote at once, workers' answers and new calls would
+stand behind 256 completed writes in gRPC's one queue of events; and as gRPC takes new calls one after the other, only a
+hundred a second would get in, which kept three workers half empty. So there are never more than a few writes under way,
+begun in the order in which they were asked for. Where there is more to write than time, turns come later, output is
+merged meanwhile, and fewer and larger messages are written.
 """
 
 import asyncio
 from collections import deque
 
-A_PASS = 8
-"""Writes in a pass of the event loop, about half a millisecond of them."""
+AT_ONCE = 8
+"""Turns at the same time: enough that a write is always ready, about half a millisecond of them."""
+LONGEST_SECONDS = 0.02
+"""After which a turn makes room for another, ended or not: its client may have stopped reading."""
 
 
 class Turns:
@@ -18,22 +21,33 @@ class Turns:
 
     def __init__(self) -> None:
         self._asking: deque[asyncio.Future[None]] = deque()
-        self._is_due = False
+        self._given: dict[asyncio.Future[None], float] = {}  # when, in that order
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
 
     def ask(self, turn: "asyncio.Future[None]") -> None:
         """Resolve `turn` when it has come; one that is done by then, because nobody waits any more, takes none."""
         self._asking.append(turn)
-        if not self._is_due:
-            self._is_due = True
-            turn.get_loop().call_soon(self._give, turn.get_loop())
+        self._give()
 
-    def _give(self, loop: asyncio.AbstractEventLoop) -> None:
-        asking, given = self._asking, 0
-        while asking and given < A_PASS:
+    def end(self, turn: "asyncio.Future[None]") -> None:
+        """What was to be done with the turn is done. Ending one again, or one that did not come, does nothing."""
+        if self._given.pop(turn, None) is not None:
+            self._give()
+
+    def _give(self) -> None:
+        asking, given = self._asking, self._given
+        while asking and len(given) < AT_ONCE:
             turn = asking.popleft()
             if not turn.done():
                 turn.set_result(None)
-                given += 1
-        self._is_due = bool(asking)
-        if asking:
-            loop.call_soon(self._give, loop)
+                given[turn] = self._loop.time()
+        if asking and self._timer is None:
+            self._timer = self._loop.call_at(next(iter(given.values())) + LONGEST_SECONDS, self._forget)
+
+    def _forget(self) -> None:
+        self._timer = None
+        oldest = self._loop.time() - LONGEST_SECONDS
+        for turn in [turn for turn, at in self._given.items() if at <= oldest]:
+            del self._given[turn]
+        self._give()

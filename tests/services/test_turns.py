@@ -1,33 +1,59 @@
 import asyncio
+from itertools import pairwise
 
-from scheduler_service.turns import A_PASS, Turns
+from scheduler_service.core import SequenceStatus
+from scheduler_service.streams import OutputDelta, OutputStream
+from scheduler_service.turns import AT_ONCE, Turns
 
 
-async def test_whatever_else_is_to_be_done_comes_between_a_few_turns() -> None:
-    """However many ask, the rest of the loop waits for no more than a pass of them."""
-    loop, turns = asyncio.get_running_loop(), Turns()
-    asked = [loop.create_future() for _ in range(5 * A_PASS)]
+def ask(turns: Turns, count: int) -> list[asyncio.Future[None]]:
+    asked = [asyncio.get_running_loop().create_future() for _ in range(count)]
     for turn in asked:
         turns.ask(turn)
-    for number in range(5):
-        await asyncio.sleep(0)
-        assert [turn.done() for turn in asked] == [place < (number + 1) * A_PASS for place in range(len(asked))]
+    return asked
+
+
+async def test_a_few_have_their_turn_at_once_and_the_others_theirs_in_order_as_one_ends() -> None:
+    turns = Turns()
+    asked = ask(turns, 3 * AT_ONCE)
+    for number, turn in enumerate(asked):
+        assert [other.done() for other in asked] == [place < number + AT_ONCE for place in range(len(asked))]
+        turns.end(turn)
+        turns.end(turn)  # which it had ended
 
 
 async def test_one_that_left_takes_no_turn() -> None:
-    loop, turns = asyncio.get_running_loop(), Turns()
-    gone, first = ([loop.create_future() for _ in range(A_PASS)] for _ in range(2))
-    for turn in gone + first:
-        turns.ask(turn)
+    turns = Turns()
+    having, gone, last = ask(turns, AT_ONCE), ask(turns, AT_ONCE), ask(turns, 1)
     for turn in gone:
         turn.cancel()
+        turns.end(turn)  # which did not come
+    turns.end(having[0])
+    assert last[0].done()
+
+
+async def test_those_that_never_end_hold_nobody_up_for_long() -> None:
+    turns = Turns()
+    for _, after in pairwise([ask(turns, AT_ONCE) for _ in range(4)]):
+        await asyncio.wait_for(asyncio.gather(*after), 5)
+
+
+async def test_a_reader_has_its_turn_until_it_asks_for_more_or_leaves() -> None:
+    turns = Turns()
+    streams = [OutputStream(1, turns) for _ in range(AT_ONCE)]
+    for stream in streams:
+        stream.put(OutputDelta(0, "text"))
+        assert (await anext(stream)).text == "text"
+    first, second, third = ask(turns, 3)
+    assert not first.done()
+    more = asyncio.ensure_future(anext(streams[0]))
     await asyncio.sleep(0)
-    assert all(turn.done() for turn in first)
-
-
-async def test_turns_go_on_after_there_was_nothing_to_do() -> None:
-    loop, turns = asyncio.get_running_loop(), Turns()
-    for _ in range(3):
-        turn = loop.create_future()
-        turns.ask(turn)
-        await asyncio.wait_for(turn, 5)
+    assert first.done()
+    streams[1].leave()
+    assert second.done()
+    assert not third.done()
+    streams[0].put(OutputDelta(0, status=SequenceStatus.FINISHED_STOPPED))
+    turns.end(first)
+    assert third.done()
+    turns.end(second)
+    assert (await more).status is SequenceStatus.FINISHED_STOPPED
