@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pagewire_common.errors import RequestError
 from scheduler_service.core import SequenceStatus
 from scheduler_service.core.outputs import TokenLogprobs
-from scheduler_service.turns import Turns
+from scheduler_service.turns import SLOW_SECONDS, Turns
 
 
 @dataclass(slots=True)
@@ -48,6 +48,8 @@ class OutputStream:
         self._reader: asyncio.Future[None] | None = None  # while it waits for something to read
         self._loop = asyncio.get_running_loop()
         self._turn: asyncio.Future[None] = self._loop.create_future()  # the reader's last
+        self._turn_began = self._loop.time()
+        self._is_slow = False
 
     def put(self, delta: OutputDelta) -> None:
         """Never waits: what the reader has not taken yet is merged."""
@@ -75,7 +77,7 @@ class OutputStream:
 
     def _notify(self) -> None:
         if self._reader is not None:
-            self._turns.ask(self._reader)
+            self._turns.ask(self._reader, is_slow=self._is_slow)
             self._reader = None
 
     def __aiter__(self) -> "OutputStream":
@@ -84,14 +86,16 @@ class OutputStream:
     async def __anext__(self) -> OutputDelta:
         """The next delta; raises the RequestError that ended the stream."""
         self._turns.end(self._turn)
+        self._is_slow = self._loop.time() - self._turn_began > SLOW_SECONDS
         if not self._pending and not self.num_open:
             raise StopAsyncIteration
         self._turn = turn = self._loop.create_future()
         if self._pending or self._error is not None:
-            self._turns.ask(turn)
+            self._turns.ask(turn, is_slow=self._is_slow)
         else:
             self._reader = turn
         await turn
+        self._turn_began = self._loop.time()
         if not self._pending:
             assert self._error is not None
             raise self._error

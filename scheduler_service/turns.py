@@ -13,21 +13,26 @@ from collections import deque
 AT_ONCE = 8
 """Turns at the same time: enough that a write is always ready, about half a millisecond of them."""
 LONGEST_SECONDS = 0.02
-"""After which a turn makes room for another, ended or not: its client may have stopped reading."""
+"""After which a turn makes room for another, ended or not: its client may be slow, or have stopped reading."""
+SLOW_SECONDS = 0.1
+"""What took longer than this, a client took; a busy server's own delays are shorter."""
 
 
 class Turns:
     """Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._asking: deque[asyncio.Future[None]] = deque()
+        self._asking: deque[tuple[asyncio.Future[None], bool]] = deque()
         self._given: dict[asyncio.Future[None], float] = {}  # when, in that order
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
 
-    def ask(self, turn: "asyncio.Future[None]") -> None:
-        """Resolve `turn` when it has come; one that is done by then, because nobody waits any more, takes none."""
-        self._asking.append(turn)
+    def ask(self, turn: "asyncio.Future[None]", *, is_slow: bool = False) -> None:
+        """Resolve `turn` when it has come; one that is done by then, because nobody waits any more, takes none.
+
+        `is_slow`: it took more than SLOW_SECONDS the last time. It waits as all do, and then takes nobody's place.
+        """
+        self._asking.append((turn, is_slow))
         self._give()
 
     def end(self, turn: "asyncio.Future[None]") -> None:
@@ -38,10 +43,11 @@ class Turns:
     def _give(self) -> None:
         asking, given = self._asking, self._given
         while asking and len(given) < AT_ONCE:
-            turn = asking.popleft()
+            turn, is_slow = asking.popleft()
             if not turn.done():
                 turn.set_result(None)
-                given[turn] = self._loop.time()
+                if not is_slow:
+                    given[turn] = self._loop.time()
         if asking and self._timer is None:
             self._timer = self._loop.call_at(next(iter(given.values())) + LONGEST_SECONDS, self._forget)
 

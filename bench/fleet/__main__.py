@@ -37,8 +37,8 @@ OVERHEAD_COLUMNS = (
     "together, µs a token",
 )  # fmt: skip
 FEEDING_COLUMNS = (
-    "workers", "idle, %", "sequences a step", "tok/s", "messages/s", "scheduler, cores", "workers, cores",
-    "client, cores",
+    "workers", "idle, %", "sequences a step", "tok/s", "messages/s", "tokens a message",
+    "scheduler, cores", "workers, cores", "client, cores",
 )  # fmt: skip
 
 

@@ -39,6 +39,8 @@ class Feeding:
     tokens_per_second: float
     """Delivered to clients, of streams that ended in the window."""
     messages_per_second: float
+    tokens_a_message: float
+    """The more of them, the less often a stream says something."""
     scheduler_cores: float
     """CPU seconds a second; gRPC's own threads run beside Python's."""
     workers_cores: float
@@ -94,6 +96,7 @@ def measure(num_workers: int, model: Path, scheduler_arguments: Sequence[str] = 
             sequences_a_step=gained["num_sequences"] / max(gained["num_steps"], 1),
             tokens_per_second=gained["num_tokens"] / seconds,
             messages_per_second=gained["num_messages"] / seconds,
+            tokens_a_message=gained["num_tokens"] / max(gained["num_messages"], 1),
             scheduler_cores=gained["scheduler_cpu"] / seconds,
             workers_cores=gained["workers_cpu"] / seconds,
             client_cores=gained["cpu_seconds"] / seconds,

@@ -38,6 +38,15 @@ async def test_those_that_never_end_hold_nobody_up_for_long() -> None:
         await asyncio.wait_for(asyncio.gather(*after), 5)
 
 
+async def test_those_that_took_too_long_take_nobodys_place_the_next_time() -> None:
+    turns = Turns()
+    slow = [asyncio.get_running_loop().create_future() for _ in range(2 * AT_ONCE)]
+    for turn in slow:
+        turns.ask(turn, is_slow=True)
+    assert all(turn.done() for turn in ask(turns, AT_ONCE))
+    assert not ask(turns, 1)[0].done()
+
+
 async def test_a_reader_has_its_turn_until_it_asks_for_more_or_leaves() -> None:
     turns = Turns()
     streams = [OutputStream(1, turns) for _ in range(AT_ONCE)]
