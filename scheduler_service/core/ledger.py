@@ -125,7 +125,7 @@ class GroupLedger:
             if sequence not in output.dropped
         )
         ended: list[SequenceGroup] = []
-        is_only = not self.balancer.has_others(self.member)
+        is_only = not self.balancer.other_workers(self.member)
         for group in in_step:
             is_blamed = group.lose_step(self.worker, alone=len(in_step) == 1)
             if is_blamed and not group.is_finished and (is_only or len(group.lost_on) > 1):

@@ -166,8 +166,12 @@ class Balancer:
     # ---- where a group goes
 
     def has_others(self, member: Member) -> bool:
-        """Whether there is any choice."""
+        """Whether there is any choice now."""
         return self._num_open > member.is_open
+
+    def other_workers(self, member: Member) -> "list[GroupLedger]":
+        """Those that take waiting groups, if not now, while they have some swapped out. All are looked through."""
+        return [other.scheduler for other in self._members.values() if other is not member and other.scheduler.admits]
 
     def place(self, member: Member, group: "SequenceGroup", num_waiting: int, now: float) -> Placement:
         """Whether to take a group that the worker has room for, or to whom to leave it.
@@ -200,8 +204,7 @@ class Balancer:
         """Whom a worker that was lost with a suspect leaves it to: one that was not; None when there is none."""
         if member.scheduler.worker not in suspect.lost_on:
             return None
-        others = (other.scheduler for other in self._members.values() if other.is_open)
-        untried = [other for other in others if other.worker not in suspect.lost_on]
+        untried = [other for other in self.other_workers(member) if other.worker not in suspect.lost_on]
         if not untried:
             return None
         self.num_left[PlacementReason.SUSPECT] += 1

@@ -164,11 +164,11 @@ class Scheduler(StepWriter):
         return bool(self.running) and self.waiting.outranks(suspect, self.waiting.victim(self.running))
 
     def _leave_suspect(self, suspect: SequenceGroup, step: Step) -> bool:
-        if not self.balancer.has_others(self.member):
-            return False
         if (placement := self.balancer.place_untried(self.member, suspect)) is not None:
             step.left[suspect] = placement  # for however long: nobody can tell whose doing it is who was lost here only
             return True
+        if not self.balancer.has_others(self.member):
+            return False
         if self.room_for(suspect) is None:
             placement = self.balancer.place_elsewhere(self.member, suspect, step.now)
         else:

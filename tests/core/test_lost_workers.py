@@ -270,12 +270,24 @@ def test_a_suspect_that_there_is_no_room_for_holds_nobody_up() -> None:
     assert output_of(suspect) == reference_output(suspect, 0, 64)
 
 
-def test_a_flaky_worker_ends_nobody_while_a_sound_one_is_there() -> None:
-    """It answers one step and is lost in the next, again and again, and has room whenever the sound one has none."""
+@pytest.mark.parametrize("num_device_blocks", [400, 120])
+def test_a_flaky_worker_ends_nobody_while_a_sound_one_is_there(num_device_blocks: int) -> None:
+    """It answers one step and is lost in the next, again and again, and has room whenever the sound one has none.
+
+    In the smaller pool the sound one has swapped groups most of the time, and takes nobody then.
+    """
     waiting = WaitingQueue()
 
     def start(worker: str) -> tuple[Scheduler, FakeWorker]:
-        scheduler = make_scheduler(waiting, worker, num_device_blocks=400, max_num_seqs=4, max_model_len=400)
+        scheduler = make_scheduler(
+            waiting,
+            worker,
+            num_device_blocks=num_device_blocks,
+            num_host_blocks=400,
+            preemption_mode=PreemptionMode.SWAP,
+            max_num_seqs=4,
+            max_model_len=400,
+        )
         return scheduler, FakeWorker(scheduler.config)
 
     good, good_worker = start("good")
@@ -298,6 +310,7 @@ def test_a_flaky_worker_ends_nobody_while_a_sound_one_is_there() -> None:
         for _ in range(5):
             step(good, good_worker)
     assert num_losses > 3
+    assert (good.num_preemptions[PreemptionMode.SWAP] > 0) is (num_device_blocks < 400)
     for group in groups:
         assert output_of(group) == reference_output(group, 0, 400)
 
