@@ -18,8 +18,8 @@ whoever has to be computed otherwise, is preempted or is suspected puts an end t
 
 A request that brings workers down must not take everybody's streams with it. Whoever was in flight twice in a row when
 a worker was lost is a suspect and is scheduled alone, with nothing else in flight, until it has gained a token, or more
-of them the more workers were lost; a suspect whose step is lost as well is ended. But it may be the worker that is to
-blame: a suspect goes to another one than it was lost on, if there is any, and is not ended before that.
+of them the more workers were lost; a suspect that loses two such steps as well is ended. But it may be the worker that
+is to blame: a suspect goes to another one than it was lost on, if there is any, and is not ended before that.
 """
 
 from collections.abc import Mapping

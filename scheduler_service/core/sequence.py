@@ -35,8 +35,10 @@ for _status in SequenceStatus:
     _status.is_finished = _status.name.startswith("FINISHED")
 
 
-# A group that was alone in the last of this many lost steps, and gained nothing since the one before, is ended.
+# A group with this many lost steps that gained nothing since the one before is ended, if it was alone in the last of
+# them and in another: where workers hang in turn, every three seconds, one may by chance be lost with a suspect alone.
 MAX_LOST_STEPS = 3
+LOST_ALONE = 2
 # So is one that gains a token or a few on each worker first, as where the decoding after a prompt is what kills.
 MOST_LOST_STEPS = 4
 # Who gains so many tokens since a lost step had nothing to do with it. More would find those who kill with their tenth
@@ -127,11 +129,11 @@ class SequenceGroup:
 
     `error` says, in a sentence for the client, why a group ended without being served. `has_unforked` is set while
     followers wait for the leader's prompt; until they fork for the first time they share one list of its tokens.
-    `num_lost_steps` counts how often a worker was lost with it in flight, `lost_on` names these workers, and
-    `num_clean_tokens` counts what it has gained since the last time, until CLEARING_TOKENS clear it. Groups of equal
-    `cache_root` and adapter may share cached prefixes; `num_cached_tokens` is what was found of the prompt when it was
-    first admitted. `lora_name` is the adapter that it needs, empty for the base model. `arrived_at` is in seconds of
-    the clock that `Scheduler.schedule` is told.
+    `num_lost_steps` counts how often a worker was lost with it in flight, `num_lost_alone` how often with it alone,
+    `lost_on` names these workers, and `num_clean_tokens` counts what it has gained since the last time, until
+    CLEARING_TOKENS clear it. Groups of equal `cache_root` and adapter may share cached prefixes; `num_cached_tokens` is
+    what was found of the prompt when it was first admitted. `lora_name` is the adapter that it needs, empty for the
+    base model. `arrived_at` is in seconds of the clock that `Scheduler.schedule` is told.
 
     What the balancer keeps of a group while it waits: `num_overtaken` counts the later ones that were taken before it;
     until `left_until` it may be left to a better worker. While it is swapped out, `swapped_at` says since when, and
@@ -153,6 +155,7 @@ class SequenceGroup:
         "lost_on",
         "num_cached_tokens",
         "num_clean_tokens",
+        "num_lost_alone",
         "num_lost_steps",
         "num_moves",
         "num_overtaken",
@@ -204,6 +207,7 @@ class SequenceGroup:
         for index in ended:
             self.sequences[index].status = SequenceStatus.FINISHED_STOPPED
         self.num_lost_steps = 0
+        self.num_lost_alone = 0
         self.lost_on: frozenset[str] = frozenset()
         self.num_clean_tokens = 0
         self.num_overtaken = 0
@@ -228,13 +232,15 @@ class SequenceGroup:
         self.lost_on |= {worker}
         has_gained, self.num_clean_tokens = self.num_clean_tokens > 0, 0
         self.num_lost_steps += 1
-        return alone and self.num_lost_steps >= (MOST_LOST_STEPS if has_gained else MAX_LOST_STEPS)
+        self.num_lost_alone += alone
+        enough = MOST_LOST_STEPS if has_gained else MAX_LOST_STEPS
+        return alone and self.num_lost_alone >= LOST_ALONE and self.num_lost_steps >= enough
 
     def gain_token(self) -> None:
         """Hear of a token, after a lost step."""
         self.num_clean_tokens += 1
         if self.num_clean_tokens >= CLEARING_TOKENS:
-            self.num_lost_steps = self.num_clean_tokens = 0
+            self.num_lost_steps = self.num_lost_alone = self.num_clean_tokens = 0
             self.lost_on = frozenset()
 
     @property

@@ -26,11 +26,11 @@ async def test_a_poison_request_ends_with_an_error_and_its_neighbours_finish(byt
         neighbours = [
             asyncio.create_task(text_of(engine, await submit(engine, str(number), [5, 6], n=2))) for number in range(3)
         ]
-        with pytest.raises(RequestError, match="3 workers failed in a row") as error:
+        with pytest.raises(RequestError, match="4 workers failed in a row") as error:
             await poison
         assert error.value.code is grpc.StatusCode.INTERNAL
         assert [await neighbour for neighbour in neighbours] == ["g" * 10] * 3
-        assert worker.num_sessions == 4
+        assert worker.num_sessions == 5
         assert not engine.requests
         (loop,) = engine.workers
         assert loop.scheduler is not None
