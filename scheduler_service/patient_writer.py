@@ -28,7 +28,7 @@ class PatientWriter:
         self._timer = self._loop.call_later(limit, self._check)
 
     async def write(self, message: pb.GenerateResponse) -> None:
-        """Raises RESOURCE_EXHAUSTED when the client does not read it in time."""
+        """Raises RESOURCE_EXHAUSTED when the client does not read it in time, CANCELLED when it has gone meanwhile."""
         self._began = self._loop.time()
         try:
             await self._context.write(message)
@@ -38,6 +38,8 @@ class PatientWriter:
             raise RequestError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, f"the client read nothing for {self._limit:g} s"
             ) from None
+        except grpc.aio.InternalError:  # what gRPC makes of a write that meets the end of its call
+            raise RequestError(grpc.StatusCode.CANCELLED, "the client is gone") from None
         self._began = None
 
     def _check(self) -> None:

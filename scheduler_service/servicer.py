@@ -46,6 +46,9 @@ _REASONS = {
     SequenceStatus.FINISHED_ABORTED: "abort",
 }
 
+_CLIENTS_OWN = (grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED)
+"""How streams end that the client left or went on with in another call."""
+
 
 class InferenceServicer(InferenceServiceServicer):
     """The public service; see the .proto for its contract."""
@@ -100,7 +103,7 @@ class InferenceServicer(InferenceServiceServicer):
             yield ended
             statistics.request_seconds.observe(time.monotonic() - state.group.arrived_at)
         except BaseException as error:
-            failed = isinstance(error, RequestError) and error.code is not grpc.StatusCode.ABORTED
+            failed = isinstance(error, RequestError) and error.code not in _CLIENTS_OWN
             ended += ["error" if failed else "abort"] * (num_outputs - len(ended))
             raise
         finally:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pagewire_common.errors import RequestError
 from scheduler_service.core import SequenceStatus
 from scheduler_service.core.outputs import TokenLogprobs
-from scheduler_service.turns import SLOW_SECONDS, Turns
+from scheduler_service.turns import Turn, Turns
 
 
 @dataclass(slots=True)
@@ -45,11 +45,9 @@ class OutputStream:
         self._pending: dict[int, OutputDelta] = {}
         self._error: RequestError | None = None
         self._turns = turns
-        self._reader: asyncio.Future[None] | None = None  # while it waits for something to read
+        self._turn = Turn()
+        self._is_awaited = False  # by the reader, which asks for its turn when there is something to read
         self._loop = asyncio.get_running_loop()
-        self._turn: asyncio.Future[None] = self._loop.create_future()  # the reader's last
-        self._turn_began = self._loop.time()
-        self._is_slow = False
 
     def put(self, delta: OutputDelta) -> None:
         """Never waits: what the reader has not taken yet is merged."""
@@ -67,7 +65,7 @@ class OutputStream:
         delta.token_ids.append(token_id)
         delta.text += text
         delta.num_output_tokens = num_output_tokens
-        if self._reader is not None:
+        if self._is_awaited:
             self._notify()
 
     def fail(self, error: RequestError) -> None:
@@ -76,9 +74,9 @@ class OutputStream:
         self._notify()
 
     def _notify(self) -> None:
-        if self._reader is not None:
-            self._turns.ask(self._reader, is_slow=self._is_slow)
-            self._reader = None
+        if self._is_awaited:
+            self._is_awaited = False
+            self._turns.ask(self._turn)
 
     def __aiter__(self) -> "OutputStream":
         return self
@@ -86,16 +84,13 @@ class OutputStream:
     async def __anext__(self) -> OutputDelta:
         """The next delta; raises the RequestError that ended the stream."""
         self._turns.end(self._turn)
-        self._is_slow = self._loop.time() - self._turn_began > SLOW_SECONDS
         if not self._pending and not self.num_open:
             raise StopAsyncIteration
-        self._turn = turn = self._loop.create_future()
+        self._turn.came = self._loop.create_future()
+        self._is_awaited = True
         if self._pending or self._error is not None:
-            self._turns.ask(turn, is_slow=self._is_slow)
-        else:
-            self._reader = turn
-        await turn
-        self._turn_began = self._loop.time()
+            self._notify()
+        await self._turn.came
         if not self._pending:
             assert self._error is not None
             raise self._error

@@ -2,9 +2,12 @@
 
 A step of 256 sequences has something to say to 256 clients. If all wrote at once, workers' answers and new calls would
 stand behind 256 completed writes in gRPC's one queue of events; and as gRPC takes new calls one after the other, only a
-hundred a second would get in, which kept three workers half empty. So there are never more than a few writes under way,
-begun in the order in which they were asked for. Where there is more to write than time, turns come later, output is
-merged meanwhile, and fewer and larger messages are written.
+hundred a second would get in, which kept three workers half empty. So only a few writes that are as quick as others are
+under way at a time, begun in the order in which they were asked for. Where there is more to write than time, turns come
+later, output is merged meanwhile, and fewer and larger messages are written.
+
+A client that reads slowly, or not at all, holds nobody up: its turn ends for the others when its time is over, and the
+next ones do not count. The time gets shorter where it is all that turns end by, as when many clients freeze at once.
 """
 
 import asyncio
@@ -13,47 +16,67 @@ from collections import deque
 AT_ONCE = 8
 """Turns at the same time: enough that a write is always ready, about half a millisecond of them."""
 LONGEST_SECONDS = 0.02
-"""After which a turn makes room for another, ended or not: its client may be slow, or have stopped reading."""
-SLOW_SECONDS = 0.1
-"""What took longer than this, a client took; a busy server's own delays are shorter."""
+SHORTEST_SECONDS = 0.001
+SLOW_AFTER = 4 * AT_ONCE
+"""Turns that were given during one of a slow client. Whatever keeps the server itself is no time in which turns are."""
+
+
+class Turn:
+    """A reader's, which it has again and again."""
+
+    __slots__ = ("came", "is_slow", "number")
+
+    def __init__(self) -> None:
+        self.came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Of the present one. One that is done before, because nobody waits any more, takes nobody's place."""
+        self.number = 0  # of the present one, once it came
+        self.is_slow = False
 
 
 class Turns:
     """Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._asking: deque[tuple[asyncio.Future[None], bool]] = deque()
-        self._given: dict[asyncio.Future[None], float] = {}  # when, in that order
+        self._asking: deque[Turn] = deque()
+        self._given: dict[Turn, float] = {}  # when, in that order; those that count
+        self._num_given = 0
+        self._longest = LONGEST_SECONDS
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
 
-    def ask(self, turn: "asyncio.Future[None]", *, is_slow: bool = False) -> None:
-        """Resolve `turn` when it has come; one that is done by then, because nobody waits any more, takes none.
-
-        `is_slow`: it took more than SLOW_SECONDS the last time. It waits as all do, and then takes nobody's place.
-        """
-        self._asking.append((turn, is_slow))
+    def ask(self, turn: Turn) -> None:
+        """Resolve `turn.came` when it has come."""
+        self._asking.append(turn)
         self._give()
 
-    def end(self, turn: "asyncio.Future[None]") -> None:
+    def end(self, turn: Turn) -> None:
         """What was to be done with the turn is done. Ending one again, or one that did not come, does nothing."""
-        if self._given.pop(turn, None) is not None:
-            self._give()
+        if turn.number:
+            turn.is_slow = self._num_given - turn.number > SLOW_AFTER
+            turn.number = 0
+            if self._given.pop(turn, None) is not None:
+                self._longest = LONGEST_SECONDS
+                self._give()
 
     def _give(self) -> None:
         asking, given = self._asking, self._given
         while asking and len(given) < AT_ONCE:
-            turn, is_slow = asking.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                if not is_slow:
+            turn = asking.popleft()
+            if not turn.came.done():
+                turn.came.set_result(None)
+                self._num_given += 1
+                turn.number = self._num_given
+                if not turn.is_slow:
                     given[turn] = self._loop.time()
         if asking and self._timer is None:
-            self._timer = self._loop.call_at(next(iter(given.values())) + LONGEST_SECONDS, self._forget)
+            self._timer = self._loop.call_at(next(iter(given.values())) + self._longest, self._forget)
 
     def _forget(self) -> None:
         self._timer = None
-        oldest = self._loop.time() - LONGEST_SECONDS
-        for turn in [turn for turn, at in self._given.items() if at <= oldest]:
+        oldest = self._loop.time() - self._longest
+        forgotten = [turn for turn, at in self._given.items() if at <= oldest]
+        for turn in forgotten:
             del self._given[turn]
+        if len(forgotten) == AT_ONCE:
+            self._longest = max(SHORTEST_SECONDS, self._longest / 2)
         self._give()

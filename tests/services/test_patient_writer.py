@@ -45,3 +45,13 @@ async def test_a_cancelled_call_stays_cancelled() -> None:
     writing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await writing
+
+
+async def test_a_client_that_goes_away_during_a_write_is_no_failure_of_the_server() -> None:
+    class Gone:
+        async def write(self, message: Any) -> None:
+            raise grpc.aio.InternalError('Failed "execute_batch"')
+
+    with pytest.raises(RequestError, match="the client is gone") as error:
+        await PatientWriter(Gone(), 60.0).write(MESSAGE)  # type: ignore[arg-type]
+    assert error.value.code is grpc.StatusCode.CANCELLED
