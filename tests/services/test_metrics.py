@@ -2,19 +2,24 @@
 
 import asyncio
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
+import grpc
 import pytest
 from fake_worker_service import FakeWorkerService, serving
 from prometheus_client.parser import text_string_to_metric_families
 from scheduler_in_process import InProcess, scheduler
 from test_processes import WORKER_SIZES
 
+from pagewire.v1 import admin_service_pb2 as pb
+from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
 from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
 from pagewire_client.local import ServiceProcess
 from pagewire_common.metrics import serve_metrics
 from pagewire_common.start_error import StartError
+from scheduler_service.core import PlacementReason
 from scheduler_service.metrics import SchedulerMetrics
 from scheduler_service.statistics import Histogram
 
@@ -43,6 +48,9 @@ class Scrape:
     def __call__(self, name: str, **labels: str) -> float:
         (value,) = (s.value for s in self.samples if s.name == name and labels.items() <= s.labels.items())
         return value
+
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        return {sample.labels[label]: sample.value for sample in self.samples if sample.name == name}
 
 
 async def scrape(one: InProcess, *, vllm_names: bool = False) -> Scrape:
@@ -85,6 +93,25 @@ async def test_requests_are_counted_from_arrival_to_their_end(byte_tokenizer_dir
     assert found("pagewire_step_phase_seconds_total", worker=address, phase="schedule") > 0
     assert found("pagewire_placements_total", reason="alone") == 3
     assert found("process_resident_memory_bytes") > 0
+
+
+async def test_every_placement_choice_is_in_the_metrics_and_in_the_state() -> None:
+    """The numbers differ, so that none can stand for another."""
+    placed, left = ({reason: base + number for number, reason in enumerate(PlacementReason)} for base in (10, 20))
+    async with scheduler("127.0.0.1:1") as one, grpc.aio.insecure_channel(one.target) as channel:
+        balancer = one.engine.waiting.balancer
+        balancer.num_placed, balancer.num_left = placed, left
+        balancer.num_overtakes, balancer.num_moved = 30, 31
+        found = await scrape(one)
+        state = (await AdminServiceStub(channel).GetClusterState(pb.GetClusterStateRequest())).state
+    assert found.by_label("pagewire_placements_total", "reason") == by_name(placed) == dict(state.placement.placed)
+    assert found.by_label("pagewire_placements_left_total", "reason") == by_name(left) == dict(state.placement.left)
+    assert found("pagewire_placement_overtakes_total") == 30 == state.placement.num_overtakes
+    assert found("pagewire_placement_moves_total") == 31 == state.placement.num_moved
+
+
+def by_name(counts: Mapping[PlacementReason, int]) -> dict[str, int]:
+    return {reason.name.lower(): count for reason, count in counts.items()}
 
 
 async def test_queued_requests_per_worker_is_there_to_scale_on(byte_tokenizer_directory: Path) -> None:
