@@ -6,10 +6,15 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
 import pytest
 from engines import running, submit, text_of, until
 from fake_worker_service import FakeWorkerService, serving
+from scheduler_in_process import scheduler
+from structlog.testing import capture_logs
 
+from pagewire.v1 import admin_service_pb2 as pb
+from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
 from pagewire_common.settings import load_settings
 from scheduler_service.discovery import resolve_by_dns, watch_name
 from scheduler_service.settings import SchedulerSettings
@@ -210,17 +215,31 @@ async def test_a_worker_behind_two_addresses_is_connected_once(byte_tokenizer_di
         ("block_size", 16, "the worker's block size is 16, that of the workers before it 8"),
     ],
 )
-async def test_a_worker_that_differs_is_refused_with_both_values(
+async def test_a_worker_that_differs_is_refused_and_shown_with_both_values(
     field: str, value: object, reason: str, byte_tokenizer_directory: Path
 ) -> None:
     first, other = FakeWorkerService(byte_tokenizer_directory), FakeWorkerService(byte_tokenizer_directory)
     setattr(other.info, field, value)
     async with serving(first) as address, serving(other) as late:
         names = Names()
-        async with running(address, NAME, resolve=names, discovery_interval=SOON) as engine:
-            await engine.model()
-            names.addresses = frozenset((late,))
-            await until(lambda: any(loop.last_error == reason for loop in engine.workers))
+        async with (
+            scheduler(address, NAME, resolve=names, discovery_interval=SOON) as one,
+            grpc.aio.insecure_channel(one.target) as channel,
+        ):
+
+            async def shown() -> tuple[bool, str]:
+                state = (await AdminServiceStub(channel).GetClusterState(pb.GetClusterStateRequest())).state
+                (worker,) = (worker for worker in state.workers if worker.address == late)
+                return worker.connected, worker.last_error
+
+            await one.engine.model()
+            with capture_logs() as logs:
+                names.addresses = frozenset((late,))
+                await until(lambda: any(loop.last_error == reason for loop in one.engine.workers))
+            refused = {"event": "worker unavailable", "log_level": "warning", "worker": late, "reason": reason}
+            assert refused in logs
+            assert await shown() == (False, reason)
             assert not other.num_sessions
             other.info.CopyFrom(first.info)  # an operator puts it right
-            await until(lambda: all(loop.admits for loop in engine.workers))
+            await until(lambda: all(loop.admits for loop in one.engine.workers))
+            assert await shown() == (True, "")
