@@ -64,7 +64,7 @@ class Engine:
         self._model_lock = asyncio.Lock()
         self._being_checked: set[str] = set()
         self._cache_secret = secrets.token_bytes(32)  # keys of the prefix cache cannot be guessed from outside
-        self._turns = Turns()
+        self.turns = Turns()
         self._is_draining = False
         self._is_empty = asyncio.Event()
         self._outage = Outage(settings.no_worker_timeout)
@@ -104,7 +104,7 @@ class Engine:
         if self._is_draining:
             raise _SHUTTING_DOWN
         cache_root = root_key(self._cache_secret, request.tenant.encode(), request.cache_salt.encode())
-        state = RequestState(request, model.tokenizer, cache_root, self.statistics, self._turns)
+        state = RequestState(request, model.tokenizer, cache_root, self.statistics, self.turns)
         self.requests[request.request_id] = state
         self._is_empty.clear()
         self.waiting.append(state.group)

@@ -44,6 +44,11 @@ class Turns:
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
 
+    @property
+    def num_held(self) -> int:
+        """Turns that came and did not end, as far as they take somebody's place."""
+        return len(self._given)
+
     def ask(self, turn: Turn) -> None:
         """Resolve `turn.came` when it has come."""
         self._asking.append(turn)
