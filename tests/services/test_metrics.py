@@ -7,6 +7,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from engines import until
 from fake_worker_service import FakeWorkerService, serving
 from prometheus_client.parser import text_string_to_metric_families
 from scheduler_in_process import InProcess, scheduler
@@ -126,7 +127,8 @@ async def test_queued_requests_per_worker_is_there_to_scale_on(byte_tokenizer_di
     ):
         await one.engine.model()
         reading = [asyncio.create_task(collect(client, [5], SamplingParams(max_tokens=400))) for _ in range(10)]
-        while (found := await scrape(one))("pagewire_num_requests_running") < 2 or len(one.engine.requests) < 10:
+        await until(lambda: len(one.engine.requests) == 10)
+        while (found := await scrape(one))("pagewire_num_requests_running") < 2:
             pass
         waiting = found("pagewire_num_requests_waiting")
         assert waiting == 8
