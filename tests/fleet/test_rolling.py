@@ -68,18 +68,30 @@ async def test_throughput_follows_the_number_of_workers_up_and_down(
     await fleet.check_empty()
 
 
-async def test_everything_is_restarted_in_turn_and_no_caller_notices(
+async def test_every_worker_is_restarted_in_turn_and_no_caller_notices(
     workers: Workers, serve: Serve, scale: Scale
 ) -> None:
-    """Every worker, then the scheduler, each by SIGTERM; at last the scheduler by SIGKILL."""
+    """Each by SIGTERM. Callers try nothing again: there is no error to hide."""
     members = workers.up(scale(2, 3))
-    fleet = await serve([member.address for member in members], "--grace", "0.5", retry_for=120.0)
+    fleet = await serve([member.address for member in members])
     async with fleet.load() as load:
         for _ in range(scale(1, 5)):
             for member in members:
                 await load.gain(100)
                 await end(member)
                 await start(member)
+        await load.gain(100)
+    await fleet.check_empty()
+
+
+async def test_the_scheduler_is_restarted_and_callers_that_try_again_only_wait(
+    workers: Workers, serve: Serve, scale: Scale
+) -> None:
+    """By SIGTERM, and by SIGKILL."""
+    members = workers.up(scale(2, 3))
+    fleet = await serve([member.address for member in members], "--grace", "0.5", retry_for=120.0)
+    async with fleet.load() as load:
+        for _ in range(scale(1, 5)):
             for leave in (end, kill):
                 await load.gain(100)
                 await leave(fleet.scheduler)
