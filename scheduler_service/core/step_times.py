@@ -55,18 +55,23 @@ class StepTimes:
 
 
 class Slowness:
-    """How many times slower than its fleet a worker is: a geometric mean, which one stalled step moves little."""
+    """How many times slower than its fleet a worker is: a geometric mean, which one stalled step moves little.
+
+    It begins as if one usual step had been seen, so that a few slow ones at the start of a session tell.
+    """
 
     NUM_REMEMBERED = 16  # steps
     NOISE = 1.25  # what differs by less than this counts as equally fast
 
     def __init__(self) -> None:
         self._log = 0.0
+        self._num_seen = 1
         self.speed = 1000
         """Of the worker, where 1,000 is its fleet's: whole, so that sums of it are exact."""
 
     def observe(self, ratio: float) -> None:
-        self._log += (math.log(ratio) - self._log) / self.NUM_REMEMBERED
+        self._num_seen = min(self._num_seen + 1, self.NUM_REMEMBERED)
+        self._log += (math.log(ratio) - self._log) / self._num_seen
         slowness = math.exp(self._log)
         is_usual = 1 / self.NOISE < slowness < self.NOISE
         self.speed = 1000 if is_usual else max(1, round(1000 / slowness))

@@ -34,6 +34,11 @@ class Fleet:
         """Streams of the first `count` requests, or of all."""
         return Load(self.client, self.requests[:count], self.expected)
 
+    @property
+    def streamed(self) -> list[Request]:
+        """Those whose tokens come one by one; beams and the best of several come whole, at their end."""
+        return [item for item in self.requests if not (item.sampling.best_of or item.sampling.beam_width)]
+
     async def state(self) -> ClusterState:
         return await cluster_state(self.scheduler.address)
 

@@ -1,6 +1,7 @@
 """Streams of every kind, kept up while things happen to the fleet, and held against what an undisturbed worker gave."""
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -88,6 +89,8 @@ class Load:
     def __init__(self, client: Client, requests: Sequence[Request], expected: Mapping[str, Outcome]) -> None:
         self.num_completed = 0
         self.num_tokens = 0
+        self.num_messages = 0
+        """Those that brought tokens."""
         self._client = client
         self.requests = requests
         self._expected = expected
@@ -120,6 +123,13 @@ class Load:
                         task.result()
                 await self._gained.wait()
 
+    async def rates(self, num_tokens: int) -> tuple[float, float]:
+        """Tokens a second, over at least so many, and the messages a second that brought them."""
+        began, tokens, messages = time.monotonic(), self.num_tokens, self.num_messages
+        await self.gain(num_tokens)
+        seconds = time.monotonic() - began
+        return (self.num_tokens - tokens) / seconds, (self.num_messages - messages) / seconds
+
     async def _keep_up(self, request: Request) -> None:
         try:
             while not self._is_over:
@@ -127,6 +137,7 @@ class Load:
                 async for message in self._client.generate(request.prompt, request.sampling):
                     outcome.add(message)
                     self.num_tokens += len(message.token_ids)
+                    self.num_messages += bool(message.token_ids)
                     async with self._gained:
                         self._gained.notify_all()
                 outcome.check(request)

@@ -8,7 +8,8 @@ from typing import Any
 
 import grpc
 import pytest
-from fleet_helpers import Serve
+from fleet_helpers import Scale, Serve
+from load import Load
 from processes import Member, Supervisor, Workers, faulty_worker
 
 from pagewire_client import SamplingParams
@@ -47,15 +48,26 @@ async def test_running_out_of_memory_in_a_step_moves_its_streams(workers: Worker
     assert starved.is_running
 
 
-async def test_a_slow_worker_does_not_set_the_pace_of_fast_ones(workers: Workers, serve: Serve, faulty: Any) -> None:
-    fast = workers.up(2)
-    (slow,) = faulty(step_seconds=0.05)
+async def test_a_slow_worker_does_not_set_the_pace_of_fast_ones(
+    model: Path, serve: Serve, faulty: Any, scale: Scale
+) -> None:
+    """Ten times as slow, it has room for everybody, and is given little: nearly all is done sooner elsewhere."""
+    fast, slow = faulty(count=2, step_seconds=0.05), faulty_worker(model, step_seconds=0.5)
     fleet = await serve([slow.address, *(member.address for member in fast)])
-    async with fleet.load() as load:
-        await fleet.until(lambda state: bool(state.workers[0].num_steps))
-        await load.gain(1000)
-    state = await fleet.check_empty()
-    assert state.workers[0].num_steps < min(worker.num_steps for worker in state.workers[1:])
+    try:
+        async with Load(fleet.client, fleet.streamed, fleet.expected) as load:
+            await load.gain(50)
+            alone, _ = await load.rates(scale(200, 2000))
+            await asyncio.to_thread(slow.start().wait_for, "ready")
+            await fleet.until(lambda state: state.workers[0].connected)
+            beside, _ = await load.rates(scale(400, 4000))
+            slow.signal(signal.SIGUSR2)  # that the last streams do not take so long
+        state = await fleet.check_empty()
+    finally:
+        slow.kill()
+    print(f"tokens a second of fast workers: {alone:.0f}, with a slow one beside them: {beside:.0f}")  # noqa: T201
+    assert beside > (0.9 if scale.is_full else 0.75) * alone
+    assert state.workers[0].num_steps
 
 
 async def test_a_request_that_kills_every_worker_is_ended_before_the_fleet_is(

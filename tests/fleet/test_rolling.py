@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,13 +37,6 @@ async def end(member: Member, grace: float = 60.0) -> None:
     assert await asyncio.to_thread(member.wait, grace) == 0
 
 
-async def rate(load: Load, num_tokens: int) -> float:
-    """Tokens a second, over at least so many."""
-    began, before = time.monotonic(), load.num_tokens
-    await load.gain(num_tokens)
-    return (load.num_tokens - before) / (time.monotonic() - began)
-
-
 async def test_throughput_follows_the_number_of_workers_up_and_down(
     slow_workers: list[Member], serve: Serve, scale: Scale
 ) -> None:
@@ -52,16 +44,14 @@ async def test_throughput_follows_the_number_of_workers_up_and_down(
     first, *others = slow_workers
     await start(first)
     fleet = await serve([member.address for member in slow_workers], "--max-num-seqs", str(FEW_SEQS))
-    # Beams and the best of several come whole, at their end, which is no rate.
-    streamed = [item for item in fleet.requests if not (item.sampling.best_of or item.sampling.beam_width)]
-    async with Load(fleet.client, streamed[:16], fleet.expected) as load:
-        one = await rate(load, scale(60, 300))
+    async with Load(fleet.client, fleet.streamed[:16], fleet.expected) as load:
+        one, _ = await load.rates(scale(60, 300))
         await start(*others)
         await fleet.until(lambda state: all(worker.num_running for worker in state.workers))
-        three = await rate(load, scale(150, 900))
+        three, _ = await load.rates(scale(150, 900))
         others[0].signal(signal.SIGUSR2)  # it has the time to finish what it has
         await asyncio.gather(*map(end, others))
-        again = await rate(load, scale(60, 300))
+        again, _ = await load.rates(scale(60, 300))
         first.signal(signal.SIGUSR2)
     print(f"tokens a second with 1, 3 and 1 workers: {one:.0f}, {three:.0f}, {again:.0f}")  # noqa: T201
     assert three > 2 * max(one, again)
