@@ -1,5 +1,6 @@
 """The kind of error that a client is meant to read, and the interceptor that keeps every other kind inside."""
 
+import asyncio
 import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -71,7 +72,11 @@ def _guard_generator(behavior: Behavior) -> Behavior:
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
     if isinstance(error, RequestError):
-        await context.abort(error.code, str(error))
+        try:
+            await context.abort(error.code, str(error))
+        except grpc.aio.InternalError:  # nobody is there, or a message that nobody reads is in its way
+            log.info("call cancelled", code=error.code.name, reason=str(error))
+            raise asyncio.CancelledError from None  # the only end that gRPC takes now
     if isinstance(error, grpc.aio.AbortError):
         raise error
     log.error("call failed", exc_info=error)

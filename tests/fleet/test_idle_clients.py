@@ -1,11 +1,14 @@
-"""Clients that cost others nothing: calls that never read, and connections that never send."""
+"""Clients that cost others nothing: calls that read nothing or little, and connections that never send."""
 
 import asyncio
 import socket
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 from fleet_helpers import Fleet, Scale, Serve
-from processes import Workers
+from load import Load
+from processes import Workers, faulty_worker
 
 from bench.fleet.http2 import Connection
 from bench.fleet.raw_load import PATH
@@ -48,3 +51,46 @@ async def test_others_are_served_beside_readers_that_never_read_and_connections_
             await fleet.until(lambda state: state.num_requests >= served + count)
             await load.gain(scale(1000, 20_000))
         await fleet.check_empty()
+
+
+@asynccontextmanager
+async def slow_readers(address: str, count: int, num_bytes: int) -> AsyncIterator[None]:
+    """Calls whose client reads so many bytes of each five times a second."""
+    host, _, port = address.rpartition(":")
+    transport, connection = await asyncio.get_running_loop().create_connection(
+        lambda: Connection(PATH, lambda *_: None, lambda _: None, window=0), host, int(port)
+    )
+    for number in range(count):
+        sampling = pb.SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+        connection.begin(pb.GenerateRequest(text=f"Slow {number}", sampling=sampling).SerializeToString())
+
+    async def read() -> None:
+        while True:
+            await asyncio.sleep(0.2)  # that is how slow they are
+            connection.widen(num_bytes)
+
+    reading = asyncio.create_task(read())
+    try:
+        yield
+    finally:
+        reading.cancel()
+        transport.abort()
+
+
+async def test_clients_that_read_slowly_slow_nobody_else(model: Path, serve: Serve, scale: Scale) -> None:
+    """Steps take a known time, so that what others get less of is what the scheduler did not send in time."""
+    worker = faulty_worker(model, step_seconds=0.05).start()
+    try:
+        await asyncio.to_thread(worker.wait_for, "ready")
+        fleet = await serve([worker.address])
+        async with Load(fleet.client, fleet.streamed[:6], fleet.expected) as load:
+            await load.gain(50)
+            _, alone = await load.rates(scale(150, 1500))
+            async with slow_readers(fleet.scheduler.address, 24, num_bytes=40):
+                await fleet.until(lambda state: state.num_requests >= 24)
+                _, beside = await load.rates(scale(150, 1500))
+        print(f"messages a second alone: {alone:.1f}, beside slow readers: {beside:.1f}")  # noqa: T201
+        assert beside > (0.9 if scale.is_full else 0.75) * alone
+        await fleet.check_empty()
+    finally:
+        worker.kill()
