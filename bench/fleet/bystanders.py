@@ -68,13 +68,13 @@ def run(model: Path, vocabulary_size: int, tell: Callable[[str], None]) -> Bysta
 
         async def measure() -> None:
             for number in range(NUM_ROUNDS + 1):
-                prompts = load.prompts(vocabulary_size, number)
                 for name in ("alone", "beside") if number % 2 else ("beside", "alone"):
                     with ExitStack() as stack:
                         if name == "beside":
                             for _ in range(NUM_SILENT_CONNECTIONS):
                                 stack.enter_context(socket.create_connection((host, int(port))))
                         async with extra_calls(fleet.target, 0 if name == "beside" else WIDEST):
+                            prompts = load.prompts(vocabulary_size, f"{number} {name}")  # cached in neither run
                             run = await drive(system, load, prompts)
                     if number:  # the first one warms up
                         runs[name].append(run)
