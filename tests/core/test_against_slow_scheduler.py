@@ -139,7 +139,7 @@ class Both:
         self.compare()
 
 
-@settings(max_examples=3000)
+@settings(max_examples=2000)
 @given(st.integers(0, 2**32), st.lists(st.booleans(), min_size=18, max_size=18))
 def test_every_decision_is_that_of_the_slow_scheduler(seed: int, takes_part: list[bool]) -> None:
     """What may happen follows from the seed; who takes part is chosen, so that a failure shrinks to few requests."""

@@ -26,7 +26,7 @@ async def test_workers_are_killed_one_after_the_other_and_no_stream_notices(
     workers: Workers, serve: Serve, scale: Scale
 ) -> None:
     """Random workers, again and again: all outputs are those of an undisturbed run, and the scheduler does not grow."""
-    num_kills = scale(4, 30)
+    num_kills = scale(3, 30)
     members = workers.up(3)
     fleet = await serve([member.address for member in members])
     process = psutil.Process(fleet.scheduler.pid)

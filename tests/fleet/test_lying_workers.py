@@ -34,10 +34,16 @@ LIES: dict[str, Callable[[pb.ModelOutput], pb.ModelOutput | bytes]] = {
 
 
 async def tell(meddler: Meddler, name: str) -> None:
-    """Tell a lie once, in an answer that carries tokens, and return when the next session has begun."""
+    """Tell a lie once, in an answer that carries tokens, and return when the next session has begun.
+
+    It is not the session's first: a worker that answers nothing it is given is left alone for seconds.
+    """
+    num_honest = 0
 
     def lie(answer: pb.ModelOutput) -> pb.ModelOutput | bytes:
-        if not answer.token_ids:
+        nonlocal num_honest
+        if not answer.token_ids or not num_honest:
+            num_honest += bool(answer.token_ids)
             return answer
         meddler.on_answer = lambda answer: answer
         return LIES[name](answer)
