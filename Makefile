@@ -33,7 +33,7 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest
 
-# The long version of tests/fleet, with every number in full: half an hour or more.
+# The long version of tests/fleet, with every number in full: ten minutes.
 chaos: setup
 	$(BIN)/python -m pytest tests/fleet --chaos -s --timeout 1800
 
