@@ -55,7 +55,7 @@ async def test_others_are_served_beside_readers_that_never_read_and_connections_
 
 @asynccontextmanager
 async def slow_readers(address: str, count: int, num_bytes: int) -> AsyncIterator[None]:
-    """Calls whose client reads so many bytes of each five times a second."""
+    """Calls whose client reads so many bytes of each five times a second; with 0, nothing ever."""
     host, _, port = address.rpartition(":")
     transport, connection = await asyncio.get_running_loop().create_connection(
         lambda: Connection(PATH, lambda *_: None, lambda _: None, window=0), host, int(port)
@@ -65,7 +65,7 @@ async def slow_readers(address: str, count: int, num_bytes: int) -> AsyncIterato
         connection.begin(pb.GenerateRequest(text=f"Slow {number}", sampling=sampling).SerializeToString())
 
     async def read() -> None:
-        while True:
+        while num_bytes:
             await asyncio.sleep(0.2)  # that is how slow they are
             connection.widen(num_bytes)
 
@@ -77,7 +77,9 @@ async def slow_readers(address: str, count: int, num_bytes: int) -> AsyncIterato
         transport.abort()
 
 
-async def test_clients_that_read_slowly_slow_nobody_else(model: Path, serve: Serve, scale: Scale) -> None:
+async def test_clients_that_read_slowly_or_nothing_or_say_nothing_slow_nobody_else(
+    model: Path, serve: Serve, scale: Scale
+) -> None:
     """Steps take a known time, so that what others get less of is what the scheduler did not send in time."""
     worker = faulty_worker(model, step_seconds=0.05).start()
     try:
@@ -86,10 +88,13 @@ async def test_clients_that_read_slowly_slow_nobody_else(model: Path, serve: Ser
         async with Load(fleet.client, fleet.streamed[:6], fleet.expected) as load:
             await load.gain(50)
             _, alone = await load.rates(scale(150, 1500))
-            async with slow_readers(fleet.scheduler.address, 24, num_bytes=40):
+            async with AsyncExitStack() as stack:
+                never_send(stack, fleet.scheduler.address, scale(300, 1000))
+                for num_bytes in (40, 0):
+                    await stack.enter_async_context(slow_readers(fleet.scheduler.address, 12, num_bytes))
                 await fleet.until(lambda state: state.num_requests >= 24)
                 _, beside = await load.rates(scale(150, 1500))
-        print(f"messages a second alone: {alone:.1f}, beside slow readers: {beside:.1f}")  # noqa: T201
+        print(f"messages a second alone: {alone:.1f}, beside idle clients: {beside:.1f}")  # noqa: T201
         assert beside > (0.9 if scale.is_full else 0.75) * alone
         await fleet.check_empty()
     finally:
