@@ -37,7 +37,7 @@ class Client:
 
     def __init__(self, target: str, *, retry_for: float = RETRY_SECONDS) -> None:
         self._retry_for = retry_for
-        self._streams: dict[str, ResumableStream] = {}
+        self._streams: dict[tuple[str, str], ResumableStream] = {}  # by tenant and request_id
         self._channel = grpc.aio.insecure_channel(target, options=OPTIONS)
         self._stub = InferenceServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -85,6 +85,7 @@ class Client:
         sampling: pb.SamplingParams | None = None,
         *,
         request_id: str = "",
+        tenant: str = "",
         parse_special_tokens: bool = False,
         timeout: float | None = None,
         retry_for: float | None = None,
@@ -94,7 +95,10 @@ class Client:
         `timeout` seconds are a deadline for all of it; `retry_for` is the client's unless given.
         """
         request = pb.GenerateRequest(
-            request_id=request_id or uuid.uuid4().hex, sampling=sampling, parse_special_tokens=parse_special_tokens
+            request_id=request_id or uuid.uuid4().hex,
+            tenant=tenant,
+            sampling=sampling,
+            parse_special_tokens=parse_special_tokens,
         )
         if isinstance(prompt, str):
             request.text = prompt
@@ -109,27 +113,29 @@ class Client:
             timeout=timeout,
             retry_for=self._retry_for if retry_for is None else retry_for,
         )
-        self._streams.setdefault(request.request_id, stream)
+        key = (tenant, request.request_id)
+        self._streams.setdefault(key, stream)
         try:
             async with aclosing(stream.responses()) as responses:
                 async for response in responses:
                     yield response
         finally:
-            if self._streams.get(request.request_id) is stream:
-                del self._streams[request.request_id]
+            if self._streams.get(key) is stream:
+                del self._streams[key]
 
-    async def abort(self, request_id: str) -> bool:
-        """End a call in flight; returns whether there was one.
+    async def abort(self, request_id: str, *, tenant: str = "") -> bool:
+        """End a tenant's call in flight; returns whether there was one.
 
         This client's own ends even where the server knows of none, or another one was asked, and is not resumed.
         """
-        stream = self._streams.get(request_id)
+        request = pb.AbortRequest(request_id=request_id, tenant=tenant)
+        stream = self._streams.get((tenant, request_id))
         if stream is None:
-            return (await self._retrying(self._stub.Abort, pb.AbortRequest(request_id=request_id))).aborted
+            return (await self._retrying(self._stub.Abort, request)).aborted
         stream.abort()
         with suppress(grpc.aio.AioRpcError):
-            if (await self._stub.Abort(pb.AbortRequest(request_id=request_id))).aborted:
-                self._streams.pop(request_id, None)  # it ends with what the server still has of it
+            if (await self._stub.Abort(request)).aborted:
+                self._streams.pop((tenant, request_id), None)  # it ends with what the server still has of it
                 return True
         return stream.give_up()
 

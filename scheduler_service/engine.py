@@ -54,7 +54,7 @@ class Engine:
     def __init__(self, settings: SchedulerSettings, resolve: Resolve = resolve_by_dns) -> None:
         self.settings = settings
         self.waiting = waiting_queue(settings.policy, settings.overtakes, settings.tenant_weights)
-        self.requests: dict[str, RequestState] = {}
+        self.requests: dict[str, RequestState] = {}  # by their keys
         self.serving: dict[GroupLedger, WorkerLoop] = {}  # by the schedulers of open sessions
         self.statistics = Statistics()
         self._members = Membership(self, resolve)
@@ -79,25 +79,30 @@ class Engine:
             raise self._no_worker() from None
 
     @contextlib.contextmanager
-    def admission(self, request_id: str) -> Iterator[None]:
+    def admission(self, key: str, *, resumes: bool = False) -> Iterator[None]:
         """Hold a place for a request while it is being checked, so that a flood is refused before any work is done.
 
-        Raises UNAVAILABLE, RESOURCE_EXHAUSTED or ALREADY_EXISTS.
+        A request that resumes one in flight is to take its place. Raises UNAVAILABLE, RESOURCE_EXHAUSTED or
+        ALREADY_EXISTS.
         """
         if self._is_draining:
             raise _SHUTTING_DOWN
+        has_place = resumes and key in self.requests
         in_flight = len(self.requests) + len(self._being_checked)
-        if in_flight >= self.settings.max_num_requests:
+        if in_flight >= self.settings.max_num_requests and not has_place:
             raise RequestError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, f"{in_flight} requests are in flight; try again later"
             )
-        if request_id in self.requests or request_id in self._being_checked:
-            raise RequestError(grpc.StatusCode.ALREADY_EXISTS, f"request_id {request_id!r} is in flight already")
-        self._being_checked.add(request_id)
+        if key in self._being_checked or (key in self.requests and not has_place):
+            raise RequestError(
+                grpc.StatusCode.ALREADY_EXISTS,
+                "request_id is in flight already; choose another one, or set resume to go on with a broken stream",
+            )
+        self._being_checked.add(key)
         try:
             yield
         finally:
-            self._being_checked.discard(request_id)
+            self._being_checked.discard(key)
 
     def submit(self, request: GenerationRequest, model: ServedModel) -> RequestState:
         """Queue a request, within its `admission`. Raises UNAVAILABLE when the server began to shut down meanwhile."""
@@ -105,7 +110,7 @@ class Engine:
             raise _SHUTTING_DOWN
         cache_root = root_key(self._cache_secret, request.tenant.encode(), request.cache_salt.encode())
         state = RequestState(request, model.tokenizer, cache_root, self.statistics, self.turns)
-        self.requests[request.request_id] = state
+        self.requests[request.key] = state
         self._is_empty.clear()
         self.waiting.append(state.group)
         self.recorder.arrived(state.group)
@@ -115,23 +120,34 @@ class Engine:
 
     def close(self, state: RequestState) -> None:
         """The reader is gone or done: free whatever the request still holds."""
-        if self.requests.get(state.request.request_id) is state:
-            del self.requests[state.request.request_id]
+        key = state.group.request_id
+        if self.requests.get(key) is state:
+            del self.requests[key]
             if state.expiry is not None:
                 state.expiry.cancel()
             self._finish(state, SequenceStatus.FINISHED_ABORTED)
         if not self.requests:
             self._is_empty.set()
 
-    def supersede(self, request_id: str) -> None:
-        """End what is left of a request whose stream broke, because another call goes on with it."""
-        if (state := self.requests.get(request_id)) is not None:
-            self.close(state)
-            state.stream.fail(_RESUMED)
+    def supersede(self, request: GenerationRequest) -> None:
+        """End what is left of the same request's broken stream, because this one goes on with it.
 
-    def abort(self, request_id: str) -> bool:
+        Raises ALREADY_EXISTS when the request in flight under its key has another prompt.
+        """
+        state = self.requests.get(request.key)
+        if state is None:
+            return
+        if state.request.prompt_token_ids != request.prompt_token_ids:
+            raise RequestError(
+                grpc.StatusCode.ALREADY_EXISTS,
+                "request_id is in flight already, with another prompt; a request that resumes is sent again as it was",
+            )
+        self.close(state)
+        state.stream.fail(_RESUMED)
+
+    def abort(self, key: str) -> bool:
         """End a request; its stream closes with what it has. Returns whether there was one."""
-        state = self.requests.get(request_id)
+        state = self.requests.get(key)
         if state is None:
             return False
         if self._finish(state, SequenceStatus.FINISHED_ABORTED):
@@ -141,7 +157,7 @@ class Engine:
     def _finish(self, state: RequestState, status: SequenceStatus) -> bool:
         if state.group.is_finished:
             return False  # by itself, as most: nobody need be asked
-        request_ids = [state.request.request_id]
+        request_ids = [state.group.request_id]
         schedulers = [worker.scheduler for worker in self.workers if worker.scheduler is not None]
         ended = any(scheduler.finish_requests(request_ids, status) for scheduler in schedulers)
         if not ended and (group := self.waiting.get(request_ids[0])) is not None:  # and no worker is connected
@@ -314,7 +330,7 @@ class Engine:
             state.expiry = loop.call_later(self.settings.no_worker_timeout, self._expire, state)
 
     def _expire(self, state: RequestState) -> None:
-        if state.request.request_id not in self.waiting:
+        if state.group.request_id not in self.waiting:
             self._expire_later(state)  # a worker that is drained computes it, and may yet give it back
             return
         self._finish(state, SequenceStatus.FINISHED_ABORTED)

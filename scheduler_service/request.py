@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from urllib.parse import quote
 
 from scheduler_service.core import SamplingParams, SequenceGroup, SequenceOutput, SequenceStatus
 from scheduler_service.core.beam_search import Hypothesis
@@ -12,6 +13,15 @@ from scheduler_service.statistics import Statistics
 from scheduler_service.streams import OutputDelta, OutputStream
 from scheduler_service.tokenization import Tokenizer
 from scheduler_service.turns import Turns
+
+
+def request_key(tenant: str, request_id: str) -> str:
+    """The name of a request inside the server. Every tenant has request ids of its own.
+
+    Both parts are percent-encoded, so that no two pairs have the same name and most request ids are their own.
+    """
+    name = quote(request_id, safe="")
+    return f"{quote(tenant, safe='')}/{name}" if tenant else name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +56,10 @@ class GenerationRequest:
     n: int | None = None
     hides_logprobs: bool = False
     resumption: Resumption = Resumption()
+
+    @property
+    def key(self) -> str:
+        return request_key(self.tenant, self.request_id)
 
     @property
     def num_outputs(self) -> int:
@@ -91,7 +105,7 @@ class RequestState:
         self._has_token = False
         resumption = request.resumption
         self.group = SequenceGroup(
-            request.request_id,
+            request.key,
             request.prompt_token_ids,
             request.sampling,
             cache_root,

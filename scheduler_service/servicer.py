@@ -16,7 +16,7 @@ from scheduler_service.core import SequenceStatus
 from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.engine import Engine
 from scheduler_service.patient_writer import PatientWriter
-from scheduler_service.request import RequestState
+from scheduler_service.request import RequestState, request_key
 from scheduler_service.resumption import check_resumption
 from scheduler_service.streams import OutputDelta
 from scheduler_service.validation import (
@@ -24,8 +24,8 @@ from scheduler_service.validation import (
     MAX_LOGPROBS,
     MAX_N,
     MAX_STOP_STRINGS,
+    check_names,
     check_request,
-    check_request_id,
     check_token_ids,
     encode_prompt,
     require_tokenizer,
@@ -59,13 +59,14 @@ class InferenceServicer(InferenceServiceServicer):
     async def Generate(  # type: ignore[override]  # it writes itself, to bound how long a write may take
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
-        check_request_id(request.request_id)
+        check_names(request)
         request_id = request.request_id or uuid.uuid4().hex
-        if request.HasField("resume"):
-            self._engine.supersede(request_id)
-        with self._engine.admission(request_id):
+        resumes = request.HasField("resume")
+        with self._engine.admission(request_key(request.tenant, request_id), resumes=resumes):
             model = await self._engine.model()
             checked = await check_resumption(request, await check_request(request, request_id, model), model)
+            if resumes:
+                self._engine.supersede(checked)
             if checked.is_complete:
                 return
             state = self._engine.submit(checked, model)
@@ -110,7 +111,8 @@ class InferenceServicer(InferenceServiceServicer):
             statistics.num_outputs.update(ended)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        return pb.AbortResponse(aborted=self._engine.abort(request.request_id))
+        check_names(request)
+        return pb.AbortResponse(aborted=self._engine.abort(request_key(request.tenant, request.request_id)))
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         model = await self._engine.model()

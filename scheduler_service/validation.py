@@ -54,18 +54,21 @@ def invalid(message: str) -> NoReturn:
     raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, message)
 
 
-def check_request_id(request_id: str) -> None:
-    """Raises RequestError for one that is too long to be carried through every log line."""
-    if len(request_id) > MAX_REQUEST_ID:
-        invalid(f"request_id has {len(request_id)} characters; at most {MAX_REQUEST_ID} are allowed")
+def check_names(message: pb.GenerateRequest | pb.AbortRequest) -> None:
+    """Raises RequestError for a request_id or tenant that is too long to be carried through every log line."""
+    for name, text, most in (
+        ("request_id", message.request_id, MAX_REQUEST_ID),
+        ("tenant", message.tenant, MAX_STRING),
+    ):
+        if len(text) > most:
+            invalid(f"{name} has {len(text)} characters; at most {most} are allowed")
 
 
 async def check_request(message: pb.GenerateRequest, request_id: str, model: ServedModel) -> GenerationRequest:
     """Check everything about a request, cheapest first. Raises RequestError."""
     _refuse_unimplemented(message)
-    for name, text in (("cache_salt", message.cache_salt), ("tenant", message.tenant)):
-        if len(text) > MAX_STRING:
-            invalid(f"{name} has {len(text)} characters; at most {MAX_STRING} are allowed")
+    if len(message.cache_salt) > MAX_STRING:
+        invalid(f"cache_salt has {len(message.cache_salt)} characters; at most {MAX_STRING} are allowed")
     if message.priority and not model.has_priorities:
         invalid(f"priority is {message.priority}; this server does not run with --policy priority")
     if abs(message.priority) > MAX_PRIORITY:

@@ -245,7 +245,7 @@ async def test_a_broken_stream_that_closes_late_leaves_the_one_that_goes_on_alon
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address, running(address) as engine:
         first = await submit(engine, "same", [5], max_tokens=20)
-        engine.supersede("same")
+        engine.supersede(first.request)
         second = await submit(engine, "same", [5], max_tokens=20)
         engine.close(first)
         assert await text_of(engine, second) == "g" * 20

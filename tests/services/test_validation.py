@@ -9,7 +9,7 @@ from pagewire_common.errors import RequestError
 from scheduler_service.core import SamplingParams
 from scheduler_service.generation_defaults import GenerationDefaults
 from scheduler_service.model import ServedModel
-from scheduler_service.validation import check_request, check_request_id
+from scheduler_service.validation import check_names, check_request
 
 
 def request(text: str = "hello", **sampling: object) -> pb.GenerateRequest:
@@ -38,7 +38,6 @@ INVALID = {
         pb.GenerateRequest(text="a", priority=1),
         "priority is 1; this server does not run with --policy priority",
     ),
-    "long tenant": (pb.GenerateRequest(text="a", tenant="t" * 257), "tenant has 257 characters"),
     "long salt": (pb.GenerateRequest(text="a", cache_salt="t" * 257), "cache_salt has 257 characters"),
     "100,000 empty messages": (chat(*[("user", "")] * 100_000), "chat.messages has 100000 entries; at most 100"),
     "token ids past the context": (
@@ -80,10 +79,13 @@ INVALID = {
 }
 
 
-def test_a_long_request_id_is_refused() -> None:
-    check_request_id("x" * 128)
-    with pytest.raises(RequestError, match="request_id has 129"):
-        check_request_id("x" * 129)
+@pytest.mark.parametrize("message", [pb.GenerateRequest, pb.AbortRequest])
+def test_long_names_are_refused(message: type[pb.GenerateRequest] | type[pb.AbortRequest]) -> None:
+    check_names(message(request_id="x" * 128, tenant="t" * 256))
+    with pytest.raises(RequestError, match="request_id has 129 characters; at most 128"):
+        check_names(message(request_id="x" * 129))
+    with pytest.raises(RequestError, match="tenant has 257 characters; at most 256"):
+        check_names(message(tenant="t" * 257))
 
 
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
