@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode
 
 from pagewire_common.settings import Address, ServiceSettings
@@ -43,7 +43,8 @@ class SchedulerSettings(ServiceSettings):
         0.0,
         ge=0,
         allow_inf_nan=False,
-        description="with separate phases, hold prompts back for this many times the last prompt step",
+        description="with separate phases only: hold prompts back until one has waited for this many times the last "
+        "prompt step",
     )
     policy: Literal["fcfs", "priority", "fair"] = Field(
         "fcfs", description="who is next: the first to come; the lowest priority number; the tenant served least so far"
@@ -81,3 +82,13 @@ class SchedulerSettings(ServiceSettings):
         "outputs as token ids",
     )
     check_invariants: bool = Field(False, description="verify the block tables after every step; for tests")
+
+    @field_validator("delay_factor")
+    @classmethod
+    def _holds_back_separate_phases_only(cls, delay_factor: float, info: ValidationInfo) -> float:
+        if delay_factor and info.data.get("phase_rule") is PhaseRule.CHUNKED:
+            raise ValueError(
+                "chunked phases hold no prompts back, because prompts share the steps of the decodes; "
+                "leave it at 0, or give --phase-rule separate as well"
+            )
+        return delay_factor

@@ -36,8 +36,9 @@ class SchedulerConfig:
     sequence has past the tokens it computes next. With a `sliding_window` each token attends to so many up to itself,
     0 for all; blocks that fell behind the window are let go of, and prefixes are not cached, whose first blocks would
     be missing.
-    With SEPARATE phases admission waits until the head of the queue has waited for `delay_factor` times the last
-    prompt step, so that prompts batch up; 0 admits at once.
+    With SEPARATE phases admission waits until a request has waited for `delay_factor` times the last prompt step, so
+    that prompts batch up; 0 admits at once. CHUNKED phases take no delay: prompts share the steps that the decodes take
+    anyway, so that waiting would gain them nothing.
     """
 
     block_size: int
@@ -81,6 +82,8 @@ class SchedulerConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
         if not 0 <= self.delay_factor < math.inf:
             raise ValueError(f"delay_factor is {self.delay_factor}; it must be at least 0 and finite")
+        if self.delay_factor and self.phase_rule is PhaseRule.CHUNKED:
+            raise ValueError(f"delay_factor is {self.delay_factor}; with chunked phases it must be 0")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark is {self.watermark}; it must be in [0, 1)")
         if self.max_num_batched_tokens < self.max_num_seqs:

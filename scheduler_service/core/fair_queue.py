@@ -45,6 +45,7 @@ class FairQueue(WaitingQueue):
             returned = [group for group in groups if group.tenant == tenant]
             self._groups.update((group.request_id, group) for group in returned)
             insert_by_rank(queue, returned)
+        self._note_arrivals(groups)
 
     @property
     def head(self) -> SequenceGroup:

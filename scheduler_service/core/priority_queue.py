@@ -32,6 +32,7 @@ class PriorityQueue(WaitingQueue):
         for group in groups:
             self._groups[group.request_id] = group
             self._push(group)
+        self._note_arrivals(groups)
 
     @property
     def head(self) -> SequenceGroup:

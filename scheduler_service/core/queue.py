@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 
+from scheduler_service.core.arrivals import Arrivals
 from scheduler_service.core.placement import Balancer
 from scheduler_service.core.sequence import SequenceGroup
 
@@ -25,7 +26,7 @@ def insert_by_rank(queue: OrderedDict[str, SequenceGroup], groups: Iterable[Sequ
 
 
 class WaitingQueue:
-    """First come, first served. Preempted groups go back to the head. Every operation is O(1).
+    """First come, first served. Preempted groups go back to the head. Every operation is O(log n) or less.
 
     `balancer` places its groups among those who share it.
     """
@@ -36,7 +37,8 @@ class WaitingQueue:
     def __init__(self) -> None:
         self.balancer = Balancer()
         self._groups: OrderedDict[str, SequenceGroup] = OrderedDict()
-        self._arrivals = itertools.count()
+        self._arrivals = Arrivals(self._groups)
+        self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -53,13 +55,24 @@ class WaitingQueue:
         if group.request_id in self._groups:
             raise ValueError(f"request {group.request_id!r} is waiting already")
         self._groups[group.request_id] = group
-        arrival = next(self._arrivals)
-        group.rank = (arrival, arrival)
+        number = next(self._numbers)
+        group.rank = (number, number)
+        self._arrivals.add(group)
 
     def put_back(self, groups: SequenceOf[SequenceGroup]) -> None:
         """Return groups that were removed: they come first again, the oldest of them before the others."""
         if groups:
             insert_by_rank(self._groups, groups)
+            self._note_arrivals(groups)
+
+    def _note_arrivals(self, groups: Iterable[SequenceGroup]) -> None:
+        for group in groups:
+            self._arrivals.add(group)
+
+    @property
+    def earliest_arrival(self) -> float:
+        """The least `arrived_at` of those that wait, whichever of them is next; the queue must not be empty."""
+        return self._arrivals.earliest
 
     @property
     def head(self) -> SequenceGroup:

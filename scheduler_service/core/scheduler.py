@@ -114,10 +114,10 @@ class Scheduler(StepWriter):
             self._schedule_swapped(step)
 
     def _may_admit(self, now: float) -> bool:
-        """Whether the head has waited for long enough that prompts could batch up."""
+        """Whether the earliest arrival has waited for long enough that prompts could batch up."""
         if not self.waiting or not self.running:
             return True
-        return now - self.waiting.head.arrived_at >= self.config.delay_factor * self._prompt_seconds
+        return now - self.waiting.earliest_arrival >= self.config.delay_factor * self._prompt_seconds
 
     def _schedule_steady(self, plan: list[ScheduledSequence], step: Step) -> bool:
         """Repeat the last plan and fill the rest of the step from the queue; returns whether that was possible."""

@@ -65,7 +65,9 @@ class SlowScheduler(SlowBlocks):
     def may_admit(self, now: float) -> bool:
         if not self.queue.groups or not self.running:
             return True
-        return now - self.queue.head.arrived_at >= self.config.delay_factor * self.prompt_seconds
+        return (
+            now - min(group.arrived_at for group in self.queue.groups) >= self.config.delay_factor * self.prompt_seconds
+        )
 
     def grow_all(self, groups: list[SlowGroup]) -> None:
         for group in groups:

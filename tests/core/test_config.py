@@ -3,6 +3,8 @@
 import pytest
 from scheduler_helpers import make_scheduler
 
+from scheduler_service.core import PhaseRule
+
 
 @pytest.mark.parametrize(
     ("field", "value"),
@@ -26,6 +28,12 @@ from scheduler_helpers import make_scheduler
 def test_impossible_configurations_name_the_field(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=field):
         make_scheduler(**{field: value})
+
+
+def test_a_delay_is_for_separate_phases_only() -> None:
+    assert make_scheduler(delay_factor=2.0, phase_rule=PhaseRule.SEPARATE).config.delay_factor == 2.0
+    with pytest.raises(ValueError, match=r"delay_factor is 2.0; with chunked phases it must be 0"):
+        make_scheduler(delay_factor=2.0)
 
 
 def test_a_budget_below_one_block_is_refused() -> None:

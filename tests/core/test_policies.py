@@ -17,11 +17,14 @@ def take(queue: WaitingQueue) -> SequenceGroup:
 
 @pytest.mark.parametrize("policy", [WaitingQueue, PriorityQueue, FairQueue])
 @given(operations=st.lists(st.tuples(st.sampled_from(["append", "pop", "put back", "remove"]), st.integers(0, 9))))
-def test_a_queue_gives_everybody_exactly_once(policy: type[WaitingQueue], operations: list[tuple[str, int]]) -> None:
+def test_a_queue_gives_everybody_exactly_once_and_knows_who_came_first(
+    policy: type[WaitingQueue], operations: list[tuple[str, int]]
+) -> None:
     queue, waiting, popped, count = policy(), {}, [], 0
     for operation, number in operations:
         if operation == "append":
             group = make_group(str(count), 1, priority=number % 3, tenant=str(number % 2))
+            group.arrived_at = number
             queue.append(group)
             waiting[group.request_id] = group
             count += 1
@@ -41,6 +44,8 @@ def test_a_queue_gives_everybody_exactly_once(policy: type[WaitingQueue], operat
             queue.remove(request_id)  # nothing happens
         assert len(queue) == len(waiting)
         assert set(queue) == set(waiting.values())
+        if waiting:
+            assert queue.earliest_arrival == min(group.arrived_at for group in waiting.values())
         assert all(queue.get(request_id) is group for request_id, group in waiting.items())
 
 
@@ -205,6 +210,18 @@ def test_made_up_tenants_do_not_fill_the_memory() -> None:
         queue.append(make_group(str(number), 1, tenant="comes and goes"))
         queue.remove(str(number))
     assert len(queue._heap) < 10
+
+
+@pytest.mark.parametrize("policy", [WaitingQueue, PriorityQueue, FairQueue])
+def test_arrivals_that_have_left_do_not_fill_the_memory(policy: type[WaitingQueue]) -> None:
+    queue = policy()
+    for number in range(10_000):  # the first one stays, and is never asked for
+        queue.append(make_group(str(number), 1, priority=-number))
+        if number:
+            queue.put_back([take(queue)])
+            queue.remove(str(number))
+    assert len(queue) == 1
+    assert len(queue._arrivals) < 100
 
 
 def test_nobody_saves_up_service_by_being_idle() -> None:

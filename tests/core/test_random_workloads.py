@@ -75,7 +75,7 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
         "preemption_mode": mode,
         "prefix_caching": prefix_caching,
         "phase_rule": phase_rule,
-        "delay_factor": 2.0,
+        "delay_factor": 2.0 if phase_rule is PhaseRule.SEPARATE else 0.0,
         "block_bytes": 1000,
         "swap_bytes_per_second": 100_000,
         "prefill_tokens_per_second": 50 * block_size,  # recompute a block in 20 ms, as swapping takes both ways

@@ -73,6 +73,35 @@ def test_a_delay_factor_lets_prompts_batch_up() -> None:
     assert step_at(5.0) == ["first", "second", "third"]
 
 
+@pytest.mark.parametrize(("policy", "next_one"), [(PriorityQueue, "urgent"), (FairQueue, "of the first tenant")])
+def test_a_delay_ends_when_the_earliest_arrival_has_waited_for_long_enough_whoever_is_next(
+    policy: Callable[[], WaitingQueue], next_one: str
+) -> None:
+    """The prompt step took 1 s; when the first to come has waited 3 s, one that came just now goes before it."""
+    queue = policy()
+    scheduler = make_scheduler(queue, phase_rule=PhaseRule.SEPARATE, delay_factor=3.0, max_num_batched_tokens=8)
+    worker = FakeWorker(scheduler.config)
+
+    def step_at(now: float) -> list[str]:
+        output = scheduler.schedule(now)
+        scheduler.update_from_output(output, worker.execute(output), now + 1)
+        return list(plan(output))
+
+    def arrive(name: str, at: float, priority: int, tenant: str) -> None:
+        group = make_group(name, 4, root=name.encode(), priority=priority, tenant=tenant, max_tokens=9)
+        group.arrived_at = at
+        scheduler.add_request(group)
+
+    arrive("running", 0.0, 0, "z")
+    assert step_at(0.0) == ["running"]
+    arrive("waiting", 1.0, 0, "b")
+    assert [step_at(now) for now in (1.0, 2.0)] == [["running"]] * 2
+    arrive(next_one, 3.5, -1, "a")
+    assert queue.head.request_id == next_one
+    assert step_at(3.9) == ["running"]
+    assert step_at(4.0) == [next_one, "waiting"]
+
+
 def test_requests_start_in_the_order_of_arrival_and_the_head_is_never_overtaken() -> None:
     scheduler = make_scheduler(num_device_blocks=4)
     worker = FakeWorker(scheduler.config)

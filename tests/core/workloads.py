@@ -68,7 +68,7 @@ def random_request(rng: Random, number: int) -> Request:
 
 def random_config(rng: Random, num_device_blocks: SequenceOf[int]) -> SchedulerConfig:
     block_size, max_num_seqs = rng.choice([1, 2, 2, 3, 4]), rng.choice([1, 2, 3, 4, 6, 8, 10])
-    num_blocks = rng.choice(num_device_blocks)
+    num_blocks, phase_rule = rng.choice(num_device_blocks), rng.choice([*PhaseRule])
     sizes: dict[str, Any] = {
         "block_size": block_size,
         "num_device_blocks": num_blocks,
@@ -81,8 +81,8 @@ def random_config(rng: Random, num_device_blocks: SequenceOf[int]) -> SchedulerC
         "num_lookahead_slots": min(rng.choice([0, 0, 1, 3]), num_blocks * block_size - 1),
         "sliding_window": rng.choice([0, 0, 0, 0, 1, 4, 9]),
         "prefix_caching": rng.choice([True, True, False]),
-        "phase_rule": rng.choice([*PhaseRule]),
-        "delay_factor": rng.choice([0.0, 2.0]),
+        "phase_rule": phase_rule,
+        "delay_factor": rng.choice([0.0, 2.0]) if phase_rule is PhaseRule.SEPARATE else 0.0,
         "preemption_mode": rng.choice([*PreemptionMode, PreemptionMode.SWAP]),
         "block_bytes": 1000,
         "swap_bytes_per_second": rng.choice([0, 100_000]),

@@ -133,7 +133,7 @@ class Workload:
             watermark=random.choice([0.0, 0.2]),
             prefix_caching=random.random() < 0.7,
             phase_rule=phase_rule,
-            delay_factor=random.choice([0.0, 2.0]),
+            delay_factor=random.choice([0.0, 2.0]) if phase_rule is PhaseRule.SEPARATE else 0.0,
             preemption_mode=mode,
             block_bytes=1000,
             swap_bytes_per_second=100_000,

@@ -99,6 +99,7 @@ def test_settings_come_from_the_environment_too() -> None:
         ("--max-num-batched-tokens", "0", "greater than or equal to 1"),
         ("--max-in-flight-steps", "0", "greater than or equal to 1"),
         ("--delay-factor", "inf", "a finite number"),
+        ("--delay-factor", "2", "give --phase-rule separate as well"),
         ("--tenant-weights", '{"a": Infinity}', "a finite number"),
     ],
 )
