@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/pagewire/v1/*.proto)
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: setup proto demo test chaos test-gpu lint fmt up down bench bench-fleet bench-scheduler bench-simulate
+.PHONY: setup proto demo test fuzz chaos test-gpu lint fmt up down bench bench-fleet bench-scheduler bench-simulate
 setup: $(VENV)/installed $(VENV)/generated $(VENV)/kernels
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -30,8 +30,14 @@ $(VENV)/generated: $(VENV)/installed $(PROTOS)
 demo: setup
 	$(BIN)/python -m pagewire_client generate --chat "What is the capital of France? Answer in one sentence."
 
+# A process for each core.
 test: setup
-	$(BIN)/python -m pytest
+	PYTHONHASHSEED=0 $(BIN)/python -m pytest -n logical --dist loadgroup
+
+# The tests of properties, again and again with new seeds, on all cores. What is found is kept in .hypothesis.
+MINUTES ?= 10
+fuzz: setup
+	$(BIN)/python tests/fuzz.py --minutes $(MINUTES)
 
 # The long version of tests/fleet, with every number in full: ten minutes.
 chaos: setup

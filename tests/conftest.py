@@ -1,17 +1,30 @@
-"""What must be settled before any test module is imported."""
+"""What must be settled before any test module is imported, and which tests one process runs."""
 
 import ctypes
 import os
+import random
 import signal
+import sys
+from pathlib import Path
+
+import pytest
 
 try:
     from hypothesis import settings
+    from hypothesis.database import DirectoryBasedExampleDatabase
 except ImportError:  # a GPU machine that runs the tests of kernels alone may not have it
     pass
 else:
-    # How long an example takes says more about the machine than about the code.
-    settings.register_profile("pagewire", deadline=None)
+    # The examples follow from the test's code, so that a commit has one verdict; `make fuzz` draws others and keeps
+    # those that fail. How long an example takes says more about the machine than about the code.
+    settings.register_profile("pagewire", deadline=None, derandomize=True, database=None, print_blob=True)
+    storage = Path(os.environ.get("HYPOTHESIS_STORAGE_DIRECTORY", ".hypothesis"))
+    found = DirectoryBasedExampleDatabase(storage / "examples")
+    settings.register_profile("fuzz", deadline=None, derandomize=False, database=found, print_blob=True)
     settings.load_profile("pagewire")
+
+# One thread for each process of tests: several processes with a thread for each core would wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell has what it starts in the background ignore SIGINT, and every child would inherit that: tests that interrupt
 # one would wait for ever.
@@ -23,3 +36,25 @@ try:
     ctypes.CDLL("libcuda.so.1")
 except OSError:
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "xdist_group(name): tests that one process runs, where several run tests")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one file share what it sets up, and so one process; xdist_group joins files that share more."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_time() -> None:
+    """Random numbers that a test draws without a seed are those of every other run."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)

@@ -17,12 +17,13 @@ WORKER_ARGUMENTS = (
 )  # fmt: skip
 START_SECONDS = 120.0
 _taken: set[int] = set()
+_ports = random.SystemRandom()  # a seed would have every process of tests try the same ones
 
 
 def free_port(host: str = "127.0.0.1") -> int:
     """A port that no outgoing connection can be given while a process that listened on it is down."""
     while True:
-        port = random.randrange(20_000, 32_000)  # below Linux's range for outgoing connections
+        port = _ports.randrange(20_000, 32_000)  # below Linux's range for outgoing connections
         with socket.socket() as probe:
             try:
                 probe.bind((host, port))

@@ -11,6 +11,8 @@ from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from recorded_workload import Clock, Connection, MemorySink, Worker, record
 
 from pagewire.v1 import scheduler_output_pb2 as wire
@@ -84,9 +86,12 @@ def lifetimes(path: Path) -> dict[str, tuple[int, int]]:
     return times
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_a_requests_lane_says_where_it_was_from_arrival_to_end(seed: int, tmp_path: Path) -> None:
-    random, path = Random(seed), tmp_path / "recording"
+@settings(max_examples=30)
+@given(st.integers(0, 1 << 32))
+def test_a_requests_lane_says_where_it_was_from_arrival_to_end(
+    tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> None:
+    random, path = Random(seed), tmp_path_factory.mktemp("perfetto") / "recording"
     policy, mode = random.choice(["fcfs", "priority", "fair"]), random.choice(list(PreemptionMode))
     record(path, random, policy=policy, mode=mode, num_actions=300)
     trace = draw(path)
@@ -104,9 +109,12 @@ def test_a_requests_lane_says_where_it_was_from_arrival_to_end(seed: int, tmp_pa
         assert "ended" in slices[-1]["args"]
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_a_workers_steps_follow_one_another_and_none_is_missing(seed: int, tmp_path: Path) -> None:
-    path = tmp_path / "recording"
+@settings(max_examples=10)
+@given(st.integers(0, 1 << 32))
+def test_a_workers_steps_follow_one_another_and_none_is_missing(
+    tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> None:
+    path = tmp_path_factory.mktemp("perfetto") / "recording"
     record(path, Random(seed), num_workers=2, most_in_flight=3, num_actions=300)
     trace = draw(path)
     num_answers = sum(

@@ -125,12 +125,13 @@ def test_whatever_happens_every_decision_comes_out_the_same(
             assert (again.token_ids, again.status) == (sequence.token_ids, sequence.status)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_long_runs_come_out_the_same_too(seed: int, tmp_path: Path) -> None:
-    random = Random(seed)
+@settings(max_examples=20)
+@given(st.integers(0, 1 << 32))
+def test_long_runs_come_out_the_same_too(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+    random, path = Random(seed), tmp_path_factory.mktemp("replay") / "recording"
     policy, mode = random.choice(["fcfs", "priority", "fair"]), random.choice(list(PreemptionMode))
-    record(tmp_path / "recording", random, policy=policy, mode=mode, num_workers=3, num_actions=600)
-    replay(tmp_path / "recording")
+    record(path, random, policy=policy, mode=mode, num_workers=3, num_actions=600)
+    replay(path)
 
 
 def test_replaying_keeps_nothing_of_requests_that_have_ended(tmp_path: Path) -> None:

@@ -1,0 +1,93 @@
+"""Looks for examples that break a promise: every test of a property, with new seeds, until the time is over.
+
+Each core runs the tests in an order of its own, over and over. A test that fails is reported at once, with the example
+that Hypothesis shrank it to, and left out from there on; Hypothesis' database (.hypothesis/examples) keeps the example,
+and the line printed with it runs it again. The exit status is 1 if anything was found.
+"""
+
+import argparse
+import itertools
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+PYTEST = ("-m", "hypothesis", "--hypothesis-profile", "fuzz")
+PLUGINS = ("-p", "no:terminal", "-p", "no:xdist", "-p", "no:cacheprovider")
+
+
+class Explorer:
+    """Runs the tests that pytest collected until `ends_at`, on the monotonic clock."""
+
+    def __init__(self, ends_at: float) -> None:
+        self._ends_at = ends_at
+        self._found: set[str] = set()
+        self._num_runs: Counter[str] = Counter()
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            print(f"cannot collect {report.nodeid}:\n{report.longreprtext}", flush=True)  # noqa: T201
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        if session.testsfailed:
+            raise session.Interrupted("some tests could not be collected")
+        order = random.SystemRandom()
+        is_over = False
+        while not is_over:
+            left = [item for item in session.items if item.nodeid not in self._found]
+            for item, following in itertools.pairwise([*order.sample(left, len(left)), None]):
+                session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                self._num_runs[item.nodeid] += 1
+                if is_over := time.monotonic() > self._ends_at:
+                    break
+            is_over = is_over or not left
+        fewest = min((self._num_runs[item.nodeid] for item in session.items), default=0)
+        print(  # noqa: T201
+            f"one core: {self._num_runs.total()} runs of {len(session.items)} tests, each at least {fewest} times",
+            flush=True,
+        )
+        return True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._found.add(report.nodeid)
+            again = f"{sys.executable} -m pytest {' '.join(PYTEST[2:])} '{report.nodeid}'"
+            print(  # noqa: T201
+                f"FOUND: {report.nodeid} ({report.when})\n{report.longreprtext}\n{report.capstdout}\nagain: {again}\n",
+                flush=True,
+            )
+
+
+def explore(minutes: float, paths: list[str]) -> int:
+    """On one core, in this process."""
+    explorer = Explorer(time.monotonic() + 60 * minutes)
+    return pytest.main([*PYTEST, *PLUGINS, *paths], plugins=[explorer])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("paths", nargs="*", help="tests, as pytest takes them; all, if none is named")
+    arguments = parser.parse_args()
+    if arguments.cores == 1:
+        sys.exit(explore(arguments.minutes, arguments.paths))
+    command = (sys.executable, __file__, "--cores", "1", "--minutes", str(arguments.minutes), *arguments.paths)
+    processes = [subprocess.Popen(command, cwd=Path(__file__).parents[1]) for _ in range(arguments.cores)]
+    try:
+        statuses = [process.wait() for process in processes]
+    except KeyboardInterrupt:
+        statuses = [process.wait() for process in processes]  # they were interrupted too
+    found = any(statuses)
+    print("something was found: see above" if found else "nothing was found")  # noqa: T201
+    sys.exit(int(found))
+
+
+if __name__ == "__main__":
+    main()
