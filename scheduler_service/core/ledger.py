@@ -16,6 +16,7 @@ from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from scheduler_service.core.outputs import ModelOutput, ScheduledSequence, SchedulerOutput, SequenceOutput
 from scheduler_service.core.queue import WaitingQueue
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_service.core.suspicion import Suspicion
 
 
 class GroupLedger:
@@ -127,9 +128,10 @@ class GroupLedger:
         ended: list[SequenceGroup] = []
         is_only = not self.balancer.other_workers(self.member)
         for group in in_step:
-            is_blamed = group.lose_step(self.worker, alone=len(in_step) == 1)
-            if is_blamed and not group.is_finished and (is_only or len(group.lost_on) > 1):
-                group.error = f"{group.num_lost_steps} workers failed in a row while computing this request"
+            suspicion = group.suspicion = group.suspicion or Suspicion()
+            is_blamed = suspicion.lose(self.worker, alone=len(in_step) == 1)
+            if is_blamed and not group.is_finished and (is_only or len(suspicion.lost_on) > 1):
+                group.error = f"{suspicion.num_losses} workers failed in a row while computing this request"
                 for sequence in group.live:
                     self.finish_sequence(sequence, SequenceStatus.FINISHED_ABORTED)
                 ended.append(group)
@@ -262,8 +264,8 @@ class GroupLedger:
     def _advance_beams(self, group: SequenceGroup) -> list[SequenceOutput]:
         """Replace a group's beams by those that follow; what they share stays shared."""
         assert group.beams is not None
-        if group.num_lost_steps:
-            group.gain_token()
+        if group.suspicion is not None:
+            group.suspicion.gain_token()
         beams = group.live
         children = [self._child(continuation) for continuation in group.beams.advance(beams)]
         if children:
@@ -290,8 +292,8 @@ class GroupLedger:
     def _append_token(self, sequence: Sequence, token_id: int) -> None:
         sampling, token_ids = sequence.sampling, sequence.token_ids
         token_ids.append(token_id)
-        if sequence.group.num_lost_steps:
-            sequence.group.gain_token()
+        if (suspicion := sequence.group.suspicion) is not None:
+            suspicion.gain_token()
         if self.waiting.charges:
             self.waiting.charge(sequence.group, 0, 1)
         if len(token_ids) - sequence.num_prompt_tokens > sampling.min_tokens:

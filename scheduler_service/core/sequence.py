@@ -14,6 +14,7 @@ from collections.abc import Sequence as SequenceOf
 from scheduler_service.core.beam_search import BeamSearch
 from scheduler_service.core.prefix_key import root_key
 from scheduler_service.core.sampling_params import SamplingParams
+from scheduler_service.core.suspicion import Suspicion
 
 
 class SequenceStatus(enum.Enum):
@@ -33,17 +34,6 @@ class SequenceStatus(enum.Enum):
 
 for _status in SequenceStatus:
     _status.is_finished = _status.name.startswith("FINISHED")
-
-
-# A group with this many lost steps that gained nothing since the one before is ended, if it was alone in the last of
-# them and in another: where workers hang in turn, every three seconds, one may by chance be lost with a suspect alone.
-MAX_LOST_STEPS = 3
-LOST_ALONE = 2
-# So is one that gains a token or a few on each worker first, as where the decoding after a prompt is what kills.
-MOST_LOST_STEPS = 4
-# Who gains so many tokens since a lost step had nothing to do with it. More would find those who kill with their tenth
-# token as well, but where workers are lost all the time it would have everybody run alone, for long.
-CLEARING_TOKENS = 4
 
 
 class Sequence:
@@ -129,11 +119,10 @@ class SequenceGroup:
 
     `error` says, in a sentence for the client, why a group ended without being served. `has_unforked` is set while
     followers wait for the leader's prompt; until they fork for the first time they share one list of its tokens.
-    `num_lost_steps` counts how often a worker was lost with it in flight, `num_lost_alone` how often with it alone,
-    `lost_on` names these workers, and `num_clean_tokens` counts what it has gained since the last time, until
-    CLEARING_TOKENS clear it. Groups of equal `cache_root` and adapter may share cached prefixes; `num_cached_tokens` is
-    what was found of the prompt when it was first admitted. `lora_name` is the adapter that it needs, empty for the
-    base model. `arrived_at` is in seconds of the clock that `Scheduler.schedule` is told.
+    `suspicion` is None until a worker is lost with it in flight. Groups of equal `cache_root` and adapter may share
+    cached prefixes; `num_cached_tokens` is what was found of the prompt when it was first admitted. `lora_name` is the
+    adapter that it needs, empty for the base model. `arrived_at` is in seconds of the clock that `Scheduler.schedule`
+    is told.
 
     What the balancer keeps of a group while it waits: `num_overtaken` counts the later ones that were taken before it;
     until `left_until` it may be left to a better worker. While it is swapped out, `swapped_at` says since when, and
@@ -152,11 +141,7 @@ class SequenceGroup:
         "has_unforked",
         "left_until",
         "lora_name",
-        "lost_on",
         "num_cached_tokens",
-        "num_clean_tokens",
-        "num_lost_alone",
-        "num_lost_steps",
         "num_moves",
         "num_overtaken",
         "output_token_ids",
@@ -166,6 +151,7 @@ class SequenceGroup:
         "request_id",
         "sampling",
         "sequences",
+        "suspicion",
         "swapped_at",
         "tenant",
     )
@@ -206,10 +192,7 @@ class SequenceGroup:
                 sequence.token_ids = [*prompt_token_ids, *token_ids]
         for index in ended:
             self.sequences[index].status = SequenceStatus.FINISHED_STOPPED
-        self.num_lost_steps = 0
-        self.num_lost_alone = 0
-        self.lost_on: frozenset[str] = frozenset()
-        self.num_clean_tokens = 0
+        self.suspicion: Suspicion | None = None
         self.num_overtaken = 0
         self.left_until: float | None = None
         self.swapped_at = 0.0
@@ -218,30 +201,13 @@ class SequenceGroup:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether lost steps make it likely that this group is what workers are lost to.
+        """Whether workers may be lost to this group, so that it is scheduled alone."""
+        return self.suspicion is not None and self.suspicion.is_grave
 
-        After the second one it must gain a token alone, after further ones as many as clear it: so who kills workers
-        with the token after that is alone with one at last.
-        """
-        if self.num_lost_steps < MAX_LOST_STEPS:
-            return self.num_lost_steps == MAX_LOST_STEPS - 1 and not self.num_clean_tokens
-        return self.num_clean_tokens < CLEARING_TOKENS
-
-    def lose_step(self, worker: str, *, alone: bool) -> bool:
-        """A worker was lost with this group in flight; returns whether that is likely to be the group's doing."""
-        self.lost_on |= {worker}
-        has_gained, self.num_clean_tokens = self.num_clean_tokens > 0, 0
-        self.num_lost_steps += 1
-        self.num_lost_alone += alone
-        enough = MOST_LOST_STEPS if has_gained else MAX_LOST_STEPS
-        return alone and self.num_lost_alone >= LOST_ALONE and self.num_lost_steps >= enough
-
-    def gain_token(self) -> None:
-        """Hear of a token, after a lost step."""
-        self.num_clean_tokens += 1
-        if self.num_clean_tokens >= CLEARING_TOKENS:
-            self.num_lost_steps = self.num_lost_alone = self.num_clean_tokens = 0
-            self.lost_on = frozenset()
+    @property
+    def lost_on(self) -> frozenset[str]:
+        """The workers that were lost with it in flight."""
+        return frozenset() if self.suspicion is None else self.suspicion.lost_on
 
     @property
     def first_key(self) -> bytes:

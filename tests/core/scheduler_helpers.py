@@ -14,6 +14,7 @@ from scheduler_service.core import (
     SequenceGroup,
     WaitingQueue,
 )
+from scheduler_service.core.suspicion import Suspicion
 
 _numbers = itertools.count()
 
@@ -46,6 +47,14 @@ def make_group(
     """Its prompt is 0, 1, 2, …, so that any two prompts begin alike."""
     params = SamplingParams(**({"max_tokens": 4} | sampling))  # type: ignore[arg-type]
     return SequenceGroup(name, range(num_tokens), params, root, priority=priority, tenant=tenant, lora_name=lora_name)
+
+
+def suspect(group: SequenceGroup, num_losses: int = 2, *workers: str) -> SequenceGroup:
+    """The group, after so many losses in company, of these workers."""
+    group.suspicion = Suspicion()
+    for number in range(num_losses):
+        group.suspicion.lose(workers[number % len(workers)] if workers else "lost", alone=False)
+    return group
 
 
 def plan(output: SchedulerOutput) -> dict[str, list[int]]:

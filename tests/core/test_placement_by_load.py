@@ -5,7 +5,7 @@ from random import Random
 import pytest
 from fake_worker import FakeWorker
 from placement_helpers import add, answer, finish, finish_prompts, left, make_fleet, reasons, taken, unlike
-from scheduler_helpers import make_group, run, step
+from scheduler_helpers import make_group, run, step, suspect
 
 from scheduler_service.core import FairQueue, PlacementReason, PriorityQueue, Scheduler, SchedulerOutput, WaitingQueue
 
@@ -167,13 +167,12 @@ def test_a_suspect_goes_where_there_is_least_to_lose() -> None:
     add(fleet, unlike("runs", max_tokens=50))
     finish_prompts(busy)
     idle.set_admission(True)
-    suspect = unlike("suspect")
-    suspect.num_lost_steps = 2
-    add(fleet, suspect, *(unlike(str(i)) for i in range(8)))
+    suspected = suspect(unlike("suspect"))
+    add(fleet, suspected, *(unlike(str(i)) for i in range(8)))
     output = busy.schedule()
     assert reasons(output)["suspect"] is PlacementReason.SUSPECT
     assert left(output)["suspect"] is idle
     assert "0" in taken(output)
     output = idle.schedule()
     assert taken(output) == ["suspect"]
-    assert [scheduled.sequence.group for scheduled in output.scheduled] == [suspect]
+    assert [scheduled.sequence.group for scheduled in output.scheduled] == [suspected]

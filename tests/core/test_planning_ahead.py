@@ -2,7 +2,7 @@
 
 import pytest
 from fake_worker import FakeWorker, reference_output
-from scheduler_helpers import make_group, make_scheduler, output_of, plan, run_ahead
+from scheduler_helpers import make_group, make_scheduler, output_of, plan, run_ahead, suspect
 
 from scheduler_service.core import (
     ModelOutput,
@@ -47,7 +47,7 @@ def test_a_suspect_has_the_worker_to_itself_also_when_planning_ahead() -> None:
     waiting = WaitingQueue()
     for name in ("suspect", "other"):
         waiting.append(make_group(name, 4))
-    waiting.head.num_lost_steps = 2
+    suspect(waiting.head)
     scheduler = make_scheduler(waiting)
     alone = scheduler.schedule()
     assert list(plan(alone)) == ["suspect"]

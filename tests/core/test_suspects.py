@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 from fake_worker import FakeWorker, reference_output
-from scheduler_helpers import make_group, make_scheduler, output_of, plan, run, step
+from scheduler_helpers import make_group, make_scheduler, output_of, plan, run, step, suspect
 
 from scheduler_service.core import (
     ModelOutput,
@@ -16,7 +16,7 @@ from scheduler_service.core import (
     WaitingQueue,
 )
 from scheduler_service.core.placement import MAX_OVERTAKES
-from scheduler_service.core.sequence import CLEARING_TOKENS
+from scheduler_service.core.suspicion import CLEARING_TOKENS, Suspicion
 
 
 def test_a_request_that_brings_workers_down_ends_alone_and_the_others_finish() -> None:
@@ -97,13 +97,13 @@ def test_who_was_in_company_in_all_losses_but_one_is_not_ended() -> None:
 
 
 def test_a_suspect_stays_alone_for_longer_after_each_lost_step() -> None:
-    group = make_group("a", 6)
+    suspicion = Suspicion()
     found: list[int] = []
     for _ in range(4):
-        group.lose_step("worker", alone=False)
+        suspicion.lose("worker", alone=False)
         num_tokens = 0
-        while group.is_suspect:
-            group.gain_token()
+        while suspicion.is_grave:
+            suspicion.gain_token()
             num_tokens += 1
         found.append(num_tokens)
     assert found == [0, 1, CLEARING_TOKENS, 0]
@@ -160,22 +160,21 @@ def test_a_poison_that_joins_while_an_answer_is_on_its_way_is_found_too() -> Non
     waiting.append(poison)
     assert plan(scheduler.schedule()) == {"innocent": [1], "poison": [6]}
     scheduler.release_all()
-    assert poison.num_lost_steps == innocent.num_lost_steps == 1
+    assert [group.suspicion and group.suspicion.num_losses for group in (poison, innocent)] == [1, 1]
 
 
 def test_a_suspect_that_waits_does_not_hold_up_a_drained_worker() -> None:
     waiting = WaitingQueue()
     scheduler = make_scheduler(waiting)
     worker = FakeWorker(scheduler.config)
-    running, suspect = make_group("running", 6), make_group("suspect", 6)
+    running, suspected = make_group("running", 6), suspect(make_group("suspect", 6))
     waiting.append(running)
     step(scheduler, worker)
     scheduler.set_admission(False)
-    suspect.num_lost_steps = 2
-    waiting.append(suspect)
+    waiting.append(suspected)
     run(scheduler, worker)
     assert output_of(running) == reference_output(running, 0, 64)
-    assert suspect.request_id in waiting
+    assert suspected.request_id in waiting
 
 
 def test_a_suspect_that_is_preempted_does_not_come_back_among_the_others() -> None:
@@ -184,15 +183,14 @@ def test_a_suspect_that_is_preempted_does_not_come_back_among_the_others() -> No
         num_device_blocks=6, num_host_blocks=16, preemption_mode=PreemptionMode.SWAP, max_model_len=64
     )
     worker = FakeWorker(scheduler.config)
-    suspect = make_group("suspect", 7, root=b"s", max_tokens=8)
-    suspect.num_lost_steps = 3
+    suspected = suspect(make_group("suspect", 7, root=b"s", max_tokens=8), 3)
     for group in (make_group("a", 3, root=b"a", max_tokens=20), make_group("b", 9, root=b"b", max_tokens=5)):
         scheduler.add_request(group)
         step(scheduler, worker)
-    scheduler.add_request(suspect)
+    scheduler.add_request(suspected)
     num_steps_alone = 0
     while scheduler.has_work:
-        was_suspect = suspect.is_suspect
+        was_suspect = suspected.is_suspect
         if was_suspect and "suspect" in (planned := plan(step(scheduler, worker))):
             assert list(planned) == ["suspect"]
             num_steps_alone += 1
@@ -200,24 +198,23 @@ def test_a_suspect_that_is_preempted_does_not_come_back_among_the_others() -> No
             step(scheduler, worker)
     assert scheduler.num_preemptions[PreemptionMode.RECOMPUTE] > 0
     assert num_steps_alone >= CLEARING_TOKENS
-    assert output_of(suspect) == reference_output(suspect, 0, 64)
+    assert output_of(suspected) == reference_output(suspected, 0, 64)
 
 
 def test_a_suspect_that_there_is_no_room_for_holds_nobody_up() -> None:
     """Those who run go on ahead of the answers, as long as it could not take their place."""
     scheduler = make_scheduler(max_num_seqs=1)
     worker = FakeWorker(scheduler.config)
-    running, suspect = make_group("running", 6, max_tokens=5), make_group("suspect", 6, root=b"s")
-    suspect.num_lost_steps = 2
+    running, suspected = make_group("running", 6, max_tokens=5), suspect(make_group("suspect", 6, root=b"s"))
     scheduler.add_request(running)
     step(scheduler, worker)
-    scheduler.add_request(suspect)
+    scheduler.add_request(suspected)
     first, second = scheduler.schedule(), scheduler.schedule()
     assert plan(first) == plan(second) == {"running": [1]}
     for output in (first, second):
         scheduler.update_from_output(output, worker.execute(output))
     run(scheduler, worker)
-    assert output_of(suspect) == reference_output(suspect, 0, 64)
+    assert output_of(suspected) == reference_output(suspected, 0, 64)
 
 
 @pytest.mark.parametrize("num_device_blocks", [400, 120])
@@ -269,36 +266,35 @@ def test_a_suspect_waits_for_a_worker_that_was_not_lost_with_it_and_holds_nobody
     waiting = WaitingQueue()
     tried, untried = make_scheduler(waiting, "tried"), make_scheduler(waiting, "untried", max_num_seqs=1)
     tried.set_admission(False)
-    long, suspect = make_group("long", 6, max_tokens=40), make_group("suspect", 6, root=b"s")
+    long, suspected = make_group("long", 6, max_tokens=40), suspect(make_group("suspect", 6, root=b"s"), 2, "tried")
     waiting.append(long)
     worker = FakeWorker(untried.config)
     step(untried, worker)
     tried.set_admission(True)
-    suspect.num_lost_steps, suspect.lost_on = 2, frozenset({"tried"})
-    waiting.append(suspect)
+    waiting.append(suspected)
     for number in range(2 * MAX_OVERTAKES):  # more than may overtake anybody else
         waiting.append(make_group(str(number), 6, root=bytes([number]), max_tokens=1))
     run_until_idle(tried)
-    assert list(waiting) == [suspect]
+    assert list(waiting) == [suspected]
     output = tried.schedule(1.0)
     assert output.is_empty
     assert output.ask_again_at is None  # it would be asked in vain
     assert [placement.to for placement in output.placements] == [untried]
-    while suspect.request_id in waiting:
+    while suspected.request_id in waiting:
         step(untried, worker)
-    assert suspect in untried.running
+    assert suspected in untried.running
 
 
 def test_a_suspect_that_has_nowhere_else_to_go_comes_back_and_is_ended() -> None:
     waiting = WaitingQueue()
     other = make_scheduler(waiting, "other")
     other.set_admission(False)
-    suspect = make_group("suspect", 6)
-    waiting.append(suspect)
+    suspected = make_group("suspect", 6)
+    waiting.append(suspected)
     for num_losses in (1, 2, 3):
         scheduler = make_scheduler(waiting, "only")
         assert plan(scheduler.schedule()) == {"suspect": [6]}
-        assert scheduler.release_all() == ([suspect] if num_losses == 3 else [])
+        assert scheduler.release_all() == ([suspected] if num_losses == 3 else [])
 
 
 def test_a_suspect_is_not_left_to_a_worker_that_was_lost_with_it() -> None:
@@ -310,9 +306,8 @@ def test_a_suspect_is_not_left_to_a_worker_that_was_lost_with_it() -> None:
     worker = FakeWorker(untried.config)
     step(untried, worker)
     tried.set_admission(True)
-    suspect = make_group("suspect", 6, root=b"s")
-    suspect.num_lost_steps, suspect.lost_on = 2, frozenset({"tried"})
-    waiting.append(suspect)
+    suspected = suspect(make_group("suspect", 6, root=b"s"), 2, "tried")
+    waiting.append(suspected)
     assert plan(untried.schedule()) == {"suspect": [6]}
 
 

@@ -54,7 +54,7 @@ async def test_what_outlasts_the_grace_goes_on_elsewhere(byte_tokenizer_director
         assert await text_of(engine, state) == "g" * 10
         assert drained.state is WorkerStatus.DRAINED
         assert drained.last_error == "drained by an operator; what it had left goes on elsewhere"
-        assert (state.group.num_lost_steps, drained.num_losses, drained.num_preemptions) == (0, 0, 1)
+        assert (state.group.suspicion, drained.num_losses, drained.num_preemptions) == (None, 0, 1)
 
 
 async def test_a_drain_that_is_taken_back_before_it_is_over_changes_nothing(byte_tokenizer_directory: Path) -> None:

@@ -213,7 +213,7 @@ async def test_losing_workers_that_do_nothing_makes_nobody_a_suspect(byte_tokeni
             await until(lambda number=number: loop.num_losses == number)  # type: ignore[misc]
             worker.is_well.set()
         state = await submit(engine, "a", [5])
-        assert state.group.num_lost_steps == 0
+        assert state.group.suspicion is None
         assert await text_of(engine, state) == "ggggg"
 
 
@@ -228,7 +228,7 @@ async def test_a_session_that_the_worker_ends_in_good_order_makes_nobody_a_suspe
     async with serving(worker) as address, running(address, max_in_flight_steps=1) as engine:
         state = await submit(engine, "a", [5, 99])
         await until(lambda: worker.num_sessions == 5)
-        assert state.group.num_lost_steps == 0
+        assert state.group.suspicion is None
         worker.poison = None
         assert await text_of(engine, state) == "ggggg"
 
@@ -240,7 +240,7 @@ async def test_the_servers_own_end_makes_nobody_a_suspect(byte_tokenizer_directo
             worker.runs.clear()
             state = await submit(engine, "a", [5])
             await until(lambda: not engine.waiting)
-        assert state.group.num_lost_steps == 0
+        assert state.group.suspicion is None
 
 
 async def test_a_worker_that_spoils_everything_is_tried_less_and_less_while_others_serve(
