@@ -29,8 +29,11 @@ class SchedulerSettings(ServiceSettings):
         "behind a name",
     )
     discovery_interval: float = Field(5.0, gt=0, description="seconds between look-ups of the names among --workers")
-    max_num_batched_tokens: int = Field(2048, ge=1, description="most tokens in one step; a worker's own limit counts")
-    max_num_seqs: int = Field(256, ge=1, description="most sequences in one step; a worker's own limit counts")
+    # More could make an answer too large for a message: see core/step_bytes.py.
+    max_num_batched_tokens: int = Field(
+        2048, ge=1, le=131_072, description="most tokens in one step; a worker's own limit counts"
+    )
+    max_num_seqs: int = Field(256, ge=1, le=8192, description="most sequences in one step; a worker's own limit counts")
     max_num_requests: int = Field(4096, ge=1, description="most requests in flight before RESOURCE_EXHAUSTED")
     max_in_flight_steps: int = Field(
         2, ge=1, le=8, description="steps sent to a worker before the oldest is answered; 1 waits for each answer"

@@ -63,6 +63,11 @@ class BlockManager:
         """Entries of a table with room for so many tokens and what may follow them."""
         return self.num_blocks(num_tokens + self.num_lookahead_slots)
 
+    def num_table_entries(self, sequence: Sequence, num_tokens: int) -> int:
+        """Entries of a table on the device, once it has room for so many tokens past the computed ones."""
+        num_ahead = self._num_blocks_ahead(sequence.num_computed_tokens + num_tokens)
+        return max(num_ahead, len(self.tables[sequence.id]))
+
     def _num_first_blocks(self, sequence: Sequence) -> int:
         """Blocks that a sequence without any is given: for all its tokens, or the most that it ever holds."""
         num_blocks = self._num_blocks_ahead(len(sequence.token_ids))

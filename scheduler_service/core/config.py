@@ -36,6 +36,7 @@ class SchedulerConfig:
     sequence has past the tokens it computes next. With a `sliding_window` each token attends to so many up to itself,
     0 for all; blocks that fell behind the window are let go of, and prefixes are not cached, whose first blocks would
     be missing.
+    `max_step_bytes` bounds what a step tells the worker of sequences that are new to it; see step_bytes.py.
     With SEPARATE phases admission waits until a request has waited for `delay_factor` times the last prompt step, so
     that prompts batch up; 0 admits at once. CHUNKED phases take no delay: prompts share the steps that the decodes take
     anyway, so that waiting would gain them nothing.
@@ -58,6 +59,7 @@ class SchedulerConfig:
     block_bytes: int = 0
     swap_bytes_per_second: int = 0
     prefill_tokens_per_second: int = 0
+    max_step_bytes: int = 8 << 20  # a prompt of 131,072 tokens counts 0.7 MB; encoding so much takes about 15 ms
 
     def __post_init__(self) -> None:
         for name in (
@@ -67,6 +69,7 @@ class SchedulerConfig:
             "max_num_seqs",
             "max_model_len",
             "max_loras",
+            "max_step_bytes",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")

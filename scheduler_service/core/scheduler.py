@@ -3,9 +3,10 @@
 There is no prefill phase and no decode phase: a sequence is scheduled for the tokens that are not computed yet, as
 many as the step's budget leaves. Sequences that need a single token go first, so that a long prompt never holds up
 the others; then prompts under way; then groups that were swapped out; then, when none is left of those, the head of the
-waiting queue. When blocks run out, the group that was admitted last is preempted: its blocks are freed and it computes
-its tokens anew later (recompute), or they are copied to host memory and back (swap). Within a step all swapping out is
-planned before any swapping in, which is the order in which the worker does it.
+waiting queue. What the worker has to be told of them is counted as their tokens are: see step_bytes.py. When blocks run
+out, the group that was admitted last is preempted: its blocks are freed and it computes its tokens anew later
+(recompute), or they are copied to host memory and back (swap). Within a step all swapping out is planned before any
+swapping in, which is the order in which the worker does it.
 
 Steps may be planned ahead of the answers to earlier ones; the worker works in step order and feeds the tokens that it
 sampled, so a plan needs to know only how many there will be. Blocks that are let go of while steps are in flight may
@@ -31,6 +32,7 @@ from scheduler_service.core.config import PhaseRule, PreemptionMode
 from scheduler_service.core.outputs import ScheduledSequence, SchedulerOutput
 from scheduler_service.core.placement import MAX_OVERTAKES, MOST_LEFT, Placement, PlacementReason
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_service.core.step_bytes import bytes_to_tell, swap_bytes
 from scheduler_service.core.step_writer import Chunk, Step, StepWriter
 
 
@@ -50,13 +52,15 @@ class Scheduler(StepWriter):
         """
         if not self.has_work:
             return SchedulerOutput(self._step_id + 1)
-        step = Step(SchedulingBudget(self.config.max_num_batched_tokens, self.config.max_num_seqs), now)
+        config = self.config
+        budget = SchedulingBudget(config.max_num_batched_tokens, config.max_num_seqs, config.max_step_bytes)
+        step = Step(budget, now)
         suspect = self._find_suspect(step)
         if suspect is not None and self._in_flight:
             output = SchedulerOutput(self._step_id + 1)
             self._write_placements(step, output)
             return output
-        if self.config.sliding_window:
+        if config.sliding_window:
             for group in self.running:
                 for sequence in group.live:
                     self.blocks.release_behind_window(sequence)
@@ -64,7 +68,7 @@ class Scheduler(StepWriter):
             return self.write(step)
         step.budget.take(num_seqs=self.num_running_seqs)
         if suspect is None or not self._schedule_suspect(suspect, step):
-            if self.config.phase_rule is PhaseRule.CHUNKED:
+            if config.phase_rule is PhaseRule.CHUNKED:
                 self._schedule_together(step)
             else:
                 self._schedule_separately(step)
@@ -157,7 +161,7 @@ class Scheduler(StepWriter):
 
     def _can_start(self, suspect: SequenceGroup, step: Step) -> bool:
         """Whether a step of its own would do a waiting suspect any good; else nobody need be held up for it."""
-        budget = SchedulingBudget(step.budget.num_tokens, step.budget.num_seqs)
+        budget = SchedulingBudget(step.budget.num_tokens, step.budget.num_seqs, step.budget.num_bytes)
         budget.take(num_seqs=self.num_running_seqs)
         if self._status(suspect, budget) is not AllocStatus.LATER:
             return True
@@ -200,7 +204,7 @@ class Scheduler(StepWriter):
             self._release(group)
             self.waiting.put_back([group])
             return
-        while not self.blocks.can_append_slots(chunks := self._chunks(group, step.budget.num_tokens)):
+        while not self.blocks.can_append_slots(chunks := self._chunks(group, step.budget)):
             if len(self.running) == 1:
                 step.budget.give_back(num_seqs=group.num_seqs)
                 self._ignore(group, step)
@@ -210,28 +214,47 @@ class Scheduler(StepWriter):
             if victim is group:
                 return
         if chunks:
-            step.budget.take(num_tokens=sum(num_tokens for _, num_tokens in chunks))
             step.chunks[group] = [
-                Chunk(sequence, num_tokens, self.blocks.append_slots(sequence, num_tokens))
+                Chunk(
+                    sequence,
+                    num_tokens,
+                    self._bytes_to_tell(sequence, num_tokens),
+                    self.blocks.append_slots(sequence, num_tokens),
+                )
                 for sequence, num_tokens in chunks
             ]
+            step.budget.take(
+                num_tokens=sum(chunk.num_tokens for chunk in step.chunks[group]),
+                num_bytes=sum(chunk.num_bytes for chunk in step.chunks[group]),
+            )
 
-    def _chunks(self, group: SequenceGroup, token_budget: int) -> list[tuple[Sequence, int]]:
+    def _chunks(self, group: SequenceGroup, budget: SchedulingBudget) -> list[tuple[Sequence, int]]:
         """What each sequence computes next; a follower has no table before its leader's prompt is done."""
+        num_tokens_left, num_bytes_left = budget.num_tokens, budget.num_bytes
         chunks: list[tuple[Sequence, int]] = []
         for sequence in group.live:
-            num_tokens = min(sequence.num_uncomputed_tokens, token_budget)
+            num_tokens = min(sequence.num_uncomputed_tokens, num_tokens_left)
             if num_tokens and sequence.id in self.blocks.tables:
                 if num_tokens == 1 and sequence.draft_token_ids:
-                    num_tokens += min(len(sequence.draft_token_ids), token_budget - 1)
+                    num_tokens += min(len(sequence.draft_token_ids), num_tokens_left - 1)
+                if not sequence.num_known_blocks:
+                    if num_bytes_left <= 0:
+                        continue
+                    num_bytes_left -= self._bytes_to_tell(sequence, num_tokens)
                 chunks.append((sequence, num_tokens))
-                token_budget -= num_tokens
+                num_tokens_left -= num_tokens
         return chunks
+
+    def _bytes_to_tell(self, sequence: Sequence, num_tokens: int) -> int:
+        """What a sequence that computes so many tokens takes of the step's bytes: nothing, if its table is known."""
+        if sequence.num_known_blocks:
+            return 0
+        return bytes_to_tell(sequence, self.blocks.num_table_entries(sequence, num_tokens))
 
     def _schedule_swapped(self, step: Step) -> None:
         """Resume groups in turn while there is room. Whoever waits for them waits for older groups only."""
         for group in list(self.swapped):
-            if not step.budget.num_tokens:
+            if step.budget.is_spent:
                 return
             status = self.blocks.can_swap_in(group, leave_watermark=bool(self.running))
             if status is AllocStatus.NEVER:
@@ -243,12 +266,14 @@ class Scheduler(StepWriter):
                     return
                 continue
             step.budget.take(num_seqs=group.num_seqs)
-            step.swap_in += self.blocks.swap_in(group)
+            pairs = self.blocks.swap_in(group)
+            step.swap_in += pairs
             del self.swapped[group]
             self._start_running(group)
             for sequence in group.live:
                 sequence.status = SequenceStatus.RUNNING
             self._schedule_running(group, step)
+            step.budget.take(num_bytes=swap_bytes(len(pairs)))
 
     def _move(self, group: SequenceGroup, step: Step) -> bool:
         """Give a swapped group back to the queue, if another worker would compute it anew sooner."""
@@ -268,7 +293,7 @@ class Scheduler(StepWriter):
         has_choice = suspect is None and self.balancer.has_others(self.member)
         has_reported = False
         most: int | None = None if suspect is None else 1
-        while self.admits and self.waiting and step.budget.num_tokens and len(step.chunks) != most:
+        while self.admits and self.waiting and not step.budget.is_spent and len(step.chunks) != most:
             group = self._next_waiting(step)
             if group is None or (group.is_suspect and suspect is None):
                 return  # the turn of a suspect comes in a step of its own
@@ -342,8 +367,9 @@ class Scheduler(StepWriter):
         step.placements.append(placement)
         step.prompts.append(group)
         num_tokens = min(leader.num_uncomputed_tokens, step.budget.num_tokens)
-        step.budget.take(num_tokens=num_tokens, num_seqs=group.num_seqs)
-        step.chunks[group] = [Chunk(leader, num_tokens, [])]
+        num_bytes = self._bytes_to_tell(leader, num_tokens)
+        step.budget.take(num_tokens=num_tokens, num_seqs=group.num_seqs, num_bytes=num_bytes)
+        step.chunks[group] = [Chunk(leader, num_tokens, num_bytes, [])]
 
     def _make_room(self, group: SequenceGroup, step: Step, *, has_choice: bool) -> bool:
         """Preempt running groups that a waiting one outranks, if that gives it the room that it needs.
@@ -379,7 +405,11 @@ class Scheduler(StepWriter):
 
     def _preempt(self, group: SequenceGroup, step: Step) -> None:
         chunks = step.chunks.pop(group, [])
-        step.budget.give_back(num_tokens=sum(chunk.num_tokens for chunk in chunks), num_seqs=group.num_seqs)
+        step.budget.give_back(
+            num_tokens=sum(chunk.num_tokens for chunk in chunks),
+            num_seqs=group.num_seqs,
+            num_bytes=sum(chunk.num_bytes for chunk in chunks),
+        )
         # Blocks that were to be copied on write in this step have nothing in them yet that could be swapped out, and
         # beams that are swapped out could not be forked when the answer to their step in flight comes. A suspect would
         # come back from there among the others.

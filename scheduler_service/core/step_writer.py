@@ -16,11 +16,12 @@ from scheduler_service.core.sequence import Sequence, SequenceGroup
 class Chunk:
     """What one sequence takes of a step, until the step is written out."""
 
-    __slots__ = ("copies", "num_tokens", "sequence")
+    __slots__ = ("copies", "num_bytes", "num_tokens", "sequence")
 
-    def __init__(self, sequence: Sequence, num_tokens: int, copies: list[tuple[int, int]]) -> None:
+    def __init__(self, sequence: Sequence, num_tokens: int, num_bytes: int, copies: list[tuple[int, int]]) -> None:
         self.sequence = sequence
         self.num_tokens = num_tokens
+        self.num_bytes = num_bytes
         self.copies = copies
 
 

@@ -95,6 +95,7 @@ class SlowBlocks:
     def fork(self, parent: SlowSequence, child: SlowSequence, num_tokens: int) -> None:
         child.device = parent.device[: self.blocks_for(num_tokens)]
         child.computed = child.stored = num_tokens
+        child.parent = parent
         child.num_offered = min(parent.num_offered, num_tokens // self.config.block_size)
 
     def num_new_blocks(self, chunks: list[tuple[SlowSequence, int]]) -> int:
@@ -155,4 +156,5 @@ class SlowBlocks:
                         copy_of[block] = sequence.device.pop()
                     sequence.device.append(block and copy_of[block])
                 sequence.host = None
+                sequence.is_table_known = False
         return len(copy_of)

@@ -29,6 +29,9 @@ class SlowSequence:
         self.device: list[Block | None] | None = None
         self.host: list[Block | None] | None = None
         self.is_known = False
+        self.is_table_known = False
+        self.parent: SlowSequence | None = None  # whose tokens it begins with, and how many
+        self.num_parents_tokens = 0
         self.candidates = None
 
     @property

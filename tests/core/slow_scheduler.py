@@ -34,6 +34,27 @@ class SlowScheduler(SlowBlocks):
     def tokens_left(self) -> int:
         return self.config.max_num_batched_tokens - sum(num_tokens for _, num_tokens, _ in self.plan)
 
+    @property
+    def bytes_left(self) -> int:
+        """Before the last sequence that the step tells of, there must have been some."""
+        to_tell = [self.bytes_to_tell(sequence, num_tokens) for sequence, num_tokens, _ in self.plan]
+        return self.config.max_step_bytes - sum(to_tell) - 10 * self.num_swapped_in
+
+    def bytes_to_tell(self, sequence: SlowSequence, num_tokens: int) -> int:
+        """Five bytes for every number in a list, sixteen for a pair or a list in a list, 256 for all the rest."""
+        if sequence.is_table_known:
+            return 0
+        num_slots = sequence.computed + num_tokens + self.config.num_lookahead_slots
+        numbers = [None] * max(self.blocks_for(num_slots), len(sequence.device))
+        sampling, lists, name = sequence.group.sampling, [], ""
+        if not sequence.is_known and sequence.parent is not None and sequence.parent.is_known:
+            numbers += sequence.token_ids[sequence.num_parents_tokens :]
+        elif not sequence.is_known:
+            numbers += [*sequence.token_ids, *sampling.eos_token_ids, *sampling.stop_token_ids]
+            numbers += [*sampling.allowed_token_ids, *(token for word in sampling.bad_words for token in word)]
+            lists, name = [*sampling.logit_bias.items(), *sampling.bad_words], sequence.group.lora
+        return 256 + 5 * len(numbers) + 16 * len(lists) + 4 * len(name)
+
     def schedule(self, now: float) -> SlowStep:
         self.plan: list[tuple[SlowSequence, int, int]] = []  # sequence, tokens, copies on write
         self.preempted: list[tuple[str, int, int]] = []
@@ -90,12 +111,13 @@ class SlowScheduler(SlowBlocks):
             self.plan.append((sequence, num_tokens, self.append_slots(sequence, num_tokens)))
 
     def chunks_of(self, group: SlowGroup) -> list[tuple[SlowSequence, int]]:
-        chunks, left = [], self.tokens_left
+        chunks, left, bytes_left = [], self.tokens_left, self.bytes_left
         for sequence in group.live:
             num_tokens = min(sequence.uncomputed, left)
-            if num_tokens and sequence.device is not None:
+            if num_tokens and sequence.device is not None and (sequence.is_table_known or bytes_left > 0):
                 chunks.append((sequence, num_tokens))
                 left -= num_tokens
+                bytes_left -= self.bytes_to_tell(sequence, num_tokens)
         return chunks
 
     def preempt(self, group: SlowGroup) -> None:
@@ -122,7 +144,7 @@ class SlowScheduler(SlowBlocks):
         self.queue.put_back(group)
 
     def resume(self) -> None:
-        while self.swapped and self.tokens_left and not self.has_preempted:
+        while self.swapped and self.tokens_left and self.bytes_left > 0 and not self.has_preempted:
             group = self.swapped[0]
             on_host = [sequence for sequence in group.live if sequence.host is not None]
             needed = len({block for sequence in on_host for block in sequence.host} - {None})
@@ -134,8 +156,9 @@ class SlowScheduler(SlowBlocks):
                 return
             self.swapped.remove(group)
             self.running.append(group)
-            self.num_swapped_in += self.move(group, to_host=False)
+            num_swapped_in = self.move(group, to_host=False)
             self.grow(group)
+            self.num_swapped_in += num_swapped_in
 
     def has_slots(self, group: SlowGroup, running: list[SlowGroup]) -> bool:
         """Whether its sequences and its adapter can join those of the groups that run."""
@@ -165,7 +188,7 @@ class SlowScheduler(SlowBlocks):
     def admit(self) -> None:
         if self.has_preempted or self.swapped:
             return
-        while self.queue.groups and self.tokens_left and not self.has_preempted:
+        while self.queue.groups and self.tokens_left and self.bytes_left > 0 and not self.has_preempted:
             group = self.queue.head
             if group.num_seqs > self.config.max_num_seqs or self.blocks_of(group) > self.config.num_device_blocks:
                 self.queue.leave(group)
@@ -200,11 +223,12 @@ class SlowScheduler(SlowBlocks):
         for sequence, num_tokens, _ in self.plan:
             chunks.append((sequence, num_tokens, num_tokens == sequence.uncomputed, sequence.num_lives))
             sequence.computed += num_tokens
-            sequence.is_known = True
+            sequence.is_known = sequence.is_table_known = True
             if sequence.computed >= sequence.num_prompt_tokens:
                 for follower in sequence.group.live:
                     if follower.device is None:
                         self.fork(sequence, follower, min(len(sequence.group.prompt), len(follower.token_ids) - 1))
+                        follower.num_parents_tokens = len(sequence.group.prompt)
         decisions = {
             "scheduled": [(s.label, s.computed, num_tokens, samples) for s, num_tokens, samples, _ in chunks],
             "preempted": self.preempted,
@@ -214,6 +238,8 @@ class SlowScheduler(SlowBlocks):
             "swapped out": self.num_swapped_out,
             "swapped in": self.num_swapped_in,
         }
+        for sequence in self.ended:
+            sequence.is_known = False
         is_empty = not (chunks or self.ended or self.preempted or self.num_swapped_out or self.num_swapped_in)
         self.ended = []
         return SlowStep(chunks, decisions, is_empty, began)
@@ -257,6 +283,7 @@ class SlowScheduler(SlowBlocks):
             child = SlowSequence(group, 0, [*parent.token_ids, token])
             child.max_num_tokens, child.score = parent.max_num_tokens, score
             self.fork(parent, child, parent.stored)
+            child.num_parents_tokens = len(parent.token_ids)
             children.append(child)
         group.sequences = beams + children
         for beam in beams:

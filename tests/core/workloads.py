@@ -87,5 +87,6 @@ def random_config(rng: Random, num_device_blocks: SequenceOf[int]) -> SchedulerC
         "block_bytes": 1000,
         "swap_bytes_per_second": rng.choice([0, 100_000]),
         "prefill_tokens_per_second": rng.choice([0, 49 * block_size, 51 * block_size]),
+        "max_step_bytes": rng.choice([1, 300, 700, 2000, 8 << 20, 8 << 20, 8 << 20]),
     }
     return SchedulerConfig(**sizes)

@@ -68,6 +68,7 @@ CONFIG = SchedulerConfig(
     max_loras=3,
     num_lookahead_slots=2,
     sliding_window=7,
+    max_step_bytes=1000,
 )
 
 

@@ -1,10 +1,24 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from scheduler_service.codec import decode_model_output, encode_scheduler_output
-from scheduler_service.core import SamplingParams, ScheduledSequence, SchedulerOutput, SequenceGroup
+from scheduler_service.core import (
+    ModelOutput,
+    PhaseRule,
+    SamplingParams,
+    ScheduledSequence,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+    SequenceGroup,
+    SequenceStatus,
+    WaitingQueue,
+)
 from scheduler_service.core.block_manager import NO_BLOCK
 from scheduler_service.core.outputs import BlockTableUpdate, Fork, NewSequence, TokenLogprobs
+from scheduler_service.core.step_bytes import bytes_to_tell
 
 
 def test_a_steady_decode_step_of_256_sequences_is_under_2_kb() -> None:
@@ -80,3 +94,82 @@ def test_logprob_columns_are_cut_into_positions() -> None:
 def test_logprob_columns_that_do_not_fit_together_are_refused(columns: pb.SampleLogprobs) -> None:
     with pytest.raises(ValueError, match="different lengths"):
         decode_model_output(pb.ModelOutput(logprobs=[columns]))
+
+
+@given(st.data())
+def test_no_sequence_takes_more_bytes_on_the_wire_than_the_core_counts(data: st.DataObject) -> None:
+    """Protobuf is the oracle, for a sequence that is sent whole, as a fork, and whose table is sent again."""
+    number = st.one_of(st.integers(0, 2**32 - 1), st.just(2**32 - 1))
+    numbers = st.lists(number, max_size=30)
+    group = SequenceGroup(
+        "r",
+        data.draw(st.lists(number, min_size=1, max_size=30)),
+        SamplingParams(
+            max_tokens=1,
+            n=2,
+            temperature=0.5,
+            top_k=2**32 - 1,
+            presence_penalty=1.0,
+            seed=2**64 - 1,
+            min_tokens=2**32 - 1,
+            eos_token_ids=frozenset(data.draw(numbers)),
+            stop_token_ids=frozenset(data.draw(numbers)),
+            logprobs=20,
+            prompt_logprobs=20,
+            logit_bias=dict.fromkeys(data.draw(numbers), 0.5),
+            allowed_token_ids=tuple(data.draw(numbers)),
+            bad_words=tuple(map(tuple, data.draw(st.lists(numbers, max_size=10)))),
+        ),
+        lora_name=data.draw(st.text(max_size=9)),
+    )
+    leader, follower = group.sequences
+    leader.id = follower.id = 2**64 - 1
+    tables = [2**32 - 1] * 40
+    scheduled = [ScheduledSequence(leader, 2**32 - 1, True)]
+    whole = SchedulerOutput(1, scheduled, new_sequences=[NewSequence(leader, tables, 2**32 - 1)])
+    empty = encode_scheduler_output(SchedulerOutput(1), epoch=1).ByteSize()
+    assert encode_scheduler_output(whole, epoch=1).ByteSize() - empty <= bytes_to_tell(leader, 40)
+    leader.is_known = True
+    again = SchedulerOutput(1, scheduled, block_table_updates=[BlockTableUpdate(leader.id, 0, tables)])
+    assert encode_scheduler_output(again, epoch=1).ByteSize() - empty <= bytes_to_tell(leader, 40)
+    follower.token_ids = [*follower.token_ids, *data.draw(numbers)]
+    follower.forked_from, follower.num_forked_tokens = leader, leader.num_prompt_tokens
+    fork = SchedulerOutput(1, scheduled, forks=[Fork(leader.id, follower, leader.num_prompt_tokens, tables, 2**32 - 1)])
+    assert encode_scheduler_output(fork, epoch=1).ByteSize() - empty <= bytes_to_tell(follower, 40)
+
+
+@pytest.mark.parametrize("what", ["long cached prompts", "allowed tokens", "followers without their leader"])
+def test_no_step_comes_near_the_largest_message(what: str) -> None:
+    """Whatever is told of them at once would be more than 64 MiB."""
+    config = SchedulerConfig(
+        block_size=64,
+        num_device_blocks=4_000,
+        max_num_batched_tokens=2048,
+        max_num_seqs=256,
+        max_model_len=1 << 17,
+        phase_rule=PhaseRule.SEPARATE,
+    )
+    scheduler = Scheduler(config, WaitingQueue())
+    num_groups, length, n = {
+        "long cached prompts": (140, 100_000, 1),
+        "allowed tokens": (90, 100, 1),
+        "followers without their leader": (1, 100, 90),
+    }[what]
+    allowed = () if what == "long cached prompts" else tuple(range(1 << 18))
+    prompt = list(range(1 << 31, (1 << 31) + length))
+    sampling = SamplingParams(max_tokens=3, n=n, allowed_token_ids=allowed)
+    groups = [SequenceGroup(str(number), prompt, sampling) for number in range(num_groups)]
+    for group in groups:
+        scheduler.add_request(group)
+    total = 0
+    while scheduler.has_work:
+        output = scheduler.schedule()
+        size = encode_scheduler_output(output, epoch=1).ByteSize()
+        assert size < 12 << 20
+        total += size
+        scheduler.update_from_output(output, ModelOutput(output.step_id, [7] * output.num_samples))
+        if n > 1 and output.step_id == 1:  # a step of another prompt, and the worker forgets the leader meanwhile
+            scheduler.finish_sequence(groups[0].sequences[0], SequenceStatus.FINISHED_ABORTED)
+            scheduler.add_request(SequenceGroup("another", prompt, SamplingParams(max_tokens=1)))
+    assert all(group.is_finished for group in groups)
+    assert total > 64 << 20
