@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
+from scheduler_service.core.group_heap import MOST_STALE
 from scheduler_service.core.queue import WaitingQueue, insert_by_rank
 from scheduler_service.core.sequence import SequenceGroup
 
@@ -88,7 +89,15 @@ class FairQueue(WaitingQueue):
             if tenant not in self._in_heap:
                 self._in_heap.add(tenant)
                 heapq.heappush(self._heap, (self.counters[tenant], tenant))
+                self._forget_gone_tenants()
         return self._tenants[tenant]
+
+    def _forget_gone_tenants(self) -> None:
+        """Drop the entries of tenants that have nothing waiting, once most are of such."""
+        if len(self._heap) > 2 * len(self._tenants) + MOST_STALE:
+            self._heap = [(self.counters[tenant], tenant) for tenant in self._tenants]
+            heapq.heapify(self._heap)
+            self._in_heap = set(self._tenants)
 
     def _forget_idle_tenants(self, lowest: float) -> None:
         """Drop counters that would be raised to the lowest anyway; of the others, what is left is the most served."""

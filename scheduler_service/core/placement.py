@@ -114,7 +114,7 @@ class Balancer:
         self._num_open = 0
         self._work = 0  # of those that are open
         self._speed = 0
-        self._lightest: list[tuple[float, int, Member]] = []
+        self._lightest: list[tuple[float, int, int]] = []  # work, entry, slot
         self._entries = itertools.count()
 
     def __len__(self) -> int:
@@ -131,10 +131,11 @@ class Balancer:
         return member
 
     def leave(self, member: Member) -> None:
-        """The worker is gone; nothing happens when it has left before."""
+        """The worker is gone, and nothing here leads to its scheduler; nothing happens when it has left before."""
         if self._members.get(member.slot) is member:
             self.report(member, 0, 0, is_open=False)
             del self._members[member.slot]
+            del member.scheduler  # which knows the member: together they would wait for the collector
 
     def report(self, member: Member, backlog: int, num_seqs: int, *, is_open: bool) -> None:
         """Hear what a worker has to do, and whether waiting groups may go there."""
@@ -158,10 +159,15 @@ class Balancer:
 
     def _push(self, member: Member) -> None:
         member.entry = next(self._entries)
-        heapq.heappush(self._lightest, (member.work / member.speed, member.entry, member))
+        heapq.heappush(self._lightest, (member.work / member.speed, member.entry, member.slot))
         if len(self._lightest) > 4 * len(self._members) + 64:  # most are stale
-            self._lightest = [entry for entry in self._lightest if entry[2].entry == entry[1]]
+            self._lightest = [entry for entry in self._lightest if self._member_of(entry) is not None]
             heapq.heapify(self._lightest)
+
+    def _member_of(self, entry: tuple[float, int, int]) -> Member | None:
+        """Whose entry it is; None for a stale one."""
+        member = self._members.get(entry[2])
+        return member if member is not None and member.entry == entry[1] else None
 
     # ---- where a group goes
 
@@ -272,13 +278,13 @@ class Balancer:
 
         Whoever has no room is not asked again before there is another amount to do there.
         """
-        aside: list[tuple[float, int, Member]] = []
+        aside: list[tuple[float, int, int]] = []
         found: list[Member] = []
         while self._lightest and not found:
             entry = heapq.heappop(self._lightest)
-            other = entry[2]
-            if other.entry != entry[1]:
-                continue  # stale
+            other = self._member_of(entry)
+            if other is None:
+                continue
             if other is member:
                 aside.append(entry)
             elif other.scheduler.room_for(group) is None:

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 
-from scheduler_service.core.arrivals import Arrivals
+from scheduler_service.core.group_heap import GroupHeap
 from scheduler_service.core.placement import Balancer
 from scheduler_service.core.sequence import SequenceGroup
 
@@ -37,7 +37,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self.balancer = Balancer()
         self._groups: OrderedDict[str, SequenceGroup] = OrderedDict()
-        self._arrivals = Arrivals(self._groups)
+        self._arrivals = GroupHeap[float](self._groups, lambda group: group.arrived_at)
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -72,7 +72,7 @@ class WaitingQueue:
     @property
     def earliest_arrival(self) -> float:
         """The least `arrived_at` of those that wait, whichever of them is next; the queue must not be empty."""
-        return self._arrivals.earliest
+        return self._arrivals.first.arrived_at
 
     @property
     def head(self) -> SequenceGroup:

@@ -53,7 +53,7 @@ class CheckedBalancer(Balancer):
             for key in member.scheduler.blocks.device._by_key:
                 found[key] = found.get(key, 0) | member.bit
         assert self.directory._holders == found
-        live = [entry for entry in self._lightest if entry[2].entry == entry[1]]
-        assert {entry[2] for entry in live} == {member for member in self._open_members() if member.entry >= 0}
-        assert len(live) == len({entry[2] for entry in live})
+        live = [member for entry in self._lightest if (member := self._member_of(entry)) is not None]
+        assert set(live) == {member for member in self._open_members() if member.entry >= 0}
+        assert len(live) == len(set(live))
         assert self._num_open == len(self._open_members())

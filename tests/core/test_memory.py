@@ -1,0 +1,57 @@
+"""What has ended is not kept: neither requests that were cancelled nor sessions that are over."""
+
+import gc
+
+import pytest
+from scheduler_helpers import make_group, make_scheduler
+
+from scheduler_service.core import FairQueue, PriorityQueue, Scheduler, SequenceGroup, SequenceStatus, WaitingQueue
+
+
+def num_alive(kind: type) -> int:
+    gc.collect()
+    return sum(type(item) is kind for item in gc.get_objects())
+
+
+@pytest.mark.parametrize("policy", [WaitingQueue, PriorityQueue, FairQueue])
+def test_no_queue_keeps_a_cancelled_request(policy: type[WaitingQueue]) -> None:
+    """One of the worst priority, of a tenant that is never served, is behind the others and stays."""
+    num_before = num_alive(SequenceGroup)
+    scheduler = make_scheduler(policy())
+    scheduler.add_request(make_group("first", 1, priority=-1, tenant="first"))
+    for number in range(1000):
+        scheduler.add_request(make_group(str(number), 1, priority=number % 5, tenant=str(number)))
+    assert num_alive(SequenceGroup) == num_before + 1001
+    for number in range(1000):
+        scheduler.finish_requests([str(number)], SequenceStatus.FINISHED_ABORTED)
+    assert num_alive(SequenceGroup) == num_before + 1
+
+
+def test_made_up_tenants_that_cancel_do_not_fill_the_memory() -> None:
+    queue = FairQueue()
+    queue.append(make_group("first", 1, tenant=""))  # of equal tenants it stays the first
+    for number in range(1000):
+        queue.append(make_group(str(number), 1, tenant=str(number)))
+        queue.remove(str(number))
+    assert len(queue._heap) < 100
+    assert len(queue._in_heap) < 100
+
+
+def test_a_session_that_is_over_goes_at_once_with_its_blocks() -> None:
+    """It does not wait for the collector, nor until the balancer comes across it."""
+    queue = WaitingQueue()
+    stays = make_scheduler(queue)
+    num_before = num_alive(Scheduler)
+    gc.disable()
+    try:
+        for _ in range(20):
+            scheduler = make_scheduler(queue)
+            scheduler.add_request(make_group("g", 8))
+            scheduler.schedule()
+            scheduler.release_all()
+            queue.remove("g")
+            del scheduler
+        assert sum(type(item) is Scheduler for item in gc.get_objects()) == num_before
+    finally:
+        gc.enable()
+    assert stays.balancer is queue.balancer
