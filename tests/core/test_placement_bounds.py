@@ -122,6 +122,28 @@ def test_a_tenant_whose_group_is_left_stays_next() -> None:
     assert fleet[0].waiting.head.request_id == "left"
 
 
+def test_tenants_that_were_served_less_overtake_nobody_however_many_groups_they_bring() -> None:
+    """It is their turn. Only what goes before a group because that was left to another worker counts as an overtake."""
+    other, holder = fleet = make_fleet(2, FairQueue(), max_num_seqs=2)
+    warm(holder, make_group("first", 600, tenant="a"))
+    add(fleet, unlike("runs", tenant="a"))
+    assert taken(holder.schedule()) == ["runs"]
+    add(fleet, make_group("left", 700, tenant="a"), unlike("own", 1, tenant="a"))
+    group = fleet[0].waiting.head
+    names = [str(number) for number in range(2 * MAX_OVERTAKES)]
+    add(fleet, *(unlike(name, 1, max_tokens=1, tenant="served less") for name in names))
+    fleet[0].waiting.charge(group, 5000, 0)
+    order: list[str] = []
+    while order != names:
+        output = other.schedule()
+        order += taken(output)
+        answer(other, output, 0.0)
+        assert order == names[: len(order)]
+    assert group.num_overtaken == 0
+    assert taken(other.schedule()) == ["own"]
+    assert group.num_overtaken == 1
+
+
 @settings(deadline=None, max_examples=300)
 @given(st.integers(0, 2**32), st.integers(2, 5), st.sampled_from([WaitingQueue, PriorityQueue, FairQueue]))
 def test_somebody_always_takes_a_group_that_there_is_room_for(

@@ -30,6 +30,7 @@ from scheduler_service.core import (
 )
 from scheduler_service.core.placement import MAX_OVERTAKES
 
+WEIGHTS = {"x": 2.0}
 ANY = st.integers(0, 2**16)
 """Which of those there are: taken modulo their number."""
 
@@ -58,7 +59,7 @@ class Fleet(RuleBasedStateMachine):
         max_in_flight=st.integers(1, 3),
     )
     def start(self, seed: int, policy: str, num_workers: int, overtakes: int, max_in_flight: int) -> None:
-        queues = {"fcfs": WaitingQueue(), "priority": PriorityQueue(overtakes), "fair": FairQueue({"x": 2.0})}
+        queues = {"fcfs": WaitingQueue(), "priority": PriorityQueue(overtakes), "fair": FairQueue(WEIGHTS)}
         self.policy, self.overtakes, self.max_in_flight = policy, overtakes, max_in_flight
         self.waiting = queues[policy]
         self.waiting.balancer = self.balancer = CheckedBalancer()
@@ -87,8 +88,9 @@ class Fleet(RuleBasedStateMachine):
         session = self.sessions[which % len(self.sessions)]
         if len(session.in_flight) >= self.max_in_flight:
             return
+        served = dict(self.waiting.counters) if self.policy == "fair" else {}
         output = session.scheduler.schedule(self.now)
-        self.see_who_started()
+        self.see_who_started(output, served)
         for group in output.ignored:
             assert group.error
             self.see_end_of(group, SequenceStatus.FINISHED_IGNORED)
@@ -182,18 +184,31 @@ class Fleet(RuleBasedStateMachine):
         else:
             self.ends.update(sequence for sequence in group.sequences if sequence.status is status)
 
-    def see_who_started(self) -> None:
-        """Few later arrivals start first because another worker is better; else as priorities and tenants have it."""
-        for group in self.groups:
-            if group.num_cached_tokens is not None and group not in self.has_started:
-                self.has_started.add(group)
-                for other in self.groups[: self.groups.index(group)]:
-                    if other.request_id in self.waiting and other not in self.has_started:
-                        levels = other.priority - group.priority if self.policy == "priority" else 0
-                        self.overtaken[other, levels] += 1
-                        if self.policy != "fair" or other.tenant == group.tenant:
-                            most = MAX_OVERTAKES if levels == 0 and len(self.sessions) > 1 else levels * self.overtakes
-                            assert self.overtaken[other, levels] <= most
+    def see_who_started(self, output: SchedulerOutput, served: dict[str, float]) -> None:
+        """Few groups start before others whose turn it was, because another worker is better for those.
+
+        `served` is what each tenant had been given before this step; the first admission of a group adds its prompt.
+        """
+        for group in (placement.group for placement in output.placements if placement.to is None):
+            if group in self.has_started:
+                continue
+            self.has_started.add(group)
+            for other in self.groups:
+                if other.request_id not in self.waiting or other in self.has_started:
+                    continue
+                if self.is_later(group, other, served):
+                    levels = other.priority - group.priority if self.policy == "priority" else 0
+                    self.overtaken[other, levels] += 1
+                    most = MAX_OVERTAKES if levels == 0 and len(self.sessions) > 1 else levels * self.overtakes
+                    assert self.overtaken[other, levels] <= most
+            if self.policy == "fair":
+                served[group.tenant] += len(group.prompt_token_ids) / WEIGHTS.get(group.tenant, 1.0)
+
+    def is_later(self, group: SequenceGroup, other: SequenceGroup, served: dict[str, float]) -> bool:
+        """Whether the other one's turn is before the group's: by arrival, but between tenants by what each has had."""
+        if self.policy == "fair" and group.tenant != other.tenant:
+            return (served[group.tenant], group.tenant) > (served[other.tenant], other.tenant)
+        return self.groups.index(group) > self.groups.index(other)
 
     @invariant()
     def check_everything(self) -> None:
