@@ -13,6 +13,7 @@ from scheduler_service.statistics import Statistics
 from scheduler_service.streams import OutputDelta, OutputStream
 from scheduler_service.tokenization import Tokenizer
 from scheduler_service.turns import Turns
+from scheduler_service.whole_output import WholeOutput
 
 
 def request_key(tenant: str, request_id: str) -> str:
@@ -28,9 +29,12 @@ def request_key(tenant: str, request_id: str) -> str:
 class Resumption:
     """What the client already holds: tokens of each index, or of none; which outputs it has whole; how many of the
     prompt's log-probabilities. `texts` are those of the outputs with tokens, as far as these have brought them.
+
+    `begun` are tokens of outputs that are known when all have ended; these are generated again.
     """
 
     token_ids: tuple[tuple[int, ...], ...] = ()
+    begun: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     texts: Mapping[int, OutputText] = field(default_factory=dict)
     finished: frozenset[int] = frozenset()
     num_prompt_logprobs: int = 0
@@ -119,7 +123,7 @@ class RequestState:
         self._outputs = [resumption.texts.get(index) or request.text(tokenizer) for index in range(request.sampling.n)]
         self._last_token_at = [0.0] * request.sampling.n  # of each output, 0 before this server's first
         self._num_prompt_logprobs = resumption.num_prompt_logprobs
-        self._ranked = [_Ranked(index) for index in range(request.sampling.n)] if request.n is not None else None
+        self._ranked = [_Ranked() for _ in range(request.sampling.n)] if request.n is not None else None
         # Whether every token before the last brings itself and its text, and nothing else.
         self._is_plain = not (
             self._ranked
@@ -164,80 +168,72 @@ class RequestState:
             shown, _ = self._outputs[sequence.index].step(gained.token_id)
             self.stream.put_token(sequence.index, gained.token_id, shown, sequence.num_output_tokens)
             return False
-        delta = OutputDelta(sequence.index)
         if gained.prompt_logprobs:  # a preempted prompt is computed again; its positions count once
             new = gained.prompt_logprobs[max(0, self._num_prompt_logprobs + 1 - gained.prompt_start) :]
             self._num_prompt_logprobs += len(new)
-            delta.prompt_logprobs = new
-        stopped = False
-        if gained.token_id is not None:
-            self._count_token(sequence.index, now)
-            delta.token_ids.append(gained.token_id)
-            if gained.logprobs is not None:
-                if self._ranked is not None:
-                    self._ranked[sequence.index].logprob += gained.logprobs.logprobs[0]
-                if not self.request.hides_logprobs:
-                    delta.logprobs.append(gained.logprobs)
-            text = self._outputs[sequence.index]
-            hides = (
-                sequence.status is SequenceStatus.FINISHED_STOPPED and not self.request.include_stop_str_in_output
-            )  # the token that ended it is not text
-            delta.text, stop = text.step(None if hides else gained.token_id)
-            if stop is not None:
-                stopped = True
-                delta.stop, delta.status = stop, SequenceStatus.FINISHED_STOPPED
-            elif sequence.status.is_finished:
-                delta.text += text.flush()
-                delta.stop, delta.status = sequence.stop_token_id, sequence.status
-        if delta.token_ids or delta.prompt_logprobs:
-            delta.num_output_tokens = sequence.num_output_tokens
-            self._put(delta)
-        return stopped
+            if new:
+                self.stream.put_prompt_logprobs(new)
+        if gained.token_id is None:
+            return False
+        self._count_token(sequence.index, now)
+        delta = OutputDelta(sequence.index, token_ids=[gained.token_id], num_output_tokens=sequence.num_output_tokens)
+        if gained.logprobs is not None:
+            if self._ranked is not None:
+                self._ranked[sequence.index].logprob += gained.logprobs.logprobs[0]
+            if not self.request.hides_logprobs:
+                delta.logprobs.append(gained.logprobs)
+        text = self._outputs[sequence.index]
+        hides = (
+            sequence.status is SequenceStatus.FINISHED_STOPPED and not self.request.include_stop_str_in_output
+        )  # the token that ended it is not text
+        delta.text, stop = text.step(None if hides else gained.token_id)
+        if stop is not None:
+            delta.stop, delta.status = stop, SequenceStatus.FINISHED_STOPPED
+        elif sequence.status.is_finished:
+            delta.text += text.flush()
+            delta.stop, delta.status = sequence.stop_token_id, sequence.status
+        self._put(delta)
+        return stop is not None
 
     def _put(self, delta: OutputDelta) -> None:
         """Onto the stream, or aside until all outputs have ended and the likeliest are known."""
         if self._ranked is None:
             self.stream.put(delta)
             return
-        self._ranked[delta.index].delta.merge(delta)
-        if all(output.delta.status is not None for output in self._ranked):
-            prompt_logprobs = self._ranked[0].delta.prompt_logprobs
+        self._ranked[delta.index].add(delta)
+        if all(output.has_ended for output in self._ranked):
             best = sorted(self._ranked, key=lambda output: -output.mean_logprob)[: self.request.num_outputs]
             for index, output in enumerate(best):
-                output.delta.index = index
-                output.delta.prompt_logprobs = [] if index else prompt_logprobs
-                self._put_whole(output.delta)
+                self._put_whole(index, output.whole)
 
-    def _put_whole(self, delta: OutputDelta) -> None:
-        """Onto the stream, unless the client has it from an earlier one."""
-        if delta.index not in self.request.resumption.finished:
-            self.stream.put(delta)
+    def _put_whole(self, index: int, output: WholeOutput) -> None:
+        """Onto the stream, but for what the client has from an earlier one."""
+        resumption = self.request.resumption
+        if index not in resumption.finished:
+            self.stream.put_whole(output.deltas(index, resumption.begun.get(index, ())))
 
     def _put_hypotheses(self, hypotheses: Sequence[Hypothesis]) -> None:
         for index, hypothesis in enumerate(hypotheses):
             hides = hypothesis.is_stopped and not self.request.include_stop_str_in_output
-            shown = hypothesis.token_ids[:-1] if hides else hypothesis.token_ids
-            pieces = [self._outputs[index].step(token_id)[0] for token_id in shown]
             self._put_whole(
-                OutputDelta(
-                    index,
-                    "".join(pieces) + self._outputs[index].flush(),
-                    token_ids=hypothesis.token_ids,
+                index,
+                WholeOutput(
+                    hypothesis.token_ids,
+                    self._outputs[index].texts(hypothesis.token_ids, hides_last=hides),
                     status=(
                         SequenceStatus.FINISHED_STOPPED
                         if hypothesis.is_stopped
                         else SequenceStatus.FINISHED_LENGTH_CAPPED
                     ),
                     stop=hypothesis.stop_token_id,
-                    num_output_tokens=len(hypothesis.token_ids),
-                )
+                ),
             )
 
     def abort(self) -> None:
         """End every output that is still open as aborted, with what its text held back."""
         if self.group.beams is not None:  # it has no outputs before it has all
             for index in range(self.request.num_outputs):
-                self._put_whole(OutputDelta(index, status=SequenceStatus.FINISHED_ABORTED))
+                self._put_whole(index, WholeOutput())
             return
         for sequence, text in zip(self.group.sequences, self._outputs, strict=True):
             if sequence.status is SequenceStatus.FINISHED_ABORTED:
@@ -254,10 +250,24 @@ class RequestState:
 class _Ranked:
     """An output that is kept until it is known whether it is among the likeliest."""
 
-    def __init__(self, index: int) -> None:
-        self.delta = OutputDelta(index)
+    def __init__(self) -> None:
+        self.whole = WholeOutput()
         self.logprob = 0.0  # the sum over its tokens
+        self.has_ended = False
+        self._texts: list[str] = []
+        self.whole.texts = self._texts
+
+    def add(self, delta: OutputDelta) -> None:
+        """A token and its text, or the end of the output."""
+        if delta.token_ids:
+            self.whole.token_ids += delta.token_ids
+            self._texts.append(delta.text)
+        elif self._texts:
+            self._texts[-1] += delta.text
+        self.whole.logprobs += delta.logprobs
+        if delta.status is not None:
+            self.whole.status, self.whole.stop, self.has_ended = delta.status, delta.stop, True
 
     @property
     def mean_logprob(self) -> float:
-        return self.logprob / max(1, self.delta.num_output_tokens)
+        return self.logprob / max(1, len(self.whole.token_ids))

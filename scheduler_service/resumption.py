@@ -34,6 +34,7 @@ async def check_resumption(
             _check_tokens(f"{places[output.index]}.token_ids", output.token_ids, request, model)
     token_ids = {o.index: tuple(o.token_ids) for o in resume.outputs if o.token_ids and not o.finished}
     has_begun = 0 in finished or 0 in token_ids
+    begun, forced = (token_ids, {}) if request.comes_whole else ({}, token_ids)
     _check_prompt_logprobs(resume.num_prompt_logprobs, request)
     return replace(
         request,
@@ -43,8 +44,9 @@ async def check_resumption(
             prompt_logprobs=None if has_begun else request.sampling.prompt_logprobs,  # they came with the first token
         ),
         resumption=Resumption(
-            token_ids=tuple(token_ids.get(index, ()) for index in range(request.num_outputs)) if token_ids else (),
-            texts=await asyncio.to_thread(_replay, token_ids, places, request, model),
+            token_ids=tuple(forced.get(index, ()) for index in range(request.num_outputs)) if forced else (),
+            begun=begun,
+            texts=await asyncio.to_thread(_replay, forced, places, request, model),
             finished=finished,
             num_prompt_logprobs=resume.num_prompt_logprobs,
         ),
@@ -69,8 +71,6 @@ def _check_indices(outputs: Sequence[pb.ResumedOutput], num_outputs: int) -> dic
 def _check_tokens(field: str, token_ids: Sequence[int], request: GenerationRequest, model: ServedModel) -> None:
     """Refuse tokens of an output that should have ended before or with them: there is nothing to go on with."""
     sampling = request.sampling
-    if token_ids and request.comes_whole:
-        invalid(f"{field} has {len(token_ids)} entries; outputs of best_of and beam_width come whole or not at all")
     if len(token_ids) >= sampling.max_tokens:
         invalid(f"{field} has {len(token_ids)} entries; an output that goes on has fewer than {sampling.max_tokens}")
     check_token_ids(field, token_ids, model)

@@ -1,12 +1,26 @@
-"""Output on its way to one client: merged while the client is slow, so a stream never holds more than its output."""
+"""Output on its way to one client: merged while the client is slow, so a stream never holds more than its output.
+
+What is merged grows up to a limit, and then the next delta is begun. A delta is a message: none is larger than any
+client's default limit for messages, and none takes long to encode. Tokens and their texts are in the same delta,
+because a client whose stream broke may resume it behind any message.
+"""
 
 import asyncio
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pagewire_common.errors import RequestError
 from scheduler_service.core import SequenceStatus
 from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.turns import Turn, Turns
+
+MAX_TOKENS = 2048
+MAX_CHARACTERS = 1 << 16
+MAX_LOGPROBS = 1024
+"""A delta of as much is full: of tokens, of characters, or of single log-probabilities, which take 2.6 µs each to
+encode. Up to twice as many of the last may come together. That makes messages of at most 0.3 MB.
+"""
 
 
 @dataclass(slots=True)
@@ -23,6 +37,14 @@ class OutputDelta:
     """The stop string or stop token that ended it, when the request named one."""
     num_output_tokens: int = 0
 
+    @property
+    def is_full(self) -> bool:
+        return (
+            len(self.token_ids) >= MAX_TOKENS
+            or len(self.text) >= MAX_CHARACTERS
+            or _size(self.logprobs) + _size(self.prompt_logprobs) >= MAX_LOGPROBS
+        )
+
     def merge(self, later: "OutputDelta") -> None:
         self.text += later.text
         self.token_ids += later.token_ids
@@ -31,6 +53,10 @@ class OutputDelta:
         self.status = later.status
         self.stop = later.stop
         self.num_output_tokens = later.num_output_tokens
+
+
+def _size(logprobs: Sequence[TokenLogprobs]) -> int:
+    return len(logprobs) * len(logprobs[0].token_ids) if logprobs else 0
 
 
 class OutputStream:
@@ -42,7 +68,9 @@ class OutputStream:
 
     def __init__(self, num_outputs: int, turns: Turns) -> None:
         self.num_open = num_outputs
-        self._pending: dict[int, OutputDelta] = {}
+        self._full: deque[OutputDelta] = deque()
+        self._pending: dict[int, OutputDelta] = {}  # of each index the last, which grows; after those that are full
+        self._whole: deque[Iterator[OutputDelta | None]] = deque()  # after everything else
         self._error: RequestError | None = None
         self._turns = turns
         self._turn = Turn()
@@ -51,22 +79,40 @@ class OutputStream:
 
     def put(self, delta: OutputDelta) -> None:
         """Never waits: what the reader has not taken yet is merged."""
-        if waiting := self._pending.get(delta.index):
+        waiting = self._pending.get(delta.index)
+        if waiting is not None and not waiting.is_full:
             waiting.merge(delta)
         else:
-            self._pending[delta.index] = delta
+            self._begin(delta)
         self._notify()
 
     def put_token(self, index: int, token_id: int, text: str, num_output_tokens: int) -> None:
         """The same for a token and its text, which is what most deltas are, and nearly every one of them merged."""
         delta = self._pending.get(index)
-        if delta is None:
-            delta = self._pending[index] = OutputDelta(index)
+        if delta is None or len(delta.token_ids) >= MAX_TOKENS or len(delta.text) >= MAX_CHARACTERS:
+            delta = self._begin(OutputDelta(index))
         delta.token_ids.append(token_id)
         delta.text += text
         delta.num_output_tokens = num_output_tokens
         if self._is_awaited:
             self._notify()
+
+    def put_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
+        """Of the prompt's next positions, which are at least one."""
+        at_once = max(1, MAX_LOGPROBS // len(entries[0].token_ids))
+        for start in range(0, len(entries), at_once):
+            self.put(OutputDelta(0, prompt_logprobs=list(entries[start : start + at_once])))
+
+    def put_whole(self, deltas: Iterator[OutputDelta | None]) -> None:
+        """All of an output's deltas; they are made when the reader takes them."""
+        self._whole.append(deltas)
+        self._notify()
+
+    def _begin(self, delta: OutputDelta) -> OutputDelta:
+        if (full := self._pending.pop(delta.index, None)) is not None:
+            self._full.append(full)
+        self._pending[delta.index] = delta
+        return delta
 
     def fail(self, error: RequestError) -> None:
         """End the stream with an error, after what is pending."""
@@ -83,19 +129,35 @@ class OutputStream:
 
     async def __anext__(self) -> OutputDelta:
         """The next delta; raises the RequestError that ended the stream."""
-        self._turns.end(self._turn)
-        if not self._pending and not self.num_open:
-            raise StopAsyncIteration
-        self._turn.came = self._loop.create_future()
-        self._is_awaited = True
-        if self._pending or self._error is not None:
-            self._notify()
-        await self._turn.came
-        if not self._pending:
-            assert self._error is not None
-            raise self._error
-        delta = self._pending.pop(next(iter(self._pending)))
-        self.num_open -= delta.status is not None
+        while True:
+            self._turns.end(self._turn)
+            if not self.num_open and not self._has_some:
+                raise StopAsyncIteration
+            self._turn.came = self._loop.create_future()
+            self._is_awaited = True
+            if self._has_some or self._error is not None:
+                self._notify()
+            await self._turn.came
+            if not self._has_some:
+                assert self._error is not None
+                raise self._error
+            if (delta := self._take()) is not None:
+                self.num_open -= delta.status is not None
+                return delta
+            await asyncio.sleep(0)
+
+    @property
+    def _has_some(self) -> bool:
+        return bool(self._pending or self._full or self._whole)
+
+    def _take(self) -> OutputDelta | None:
+        if self._full:
+            return self._full.popleft()
+        if self._pending:
+            return self._pending.pop(next(iter(self._pending)))
+        delta = next(self._whole[0])
+        if delta is not None and delta.status is not None:
+            self._whole.popleft()
         return delta
 
     def leave(self) -> None:

@@ -316,11 +316,10 @@ INVALID = {
         resuming(request(stop=["gg"]), having(73, 73, 73)),
         r"resume.outputs\[0\].token_ids contain the stop string 'gg'",
     ),
-    "a part of an output that comes whole": (
-        resuming(request(best_of=2), having(5)),
-        r"resume.outputs\[0\].token_ids has 1 entries; outputs of best_of and beam_width come whole",
+    "as many tokens as a beam can have": (
+        resuming(request(beam_width=2, max_tokens=1), having(5)),
+        r"resume.outputs\[0\].token_ids has 1 entries; an output that goes on has fewer than 1",
     ),
-    "a part of a beam": (resuming(request(beam_width=2), having(5)), "come whole or not at all"),
     "prompt log-probabilities that were not asked for": (
         resuming(request(), num_prompt_logprobs=1),
         "resume.num_prompt_logprobs is 1; this request has 0",
