@@ -57,7 +57,7 @@ def main() -> None:
     config = read_config(LLAMA_3_8B)
     model = build_model(config, torch.bfloat16, device)
     tensors = model.checkpoint_tensors()
-    DummyWeights().load_into(tensors)
+    DummyWeights(device).load_into(tensors)
     model.pack()
     weight_bytes = sum(tensor.nbytes for name, tensor in tensors.items() if "embed" not in name)
     shape = CacheShape(config.num_layers, BLOCK_SIZE, config.num_kv_heads, config.head_dim, torch.bfloat16)

@@ -35,7 +35,7 @@ class Weights(Protocol):
     """Where the values of a model's tensors come from."""
 
     def identity(self) -> Iterator[tuple[str, bytes]]:
-        """What tells these weights from others."""
+        """What tells these weights from all others. Raises StartError where reading them fails."""
 
     def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
         """Raise StartError unless tensors of these names and shapes can be had; no memory is needed to ask."""
@@ -65,9 +65,12 @@ class Checkpoint:
             )
         return _DTYPES[name]
 
-    def fingerprint(self, tokenizer_files: Iterable[Path], quantization: str) -> str:
-        """SHA-256, in hexadecimal, over config, tokenizer, what identifies the weights, and what is made of them."""
-        digest = hashlib.sha256(quantization.encode())
+    def fingerprint(self, tokenizer_files: Iterable[Path], dtype: torch.dtype, quantization: str) -> str:
+        """SHA-256, in hexadecimal, over config, tokenizer, all of the weights, and what is made of them.
+
+        Equal whatever part of the weights is held here, and on whatever device. Raises StartError.
+        """
+        digest = hashlib.sha256(f"{dtype} {quantization}\n".encode())
         for file in sorted({self.path / "config.json", *tokenizer_files}, key=lambda file: file.name):
             _add(digest, file.name, file.read_bytes())
         for name, content in self._weights.identity():

@@ -19,9 +19,13 @@ _DEVIATION = 0.02
 class DummyWeights:
     """Has a tensor of any name and shape."""
 
+    def __init__(self, device: torch.device) -> None:
+        """device: what draws them."""
+        self._device = device
+
     def identity(self) -> Iterator[tuple[str, bytes]]:
-        """Another than that of real weights."""
-        yield "dummy", b""
+        """Another than that of real weights, and of numbers that another kind of device or another torch draws."""
+        yield f"dummy {_SEED} {_DEVIATION} {self._device.type} {torch.__version__}", b""
 
     def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
         """Nothing can be missing."""

@@ -18,6 +18,7 @@ from worker_service.cut import UNCUT, Cut
 from worker_service.json_file import read_json
 from worker_service.progress import byte_progress
 from worker_service.safetensors_header import SafetensorsHeader, StoredTensor, read_header
+from worker_service.tensor_digests import tensor_digests
 from worker_service.wording import named, shown
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -40,6 +41,7 @@ class WeightFiles:
                 raise StartError(f"{named(str(file))}{by} does not exist; the weights must be safetensors")
             if not os.access(file, os.R_OK):
                 raise StartError(f"{file} may not be read by this user")
+        self._versions = [_version(file) for file in self._files]
 
     @cached_property
     def _headers(self) -> dict[Path, SafetensorsHeader]:
@@ -57,9 +59,11 @@ class WeightFiles:
         return tensors
 
     def identity(self) -> Iterator[tuple[str, bytes]]:
-        """The files' names, sizes and headers; weights of equal shapes are not told apart."""
-        for file, header in self._headers.items():
-            yield f"{file.name} {file.stat().st_size}", header.content
+        """Each tensor's name, type, shape and data, however they are split into files. All of the data is read."""
+        digests = tensor_digests(self._tensors, torch.get_num_threads())
+        self._check_unchanged()
+        for name, tensor in sorted(self._tensors.items()):
+            yield f"{name} {tensor.dtype} {list(tensor.shape)}", digests[name]
 
     def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
         """Check that each of these tensors is there, has this shape and is of floating point; others do not matter."""
@@ -94,10 +98,26 @@ class WeightFiles:
                             progress.update(_num_bytes(stored[name], parts[name]))
                 except OSError as error:
                     raise StartError(f"cannot read {file}: {error.strerror}") from error
+        self._check_unchanged()
+
+    def _check_unchanged(self) -> None:
+        """What is loaded must be what the headers describe and what is hashed, though each is read on its own."""
+        for file, version in zip(self._files, self._versions, strict=True):
+            if _version(file) != version:
+                raise StartError(f"{file} was changed while it was read; start again once it is complete")
 
     def _find(self, name: str) -> StoredTensor | None:
         """Files of a network saved without its head, as GPT-2's, lack the first part of each name."""
         return self._tensors.get(name) or self._tensors.get(name.partition(".")[2])
+
+
+def _version(file: Path) -> tuple[int, ...]:
+    """What is another as soon as a file's content is."""
+    try:
+        found = file.stat()
+    except OSError as error:
+        raise StartError(f"cannot read {file}: {error.strerror}") from error
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _read_index(file: Path) -> dict[str, str]:

@@ -63,7 +63,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
     cache = settings.cache.expanduser()
     is_dummy = settings.load_format == "dummy"
     source = find_model(settings.model, cache, with_weights=not is_dummy)
-    checkpoint = Checkpoint(source.path, DummyWeights() if is_dummy else None)
+    checkpoint = Checkpoint(source.path, DummyWeights(device) if is_dummy else None)
     tokenizer_files = find_tokenizer_files(source.path, cache, may_lack=is_dummy)
     config = _read_config(checkpoint)
     max_model_len = _choose_max_model_len(settings, config)
@@ -78,6 +78,8 @@ def load_worker(settings: WorkerSettings) -> Worker:
         checkpoint.check(blueprint, cuts)
         check_room_for_weights(device, [tensor.nbytes for tensor in blueprint.values()], ranks)
         _check_quantization(config, dtype, device, settings)
+        # Of the whole model, for which one rank speaks. Several threads read it, so that loading finds it in memory.
+        fingerprint = checkpoint.fingerprint(tokenizer_files, dtype, settings.quantization) if ranks.rank == 0 else ""
         model = build_model(config, dtype, device, ranks)
         checkpoint.load_into(model.checkpoint_tensors(), cuts)
         model.pack(int8=settings.quantization == "int8")
@@ -100,7 +102,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
         ranks=ranks,
         info=WorkerInfo(
             model_id=source.model_id,
-            model_fingerprint=checkpoint.fingerprint(tokenizer_files, settings.quantization),
+            model_fingerprint=fingerprint,
             dtype=str(dtype).removeprefix("torch."),
             device=f"{device.type} ({_device_name(device)}, {kernels})" + f" x {ranks.size}" * (ranks.size > 1),
             features=("swap",) if num_host_blocks else (),

@@ -1,6 +1,7 @@
 """A sound directory is read exactly; anything wrong with one ends in a sentence that names the file."""
 
 import json
+import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from pagewire_common.start_error import StartError
 from worker_service.checkpoint import Checkpoint
 from worker_service.models.registry import build_model, read_config
+from worker_service.safetensors_header import read_header
 from worker_service.settings import WorkerSettings
 from worker_service.worker import load_worker
 
@@ -89,17 +91,74 @@ def test_an_index_cannot_point_out_of_its_folder(path: Path, tmp_path: Path) -> 
         Checkpoint(path)
 
 
+def fingerprint(path: Path, dtype: torch.dtype = torch.float32, quantization: str = "none") -> str:
+    return Checkpoint(path).fingerprint([path / "tokenizer.json"], dtype, quantization)
+
+
 def test_the_fingerprint_tells_networks_and_tokenizers_apart(
     path: Path, tiny_checkpoint: Path, make_checkpoint: Callable[..., Path]
 ) -> None:
-    def fingerprint(path: Path, quantization: str = "none") -> str:
-        return Checkpoint(path).fingerprint([path / "tokenizer.json"], quantization)
-
     assert fingerprint(path) == fingerprint(tiny_checkpoint)
     assert fingerprint(path) != fingerprint(make_checkpoint(hidden_size=54))
-    assert fingerprint(path) != fingerprint(path, "int8")
+    assert fingerprint(path) != fingerprint(path, quantization="int8")
+    assert fingerprint(path) != fingerprint(path, torch.bfloat16)
     (path / "tokenizer.json").write_text("{}")
     assert fingerprint(path) != fingerprint(tiny_checkpoint)
+
+
+def test_weights_of_other_values_have_another_fingerprint(path: Path) -> None:
+    """The header is the same to the byte: only the data tells a fine-tune from the model that it was made of."""
+    before, header = fingerprint(path), read_header(path / "model.safetensors").content
+    tensors = load_file(path / "model.safetensors")
+    save_file({name: tensor * -3 for name, tensor in tensors.items()}, path / "model.safetensors", {"format": "pt"})
+    assert read_header(path / "model.safetensors").content == header
+    assert fingerprint(path) != before
+
+
+def test_any_byte_of_any_weight_makes_another_fingerprint(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker_service.tensor_digests._PIECE_BYTES", 1000)
+    file = path / "model.safetensors"
+    content, found = file.read_bytes(), {fingerprint(path)}
+    begin = len(content) - sum(tensor.num_bytes for tensor in read_header(file).tensors.values())
+    positions = [begin, len(content) - 1, *range(begin + 999, len(content), len(content) // 30)]
+    for position in positions:
+        file.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
+        found.add(fingerprint(path))
+    assert len(found) == 1 + len(positions)
+
+
+def test_equal_data_under_swapped_names_is_another_model(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    up, gate = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("up", "gate"))
+    before = fingerprint(path)
+    save_file(tensors | {up: tensors[gate], gate: tensors[up]}, path / "model.safetensors")
+    assert fingerprint(path) != before
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_the_fingerprint_is_of_what_weights_are_and_not_of_how_they_are_kept(path: Path, num_threads: int) -> None:
+    """Neither shards, nor the order in a file, nor metadata, nor threads and their pieces make a difference."""
+    expected = fingerprint(path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        assert fingerprint(path) == expected
+        split(path)
+        assert fingerprint(path) == expected
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_files_that_change_while_they_are_read_are_refused(path: Path) -> None:
+    """What is loaded and what is hashed could be two models."""
+    checkpoint, places = Checkpoint(path), load(path)
+    checkpoint.check(places)
+    tensors = load_file(path / "model.safetensors")
+    save_file({name: tensor * 2 for name, tensor in tensors.items()}, path / "model.safetensors", {"format": "pt"})
+    os.utime(path / "model.safetensors", (0, 0))  # for the clock of some file systems ticks slowly
+    for read in (lambda: checkpoint.fingerprint([], torch.float32, "none"), lambda: checkpoint.load_into(places)):
+        with pytest.raises(StartError, match=r"model\.safetensors was changed while it was read; start again"):
+            read()
 
 
 def truncate(path: Path) -> None:
@@ -214,4 +273,4 @@ def test_weights_that_may_not_be_read_say_so(path: Path, monkeypatch: pytest.Mon
 def test_a_fingerprint_reads_no_header_beyond_the_file(path: Path) -> None:
     claim_a_huge_header(path)
     with pytest.raises(StartError, match="its header claims"):
-        Checkpoint(path).fingerprint([], "none")
+        fingerprint(path)

@@ -66,7 +66,7 @@ def test_random_weights_are_the_same_each_time_and_fill_every_place() -> None:
     for tensors in (first, second):
         for place in tensors.values():
             place.fill_(torch.nan)
-        DummyWeights().load_into(tensors)
+        DummyWeights(CPU).load_into(tensors)
     for name, place in first.items():
         assert torch.equal(place, second[name]), name
         assert abs(place.mean() - int(name.endswith("norm.weight"))) < 0.02, name

@@ -115,11 +115,11 @@ def test_random_weights_of_ranks_are_parts_of_those_of_one(case: tuple[DecoderCo
     network, size = case
     cpu = torch.device("cpu")
     whole = Decoder(network, torch.float32, cpu).checkpoint_tensors()
-    DummyWeights().load_into(whole)
+    DummyWeights(torch.device("cpu")).load_into(whole)
     for rank in range(size):
         cuts = Shard.of(network, rank, size).cuts(network)
         places = Decoder(network, torch.float32, cpu, Ranks(rank, size)).checkpoint_tensors()
-        DummyWeights().load_into(places, cuts)
+        DummyWeights(torch.device("cpu")).load_into(places, cuts)
         for name, place in places.items():
             assert torch.equal(place, cuts[name].of(whole[name]) if name in cuts else whole[name]), name
 
