@@ -101,13 +101,18 @@ class Scheduler(StepWriter):
                 self._schedule_waiting(step)
 
     def _schedule_separately(self, step: Step) -> None:
-        """Prompts first, those under way before new ones, and only while nothing is swapped out; else all decodes."""
+        """Prompts first: those under way, swapped ones, then, while nothing is swapped out, new ones; else decodes.
+
+        A swapped group comes back in a step of what it computes next.
+        """
         ready, behind = self._split(step)
         for group in behind:
             if group in self.running:
                 self._schedule_running(group, step)
-        if not step.num_preempted and not self.swapped and self._may_admit(step.now):
-            self._schedule_waiting(step)
+        if not step.num_preempted:
+            self._schedule_swapped(step, are_behind=True)
+            if not self.swapped and self._may_admit(step.now):
+                self._schedule_waiting(step)
         if step.chunks:
             step.prompts_began = step.now
             return
@@ -115,7 +120,7 @@ class Scheduler(StepWriter):
             if group in self.running:
                 self._schedule_running(group, step)
         if not step.num_preempted:
-            self._schedule_swapped(step)
+            self._schedule_swapped(step, are_behind=False)
 
     def _may_admit(self, now: float) -> bool:
         """Whether the earliest arrival has waited for long enough that prompts could batch up."""
@@ -189,12 +194,11 @@ class Scheduler(StepWriter):
         return bool(step.chunks)
 
     def _split(self, step: Step) -> tuple[list[SequenceGroup], list[SequenceGroup]]:
-        """Running groups of which no sequence needs more than a single token, and those that are behind."""
+        """Running groups that are ready to decode, and those that are behind."""
         ready: list[SequenceGroup] = []
         behind: list[SequenceGroup] = []
         for group in self.running:
-            is_ready = all(sequence.num_uncomputed_tokens <= 1 for sequence in group.live)
-            (ready if is_ready else behind).append(group)
+            (behind if group.is_behind else ready).append(group)
         step.prompts += behind
         return ready, behind
 
@@ -232,7 +236,7 @@ class Scheduler(StepWriter):
         """What each sequence computes next; a follower has no table before its leader's prompt is done."""
         num_tokens_left, num_bytes_left = budget.num_tokens, budget.num_bytes
         chunks: list[tuple[Sequence, int]] = []
-        for sequence in group.live:
+        for sequence in self._due(group):
             num_tokens = min(sequence.num_uncomputed_tokens, num_tokens_left)
             if num_tokens and sequence.id in self.blocks.tables:
                 if num_tokens == 1 and sequence.draft_token_ids:
@@ -245,16 +249,26 @@ class Scheduler(StepWriter):
                 num_tokens_left -= num_tokens
         return chunks
 
+    def _due(self, group: SequenceGroup) -> list[Sequence]:
+        """The live sequences; with separate phases those that are behind first, so that none decodes among them."""
+        live = group.live
+        if self.config.phase_rule is PhaseRule.CHUNKED or len(live) == 1:
+            return live
+        return [s for s in live if s.num_uncomputed_tokens > 1 and s.id in self.blocks.tables] or live
+
     def _bytes_to_tell(self, sequence: Sequence, num_tokens: int) -> int:
         """What a sequence that computes so many tokens takes of the step's bytes: nothing, if its table is known."""
         if sequence.num_known_blocks:
             return 0
         return bytes_to_tell(sequence, self.blocks.num_table_entries(sequence, num_tokens))
 
-    def _schedule_swapped(self, step: Step) -> None:
-        """Resume groups in turn while there is room. Whoever waits for them waits for older groups only."""
+    def _schedule_swapped(self, step: Step, *, are_behind: bool | None = None) -> None:
+        """Resume groups in turn while there is room, and while they are behind or not, as it is asked for.
+
+        Requests that wait for swapped groups wait for older ones only.
+        """
         for group in list(self.swapped):
-            if step.budget.is_spent:
+            if step.budget.is_spent or are_behind is (not group.is_behind):
                 return
             status = self.blocks.can_swap_in(group, leave_watermark=bool(self.running))
             if status is AllocStatus.NEVER:

@@ -220,6 +220,11 @@ class SequenceGroup:
         return [sequence for sequence in self.sequences if not sequence.status.is_finished]
 
     @property
+    def is_behind(self) -> bool:
+        """Whether any of its sequences has more than a single token to compute before it can decode."""
+        return any(sequence.num_uncomputed_tokens > 1 for sequence in self.live)
+
+    @property
     def num_seqs(self) -> int:
         """What the group counts in a step's budget: its live sequences, or all the beams that it may come to have."""
         return len(self.live) if self.beams is None else self.beams.width

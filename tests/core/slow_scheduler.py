@@ -74,13 +74,14 @@ class SlowScheduler(SlowBlocks):
             self.admit()
         else:
             self.grow_all(behind)
+            self.resume("prompts")
             if self.may_admit(now):
                 self.admit()
             if self.plan:
                 began = now
             else:
                 self.grow_all(ready)
-                self.resume()
+                self.resume("decodes")
         return self.write(began)
 
     def may_admit(self, now: float) -> bool:
@@ -112,7 +113,9 @@ class SlowScheduler(SlowBlocks):
 
     def chunks_of(self, group: SlowGroup) -> list[tuple[SlowSequence, int]]:
         chunks, left, bytes_left = [], self.tokens_left, self.bytes_left
-        for sequence in group.live:
+        catching_up = [sequence for sequence in group.live if sequence.device is not None and sequence.uncomputed > 1]
+        are_apart = self.config.phase_rule is PhaseRule.SEPARATE and catching_up  # none decodes among those
+        for sequence in catching_up if are_apart else group.live:
             num_tokens = min(sequence.uncomputed, left)
             if num_tokens and sequence.device is not None and (sequence.is_table_known or bytes_left > 0):
                 chunks.append((sequence, num_tokens))
@@ -143,9 +146,11 @@ class SlowScheduler(SlowBlocks):
         self.running.remove(group)
         self.queue.put_back(group)
 
-    def resume(self) -> None:
+    def resume(self, phase: str = "both") -> None:
         while self.swapped and self.tokens_left and self.bytes_left > 0 and not self.has_preempted:
             group = self.swapped[0]
+            if phase == ("prompts" if max(sequence.uncomputed for sequence in group.live) <= 1 else "decodes"):
+                return
             on_host = [sequence for sequence in group.live if sequence.host is not None]
             needed = len({block for sequence in on_host for block in sequence.host} - {None})
             needed += self.num_new_blocks([(sequence, sequence.uncomputed) for sequence in on_host])

@@ -8,7 +8,9 @@ from fake_worker import FakeWorker, reference_output
 from scheduler_helpers import make_group, make_scheduler, output_of, plan, run, step
 
 from scheduler_service.core import (
+    PhaseRule,
     PreemptionMode,
+    PriorityQueue,
     Scheduler,
     SchedulerOutput,
     SequenceGroup,
@@ -116,6 +118,47 @@ def test_nobody_is_admitted_while_somebody_is_swapped_out() -> None:
         if younger not in scheduler.swapped:
             break
         assert not admitted
+    run(scheduler, worker)
+
+
+def test_with_separate_phases_a_prompt_that_was_swapped_out_goes_on_in_a_step_of_prompts() -> None:
+    """It comes back while another group decodes; the two must not share a step."""
+    scheduler = make_scheduler(
+        PriorityQueue(),
+        num_device_blocks=8,
+        num_host_blocks=8,
+        max_num_batched_tokens=8,
+        phase_rule=PhaseRule.SEPARATE,
+        preemption_mode=PreemptionMode.SWAP,
+    )
+    worker = FakeWorker(scheduler.config)
+    scheduler.add_request(make_group("short", 8, priority=1, max_tokens=3, root=b"short"))
+    scheduler.add_request(make_group("long", 20, priority=2))
+    assert [plan(step(scheduler, worker)) for _ in range(3)] == [{"short": [8]}, {"long": [8]}, {"long": [8]}]
+    scheduler.add_request(make_group("urgent", 8, max_tokens=16, root=b"urgent"))
+    assert plan(step(scheduler, worker)) == {"urgent": [8]}
+    assert len(scheduler.swapped) == 1
+    for _ in range(2):
+        assert plan(step(scheduler, worker)) == {"short": [1], "urgent": [1]}
+    assert plan(step(scheduler, worker)) == {"long": [4]}
+    run(scheduler, worker)
+
+
+def test_with_separate_phases_an_output_waits_for_those_of_its_group_that_are_behind_it() -> None:
+    """Two outputs come back from a lost worker: one has the prompt to compute, then the other its own tokens."""
+    waiting = WaitingQueue()
+    scheduler = make_scheduler(waiting)
+    worker = FakeWorker(scheduler.config)
+    scheduler.add_request(make_group("two", 6, n=2, max_tokens=20))
+    for _ in range(8):
+        step(scheduler, worker)
+    scheduler.release_all()
+    scheduler = make_scheduler(waiting, phase_rule=PhaseRule.SEPARATE)
+    worker = FakeWorker(scheduler.config)
+    first, second, third = (plan(step(scheduler, worker))["two"] for _ in range(3))
+    assert len(first) == len(second) == 1
+    assert second[0] > 1
+    assert third == [1, 1]
     run(scheduler, worker)
 
 

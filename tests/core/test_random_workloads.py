@@ -128,9 +128,10 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
         scheduler.blocks.check()
         assert scheduler.num_running_seqs == sum(group.num_seqs for group in scheduler.running)
         if phase_rule is PhaseRule.SEPARATE:
-            decodes = [s for s, n, _ in output.scheduled if n == 1 and s.num_output_tokens]
-            prompts = [s for s, n, _ in output.scheduled if n > 1]
-            assert not (decodes and prompts) or losses or sum(scheduler.num_preemptions.values())
+            new = {placement.group for placement in output.placements}  # that begin, or begin anew
+            prompts = [s for s, n, samples in output.scheduled if n > 1 or not samples or s.group in new]
+            decodes = [s for s, *_ in output.scheduled if s not in prompts and s.num_output_tokens]
+            assert not (decodes and prompts)
         assert sum(scheduled.num_tokens for scheduled in output.scheduled) <= sizes["max_num_batched_tokens"]
         assert len({group.lora_name for group in scheduler.running} - {""}) <= max_loras
         assert len(output.scheduled) <= sum(group.num_seqs for group in scheduler.running) <= max_num_seqs
