@@ -19,7 +19,9 @@ from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 # A detokenizer is primed with the end of the prompt, because some tokenizers drop a leading space at the beginning.
+# Only tokens that have a text serve for that, and they are looked for among so many.
 NUM_CONTEXT_TOKENS = 6
+MOST_SEARCHED_TOKENS = 256
 # A character takes at most four tokens; more than these without one are bytes that form none.
 MAX_PENDING_TOKENS = 8
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -47,7 +49,15 @@ class Tokenizer:
         special += [t.content for t in self._transformers.added_tokens_decoder.values() if t.special]
         self._special = re.compile("|".join(map(re.escape, dict.fromkeys(special))) or r"(?!)")
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
-        self.longest_token = max(map(len, self._parsing.get_vocab(with_added_tokens=True)), default=1)
+        vocabulary = self._parsing.get_vocab(with_added_tokens=True)
+        self.longest_token = max(map(len, vocabulary), default=1)
+        self._known = bytearray(max(vocabulary.values(), default=-1) + 1)
+        for token_id in vocabulary.values():
+            self._known[token_id] = True
+        self._not_special = self._known[:]
+        for token_id, token in self._parsing.get_added_tokens_decoder().items():
+            self._not_special[token_id] = not token.special
+        self._anchor = _anchor(self._parsing)
 
     @property
     def has_chat_template(self) -> bool:
@@ -72,7 +82,10 @@ class Tokenizer:
         )
 
     def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> "Detokenizer":
-        return Detokenizer(self._parsing, prompt_token_ids[-NUM_CONTEXT_TOKENS:], skip_special_tokens)
+        shown = self._not_special if skip_special_tokens else self._known
+        end = prompt_token_ids[-MOST_SEARCHED_TOKENS:]
+        context = [token_id for token_id in end if token_id < len(shown) and shown[token_id]][-NUM_CONTEXT_TOKENS:]
+        return Detokenizer(self._parsing, context, shown, self._anchor, skip_special_tokens)
 
     async def _on_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
@@ -121,19 +134,43 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: b
     return list(encoding.ids)
 
 
-class Detokenizer:
-    """Text of one output, a token at a time, in whole characters only."""
+def _anchor(tokenizer: tokenizers.Tokenizer) -> list[int]:
+    """A token to decode others behind, so that they are in the middle of a text; none if there is no such token."""
+    for letter in "aAeE0":
+        token_id = tokenizer.token_to_id(letter)
+        if token_id is not None and tokenizer.decode([token_id]) == letter:
+            return [token_id]
+    return []
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, context: Sequence[int], skip_special_tokens: bool) -> None:
+
+class Detokenizer:
+    """Text of one output, a token at a time, in whole characters only.
+
+    `shown` says of every token id whether it is part of the text. The others, special tokens and ids that the tokenizer
+    does not know, are as if they were not there.
+    """
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        context: Sequence[int],
+        shown: Sequence[int],
+        anchor: list[int],
+        skip_special_tokens: bool,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._shown = shown
+        self._anchor = anchor
         self._skip_special_tokens = skip_special_tokens
         # A context that ends inside a character would come out again as output.
         ends_whole = not self._decode(context).endswith(REPLACEMENT)
-        self._stream = DecodeStream(list(context) if ends_whole else [], skip_special_tokens)
+        self._stream = DecodeStream(list(context) if ends_whole else list(anchor), skip_special_tokens)
         self._pending: list[int] = []
 
     def step(self, token_id: int) -> str:
         """The characters that this token completes; empty while one is incomplete."""
+        if token_id >= len(self._shown) or not self._shown[token_id]:
+            return ""
         self._pending.append(token_id)
         try:
             text = self._stream.step(self._tokenizer, token_id)
@@ -157,9 +194,11 @@ class Detokenizer:
                 break
         else:
             head, tail = self._pending, []
-        self._stream = DecodeStream([], self._skip_special_tokens)
+        self._stream = DecodeStream(list(self._anchor), self._skip_special_tokens)
         self._pending = []
         return self._decode(head) + "".join(map(self.step, tail))
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=self._skip_special_tokens))
+        """What tokens mean in the middle of a text."""
+        text = self._tokenizer.decode([*self._anchor, *token_ids], skip_special_tokens=self._skip_special_tokens)
+        return str(text[len(self._anchor) :])

@@ -1,11 +1,14 @@
 import asyncio
 import shutil
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from scheduler_service.tokenization import MAX_PENDING_TOKENS, TemplateError, Tokenizer
 
@@ -92,3 +95,66 @@ async def test_a_template_that_refuses_says_so(byte_tokenizer: Tokenizer) -> Non
 async def test_words_are_encoded_at_the_start_and_after_a_space(byte_tokenizer: Tokenizer) -> None:
     words = await byte_tokenizer.encode_words(["ab"])
     assert [await byte_tokenizer.decode(word, skip_special_tokens=True) for word in words] == ["ab", " ab"]
+
+
+# ---- where a token's leading space depends on what is before it
+
+
+SPECIAL_TOKENS = ["<unk>", "<s>", "</s>"]
+WORDS = ["\u2581", "\u2581hello", "\u2581a", "a", "hello", "\u00e9"]
+
+
+@pytest.fixture(scope="module")
+def space_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """As SentencePiece has it: words begin with a mark for their space, which is dropped at the beginning of a text;
+    characters that are no tokens are bytes.
+    """
+    directory = tmp_path_factory.mktemp("space-tokenizer")
+    tokens = [*SPECIAL_TOKENS, *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab={token: token_id for token_id, token in enumerate(tokens)},
+            merges=[],
+            byte_fallback=True,
+            unk_token="<unk>",
+        )
+    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(SPECIAL_TOKENS)
+    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>").save_pretrained(directory)
+    return Tokenizer(directory)
+
+
+def ids(tokenizer: Tokenizer, *tokens: str) -> list[int]:
+    return [tokenizer._parsing.token_to_id(token) for token in tokens]
+
+
+CHARACTERS = st.sampled_from("\u2603\U0001f600z").map(lambda text: [f"<0x{byte:02X}>" for byte in text.encode()])
+TOKENS = st.lists(st.one_of(st.sampled_from([*SPECIAL_TOKENS, *WORDS]).map(lambda token: [token]), CHARACTERS))
+
+
+@given(prompt=TOKENS, output=TOKENS, num_special=st.integers(0, 20))
+def test_no_space_is_lost_however_many_hidden_tokens_come_before_it(
+    space_tokenizer: Tokenizer, prompt: list[list[str]], output: list[list[str]], num_special: int
+) -> None:
+    before = [*ids(space_tokenizer, "a", *chain(*prompt), *["</s>"] * num_special)]
+    tokens = ids(space_tokenizer, *["</s>"] * num_special, *chain(*output))
+    tokens += [10**6] * num_special + ids(space_tokenizer, "\u2581hello")
+    detokenizer = space_tokenizer.detokenizer(before, skip_special_tokens=True)
+    streamed = "".join(map(detokenizer.step, tokens))
+    backend = space_tokenizer._parsing
+    assert backend.decode(before) + streamed == backend.decode([*before, *tokens])
+
+
+@pytest.mark.parametrize("num_bytes", range(1, 20))
+def test_no_space_is_lost_behind_bytes_that_form_no_character(space_tokenizer: Tokenizer, num_bytes: int) -> None:
+    for byte in (0x80, 0xE2, 0xF0):
+        detokenizer = space_tokenizer.detokenizer(ids(space_tokenizer, "<s>", "<0xE2>"), skip_special_tokens=True)
+        tokens = [*ids(space_tokenizer, *[f"<0x{byte:02X}>"] * num_bytes), *ids(space_tokenizer, "\u2581hello")]
+        assert "".join(map(detokenizer.step, tokens)) == "\ufffd" * num_bytes + " hello"
+    detokenizer = space_tokenizer.detokenizer(ids(space_tokenizer, "a"), skip_special_tokens=True)
+    tokens = ids(space_tokenizer, "<0xC3>", "<0xA9>", *["<0x80>"] * num_bytes, "\u2581hello")
+    assert "".join(map(detokenizer.step, tokens)) == "\u00e9" + "\ufffd" * num_bytes + " hello"
