@@ -10,6 +10,7 @@ import grpc
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.errors import RequestError
 from scheduler_service.core import SamplingParams
+from scheduler_service.core.sampling_params import NOTHING_ALLOWED
 from scheduler_service.generation_defaults import BOUNDS, Bounds
 from scheduler_service.model import ServedModel
 from scheduler_service.request import GenerationRequest
@@ -85,10 +86,13 @@ async def check_request(message: pb.GenerateRequest, request_id: str, model: Ser
         bad_words = await require_tokenizer("sampling.bad_words", model).encode_words(sampling.bad_words)
     for word in bad_words:
         check_token_ids("sampling.bad_words", word, model)
+    checked = _sampling_params(sampling, model, max_tokens, bad_words)
+    if not checked.allows_some(prompt, 0):
+        invalid(NOTHING_ALLOWED)
     return GenerationRequest(
         request_id=request_id,
         prompt_token_ids=prompt,
-        sampling=_sampling_params(sampling, model, max_tokens, bad_words),
+        sampling=checked,
         n=(sampling.n or 1) if sampling.best_of > (sampling.n or 1) else None,
         hides_logprobs=not sampling.HasField("logprobs"),
         stop=tuple(sampling.stop),

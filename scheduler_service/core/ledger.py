@@ -15,6 +15,7 @@ from scheduler_service.core.block_manager import AllocStatus, BlockManager
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from scheduler_service.core.outputs import ModelOutput, ScheduledSequence, SchedulerOutput, SequenceOutput
 from scheduler_service.core.queue import WaitingQueue
+from scheduler_service.core.sampling_params import NOTHING_ALLOWED
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.core.suspicion import Suspicion
 
@@ -216,11 +217,13 @@ class GroupLedger:
             if num_tokens > 1 or sequence.num_stored_tokens % block_size == 0:
                 self.blocks.publish(sequence)
             if failed and sequence.id in failed:
-                sequence.group.error = (
-                    "no token could be chosen: the sampling parameters allow none, or the model's output was not finite"
-                )
                 self.blocks.withdraw(sequence)
-                self.finish_sequence(sequence, SequenceStatus.FINISHED_ABORTED)
+                if sequence.sampling.allows_some(sequence.token_ids, sequence.num_output_tokens):
+                    sequence.group.error = "no token could be chosen: the model's output was not finite"
+                    self.finish_sequence(sequence, SequenceStatus.FINISHED_ABORTED)
+                else:
+                    sequence.group.error = NOTHING_ALLOWED
+                    self.finish_sequence(sequence, SequenceStatus.FINISHED_IGNORED)
                 token_id = None
             elif token_id is not None and sequence.group.beams is not None:
                 sequence.candidates = _candidates(sequence, answer)

@@ -1,7 +1,12 @@
 """How a request wants its tokens chosen, and when to stop."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+NOTHING_ALLOWED = (
+    "sampling.allowed_token_ids, sampling.bad_words and sampling.min_tokens together leave nothing that may come next; "
+    "allow more tokens, or ban fewer"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +49,19 @@ class SamplingParams:
     def num_logprobs(self) -> int | None:
         """What the worker is asked for: beams need as many continuations that end nothing as there are beams."""
         return self.beam_width + len(self.end_token_ids) if self.beam_width else self.logprobs
+
+    def allows_some(self, token_ids: Sequence[int], num_output_tokens: int) -> bool:
+        """Whether any token may follow these, of which the last so many are output.
+
+        Without `allowed_token_ids` there always is one: no vocabulary is as small as what else may be banned.
+        """
+        if not self.allowed_token_ids:
+            return True
+        banned = set(self.end_token_ids) if num_output_tokens < self.min_tokens else set()
+        for *before, last in filter(None, self.bad_words):
+            if not before or token_ids[-len(before) :] == before:
+                banned.add(last)
+        return any(token_id not in banned for token_id in self.allowed_token_ids)
 
     def for_index(self, index: int) -> "SamplingParams":
         """The parameters of one output: prompt log-probabilities are computed once, with the first."""

@@ -27,6 +27,7 @@ class SequenceStatus(enum.Enum):
     FINISHED_LENGTH_CAPPED = enum.auto()
     FINISHED_ABORTED = enum.auto()
     FINISHED_IGNORED = enum.auto()
+    """Its request cannot be served, by its own doing: it is too large, or allows no token."""
 
     is_finished: bool
     """An attribute, because it is asked several times for every sequence and step."""

@@ -236,9 +236,23 @@ def test_a_sequence_whose_logits_are_not_finite_ends_alone() -> None:
     failed = frozenset({sick.sequences[0].id})
     scheduler.update_from_output(output, ModelOutput(1, [0, 7], failed_sequence_ids=failed))
     assert sick.sequences[0].status is SequenceStatus.FINISHED_ABORTED
-    assert sick.error is not None
+    assert sick.error == "no token could be chosen: the model's output was not finite"
     assert output_of(sick) == []
     assert output_of(well) == [7]
+
+
+def test_a_sequence_whose_own_parameters_allow_no_token_is_ignored_with_their_names() -> None:
+    scheduler = make_scheduler()
+    group = make_group("a", 4, allowed_token_ids=(7,), bad_words=((7, 7),))
+    scheduler.add_request(group)
+    scheduler.update_from_output(scheduler.schedule(), ModelOutput(1, [7]))
+    failed = frozenset({group.sequences[0].id})
+    scheduler.update_from_output(scheduler.schedule(), ModelOutput(2, [0], failed_sequence_ids=failed))
+    assert group.sequences[0].status is SequenceStatus.FINISHED_IGNORED
+    assert group.error is not None
+    assert "allowed_token_ids" in group.error
+    assert output_of(group) == [7]
+    scheduler.blocks.check()
 
 
 @pytest.mark.parametrize("answer", [ModelOutput(2, [1]), ModelOutput(1, []), ModelOutput(1, [1, 2])])

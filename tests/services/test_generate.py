@@ -102,6 +102,20 @@ async def test_abort_closes_the_stream_with_what_it_has(tiny_server: LocalServer
     await assert_nothing_is_held(tiny_server.target)
 
 
+async def test_a_request_that_allows_no_token_after_its_output_ends_with_its_parameters(
+    tiny_server: LocalServer,
+) -> None:
+    """Which nothing can tell at the door: the bad word is forbidden only where its beginning was generated."""
+    async with Client(tiny_server.target) as client:
+        letter = (await client.tokenize("g"))[-1]
+        given: dict[str, Any] = {"allowed_token_ids": [letter], "bad_words": ["ggg"]}
+        assert (await collect(client, "a", SamplingParams(max_tokens=2, **given))).outputs[0].text == "gg"
+        with pytest.raises(grpc.aio.AioRpcError, match=r"allowed_token_ids, sampling.bad_words") as error:
+            await collect(client, "a", SamplingParams(max_tokens=9, **given))
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await assert_nothing_is_held(tiny_server.target)
+
+
 async def test_the_likeliest_of_several_outputs_are_returned(tiny_server: LocalServer) -> None:
     given: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 8}
     async with Client(tiny_server.target) as client:

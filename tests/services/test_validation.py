@@ -64,6 +64,15 @@ INVALID = {
     "bias outside": (request(logit_bias={300: 1.0}), "logit_bias contains 300"),
     "large bias": (request(logit_bias={1: 101.0}), r"logit_bias\[1\] is 101"),
     "allowed outside": (request(allowed_token_ids=[259]), "allowed_token_ids contains 259"),
+    "allowed are bad words": (request(allowed_token_ids=[69], bad_words=["c"]), "allowed_token_ids, .* leave nothing"),
+    "allowed ends the prompt's bad word": (
+        request("ab", allowed_token_ids=[69], bad_words=["abc"]),
+        "allowed_token_ids, .* leave nothing",
+    ),
+    "nothing but ends before min tokens": (
+        request(allowed_token_ids=[2, 70], stop_token_ids=[70], min_tokens=1),
+        "allowed_token_ids, .* leave nothing",
+    ),
     "bad words": (request(bad_words=["x"] * 65), "bad_words has 65 entries"),
     "best of fewer": (request(n=3, best_of=2), r"best_of is 2; it must be in \[3, "),
     "best of many": (request(best_of=100_000), "best_of is 100000; it must be"),
