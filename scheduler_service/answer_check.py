@@ -21,9 +21,9 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
                 raise ValueError(f"the worker returned {num_tokens} tokens for sequence {sequence.id}")
     for sequence, num_tokens, samples in [item for item in output.scheduled if item.sequence.reports]:
         sampling = sequence.sampling
-        if sequence in output.dropped:
+        if sequence in output.dropped or sequence.id in answer.failed_sequence_ids:
             continue
-        if samples and (width := sampling.num_logprobs) is not None and sequence.id not in answer.failed_sequence_ids:
+        if samples and (width := sampling.num_logprobs) is not None:
             if (entry := answer.logprobs.get(sequence.id)) is None:
                 raise ValueError(f"the worker returned no log-probabilities for sequence {sequence.id}")
             _check_entry(sequence, entry, width, vocabulary_size)
@@ -39,7 +39,7 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
 
 def _check_entry(sequence: Sequence, entry: TokenLogprobs, width: int, vocabulary_size: int) -> None:
     most = 1 + min(width, vocabulary_size)
-    if len(entry.token_ids) != most or max(entry.token_ids) >= vocabulary_size or any(map(math.isnan, entry.logprobs)):
+    if len(entry.token_ids) != most or max(entry.token_ids) >= vocabulary_size or not sum(entry.logprobs) < math.inf:
         raise ValueError(  # without its tokens, which may be those of a prompt
             f"the worker returned log-probabilities that are none for sequence {sequence.id}: {len(entry.token_ids)} "
             f"where {most} were asked for, or not all of them those of a token"

@@ -1,5 +1,6 @@
 """Between the core's types and the worker's protobufs; pure, and the only place where the two meet."""
 
+import math
 from typing import NamedTuple
 
 from pagewire.v1 import scheduler_output_pb2 as pb
@@ -135,11 +136,13 @@ def _decode_logprobs(columns: pb.SampleLogprobs) -> list[TokenLogprobs]:
 
 def decode_model_output(message: pb.ModelOutput) -> ModelOutput:
     """A worker's answer; raises ValueError when it contradicts itself."""
+    # A prompt's tokens are given, so that NaN or +inf says that the model has no log-probabilities for them.
+    without = [columns.sequence_id for columns in message.prompt_logprobs if not sum(columns.logprobs) < math.inf]
     output = ModelOutput(
         message.step_id,
         list(message.token_ids),
         list(message.num_tokens),
-        failed_sequence_ids=frozenset(message.failed_sequence_ids),
+        failed_sequence_ids=frozenset((*message.failed_sequence_ids, *without)),
     )
     if output.num_tokens and not (min(output.num_tokens) >= 1 and sum(output.num_tokens) == len(output.token_ids)):
         raise ValueError(f"{len(output.token_ids)} tokens do not divide into {len(output.num_tokens)} shares")

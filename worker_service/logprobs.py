@@ -11,6 +11,15 @@ from worker_service.session import SequenceState
 from worker_service.step import SampleLogprobs
 
 
+def check_finite(logits: Tensor) -> None:
+    """Raise FloatingPointError where a row has no log-probabilities, as it has no token: a logit is NaN or +inf, or all
+    are -inf. logits: [positions, vocabulary_size]. Waits for a GPU.
+    """
+    _, largest = sampling_ops_for(logits.device).greedy(logits)
+    if not largest.isfinite().all():
+        raise FloatingPointError("the logits of a row are not finite")
+
+
 def gather_logprobs(logits: Tensor, token_ids: Tensor, sequence_id: int, num_top: int) -> SampleLogprobs:
     """Report consecutive positions of one sequence.
 

@@ -4,7 +4,7 @@ Logits are made only for the rows that need them: one for each sequence that sam
 log-probabilities were asked for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from worker_service.cache_engine import CacheEngine
 from worker_service.decode_graphs import DecodeGraphs
 from worker_service.decode_inputs import UnseenTokens
 from worker_service.errors import DeviceLostError
-from worker_service.logprobs import concatenate, gather_logprobs, sample_logprobs
+from worker_service.logprobs import check_finite, concatenate, gather_logprobs, sample_logprobs
 from worker_service.models.causal_model import CausalModel
 from worker_service.sampler import FAILED, sample
 from worker_service.session import PLACEHOLDER, ScheduledChunk
@@ -36,8 +36,12 @@ class RunningStep:
         logits: Tensor,
         token_ids: Tensor,
         prompt_logprobs: list[SampleLogprobs],
+        failed: Set[int],
     ) -> None:
-        """logits: [rows, vocabulary_size], token_ids: [rows] int64, a row for each chunk that samples."""
+        """logits: [rows, vocabulary_size], token_ids: [rows] int64, a row for each chunk that samples.
+
+        failed: ids of sequences whose prompt has no log-probabilities.
+        """
         self.chunks = chunks
         self._sequences = [chunk.sequence for chunk in chunks if chunk.samples]
         self._clock = clock
@@ -46,6 +50,7 @@ class RunningStep:
         self._host_token_ids = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=token_ids.is_cuda)
         self._host_token_ids.copy_(token_ids, non_blocking=True)
         self._prompt_logprobs = prompt_logprobs
+        self._failed = failed
         clock.mark()
 
     def is_done(self) -> bool:
@@ -64,14 +69,21 @@ class RunningStep:
         durations = self._clock.durations()
         found = self._host_token_ids.tolist()
         logits, self._logits = self._logits, None
-        failed = [token_id == FAILED for token_id in found]
+        failed = self._failed | {
+            sequence.sequence_id
+            for sequence, token_id in zip(self._sequences, found, strict=True)
+            if token_id == FAILED
+        }
+        is_failed = [sequence.sequence_id in failed for sequence in self._sequences]
         return ModelOutput(
-            token_ids=[PLACEHOLDER if token_id == FAILED else token_id for token_id in found],
+            token_ids=[
+                PLACEHOLDER if without else token_id for token_id, without in zip(found, is_failed, strict=True)
+            ],
             timing=StepTiming(*durations),
-            logprobs=[] if logits is None else sample_logprobs(logits, found, failed, self._sequences),
+            logprobs=[] if logits is None else sample_logprobs(logits, found, is_failed, self._sequences),
             prompt_logprobs=self._prompt_logprobs,
             failed_sequence_ids=[
-                sequence.sequence_id for sequence, without in zip(self._sequences, failed, strict=True) if without
+                chunk.sequence.sequence_id for chunk in self.chunks if chunk.sequence.sequence_id in failed
             ],
         )
 
@@ -108,22 +120,23 @@ class ModelRunner:
         clock.mark()
         if not chunks:
             clock.mark()
-            return RunningStep(chunks, clock, torch.empty(0), torch.empty(0, dtype=torch.int64), [])
+            return RunningStep(chunks, clock, torch.empty(0), torch.empty(0, dtype=torch.int64), [], set())
         hidden, query_start = self._forward(chunks, before)
         rows = [stop - 1 for stop, chunk in zip(query_start[1:], chunks, strict=True) if chunk.samples]
         sampling = hidden if len(rows) == len(hidden) else hidden[upload(rows, torch.int64, self._device)]
         logits = self.model.compute_logits(sampling)
         clock.mark()
-        prompt_logprobs = [
-            report
-            for chunk, start, stop in zip(chunks, query_start, query_start[1:], strict=False)
-            if chunk.sequence.sampling.prompt_logprobs is not None
-            and (report := self._prompt_logprobs(chunk, hidden[start:stop])) is not None
-        ]
+        prompt_logprobs: list[SampleLogprobs] = []
+        failed: set[int] = set()
+        for chunk, start, stop in zip(chunks, query_start, query_start[1:], strict=False):
+            try:
+                prompt_logprobs += self._prompt_logprobs(chunk, hidden[start:stop])
+            except FloatingPointError:
+                failed.add(chunk.sequence.sequence_id)
         token_ids = torch.empty(0, dtype=torch.int64)
         if rows:
             token_ids = sample(logits, [chunk.sequence for chunk in chunks if chunk.samples])
-        return RunningStep(chunks, clock, logits, token_ids, prompt_logprobs)
+        return RunningStep(chunks, clock, logits, token_ids, prompt_logprobs, failed)
 
     def execute(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> ModelOutput:
         """Compute a step from beginning to end."""
@@ -155,20 +168,21 @@ class ModelRunner:
         except RuntimeError as error:
             raise DeviceLostError(str(error).partition("\n")[0]) from None
 
-    def _prompt_logprobs(self, chunk: ScheduledChunk, hidden: Tensor) -> SampleLogprobs | None:
+    def _prompt_logprobs(self, chunk: ScheduledChunk, hidden: Tensor) -> list[SampleLogprobs]:
         """Of the prompt tokens that the chunk's rows predict: from its second to the one behind its last.
 
-        hidden: [chunk's tokens, hidden_size].
+        hidden: [chunk's tokens, hidden_size]. One report, or none where none was asked for. Raises FloatingPointError
+        where there are no log-probabilities.
         """
         num_top = chunk.sequence.sampling.prompt_logprobs
         first, last = chunk.start + 1, min(chunk.stop + 1, chunk.sequence.num_prompt_tokens)
         if num_top is None or first >= last:
-            return None
+            return []
         token_ids = upload(chunk.sequence.token_ids[first:last], torch.int64, self._device)
         rows = torch.split(hidden[: len(token_ids)], _LOGPROB_ROWS)
-        return concatenate(
-            [
-                gather_logprobs(self.model.compute_logits(part), tokens, chunk.sequence.sequence_id, num_top)
-                for part, tokens in zip(rows, torch.split(token_ids, _LOGPROB_ROWS), strict=True)
-            ]
-        )
+        parts = []
+        for part, tokens in zip(rows, torch.split(token_ids, _LOGPROB_ROWS), strict=True):
+            logits = self.model.compute_logits(part)
+            check_finite(logits)
+            parts.append(gather_logprobs(logits, tokens, chunk.sequence.sequence_id, num_top))
+        return [concatenate(parts)]

@@ -168,4 +168,4 @@ class ModelOutput:
     logprobs: list[SampleLogprobs] = field(default_factory=list)
     prompt_logprobs: list[SampleLogprobs] = field(default_factory=list)
     failed_sequence_ids: list[int] = field(default_factory=list)
-    """Those whose logits were not finite."""
+    """Those whose logits were not finite where a token or log-probabilities were to be made of them."""

@@ -237,7 +237,7 @@ class GroupLedger:
             else:
                 gained.append(SequenceOutput(sequence, token_id))
         for group in searches:
-            if all(beam.candidates is not None for beam in group.live):
+            if group.error is None and all(beam.candidates is not None for beam in group.live):
                 gained += self._advance_beams(group)
         return gained
 

@@ -1,12 +1,15 @@
 """Beams in the scheduler, against an exhaustive search."""
 
+from dataclasses import replace
+
 import pytest
 from fake_worker import FakeWorker, reference_beams
-from scheduler_helpers import make_group, make_scheduler, plan, run_ahead, step
+from scheduler_helpers import make_group, make_scheduler, output_of, plan, run, run_ahead, step
 
 from scheduler_service.core import (
     ModelOutput,
     PreemptionMode,
+    SequenceStatus,
 )
 
 
@@ -70,3 +73,25 @@ def test_an_answer_without_the_beams_log_probabilities_is_refused() -> None:
     output = scheduler.schedule()
     with pytest.raises(ValueError, match="no log-probabilities for sequence 1"):
         scheduler.update_from_output(output, ModelOutput(1, [5]))
+
+
+@pytest.mark.parametrize("failed", [0, 1, 2])
+def test_a_beam_that_fails_ends_the_search_and_leaves_nothing_behind(failed: int) -> None:
+    """The others' continuations are of a search that has no end."""
+    scheduler = make_scheduler()
+    worker = FakeWorker(scheduler.config)
+    group, other = make_group("a", 9, beam_width=3), make_group("b", 5)
+    scheduler.add_request(group)
+    scheduler.add_request(other)
+    step(scheduler, worker)
+    output = scheduler.schedule()
+    beams = group.live
+    answer = replace(worker.execute(output), failed_sequence_ids=frozenset({beams[failed].id}))
+    gained = scheduler.update_from_output(output, answer)
+    assert group.error is not None
+    assert group in [item.sequence.group for item in gained]
+    assert not set(group.sequences) - set(beams)
+    scheduler.finish_requests([group.request_id], SequenceStatus.FINISHED_ABORTED)
+    run(scheduler, worker)
+    assert len(output_of(other)) == 4
+    assert scheduler.blocks.device.num_free == 16

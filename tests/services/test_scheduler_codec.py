@@ -83,6 +83,16 @@ def test_logprob_columns_are_cut_into_positions() -> None:
     ]
 
 
+@pytest.mark.parametrize(("logprob", "fails"), [("nan", True), ("inf", True), ("-inf", False), ("-3e38", False)])
+def test_a_prompt_whose_log_probabilities_are_none_fails_alone(logprob: str, fails: bool) -> None:
+    reports = [
+        pb.SampleLogprobs(sequence_id=number, width=1, token_ids=[1] * 3, logprobs=logprobs, ranks=[1] * 3)
+        for number, logprobs in ((7, [-1.0, -float("inf"), float(logprob)]), (8, [-1.0] * 3))
+    ]
+    answer = decode_model_output(pb.ModelOutput(prompt_logprobs=reports, failed_sequence_ids=[9]))
+    assert answer.failed_sequence_ids == {9, 7} - ({7} if not fails else set())
+
+
 @pytest.mark.parametrize(
     "columns",
     [

@@ -147,6 +147,7 @@ def _logprobs(*logprobs: float, token_ids: tuple[int, ...] = (73, 1), ranks: tup
         (lambda answer: pb.ModelOutput(epoch=answer.epoch, step_id=answer.step_id), "returned 0 tokens for 1 samples"),
         (_change(), "returned no log-probabilities for sequence 1"),
         (_logprobs(-1.0, float("nan")), "log-probabilities that are none"),
+        (_logprobs(float("inf"), -1.0), "log-probabilities that are none"),
         (_logprobs(-1.0, -2.0, token_ids=(73, 259)), "log-probabilities that are none"),
         (_logprobs(-1.0, -2.0, -3.0, -4.0, token_ids=(1, 2, 3, 4), ranks=(1, 2)), "too many values"),
         (_logprobs(-1.0), "columns of different lengths"),
@@ -169,6 +170,36 @@ async def test_an_answer_that_makes_no_sense_costs_its_worker_the_session_and_no
         assert reason in loop_of(engine, first).last_error
         assert loop_of(engine, first).num_losses >= 1
         engine.close(state)
+
+
+@pytest.mark.parametrize("says", ["failed", "nan", "inf"])
+@pytest.mark.parametrize("sampling", [{}, {"beam_width": 2}, {"n": 2, "logprobs": 0}], ids=["one", "beams", "two"])
+async def test_a_prompt_without_log_probabilities_costs_its_request_alone(
+    says: str, sampling: dict[str, Any], byte_tokenizer_directory: Path
+) -> None:
+    """The prompt is of two steps, and the first of them says so, before there is a token."""
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    async with serving(worker) as address, running(address) as engine:
+        await until(lambda: engine.admits)
+        other = await submit(engine, "other", [5], max_tokens=50)
+        streamed = asyncio.create_task(text_of(engine, other))
+
+        def spoil(answer: pb.ModelOutput) -> pb.ModelOutput:
+            if says == "failed":
+                answer.failed_sequence_ids.append(2)
+            else:
+                answer.prompt_logprobs.add(sequence_id=2, width=1, token_ids=[1], logprobs=[float(says)], ranks=[1])
+            return answer
+
+        worker.spoil = spoil
+        state = await submit(engine, "spoilt", [6] * 200, prompt_logprobs=0, **sampling)
+        with pytest.raises(RequestError, match="the model's output was not finite") as error:
+            await text_of(engine, state)
+        assert error.value.code is grpc.StatusCode.INTERNAL
+        assert await streamed == "g" * 50
+        assert worker.num_sessions == 1
+        assert loop_of(engine, address).num_losses == 0
+        await until(lambda: loop_of(engine, address).scheduler.blocks.device.num_free == 64)
 
 
 def _add_logprobs(answer: pb.ModelOutput) -> pb.ModelOutput:

@@ -1,9 +1,10 @@
 """Reported log-probabilities are those of the plain softmax, likeliest first."""
 
+import pytest
 import torch
 from worker_helpers import state
 
-from worker_service.logprobs import concatenate, gather_logprobs, sample_logprobs
+from worker_service.logprobs import check_finite, concatenate, gather_logprobs, sample_logprobs
 
 
 def test_columns_hold_the_token_then_the_likeliest() -> None:
@@ -51,3 +52,14 @@ def test_parts_join_in_order() -> None:
     assert whole == concatenate(
         [gather_logprobs(logits[:3], token_ids[:3], 1, 2), gather_logprobs(logits[3:], token_ids[3:], 1, 2)]
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "row", [[0.0, torch.nan, 1.0], [0.0, torch.inf, 1.0], [torch.inf, -torch.inf, torch.nan], [-torch.inf] * 3]
+)
+def test_a_row_without_log_probabilities_is_found_among_others(row: list[float], dtype: torch.dtype) -> None:
+    sound = [[0.0, -torch.inf, 1.0], [3e38, 1.0, -3e38]]
+    check_finite(torch.tensor(sound, dtype=dtype))
+    with pytest.raises(FloatingPointError):
+        check_finite(torch.tensor([*sound, row, *sound], dtype=dtype))

@@ -32,6 +32,46 @@ async def test_a_row_of_nan_is_reported_and_its_neighbour_undisturbed(service: S
     await client.close()
 
 
+@pytest.mark.parametrize("num_tokens", [9, 13])  # of the prompt's last 13: with the last of them a token is sampled
+async def test_a_prompt_without_log_probabilities_fails_alone(
+    num_tokens: int, service: Service, worker: Worker
+) -> None:
+    def prompts() -> dict[str, Any]:
+        wanted = {1: 1, 2: 2, 3: None}
+        new = [
+            new_message(number, PROMPT, range(10 * number, 10 * number + 10), prompt_logprobs=top, logprobs=0)
+            for number, top in wanted.items()
+        ]
+        return {
+            "new_sequences": new,
+            "sequence_ids": [1, 2, 3],
+            "num_scheduled_tokens": [8] * 3,
+            "samples": [False] * 3,
+        }
+
+    following = {
+        "sequence_ids": [1, 2, 3],
+        "num_scheduled_tokens": [num_tokens, 13, 13],
+        "samples": [num_tokens == 13, True, True],
+    }
+    client = service.session()
+    await client.step(**prompts())
+    expected = await client.step(**following)
+    assert not expected.failed_sequence_ids
+    await client.close()
+
+    client = service.session()
+    await client.step(**prompts())
+    worker.runner.cache_engine.device_blocks[11] = float("nan")
+    answer = await client.step(**following)
+    assert list(answer.failed_sequence_ids) == [1]
+    assert list(answer.token_ids) == [0] * (num_tokens == 13) + list(expected.token_ids[-2:])
+    for found, sound in ((answer.logprobs, expected.logprobs), (answer.prompt_logprobs, expected.prompt_logprobs)):
+        assert list(found) == [report for report in sound if report.sequence_id != 1]
+    await client.step(sequence_ids=[2, 3], finished=[1])
+    await client.close()
+
+
 @pytest.mark.parametrize(
     ("malformed", "sentence"),
     [
