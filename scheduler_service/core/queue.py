@@ -95,7 +95,7 @@ class WaitingQueue:
         return next(reversed(running))
 
     def outranks(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:  # noqa: ARG002
-        """Whether a running group should be preempted so that a waiting one can start."""
+        """Whether a running group should be preempted, or a swapped one wait, so that a waiting one can start."""
         return False
 
     def charge(self, group: SequenceGroup, num_prompt_tokens: int, num_output_tokens: int) -> None:

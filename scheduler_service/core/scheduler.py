@@ -3,10 +3,10 @@
 There is no prefill phase and no decode phase: a sequence is scheduled for the tokens that are not computed yet, as
 many as the step's budget leaves. Sequences that need a single token go first, so that a long prompt never holds up
 the others; then prompts under way; then groups that were swapped out; then, when none is left of those, the head of the
-waiting queue. What the worker has to be told of them is counted as their tokens are: see step_bytes.py. When blocks run
-out, the group that was admitted last is preempted: its blocks are freed and it computes its tokens anew later
-(recompute), or they are copied to host memory and back (swap). Within a step all swapping out is planned before any
-swapping in, which is the order in which the worker does it.
+waiting queue, which goes before a swapped group only if it outranks that one. What the worker has to be told of them is
+counted as their tokens are: see step_bytes.py. When blocks run out, the group that was admitted last is preempted: its
+blocks are freed and it computes its tokens anew later (recompute), or they are copied to host memory and back (swap).
+Within a step all swapping out is planned before any swapping in, which is the order in which the worker does it.
 
 Steps may be planned ahead of the answers to earlier ones; the worker works in step order and feeds the tokens that it
 sampled, so a plan needs to know only how many there will be. Blocks that are let go of while steps are in flight may
@@ -95,13 +95,13 @@ class Scheduler(StepWriter):
         for group in ready + behind:
             if group in self.running:  # it may have been preempted for an earlier one
                 self._schedule_running(group, step)
-        if not step.num_preempted:
+        if self.swapped:
+            self._schedule_waiting(step)
             self._schedule_swapped(step)
-            if not self.swapped:
-                self._schedule_waiting(step)
+        self._schedule_waiting(step)
 
     def _schedule_separately(self, step: Step) -> None:
-        """Prompts first: those under way, swapped ones, then, while nothing is swapped out, new ones; else decodes.
+        """Prompts first, those under way before those that were swapped out, and those before new ones; else decodes.
 
         A swapped group comes back in a step of what it computes next.
         """
@@ -109,18 +109,19 @@ class Scheduler(StepWriter):
         for group in behind:
             if group in self.running:
                 self._schedule_running(group, step)
-        if not step.num_preempted:
-            self._schedule_swapped(step, are_behind=True)
-            if not self.swapped and self._may_admit(step.now):
+        if self.swapped:
+            if self._may_admit(step.now):
                 self._schedule_waiting(step)
+            self._schedule_swapped(step, are_behind=True)
+        if self._may_admit(step.now):
+            self._schedule_waiting(step)
         if step.chunks:
             step.prompts_began = step.now
             return
         for group in ready:
             if group in self.running:
                 self._schedule_running(group, step)
-        if not step.num_preempted:
-            self._schedule_swapped(step, are_behind=False)
+        self._schedule_swapped(step, are_behind=False)
 
     def _may_admit(self, now: float) -> bool:
         """Whether the earliest arrival has waited for long enough that prompts could batch up."""
@@ -265,17 +266,17 @@ class Scheduler(StepWriter):
     def _schedule_swapped(self, step: Step, *, are_behind: bool | None = None) -> None:
         """Resume groups in turn while there is room, and while they are behind or not, as it is asked for.
 
-        Requests that wait for swapped groups wait for older ones only.
+        A group that a waiting one outranks comes after that: else it would take the room that the other waits for.
         """
         for group in list(self.swapped):
-            if step.budget.is_spent or are_behind is (not group.is_behind):
+            if step.num_preempted or step.budget.is_spent or are_behind is (not group.is_behind):
                 return
             status = self.blocks.can_swap_in(group, leave_watermark=bool(self.running))
             if status is AllocStatus.NEVER:
                 self._ignore(group, step)
                 continue
             has_slots = group.num_seqs <= step.budget.num_seqs and self._has_lora_slot(group, self.running)
-            if status is AllocStatus.LATER or not has_slots:
+            if status is AllocStatus.LATER or not has_slots or self._is_outranked(group, step):
                 if not self._move(group, step):
                     return
                 continue
@@ -288,6 +289,11 @@ class Scheduler(StepWriter):
                 sequence.status = SequenceStatus.RUNNING
             self._schedule_running(group, step)
             step.budget.take(num_bytes=swap_bytes(len(pairs)))
+
+    def _is_outranked(self, swapped: SequenceGroup, step: Step) -> bool:
+        """Whether the next waiting group goes before a swapped one; a suspect goes by rules of its own."""
+        group = self._next_waiting(step) if self.admits and self.waiting else None
+        return group is not None and not group.is_suspect and self.waiting.outranks(group, swapped)
 
     def _move(self, group: SequenceGroup, step: Step) -> bool:
         """Give a swapped group back to the queue, if another worker would compute it anew sooner."""
@@ -303,14 +309,21 @@ class Scheduler(StepWriter):
         return True
 
     def _schedule_waiting(self, step: Step, suspect: SequenceGroup | None = None) -> None:
-        """Admit those who are next, or only the `suspect` that is."""
+        """Admit groups in turn, or only the `suspect` that is next; before a swapped one only those that outrank it.
+
+        Age bounds how many outrank it, and with that how often it is overtaken.
+        """
         has_choice = suspect is None and self.balancer.has_others(self.member)
         has_reported = False
         most: int | None = None if suspect is None else 1
+        if step.num_preempted:
+            return
         while self.admits and self.waiting and not step.budget.is_spent and len(step.chunks) != most:
             group = self._next_waiting(step)
             if group is None or (group.is_suspect and suspect is None):
                 return  # the turn of a suspect comes in a step of its own
+            if self.swapped and suspect is None and not self.waiting.outranks(group, next(iter(self.swapped))):
+                return
             status = self._status(group, step.budget)
             if status is AllocStatus.NEVER:
                 self.waiting.remove(group.request_id)

@@ -70,11 +70,16 @@ class SlowScheduler(SlowBlocks):
         began = None
         if self.config.phase_rule is PhaseRule.CHUNKED:
             self.grow_all(ready + behind)
-            self.resume()
+            if self.swapped:
+                self.admit()
+                self.resume()
             self.admit()
         else:
             self.grow_all(behind)
-            self.resume("prompts")
+            if self.swapped:
+                if self.may_admit(now):
+                    self.admit()
+                self.resume("prompts")
             if self.may_admit(now):
                 self.admit()
             if self.plan:
@@ -159,6 +164,8 @@ class SlowScheduler(SlowBlocks):
                 continue
             if needed + self.num_reserved > self.num_free or not self.has_slots(group, self.running):
                 return
+            if self.is_next_waiting():
+                return
             self.swapped.remove(group)
             self.running.append(group)
             num_swapped_in = self.move(group, to_host=False)
@@ -190,10 +197,14 @@ class SlowScheduler(SlowBlocks):
             self.preempt(victim)
         return True
 
+    def is_next_waiting(self) -> bool:
+        """Whether, of groups that do not run, a waiting one is next: one that is swapped out must be outranked."""
+        if not self.queue.groups or not self.swapped:
+            return bool(self.queue.groups)
+        return self.queue.outranks(self.queue.head, self.swapped[0])
+
     def admit(self) -> None:
-        if self.has_preempted or self.swapped:
-            return
-        while self.queue.groups and self.tokens_left and self.bytes_left > 0 and not self.has_preempted:
+        while self.is_next_waiting() and self.tokens_left and self.bytes_left > 0 and not self.has_preempted:
             group = self.queue.head
             if group.num_seqs > self.config.max_num_seqs or self.blocks_of(group) > self.config.num_device_blocks:
                 self.queue.leave(group)

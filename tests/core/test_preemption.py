@@ -110,7 +110,7 @@ def test_a_lost_worker_gives_swapped_groups_back_too() -> None:
     assert scheduler.blocks.host.num_free == 7
 
 
-def test_nobody_is_admitted_while_somebody_is_swapped_out() -> None:
+def test_no_equal_is_admitted_while_a_group_is_swapped_out() -> None:
     scheduler, worker, younger = swapping_scheduler()
     scheduler.add_request(make_group("newcomer", 1, max_tokens=1))
     while True:
@@ -159,6 +159,52 @@ def test_with_separate_phases_an_output_waits_for_those_of_its_group_that_are_be
     assert len(first) == len(second) == 1
     assert second[0] > 1
     assert third == [1, 1]
+    run(scheduler, worker)
+
+
+@pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
+@pytest.mark.parametrize("phase_rule", PhaseRule)
+def test_an_urgent_group_does_not_wait_for_one_that_is_swapped_out(mode: PreemptionMode, phase_rule: PhaseRule) -> None:
+    """While a long one runs there is no room for the swapped one, but there is for the urgent one."""
+    scheduler = make_scheduler(
+        PriorityQueue(), num_device_blocks=10, num_host_blocks=10, preemption_mode=mode, phase_rule=phase_rule
+    )
+    worker = FakeWorker(scheduler.config)
+    scheduler.add_request(make_group("long", 8, priority=0, root=b"long", max_tokens=30))
+    scheduler.add_request(make_group("victim", 12, priority=1, max_tokens=20))
+    while not scheduler.num_preemptions[mode]:
+        step(scheduler, worker)
+    scheduler.add_request(make_group("urgent", 1, priority=-1000, max_tokens=1))
+    assert plan(step(scheduler, worker))["urgent"] == [1]
+    assert scheduler.get_request_counts()[0] == 1
+    run(scheduler, worker)
+
+
+@pytest.mark.parametrize("phase_rule", PhaseRule)
+def test_a_swapped_group_is_overtaken_no_more_often_than_a_waiting_one(phase_rule: PhaseRule) -> None:
+    """A better one comes in every step; three of them go before it, as ageing allows, and then it comes back."""
+    scheduler = make_scheduler(
+        PriorityQueue(overtakes=3),
+        num_device_blocks=6,
+        num_host_blocks=40,
+        preemption_mode=PreemptionMode.SWAP,
+        phase_rule=phase_rule,
+    )
+    worker = FakeWorker(scheduler.config)
+    patient = make_group("patient", 16, priority=1, max_tokens=3, root=b"patient")
+    scheduler.add_request(patient)
+    step(scheduler, worker)
+    better = []
+    while not patient.is_finished:
+        assert len(better) < 100
+        better.append(make_group(str(len(better)), 6, max_tokens=8, root=bytes([len(better)])))
+        scheduler.add_request(better[-1])
+        step(scheduler, worker)
+        if patient in scheduler.swapped:
+            assert sum(group.num_cached_tokens is not None for group in better) <= 3
+    assert scheduler.num_preemptions[PreemptionMode.SWAP]
+    assert not scheduler.num_preemptions[PreemptionMode.RECOMPUTE]
+    assert output_of(patient) == reference_output(patient, 0, 24)
     run(scheduler, worker)
 
 
