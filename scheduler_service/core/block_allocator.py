@@ -1,7 +1,8 @@
 """Reference-counted numbers of the blocks in one memory pool, and the prefix cache that lives in its free blocks.
 
-A block that was computed may carry a key that stands for its tokens and everything before them. When its last holder
-lets go it keeps key and contents, and can be found and held again, until the pool has nothing else to hand out.
+A block that was computed may carry a key that stands for its tokens and everything before them. Of the blocks that
+carry one key, one is found by it. When its last holder lets go, that one keeps key and contents, and can be found and
+held again, until the pool has nothing else to hand out.
 """
 
 from collections import OrderedDict
@@ -62,10 +63,7 @@ class BlockAllocator:
             block = self._free.pop()
         else:
             block = self._evictor.evict()
-            key = self._keys[block]
-            assert key is not None
-            self._forget(key)
-            self._keys[block] = None
+            self._forget(block)
         self._ref_counts[block] = 1
         return block
 
@@ -83,26 +81,34 @@ class BlockAllocator:
             raise ValueError(f"block {block} is free already")
         self._ref_counts[block] -= 1
         if self._ref_counts[block] == 0:
-            if self._keys[block] is None:
-                self._free.append(block)
-            else:
+            if self._is_found(block):
                 self._evictor.add(block)
+            else:
+                self._keys[block] = None
+                self._free.append(block)
 
     def ref_count(self, block: int) -> int:
         return self._ref_counts[block]
 
     def publish(self, block: int, key: bytes) -> None:
-        """Make a computed block findable; where another block has the key already, that one stays the one found."""
-        if key not in self._by_key and self._keys[block] is None:
-            self._by_key[key] = block
+        """Have a held block with computed contents carry their key; where another one is found by it, that stays."""
+        if self._keys[block] is None:
             self._keys[block] = key
-            self._directory.add(key, self._bit)
+            if key not in self._by_key:
+                self._by_key[key] = block
+                self._directory.add(key, self._bit)
+
+    def key(self, block: int) -> bytes | None:
+        """What the block's contents are known by, whether the block is found by it or another one."""
+        return self._keys[block]
 
     def withdraw(self, block: int) -> None:
-        """Make a held block unfindable; nothing happens when it is already."""
-        key, self._keys[block] = self._keys[block], None
-        if key is not None:
-            self._forget(key)
+        """Have a block carry no key: it is not found any more. Nothing happens when it carries none."""
+        if self._keys[block] is not None:
+            if block in self._evictor:
+                self._evictor.remove(block)
+                self._free.append(block)
+            self._forget(block)
 
     def withdraw_all(self) -> None:
         """Make every block unfindable: the worker is gone. Nobody may hold any."""
@@ -114,9 +120,16 @@ class BlockAllocator:
         while self._evictor:
             self._free.append(self._evictor.evict())
 
-    def _forget(self, key: bytes) -> None:
-        del self._by_key[key]
-        self._directory.remove(key, self._bit)
+    def _is_found(self, block: int) -> bool:
+        key = self._keys[block]
+        return key is not None and self._by_key.get(key) == block
+
+    def _forget(self, block: int) -> None:
+        key = self._keys[block]
+        if key is not None and self._is_found(block):
+            del self._by_key[key]
+            self._directory.remove(key, self._bit)
+        self._keys[block] = None
 
     def find(self, key: bytes) -> int | None:
         """The block of this key, held or free."""
@@ -128,8 +141,6 @@ class BlockAllocator:
         assert self.num_free + held == self.num_blocks, f"{self.num_free} free + {held} held != {self.num_blocks}"
         assert len(set(self._free)) == len(self._free), "a block is free twice"
         for block in range(self.num_blocks):
-            key = self._keys[block]
-            assert key is None or self._by_key[key] == block, "a key leads to another block"
-            assert (block in self._evictor) == (key is not None and self._ref_counts[block] == 0)
+            assert (block in self._evictor) == (self._is_found(block) and self._ref_counts[block] == 0)
         assert all(self._ref_counts[block] == 0 and self._keys[block] is None for block in self._free)
-        assert len(self._by_key) == sum(key is not None for key in self._keys)
+        assert all(self._keys[block] == key for key, block in self._by_key.items()), "a key leads to another block"

@@ -1,15 +1,21 @@
 """Block tables: which blocks hold the keys and values of each sequence, in the order of positions.
 
 A table covers at least the computed tokens of its sequence. A block may stand in several tables while nobody writes
-to it; whoever writes to a shared block gets a copy first (copy on write). A sequence that is swapped out has a table of
-host blocks instead; what its group shared stays shared there.
+to it; whoever writes to a shared block gets a copy first (copy on write).
+
+A sequence that is swapped out has a table of host blocks instead. Blocks keep their keys on the way out and on the way
+back: what the other pool already has under a key is shared there, and only the rest is copied. The copies can be found
+as soon as they are planned, because every step does its copies before it reads, and steps are done in order.
 
 With a sliding window a table's leading entries become NO_BLOCK as soon as no token to come attends to them.
 """
 
 import enum
+import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 from scheduler_service.core.block_allocator import BlockAllocator
 from scheduler_service.core.prefix_directory import PrefixDirectory
@@ -18,6 +24,9 @@ from scheduler_service.core.sequence import Sequence, SequenceGroup
 
 NO_BLOCK = -1
 """Stands in a table where a block was let go of."""
+
+Content = bytes | int
+"""What a block holds: its key, or where it carries none its number, because then no other is known to hold the same."""
 
 
 class AllocStatus(enum.Enum):
@@ -42,12 +51,14 @@ class BlockManager:
         num_lookahead_slots: int = 0,
         sliding_window: int = 0,
         max_blocks_per_sequence: int | None = None,
+        max_sequence_tokens: int | None = None,
         directory: PrefixDirectory | None = None,
         bit: int = 1,
     ) -> None:
         self.num_lookahead_slots = num_lookahead_slots
         self.sliding_window = sliding_window
         self.max_blocks_per_sequence = max_blocks_per_sequence or num_device_blocks
+        self.max_sequence_tokens = max_sequence_tokens or num_device_blocks * block_size - num_lookahead_slots
         self.block_size = block_size
         self.device = BlockAllocator(num_device_blocks, directory, bit)
         self.host = BlockAllocator(num_host_blocks)
@@ -55,6 +66,7 @@ class BlockManager:
         self.prefix_caching = prefix_caching
         self.tables: dict[int, list[int]] = {}
         self.host_tables: dict[int, list[int]] = {}
+        self._pools = ((self.device, self.tables), (self.host, self.host_tables))
 
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -68,21 +80,39 @@ class BlockManager:
         num_ahead = self._num_blocks_ahead(sequence.num_computed_tokens + num_tokens)
         return max(num_ahead, len(self.tables[sequence.id]))
 
+    def _within_window(self, num_blocks: int, num_sequences: int = 1) -> int:
+        """Of so many blocks those that sequences hold at a time: with a sliding window each lets go of some in time."""
+        return min(num_blocks, num_sequences * self.max_blocks_per_sequence) if self.sliding_window else num_blocks
+
     def _num_first_blocks(self, sequence: Sequence) -> int:
         """Blocks that a sequence without any is given: for all its tokens, or the most that it ever holds."""
-        num_blocks = self._num_blocks_ahead(len(sequence.token_ids))
-        return min(num_blocks, self.max_blocks_per_sequence) if self.sliding_window else num_blocks
+        return self._within_window(self._num_blocks_ahead(len(sequence.token_ids)))
 
     def num_blocks_of(self, group: SequenceGroup) -> int:
-        """Blocks that the group needs to reach the state it is in, its prompt's full blocks shared."""
+        """Blocks that the group needs to reach the state it is in, those of the prompt shared where nobody writes."""
         leader, *followers = group.live
-        needed = self._num_first_blocks(leader)
-        shared = min(leader.num_prompt_tokens // self.block_size, needed)
-        return needed + sum(self._num_first_blocks(follower) - shared for follower in followers)
+        lengths = [len(follower.token_ids) for follower in followers]
+        return self._num_first_blocks(leader) + sum(self._num_own_blocks(group, length, length) for length in lengths)
 
     def never_fits(self, group: SequenceGroup) -> bool:
-        """Whether a waiting group needs more than the whole pool."""
-        return self.num_blocks_of(group) > self.device.num_blocks
+        """Whether a waiting group outgrows the whole pool, at the latest with its longest outputs."""
+        most = group.max_num_tokens(self.max_sequence_tokens) - 1  # the last token is never computed
+        num_prompt = len(group.prompt_token_ids)
+        leader, *followers = [len(sequence.token_ids) for sequence in group.live]
+        followers += [num_prompt + 1] * (group.num_seqs - 1 - len(followers))  # beams to come
+        shared = num_prompt // self.block_size
+        needed = self._within_window(shared)
+        needed += self._within_window(self._num_blocks_ahead(max(leader, most)) - shared)
+        needed += sum(self._num_own_blocks(group, length, max(length, most)) for length in followers)
+        return self._within_window(needed, 1 + len(followers)) > self.device.num_blocks
+
+    def _num_own_blocks(self, group: SequenceGroup, num_forked_with: int, num_tokens: int) -> int:
+        """Blocks that a follower, which forks with so many tokens, shares with none when it has `num_tokens`.
+
+        Without an output it computes the last prompt token itself: so a block that ends with the prompt is not shared.
+        """
+        shared = min(len(group.prompt_token_ids), num_forked_with - 1) // self.block_size
+        return self._within_window(self._num_blocks_ahead(num_tokens) - shared)
 
     def can_allocate(
         self, group: SequenceGroup, *, leave_watermark: bool, without: Iterable[SequenceGroup] = ()
@@ -115,18 +145,25 @@ class BlockManager:
         leader.num_slots = len(table) * self.block_size - self.num_lookahead_slots
 
     def publish(self, sequence: Sequence) -> None:
-        """Make the full blocks of a sequence's stored tokens findable, if it has blocks on the device."""
+        """Make the full blocks of a sequence's stored tokens findable, on the device or where they were swapped out."""
         num_full = sequence.num_stored_tokens // self.block_size
-        if self.prefix_caching and num_full > sequence.num_published_blocks and sequence.id in self.tables:
-            table, keys = self.tables[sequence.id], self._keys(sequence, num_full)
-            for index in range(sequence.num_published_blocks, num_full):
-                self.device.publish(table[index], keys[index])
-            sequence.num_published_blocks = num_full
+        if self.prefix_caching and num_full > sequence.num_published_blocks:
+            for pool, tables in self._pools:
+                if (table := tables.get(sequence.id)) is not None:
+                    keys = self._keys(sequence, num_full)
+                    for index in range(sequence.num_published_blocks, num_full):
+                        pool.publish(table[index], keys[index])
+                    sequence.num_published_blocks = num_full
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Take the sequence's blocks out of the prefix cache, because what they hold is not sound."""
-        for block in self.tables.get(sequence.id, ()):
-            self.device.withdraw(block)
+        """Take what the sequence's blocks hold out of the prefix cache, because it is not sound."""
+        for pool, tables in self._pools:
+            for block in tables.get(sequence.id, ()):
+                if block != NO_BLOCK and (key := pool.key(block)) is not None:
+                    pool.withdraw(block)
+                    for other, _ in self._pools:
+                        if (copy := other.find(key)) is not None:
+                            other.withdraw(copy)
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Tokens that a sequence without a table would find computed."""
@@ -186,7 +223,7 @@ class BlockManager:
 
     def can_append_slots(self, chunks: Iterable[tuple[Sequence, int]]) -> bool:
         """Whether these sequences can all have room for this many tokens past their computed ones."""
-        return self._num_new_blocks(chunks, self.tables, self.device) <= self.device.num_free
+        return self._num_new_blocks(chunks, self.tables, self.device.ref_count) <= self.device.num_free
 
     def append_slots(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]]:
         """Make room for `num_tokens` tokens past the computed ones, in blocks that nobody else holds.
@@ -212,36 +249,44 @@ class BlockManager:
         return copies
 
     def _num_new_blocks(
-        self, chunks: Iterable[tuple[Sequence, int]], tables: dict[int, list[int]], pool: BlockAllocator
+        self,
+        chunks: Iterable[tuple[Sequence, int]],
+        tables: Mapping[int, SequenceOf[Content]],
+        num_holders: Callable[[Any], int],
     ) -> int:
         """Blocks that these sequences take to store so many tokens past their computed ones: new ones and copies."""
         num_new = 0
-        writers: dict[int, int] = {}  # of shared blocks
+        writers: Counter[Content] = Counter()  # of shared blocks
         for sequence, num_tokens in chunks:
             table = tables[sequence.id]
             end = self._num_blocks_ahead(sequence.num_computed_tokens + num_tokens)
             num_new += max(0, end - len(table))
             for block in table[sequence.num_computed_tokens // self.block_size : end]:
-                if pool.ref_count(block) > 1:
-                    writers[block] = writers.get(block, 0) + 1
+                if num_holders(block) > 1:
+                    writers[block] += 1
         # Of a block's holders the last to write finds itself alone and needs no copy.
-        return num_new + sum(min(count, pool.ref_count(block) - 1) for block, count in writers.items())
+        return num_new + sum(min(count, num_holders(block) - 1) for block, count in writers.items())
+
+    # ---- swapping
 
     def can_swap_out(self, group: SequenceGroup) -> bool:
-        """Whether host memory has room for all of a running group's blocks."""
-        return len(self._distinct(group, self.tables)) <= self.host.num_free
+        """Whether host memory has room for those of a running group's blocks that are not held there already."""
+        own = self._own_contents(self._contents(group, self.device, self.tables))
+        return self._num_taken(own, self.host) <= self.host.num_free
 
     def swap_out(self, group: SequenceGroup) -> list[tuple[int, int]]:
         """Move a group's tables to host blocks; returns the pairs of device and host block to copy."""
-        return self._move(group, self.tables, self.device, self.host_tables, self.host)
+        return self._move(group, self.device, self.tables, self.host, self.host_tables)
 
     def can_swap_in(self, group: SequenceGroup, *, leave_watermark: bool) -> AllocStatus:
         """Whether a swapped group fits, with room for the tokens that it computes next."""
-        next_tokens = [(s, s.num_uncomputed_tokens) for s in group.live if s.id in self.host_tables]
-        needed = len(self._distinct(group, self.host_tables))
-        needed += self._num_new_blocks(next_tokens, self.host_tables, self.host)
-        if needed > self.device.num_blocks:
+        tables = self._contents(group, self.host, self.host_tables)
+        own = self._own_contents(tables)
+        next_tokens = [(s, s.num_uncomputed_tokens) for s in group.live if s.id in tables]
+        if len(own) + self._num_new_blocks(next_tokens, tables, own.__getitem__) > self.device.num_blocks:
             return AllocStatus.NEVER
+        needed = self._num_taken(own, self.device)
+        needed += self._num_new_blocks(next_tokens, tables, lambda c: own[c] + _num_holders(c, self.device))
         reserve = self.num_watermark_blocks if leave_watermark else 0
         return AllocStatus.OK if needed + reserve <= self.device.num_free else AllocStatus.LATER
 
@@ -249,49 +294,121 @@ class BlockManager:
         """Move a group's tables back to device blocks; returns the pairs of host and device block to copy."""
         for sequence in group.live:
             sequence.num_known_blocks = 0
-        return self._move(group, self.host_tables, self.host, self.tables, self.device)
+        return self._move(group, self.host, self.host_tables, self.device, self.tables)
 
-    def _distinct(self, group: SequenceGroup, tables: dict[int, list[int]]) -> set[int]:
-        return {block for sequence in group.live for block in tables.get(sequence.id, ())} - {NO_BLOCK}
+    def num_swap_copies(self, group: SequenceGroup) -> int:
+        """Blocks to copy if a running group is swapped out and comes back.
+
+        What other groups hold on the device need not come back. What only this one holds must: even where it can be
+        found for now, the group makes room because others need those blocks.
+        """
+        contents = self._contents(group, self.device, self.tables)
+        filled = {c for s in group.live for c in contents.get(s.id, ())[: self.num_blocks(s.num_computed_tokens)]}
+        filled.discard(NO_BLOCK)
+        held = Counter(itertools.chain(*(self.tables.get(s.id, ()) for s in group.live)))
+        num_out = sum(_find(content, self.host) is None for content in filled)
+        return num_out + sum(not self._is_held_by_others(content, held) for content in filled)
+
+    def num_tokens_to_recompute(self, group: SequenceGroup) -> int:
+        """Computed tokens that a running group would compute again: those that no other group holds for it to find."""
+        leader, *followers = group.live
+        held = Counter(itertools.chain(*(self.tables.get(s.id, ()) for s in group.live)))
+        kept = itertools.takewhile(lambda key: self._is_held_by_others(key, held), self.cacheable_keys(leader))
+        num_tokens = max(0, leader.num_computed_tokens - sum(self.block_size for _ in kept))
+        return num_tokens + sum(max(0, f.num_computed_tokens - f.num_prompt_tokens) for f in followers)
+
+    def _is_held_by_others(self, content: Content, held: Counter[int]) -> bool:
+        """Whether a device block of this content has holders besides those that `held` counts."""
+        block = _find(content, self.device)
+        return block is not None and self.device.ref_count(block) > held[block]
+
+    def _contents(
+        self, group: SequenceGroup, pool: BlockAllocator, tables: Mapping[int, SequenceOf[int]]
+    ) -> dict[int, list[Content]]:
+        """A group's tables in one pool, with what the blocks hold instead of their numbers."""
+        return {
+            sequence.id: [block if block == NO_BLOCK else pool.key(block) or block for block in tables[sequence.id]]
+            for sequence in group.live
+            if sequence.id in tables
+        }
+
+    def _own_contents(self, tables: Mapping[int, SequenceOf[Content]]) -> Counter[Content]:
+        """What a group's tables hold, and how often it stands in them."""
+        own = Counter(itertools.chain(*tables.values()))
+        del own[NO_BLOCK]
+        return own
+
+    def _num_taken(self, contents: Iterable[Content], pool: BlockAllocator) -> int:
+        """Free blocks that these contents take in a pool: what is held there takes none, what is only found does."""
+        return sum(not _num_holders(content, pool) for content in contents)
 
     def _move(
         self,
         group: SequenceGroup,
-        tables_from: dict[int, list[int]],
         pool_from: BlockAllocator,
-        tables_to: dict[int, list[int]],
+        tables_from: dict[int, list[int]],
         pool_to: BlockAllocator,
+        tables_to: dict[int, list[int]],
     ) -> list[tuple[int, int]]:
-        """A block that several of the group share is copied once, and shared again where it arrives."""
-        arrived: dict[int, int] = {}
+        """Each content arrives once, and is copied if it is not found there; a block without any tokens is not copied.
+
+        What is found is held before any block is allocated, because that may give up what could be found.
+        """
+        contents = self._contents(group, pool_from, tables_from)
+        arrived: dict[Content, int] = {}
+        for content in self._own_contents(contents):
+            if (block := _find(content, pool_to)) is not None:
+                pool_to.share(block)
+                arrived[content] = block
+        copies: list[tuple[int, int]] = []
         for sequence in group.live:
-            if sequence.id not in tables_from:
+            if sequence.id not in contents:
                 continue
             table = tables_from.pop(sequence.id)
-            for block in reversed(table):  # the last block first, as when they are freed
-                if block == NO_BLOCK:
-                    continue
-                if block in arrived:
-                    pool_to.share(arrived[block])
-                else:
-                    arrived[block] = pool_to.allocate()
-                pool_from.free(block)
-            tables_to[sequence.id] = [arrived.get(block, NO_BLOCK) for block in table]
-        return list(arrived.items())
+            num_filled = self.num_blocks(sequence.num_computed_tokens)
+            for index, content in enumerate(contents[sequence.id]):
+                if content != NO_BLOCK and content not in arrived:
+                    block = arrived[content] = pool_to.allocate()
+                    if isinstance(content, bytes):
+                        pool_to.publish(block, content)
+                    if index < num_filled:
+                        copies.append((table[index], block))
+            tables_to[sequence.id] = [arrived.get(content, NO_BLOCK) for content in contents[sequence.id]]
+            for block in tables_to[sequence.id]:
+                if block != NO_BLOCK:
+                    pool_to.share(block)
+            self._free(table, pool_from)
+        for block in arrived.values():  # the tables hold them now
+            pool_to.free(block)
+        return copies
+
+    # ---- ends
 
     def free(self, sequence: Sequence) -> None:
         """Let go of a sequence's blocks, wherever they are; nothing happens when it has none."""
-        for tables, pool in ((self.tables, self.device), (self.host_tables, self.host)):
-            for block in reversed(tables.pop(sequence.id, ())):
-                if block != NO_BLOCK:
-                    pool.free(block)
+        for pool, tables in self._pools:
+            self._free(tables.pop(sequence.id, []), pool)
+
+    def _free(self, table: list[int], pool: BlockAllocator) -> None:
+        for block in reversed(table):
+            if block != NO_BLOCK:
+                pool.free(block)
 
     def check(self) -> None:
         """Assert on both pools that free + held = total and that reference counts equal the tables."""
-        for pool, tables in ((self.device, self.tables), (self.host, self.host_tables)):
+        for pool, tables in self._pools:
             pool.check()
             held = Counter(block for table in tables.values() for block in table)
             for block in range(pool.num_blocks):
                 assert pool.ref_count(block) == held[block], (
                     f"block {block} is counted {pool.ref_count(block)} times and stands in {held[block]} tables"
                 )
+
+
+def _find(content: Content, pool: BlockAllocator) -> int | None:
+    return pool.find(content) if isinstance(content, bytes) else None
+
+
+def _num_holders(content: Content, pool: BlockAllocator) -> int:
+    block = _find(content, pool)
+    return 0 if block is None else pool.ref_count(block)

@@ -30,8 +30,9 @@ class SchedulerConfig:
 
     `max_num_batched_tokens` and `max_num_seqs` bound one step; `max_model_len` bounds prompt and output of one
     sequence; `watermark` is the share of device blocks that admission leaves free so that running sequences can
-    grow before anyone has to be preempted. AUTO compares `block_bytes` each way at `swap_bytes_per_second` with the
-    tokens to compute anew at `prefill_tokens_per_second`; where a speed is 0, that way counts as never finishing.
+    grow before anyone has to be preempted. AUTO compares `block_bytes` of each block that is copied, out or back in, at
+    `swap_bytes_per_second` with the tokens to compute anew at `prefill_tokens_per_second`; what the other pool has, or
+    other groups hold in the prefix cache, costs neither. Where a speed is 0, that way counts as never finishing.
     `max_loras` bounds the adapters among the groups that run at a time. `num_lookahead_slots` is the room that every
     sequence has past the tokens it computes next. With a `sliding_window` each token attends to so many up to itself,
     0 for all; blocks that fell behind the window are let go of, and prefixes are not cached, whose first blocks would

@@ -31,7 +31,6 @@ class GroupLedger:
         self.admits = True  # whether waiting groups may be given to the worker
         self.running: dict[SequenceGroup, None] = {}  # in the order of admission
         self.num_running_seqs = 0  # of the running groups together, counted as budgets count them
-        self._max_sequence_tokens = config.max_sequence_tokens
         self.swapped: OrderedDict[SequenceGroup, None] = OrderedDict()  # first to resume first
         self.answered_at = float("-inf")  # when the last answer came
         self._in_flight: deque[SchedulerOutput] = deque()  # steps without an answer, in order
@@ -46,6 +45,7 @@ class GroupLedger:
                 num_lookahead_slots=config.num_lookahead_slots,
                 sliding_window=config.sliding_window,
                 max_blocks_per_sequence=config.max_blocks_per_sequence,
+                max_sequence_tokens=config.max_sequence_tokens,
                 directory=self.balancer.directory,
                 bit=self.member.bit,
             )

@@ -378,8 +378,7 @@ class Scheduler(StepWriter):
             leader.token_ids = list(group.prompt_token_ids)
         for sequence in sequences:
             sequence.id = next(self._sequence_ids)
-            most_tokens = min(sequence.num_prompt_tokens + group.sampling.max_tokens, self._max_sequence_tokens)
-            sequence.max_num_tokens = max(most_tokens, sequence.num_prompt_tokens + 1)
+            sequence.max_num_tokens = group.max_num_tokens(self.blocks.max_sequence_tokens)
         self.blocks.allocate(leader)
         if group.num_cached_tokens is None:
             group.num_cached_tokens = leader.num_computed_tokens
@@ -469,9 +468,8 @@ class Scheduler(StepWriter):
             return PreemptionMode.RECOMPUTE
         if config.preemption_mode is PreemptionMode.SWAP:
             return PreemptionMode.SWAP
-        num_blocks = self.blocks.num_blocks_of(group)
-        swap = 2 * num_blocks * config.block_bytes * config.prefill_tokens_per_second
-        recompute = num_blocks * config.block_size * config.swap_bytes_per_second
+        swap = self.blocks.num_swap_copies(group) * config.block_bytes * config.prefill_tokens_per_second
+        recompute = self.blocks.num_tokens_to_recompute(group) * config.swap_bytes_per_second
         return PreemptionMode.SWAP if swap < recompute else PreemptionMode.RECOMPUTE
 
     def _ignore(self, group: SequenceGroup, step: Step) -> None:

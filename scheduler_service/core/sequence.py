@@ -210,6 +210,11 @@ class SequenceGroup:
         """The workers that were lost with it in flight."""
         return frozenset() if self.suspicion is None else self.suspicion.lost_on
 
+    def max_num_tokens(self, max_sequence_tokens: int) -> int:
+        """Tokens of the prompt and the longest output, where a sequence can have so many; one is always sampled."""
+        num_prompt_tokens = len(self.prompt_token_ids)
+        return max(min(num_prompt_tokens + self.sampling.max_tokens, max_sequence_tokens), num_prompt_tokens + 1)
+
     @property
     def first_key(self) -> bytes:
         """What the chain of its prefix cache keys begins with: keys and values differ from adapter to adapter."""

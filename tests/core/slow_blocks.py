@@ -1,13 +1,14 @@
 """The blocks of the slow scheduler: objects without numbers, and nobody counts who holds one; all tables are asked.
 
-A block may have a key, the salt and all the tokens that it can be found by. Free ones that have one are kept in a list,
-and the first is given up when nothing else is free: the one let go of longest ago.
+There are two pools, the "device" and the "host". A block may have a key, the salt and all the tokens that it can be
+found by. Free ones that are found are kept in a list, and the first is given up when nothing else is free: the one let
+go of longest ago.
 """
 
 from fractions import Fraction
 from math import inf
 
-from slow_groups import Block, SlowGroup, SlowSequence
+from slow_groups import Block, Key, SlowGroup, SlowSequence
 
 from scheduler_service.core import PreemptionMode, SchedulerConfig
 
@@ -17,41 +18,49 @@ class SlowBlocks:
         self.config = config
         self.running: list[SlowGroup] = []
         self.swapped: list[SlowGroup] = []
-        self.let_go: list[Block] = []
-
-    def holders(self, block: Block | None) -> int:
-        return sum(block in (s.device or ()) for s in self.sequences()) if block else 0
+        self.let_go: dict[str, list[Block]] = {"device": [], "host": []}
 
     def sequences(self) -> list[SlowSequence]:
         return [sequence for group in self.running + self.swapped for sequence in group.sequences]
 
+    def tables(self, pool: str) -> list[list[Block | None]]:
+        return [getattr(sequence, pool) or [] for sequence in self.sequences()]
+
+    def holders(self, block: Block | None) -> int:
+        return sum(block in table for table in self.tables("device") + self.tables("host")) if block else 0
+
+    def held(self, pool: str, but_by: list[SlowGroup] | None = None) -> set[Block]:
+        """Blocks that stand in any table, or in one of another group."""
+        groups = [group for group in self.running + self.swapped if group not in (but_by or [])]
+        return {block for g in groups for s in g.sequences for block in getattr(s, pool) or ()} - {None}
+
     @property
     def num_free(self) -> int:
-        held = {block for sequence in self.sequences() for block in sequence.device or ()} - {None}
-        return self.config.num_device_blocks - len(held)
+        return self.config.num_device_blocks - len(self.held("device"))
 
     @property
     def num_host_free(self) -> int:
-        held = {block for sequence in self.sequences() for block in sequence.host or ()} - {None}
-        return self.config.num_host_blocks - len(held)
+        return self.config.num_host_blocks - len(self.held("host"))
 
     @property
     def num_reserved(self) -> int:
         """What admission leaves free for those who run already."""
         return int(self.config.watermark * self.config.num_device_blocks) if self.running else 0
 
-    def add_block(self, sequence: SlowSequence) -> None:
-        assert self.num_free
-        if self.num_free == len(self.let_go):
-            self.let_go.pop(0).key = None
-        sequence.device.append(Block())
+    def new_block(self, pool: str) -> Block:
+        num_free = self.num_free if pool == "device" else self.num_host_free
+        assert num_free
+        if num_free == len(self.let_go[pool]):
+            self.let_go[pool].pop(0).key = None
+        return Block()
 
-    def drop_blocks(self, sequence: SlowSequence, end: int) -> None:
+    def drop_blocks(self, sequence: SlowSequence, end: int | None = None, pool: str = "device") -> None:
         """Let go of a table's first blocks, the deepest of them first."""
-        for index in reversed(range(end)):
-            block, sequence.device[index] = sequence.device[index], None
-            if block and block.key and not self.holders(block):
-                self.let_go.append(block)
+        table = getattr(sequence, pool) or []
+        for index in reversed(range(len(table) if end is None else end)):
+            block, table[index] = table[index], None
+            if block and block.key and block.is_found and not self.holders(block):
+                self.let_go[pool].append(block)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)
@@ -61,17 +70,44 @@ class SlowBlocks:
         return min(needed, self.config.max_blocks_per_sequence) if self.config.sliding_window else needed
 
     def blocks_of(self, group: SlowGroup) -> int:
-        """With the full blocks of the prompt, which all sequences share, once."""
-        needed = [self.first_blocks(sequence) for sequence in group.live]
-        shared = min(len(group.prompt) // self.config.block_size, needed[0])
-        return sum(needed) - shared * (len(needed) - 1)
+        """Each sequence's, but for those of the prompt that a follower shares with the leader for good."""
+        leader, *followers = group.live
+        return self.first_blocks(leader) + sum(
+            self.in_window(self.blocks_for(len(f.token_ids) + self.config.num_lookahead_slots) - self.num_shared(f))
+            for f in followers
+        )
 
-    def key_of(self, sequence: SlowSequence, index: int) -> tuple[bytes, tuple[int, ...]]:
+    def in_window(self, num_blocks: int) -> int:
+        return min(num_blocks, self.config.max_blocks_per_sequence) if self.config.sliding_window else num_blocks
+
+    def num_shared(self, follower: SlowSequence) -> int:
+        """A follower goes on from the prompt, or from the token before if it has its first output still to sample."""
+        start = min(len(follower.group.prompt), len(follower.token_ids) - 1)
+        return start // self.config.block_size
+
+    def never_fits(self, group: SlowGroup) -> bool:
+        """All of its outputs at their longest, without anything else there."""
+        prompt, config = len(group.prompt), self.config
+        longest = max(min(prompt + group.sampling.max_tokens, config.max_sequence_tokens), prompt + 1)
+        sequences = list(group.live)
+        while len(sequences) < group.num_seqs:  # beams, which go on from the whole prompt
+            sequences.append(SlowSequence(group, 0, [*group.prompt, 0]))
+        in_prompt = prompt // config.block_size
+        needed = self.in_window(in_prompt)
+        for number, sequence in enumerate(sequences):
+            stored = max(len(sequence.token_ids), longest - 1)
+            own = self.blocks_for(stored + config.num_lookahead_slots)
+            needed += self.in_window(own - (self.num_shared(sequence) if number else in_prompt))
+        if config.sliding_window:
+            needed = min(needed, len(sequences) * config.max_blocks_per_sequence)
+        return needed > config.num_device_blocks
+
+    def key_of(self, sequence: SlowSequence, index: int) -> Key:
         return sequence.group.root, tuple(sequence.token_ids[: (index + 1) * self.config.block_size])
 
-    def find(self, key: tuple[bytes, tuple[int, ...]]) -> Block | None:
-        held = [block for sequence in self.sequences() for block in sequence.device or () if block]
-        return next((block for block in held + self.let_go if block.key == key), None)
+    def find(self, key: Key | None, pool: str = "device") -> Block | None:
+        there = [block for table in self.tables(pool) for block in table if block] + self.let_go[pool]
+        return next((block for block in there if key and block.key == key and block.is_found), None)
 
     def cached(self, sequence: SlowSequence) -> list[Block]:
         found: list[Block] = []
@@ -84,13 +120,18 @@ class SlowBlocks:
 
     def offer(self, sequence: SlowSequence) -> None:
         """Make the full blocks of what was stored findable, each once, unless another block has the same key."""
-        if sequence.device is None or not self.config.prefix_caching or self.config.sliding_window:
+        pool = "device" if sequence.device is not None else "host"
+        table = getattr(sequence, pool)
+        if table is None or not self.config.prefix_caching or self.config.sliding_window:
             return
         for index in range(sequence.num_offered, sequence.stored // self.config.block_size):
-            key = self.key_of(sequence, index)
-            if self.find(key) is None and sequence.device[index].key is None:
-                sequence.device[index].key = key
+            self.name(table[index], self.key_of(sequence, index), pool)
             sequence.num_offered = index + 1
+
+    def name(self, block: Block, key: Key | None, pool: str) -> None:
+        if block.key is None and key:
+            block.is_found = self.find(key, pool) is None
+            block.key = key
 
     def fork(self, parent: SlowSequence, child: SlowSequence, num_tokens: int) -> None:
         child.device = parent.device[: self.blocks_for(num_tokens)]
@@ -98,9 +139,11 @@ class SlowBlocks:
         child.parent = parent
         child.num_offered = min(parent.num_offered, num_tokens // self.config.block_size)
 
-    def num_new_blocks(self, chunks: list[tuple[SlowSequence, int]]) -> int:
+    def num_new_blocks(
+        self, chunks: list[tuple[SlowSequence, int]], moved: dict[SlowSequence, list[Block | None]] | None = None
+    ) -> int:
         """Tried out on lists: blocks to add, and a copy for every writer of a shared block but the last."""
-        tables = {s: list(s.device or s.host or ()) for group in self.running + self.swapped for s in group.sequences}
+        tables = {s: list(s.device or ()) for s in self.sequences()} | (moved or {})
         num_new = 0
         for sequence, num_tokens in chunks:
             table = tables[sequence]
@@ -120,10 +163,9 @@ class SlowBlocks:
         end = self.blocks_for(sequence.computed + num_tokens + self.config.num_lookahead_slots)
         for index in range(sequence.computed // self.config.block_size, end):
             if index >= len(table):
-                self.add_block(sequence)
+                table.append(self.new_block("device"))
             elif self.holders(table[index]) > 1:
-                self.add_block(sequence)
-                table[index] = table.pop()
+                table[index] = self.new_block("device")
                 num_copies += 1
             else:
                 table[index].key = None
@@ -131,30 +173,79 @@ class SlowBlocks:
 
     def mode_for(self, group: SlowGroup) -> PreemptionMode:
         config = self.config
-        held = {block for sequence in group.live for block in sequence.device or ()} - {None}
-        if config.preemption_mode is PreemptionMode.RECOMPUTE or len(held) > self.num_host_free:
+        contents = {block.key or block for s in group.live for block in s.device or () if block}
+        num_taken = sum(self.find_content(content, "host") not in self.held("host") for content in contents)
+        if config.preemption_mode is PreemptionMode.RECOMPUTE or num_taken > self.num_host_free:
             return PreemptionMode.RECOMPUTE
+        copies, tokens = self.num_swap_copies(group), self.num_tokens_to_recompute(group)
         swap_speed, prefill_speed = config.swap_bytes_per_second, config.prefill_tokens_per_second
-        swap = Fraction(2 * config.block_bytes, swap_speed) if swap_speed else inf
-        recompute = Fraction(config.block_size, prefill_speed) if prefill_speed else inf
+        swap = Fraction(copies * config.block_bytes, swap_speed) if swap_speed else inf
+        recompute = Fraction(tokens, prefill_speed) if prefill_speed else inf if tokens else 0
         swaps = config.preemption_mode is PreemptionMode.SWAP or swap < recompute
         return PreemptionMode.SWAP if swaps else PreemptionMode.RECOMPUTE
 
-    def move(self, group: SlowGroup, *, to_host: bool) -> int:
-        """Returns how many blocks were copied: one that several sequences of the group share is copied once."""
-        copy_of: dict[Block, Block] = {}
+    def find_content(self, content: Block | Key, pool: str) -> Block | None:
+        return None if isinstance(content, Block) else self.find(content, pool)
+
+    def num_swap_copies(self, group: SlowGroup) -> int:
+        """Out what the host has not, and back what no other group will have kept."""
+        num_copies, seen = 0, []
         for sequence in group.live:
-            if to_host and sequence.device is not None:
-                sequence.host = [block and copy_of.setdefault(block, Block()) for block in sequence.device]
-                self.drop_blocks(sequence, len(sequence.device))
-                sequence.device = None
-            elif not to_host and sequence.host is not None:
-                sequence.device = []
-                for block in sequence.host:
-                    if block and block not in copy_of:
-                        self.add_block(sequence)
-                        copy_of[block] = sequence.device.pop()
-                    sequence.device.append(block and copy_of[block])
-                sequence.host = None
-                sequence.is_table_known = False
-        return len(copy_of)
+            for block in (sequence.device or [])[: self.blocks_for(sequence.computed)]:
+                content = block and (block.key or block)
+                if block and content not in seen:
+                    seen.append(content)
+                    num_copies += self.find_content(content, "host") is None
+                    num_copies += self.find_content(content, "device") not in self.held("device", but_by=[group])
+        return num_copies
+
+    def num_tokens_to_recompute(self, group: SlowGroup) -> int:
+        leader, *followers = group.live
+        kept = 0
+        for block in self.cached(leader):
+            if block not in self.held("device", but_by=[group]):
+                break
+            kept += self.config.block_size
+        return max(0, leader.computed - kept) + sum(max(0, f.computed - f.num_prompt_tokens) for f in followers)
+
+    def num_blocks_back(self, group: SlowGroup, *, alone: bool) -> int:
+        """Free blocks that a swapped group takes to come back and go on, if it were alone or as things are now."""
+        back: dict[SlowSequence, list[Block | None]] = {}
+        arrived: dict[Block | Key, Block] = {}
+        for sequence in group.live:
+            if sequence.host is not None:
+                there = [block and (None if alone else self.find(block.key)) for block in sequence.host]
+                pairs = zip(there, sequence.host, strict=True)
+                back[sequence] = [t or (b and arrived.setdefault(b.key or b, b)) for t, b in pairs]
+        there_already = set() if alone else self.held("device")
+        num_back = len({block for table in back.values() for block in table} - {None} - there_already)
+        chunks = [(sequence, sequence.uncomputed) for sequence in back]
+        if alone:
+            others = {sequence: [] for sequence in self.sequences() if sequence not in back}
+            return num_back + self.num_new_blocks(chunks, back | others)
+        return num_back + self.num_new_blocks(chunks, back)
+
+    def move(self, group: SlowGroup, *, to_host: bool) -> int:
+        """Returns how many blocks were copied: those with tokens in them that are not there already, each once."""
+        source, target = ("device", "host") if to_host else ("host", "device")
+        sequences = [sequence for sequence in group.live if getattr(sequence, source) is not None]
+        for sequence in sequences:  # what is there is held before anything is given up for the rest
+            there = [block and self.find(block.key, target) for block in getattr(sequence, source)]
+            setattr(sequence, target, there)
+            self.let_go[target] = [block for block in self.let_go[target] if block not in there]
+        copy_of: dict[Block, Block] = {}
+        num_copies = 0
+        for sequence in sequences:
+            table = getattr(sequence, target)
+            for index, block in enumerate(getattr(sequence, source)):
+                if block and table[index] is None:
+                    table[index] = self.find(block.key, target) or copy_of.get(block)
+                if block and table[index] is None:
+                    table[index] = copy_of[block] = self.new_block(target)
+                    self.name(copy_of[block], block.key, target)
+                    num_copies += index < self.blocks_for(sequence.computed)
+        for sequence in sequences:
+            self.drop_blocks(sequence, pool=source)
+            setattr(sequence, source, None)
+            sequence.is_table_known = False
+        return num_copies

@@ -5,11 +5,15 @@ import itertools
 from scheduler_service.core import SamplingParams, SequenceStatus
 from scheduler_service.core.beam_search import BeamSearch
 
+Key = tuple[bytes, tuple[int, ...]]
+"""A salt, and all the tokens up to a block's end."""
+
 
 class Block:
-    """A place for keys and values; `key` is the salt and all the tokens that it can be found by."""
+    """A place for keys and values: what is in it, once that is known, and whether it is the one that is found."""
 
-    key: tuple[bytes, tuple[int, ...]] | None = None
+    key: Key | None = None
+    is_found = False
 
 
 class SlowSequence:

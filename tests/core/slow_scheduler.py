@@ -146,7 +146,7 @@ class SlowScheduler(SlowBlocks):
 
     def begin_anew(self, group: SlowGroup) -> None:
         for sequence in group.live:
-            self.drop_blocks(sequence, len(sequence.device or ()))
+            self.drop_blocks(sequence)
             sequence.begin_anew()
         self.running.remove(group)
         self.queue.put_back(group)
@@ -156,13 +156,11 @@ class SlowScheduler(SlowBlocks):
             group = self.swapped[0]
             if phase == ("prompts" if max(sequence.uncomputed for sequence in group.live) <= 1 else "decodes"):
                 return
-            on_host = [sequence for sequence in group.live if sequence.host is not None]
-            needed = len({block for sequence in on_host for block in sequence.host} - {None})
-            needed += self.num_new_blocks([(sequence, sequence.uncomputed) for sequence in on_host])
-            if needed > self.config.num_device_blocks:
+            if self.num_blocks_back(group, alone=True) > self.config.num_device_blocks:
                 self.ignore(group)
                 continue
-            if needed + self.num_reserved > self.num_free or not self.has_slots(group, self.running):
+            has_room = self.num_blocks_back(group, alone=False) + self.num_reserved <= self.num_free
+            if not has_room or not self.has_slots(group, self.running):
                 return
             if self.is_next_waiting():
                 return
@@ -181,7 +179,7 @@ class SlowScheduler(SlowBlocks):
     def fits(self, group: SlowGroup, victims: list[SlowGroup]) -> bool:
         """Whether a waiting group could start if these running ones were not there."""
         rest = [other for other in self.running if other not in victims]
-        held = {block for other in rest for sequence in other.live for block in sequence.device or ()} - {None}
+        held = self.held("device", but_by=victims)
         needed = self.blocks_of(group) - sum(block in held for block in self.cached(group.live[0]))
         num_reserved = self.num_reserved if rest else 0
         return needed + num_reserved <= self.config.num_device_blocks - len(held) and self.has_slots(group, rest)
@@ -206,7 +204,7 @@ class SlowScheduler(SlowBlocks):
     def admit(self) -> None:
         while self.is_next_waiting() and self.tokens_left and self.bytes_left > 0 and not self.has_preempted:
             group = self.queue.head
-            if group.num_seqs > self.config.max_num_seqs or self.blocks_of(group) > self.config.num_device_blocks:
+            if group.num_seqs > self.config.max_num_seqs or self.never_fits(group):
                 self.queue.leave(group)
                 self.ignore(group)
                 continue
@@ -219,11 +217,11 @@ class SlowScheduler(SlowBlocks):
                 sequence.max_num_tokens = max(most, len(group.prompt) + 1)
             leader = group.live[0]
             leader.device = self.cached(leader)
-            self.let_go = [block for block in self.let_go if block not in leader.device]
+            self.let_go["device"] = [block for block in self.let_go["device"] if block not in leader.device]
             leader.num_offered = len(leader.device)
             leader.computed = leader.stored = len(leader.device) * self.config.block_size
             while len(leader.device) < self.first_blocks(leader):
-                self.add_block(leader)
+                leader.device.append(self.new_block("device"))
             if group.num_cached is None:
                 group.num_cached = leader.computed
                 self.queue.charge(group, len(group.prompt))
@@ -310,7 +308,8 @@ class SlowScheduler(SlowBlocks):
         if sequence.status is not None:
             return
         sequence.status = status
-        self.drop_blocks(sequence, len(sequence.device or ()))
+        self.drop_blocks(sequence)
+        self.drop_blocks(sequence, pool="host")
         sequence.device = sequence.host = None
         if sequence.is_known:
             self.ended.append(sequence)

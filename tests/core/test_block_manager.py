@@ -86,25 +86,32 @@ def test_a_group_that_is_swapped_out_lets_go_of_its_last_blocks_first_too() -> N
 @given(st.lists(st.tuples(st.sampled_from(["allocate", "publish", "find", "free", "withdraw"]), st.integers(0, 3))))
 def test_the_cache_never_confuses_free_held_and_findable(operations: list[tuple[str, int]]) -> None:
     allocator, held, keys = BlockAllocator(4), [], {}
+    carried: dict[int, bytes] = {}
     for operation, number in operations:
         key = bytes([number])
         if operation == "allocate" and allocator.num_free:
             held.append(allocator.allocate())
             keys = {k: b for k, b in keys.items() if b != held[-1]}
+            carried.pop(held[-1], None)
         elif operation == "publish" and held:
-            if key not in keys and held[-1] not in keys.values():
-                keys[key] = held[-1]
+            if held[-1] not in carried:
+                carried[held[-1]] = key
+                keys.setdefault(key, held[-1])
             allocator.publish(held[-1], key)
         elif operation == "find" and (block := allocator.find(key)) is not None:
             allocator.share(block)
             held.append(block)
         elif operation == "free" and held:
-            allocator.free(held.pop(0))
-        elif operation == "withdraw" and held:
-            allocator.withdraw(held[0])
-            keys = {k: b for k, b in keys.items() if b != held[0]}
+            allocator.free(block := held.pop(0))
+            if block not in held and block not in keys.values():
+                carried.pop(block, None)
+        elif operation == "withdraw":
+            allocator.withdraw(number)  # held or free
+            keys = {k: b for k, b in keys.items() if b != number}
+            carried.pop(number, None)
         allocator.check()
         assert allocator.num_free == 4 - len(set(held))
+        assert {b: k for b in range(4) if (k := allocator.key(b)) is not None} == carried
         assert {bytes([n]): b for n in range(4) if (b := allocator.find(bytes([n]))) is not None} == keys
 
 
@@ -160,10 +167,11 @@ def test_can_append_slots_counts_copies_exactly() -> None:
         assert blocks.can_append_slots([(sequence, 1) for sequence in group.sequences]) is fits
 
 
-def test_a_group_needs_its_shared_prompt_blocks_once() -> None:
+@pytest.mark.parametrize(("num_tokens", "num_shared"), [(7, 1), (8, 1), (9, 2)])
+def test_a_group_needs_its_shared_prompt_blocks_once(num_tokens: int, num_shared: int) -> None:
+    """The block with the last prompt token is never shared: each follower computes that token itself."""
     blocks = BlockManager(block_size=4, num_device_blocks=100)
-    assert blocks.num_blocks_of(make_group(8, n=3)) == 2
-    assert blocks.num_blocks_of(make_group(9, n=3)) == 2 + 3
+    assert blocks.num_blocks_of(make_group(num_tokens, n=3)) == num_shared + 3
 
 
 def test_a_block_that_is_written_to_leaves_the_cache() -> None:

@@ -63,12 +63,12 @@ def test_a_swapped_group_comes_back_with_its_blocks_and_computes_nothing_anew() 
 
 
 def swapping_scheduler(**sizes: object) -> tuple[Scheduler, FakeWorker, SequenceGroup]:
-    """Two groups of two of which the younger has just been swapped out."""
+    """Two groups of two, with no prefix in common, of which the younger has just been swapped out."""
     defaults: dict[str, object] = {"num_device_blocks": 7, "num_host_blocks": 7, "preemption_mode": PreemptionMode.SWAP}
     scheduler = make_scheduler(**(defaults | sizes))
     worker = FakeWorker(scheduler.config)
     for name in ("older", "younger"):
-        scheduler.add_request(make_group(name, 7, n=2, max_tokens=9))
+        scheduler.add_request(make_group(name, 7, root=name.encode(), n=2, max_tokens=9))
     while not sum(scheduler.num_preemptions.values()):
         step(scheduler, worker)
     return scheduler, worker, next(iter(scheduler.swapped or scheduler.waiting))

@@ -214,7 +214,7 @@ def test_abort_frees_every_block_at_once_wherever_the_request_is() -> None:
     scheduler = make_scheduler(max_num_seqs=3)
     worker = FakeWorker(scheduler.config)
     for name, n in (("running", 3), ("waiting", 1)):
-        scheduler.add_request(make_group(name, 6, n=n, max_tokens=20))
+        scheduler.add_request(make_group(name, 6, n=n, max_tokens=12))
     output = scheduler.schedule()
     answer = worker.execute(output)
     ended = scheduler.finish_requests(["running", "waiting", "unknown"], SequenceStatus.FINISHED_ABORTED)

@@ -243,7 +243,6 @@ class Fleet(RuleBasedStateMachine):
                 num_common = min((index + 1) * size, one.num_computed_tokens, other.num_computed_tokens)
                 assert one.token_ids[:num_common] == other.token_ids[:num_common]
                 if one.group is not other.group:
-                    assert tables is scheduler.blocks.tables
                     assert self.config.prefix_caching
                     behind = [s for s in (one, other) if s.num_computed_tokens < (index + 1) * size]
                     assert all(s.index > 0 or s.group.beams for s in behind)  # forks, that copy it before they write
