@@ -106,18 +106,16 @@ async def check_request(message: pb.GenerateRequest, request_id: str, model: Ser
 
 async def encode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, model: ServedModel) -> list[int]:
     """The prompt's token ids, at least one and all in the vocabulary. Raises RequestError."""
-    aside = isinstance(message, pb.TokenizeRequest)
-    kind = message.WhichOneof("input" if aside else "prompt")
+    kind = message.WhichOneof("prompt" if isinstance(message, pb.GenerateRequest) else "input")
     if kind == "token_ids" and isinstance(message, pb.GenerateRequest):
         _check_context("token_ids", len(message.token_ids.ids), model)
         prompt = list(message.token_ids.ids)
     elif kind == "text":
         tokenizer = require_tokenizer("text", model)
         _check_characters("text", len(message.text), model, tokenizer)
-        parse = message.parse_special_tokens
-        prompt = await tokenizer.encode(message.text, parse_special_tokens=parse, aside=aside)
+        prompt = await tokenizer.encode(message.text, parse_special_tokens=message.parse_special_tokens)
     elif kind == "chat":
-        prompt = await _encode_chat(message.chat, model, aside=aside)
+        prompt = await _encode_chat(message.chat, model)
     else:
         invalid("prompt is missing: set one of text, token_ids or chat")
     if not prompt:
@@ -150,7 +148,7 @@ def check_token_ids(field: str, token_ids: Collection[int], model: ServedModel, 
         invalid(f"{field} contains {largest}; the vocabulary has {model.vocabulary_size} tokens")
 
 
-async def _encode_chat(chat: pb.Chat, model: ServedModel, *, aside: bool) -> list[int]:
+async def _encode_chat(chat: pb.Chat, model: ServedModel) -> list[int]:
     tokenizer = require_tokenizer("chat", model)
     if not tokenizer.has_chat_template:
         invalid("chat is not possible with this model: it has no chat template; use text or token_ids")
@@ -162,8 +160,7 @@ async def _encode_chat(chat: pb.Chat, model: ServedModel, *, aside: bool) -> lis
             invalid(f"chat.messages[{position}].role is {message.role[:32]!r}; it must be one of {', '.join(ROLES)}")
     _check_characters("chat", sum(len(message.content) for message in chat.messages), model, tokenizer)
     try:
-        messages = [{"role": message.role, "content": message.content} for message in chat.messages]
-        return await tokenizer.encode_chat(messages, aside=aside)
+        return await tokenizer.encode_chat([{"role": m.role, "content": m.content} for m in chat.messages])
     except TemplateError as error:
         invalid(str(error))
 
@@ -245,10 +242,12 @@ def _check_length(name: str, length: int, most: int) -> None:
 def _max_tokens(sampling: pb.SamplingParams, num_prompt_tokens: int, model: ServedModel) -> int:
     room = model.context_length - num_prompt_tokens
     name = max(("n", "best_of", "beam_width"), key=lambda name: getattr(sampling, name))
-    if (n := getattr(sampling, name)) > 1:  # the prompt's full blocks are shared, what follows is not
-        shared = num_prompt_tokens // model.block_size
+    if (n := getattr(sampling, name)) > 1:
+        # Full blocks of the prompt are shared, what follows is not; nor is what ends with the prompt, except by beams:
+        # every other output computes the last prompt token itself. The last token of an output is never stored.
+        shared = (num_prompt_tokens - (not sampling.beam_width)) // model.block_size
         blocks_each = (model.pool_tokens // model.block_size - shared) // n
-        in_pool = (shared + blocks_each) * model.block_size - num_prompt_tokens
+        in_pool = (shared + blocks_each) * model.block_size + 1 - num_prompt_tokens
         if (sampling.max_tokens or 1) > in_pool:
             invalid(
                 f"the prompt has {num_prompt_tokens} tokens, sampling.{name} is {n} and sampling.max_tokens "

@@ -6,7 +6,7 @@ import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.errors import RequestError
-from scheduler_service.core import SamplingParams
+from scheduler_service.core import BlockManager, SamplingParams, SequenceGroup
 from scheduler_service.generation_defaults import GenerationDefaults
 from scheduler_service.model import ServedModel
 from scheduler_service.validation import check_names, check_request
@@ -160,9 +160,26 @@ async def test_a_model_without_a_generation_config_is_greedy_and_fills_the_conte
 
 
 async def test_several_outputs_run_as_far_as_the_pool_allows_all_of_them(byte_model: ServedModel) -> None:
-    """50 tokens of prompt fill 12 blocks of 4 that are shared; of the other 88 each of 8 outputs has 11."""
+    """50 tokens of prompt fill 12 blocks of 4 that are shared; of the other 88 each of 8 outputs has 11.
+
+    An output's last token is in none of them.
+    """
     sampling = (await check_request(request("x" * 50, n=8), "id", byte_model)).sampling
-    assert sampling.max_tokens == 12 * 4 + 11 * 4 - 50
+    assert sampling.max_tokens == 12 * 4 + 11 * 4 + 1 - 50
+
+
+@pytest.mark.parametrize("kind", ["n", "beam_width"])
+@pytest.mark.parametrize("num_prompt_tokens", [1, 3, 4, 5, 48, 49])
+async def test_several_outputs_are_promised_what_a_worker_of_that_pool_has_room_for_and_no_token_more(
+    byte_model: ServedModel, kind: str, num_prompt_tokens: int
+) -> None:
+    model = replace(byte_model, context_length=1000)
+    promised = (await check_request(request("x" * num_prompt_tokens, **{kind: 7}), "id", model)).sampling
+    blocks = BlockManager(model.block_size, model.pool_tokens // model.block_size)
+    for more, fits in ((0, True), (1, False)):
+        sampling = replace(promised, max_tokens=promised.max_tokens + more)
+        group = SequenceGroup("id", [5] * num_prompt_tokens, sampling)
+        assert blocks.never_fits(group) is not fits
 
 
 async def test_beams_search_the_models_own_distribution_whatever_its_generation_config_says(
