@@ -12,12 +12,14 @@ from pagewire.v1.admin_service_pb2_grpc import AdminServiceServicer
 from pagewire_common.errors import RequestError
 from scheduler_service.cluster_state import cluster_state
 from scheduler_service.engine import Engine
+from scheduler_service.side_calls import SideCalls
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 INTERVAL_MS = 1000
 MIN_INTERVAL_MS = 100
 MAX_INTERVAL_MS = 60_000
+MAX_WATCHES = 64
 
 
 class AdminServicer(AdminServiceServicer):
@@ -26,6 +28,7 @@ class AdminServicer(AdminServiceServicer):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._closed = asyncio.Event()
+        self._watches = SideCalls("WatchClusterState", max_calls=MAX_WATCHES, max_bytes=0)
 
     def close(self) -> None:
         self._closed.set()
@@ -42,10 +45,11 @@ class AdminServicer(AdminServiceServicer):
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"interval_ms is {interval_ms}; it must be in [{MIN_INTERVAL_MS}, {MAX_INTERVAL_MS}]",
             )
-        while not self._closed.is_set():
-            yield pb.WatchClusterStateResponse(state=cluster_state(self._engine))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._closed.wait(), interval_ms / 1000)
+        with self._watches.place():
+            while not self._closed.is_set():
+                yield pb.WatchClusterStateResponse(state=cluster_state(self._engine))
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._closed.wait(), interval_ms / 1000)
         raise RequestError(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
 
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:

@@ -18,6 +18,7 @@ from scheduler_service.engine import Engine
 from scheduler_service.patient_writer import PatientWriter
 from scheduler_service.request import RequestState, request_key
 from scheduler_service.resumption import check_resumption
+from scheduler_service.side_calls import SideCalls
 from scheduler_service.streams import OutputDelta
 from scheduler_service.validation import (
     MAX_DETOKENIZE,
@@ -46,6 +47,10 @@ _REASONS = {
     SequenceStatus.FINISHED_ABORTED: "abort",
 }
 
+MAX_SIDE_CALLS = 256
+MAX_SIDE_BYTES = 16 << 20
+"""Of calls beside Generate: some seconds of tokenizing, on a thread of their own."""
+
 _CLIENTS_OWN = (grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED)
 """How streams end that the client left or went on with in another call."""
 
@@ -55,6 +60,9 @@ class InferenceServicer(InferenceServiceServicer):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._side_calls = SideCalls(
+            "Tokenize, Detokenize and GetModel", max_calls=MAX_SIDE_CALLS, max_bytes=MAX_SIDE_BYTES
+        )
 
     async def Generate(  # type: ignore[override]  # it writes itself, to bound how long a write may take
         self, request: pb.GenerateRequest, context: Context
@@ -115,7 +123,8 @@ class InferenceServicer(InferenceServiceServicer):
         return pb.AbortResponse(aborted=self._engine.abort(request_key(request.tenant, request.request_id)))
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
-        model = await self._engine.model()
+        with self._side_calls.place():  # it may wait for the first worker
+            model = await self._engine.model()
         return pb.GetModelResponse(
             name=model.name,
             context_length=model.context_length,
@@ -129,14 +138,16 @@ class InferenceServicer(InferenceServiceServicer):
         )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        return pb.TokenizeResponse(token_ids=await encode_prompt(request, await self._engine.model()))
+        with self._side_calls.place(request.ByteSize()):
+            return pb.TokenizeResponse(token_ids=await encode_prompt(request, await self._engine.model()))
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        model = await self._engine.model()
-        check_token_ids("token_ids", request.token_ids, model, most=MAX_DETOKENIZE)
-        tokenizer = require_tokenizer("detokenizing", model)
-        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        return pb.DetokenizeResponse(text=await tokenizer.decode(request.token_ids, skip_special_tokens=skip))
+        with self._side_calls.place(request.ByteSize()):
+            model = await self._engine.model()
+            check_token_ids("token_ids", request.token_ids, model, most=MAX_DETOKENIZE)
+            tokenizer = require_tokenizer("detokenizing", model)
+            skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+            return pb.DetokenizeResponse(text=await tokenizer.decode(request.token_ids, skip_special_tokens=skip))
 
 
 def encode_delta(state: RequestState, delta: OutputDelta) -> pb.GenerateResponse:

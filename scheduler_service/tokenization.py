@@ -6,6 +6,7 @@ ones keep the GIL (630,000 characters: 239 ms of it, against 6); decoding a toke
 """
 
 import asyncio
+import os
 import re
 import secrets
 from collections.abc import Callable, Sequence
@@ -27,6 +28,9 @@ MAX_PENDING_TOKENS = 8
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
+# A call works on its own thread. Otherwise all of them share as many threads as there are cores, and wait for them.
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
 T = TypeVar("T")
 
 
@@ -35,7 +39,10 @@ class TemplateError(ValueError):
 
 
 class Tokenizer:
-    """Encodes prompts off the event loop and makes incremental detokenizers."""
+    """Encodes prompts off the event loop and makes incremental detokenizers.
+
+    What is done `aside` does not keep prompts waiting: it has a thread of its own.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._transformers = _load(directory)
@@ -49,6 +56,7 @@ class Tokenizer:
         special += [t.content for t in self._transformers.added_tokens_decoder.values() if t.special]
         self._special = re.compile("|".join(map(re.escape, dict.fromkeys(special))) or r"(?!)")
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
+        self._side_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-aside")
         vocabulary = self._parsing.get_vocab(with_added_tokens=True)
         self.longest_token = max(map(len, vocabulary), default=1)
         self._known = bytearray(max(vocabulary.values(), default=-1) + 1)
@@ -63,23 +71,27 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._transformers.chat_template)
 
-    async def encode(self, text: str, *, parse_special_tokens: bool = False) -> list[int]:
+    async def encode(self, text: str, *, parse_special_tokens: bool = False, aside: bool = False) -> list[int]:
         """Token ids of a text, with the prefix (such as a beginning-of-sequence token) that the model expects."""
         tokenizer = self._parsing if parse_special_tokens else self._plain
-        return await self._on_thread(lambda: _encode(tokenizer, text, add_special_tokens=True))
+        return await self._on_thread(lambda: _encode(tokenizer, text, add_special_tokens=True), aside=aside)
 
-    async def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    async def encode_chat(self, messages: Sequence[dict[str, str]], *, aside: bool = False) -> list[int]:
         """Token ids of a conversation up to where the assistant speaks. Raises TemplateError."""
-        return await self._on_thread(lambda: self._encode_chat(messages))
+        return await self._on_thread(lambda: self._encode_chat(messages), aside=aside)
 
     async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word's tokens at the start of a text and after a space, without any prefix."""
         return await self._on_thread(lambda: self._encode_words(words))
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return await self._on_thread(
-            lambda: self._parsing.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        )
+        """The text of tokens, made aside."""
+
+        def decode() -> str:
+            (text,) = self._parsing.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
+            return str(text)
+
+        return await self._on_thread(decode, aside=True)
 
     def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> "Detokenizer":
         shown = self._not_special if skip_special_tokens else self._known
@@ -87,8 +99,9 @@ class Tokenizer:
         context = [token_id for token_id in end if token_id < len(shown) and shown[token_id]][-NUM_CONTEXT_TOKENS:]
         return Detokenizer(self._parsing, context, shown, self._anchor, skip_special_tokens)
 
-    async def _on_thread(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+    async def _on_thread(self, function: Callable[[], T], *, aside: bool = False) -> T:
+        threads = self._side_thread if aside else self._threads
+        return await asyncio.get_running_loop().run_in_executor(threads, function)
 
     def _encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         # Special tokens in contents are swapped for marks that no text contains, and encoded as plain text where the
@@ -130,7 +143,7 @@ def _load(directory: Path) -> Any:
 
 
 def _encode(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
-    (encoding,) = tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     return list(encoding.ids)
 
 

@@ -106,16 +106,18 @@ async def check_request(message: pb.GenerateRequest, request_id: str, model: Ser
 
 async def encode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, model: ServedModel) -> list[int]:
     """The prompt's token ids, at least one and all in the vocabulary. Raises RequestError."""
-    kind = message.WhichOneof("prompt" if isinstance(message, pb.GenerateRequest) else "input")
+    aside = isinstance(message, pb.TokenizeRequest)
+    kind = message.WhichOneof("input" if aside else "prompt")
     if kind == "token_ids" and isinstance(message, pb.GenerateRequest):
         _check_context("token_ids", len(message.token_ids.ids), model)
         prompt = list(message.token_ids.ids)
     elif kind == "text":
         tokenizer = require_tokenizer("text", model)
         _check_characters("text", len(message.text), model, tokenizer)
-        prompt = await tokenizer.encode(message.text, parse_special_tokens=message.parse_special_tokens)
+        parse = message.parse_special_tokens
+        prompt = await tokenizer.encode(message.text, parse_special_tokens=parse, aside=aside)
     elif kind == "chat":
-        prompt = await _encode_chat(message.chat, model)
+        prompt = await _encode_chat(message.chat, model, aside=aside)
     else:
         invalid("prompt is missing: set one of text, token_ids or chat")
     if not prompt:
@@ -148,7 +150,7 @@ def check_token_ids(field: str, token_ids: Collection[int], model: ServedModel, 
         invalid(f"{field} contains {largest}; the vocabulary has {model.vocabulary_size} tokens")
 
 
-async def _encode_chat(chat: pb.Chat, model: ServedModel) -> list[int]:
+async def _encode_chat(chat: pb.Chat, model: ServedModel, *, aside: bool) -> list[int]:
     tokenizer = require_tokenizer("chat", model)
     if not tokenizer.has_chat_template:
         invalid("chat is not possible with this model: it has no chat template; use text or token_ids")
@@ -160,7 +162,8 @@ async def _encode_chat(chat: pb.Chat, model: ServedModel) -> list[int]:
             invalid(f"chat.messages[{position}].role is {message.role[:32]!r}; it must be one of {', '.join(ROLES)}")
     _check_characters("chat", sum(len(message.content) for message in chat.messages), model, tokenizer)
     try:
-        return await tokenizer.encode_chat([{"role": m.role, "content": m.content} for m in chat.messages])
+        messages = [{"role": message.role, "content": message.content} for message in chat.messages]
+        return await tokenizer.encode_chat(messages, aside=aside)
     except TemplateError as error:
         invalid(str(error))
 

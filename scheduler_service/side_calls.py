@@ -1,0 +1,40 @@
+"""How many calls beside Generate may be in flight, and how many bytes of theirs, so that they stay beside it."""
+
+import contextlib
+from collections.abc import Iterator
+
+import grpc
+
+from pagewire_common.errors import RequestError
+
+
+class SideCalls:
+    """Calls of one kind that have a limit in common."""
+
+    def __init__(self, what: str, *, max_calls: int, max_bytes: int) -> None:
+        self._what = what
+        self._max_calls = max_calls
+        self._max_bytes = max_bytes
+        self._num_calls = 0
+        self._num_bytes = 0
+
+    @contextlib.contextmanager
+    def place(self, num_bytes: int = 0) -> Iterator[None]:
+        """Hold a place for a call of this size. Raises RESOURCE_EXHAUSTED; a call alone always has one."""
+        if self._num_calls >= self._max_calls:
+            self._refuse(f"{self._num_calls} {self._what} calls are in flight, as many as may be")
+        if self._num_calls and self._num_bytes + num_bytes > self._max_bytes:
+            self._refuse(
+                f"{self._what} calls of {self._num_bytes} bytes are in flight, and this one has {num_bytes}; "
+                f"together they may have {self._max_bytes}"
+            )
+        self._num_calls += 1
+        self._num_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+            self._num_bytes -= num_bytes
+
+    def _refuse(self, reason: str) -> None:
+        raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{reason}; try again later")

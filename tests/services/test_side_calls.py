@@ -1,0 +1,111 @@
+"""Calls beside Generate are limited in number and in bytes, and Generate does not wait for them."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from engines import running
+from fake_worker_service import FakeWorkerService, serving
+from scheduler_in_process import InProcess, scheduler
+
+from pagewire.v1 import admin_service_pb2 as admin_pb
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
+from pagewire_client import Client, SamplingParams
+from pagewire_client.llm import collect
+from pagewire_common.errors import RequestError
+from scheduler_service import servicer as servicer_module
+from scheduler_service.admin_servicer import MAX_WATCHES
+from scheduler_service.servicer import InferenceServicer
+from scheduler_service.side_calls import SideCalls
+
+CALLS: dict[str, Callable[[InferenceServicer], Any]] = {
+    "Tokenize": lambda servicer: servicer.Tokenize(pb.TokenizeRequest(text="hello"), None),  # type: ignore[arg-type]
+    "Detokenize": lambda servicer: servicer.Detokenize(pb.DetokenizeRequest(token_ids=[5]), None),  # type: ignore[arg-type]
+    "GetModel": lambda servicer: servicer.GetModel(pb.GetModelRequest(), None),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+async def test_calls_that_wait_for_the_first_worker_are_limited_in_number(
+    call: Callable[[InferenceServicer], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servicer_module, "MAX_SIDE_CALLS", 2)
+    async with running("127.0.0.1:1", no_worker_timeout=50) as engine:
+        servicer = InferenceServicer(engine)
+        waiting = [asyncio.create_task(other(servicer)) for other in list(CALLS.values())[:2]]
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="2 Tokenize, Detokenize and GetModel calls are in flight") as error:
+            await call(servicer)
+        assert error.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        with servicer._side_calls.place(), servicer._side_calls.place():  # their places are free again
+            pass
+
+
+def test_bytes_count_as_well_as_calls_and_a_call_alone_is_never_too_large() -> None:
+    calls = SideCalls("Any", max_calls=9, max_bytes=100)
+    with calls.place(1000):
+        pass
+    with calls.place(60), calls.place(40):
+        with pytest.raises(RequestError, match="calls of 100 bytes are in flight, and this one has 1"), calls.place(1):
+            pass
+        with calls.place(0):
+            pass
+    with calls.place(100):
+        pass
+
+
+@pytest.fixture
+async def one(byte_tokenizer_directory: Path) -> AsyncIterator[InProcess]:
+    async with serving(FakeWorkerService(byte_tokenizer_directory)) as address, scheduler(address) as one:
+        await one.engine.model()
+        yield one
+
+
+async def test_watches_are_limited_and_one_that_ends_makes_place(one: InProcess) -> None:
+    async with grpc.aio.insecure_channel(one.target) as channel:
+        stub = AdminServiceStub(channel)
+        request = admin_pb.WatchClusterStateRequest(interval_ms=60_000)
+        watches = [stub.WatchClusterState(request) for _ in range(MAX_WATCHES)]
+        for watch in watches:
+            await watch.read()
+        with pytest.raises(grpc.aio.AioRpcError, match="64 WatchClusterState calls are in flight") as error:
+            await stub.WatchClusterState(request).read()
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        watches.pop().cancel()
+        while True:
+            try:
+                await stub.WatchClusterState(request).read()
+                break
+            except grpc.aio.AioRpcError:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_prompt_is_encoded_while_every_side_call_waits_for_its_thread(one: InProcess) -> None:
+    tokenizer = (await one.engine.model()).tokenizer
+    assert tokenizer is not None
+    is_blocked, goes_on = threading.Event(), threading.Event()
+
+    def block() -> None:
+        is_blocked.set()
+        goes_on.wait(60)
+
+    blocked = tokenizer._side_thread.submit(block)
+    await asyncio.to_thread(is_blocked.wait)
+    async with Client(one.target) as client:
+        others = [asyncio.create_task(client.tokenize("hello" * 50)) for _ in range(16)]
+        others.append(asyncio.create_task(client.detokenize([73] * 20)))  # type: ignore[arg-type]
+        completion = await collect(client, "hello", SamplingParams(max_tokens=3))
+        assert completion.outputs[0].text == "ggg"
+        completion = await collect(client, [{"role": "user", "content": "hi"}], SamplingParams(max_tokens=3))
+        assert not any(task.done() for task in others)
+        goes_on.set()
+        await asyncio.gather(*others)
+    blocked.result()
