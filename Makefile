@@ -32,7 +32,7 @@ demo: setup
 
 # A process for each core.
 test: setup
-	PYTHONHASHSEED=0 $(BIN)/python -m pytest -n logical --dist loadgroup
+	PYTHONHASHSEED=0 $(BIN)/python -m pytest -n logical
 
 # The tests of properties, again and again with new seeds, on all cores. What is found is kept in .hypothesis.
 MINUTES ?= 10

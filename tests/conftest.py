@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,15 +40,32 @@ except OSError:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "xdist_group(name): tests that one process runs, where several run tests")
+    config.addinivalue_line("markers", "alone: no other process runs tests meanwhile, for it measures time")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one file share what it sets up, and so one process; xdist_group joins files that share more."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    from parallel import Groups
+
+    config.option.loadscopereorder = False  # by the number of tests
+    return Groups(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # in one of several processes
+        from parallel import longest_first
+
+        items[:] = longest_first(items)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before the time limit begins
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    from parallel import turn
+
+    with turn(alone=item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

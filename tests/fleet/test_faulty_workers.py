@@ -48,6 +48,7 @@ async def test_running_out_of_memory_in_a_step_moves_its_streams(workers: Worker
     assert starved.is_running
 
 
+@pytest.mark.alone
 async def test_a_slow_worker_does_not_set_the_pace_of_fast_ones(
     model: Path, serve: Serve, faulty: Any, scale: Scale
 ) -> None:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import pytest
 from fleet_helpers import Fleet, Scale, Serve
 from load import Load
 from processes import Workers, faulty_worker
@@ -77,6 +78,7 @@ async def slow_readers(address: str, count: int, num_bytes: int) -> AsyncIterato
         transport.abort()
 
 
+@pytest.mark.alone
 async def test_clients_that_read_slowly_or_nothing_or_say_nothing_slow_nobody_else(
     model: Path, serve: Serve, scale: Scale
 ) -> None:

@@ -1,0 +1,48 @@
+"""Which process of several runs a test, and when: those of one file run in one, where they share what it sets up.
+
+All of tests/fleet share their workers. Whatever takes long begins first, so that the processes end at about the same
+time. A test that is marked `alone` has the machine to itself. (pytest-xdist's own groups are marks, which its version
+3.8 does not find with pytest 9.2.)
+"""
+
+import fcntl
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+LONGEST = ("tests/fleet",)
+"""Groups by the time that they take, the longest first."""
+_GATE, _MACHINE = Path(__file__), Path(__file__).with_name("conftest.py")
+"""Files that every process finds, for their locks."""
+
+
+class Groups(LoadScopeScheduling):
+    """Gives a group of tests to a process, and another one when it is nearly through."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)
+
+
+def group_of(nodeid: str) -> str:
+    """The file of a test, or the folder whose files share more than they cost."""
+    file = nodeid.partition("::")[0]
+    return "tests/fleet" if file.startswith("tests/fleet/") else file
+
+
+def longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """The tests of LONGEST in front; in the order that they had otherwise."""
+    places = {group: place for place, group in enumerate(LONGEST)}
+    return sorted(items, key=lambda item: places.get(group_of(item.nodeid), len(places)))
+
+
+@contextmanager
+def turn(*, alone: bool) -> Iterator[None]:
+    """While this is held, other processes run tests too, unless it is to be `alone`; waits until that is so."""
+    with open(_GATE) as gate, open(_MACHINE) as machine:
+        fcntl.flock(gate, fcntl.LOCK_EX)  # no test begins while one waits to be alone
+        fcntl.flock(machine, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        yield
