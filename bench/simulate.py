@@ -12,6 +12,10 @@ and four light ones 5% each, and 10% of the requests are urgent, of whomever.
 A second table shows what placement is worth: 8 workers of which one takes four times as long for every step, and 8
 equal ones whose requests are turns of conversations, each with the balancer and with whoever is asked first taking all.
 
+A third shows what the cap on one prompt's part of a step is worth: one worker with the requests of up to 512 prompt
+tokens, and every 400 seconds long prompts that take a hundred steps together. TTFT is of the requests that came while
+one of the long prompts was under way.
+
 One process a core; the real time of a run is that beside the others. The last line is JSON.
 """
 
@@ -20,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -28,13 +33,14 @@ from rich.progress import track
 from rich.table import Table
 
 from scheduler_service.core import Balancer, PreemptionMode, WaitingQueue
+from scheduler_service.core.config import default_prefill_chunk
 from scheduler_service.core.placement import Member
 from scheduler_service.policy import POLICIES, waiting_queue
 from scheduler_service.simulation.cost_model import CostModel
 from scheduler_service.simulation.senders import converse, deal
 from scheduler_service.simulation.simulator import RequestTimes, Simulator
 from scheduler_service.simulation.summary import percentiles, ttft
-from scheduler_service.simulation.trace import read_trace
+from scheduler_service.simulation.trace import Arrival, read_trace
 
 # By workers. A sixth for each loads the built-in cost model on the conversation trace; a thousand of them admit every
 # request at once unless the traces' hour passes in seven seconds.
@@ -48,6 +54,12 @@ PRIORITIES = {0: 0.9, URGENT: 0.1}
 PLACEMENT_SPEEDUP = 0.8
 PLACEMENT_REQUESTS = 6_000
 SLOWNESS = {7: 4.0}
+
+SHORT = 512
+LONG_STEPS = 100
+LONG_EVERY = 400.0
+SHORT_SPEEDUP = 0.05
+SHORT_REQUESTS = 1_000
 
 Row = dict[str, str | int | float]
 
@@ -108,6 +120,45 @@ def run_placement(case: tuple[str, str, bool]) -> Row:
     }
 
 
+def run_beside(case: tuple[str, int, bool]) -> Row:
+    trace, num_long, is_capped = case
+    costs = replace(CostModel(), num_device_blocks=2**15)  # the long prompts have room
+    step = costs.max_num_batched_tokens
+    chunk = default_prefill_chunk(step) if is_capped else step
+    arrivals = read_trace(Path(trace), speedup=SHORT_SPEEDUP)
+    arrivals = [arrival for arrival in arrivals if arrival.prompt_tokens <= SHORT][:SHORT_REQUESTS]
+    num_tokens = LONG_STEPS * step // num_long
+    for number in range(int(arrivals[-1].at / LONG_EVERY)):
+        arrivals += [Arrival(LONG_EVERY * number, num_tokens, 1)] * num_long
+    arrivals.sort(key=lambda arrival: arrival.at)
+    requests = Simulator(arrivals, costs, num_workers=1, max_prefill_chunk=chunk).run().requests
+    long = [request for request in requests if request.arrival.prompt_tokens > SHORT]
+    spans = [(request.arrived, request.arrived + request.ttft) for request in long]
+    beside = [
+        request
+        for request in requests
+        if request.arrival.prompt_tokens <= SHORT and any(begin <= request.arrived < end for begin, end in spans)
+    ]
+    return {
+        "trace": Path(trace).stem,
+        "long": f"{num_long} x {num_tokens:,}",
+        "chunk": f"{chunk:,}",
+        "num_short": len(beside),
+        "p50_ttft": ttft(beside)["p50"],
+        "p99_ttft": ttft(beside)["p99"],
+        "mean_ttft_long": sum(request.ttft for request in long) / len(long),
+    }
+
+
+BESIDE_COLUMNS = {
+    "trace": "{trace}",
+    "long prompts": "{long}",
+    "most of a step": "{chunk}",
+    "short requests": "{num_short:,}",
+    "p50 TTFT": "{p50_ttft:.2f}",
+    "p99 TTFT": "{p99_ttft:.2f}",
+    "mean TTFT of the long": "{mean_ttft_long:.1f}",
+}
 PLACEMENT_COLUMNS = {
     "trace": "{trace}",
     "load": "{load}",
@@ -149,12 +200,19 @@ def main() -> None:
     cases = list(product(traces, SPEEDUPS, POLICIES))
     placement_cases = list(product(traces, ("a slow worker", "conversations"), (False, True)))
     console = Console(stderr=True)
+    beside_cases = list(product(traces, (1, 4, 8), (False, True)))
     with ProcessPoolExecutor() as pool:
         policies = list(track(pool.map(run, cases), total=len(cases), console=console))
         placement = list(track(pool.map(run_placement, placement_cases), total=len(placement_cases), console=console))
-    for rows, columns, last in ((policies, COLUMNS, POLICIES[-1]), (placement, PLACEMENT_COLUMNS, "balancer")):
+        beside = list(track(pool.map(run_beside, beside_cases), total=len(beside_cases), console=console))
+    capped = f"{default_prefill_chunk(CostModel().max_num_batched_tokens):,}"
+    for rows, columns, last in (
+        (policies, COLUMNS, POLICIES[-1]),
+        (placement, PLACEMENT_COLUMNS, "balancer"),
+        (beside, BESIDE_COLUMNS, capped),
+    ):
         Console(file=sys.stdout, width=150).print(table_of(rows, columns, last))
-    sys.stdout.write(json.dumps({"policies": policies, "placement": placement}) + "\n")
+    sys.stdout.write(json.dumps({"policies": policies, "placement": placement, "beside": beside}) + "\n")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,12 @@ class SchedulerSettings(ServiceSettings):
         2048, ge=1, le=131_072, description="most tokens in one step; a worker's own limit counts"
     )
     max_num_seqs: int = Field(256, ge=1, le=8192, description="most sequences in one step; a worker's own limit counts")
+    max_prefill_chunk: int = Field(
+        0,
+        ge=0,
+        description="most tokens that a prompt takes of a step while others want the rest, so that a long one does not "
+        "hold up those behind it; 0 is a quarter of the step",
+    )
     max_num_requests: int = Field(4096, ge=1, description="most requests in flight before RESOURCE_EXHAUSTED")
     max_in_flight_steps: int = Field(
         2, ge=1, le=8, description="steps sent to a worker before the oldest is answered; 1 waits for each answer"

@@ -32,6 +32,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--policy", action="append", choices=POLICIES, help="may be repeated (default: all)")
     parser.add_argument("--preemption-mode", type=PreemptionMode, default=PreemptionMode.AUTO)
     parser.add_argument("--phase-rule", type=PhaseRule, default=PhaseRule.CHUNKED)
+    parser.add_argument(
+        "--max-prefill-chunk",
+        type=_positive_int,
+        default=0,
+        help="most tokens that a prompt takes of a step while others want the rest (default: a quarter of the step)",
+    )
     parser.add_argument("--speedup", type=_positive, default=1.0, help="divides the trace's times")
     parser.add_argument("--limit", type=_positive_int, help="take the first requests only")
     parser.add_argument(
@@ -109,6 +115,7 @@ def main() -> None:
                     waiting=waiting_queue(policy),
                     preemption_mode=arguments.preemption_mode,
                     phase_rule=arguments.phase_rule,
+                    max_prefill_chunk=arguments.max_prefill_chunk,
                 )
                 began = time.perf_counter()
                 result = simulator.run(lambda count, task=task: bar.update(task, completed=count))  # type: ignore[misc]

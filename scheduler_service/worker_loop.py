@@ -21,6 +21,7 @@ import structlog
 from scheduler_service.answer_check import check_answer
 from scheduler_service.codec import WorkerInfo
 from scheduler_service.core import Scheduler, SchedulerConfig, SchedulerOutput
+from scheduler_service.core.config import default_prefill_chunk
 from scheduler_service.model import max_num_seqs
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.step_split import StepSplit
@@ -349,10 +350,12 @@ def _step_timeout(settings: SchedulerSettings, config: SchedulerConfig) -> float
 
 
 def _config(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerConfig:
+    max_num_batched_tokens = min(settings.max_num_batched_tokens, info.max_num_batched_tokens)
     return SchedulerConfig(
         block_size=info.block_size,
         num_device_blocks=info.num_device_blocks,
-        max_num_batched_tokens=min(settings.max_num_batched_tokens, info.max_num_batched_tokens),
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_prefill_chunk=settings.max_prefill_chunk or default_prefill_chunk(max_num_batched_tokens),
         max_num_seqs=max_num_seqs(settings, info),
         max_model_len=info.max_model_len,
         watermark=settings.watermark,

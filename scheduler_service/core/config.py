@@ -33,6 +33,9 @@ class SchedulerConfig:
     grow before anyone has to be preempted. AUTO compares `block_bytes` of each block that is copied, out or back in, at
     `swap_bytes_per_second` with the tokens to compute anew at `prefill_tokens_per_second`; what the other pool has, or
     other groups hold in the prefix cache, costs neither. Where a speed is 0, that way counts as never finishing.
+    While others want a share of the step, a sequence computes at most `max_prefill_chunk` tokens of it, each further
+    one that is as long half as many as the one before it, and so all of them at most about twice as many: a long prompt
+    does not hold up those behind it. What is left then they compute all the same; 0 is no bound.
     `max_loras` bounds the adapters among the groups that run at a time. `num_lookahead_slots` is the room that every
     sequence has past the tokens it computes next. With a `sliding_window` each token attends to so many up to itself,
     0 for all; blocks that fell behind the window are let go of, and prefixes are not cached, whose first blocks would
@@ -50,6 +53,7 @@ class SchedulerConfig:
     max_model_len: int
     watermark: float = 0.01
     num_host_blocks: int = 0
+    max_prefill_chunk: int = 0
     max_loras: int = 1
     num_lookahead_slots: int = 0
     sliding_window: int = 0
@@ -76,6 +80,7 @@ class SchedulerConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in (
             "num_host_blocks",
+            "max_prefill_chunk",
             "num_lookahead_slots",
             "sliding_window",
             "block_bytes",
@@ -120,6 +125,11 @@ class SchedulerConfig:
         if self.sliding_window and self.max_blocks_per_sequence <= self.num_device_blocks:
             return self.max_model_len
         return min(self.max_model_len, self.num_device_blocks * self.block_size - self.num_lookahead_slots)
+
+
+def default_prefill_chunk(max_num_batched_tokens: int) -> int:
+    """A quarter of a step: of the halves down to a sixteenth it held up the fewest, as docs/performance.md has it."""
+    return -(-max_num_batched_tokens // 4)
 
 
 def blocks_within_window(sliding_window: int, chunk: int, block_size: int) -> int:

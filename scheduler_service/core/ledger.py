@@ -31,6 +31,7 @@ class GroupLedger:
         self.admits = True  # whether waiting groups may be given to the worker
         self.running: dict[SequenceGroup, None] = {}  # in the order of admission
         self.num_running_seqs = 0  # of the running groups together, counted as budgets count them
+        self._max_chunk = config.max_prefill_chunk or config.max_num_batched_tokens
         self.swapped: OrderedDict[SequenceGroup, None] = OrderedDict()  # first to resume first
         self.answered_at = float("-inf")  # when the last answer came
         self._in_flight: deque[SchedulerOutput] = deque()  # steps without an answer, in order

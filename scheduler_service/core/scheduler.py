@@ -3,10 +3,13 @@
 There is no prefill phase and no decode phase: a sequence is scheduled for the tokens that are not computed yet, as
 many as the step's budget leaves. Sequences that need a single token go first, so that a long prompt never holds up
 the others; then prompts under way; then groups that were swapped out; then, when none is left of those, the head of the
-waiting queue, which goes before a swapped group only if it outranks that one. What the worker has to be told of them is
-counted as their tokens are: see step_bytes.py. When blocks run out, the group that was admitted last is preempted: its
-blocks are freed and it computes its tokens anew later (recompute), or they are copied to host memory and back (swap).
-Within a step all swapping out is planned before any swapping in, which is the order in which the worker does it.
+waiting queue, which goes before a swapped group only if it outranks that one. Of a long prompt no more than
+`max_prefill_chunk` tokens are taken at first, so that those behind it get into the step as well. What is left of the
+budget when all had their turn goes to the long ones in the same order, so that a lone prompt is computed as fast as it
+can be. What the worker has to be told of them is counted as their tokens are: see step_bytes.py. When blocks run out,
+the group that was admitted last is preempted: its blocks are freed and it computes its tokens anew later (recompute),
+or they are copied to host memory and back (swap). Within a step all swapping out is planned before any swapping in,
+which is the order in which the worker does it.
 
 Steps may be planned ahead of the answers to earlier ones; the worker works in step order and feeds the tokens that it
 sampled, so a plan needs to know only how many there will be. Blocks that are let go of while steps are in flight may
@@ -65,6 +68,7 @@ class Scheduler(StepWriter):
                 for sequence in group.live:
                     self.blocks.release_behind_window(sequence)
         if suspect is None and self._steady is not None and self._schedule_steady(self._steady, step):
+            self._hand_out_rest(step)
             return self.write(step)
         step.budget.take(num_seqs=self.num_running_seqs)
         if suspect is None or not self._schedule_suspect(suspect, step):
@@ -72,6 +76,7 @@ class Scheduler(StepWriter):
                 self._schedule_together(step)
             else:
                 self._schedule_separately(step)
+        self._hand_out_rest(step)
         return self.write(step)
 
     def update_draft_token_ids(self, drafts: Mapping[int, SequenceOf[int]]) -> None:
@@ -189,6 +194,7 @@ class Scheduler(StepWriter):
         """Give the step to a suspect alone, if it has room; returns whether that was done."""
         self._suspect = suspect
         if suspect in self.running:
+            step.prompts.append(suspect)
             self._schedule_running(suspect, step)
         else:
             self._schedule_waiting(step, suspect)
@@ -209,7 +215,8 @@ class Scheduler(StepWriter):
             self._release(group)
             self.waiting.put_back([group])
             return
-        while not self.blocks.can_append_slots(chunks := self._chunks(group, step.budget)):
+        chunks, num_long = self._chunks(group, step)
+        while not self.blocks.can_append_slots(chunks):
             if len(self.running) == 1:
                 step.budget.give_back(num_seqs=group.num_seqs)
                 self._ignore(group, step)
@@ -218,7 +225,9 @@ class Scheduler(StepWriter):
             self._preempt(victim, step)
             if victim is group:
                 return
+            chunks, num_long = self._chunks(group, step)
         if chunks:
+            step.num_long += num_long
             step.chunks[group] = [
                 Chunk(
                     sequence,
@@ -233,22 +242,46 @@ class Scheduler(StepWriter):
                 num_bytes=sum(chunk.num_bytes for chunk in step.chunks[group]),
             )
 
-    def _chunks(self, group: SequenceGroup, budget: SchedulingBudget) -> list[tuple[Sequence, int]]:
-        """What each sequence computes next; a follower has no table before its leader's prompt is done."""
-        num_tokens_left, num_bytes_left = budget.num_tokens, budget.num_bytes
+    def _chunks(self, group: SequenceGroup, step: Step) -> tuple[list[tuple[Sequence, int]], int]:
+        """What each sequence computes next, before all others had their turn, and how many of these have more to do.
+
+        Each of those takes half as many tokens as the one before it, the first `max_prefill_chunk` of them. So all of
+        them together leave room in the step for what is shorter, however many there are. A follower has no table before
+        its leader's prompt is done.
+        """
+        num_tokens_left, num_bytes_left, num_long = step.budget.num_tokens, step.budget.num_bytes, 0
         chunks: list[tuple[Sequence, int]] = []
         for sequence in self._due(group):
-            num_tokens = min(sequence.num_uncomputed_tokens, num_tokens_left)
+            num_tokens = sequence.num_uncomputed_tokens
+            is_long = num_tokens > self._max_chunk
+            if is_long:
+                num_tokens = max(1, self._max_chunk >> (step.num_long + num_long))
+            num_tokens = min(num_tokens, num_tokens_left)
             if num_tokens and sequence.id in self.blocks.tables:
-                if num_tokens == 1 and sequence.draft_token_ids:
+                if num_tokens == 1 and sequence.draft_token_ids and not is_long:
                     num_tokens += min(len(sequence.draft_token_ids), num_tokens_left - 1)
                 if not sequence.num_known_blocks:
                     if num_bytes_left <= 0:
                         continue
                     num_bytes_left -= self._bytes_to_tell(sequence, num_tokens)
                 chunks.append((sequence, num_tokens))
+                num_long += is_long
                 num_tokens_left -= num_tokens
-        return chunks
+        return chunks, num_long
+
+    def _hand_out_rest(self, step: Step) -> None:
+        """Let prompts compute more than the first chunk that they were given, in order, with what all others left."""
+        if not step.budget.num_tokens or self._max_chunk >= self.config.max_num_batched_tokens:
+            return
+        for group in step.prompts:
+            for chunk in step.chunks.get(group, ()):
+                sequence = chunk.sequence
+                more = min(sequence.num_uncomputed_tokens - chunk.num_tokens, step.budget.num_tokens)
+                num_tokens = chunk.num_tokens + more
+                if more > 0 and self.blocks.can_append_slots([(sequence, num_tokens)]):
+                    step.budget.take(num_tokens=more)
+                    chunk.copies += self.blocks.append_slots(sequence, num_tokens)
+                    chunk.num_tokens = num_tokens
 
     def _due(self, group: SequenceGroup) -> list[Sequence]:
         """The live sequences; with separate phases those that are behind first, so that none decodes among them."""
@@ -287,6 +320,7 @@ class Scheduler(StepWriter):
             self._start_running(group)
             for sequence in group.live:
                 sequence.status = SequenceStatus.RUNNING
+            step.prompts.append(group)
             self._schedule_running(group, step)
             step.budget.take(num_bytes=swap_bytes(len(pairs)))
 
@@ -392,8 +426,9 @@ class Scheduler(StepWriter):
         self.balancer.overtook(step.left)
         step.placements.append(placement)
         step.prompts.append(group)
-        num_tokens = min(leader.num_uncomputed_tokens, step.budget.num_tokens)
+        ((_, num_tokens),), num_long = self._chunks(group, step)
         num_bytes = self._bytes_to_tell(leader, num_tokens)
+        step.num_long += num_long
         step.budget.take(num_tokens=num_tokens, num_seqs=group.num_seqs, num_bytes=num_bytes)
         step.chunks[group] = [Chunk(leader, num_tokens, num_bytes, [])]
 
@@ -436,6 +471,7 @@ class Scheduler(StepWriter):
             num_seqs=group.num_seqs,
             num_bytes=sum(chunk.num_bytes for chunk in chunks),
         )
+        step.num_long -= sum(chunk.sequence.num_uncomputed_tokens > self._max_chunk for chunk in chunks)
         # Blocks that were to be copied on write in this step have nothing in them yet that could be swapped out, and
         # beams that are swapped out could not be forked when the answer to their step in flight comes. A suspect would
         # come back from there among the others.

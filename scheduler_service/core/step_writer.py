@@ -36,6 +36,7 @@ class Step:
         "moved",
         "needy",
         "now",
+        "num_long",
         "num_preempted",
         "placements",
         "prompts",
@@ -53,8 +54,9 @@ class Step:
         self.left: dict[SequenceGroup, Placement] = {}  # waiting groups that are for other workers
         self.moved: list[Placement] = []
         self.placements: list[Placement] = []
-        self.prompts: list[SequenceGroup] = []  # running groups that were behind, or are new
+        self.prompts: list[SequenceGroup] = []  # running groups that were behind, or are new, or back
         self.num_preempted = 0
+        self.num_long = 0  # sequences among the chunks that need more than `max_prefill_chunk` tokens
         self.prompts_began: float | None = None
         self.steady: list[ScheduledSequence] = []  # the last step's plan, when it holds again
         self.needy: list[Sequence] = []  # those of it whose block tables grew

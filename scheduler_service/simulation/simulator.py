@@ -21,6 +21,7 @@ from scheduler_service.core import (
     SequenceGroup,
     WaitingQueue,
 )
+from scheduler_service.core.config import default_prefill_chunk
 from scheduler_service.simulation.cost_model import CostModel
 from scheduler_service.simulation.fairness import ServiceGap
 from scheduler_service.simulation.trace import Arrival, longest_sequence
@@ -102,6 +103,7 @@ class Simulator:
         waiting: WaitingQueue | None = None,
         preemption_mode: PreemptionMode = PreemptionMode.AUTO,
         phase_rule: PhaseRule = PhaseRule.CHUNKED,
+        max_prefill_chunk: int = 0,
         slowness: Mapping[int, float] | None = None,
     ) -> None:
         pool = cost_model.num_device_blocks * cost_model.block_size
@@ -116,6 +118,7 @@ class Simulator:
             max_model_len=pool,
             preemption_mode=preemption_mode,
             phase_rule=phase_rule,
+            max_prefill_chunk=max_prefill_chunk or default_prefill_chunk(cost_model.max_num_batched_tokens),
             block_bytes=cost_model.block_bytes,
             swap_bytes_per_second=int(cost_model.swap_bytes_per_second),
             prefill_tokens_per_second=int(cost_model.prefill_tokens_per_second),

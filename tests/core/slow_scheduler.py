@@ -55,6 +55,16 @@ class SlowScheduler(SlowBlocks):
             lists, name = [*sampling.logit_bias.items(), *sampling.bad_words], sequence.group.lora
         return 256 + 5 * len(numbers) + 16 * len(lists) + 4 * len(name)
 
+    def most_at_first(self, sequence: SlowSequence, before: list[SlowSequence]) -> int:
+        """What a sequence is given before all others have had their turn: a long one half of what the last one was."""
+        cap = longest = self.config.max_prefill_chunk or self.config.max_num_batched_tokens
+        if sequence.uncomputed <= longest:
+            return sequence.uncomputed
+        for other in [planned for planned, _, _ in self.plan] + before:
+            if other.uncomputed > longest:
+                cap = max(1, cap // 2)
+        return cap
+
     def schedule(self, now: float) -> SlowStep:
         self.plan: list[tuple[SlowSequence, int, int]] = []  # sequence, tokens, copies on write
         self.preempted: list[tuple[str, int, int]] = []
@@ -87,6 +97,7 @@ class SlowScheduler(SlowBlocks):
             else:
                 self.grow_all(ready)
                 self.resume("decodes")
+        self.hand_out_rest()
         return self.write(began)
 
     def may_admit(self, now: float) -> bool:
@@ -121,7 +132,7 @@ class SlowScheduler(SlowBlocks):
         catching_up = [sequence for sequence in group.live if sequence.device is not None and sequence.uncomputed > 1]
         are_apart = self.config.phase_rule is PhaseRule.SEPARATE and catching_up  # none decodes among those
         for sequence in catching_up if are_apart else group.live:
-            num_tokens = min(sequence.uncomputed, left)
+            num_tokens = min(self.most_at_first(sequence, [s for s, _ in chunks]), left)
             if num_tokens and sequence.device is not None and (sequence.is_table_known or bytes_left > 0):
                 chunks.append((sequence, num_tokens))
                 left -= num_tokens
@@ -225,7 +236,14 @@ class SlowScheduler(SlowBlocks):
             if group.num_cached is None:
                 group.num_cached = leader.computed
                 self.queue.charge(group, len(group.prompt))
-            self.plan.append((leader, min(leader.uncomputed, self.tokens_left), 0))
+            self.plan.append((leader, min(self.most_at_first(leader, []), self.tokens_left), 0))
+
+    def hand_out_rest(self) -> None:
+        """From the first to the last, each is planned anew with all that the others leave, if blocks are free."""
+        for index, (sequence, num_tokens, num_copies) in enumerate(self.plan):
+            most = min(sequence.uncomputed, num_tokens + self.tokens_left)
+            if most > num_tokens and self.num_new_blocks([(sequence, most)]) <= self.num_free:
+                self.plan[index] = (sequence, most, num_copies + self.append_slots(sequence, most))
 
     def ignore(self, group: SlowGroup) -> None:
         self.ignored.append(group.name)

@@ -23,6 +23,7 @@ from scheduler_service.core import PhaseRule
         ("num_lookahead_slots", -1),
         ("sliding_window", -1),
         ("max_loras", 0),
+        ("max_prefill_chunk", -1),
     ],
 )
 def test_impossible_configurations_name_the_field(field: str, value: float) -> None:

@@ -51,6 +51,7 @@ requests = st.tuples(
     st.integers(0, 3),  # lookahead slots
     st.sampled_from([0, 0, 1, 3, 8]),  # sliding window
     st.integers(1, 2),  # adapters at a time
+    st.sampled_from([0, 1, 4, 9]),  # tokens of a prompt in a step at first
 )
 def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_behind(
     specs: SequenceOf[tuple[int, int, int, int, set[int], int, int | None, int]],
@@ -69,6 +70,7 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
     num_lookahead_slots: int,
     sliding_window: int,
     max_loras: int,
+    max_prefill_chunk: int,
 ) -> None:
     sizes: dict[str, object] = {
         "num_host_blocks": num_host_blocks,
@@ -87,6 +89,7 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
         "num_lookahead_slots": min(num_lookahead_slots, num_blocks * block_size - 1),
         "sliding_window": sliding_window,
         "max_loras": max_loras,
+        "max_prefill_chunk": max_prefill_chunk,
     }
     waiting = policy()
     scheduler = make_scheduler(waiting, **sizes)

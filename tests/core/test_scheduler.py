@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 from fake_worker import FakeWorker
-from scheduler_helpers import make_group, make_scheduler, output_of, plan, run, step
+from scheduler_helpers import make_group, make_scheduler, output_of, plan, run, step, suspect
 
 from scheduler_service.core import (
     FairQueue,
@@ -35,6 +35,43 @@ def test_decodes_and_prefill_chunks_share_a_step_and_decodes_go_first() -> None:
     assert plan(step(scheduler, worker)) == {"long": [4], "short": [2]}
     scheduler.add_request(make_group("longer", 30))
     assert plan(step(scheduler, worker)) == {"long": [1], "short": [1], "longer": [6]}
+
+
+@pytest.mark.parametrize("phase_rule", PhaseRule)
+def test_a_long_prompt_does_not_hold_up_the_first_tokens_of_those_behind_it(phase_rule: PhaseRule) -> None:
+    """It takes the 8 tokens that it may at first, and what is left when all had their turn."""
+    scheduler = make_scheduler(
+        max_num_batched_tokens=32, max_prefill_chunk=8, num_device_blocks=64, phase_rule=phase_rule
+    )
+    worker = FakeWorker(scheduler.config)
+    scheduler.add_request(make_group("long", 60, max_tokens=1))
+    assert plan(step(scheduler, worker)) == {"long": [32]}
+    for name in ("one", "two"):
+        scheduler.add_request(make_group(name, 7, root=name.encode(), max_tokens=1))
+    assert plan(step(scheduler, worker)) == {"long": [18], "one": [7], "two": [7]}
+    assert plan(step(scheduler, worker)) == {"long": [10]}
+
+
+def test_long_prompts_together_leave_room_in_the_step_for_short_ones() -> None:
+    """Each takes half as many tokens as the one before it; what is left goes to the first."""
+    scheduler = make_scheduler(max_num_batched_tokens=32, max_prefill_chunk=8, num_device_blocks=128)
+    worker = FakeWorker(scheduler.config)
+    for i in range(6):
+        scheduler.add_request(make_group(f"long {i}", 60, root=bytes([i])))
+    longs = {"long 0": [16], "long 1": [4], "long 2": [2], "long 3": [1], "long 4": [1], "long 5": [1]}
+    scheduler.add_request(make_group("short", 7, root=b"short"))
+    assert plan(step(scheduler, worker)) == longs | {"short": [7]}
+    run(scheduler, worker)
+
+
+def test_a_suspect_that_is_alone_takes_the_whole_step() -> None:
+    waiting = WaitingQueue()
+    waiting.append(make_group("suspect", 60))
+    suspect(waiting.head)
+    scheduler = make_scheduler(waiting, max_num_batched_tokens=32, max_prefill_chunk=8)
+    worker = FakeWorker(scheduler.config)
+    assert plan(step(scheduler, worker)) == {"suspect": [32]}
+    assert plan(step(scheduler, worker)) == {"suspect": [28]}
 
 
 def test_separate_phases_never_mix_prompts_and_decodes() -> None:

@@ -74,6 +74,7 @@ def random_config(rng: Random, num_device_blocks: SequenceOf[int]) -> SchedulerC
         "num_device_blocks": num_blocks,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max(block_size, max_num_seqs + rng.randrange(20)),
+        "max_prefill_chunk": rng.choice([0, 1, 2, 3, 5, 8]),
         "max_model_len": rng.choice([20, 60]),
         "watermark": rng.choice([0.0, 0.1, 0.3]),
         "num_host_blocks": rng.choice([0, 4, 8, 14, 20]),

@@ -128,6 +128,7 @@ class Workload:
             num_device_blocks=random.randint(2, 24),
             max_num_batched_tokens=random.randint(6, 40),
             max_num_seqs=random.randint(1, 6),
+            max_prefill_chunk=random.choice([0, 1, 4]),
             max_model_len=64,
             num_host_blocks=random.randint(0, 16),
             watermark=random.choice([0.0, 0.2]),

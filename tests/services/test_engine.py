@@ -136,6 +136,21 @@ async def test_a_worker_with_more_blocks_than_anybody_can_keep_account_of_is_ref
             await engine.accept(engine.workers[0].client, decode_worker_info(worker.info))
 
 
+@pytest.mark.parametrize(("setting", "chunk"), [(0, 5), (7, 7)])
+async def test_a_prompt_takes_a_quarter_of_a_step_unless_told_otherwise_while_others_want_the_rest(
+    byte_tokenizer_directory: Path, setting: int, chunk: int
+) -> None:
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    async with (
+        serving(worker) as address,
+        running(address, max_num_batched_tokens=18, max_prefill_chunk=setting) as engine,
+    ):
+        await engine.model()
+        await until(lambda: engine.serving)
+        ((scheduler, _),) = engine.serving.items()
+        assert scheduler.config.max_prefill_chunk == chunk
+
+
 async def test_the_most_sequences_are_promised_as_a_step_has_tokens_for_them(byte_tokenizer_directory: Path) -> None:
     worker = FakeWorkerService(byte_tokenizer_directory)
     worker.info.max_num_batched_tokens = 10

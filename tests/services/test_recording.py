@@ -69,6 +69,7 @@ CONFIG = SchedulerConfig(
     num_lookahead_slots=2,
     sliding_window=7,
     max_step_bytes=1000,
+    max_prefill_chunk=13,
 )
 
 
