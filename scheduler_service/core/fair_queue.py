@@ -52,7 +52,7 @@ class FairQueue(WaitingQueue):
     def head(self) -> SequenceGroup:
         return next(iter(self._tenants[self._next_tenant()].values()))
 
-    def upcoming(self, most: int) -> list[SequenceGroup]:
+    def upcoming(self, most: int, *, equals: bool = True) -> list[SequenceGroup]:  # noqa: ARG002
         """A tenant after the other, the one served least first: who is passed over stays first, and loses no share."""
         tenants: list[str] = []
         groups: list[SequenceGroup] = []

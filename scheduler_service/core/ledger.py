@@ -6,7 +6,7 @@ free afterwards.
 """
 
 import itertools
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
@@ -32,6 +32,7 @@ class GroupLedger:
         self.running: dict[SequenceGroup, None] = {}  # in the order of admission
         self.num_running_seqs = 0  # of the running groups together, counted as budgets count them
         self._max_chunk = config.max_prefill_chunk or config.max_num_batched_tokens
+        self.running_loras: Counter[str] = Counter()  # adapters, and how many running groups need each
         self.swapped: OrderedDict[SequenceGroup, None] = OrderedDict()  # first to resume first
         self.answered_at = float("-inf")  # when the last answer came
         self._in_flight: deque[SchedulerOutput] = deque()  # steps without an answer, in order
@@ -72,18 +73,18 @@ class GroupLedger:
         is_open = self.admits and not self.swapped and not self._runs_suspect
         if not is_open or group.num_seqs > self.config.max_num_seqs - self.member.num_seqs:
             return None
-        if not self._has_lora_slot(group, self.running):
+        if not self.has_lora_slot(group):
             return None
         if self.blocks.can_allocate(group, leave_watermark=bool(self.running)) is not AllocStatus.OK:
             return None
         return self.blocks.num_cached_tokens(group.live[0])
 
-    def _has_lora_slot(self, group: SequenceGroup, running: Iterable[SequenceGroup]) -> bool:
-        """Whether the group's adapter can join those of the running groups; counted anew, so that none is lost."""
-        if not group.lora_name:
+    def has_lora_slot(self, group: SequenceGroup, *, without: Iterable[SequenceGroup] = ()) -> bool:
+        """Whether the group's adapter can join those of the running groups, `without` those that would make room."""
+        if not group.lora_name or group.lora_name in self.running_loras:
             return True
-        others = {other.lora_name for other in running} - {"", group.lora_name}
-        return len(others) < self.config.max_loras
+        leaving = Counter(other.lora_name for other in without)
+        return sum(count > leaving[name] for name, count in self.running_loras.items()) < self.config.max_loras
 
     @property
     def _runs_suspect(self) -> bool:
@@ -176,10 +177,16 @@ class GroupLedger:
     def _start_running(self, group: SequenceGroup) -> None:
         self.running[group] = None
         self.num_running_seqs += group.num_seqs
+        if group.lora_name:
+            self.running_loras[group.lora_name] += 1
 
     def _stop_running(self, group: SequenceGroup) -> None:
         del self.running[group]
         self.num_running_seqs -= group.num_seqs
+        if group.lora_name:
+            self.running_loras[group.lora_name] -= 1
+            if not self.running_loras[group.lora_name]:
+                del self.running_loras[group.lora_name]
 
     # ---- taking the answer in
 

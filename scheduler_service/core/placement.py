@@ -9,6 +9,8 @@ who are asked always takes it; and because much can happen until then, a group i
   waits twice as long as it had to;
 - while fewer than MAX_OVERTAKES later ones were taken before it.
 
+A group whose adapter has no slot on a worker is passed over there and overtaken within the same bound.
+
 After that whoever comes first takes it, but for a suspect: while there are workers that were not lost with it, it waits
 for one of those. Where nothing is cached and many wait, a worker takes its share of them at once, as much as brings it
 to where all will be when nobody waits any more, instead of one at a time in turns.
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 SEQUENCE_TOKENS = 128
 MAX_OVERTAKES = 16
 MOST_LEFT = 8  # groups that a worker looks past in one step
+MOST_SLOTLESS = 32  # groups without a slot for their adapter that it looks past as well
 MOST_CANDIDATES = 4  # of each kind that are looked at closely
 
 
@@ -106,7 +109,7 @@ class Balancer:
         self.num_left = dict.fromkeys(PlacementReason, 0)
         """How often a worker that looked at a group left it to another one, by reason."""
         self.num_overtakes = 0
-        """How often a group was taken before an earlier one that was left."""
+        """How often a group was taken before an earlier one that was left, or whose adapter had no slot."""
         self.num_moved = 0
         """Groups that were swapped out and went elsewhere."""
         self._members: dict[int, Member] = {}
@@ -276,17 +279,22 @@ class Balancer:
     def _next_lightest(self, member: Member, group: "SequenceGroup") -> list[Member]:
         """The other worker with the least to do that has room, in a list, or none.
 
-        Whoever has no room is not asked again before there is another amount to do there.
+        One that has no room is not asked again before there is another amount to do there. One that only has no slot
+        for the group's adapter may have room for others; after MOST_CANDIDATES of those nothing more is looked for.
         """
         aside: list[tuple[float, int, int]] = []
         found: list[Member] = []
-        while self._lightest and not found:
+        num_slotless = 0
+        while self._lightest and not found and num_slotless < MOST_CANDIDATES:
             entry = heapq.heappop(self._lightest)
             other = self._member_of(entry)
             if other is None:
                 continue
             if other is member:
                 aside.append(entry)
+            elif not other.scheduler.has_lora_slot(group):
+                aside.append(entry)
+                num_slotless += 1
             elif other.scheduler.room_for(group) is None:
                 other.entry = -1
             else:

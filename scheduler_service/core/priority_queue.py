@@ -36,11 +36,11 @@ class PriorityQueue(WaitingQueue):
     def head(self) -> SequenceGroup:
         return self._ranks.first
 
-    def upcoming(self, most: int) -> list[SequenceGroup]:
-        """Those of the head's own priority that come before all others."""
+    def upcoming(self, most: int, *, equals: bool = True) -> list[SequenceGroup]:
+        """With `equals` those of the head's own priority that come before all others."""
         groups: list[SequenceGroup] = []
         while len(groups) < min(most, len(self._groups)) and (
-            not groups or self._ranks.first.priority == groups[0].priority
+            not equals or not groups or self._ranks.first.priority == groups[0].priority
         ):
             groups.append(self._ranks.pop())
         for group in groups:

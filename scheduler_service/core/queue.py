@@ -79,8 +79,8 @@ class WaitingQueue:
         """Who is next; the queue must not be empty."""
         return next(iter(self._groups.values()))
 
-    def upcoming(self, most: int) -> list[SequenceGroup]:
-        """Who is next, in order, as far as later ones may go before earlier ones: up to so many."""
+    def upcoming(self, most: int, *, equals: bool = True) -> list[SequenceGroup]:  # noqa: ARG002
+        """The next groups in order, up to so many; with `equals` only those that rank as the first of them does."""
         return list(itertools.islice(self._groups.values(), most))
 
     def get(self, request_id: str) -> SequenceGroup | None:

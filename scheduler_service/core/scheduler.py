@@ -33,7 +33,7 @@ from scheduler_service.core.block_manager import AllocStatus
 from scheduler_service.core.budget import SchedulingBudget
 from scheduler_service.core.config import PhaseRule, PreemptionMode
 from scheduler_service.core.outputs import ScheduledSequence, SchedulerOutput
-from scheduler_service.core.placement import MAX_OVERTAKES, MOST_LEFT, Placement, PlacementReason
+from scheduler_service.core.placement import MAX_OVERTAKES, MOST_LEFT, MOST_SLOTLESS, Placement, PlacementReason
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.core.step_bytes import bytes_to_tell, swap_bytes
 from scheduler_service.core.step_writer import Chunk, Step, StepWriter
@@ -308,7 +308,7 @@ class Scheduler(StepWriter):
             if status is AllocStatus.NEVER:
                 self._ignore(group, step)
                 continue
-            has_slots = group.num_seqs <= step.budget.num_seqs and self._has_lora_slot(group, self.running)
+            has_slots = group.num_seqs <= step.budget.num_seqs and self.has_lora_slot(group)
             if status is AllocStatus.LATER or not has_slots or self._is_outranked(group, step):
                 if not self._move(group, step):
                     return
@@ -362,12 +362,17 @@ class Scheduler(StepWriter):
             if status is AllocStatus.NEVER:
                 self.waiting.remove(group.request_id)
                 self._ignore(group, step)
+                step.upcoming = []
                 continue
             placement = Placement(group, PlacementReason.ALONE if suspect is None else PlacementReason.SUSPECT)
             if status is AllocStatus.LATER:
-                if step.left or not self._make_room(group, step, has_choice=has_choice):
+                is_head = not step.left and not step.slotless
+                if is_head and self._make_room(group, step, has_choice=has_choice):
+                    most = len(step.chunks) + 1  # groups that made room for this one do not come back at once
+                elif suspect is None and self._pass_over(group, step):
+                    continue
+                else:
                     return
-                most = len(step.chunks) + 1  # whoever made room for this one does not come back at once
             elif has_choice:
                 if not has_reported:
                     self.report(step)
@@ -380,19 +385,36 @@ class Scheduler(StepWriter):
             self._admit(group, placement, step)
 
     def _next_waiting(self, step: Step) -> SequenceGroup | None:
-        """The first that is not left to another worker; None when those that are have been overtaken often enough."""
-        if not step.left:
+        """The first that is neither left to another worker nor without a slot for its adapter here.
+
+        None when those that are have been overtaken often enough.
+        """
+        num_passed = len(step.left) + len(step.slotless)
+        if not num_passed:
             return self.waiting.head
         if len(step.left) > MOST_LEFT or any(
             group.num_overtaken >= MAX_OVERTAKES and self.worker not in group.lost_on for group in step.left
         ):
             return None
-        return next((group for group in self.waiting.upcoming(len(step.left) + 1) if group not in step.left), None)
+        if any(group.num_overtaken >= MAX_OVERTAKES for group in step.slotless):
+            return None
+        if num_passed >= len(step.upcoming):
+            step.upcoming = self.waiting.upcoming(2 * num_passed + 1, equals=bool(step.left))
+        return next((g for g in step.upcoming if g not in step.left and g not in step.slotless), None)
+
+    def _pass_over(self, group: SequenceGroup, step: Step) -> bool:
+        """Look past a group whose adapter has no slot here, if it may be overtaken; returns whether that was done."""
+        if self.has_lora_slot(group) or group in step.left:
+            return False
+        if group.num_overtaken >= MAX_OVERTAKES or len(step.slotless) >= MOST_SLOTLESS:
+            return False
+        step.slotless[group] = None
+        return True
 
     def _status(self, group: SequenceGroup, budget: SchedulingBudget) -> AllocStatus:
         if group.num_seqs > self.config.max_num_seqs or self.blocks.never_fits(group):
             return AllocStatus.NEVER  # before anybody is preempted for it
-        if group.num_seqs > budget.num_seqs or not self._has_lora_slot(group, self.running):
+        if group.num_seqs > budget.num_seqs or not self.has_lora_slot(group):
             return AllocStatus.LATER
         return self.blocks.can_allocate(group, leave_watermark=bool(self.running))
 
@@ -401,6 +423,7 @@ class Scheduler(StepWriter):
         if placement.to is None:
             return False
         step.left[placement.group] = placement
+        step.upcoming = []  # others may go past it than past those without a slot
         self.balancer.left(placement, step.now)
         return True
 
@@ -423,7 +446,8 @@ class Scheduler(StepWriter):
         self._by_id[group.request_id] = group
         placement = placement._replace(cached_tokens=leader.num_computed_tokens, num_overtaken=group.num_overtaken)
         self.balancer.took(self.member, placement)
-        self.balancer.overtook(step.left)
+        self.balancer.overtook([*step.left, *step.slotless])
+        step.upcoming = []
         step.placements.append(placement)
         step.prompts.append(group)
         ((_, num_tokens),), num_long = self._chunks(group, step)
@@ -450,7 +474,7 @@ class Scheduler(StepWriter):
         num_seqs = step.budget.num_seqs
         while (
             num_seqs < group.num_seqs
-            or not self._has_lora_slot(group, candidates)
+            or not self.has_lora_slot(group, without=victims)
             or self.blocks.can_allocate(group, leave_watermark=bool(candidates), without=victims) is not AllocStatus.OK
         ):
             victim = self.waiting.victim(candidates)

@@ -41,9 +41,11 @@ class Step:
         "placements",
         "prompts",
         "prompts_began",
+        "slotless",
         "steady",
         "swap_in",
         "swap_out",
+        "upcoming",
     )
 
     def __init__(self, budget: SchedulingBudget, now: float) -> None:
@@ -52,6 +54,8 @@ class Step:
         self.chunks: dict[SequenceGroup, list[Chunk]] = {}
         self.ignored: list[SequenceGroup] = []
         self.left: dict[SequenceGroup, Placement] = {}  # waiting groups that are for other workers
+        self.slotless: dict[SequenceGroup, None] = {}  # waiting groups whose adapters have no slot here
+        self.upcoming: list[SequenceGroup] = []  # who waits next, as far as it was asked for; may be empty
         self.moved: list[Placement] = []
         self.placements: list[Placement] = []
         self.prompts: list[SequenceGroup] = []  # running groups that were behind, or are new, or back

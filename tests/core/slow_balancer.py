@@ -14,6 +14,9 @@ class CheckedBalancer(Balancer):
     def _next_lightest(self, member: Member, group: SequenceGroup) -> list[Member]:
         others = [other for other in self._open_members() if other is not member and other.entry >= 0]
         others.sort(key=lambda other: ((other.backlog + SEQUENCE_TOKENS * other.num_seqs) / other.speed, other.entry))
+        slotless = [other for other in others if not other.scheduler.has_lora_slot(group)]
+        if len(slotless) >= MOST_CANDIDATES:
+            others = others[: others.index(slotless[MOST_CANDIDATES - 1])]
         expected = [other for other in others if other.scheduler.room_for(group) is not None][:1]
         found = super()._next_lightest(member, group)
         assert found == expected

@@ -63,6 +63,7 @@ class SlowGroup:
         self.rank = (0, 0)
         self.number = 0  # in the order of arrival
         self.num_cached: int | None = None
+        self.num_overtaken = 0
         self.beams = BeamSearch(sampling) if sampling.beam_width else None
         num_sequences = 1 if self.beams else sampling.n
         self.sequences = [SlowSequence(self, index, list(prompt)) for index in range(num_sequences)]
@@ -115,11 +116,14 @@ class SlowQueue:
 
     @property
     def head(self) -> SlowGroup:
+        return self.in_order()[0]
+
+    def in_order(self) -> list[SlowGroup]:
         if self.policy == "priority":
-            return min(self.groups, key=lambda group: group.rank)
+            return sorted(self.groups, key=lambda group: group.rank)
         if self.policy == "fair":
-            return min(self.groups, key=lambda group: (self.served[group.tenant], group.tenant))
-        return self.groups[0]
+            return sorted(self.groups, key=lambda group: (self.served[group.tenant], group.tenant))
+        return self.groups
 
     def victim(self, running: list[SlowGroup]) -> SlowGroup:
         return max(running, key=lambda group: group.rank) if self.policy == "priority" else running[-1]

@@ -70,6 +70,7 @@ class SlowScheduler(SlowBlocks):
         self.preempted: list[tuple[str, int, int]] = []
         self.ignored: list[str] = []
         self.has_preempted = False
+        self.slotless: list[SlowGroup] = []  # waiting groups that are passed over, because their adapters have no slot
         self.num_swapped_out = self.num_swapped_in = 0
         for group in self.running:
             for sequence in group.live if self.config.sliding_window else ():
@@ -181,11 +182,14 @@ class SlowScheduler(SlowBlocks):
             self.grow(group)
             self.num_swapped_in += num_swapped_in
 
+    def has_lora_slot(self, group: SlowGroup, running: list[SlowGroup]) -> bool:
+        others = {other.lora for other in running if other is not group} - {"", group.lora}
+        return not group.lora or len(others) < self.config.max_loras
+
     def has_slots(self, group: SlowGroup, running: list[SlowGroup]) -> bool:
         """Whether its sequences and its adapter can join those of the groups that run."""
-        others = {other.lora for other in running if other is not group} - {"", group.lora}
         num_seqs = group.num_seqs + sum(other.num_seqs for other in running if other is not group)
-        return num_seqs <= self.config.max_num_seqs and (not group.lora or len(others) < self.config.max_loras)
+        return num_seqs <= self.config.max_num_seqs and self.has_lora_slot(group, running)
 
     def fits(self, group: SlowGroup, victims: list[SlowGroup]) -> bool:
         """Whether a waiting group could start if these running ones were not there."""
@@ -206,21 +210,32 @@ class SlowScheduler(SlowBlocks):
             self.preempt(victim)
         return True
 
+    def next_waiting(self) -> SlowGroup | None:
+        """Nobody goes past a group for the seventeenth time."""
+        if any(group.num_overtaken == 16 for group in self.slotless):
+            return None
+        return next((group for group in self.queue.in_order() if group not in self.slotless), None)
+
     def is_next_waiting(self) -> bool:
         """Whether, of groups that do not run, a waiting one is next: one that is swapped out must be outranked."""
-        if not self.queue.groups or not self.swapped:
-            return bool(self.queue.groups)
-        return self.queue.outranks(self.queue.head, self.swapped[0])
+        group = self.next_waiting()
+        return group is not None and (not self.swapped or self.queue.outranks(group, self.swapped[0]))
 
     def admit(self) -> None:
         while self.is_next_waiting() and self.tokens_left and self.bytes_left > 0 and not self.has_preempted:
-            group = self.queue.head
+            group = self.next_waiting()
             if group.num_seqs > self.config.max_num_seqs or self.never_fits(group):
                 self.queue.leave(group)
                 self.ignore(group)
                 continue
-            if not self.make_room(group):
-                return
+            has_room = self.fits(group, []) if self.slotless else self.make_room(group)
+            if not has_room:
+                if self.has_lora_slot(group, self.running) or group.num_overtaken == 16 or len(self.slotless) == 32:
+                    return
+                self.slotless.append(group)
+                continue
+            for other in self.slotless:
+                other.num_overtaken += 1
             self.queue.leave(group)
             self.running.append(group)
             for sequence in group.live:

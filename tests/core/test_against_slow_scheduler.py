@@ -114,6 +114,7 @@ class Both:
         assert fast.num_preemptions == slow.num_preemptions
         for fast_group, slow_group in self.groups:
             assert fast_group.num_cached_tokens == slow_group.num_cached
+            assert fast_group.num_overtaken == slow_group.num_overtaken
             assert [(s.token_ids, s.status.is_finished and s.status) for s in fast_group.sequences] == [
                 (s.token_ids, s.status or False) for s in slow_group.sequences
             ]

@@ -67,7 +67,7 @@ class Fleet(RuleBasedStateMachine):
         self.sessions = [Session(self.config, self.waiting) for _ in range(num_workers)]
         self.groups: list[SequenceGroup] = []  # in the order of arrival
         self.has_started: set[SequenceGroup] = set()
-        self.overtaken: Counter[tuple[SequenceGroup, int]] = Counter()
+        self.overtaken: Counter[SequenceGroup] = Counter()
         self.ends: Counter[Sequence | SequenceGroup] = Counter()  # of outputs, and of searches as a whole
         self.cut: set[Sequence] = set()
         self.num_lost = 0
@@ -185,7 +185,7 @@ class Fleet(RuleBasedStateMachine):
             self.ends.update(sequence for sequence in group.sequences if sequence.status is status)
 
     def see_who_started(self, output: SchedulerOutput, served: dict[str, float]) -> None:
-        """Few groups start before others whose turn it was, because another worker is better for those.
+        """Few groups start before others whose turn it was, because another worker is better or has a slot for those.
 
         `served` is what each tenant had been given before this step; the first admission of a group adds its prompt.
         """
@@ -197,18 +197,21 @@ class Fleet(RuleBasedStateMachine):
                 if other.request_id not in self.waiting or other in self.has_started:
                     continue
                 if self.is_later(group, other, served):
-                    levels = other.priority - group.priority if self.policy == "priority" else 0
-                    self.overtaken[other, levels] += 1
-                    most = MAX_OVERTAKES if levels == 0 and len(self.sessions) > 1 else levels * self.overtakes
-                    assert self.overtaken[other, levels] <= most
+                    self.overtaken[other] += 1
+                    assert self.overtaken[other] <= MAX_OVERTAKES
+                    assert other.lora_name or len(self.sessions) > 1
             if self.policy == "fair":
                 served[group.tenant] += len(group.prompt_token_ids) / WEIGHTS.get(group.tenant, 1.0)
 
     def is_later(self, group: SequenceGroup, other: SequenceGroup, served: dict[str, float]) -> bool:
-        """Whether the other one's turn is before the group's: by arrival, but between tenants by what each has had."""
+        """Whether the other's turn is before the group's: by arrival, priority and age, or what tenants have had."""
         if self.policy == "fair" and group.tenant != other.tenant:
             return (served[group.tenant], group.tenant) > (served[other.tenant], other.tenant)
-        return self.groups.index(group) > self.groups.index(other)
+        weight = self.overtakes if self.policy == "priority" else 0
+        (number, rank), (other_number, other_rank) = (
+            (self.groups.index(g), weight * g.priority + self.groups.index(g)) for g in (group, other)
+        )
+        return (rank, number) > (other_rank, other_number)
 
     @invariant()
     def check_everything(self) -> None:
@@ -217,7 +220,8 @@ class Fleet(RuleBasedStateMachine):
             scheduler.blocks.check()
             assert scheduler.num_running_seqs == sum(group.num_seqs for group in scheduler.running)
             assert sum(group.num_seqs for group in scheduler.running) <= self.config.max_num_seqs
-            assert len({group.lora_name for group in scheduler.running} - {""}) <= self.config.max_loras
+            assert scheduler.running_loras == Counter(g.lora_name for g in scheduler.running if g.lora_name)
+            assert len(scheduler.running_loras) <= self.config.max_loras
             self.check_sharing(session)
         self.balancer.check()
         assert len(self.balancer) == len(self.sessions)

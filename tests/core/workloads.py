@@ -62,7 +62,7 @@ def random_request(rng: Random, number: int) -> Request:
         rng.choice([b"", b"", b"another salt"]),
         rng.randrange(3),
         rng.choice("xyz"),
-        rng.choice(["", "", "", "a", "b"]),
+        rng.choice(["", "", "", "a", "b", "c"]),
     )
 
 
