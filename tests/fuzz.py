@@ -17,8 +17,10 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[1]
 PYTEST = ("-m", "hypothesis", "--hypothesis-profile", "fuzz")
-PLUGINS = ("-p", "no:terminal", "-p", "no:xdist", "-p", "no:cacheprovider")
+QUIET = ("-p", "no:terminal", "-p", "no:xdist", "-p", "no:cacheprovider", "-o", "addopts=")
+"""The options in pyproject.toml are for the plugins that are left out, too."""
 
 
 class Explorer:
@@ -66,8 +68,9 @@ class Explorer:
 
 def explore(minutes: float, paths: list[str]) -> int:
     """On one core, in this process."""
+    sys.path[0] = str(ROOT)  # as where pytest is started with python -m
     explorer = Explorer(time.monotonic() + 60 * minutes)
-    return pytest.main([*PYTEST, *PLUGINS, *paths], plugins=[explorer])
+    return pytest.main([*PYTEST, *QUIET, *paths], plugins=[explorer])
 
 
 def main() -> None:
@@ -79,7 +82,7 @@ def main() -> None:
     if arguments.cores == 1:
         sys.exit(explore(arguments.minutes, arguments.paths))
     command = (sys.executable, __file__, "--cores", "1", "--minutes", str(arguments.minutes), *arguments.paths)
-    processes = [subprocess.Popen(command, cwd=Path(__file__).parents[1]) for _ in range(arguments.cores)]
+    processes = [subprocess.Popen(command, cwd=ROOT) for _ in range(arguments.cores)]
     try:
         statuses = [process.wait() for process in processes]
     except KeyboardInterrupt:
