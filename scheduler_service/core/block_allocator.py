@@ -6,8 +6,12 @@ held again, until the pool has nothing else to hand out.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from scheduler_service.core.prefix_directory import PrefixDirectory
+
+Content = bytes | int
+"""What a block holds: its key, or where it carries none its number, because then no other is known to hold the same."""
 
 
 class Evictor:
@@ -48,7 +52,7 @@ class BlockAllocator:
         self._bit = bit
         self._ref_counts = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
-        self._by_key: dict[bytes, int] = {}
+        self._by_key: dict[Content, int] = {}  # keys only, so that a number is never found
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is the warmest
         self._evictor = Evictor()
 
@@ -113,10 +117,8 @@ class BlockAllocator:
     def withdraw_all(self) -> None:
         """Make every block unfindable: the worker is gone. Nobody may hold any."""
         assert self.num_free == self.num_blocks
-        for key in self._by_key:
-            self._directory.remove(key, self._bit)
-        self._by_key.clear()
-        self._keys = [None] * self.num_blocks
+        for block in range(self.num_blocks):
+            self._forget(block)
         while self._evictor:
             self._free.append(self._evictor.evict())
 
@@ -131,9 +133,24 @@ class BlockAllocator:
             self._directory.remove(key, self._bit)
         self._keys[block] = None
 
-    def find(self, key: bytes) -> int | None:
-        """The block of this key, held or free."""
-        return self._by_key.get(key)
+    def find(self, content: Content) -> int | None:
+        """The block that is found by this key, held or free."""
+        return self._by_key.get(content)
+
+    def contents(self, blocks: Iterable[int]) -> list[Content]:
+        """What these blocks hold; numbers below 0, which are none, stay."""
+        keys = self._keys
+        return [block if block < 0 else keys[block] or block for block in blocks]
+
+    def num_holders(self, content: Content) -> int:
+        """How many hold the block that is found by this key."""
+        block = self._by_key.get(content)
+        return 0 if block is None else self._ref_counts[block]
+
+    def num_taken(self, contents: Iterable[Content]) -> int:
+        """Free blocks that it takes to hold all of these: what is held already takes none, what is only found does."""
+        find, ref_counts = self._by_key.get, self._ref_counts
+        return sum((block := find(content)) is None or not ref_counts[block] for content in contents)
 
     def check(self) -> None:
         """Assert free + held = total, that no free block is held, and that keys and blocks agree."""

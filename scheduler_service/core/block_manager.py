@@ -17,16 +17,13 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
-from scheduler_service.core.block_allocator import BlockAllocator
+from scheduler_service.core.block_allocator import BlockAllocator, Content
 from scheduler_service.core.prefix_directory import PrefixDirectory
 from scheduler_service.core.prefix_key import next_key
 from scheduler_service.core.sequence import Sequence, SequenceGroup
 
 NO_BLOCK = -1
 """Stands in a table where a block was let go of."""
-
-Content = bytes | int
-"""What a block holds: its key, or where it carries none its number, because then no other is known to hold the same."""
 
 
 class AllocStatus(enum.Enum):
@@ -272,7 +269,7 @@ class BlockManager:
     def can_swap_out(self, group: SequenceGroup) -> bool:
         """Whether host memory has room for those of a running group's blocks that are not held there already."""
         own = self._own_contents(self._contents(group, self.device, self.tables))
-        return self._num_taken(own, self.host) <= self.host.num_free
+        return self.host.num_taken(own) <= self.host.num_free
 
     def swap_out(self, group: SequenceGroup) -> list[tuple[int, int]]:
         """Move a group's tables to host blocks; returns the pairs of device and host block to copy."""
@@ -285,8 +282,8 @@ class BlockManager:
         next_tokens = [(s, s.num_uncomputed_tokens) for s in group.live if s.id in tables]
         if len(own) + self._num_new_blocks(next_tokens, tables, own.__getitem__) > self.device.num_blocks:
             return AllocStatus.NEVER
-        needed = self._num_taken(own, self.device)
-        needed += self._num_new_blocks(next_tokens, tables, lambda c: own[c] + _num_holders(c, self.device))
+        needed = self.device.num_taken(own)
+        needed += self._num_new_blocks(next_tokens, tables, lambda c: own[c] + self.device.num_holders(c))
         reserve = self.num_watermark_blocks if leave_watermark else 0
         return AllocStatus.OK if needed + reserve <= self.device.num_free else AllocStatus.LATER
 
@@ -306,7 +303,7 @@ class BlockManager:
         filled = {c for s in group.live for c in contents.get(s.id, ())[: self.num_blocks(s.num_computed_tokens)]}
         filled.discard(NO_BLOCK)
         held = Counter(itertools.chain(*(self.tables.get(s.id, ()) for s in group.live)))
-        num_out = sum(_find(content, self.host) is None for content in filled)
+        num_out = sum(self.host.find(content) is None for content in filled)
         return num_out + sum(not self._is_held_by_others(content, held) for content in filled)
 
     def num_tokens_to_recompute(self, group: SequenceGroup) -> int:
@@ -319,28 +316,20 @@ class BlockManager:
 
     def _is_held_by_others(self, content: Content, held: Counter[int]) -> bool:
         """Whether a device block of this content has holders besides those that `held` counts."""
-        block = _find(content, self.device)
+        block = self.device.find(content)
         return block is not None and self.device.ref_count(block) > held[block]
 
     def _contents(
         self, group: SequenceGroup, pool: BlockAllocator, tables: Mapping[int, SequenceOf[int]]
     ) -> dict[int, list[Content]]:
         """A group's tables in one pool, with what the blocks hold instead of their numbers."""
-        return {
-            sequence.id: [block if block == NO_BLOCK else pool.key(block) or block for block in tables[sequence.id]]
-            for sequence in group.live
-            if sequence.id in tables
-        }
+        return {s.id: pool.contents(tables[s.id]) for s in group.live if s.id in tables}
 
     def _own_contents(self, tables: Mapping[int, SequenceOf[Content]]) -> Counter[Content]:
         """What a group's tables hold, and how often it stands in them."""
         own = Counter(itertools.chain(*tables.values()))
         del own[NO_BLOCK]
         return own
-
-    def _num_taken(self, contents: Iterable[Content], pool: BlockAllocator) -> int:
-        """Free blocks that these contents take in a pool: what is held there takes none, what is only found does."""
-        return sum(not _num_holders(content, pool) for content in contents)
 
     def _move(
         self,
@@ -357,7 +346,7 @@ class BlockManager:
         contents = self._contents(group, pool_from, tables_from)
         arrived: dict[Content, int] = {}
         for content in self._own_contents(contents):
-            if (block := _find(content, pool_to)) is not None:
+            if (block := pool_to.find(content)) is not None:
                 pool_to.share(block)
                 arrived[content] = block
         copies: list[tuple[int, int]] = []
@@ -403,12 +392,3 @@ class BlockManager:
                 assert pool.ref_count(block) == held[block], (
                     f"block {block} is counted {pool.ref_count(block)} times and stands in {held[block]} tables"
                 )
-
-
-def _find(content: Content, pool: BlockAllocator) -> int | None:
-    return pool.find(content) if isinstance(content, bytes) else None
-
-
-def _num_holders(content: Content, pool: BlockAllocator) -> int:
-    block = _find(content, pool)
-    return 0 if block is None else pool.ref_count(block)
