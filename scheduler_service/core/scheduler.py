@@ -534,9 +534,10 @@ class Scheduler(StepWriter):
 
     def _ignore(self, group: SequenceGroup, step: Step) -> None:
         group.error = (
-            f"the request's {len(group.live)} sequence(s) do not fit the worker, which has "
+            f"the request's {group.num_seqs} sequence(s) of up to "
+            f"{group.max_num_tokens(self.blocks.max_sequence_tokens)} tokens do not fit the worker, which has "
             f"{self.config.num_device_blocks} blocks of {self.config.block_size} tokens and "
-            f"{self.config.max_num_seqs} sequences"
+            f"{self.config.max_num_seqs} sequences; ask for fewer or shorter outputs"
         )
         for sequence in group.live:
             self.finish_sequence(sequence, SequenceStatus.FINISHED_IGNORED)

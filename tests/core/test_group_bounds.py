@@ -94,6 +94,9 @@ def test_outputs_whose_copies_of_the_last_prompt_block_do_not_fit_are_refused_be
     scheduler.add_request(group)
     scheduler.add_request(other)
     assert step(scheduler, worker).ignored == [group]
+    if num_prompt_tokens == 8:
+        assert group.error is not None
+        assert "3 sequence(s) of up to 9 tokens do not fit the worker, which has 3 blocks of 4 tokens" in group.error
     run(scheduler, worker)
     assert sum(scheduler.num_preemptions.values()) == 0
     assert output_of(other) == reference_output(other, 0, 12)
