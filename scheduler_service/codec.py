@@ -69,7 +69,7 @@ def _encode_new_sequence(new: NewSequence) -> pb.NewSequence:
     sequence = new.sequence
     return pb.NewSequence(
         sequence_id=sequence.id,
-        token_ids=sequence.token_ids,
+        token_ids=sequence.tokens_between(0, sequence.num_tokens),
         num_prompt_tokens=sequence.num_prompt_tokens,
         num_computed_tokens=new.num_computed_tokens,
         block_ids=_encode_table(new.block_ids),
@@ -90,7 +90,7 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
                 parent_sequence_id=fork.parent_id,
                 child_sequence_id=fork.child.id,
                 num_tokens=fork.num_tokens,
-                token_ids=fork.child.token_ids[fork.num_tokens :],
+                token_ids=fork.child.tokens_between(fork.num_tokens, fork.child.num_tokens),
                 num_computed_tokens=fork.num_computed_tokens,
                 block_ids=_encode_table(fork.block_ids),
                 index=fork.child.index,

@@ -33,8 +33,8 @@ class Resumption:
     `begun` are tokens of outputs that are known when all have ended; these are generated again.
     """
 
-    token_ids: tuple[tuple[int, ...], ...] = ()
-    begun: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    token_ids: tuple[Sequence[int], ...] = ()
+    begun: Mapping[int, Sequence[int]] = field(default_factory=dict)
     texts: Mapping[int, OutputText] = field(default_factory=dict)
     finished: frozenset[int] = frozenset()
     num_prompt_logprobs: int = 0
@@ -49,7 +49,7 @@ class GenerationRequest:
     """
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompt_token_ids: Sequence[int]
     sampling: SamplingParams
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False

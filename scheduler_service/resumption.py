@@ -1,6 +1,7 @@
 """What a client already holds of a request whose stream broke: checked, and made a part of the request."""
 
 import asyncio
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -32,7 +33,7 @@ async def check_resumption(
     for output in resume.outputs:
         if not output.finished:
             _check_tokens(f"{places[output.index]}.token_ids", output.token_ids, request, model)
-    token_ids = {o.index: tuple(o.token_ids) for o in resume.outputs if o.token_ids and not o.finished}
+    token_ids = {o.index: array("I", o.token_ids) for o in resume.outputs if o.token_ids and not o.finished}
     has_begun = 0 in finished or 0 in token_ids
     begun, forced = (token_ids, {}) if request.comes_whole else ({}, token_ids)
     _check_prompt_logprobs(resume.num_prompt_logprobs, request)

@@ -2,6 +2,7 @@
 
 import math
 import secrets
+from array import array
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
@@ -81,9 +82,10 @@ async def check_request(message: pb.GenerateRequest, request_id: str, model: Ser
     max_tokens = _max_tokens(sampling, len(prompt), model)
     if sampling.stop:
         require_tokenizer("sampling.stop", model)
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: tuple[Sequence[int], ...] = ()
     if sampling.bad_words:
-        bad_words = await require_tokenizer("sampling.bad_words", model).encode_words(sampling.bad_words)
+        words = await require_tokenizer("sampling.bad_words", model).encode_words(sampling.bad_words)
+        bad_words = tuple(array("I", word) for word in words)
     for word in bad_words:
         check_token_ids("sampling.bad_words", word, model)
     checked = _sampling_params(sampling, model, max_tokens, bad_words)
@@ -104,20 +106,20 @@ async def check_request(message: pb.GenerateRequest, request_id: str, model: Ser
     )
 
 
-async def encode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, model: ServedModel) -> list[int]:
+async def encode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, model: ServedModel) -> "array[int]":
     """The prompt's token ids, at least one and all in the vocabulary. Raises RequestError."""
     aside = isinstance(message, pb.TokenizeRequest)
     kind = message.WhichOneof("input" if aside else "prompt")
     if kind == "token_ids" and isinstance(message, pb.GenerateRequest):
         _check_context("token_ids", len(message.token_ids.ids), model)
-        prompt = list(message.token_ids.ids)
+        prompt = array("I", message.token_ids.ids)
     elif kind == "text":
         tokenizer = require_tokenizer("text", model)
         _check_characters("text", len(message.text), model, tokenizer)
         parse = message.parse_special_tokens
-        prompt = await tokenizer.encode(message.text, parse_special_tokens=parse, aside=aside)
+        prompt = array("I", await tokenizer.encode(message.text, parse_special_tokens=parse, aside=aside))
     elif kind == "chat":
-        prompt = await _encode_chat(message.chat, model, aside=aside)
+        prompt = array("I", await _encode_chat(message.chat, model, aside=aside))
     else:
         invalid("prompt is missing: set one of text, token_ids or chat")
     if not prompt:
@@ -273,7 +275,7 @@ def _max_tokens(sampling: pb.SamplingParams, num_prompt_tokens: int, model: Serv
 
 
 def _sampling_params(
-    sampling: pb.SamplingParams, model: ServedModel, max_tokens: int, bad_words: tuple[tuple[int, ...], ...]
+    sampling: pb.SamplingParams, model: ServedModel, max_tokens: int, bad_words: tuple[Sequence[int], ...]
 ) -> SamplingParams:
     def optional(name: str, default: Any) -> Any:
         return getattr(sampling, name) if sampling.HasField(name) else default
@@ -306,7 +308,7 @@ def _sampling_params(
         logprobs=optional("logprobs", 0 if sampling.best_of > (sampling.n or 1) else None),
         prompt_logprobs=optional("prompt_logprobs", None),
         logit_bias=dict(sampling.logit_bias),
-        allowed_token_ids=tuple(sorted(set(sampling.allowed_token_ids))),
+        allowed_token_ids=array("I", sorted(set(sampling.allowed_token_ids))),
         bad_words=bad_words,
         **ends,
         **given,

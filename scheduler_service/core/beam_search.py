@@ -50,7 +50,7 @@ class BeamSearch:
         sampling = self._sampling
         num_output_tokens = beams[0].num_output_tokens + 1  # beams are equally long
         may_end = num_output_tokens > sampling.min_tokens
-        is_last = len(beams[0].token_ids) + 1 >= beams[0].max_num_tokens
+        is_last = beams[0].num_tokens + 1 >= beams[0].max_num_tokens
         ranked = sorted(self._continuations(beams, may_end=may_end), key=lambda c: -c.score)
         running: list[Continuation] = []
         for place, continuation in enumerate(ranked):
@@ -74,7 +74,7 @@ class BeamSearch:
         parent, token_id, score = continuation
         self.hypotheses.append(
             Hypothesis(
-                [*parent.token_ids[parent.num_prompt_tokens :], token_id],
+                [*parent.output_token_ids, token_id],
                 self._penalized(score, num_output_tokens),
                 token_id in self._sampling.end_token_ids,
                 token_id if token_id in self._sampling.stop_token_ids else None,

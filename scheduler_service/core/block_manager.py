@@ -83,19 +83,19 @@ class BlockManager:
 
     def _num_first_blocks(self, sequence: Sequence) -> int:
         """Blocks that a sequence without any is given: for all its tokens, or the most that it ever holds."""
-        return self._within_window(self._num_blocks_ahead(len(sequence.token_ids)))
+        return self._within_window(self._num_blocks_ahead(sequence.num_tokens))
 
     def num_blocks_of(self, group: SequenceGroup) -> int:
         """Blocks that the group needs to reach the state it is in, those of the prompt shared where nobody writes."""
         leader, *followers = group.live
-        lengths = [len(follower.token_ids) for follower in followers]
+        lengths = [follower.num_tokens for follower in followers]
         return self._num_first_blocks(leader) + sum(self._num_own_blocks(group, length, length) for length in lengths)
 
     def never_fits(self, group: SequenceGroup) -> bool:
         """Whether a waiting group outgrows the whole pool, at the latest with its longest outputs."""
         most = group.max_num_tokens(self.max_sequence_tokens) - 1  # the last token is never computed
         num_prompt = len(group.prompt_token_ids)
-        leader, *followers = [len(sequence.token_ids) for sequence in group.live]
+        leader, *followers = [sequence.num_tokens for sequence in group.live]
         followers += [num_prompt + 1] * (group.num_seqs - 1 - len(followers))  # beams to come
         shared = num_prompt // self.block_size
         needed = self._within_window(shared)
@@ -174,7 +174,7 @@ class BlockManager:
         """
         if not self.prefix_caching or sequence.sampling.prompt_logprobs is not None:
             return []
-        num_full = (len(sequence.token_ids) - 1) // self.block_size
+        num_full = (sequence.num_tokens - 1) // self.block_size
         return self._keys(sequence, num_full)[:num_full]
 
     def _cached_blocks(self, sequence: Sequence) -> list[int]:
@@ -191,7 +191,7 @@ class BlockManager:
         """Keys of at least the first `num_blocks` blocks, which must be full; computed once."""
         keys = sequence.block_keys
         for index in range(len(keys), num_blocks):
-            tokens = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
+            tokens = sequence.tokens_between(index * self.block_size, (index + 1) * self.block_size)
             keys.append(next_key(keys[-1] if keys else sequence.group.first_key, tokens))
         return keys
 
@@ -203,6 +203,8 @@ class BlockManager:
             if block != NO_BLOCK:
                 self.device.share(block)
         self.tables[child.id] = blocks
+        if not child.block_keys:  # those of what they share are the same
+            child.block_keys = parent.block_keys[: num_tokens // self.block_size]
         child.forked_from = parent
         child.num_computed_tokens = child.num_stored_tokens = num_tokens
         child.num_slots = len(blocks) * self.block_size - self.num_lookahead_slots

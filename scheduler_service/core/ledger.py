@@ -289,31 +289,31 @@ class GroupLedger:
 
     def _child(self, continuation: Continuation) -> Sequence:
         parent = continuation.parent
-        child = Sequence(parent.group, 0, [*parent.token_ids, continuation.token_id])
+        child = Sequence(parent.group, 0, parent.output_token_ids)
+        child.output_token_ids.append(continuation.token_id)
         child.id = next(self._sequence_ids)
         child.status = SequenceStatus.RUNNING
         child.score = continuation.score
-        child.num_prompt_tokens = parent.num_prompt_tokens
         child.max_num_tokens = parent.max_num_tokens
-        child.block_keys = list(parent.block_keys)
         self.blocks.fork(parent, child, parent.num_stored_tokens)
-        child.num_forked_tokens = len(parent.token_ids)
+        child.num_forked_tokens = parent.num_tokens
         return child
 
     def _append_token(self, sequence: Sequence, token_id: int) -> None:
-        sampling, token_ids = sequence.sampling, sequence.token_ids
-        token_ids.append(token_id)
+        sampling, output_token_ids = sequence.sampling, sequence.output_token_ids
+        output_token_ids.append(token_id)
+        num_output_tokens = len(output_token_ids)
         if (suspicion := sequence.group.suspicion) is not None:
             suspicion.gain_token()
         if self.waiting.charges:
             self.waiting.charge(sequence.group, 0, 1)
-        if len(token_ids) - sequence.num_prompt_tokens > sampling.min_tokens:
+        if num_output_tokens > sampling.min_tokens:
             if token_id in sampling.stop_token_ids:
                 sequence.stop_token_id = token_id
                 return self.finish_sequence(sequence, SequenceStatus.FINISHED_STOPPED)
             if token_id in sampling.eos_token_ids:
                 return self.finish_sequence(sequence, SequenceStatus.FINISHED_STOPPED)
-        if len(token_ids) >= sequence.max_num_tokens:
+        if sequence.num_prompt_tokens + num_output_tokens >= sequence.max_num_tokens:
             self.finish_sequence(sequence, SequenceStatus.FINISHED_LENGTH_CAPPED)
         return None
 

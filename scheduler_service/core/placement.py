@@ -322,12 +322,12 @@ class Balancer:
 
         To the nearest group: half of this one may be too much.
         """
-        tokens = len(group.live[0].token_ids) - cached + SEQUENCE_TOKENS * group.num_seqs
+        tokens = group.live[0].num_tokens - cached + SEQUENCE_TOKENS * group.num_seqs
         return (2 * member.work + tokens) * self._speed <= 2 * (self._work + num_waiting * tokens) * member.speed
 
     def _seconds(self, member: Member, group: "SequenceGroup", cached: int, now: float) -> float:
         """Until what a group brings were done, if all that the worker has were done one after the other."""
-        tokens = len(group.live[0].token_ids) - cached + SEQUENCE_TOKENS * group.num_seqs
+        tokens = group.live[0].num_tokens - cached + SEQUENCE_TOKENS * group.num_seqs
         factor = 1000 / member.speed
         return factor * self.times.seconds(member.work + tokens) + self._seconds_in_flight(member, factor, now)
 
@@ -349,7 +349,7 @@ class Balancer:
         group.left_until = None
         if not self.has_others(member):
             return
-        backlog = member.backlog + len(group.live[0].token_ids) - placement.cached_tokens
+        backlog = member.backlog + group.live[0].num_tokens - placement.cached_tokens
         self.report(member, backlog, member.num_seqs + group.num_seqs, is_open=member.is_open)
 
     def left(self, placement: Placement, now: float) -> None:

@@ -7,7 +7,6 @@ asked; hence a cryptographic hash, at about 1 µs a block.
 
 import hashlib
 from array import array
-from collections.abc import Sequence
 
 
 def root_key(*parts: bytes) -> bytes:
@@ -18,6 +17,6 @@ def root_key(*parts: bytes) -> bytes:
     return digest.digest()
 
 
-def next_key(previous: bytes, token_ids: Sequence[int]) -> bytes:
+def next_key(previous: bytes, token_ids: "array[int]") -> bytes:
     """The key of the block with these tokens after the block of the previous key."""
-    return hashlib.sha256(previous + array("I", token_ids).tobytes()).digest()
+    return hashlib.sha256(previous + token_ids.tobytes()).digest()

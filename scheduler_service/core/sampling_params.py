@@ -1,6 +1,7 @@
 """How a request wants its tokens chosen, and when to stop."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
 NOTHING_ALLOWED = (
@@ -35,8 +36,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: tuple[int, ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: SequenceOf[int] = ()
+    bad_words: tuple[SequenceOf[int], ...] = ()
     beam_width: int = 0
     length_penalty: float = 1.0
     early_stopping: bool = False
@@ -50,7 +51,7 @@ class SamplingParams:
         """What the worker is asked for: beams need as many continuations that end nothing as there are beams."""
         return self.beam_width + len(self.end_token_ids) if self.beam_width else self.logprobs
 
-    def allows_some(self, token_ids: Sequence[int], num_output_tokens: int) -> bool:
+    def allows_some(self, token_ids: SequenceOf[int], num_output_tokens: int) -> bool:
         """Whether any token may follow these, of which the last so many are output.
 
         Without `allowed_token_ids` there always is one: no vocabulary is as small as what else may be banned.
@@ -59,7 +60,7 @@ class SamplingParams:
             return True
         banned = set(self.end_token_ids) if num_output_tokens < self.min_tokens else set()
         for *before, last in filter(None, self.bad_words):
-            if not before or token_ids[-len(before) :] == before:
+            if not before or list(token_ids[-len(before) :]) == before:
                 banned.add(last)
         return any(token_id not in banned for token_id in self.allowed_token_ids)
 

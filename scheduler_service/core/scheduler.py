@@ -90,7 +90,7 @@ class Scheduler(StepWriter):
                 if sequence.id in drafts and sequence.num_stored_tokens == sequence.num_computed_tokens:
                     if sequence.sampling.num_logprobs is not None:
                         continue  # they are reported for sampled tokens only
-                    room = sequence.max_num_tokens - len(sequence.token_ids) - 1
+                    room = sequence.max_num_tokens - sequence.num_tokens - 1
                     most = max(0, min(self.config.num_lookahead_slots, room))
                     sequence.draft_token_ids = list(drafts[sequence.id][:most])
                     self._steady = None
@@ -431,8 +431,6 @@ class Scheduler(StepWriter):
         self.waiting.remove(group.request_id)
         sequences = group.live
         leader = sequences[0]
-        if leader.token_ids is group.prompt_token_ids:  # a follower takes the place of a leader that ended
-            leader.token_ids = list(group.prompt_token_ids)
         for sequence in sequences:
             sequence.id = next(self._sequence_ids)
             sequence.max_num_tokens = group.max_num_tokens(self.blocks.max_sequence_tokens)

@@ -9,6 +9,8 @@ that is in flight, and the worker, which works in step order, goes on from it by
 """
 
 import enum
+from array import array
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 from scheduler_service.core.beam_search import BeamSearch
@@ -61,23 +63,25 @@ class Sequence:
         "num_published_blocks",
         "num_slots",
         "num_stored_tokens",
+        "output_token_ids",
+        "prompt_token_ids",
         "reports",
         "sampling",
         "score",
         "status",
         "stop_token_id",
-        "token_ids",
     )
 
-    def __init__(self, group: "SequenceGroup", index: int, token_ids: list[int]) -> None:
+    def __init__(self, group: "SequenceGroup", index: int, output_token_ids: Iterable[int] = ()) -> None:
         self.id = 0
         self.group = group
         self.index = index
         self.sampling = group.sampling.for_index(index)
         # Whether log-probabilities are asked for; kept, because it is asked for every sequence and step.
         self.reports = self.sampling.num_logprobs is not None or self.sampling.prompt_logprobs is not None
-        self.token_ids = token_ids
-        self.num_prompt_tokens = len(token_ids)
+        self.prompt_token_ids = group.prompt_token_ids  # the group's own, which all its sequences share
+        self.num_prompt_tokens = len(self.prompt_token_ids)
+        self.output_token_ids = array("I", output_token_ids)
         self.max_num_tokens = 0  # prompt and output, on the worker that it was admitted to
         self.num_computed_tokens = 0  # by the steps sent so far
         self.num_stored_tokens = 0  # by the steps that were answered
@@ -96,8 +100,25 @@ class Sequence:
         self.num_published_blocks = 0  # leading blocks that are in the prefix cache, or that another one is there for
 
     @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + len(self.output_token_ids)
+
+    @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        return len(self.output_token_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and output, as a new list."""
+        return [*self.prompt_token_ids, *self.output_token_ids]
+
+    def tokens_between(self, start: int, stop: int) -> "array[int]":
+        """The tokens at these positions, as far as there are any."""
+        start_of_output = max(0, start - self.num_prompt_tokens)
+        tokens = self.prompt_token_ids[start:stop]
+        if stop > self.num_prompt_tokens:
+            tokens += self.output_token_ids[start_of_output : stop - self.num_prompt_tokens]
+        return tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -106,20 +127,21 @@ class Sequence:
         What a beam goes on with is chosen among all beams' candidates, and how many guesses were right is not known
         before the answer: then nothing can be computed ahead of it.
         """
-        num_left = len(self.token_ids) - self.num_computed_tokens
+        num_left = self.num_prompt_tokens + len(self.output_token_ids) - self.num_computed_tokens
         if num_left > 0 or self.sampling.beam_width or self.num_draft_tokens:
             return max(0, num_left)
         return 1 if self.num_computed_tokens + 1 < self.max_num_tokens else 0  # the last token is never computed
 
     def __repr__(self) -> str:
-        return f"Sequence({self.id}, {self.status.name}, {self.num_computed_tokens}/{len(self.token_ids)})"
+        return f"Sequence({self.id}, {self.status.name}, {self.num_computed_tokens}/{self.num_tokens})"
 
 
 class SequenceGroup:
     """One request: `sampling.n` sequences that start from the same prompt, or the running beams of a search.
 
+    `prompt_token_ids` are the prompt's, four bytes each; an array is taken as it is, and must not change.
     `error` says, in a sentence for the client, why a group ended without being served. `has_unforked` is set while
-    followers wait for the leader's prompt; until they fork for the first time they share one list of its tokens.
+    followers wait for the leader's prompt.
     `suspicion` is None until a worker is lost with it in flight. Groups of equal `cache_root` and adapter may share
     cached prefixes; `num_cached_tokens` is what was found of the prompt when it was first admitted. `lora_name` is the
     adapter that it needs, empty for the base model. `arrived_at` is in seconds of the clock that `Scheduler.schedule`
@@ -145,7 +167,6 @@ class SequenceGroup:
         "num_cached_tokens",
         "num_moves",
         "num_overtaken",
-        "output_token_ids",
         "priority",
         "prompt_token_ids",
         "rank",
@@ -168,7 +189,7 @@ class SequenceGroup:
         tenant: str = "",
         lora_name: str = "",
         arrived_at: float = 0.0,
-        output_token_ids: tuple[tuple[int, ...], ...] = (),
+        output_token_ids: tuple[SequenceOf[int], ...] = (),
         ended: frozenset[int] = frozenset(),
     ) -> None:
         self.request_id = request_id
@@ -180,17 +201,15 @@ class SequenceGroup:
         self.cache_root = cache_root
         self.num_cached_tokens: int | None = None
         self.sampling = sampling
-        self.prompt_token_ids = list(prompt_token_ids)
+        self.prompt_token_ids: array[int] = (
+            prompt_token_ids if isinstance(prompt_token_ids, array) else array("I", prompt_token_ids)
+        )
         self.beams = BeamSearch(sampling) if sampling.beam_width else None
         num_sequences = 1 if self.beams else sampling.n
-        self.sequences = [Sequence(self, 0, list(prompt_token_ids))]
-        self.sequences += [Sequence(self, index, self.prompt_token_ids) for index in range(1, num_sequences)]
+        outputs = dict(enumerate(output_token_ids))
+        self.sequences = [Sequence(self, index, outputs.get(index, ())) for index in range(num_sequences)]
         self.has_unforked = num_sequences > 1
-        self.output_token_ids = output_token_ids
         self.ended = ended
-        for sequence, token_ids in zip(self.sequences, output_token_ids, strict=False):
-            if token_ids:
-                sequence.token_ids = [*prompt_token_ids, *token_ids]
         for index in ended:
             self.sequences[index].status = SequenceStatus.FINISHED_STOPPED
         self.suspicion: Suspicion | None = None
@@ -214,6 +233,12 @@ class SequenceGroup:
         """Tokens of the prompt and the longest output, where a sequence can have so many; one is always sampled."""
         num_prompt_tokens = len(self.prompt_token_ids)
         return max(min(num_prompt_tokens + self.sampling.max_tokens, max_sequence_tokens), num_prompt_tokens + 1)
+
+    @property
+    def output_token_ids(self) -> tuple[SequenceOf[int], ...]:
+        """The outputs so far by index, or nothing as long as none has any."""
+        outputs = tuple(sequence.output_token_ids for sequence in self.sequences)
+        return outputs if any(outputs) else ()
 
     @property
     def first_key(self) -> bytes:

@@ -36,9 +36,9 @@ def bytes_to_tell(sequence: Sequence, num_blocks: int) -> int:
     if sequence.is_known:
         pass
     elif parent is not None and parent.is_known:
-        num_numbers += len(sequence.token_ids) - sequence.num_forked_tokens
+        num_numbers += sequence.num_tokens - sequence.num_forked_tokens
     else:
-        num_numbers += len(sequence.token_ids)
+        num_numbers += sequence.num_tokens
         num_bytes += sampling_bytes(sequence.sampling) + 4 * len(sequence.group.lora_name)
     return num_bytes + NUMBER_BYTES * num_numbers
 

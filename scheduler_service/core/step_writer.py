@@ -128,7 +128,7 @@ class StepWriter(GroupLedger):
             if group in self.running:
                 for sequence in group.live:
                     if sequence.id in self.blocks.tables:
-                        backlog += max(0, len(sequence.token_ids) - sequence.num_computed_tokens)
+                        backlog += max(0, sequence.num_tokens - sequence.num_computed_tokens)
         self._report(backlog, self.config.max_num_seqs - step.budget.num_seqs)
 
     def _write_placements(self, step: Step, output: SchedulerOutput) -> None:
@@ -172,9 +172,7 @@ class StepWriter(GroupLedger):
         group.has_unforked = False
         for follower in group.live:
             if follower.id not in self.blocks.tables:
-                if follower.token_ids is group.prompt_token_ids:
-                    follower.token_ids = list(group.prompt_token_ids)
-                self.blocks.fork(leader, follower, min(follower.num_prompt_tokens, len(follower.token_ids) - 1))
+                self.blocks.fork(leader, follower, min(follower.num_prompt_tokens, follower.num_tokens - 1))
                 follower.num_forked_tokens = follower.num_prompt_tokens
 
     def _write_draft(self, sequence: Sequence, num_draft_tokens: int, output: SchedulerOutput) -> None:

@@ -9,6 +9,7 @@ import functools
 import inspect
 import types
 import typing
+from array import array
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -77,7 +78,7 @@ def _write(message: Message, field: FieldDescriptor, value: Any) -> None:
         getattr(message, name).update(value)
     elif isinstance(value, frozenset):
         getattr(message, name).extend(sorted(value))
-    elif isinstance(value, tuple | list):
+    elif isinstance(value, tuple | list | array):
         column = getattr(message, name)
         if field.message_type is None:
             column.extend(value)

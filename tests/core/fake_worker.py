@@ -37,7 +37,7 @@ def candidates(prefix: int) -> list[tuple[int, float]]:
 
 def reference_beams(group: SequenceGroup, max_sequence_tokens: int) -> list[list[int]]:
     """Beam search over the whole vocabulary, one list after the other, as transformers defines it; best first."""
-    sampling, prompt = group.sampling, group.prompt_token_ids
+    sampling, prompt = group.sampling, list(group.prompt_token_ids)
     width, ends = sampling.beam_width, sampling.eos_token_ids | sampling.stop_token_ids
     most = min(sampling.max_tokens, max(1, max_sequence_tokens - len(prompt)))
     running: list[tuple[float, list[int]]] = [(0.0, [])]

@@ -46,7 +46,7 @@ def test_a_leader_that_ends_before_the_others_could_fork_leaves_the_prompt_to_th
     run_ahead(scheduler, worker, num_ahead)
     assert output_of(group, 0) == []
     assert [output_of(group, index) for index in (1, 2)] == [reference_output(group, index, 64) for index in (1, 2)]
-    assert group.prompt_token_ids == list(range(20))
+    assert group.prompt_token_ids.tolist() == list(range(20))
 
 
 def test_outputs_that_together_outgrow_the_pool_end_the_group_not_the_engine() -> None:

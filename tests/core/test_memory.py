@@ -1,9 +1,12 @@
 """What has ended is not kept: neither requests that were cancelled nor sessions that are over."""
 
 import gc
+import tracemalloc
+from array import array
 
 import pytest
-from scheduler_helpers import make_group, make_scheduler
+from fake_worker import FakeWorker
+from scheduler_helpers import make_group, make_scheduler, step
 
 from scheduler_service.core import FairQueue, PriorityQueue, Scheduler, SequenceGroup, SequenceStatus, WaitingQueue
 
@@ -55,3 +58,34 @@ def test_a_session_that_is_over_goes_at_once_with_its_blocks() -> None:
     finally:
         gc.enable()
     assert stays.balancer is queue.balancer
+
+
+def test_a_waiting_request_takes_four_bytes_a_token_however_many_outputs_it_has() -> None:
+    prompt = array("I", range(100_000))
+    tracemalloc.start()
+    try:
+        group = make_group("g", 0, n=128)
+        before, _ = tracemalloc.get_traced_memory()
+        groups = [SequenceGroup(str(number), prompt, group.sampling) for number in range(2)]
+        shared, _ = tracemalloc.get_traced_memory()
+        own = SequenceGroup("own", list(prompt), group.sampling)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert all(other.prompt_token_ids is prompt for other in groups)
+    assert shared - before < 400_000
+    assert after - shared < 600_000
+    assert all(sequence.prompt_token_ids is own.prompt_token_ids for sequence in own.sequences)
+
+
+def test_outputs_share_their_prompt_and_its_keys_while_they_run() -> None:
+    scheduler = make_scheduler(num_device_blocks=64, max_model_len=200)
+    worker = FakeWorker(scheduler.config)
+    scheduler.add_request(group := make_group("g", 101, n=4))
+    run_until = [step(scheduler, worker) for _ in range(4)]
+    assert run_until[-1].num_samples == 4
+    leader, *followers = group.sequences
+    for follower in followers:
+        assert follower.prompt_token_ids is leader.prompt_token_ids
+        assert all(key is leaders for key, leaders in zip(follower.block_keys[:25], leader.block_keys, strict=False))
+        assert len(follower.block_keys) >= 25

@@ -212,7 +212,7 @@ def test_a_swapped_group_that_can_never_come_back_is_ended_and_its_host_blocks_a
     """Two outputs that share six prompt tokens grow until one more token of each needs more than the pool."""
     scheduler, worker, younger = swapping_scheduler()
     for sequence in younger.live:
-        sequence.token_ids += [1] * 20
+        sequence.output_token_ids.extend([1] * 20)
     run(scheduler, worker)
     assert {sequence.status for sequence in younger.sequences} == {SequenceStatus.FINISHED_IGNORED}
     assert younger.error is not None
@@ -246,7 +246,7 @@ def test_victims_tokens_return_to_the_budget() -> None:
     while min(len(sequence.token_ids) for group in groups for sequence in group.sequences) < 16:
         step(scheduler, worker)
     for sequence in (sequence for group in groups for sequence in group.sequences):
-        del sequence.token_ids[16:]
+        del sequence.output_token_ids[12:]
     scheduler.release_all()
     scheduler.add_request(make_group("single", 4))
 

@@ -142,7 +142,7 @@ def test_no_sequence_takes_more_bytes_on_the_wire_than_the_core_counts(data: st.
     leader.is_known = True
     again = SchedulerOutput(1, scheduled, block_table_updates=[BlockTableUpdate(leader.id, 0, tables)])
     assert encode_scheduler_output(again, epoch=1).ByteSize() - empty <= bytes_to_tell(leader, 40)
-    follower.token_ids = [*follower.token_ids, *data.draw(numbers)]
+    follower.output_token_ids.extend(data.draw(numbers))
     follower.forked_from, follower.num_forked_tokens = leader, leader.num_prompt_tokens
     fork = SchedulerOutput(1, scheduled, forks=[Fork(leader.id, follower, leader.num_prompt_tokens, tables, 2**32 - 1)])
     assert encode_scheduler_output(fork, epoch=1).ByteSize() - empty <= bytes_to_tell(follower, 40)

@@ -37,7 +37,7 @@ async def standing_still(directory: Path) -> AsyncIterator[tuple[InProcess, Any]
             await stub.Abort(pb.AbortRequest(request_id="unknown"))
         yield server, stub
         (state,) = [s for s in server.engine.requests.values() if s.request.tenant == "gold"]
-        assert state.request.prompt_token_ids == [5, 6]
+        assert list(state.request.prompt_token_ids) == [5, 6]
         worker.runs.set()
         assert sum([len(message.token_ids) async for message in first]) == 200
 
