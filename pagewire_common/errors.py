@@ -53,6 +53,7 @@ def _guard_coroutine(behavior: Behavior) -> Behavior:
         try:
             return await behavior(request, context)
         except Exception as error:
+            del request
             await _abort(context, error)
 
     return call
@@ -71,7 +72,12 @@ def _guard_generator(behavior: Behavior) -> Behavior:
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
+    """Ends a call. gRPC's own exception leads to itself: it stays in memory until Python's collector comes.
+
+    So does what it leads to, which must not be the request, nor what served it: the frames that `error` came through.
+    """
     if isinstance(error, RequestError):
+        error.__traceback__ = error.__context__ = None
         try:
             await context.abort(error.code, str(error))
         except grpc.aio.InternalError:  # nobody is there, or a message that nobody reads is in its way
@@ -80,4 +86,5 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) 
     if isinstance(error, grpc.aio.AbortError):
         raise error
     log.error("call failed", exc_info=error)
+    error.__traceback__ = error.__context__ = None
     await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")

@@ -75,9 +75,9 @@ def _spare_the_collector() -> None:
     """Have Python's cycle collector leave alone what was there at start.
 
     The tokenizer library alone brings half a million objects that live as long as the process. Going through them again
-    and again took a third of this process's time under load, in pauses of a tenth of a second. What is left are the
-    requests: a group and its sequences know each other, so that only the collector frees them, prompts included, and
-    its last generation has to be gone through about as often as ever, once in 100,000 new objects.
+    and again took a third of this process's time under load, in pauses of a tenth of a second. Requests and sessions
+    are not left to the collector: they go when their call or their worker does. What is left are small cycles, as of
+    gRPC's exceptions, and its last generation is gone through about once in 100,000 new objects.
     """
     gc.collect()
     gc.freeze()

@@ -102,6 +102,7 @@ class InferenceServicer(InferenceServiceServicer):
                 output_tokens=[sequence.num_output_tokens for sequence in state.group.sequences],
                 status=[sequence.status.name for sequence in state.group.sequences],
             )
+            state.group.disband()
 
     @contextlib.contextmanager
     def _counting(self, state: RequestState) -> Iterator[list[str]]:

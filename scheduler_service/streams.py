@@ -140,7 +140,9 @@ class OutputStream:
             await self._turn.came
             if not self._has_some:
                 assert self._error is not None
-                raise self._error
+                # A new one, because an error that is raised knows this frame, and so the stream. If the stream knew it
+                # as well, both would stay in memory until Python's collector comes.
+                raise RequestError(self._error.code, str(self._error))
             if (delta := self._take()) is not None:
                 self.num_open -= delta.status is not None
                 return delta

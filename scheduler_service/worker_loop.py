@@ -11,6 +11,7 @@ import enum
 import logging
 import random
 import time
+import traceback
 from collections import deque
 from collections.abc import Coroutine
 from time import perf_counter_ns
@@ -174,9 +175,12 @@ class WorkerLoop:
                 is_starting = isinstance(error, UnreachableError) and not self.epoch
                 if is_starting or isinstance(error, DrainedError):
                     level = logging.INFO
+                # They and the tasks that failed lead to each other, and to the session's scheduler and its requests.
+                traceback.clear_frames(error.__traceback__)
             except Exception as error:  # whatever it is, the other workers and everybody's streams go on
                 log.error("worker loop failed", worker=self.client.address, exc_info=error)
                 reason = "internal error; the server's log has the details"
+                traceback.clear_frames(error.__traceback__)
             if self.num_steps > steps_before:
                 pause = FIRST_RETRY_SECONDS
             elif self._is_lost_in_a_step and self._engine.admits:

@@ -219,6 +219,13 @@ class SequenceGroup:
         self.num_moves = 0
         self.error: str | None = None
 
+    def disband(self) -> None:
+        """Let go of the sequences of a group that has ended and that is not asked for them any more.
+
+        Each of them knows the group: together they would stay in memory until Python's collector comes.
+        """
+        self.sequences = []
+
     @property
     def is_suspect(self) -> bool:
         """Whether workers may be lost to this group, so that it is scheduled alone."""

@@ -1,6 +1,7 @@
-"""However a call ends, its turn to write ends with it, and is another client's."""
+"""However a call ends, its turn to write ends with it, and is another client's; and nothing of it stays in memory."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -15,6 +16,10 @@ from bench.fleet.raw_load import PATH
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
+from scheduler_service.core import Sequence, SequenceGroup
+from scheduler_service.patient_writer import PatientWriter
+from scheduler_service.request import RequestState
+from scheduler_service.streams import OutputDelta, OutputStream
 
 POISON = 99
 LONG = SamplingParams(max_tokens=400)
@@ -62,7 +67,10 @@ async def one(byte_tokenizer_directory: Path) -> AsyncIterator[InProcess]:
         yield one
 
 
-@pytest.mark.parametrize("call", [ended, aborted, failed, hung_up_while_it_read, hung_up_without_reading])
+WAYS_TO_END = [ended, aborted, failed, hung_up_while_it_read, hung_up_without_reading]
+
+
+@pytest.mark.parametrize("call", WAYS_TO_END)
 async def test_a_call_that_is_over_holds_no_turn(
     one: InProcess, call: Callable[[Client, InProcess], Awaitable[None]]
 ) -> None:
@@ -70,3 +78,29 @@ async def test_a_call_that_is_over_holds_no_turn(
         await call(client, one)
         await until(lambda: not one.engine.requests)
     assert one.engine.turns.num_held == 0
+
+
+def kept() -> list[str]:
+    kinds = (RequestState, SequenceGroup, Sequence, OutputStream, OutputDelta, PatientWriter)
+    return [type(item).__name__ for item in gc.get_objects() if type(item) in kinds]
+
+
+@pytest.mark.parametrize("call", WAYS_TO_END)
+async def test_a_call_that_is_over_leaves_nothing_to_the_collector(
+    one: InProcess, call: Callable[[Client, InProcess], Awaitable[None]]
+) -> None:
+    """Prompts may be long: memory must not depend on when Python's collector comes."""
+    async with Client(one.target) as client:
+        await call(client, one)
+        await until(lambda: not one.engine.requests)
+        gc.collect()
+        gc.disable()
+        try:
+            await call(client, one)
+            await until(lambda: not one.engine.requests)
+            async with asyncio.timeout(10):
+                await until(lambda: not kept())
+        except TimeoutError:
+            pytest.fail(f"still there: {kept()}")
+        finally:
+            gc.enable()
