@@ -45,8 +45,8 @@ def take(blocks: BlockManager, count: int) -> None:
     blocks.allocate(group.sequences[0])
 
 
-def give_back_one(blocks: BlockManager) -> None:
-    blocks.device.free(blocks.tables[TAKER].pop())
+def give_back_one(blocks: BlockManager, number: int = TAKER) -> None:
+    blocks.device.free(blocks.tables[number].pop())
 
 
 def test_blocks_that_another_group_holds_are_not_copied_back() -> None:
@@ -78,6 +78,52 @@ def test_blocks_that_are_found_but_held_by_none_are_not_copied_back_and_take_fre
     assert blocks.can_swap_in(group, leave_watermark=False) is AllocStatus.OK
     assert len(blocks.swap_in(group)) == 1
     assert blocks.tables[1][:10] == before[:10]
+    blocks.check()
+
+
+def test_a_fork_that_comes_back_to_a_block_of_others_has_room_for_its_copy_of_it() -> None:
+    """It goes on within a full block that another group holds, and the sequence that filled its own has ended."""
+    blocks = make_blocks(3)
+    group = SequenceGroup("fork", range(8), SamplingParams(n=2, max_tokens=8))
+    leader, follower = group.sequences
+    leader.id, follower.id = 1, 2
+    blocks.allocate(leader)
+    leader.num_computed_tokens = leader.num_stored_tokens = 8
+    blocks.publish(leader)
+    blocks.fork(leader, follower, 7)
+    blocks.free(leader)
+    leader.status = SequenceStatus.FINISHED_STOPPED
+    follower.max_num_tokens = 16
+    computed_group(blocks, 3, 9, 9)
+    assert len(blocks.swap_out(group)) == 2
+    assert blocks.can_swap_in(group, leave_watermark=False) is AllocStatus.LATER
+    give_back_one(blocks, 3)
+    assert blocks.can_swap_in(group, leave_watermark=False) is AllocStatus.OK
+    assert blocks.swap_in(group) == []
+    assert len(blocks.append_slots(follower, 1)) == 1
+    blocks.check()
+
+
+def test_no_block_that_a_group_finds_is_given_up_for_another_one_of_it() -> None:
+    """Its second sequence's own block was let go of before any other: it would go first, for the first sequence's."""
+    blocks = make_blocks(4)
+    group = SequenceGroup("pair", range(4), SamplingParams(n=2, max_tokens=8))
+    for sequence, outputs in zip(group.sequences, ([50, 51], [60, 61, 62, 63]), strict=True):
+        sequence.id = 1 + sequence.index
+        sequence.token_ids = [*range(4), *outputs]
+    leader, follower = group.sequences
+    blocks.allocate(leader)
+    blocks.fork(leader, follower, 4)
+    blocks.append_slots(follower, 4)
+    for sequence in group.sequences:
+        sequence.num_computed_tokens = sequence.num_stored_tokens = len(sequence.token_ids)
+        blocks.publish(sequence)
+    other = computed_group(blocks, 3, 4, 0)
+    assert len(blocks.swap_out(group)) == 3
+    take(blocks, 1)
+    blocks.free(other.sequences[0])
+    assert blocks.can_swap_in(group, leave_watermark=False) is AllocStatus.OK
+    assert len(blocks.swap_in(group)) == 1
     blocks.check()
 
 
