@@ -107,10 +107,10 @@ def test_a_fork_that_comes_back_to_a_block_of_others_has_room_for_its_copy_of_it
 def test_no_block_that_a_group_finds_is_given_up_for_another_one_of_it() -> None:
     """Its second sequence's own block was let go of before any other: it would go first, for the first sequence's."""
     blocks = make_blocks(4)
-    group = SequenceGroup("pair", range(4), SamplingParams(n=2, max_tokens=8))
-    for sequence, outputs in zip(group.sequences, ([50, 51], [60, 61, 62, 63]), strict=True):
+    outputs = (50, 51), (60, 61, 62, 63)
+    group = SequenceGroup("pair", range(4), SamplingParams(n=2, max_tokens=8), output_token_ids=outputs)
+    for sequence in group.sequences:
         sequence.id = 1 + sequence.index
-        sequence.token_ids = [*range(4), *outputs]
     leader, follower = group.sequences
     blocks.allocate(leader)
     blocks.fork(leader, follower, 4)
@@ -165,7 +165,7 @@ def test_a_group_that_makes_room_a_second_time_copies_only_what_is_new_since_the
     assert len(blocks.swap_out(group)) == 3
     blocks.swap_in(group)
     (sequence,) = group.sequences
-    sequence.token_ids += [7, 7, 7]
+    sequence.output_token_ids.extend([7, 7, 7])
     blocks.append_slots(sequence, 3)
     sequence.num_computed_tokens = sequence.num_stored_tokens = 13
     blocks.publish(sequence)
