@@ -161,7 +161,7 @@ class Engine:
         schedulers = [worker.scheduler for worker in self.workers if worker.scheduler is not None]
         ended = any(scheduler.finish_requests(request_ids, status) for scheduler in schedulers)
         if not ended and (group := self.waiting.get(request_ids[0])) is not None:  # and no worker is connected
-            self.waiting.remove(group.request_id)
+            self.waiting.end(group.request_id)
             for sequence in group.live:
                 sequence.status = status
             self.recorder.withdrawn(group, status)

@@ -65,7 +65,7 @@ class GroupLedger:
         self._suspect: SequenceGroup | None = None
 
     def add_request(self, group: SequenceGroup) -> None:
-        """Queue a request; raises ValueError when its id waits already."""
+        """Queue a request; raises ValueError while one of its id waits, or is with any worker that shares the queue."""
         self.waiting.append(group)
 
     def room_for(self, group: SequenceGroup) -> int | None:
@@ -91,7 +91,13 @@ class GroupLedger:
         return self._suspect is not None and self._suspect in self.running and self._suspect.is_suspect
 
     def get_request_counts(self) -> tuple[int, int, int]:
-        """How many groups run here, how many wait, and how many are swapped out here."""
+        """How many requests run here, how many wait, and how many are swapped out here: a group counts once.
+
+        vLLM's `get_request_counts` returns two numbers, of requests that run and that wait for its one engine. Here the
+        second is of the queue that all workers share, so it must not be added up over workers. A preempted request
+        counts as waiting after recompute, as there, and as swapped out after a swap, which vLLM does not know. A
+        request that has ended counts nowhere, even if the worker has yet to be told.
+        """
         return len(self.running), len(self.waiting), len(self.swapped)
 
     @property
@@ -333,11 +339,15 @@ class GroupLedger:
         if group.is_finished:
             if group.request_id in self._by_id:
                 self._forget(group)
-            else:
-                self.waiting.remove(group.request_id)
+            self.waiting.end(group.request_id)
 
-    def finish_requests(self, request_ids: list[str], status: SequenceStatus) -> list[SequenceGroup]:
-        """End requests that run here or wait; returns those that there were. Unknown ids are passed over."""
+    def finish_requests(self, request_ids: Iterable[str], status: SequenceStatus) -> list[SequenceGroup]:
+        """End requests that are here or wait; returns those that there were. Unknown ids are passed over.
+
+        Raises TypeError for a single string, whose letters would be taken for ids.
+        """
+        if isinstance(request_ids, str | bytes):
+            raise TypeError(f"request_ids is {request_ids!r}; it must be a list of ids, of one if there is only one")
         ended: list[SequenceGroup] = []
         for request_id in request_ids:
             group = self._by_id.get(request_id) or self.waiting.get(request_id)

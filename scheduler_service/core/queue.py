@@ -28,7 +28,8 @@ def insert_by_rank(queue: OrderedDict[str, SequenceGroup], groups: Iterable[Sequ
 class WaitingQueue:
     """First come, first served. Preempted groups go back to the head. Every operation is O(log n) or less.
 
-    `balancer` places its groups among those who share it.
+    `balancer` places its groups among those who share it. `live` are the ids of all that came and have not ended,
+    whether they wait or are with one of the workers that share the queue.
     """
 
     charges = False
@@ -36,6 +37,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self.balancer = Balancer()
+        self.live: set[str] = set()
         self._groups: OrderedDict[str, SequenceGroup] = OrderedDict()
         self._arrivals = GroupHeap[float](self._groups, lambda group: group.arrived_at)
         self._numbers = itertools.count()
@@ -51,9 +53,13 @@ class WaitingQueue:
         return iter(self._groups.values())
 
     def append(self, group: SequenceGroup) -> None:
-        """Add an arrival; raises ValueError when its request_id waits already."""
-        if group.request_id in self._groups:
-            raise ValueError(f"request {group.request_id!r} is waiting already")
+        """Add an arrival; raises ValueError while a request of its id waits, runs or is swapped out anywhere."""
+        if group.request_id in self.live:
+            raise ValueError(
+                f"request_id is {group.request_id!r}, and a request of that id waits, runs or is swapped out; "
+                "end that one first, or choose another id"
+            )
+        self.live.add(group.request_id)
         self._groups[group.request_id] = group
         number = next(self._numbers)
         group.rank = (number, number)
@@ -87,8 +93,13 @@ class WaitingQueue:
         return self._groups.get(request_id)
 
     def remove(self, request_id: str) -> None:
-        """Take a group out of the middle; nothing happens when it does not wait here."""
+        """Take a group out, wherever it stands, for a worker; nothing happens when it does not wait here."""
         self._groups.pop(request_id, None)
+
+    def end(self, request_id: str) -> None:
+        """Forget a request that has ended, wherever it was: its id is free."""
+        self.remove(request_id)
+        self.live.discard(request_id)
 
     def victim(self, running: dict[SequenceGroup, None]) -> SequenceGroup:
         """Who makes room when blocks run out: of groups in the order of admission, the last."""

@@ -11,7 +11,7 @@ take 90, 200 and 1,200 bytes. A request costs 24 µs with a prompt of 128 tokens
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol
 
@@ -226,7 +226,7 @@ class RecordedScheduler(Scheduler):
         )
         return ended
 
-    def finish_requests(self, request_ids: list[str], status: SequenceStatus) -> list[SequenceGroup]:
+    def finish_requests(self, request_ids: Iterable[str], status: SequenceStatus) -> list[SequenceGroup]:
         with self._inside():
             ended = super().finish_requests(request_ids, status)
         if ended:

@@ -131,7 +131,7 @@ class Replayer:
         group, status = self._groups.pop(withdrawal.request_id), _status(withdrawal.status)
         if group.request_id not in self.waiting:
             raise _CoreError(f"withdrawal of request {group.request_id!r}: it does not wait")
-        self.waiting.remove(group.request_id)
+        self.waiting.end(group.request_id)
         for sequence in group.live:
             sequence.status = status
         return Moment(at, groups=[group])

@@ -35,7 +35,7 @@ def test_made_up_tenants_that_cancel_do_not_fill_the_memory() -> None:
     queue.append(make_group("first", 1, tenant=""))  # of equal tenants it stays the first
     for number in range(1000):
         queue.append(make_group(str(number), 1, tenant=str(number)))
-        queue.remove(str(number))
+        queue.end(str(number))
     assert len(queue._heap) < 100
     assert len(queue._in_heap) < 100
 
@@ -52,7 +52,7 @@ def test_a_session_that_is_over_goes_at_once_with_its_blocks() -> None:
             scheduler.add_request(make_group("g", 8))
             scheduler.schedule()
             scheduler.release_all()
-            queue.remove("g")
+            queue.end("g")
             del scheduler
         assert sum(type(item) is Scheduler for item in gc.get_objects()) == num_before
     finally:

@@ -247,6 +247,70 @@ def test_nobody_makes_room_for_a_group_that_can_never_run() -> None:
     assert not sum(scheduler.num_preemptions.values())
 
 
+@pytest.mark.parametrize("request_ids", ["running", b"running"])
+def test_a_single_id_in_place_of_a_list_is_refused(request_ids: object) -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_group("running", 6))
+    with pytest.raises(TypeError, match=r"running'; it must be a list of ids"):
+        scheduler.finish_requests(request_ids, SequenceStatus.FINISHED_ABORTED)  # type: ignore[arg-type]
+    assert scheduler.finish_requests(("running",), SequenceStatus.FINISHED_ABORTED)
+
+
+@pytest.mark.parametrize("policy", [WaitingQueue, PriorityQueue, FairQueue])
+def test_an_id_is_refused_while_a_request_of_it_is_live_on_any_worker(policy: type[WaitingQueue]) -> None:
+    """It waits, runs, is swapped out, runs again, comes back from a lost worker and is aborted; then its id is free."""
+    waiting = policy()
+    sizes = {"num_device_blocks": 7, "num_host_blocks": 7, "preemption_mode": PreemptionMode.SWAP}
+    scheduler, other = make_scheduler(waiting, **sizes), make_scheduler(waiting)
+    other.set_admission(False)
+    worker = FakeWorker(scheduler.config)
+
+    def see_it_refused() -> None:
+        num_waiting = len(waiting)
+        for each in (scheduler, other):
+            with pytest.raises(ValueError, match="'younger', and a request of that id waits, runs or is swapped out"):
+                each.add_request(make_group("younger", 1))
+        assert len(waiting) == num_waiting
+
+    older, younger = (make_group(name, 7, n=2, max_tokens=9) for name in ("older", "younger"))
+    scheduler.add_request(older)
+    scheduler.add_request(younger)
+    see_it_refused()
+    step(scheduler, worker)
+    assert younger in scheduler.running
+    see_it_refused()
+    while younger not in scheduler.swapped:
+        step(scheduler, worker)
+    see_it_refused()
+    while younger in scheduler.swapped:
+        step(scheduler, worker)
+    see_it_refused()
+    scheduler.release_all()
+    see_it_refused()
+    other.finish_requests(["younger"], SequenceStatus.FINISHED_ABORTED)
+    other.add_request(make_group("younger", 1))
+    other.set_admission(True)
+    run(other, FakeWorker(other.config))
+    other.add_request(make_group("older", 1))  # both have ended by themselves
+    other.add_request(make_group("younger", 1))
+
+
+def test_requests_are_counted_where_they_are() -> None:
+    """Requests, not sequences; those that wait once for all workers; those that have ended nowhere."""
+    waiting = WaitingQueue()
+    first, second = make_scheduler(waiting, max_num_seqs=3), make_scheduler(waiting, max_num_seqs=3)
+    for name in "abc":
+        first.add_request(make_group(name, 6, n=2, root=name.encode()))
+    assert first.get_request_counts() == second.get_request_counts() == (0, 3, 0)
+    first.schedule()
+    second.schedule()
+    assert first.get_request_counts() == second.get_request_counts() == (1, 1, 0)
+    first.finish_requests(["a"], SequenceStatus.FINISHED_ABORTED)
+    assert first.get_request_counts() == (0, 1, 0)
+    second.release_all()
+    assert first.get_request_counts() == (0, 2, 0)
+
+
 def test_abort_frees_every_block_at_once_wherever_the_request_is() -> None:
     scheduler = make_scheduler(max_num_seqs=3)
     worker = FakeWorker(scheduler.config)

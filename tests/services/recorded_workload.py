@@ -246,7 +246,7 @@ class Workload:
         if any(worker.scheduler.finish_requests([group.request_id], status) for worker in workers):
             return
         if self.waiting.get(group.request_id) is not None:
-            self.waiting.remove(group.request_id)
+            self.waiting.end(group.request_id)
             for sequence in group.live:
                 sequence.status = status
             self.recorder.withdrawn(group, status)
