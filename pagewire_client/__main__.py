@@ -15,6 +15,7 @@ import grpc
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.admin import Admin
 from pagewire_client.client import RETRY_SECONDS, Client, Prompt
+from pagewire_client.finished import print_requests
 from pagewire_client.local import LocalServer, ServerError
 from pagewire_client.watch import watch
 
@@ -71,6 +72,8 @@ def _add_operators_commands(commands: "argparse._SubParsersAction[argparse.Argum
         "--interval", metavar="SECONDS", type=float, default=1.0, help="between two looks, 0.1 to 60 (default 1)"
     )
     watch.add_argument("--once", action="store_true", help="look once")
+    requests = commands.add_parser("requests", parents=[common], help="what the requests that ended last waited for")
+    requests.add_argument("--limit", type=int, default=20, help="how many, 1 to 1000 (default 20)")
     for command, text in (("drain", "give a worker no new work"), ("undrain", "give a worker work again")):
         parser = commands.add_parser(command, parents=[common], help=text)
         parser.add_argument("address", metavar="WORKER", help="HOST:PORT of the worker, as watch shows it")
@@ -91,19 +94,21 @@ async def stream(client: Client, prompt: Prompt, sampling: pb.SamplingParams) ->
     """Print an answer as it comes and how fast it came; returns its text."""
     began = time.perf_counter()
     first = None
-    text, num_tokens = "", 0
+    text, num_tokens, metrics = "", 0, pb.RequestMetrics()
     async for response in client.generate(prompt, sampling):
         first = first or time.perf_counter()
         num_tokens += len(response.token_ids)
         text += response.text
         sys.stdout.write(response.text)
         sys.stdout.flush()
+        metrics = response.metrics  # of the last one
     ended = time.perf_counter()
     sys.stdout.write("\n")
     sys.stdout.flush()
     first = first or ended
     rate = f"{(num_tokens - 1) / (ended - first):.1f} tokens/s" if num_tokens > 1 and ended > first else "one token"
-    sys.stderr.write(f"[{num_tokens} tokens, first after {first - began:.2f} s, then {rate}]\n")
+    waits = f"{metrics.queued_seconds:.2f} s of it queued; longest pause {metrics.longest_pause_seconds:.2f} s"
+    sys.stderr.write(f"[{num_tokens} tokens, first after {first - began:.2f} s, {waits}; {rate}]\n")
     return text
 
 
@@ -140,6 +145,11 @@ def _lines() -> Iterator[str]:
                 yield line
 
 
+async def requests(arguments: argparse.Namespace, target: str) -> None:
+    async with Admin(target) as admin:
+        print_requests(await admin.finished_requests(arguments.limit))
+
+
 async def drain(arguments: argparse.Namespace, target: str) -> None:
     async with Admin(target) as admin:
         await (admin.drain if arguments.command == "drain" else admin.undrain)(arguments.address)
@@ -154,6 +164,8 @@ def run(arguments: argparse.Namespace, target: str) -> None:
         case "watch":
             logging.getLogger("pagewire_client").setLevel(logging.WARNING)  # it shows by itself what was lost
             asyncio.run(watch(target, interval=arguments.interval, once=arguments.once))
+        case "requests":
+            asyncio.run(requests(arguments, target))
         case _:
             asyncio.run(drain(arguments, target))
 

@@ -52,6 +52,11 @@ class Admin:
         response = await self._stub.GetClusterState(pb.GetClusterStateRequest())
         return Sample(time.monotonic(), response.state)
 
+    async def finished_requests(self, limit: int = 100) -> list[pb.FinishedRequest]:
+        """The requests that ended last, the last one first; limit is in [1, 1000]."""
+        response = await self._stub.ListFinishedRequests(pb.ListFinishedRequestsRequest(limit=limit))
+        return list(response.requests)
+
     async def drain(self, address: str) -> None:
         await self._stub.DrainWorker(pb.DrainWorkerRequest(address=address))
 

@@ -38,6 +38,7 @@ class Completion:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     prompt_logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
+    metrics: pb.RequestMetrics = field(default_factory=pb.RequestMetrics)
 
 
 class LLM:
@@ -123,4 +124,6 @@ async def collect(client: Client, prompt: Prompt, sampling: pb.SamplingParams | 
             output.stop_reason = getattr(response, reason) if reason else None
             completion.prompt_tokens = response.usage.prompt_tokens
             completion.cached_tokens = response.usage.cached_tokens
+        if response.HasField("metrics"):
+            completion.metrics = response.metrics
     return completion

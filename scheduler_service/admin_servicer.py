@@ -12,6 +12,7 @@ from pagewire.v1.admin_service_pb2_grpc import AdminServiceServicer
 from pagewire_common.errors import RequestError
 from scheduler_service.cluster_state import cluster_state
 from scheduler_service.engine import Engine
+from scheduler_service.finished_requests import MAX_REQUESTS
 from scheduler_service.side_calls import SideCalls
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -20,6 +21,7 @@ INTERVAL_MS = 1000
 MIN_INTERVAL_MS = 100
 MAX_INTERVAL_MS = 60_000
 MAX_WATCHES = 64
+NUM_FINISHED = 100
 
 
 class AdminServicer(AdminServiceServicer):
@@ -51,6 +53,14 @@ class AdminServicer(AdminServiceServicer):
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._closed.wait(), interval_ms / 1000)
         raise RequestError(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
+
+    async def ListFinishedRequests(
+        self, request: pb.ListFinishedRequestsRequest, context: Context
+    ) -> pb.ListFinishedRequestsResponse:
+        limit = request.limit if request.HasField("limit") else NUM_FINISHED
+        if not 1 <= limit <= MAX_REQUESTS:
+            raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, f"limit is {limit}; it must be in [1, {MAX_REQUESTS}]")
+        return pb.ListFinishedRequestsResponse(requests=self._engine.finished.newest(limit))
 
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:
         self._engine.drain_worker(request.address)

@@ -22,6 +22,7 @@ from scheduler_service.core import Scheduler, SchedulerOutput, SequenceGroup, Se
 from scheduler_service.core.ledger import GroupLedger
 from scheduler_service.core.prefix_key import root_key
 from scheduler_service.discovery import Resolve, resolve_by_dns
+from scheduler_service.finished_requests import FinishedRequests
 from scheduler_service.membership import Departed, Membership
 from scheduler_service.model import ServedModel, max_num_seqs, max_sequence_tokens, model_name
 from scheduler_service.outage import Outage
@@ -57,6 +58,7 @@ class Engine:
         self.requests: dict[str, RequestState] = {}  # by their keys
         self.serving: dict[GroupLedger, WorkerLoop] = {}  # by the schedulers of open sessions
         self.statistics = Statistics()
+        self.finished = FinishedRequests()
         self._members = Membership(self, resolve)
         self._model_name = model_name(settings.model)
         self.recorder = _recorder(settings)

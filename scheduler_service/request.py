@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 from scheduler_service.core import SamplingParams, SequenceGroup, SequenceOutput, SequenceStatus
 from scheduler_service.core.beam_search import Hypothesis
+from scheduler_service.finished_requests import RequestMetrics
 from scheduler_service.output_text import OutputText
 from scheduler_service.statistics import Statistics
 from scheduler_service.streams import OutputDelta, OutputStream
@@ -105,8 +106,9 @@ class RequestState:
         self.request = request
         self.expiry: asyncio.TimerHandle | None = None  # while no worker takes requests
         self._statistics = statistics
-        self._is_admitted = False
-        self._has_token = False
+        self._queued_seconds: float | None = None
+        self._first_token_seconds: float | None = None
+        self._longest_pause_seconds = 0.0
         resumption = request.resumption
         self.group = SequenceGroup(
             request.key,
@@ -122,6 +124,7 @@ class RequestState:
         self.stream = OutputStream(request.num_outputs - len(resumption.finished), turns)
         self._outputs = [resumption.texts.get(index) or request.text(tokenizer) for index in range(request.sampling.n)]
         self._last_token_at = [0.0] * request.sampling.n  # of each output, 0 before this server's first
+        self._first_token_at = [0.0] * request.sampling.n
         self._num_prompt_logprobs = resumption.num_prompt_logprobs
         self._ranked = [_Ranked() for _ in range(request.sampling.n)] if request.n is not None else None
         # Whether every token before the last brings itself and its text, and nothing else.
@@ -134,9 +137,9 @@ class RequestState:
 
     def admitted(self, now: float) -> None:
         """A worker has been given the request; whether for the first time is this method's business."""
-        if not self._is_admitted:
-            self._is_admitted = True
-            self._statistics.queue_seconds.observe(now - self.group.arrived_at)
+        if self._queued_seconds is None:
+            self._queued_seconds = now - self.group.arrived_at
+            self._statistics.queue_seconds.observe(self._queued_seconds)
             self._statistics.num_prompt_tokens += len(self.request.prompt_token_ids)
             self._statistics.num_cached_tokens += self.num_cached_tokens
 
@@ -150,16 +153,51 @@ class RequestState:
         statistics.num_output_tokens += 1
         self._last_token_at[index] = now
         if last:
-            statistics.token_seconds.observe(now - last)
-        elif not self._has_token:
-            self._has_token = True
-            statistics.first_token_seconds.observe(now - self.group.arrived_at)
+            pause = now - last
+            statistics.token_seconds.observe(pause)
+            if pause > self._longest_pause_seconds:
+                self._longest_pause_seconds = pause
+            return
+        self._first_token_at[index] = now
+        if self._first_token_seconds is None:
+            self._first_token_seconds = now - self.group.arrived_at
+            statistics.first_token_seconds.observe(self._first_token_seconds)
+
+    @property
+    def num_output_tokens(self) -> list[int]:
+        """Of each output, or of each sequence that the best outputs are chosen from."""
+        if self.group.beams is not None:
+            return [len(hypothesis.token_ids) for hypothesis in self.group.beams.hypotheses]
+        return [sequence.num_output_tokens for sequence in self.group.sequences]
+
+    def metrics(self, now: float) -> RequestMetrics:
+        """What the request has waited for until now."""
+        group = self.group
+        num_pauses = 0
+        if group.beams is None:
+            num_resumed = sum(map(len, self.request.resumption.token_ids))
+            num_outputs = sum(at > 0 for at in self._first_token_at)
+            num_pauses = sum(self.num_output_tokens) - num_resumed - num_outputs
+        return RequestMetrics(
+            queued_seconds=self._queued_seconds,
+            first_token_seconds=self._first_token_seconds,
+            mean_pause_seconds=(
+                (sum(self._last_token_at) - sum(self._first_token_at)) / num_pauses if num_pauses else None
+            ),
+            longest_pause_seconds=self._longest_pause_seconds if num_pauses else None,
+            total_seconds=now - group.arrived_at,
+            num_recompute_preemptions=group.num_recomputes,
+            num_swap_preemptions=group.num_swaps,
+            num_worker_changes=group.num_worker_changes,
+            cached_tokens=self.num_cached_tokens,
+        )
 
     def process(self, gained: SequenceOutput, now: float) -> bool:
         """Turn what a sequence gained into text on the stream; returns True when a stop string ended it."""
         sequence = gained.sequence
         if self.group.beams is not None:
             if self.group.is_finished:
+                self._first_token_seconds = now - self.group.arrived_at
                 self._statistics.num_output_tokens += sum(len(h.token_ids) for h in self.group.beams.hypotheses)
                 self._put_hypotheses(self.group.beams.hypotheses[: self.request.num_outputs])
             return False

@@ -80,8 +80,9 @@ class InferenceServicer(InferenceServiceServicer):
             state = self._engine.submit(checked, model)
         structlog.contextvars.bind_contextvars(request_id=state.request.request_id)
         writer = PatientWriter(context, self._engine.settings.stall_timeout)
+        ended: list[str] = []
         try:
-            with self._counting(state) as ended:
+            with self._counting(state, ended):
                 seeded: set[int] = set()
                 async for delta in state.stream:
                     message = encode_delta(state, delta)
@@ -96,21 +97,35 @@ class InferenceServicer(InferenceServiceServicer):
             writer.close()
             state.stream.leave()
             self._engine.close(state)
-            log.info(
-                "request closed",
-                prompt_tokens=len(state.request.prompt_token_ids),
-                output_tokens=[sequence.num_output_tokens for sequence in state.group.sequences],
-                status=[sequence.status.name for sequence in state.group.sequences],
-            )
+            self._closed(state, ended)
             state.group.disband()
 
+    def _closed(self, state: RequestState, ended: list[str]) -> None:
+        """Say what the request waited for, in the log and to operators."""
+        metrics = state.metrics(time.monotonic())
+        output_tokens = state.num_output_tokens
+        log.info(
+            "request closed",
+            prompt_tokens=len(state.request.prompt_token_ids),
+            output_tokens=output_tokens,
+            status=[sequence.status.name for sequence in state.group.sequences],
+            **metrics.known(),
+        )
+        self._engine.finished.add(
+            state.request.request_id,
+            state.request.tenant,
+            ended,
+            len(state.request.prompt_token_ids),
+            sum(output_tokens),
+            metrics,
+        )
+
     @contextlib.contextmanager
-    def _counting(self, state: RequestState) -> Iterator[list[str]]:
-        """Gives a list for the reasons why outputs ended; those that did not by themselves have one as well."""
+    def _counting(self, state: RequestState, ended: list[str]) -> Iterator[None]:
+        """Counts the reasons why outputs ended, and gives those that did not by themselves one as well."""
         statistics, num_outputs = self._engine.statistics, state.stream.num_open
-        ended: list[str] = []
         try:
-            yield ended
+            yield
             statistics.request_seconds.observe(time.monotonic() - state.group.arrived_at)
         except BaseException as error:
             failed = isinstance(error, RequestError) and error.code not in _CLIENTS_OWN
@@ -171,6 +186,8 @@ def encode_delta(state: RequestState, delta: OutputDelta) -> pb.GenerateResponse
         message.usage.prompt_tokens = len(state.request.prompt_token_ids)
         message.usage.cached_tokens = state.num_cached_tokens
         message.usage.output_tokens = delta.num_output_tokens
+        if not state.stream.num_open:
+            message.metrics.CopyFrom(state.metrics(time.monotonic()).encode())
     return message
 
 

@@ -149,6 +149,8 @@ class GroupLedger:
             self._release(group)
         self.waiting.put_back(groups)
         self.num_preemptions[PreemptionMode.RECOMPUTE] += len(groups)
+        for group in groups:
+            group.num_recomputes += 1
         self.blocks.device.withdraw_all()
         self.balancer.leave(self.member)
         return ended

@@ -434,6 +434,8 @@ class Scheduler(StepWriter):
         for sequence in sequences:
             sequence.id = next(self._sequence_ids)
             sequence.max_num_tokens = group.max_num_tokens(self.blocks.max_sequence_tokens)
+        group.num_worker_changes += group.worker not in (None, self.worker)
+        group.worker = self.worker
         self.blocks.allocate(leader)
         if group.num_cached_tokens is None:
             group.num_cached_tokens = leader.num_computed_tokens
@@ -507,6 +509,7 @@ class Scheduler(StepWriter):
         step.num_preempted += 1
         self._steady = None
         if mode is PreemptionMode.SWAP:
+            group.num_swaps += 1
             step.swap_out += self.blocks.swap_out(group)
             self._stop_running(group)
             self.swapped[group] = None
@@ -516,6 +519,7 @@ class Scheduler(StepWriter):
                 sequence.status = SequenceStatus.SWAPPED
                 sequence.draft_token_ids = []  # what it takes to come back must not depend on guesses
         else:
+            group.num_recomputes += 1
             self._preempted.extend(sequence.id for sequence in group.live if sequence.is_known)
             self._release(group)
             self.waiting.put_back([group])

@@ -151,6 +151,9 @@ class SequenceGroup:
     until `left_until` it may be left to a better worker. While it is swapped out, `swapped_at` says since when, and
     `num_moves` how often it has gone elsewhere.
 
+    For its client alone are counts of its preemptions, lost workers among the recomputes; the name of the `worker` that
+    took it last, and how often that was another one than before.
+
     A request that goes on where another scheduler left it comes with its outputs so far, `output_token_ids` of each
     index, and the indices of those that have `ended`; it is like a group that was preempted.
     """
@@ -167,6 +170,9 @@ class SequenceGroup:
         "num_cached_tokens",
         "num_moves",
         "num_overtaken",
+        "num_recomputes",
+        "num_swaps",
+        "num_worker_changes",
         "priority",
         "prompt_token_ids",
         "rank",
@@ -176,6 +182,7 @@ class SequenceGroup:
         "suspicion",
         "swapped_at",
         "tenant",
+        "worker",
     )
 
     def __init__(
@@ -217,6 +224,10 @@ class SequenceGroup:
         self.left_until: float | None = None
         self.swapped_at = 0.0
         self.num_moves = 0
+        self.num_recomputes = 0
+        self.num_swaps = 0
+        self.worker: str | None = None
+        self.num_worker_changes = 0
         self.error: str | None = None
 
     def disband(self) -> None:

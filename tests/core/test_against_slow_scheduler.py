@@ -14,6 +14,7 @@ from workloads import Request, random_config, random_request
 from scheduler_service.core import (
     FairQueue,
     ModelOutput,
+    PreemptionMode,
     PriorityQueue,
     Scheduler,
     SchedulerConfig,
@@ -112,6 +113,10 @@ class Both:
         assert fast.blocks.device.num_free == slow.num_free
         assert fast.blocks.host.num_free == slow.num_host_free
         assert fast.num_preemptions == slow.num_preemptions
+        assert fast.num_preemptions == {
+            PreemptionMode.RECOMPUTE: sum(group.num_recomputes for group, _ in self.groups),
+            PreemptionMode.SWAP: sum(group.num_swaps for group, _ in self.groups),
+        }
         for fast_group, slow_group in self.groups:
             assert fast_group.num_cached_tokens == slow_group.num_cached
             assert fast_group.num_overtaken == slow_group.num_overtaken

@@ -1,0 +1,215 @@
+"""What a request waited for: measured, told to its client, logged, and remembered for operators within bounds."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+from engines import until
+from fake_worker_service import FakeWorkerService, serving
+from scheduler_in_process import InProcess, scheduler
+from structlog.testing import capture_logs
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_client import Client, LocalServer, SamplingParams
+from pagewire_client.admin import Admin
+from pagewire_client.llm import collect
+from scheduler_service import core
+from scheduler_service.core import SequenceOutput, SequenceStatus
+from scheduler_service.finished_requests import FinishedRequests, RequestMetrics
+from scheduler_service.request import GenerationRequest, RequestState, Resumption
+from scheduler_service.statistics import Statistics
+from scheduler_service.turns import Turns
+
+
+@pytest.fixture
+async def one(byte_tokenizer_directory: Path) -> AsyncIterator[InProcess]:
+    async with serving(FakeWorkerService(byte_tokenizer_directory)) as address, scheduler(address) as one:
+        await one.engine.model()
+        yield one
+
+
+def state_of(resumption: Resumption, **sampling: object) -> RequestState:
+    """A request that arrived at second 100, and runs."""
+    parameters = core.SamplingParams(max_tokens=9, **sampling)  # type: ignore[arg-type]
+    request = GenerationRequest(request_id="a", prompt_token_ids=[1, 2, 3], sampling=parameters, resumption=resumption)
+    state = RequestState(request, None, b"", Statistics(), Turns())
+    state.group.arrived_at = 100.0
+    for sequence in state.group.live:
+        sequence.status = SequenceStatus.RUNNING
+    return state
+
+
+def gain(state: RequestState, index: int, now: float) -> None:
+    sequence = state.group.sequences[index]
+    sequence.output_token_ids.append(7)
+    state.process(SequenceOutput(sequence, 7), now)
+
+
+def figures(
+    queued: float | None = None,
+    first: float | None = None,
+    mean: float | None = None,
+    longest: float | None = None,
+    total: float = 20.0,
+) -> RequestMetrics:
+    """Of a request that was never preempted, and found nothing in the cache."""
+    return RequestMetrics(queued, first, mean, longest, total, 0, 0, 0, 0)
+
+
+async def test_pauses_are_between_tokens_of_one_output_and_waits_count_from_the_arrival() -> None:
+    state = state_of(Resumption(), n=2)
+    assert state.metrics(120.0) == figures()
+    state.admitted(101.5)
+    state.admitted(104.0)  # again, after a preemption
+    assert state.metrics(120.0) == figures(1.5)
+    gain(state, 0, 103.0)
+    assert state.metrics(120.0) == figures(1.5, 3.0)
+    gain(state, 1, 104.0)
+    for now in (106.0, 107.0):
+        gain(state, 0, now)
+    gain(state, 1, 109.0)
+    assert state.metrics(120.0) == figures(1.5, 3.0, (3 + 1 + 5) / 3, 5.0)
+
+
+async def test_tokens_that_an_earlier_stream_brought_make_no_pauses() -> None:
+    state = state_of(Resumption(token_ids=((7, 7, 7), (7,))), n=2)
+    gain(state, 0, 103.0)
+    assert state.metrics(120.0) == figures(None, 3.0)
+    gain(state, 0, 105.0)
+    assert state.metrics(120.0) == figures(None, 3.0, 2.0, 2.0)
+
+
+async def test_the_message_that_ends_the_last_output_says_what_the_request_waited_for(tiny_server: LocalServer) -> None:
+    async with Client(tiny_server.target) as client:
+        sampling = SamplingParams(n=3, max_tokens=6, temperature=1.0, seed=7, ignore_eos=True)
+        messages = [message async for message in client.generate("x" * 40, sampling)]
+        again = await collect(client, "x" * 40, SamplingParams(max_tokens=1))
+    assert [message.HasField("metrics") for message in messages] == [False] * (len(messages) - 1) + [True]
+    metrics = messages[-1].metrics
+    assert 0 <= metrics.queued_seconds < metrics.first_token_seconds < metrics.total_seconds
+    assert 0 < metrics.mean_pause_seconds <= metrics.longest_pause_seconds < metrics.total_seconds
+    assert metrics.first_token_seconds + 5 * metrics.mean_pause_seconds <= metrics.total_seconds + 1e-4
+    assert (metrics.num_recompute_preemptions, metrics.num_swap_preemptions, metrics.num_worker_changes) == (0, 0, 0)
+    assert again.metrics.cached_tokens == again.cached_tokens == 32
+    assert again.metrics.HasField("first_token_seconds")
+    assert not again.metrics.HasField("mean_pause_seconds")
+
+
+@pytest.mark.parametrize("sampling", [{"best_of": 3, "n": 2}, {"beam_width": 2, "n": 2}])
+async def test_outputs_that_are_chosen_at_the_end_come_with_the_figures_of_all(
+    tiny_server: LocalServer, sampling: dict[str, int]
+) -> None:
+    async with Client(tiny_server.target) as client:
+        parameters = SamplingParams(max_tokens=6, ignore_eos=True, **sampling)  # type: ignore[arg-type]
+        messages = [message async for message in client.generate("hello", parameters)]
+    assert [message.HasField("metrics") for message in messages] == [False] * (len(messages) - 1) + [True]
+    metrics = messages[-1].metrics
+    assert metrics.queued_seconds < metrics.first_token_seconds <= metrics.total_seconds
+    assert metrics.HasField("mean_pause_seconds") == ("best_of" in sampling)
+
+
+async def test_a_request_that_waits_for_room_says_so_and_how_often_it_was_preempted(
+    tiny_model_directory: Path,
+) -> None:
+    """Two of 100 tokens in a pool of 144: the later one has to make room."""
+    arguments = ["--num-device-blocks", "18", "--block-size", "8", "--threads", "1", "--swap-space", "0"]
+    with LocalServer(str(tiny_model_directory), worker_arguments=arguments) as server:
+        async with Client(server.target) as client, Admin(server.target) as admin:
+            prompts = [[5] * 30, [6] * 30]
+            sampling = SamplingParams(max_tokens=70, ignore_eos=True)
+            completions = await asyncio.gather(*(collect(client, prompt, sampling) for prompt in prompts))
+            finished = await admin.finished_requests()
+    preemptions = [completion.metrics.num_recompute_preemptions for completion in completions]
+    assert sum(preemptions) >= 1
+    preempted = completions[preemptions.index(max(preemptions))].metrics
+    assert preempted.longest_pause_seconds > 2 * preempted.mean_pause_seconds
+    assert {request.metrics.num_recompute_preemptions for request in finished} == set(preemptions)
+
+
+async def test_a_request_that_goes_on_elsewhere_counts_the_change_and_the_loss(byte_tokenizer_directory: Path) -> None:
+    workers = [FakeWorkerService(byte_tokenizer_directory) for _ in range(2)]
+    async with serving(workers[0]) as first, serving(workers[1]) as second, scheduler(first, second) as one:
+        await until(lambda: len(one.engine.serving) == 2)
+        async with Client(one.target) as client:
+            stream = client.generate([5] * 20, SamplingParams(max_tokens=300), request_id="moves")
+            await anext(stream)
+            (loop,) = [loop for scheduler_, loop in one.engine.serving.items() if scheduler_.running]
+            one.engine.settings.grace = 0.0
+            one.engine.drain_worker(loop.client.address)
+            messages = [message async for message in stream]
+    metrics = messages[-1].metrics
+    assert messages[-1].finish_reason == pb.FINISH_REASON_LENGTH
+    assert (metrics.num_worker_changes, metrics.num_recompute_preemptions) == (1, 1)
+
+
+async def test_the_log_and_the_list_say_of_each_request_how_it_ended_and_never_what_it_said(one: InProcess) -> None:
+    async with Client(one.target) as client, Admin(one.target) as admin:
+        with capture_logs() as logs:
+            await collect(client, "secret", SamplingParams(max_tokens=4, n=2))
+            stream = client.generate("secret", SamplingParams(max_tokens=400), request_id="left", tenant="a tenant")
+            await anext(stream)
+            await stream.aclose()
+            await until(lambda: len(one.engine.finished) == 2)
+        closed = [log for log in logs if log["event"] == "request closed"]
+        left, whole = await admin.finished_requests()
+        assert [request.request_id for request in await admin.finished_requests(1)] == ["left"]
+    assert (left.request_id, left.tenant, list(left.finish_reasons)) == ("left", "a tenant", ["abort"])
+    assert list(whole.finish_reasons) == ["length", "length"]
+    assert (whole.prompt_tokens, whole.output_tokens) == (6, 8)
+    assert closed[0]["output_tokens"] == [4, 4]
+    assert closed[0]["total_seconds"] == pytest.approx(whole.metrics.total_seconds)
+    assert closed[0]["longest_pause_seconds"] == pytest.approx(whole.metrics.longest_pause_seconds)
+    for said in ("secret", "gggg"):
+        assert said not in str(logs)
+        assert said.encode() not in whole.SerializeToString()
+
+
+async def test_a_request_that_no_worker_was_given_has_no_figures_but_how_long_it_took(one: InProcess) -> None:
+    one.engine.drain_worker(one.engine.workers[0].client.address)
+    async with Client(one.target, retry_for=0) as client, Admin(one.target) as admin:
+        stream = client.generate([5], SamplingParams(max_tokens=4), request_id="waits")
+        waiting = asyncio.create_task(anext(stream))
+        await until(lambda: one.engine.waiting)
+        assert await client.abort("waits")
+        assert (await waiting).finish_reason == pb.FINISH_REASON_ABORT
+        await stream.aclose()
+        await until(lambda: len(one.engine.finished))
+        (request,) = await admin.finished_requests()
+    assert [field.name for field, _ in request.metrics.ListFields()] == ["total_seconds"]
+
+
+@pytest.mark.parametrize("limit", [0, 1001])
+async def test_a_limit_out_of_bounds_is_refused(one: InProcess, limit: int) -> None:
+    async with Admin(one.target) as admin:
+        with pytest.raises(grpc.aio.AioRpcError, match=rf"limit is {limit}; it must be in \[1, 1000\]"):
+            await admin.finished_requests(limit)
+
+
+def test_what_is_remembered_is_bounded_in_number_and_in_bytes_and_the_oldest_goes_first() -> None:
+    finished = FinishedRequests(max_requests=10, max_bytes=3000)
+    for number in range(100):
+        finished.add(str(number), "", ["stop"], 1, 1, figures())
+    assert [request.request_id for request in finished.newest(1000)] == [str(n) for n in range(99, 89, -1)]
+    assert [request.request_id for request in finished.newest(2)] == ["99", "98"]
+    for number in range(100):
+        finished.add(str(number), "t" * 900, ["stop"], 1, 1, figures())
+        assert finished.num_bytes == sum(request.ByteSize() for request in finished.newest(1000)) <= 3000
+    assert [request.request_id for request in finished.newest(1000)] == ["99", "98", "97"]
+
+
+def test_the_command_line_shows_the_requests_that_ended_last(tiny_server: LocalServer) -> None:
+    async def generate() -> None:
+        async with Client(tiny_server.target) as client:
+            async for _ in client.generate("hello", SamplingParams(max_tokens=3), request_id="id\x1b[31m"):
+                pass
+
+    asyncio.run(generate())
+    command = [sys.executable, "-m", "pagewire_client", "requests", "--target", tiny_server.target, "--limit", "1"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0
+    assert "id�[31m" in result.stdout
+    assert "\x1b" not in result.stdout
