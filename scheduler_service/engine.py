@@ -64,7 +64,8 @@ class Engine:
         self.recorder = _recorder(settings)
         self._model: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
         self._model_lock = asyncio.Lock()
-        self._being_checked: set[str] = set()
+        self._being_checked: dict[str, int] = {}  # bytes, by the keys of requests
+        self._held_bytes = 0  # by all requests, those that are being checked included
         self._cache_secret = secrets.token_bytes(32)  # keys of the prefix cache cannot be guessed from outside
         self.turns = Turns()
         self._is_draining = False
@@ -81,11 +82,11 @@ class Engine:
             raise self._no_worker() from None
 
     @contextlib.contextmanager
-    def admission(self, key: str, *, resumes: bool = False) -> Iterator[None]:
+    def admission(self, key: str, num_bytes: int = 0, *, resumes: bool = False) -> Iterator[None]:
         """Hold a place for a request while it is being checked, so that a flood is refused before any work is done.
 
-        A request that resumes one in flight is to take its place. Raises UNAVAILABLE, RESOURCE_EXHAUSTED or
-        ALREADY_EXISTS.
+        A request that resumes one in flight is to take its place. `num_bytes` is what it takes of memory. Raises
+        UNAVAILABLE, RESOURCE_EXHAUSTED, ALREADY_EXISTS, or INVALID_ARGUMENT for one that there is never room for.
         """
         if self._is_draining:
             raise _SHUTTING_DOWN
@@ -100,11 +101,23 @@ class Engine:
                 grpc.StatusCode.ALREADY_EXISTS,
                 "request_id is in flight already; choose another one, or set resume to go on with a broken stream",
             )
-        self._being_checked.add(key)
+        self._check_memory(num_bytes)
+        self._being_checked[key] = num_bytes
+        self._held_bytes += num_bytes
         try:
             yield
         finally:
-            self._being_checked.discard(key)
+            self._held_bytes -= self._being_checked.pop(key, 0)
+
+    def _check_memory(self, num_bytes: int) -> None:
+        most = int(self.settings.request_memory * 2**30)
+        sizes = f"this request takes {num_bytes / 2**20:.1f} MiB of memory, and --request-memory allows all together "
+        sizes += f"{most / 2**20:.1f} MiB"
+        if num_bytes > most:
+            raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, f"{sizes}; send a smaller one")
+        if num_bytes > most - self._held_bytes:
+            held = f"those in flight hold {self._held_bytes / 2**20:.1f} MiB"
+            raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{sizes}, of which {held}; try again later")
 
     def submit(self, request: GenerationRequest, model: ServedModel) -> RequestState:
         """Queue a request, within its `admission`. Raises UNAVAILABLE when the server began to shut down meanwhile."""
@@ -113,6 +126,7 @@ class Engine:
         cache_root = root_key(self._cache_secret, request.tenant.encode(), request.cache_salt.encode())
         state = RequestState(request, model.tokenizer, cache_root, self.statistics, self.turns)
         self.requests[request.key] = state
+        state.num_bytes = self._being_checked.pop(request.key, 0)
         self._is_empty.clear()
         self.waiting.append(state.group)
         self.recorder.arrived(state.group)
@@ -125,6 +139,7 @@ class Engine:
         key = state.group.request_id
         if self.requests.get(key) is state:
             del self.requests[key]
+            self._held_bytes -= state.num_bytes
             if state.expiry is not None:
                 state.expiry.cancel()
             self._finish(state, SequenceStatus.FINISHED_ABORTED)

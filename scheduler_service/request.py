@@ -105,6 +105,7 @@ class RequestState:
     ) -> None:
         self.request = request
         self.expiry: asyncio.TimerHandle | None = None  # while no worker takes requests
+        self.num_bytes = 0  # that it counts in the server's memory
         self._statistics = statistics
         self._queued_seconds: float | None = None
         self._first_token_seconds: float | None = None

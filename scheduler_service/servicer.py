@@ -17,6 +17,7 @@ from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.engine import Engine
 from scheduler_service.patient_writer import PatientWriter
 from scheduler_service.request import RequestState, request_key
+from scheduler_service.request_memory import request_bytes
 from scheduler_service.resumption import check_resumption
 from scheduler_service.side_calls import SideCalls
 from scheduler_service.streams import OutputDelta
@@ -70,7 +71,8 @@ class InferenceServicer(InferenceServiceServicer):
         check_names(request)
         request_id = request.request_id or uuid.uuid4().hex
         resumes = request.HasField("resume")
-        with self._engine.admission(request_key(request.tenant, request_id), resumes=resumes):
+        key = request_key(request.tenant, request_id)
+        with self._engine.admission(key, request_bytes(request), resumes=resumes):
             model = await self._engine.model()
             checked = await check_resumption(request, await check_request(request, request_id, model), model)
             if resumes:

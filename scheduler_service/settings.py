@@ -41,6 +41,12 @@ class SchedulerSettings(ServiceSettings):
         "hold up those behind it; 0 is a quarter of the step",
     )
     max_num_requests: int = Field(4096, ge=1, description="most requests in flight before RESOURCE_EXHAUSTED")
+    request_memory: float = Field(
+        1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="GiB of memory that requests in flight may take, by their tokens, before RESOURCE_EXHAUSTED",
+    )
     max_in_flight_steps: int = Field(
         2, ge=1, le=8, description="steps sent to a worker before the oldest is answered; 1 waits for each answer"
     )

@@ -1,0 +1,105 @@
+"""What a client can make large is counted in bytes, and refused before it fills the memory."""
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+from engines import until
+from fake_worker_service import FakeWorkerService, serving
+from scheduler_in_process import InProcess, scheduler
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_client import Client, SamplingParams
+from pagewire_client.llm import collect
+from scheduler_service.request_memory import request_bytes
+
+MIB = 1 << 20
+LIMIT = 4  # MiB
+
+
+@pytest.fixture
+async def one(byte_tokenizer_directory: Path) -> AsyncIterator[InProcess]:
+    """In front of a worker that answers nothing yet, so that whatever comes stays in flight."""
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    worker.runs.clear()
+    async with serving(worker) as address, scheduler(address, request_memory=LIMIT / 1024) as one:
+        yield one
+        worker.runs.set()
+
+
+def message(num_tokens: int = 1, *, text: str = "", **sampling: object) -> pb.GenerateRequest:
+    prompt = pb.TokenIds(ids=[2**32 - 1] * num_tokens)
+    parameters = pb.SamplingParams(**sampling)  # type: ignore[arg-type]
+    if text:
+        return pb.GenerateRequest(text=text, sampling=parameters)
+    return pb.GenerateRequest(token_ids=prompt, sampling=parameters)
+
+
+async def stay(client: Client, request_id: str) -> None:
+    async for _ in client.generate([5], SamplingParams(max_tokens=2, n=16), request_id=request_id):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("large", "least"),
+    [
+        (message(100_000), 100_000 * (5 + 8 + 4)),
+        (message(text="x" * 100_000), 100_000 * (2 + 4)),
+        (message(n=128), 128 * 4096),
+        (message(beam_width=128), 128 * 4096),
+        (message(n=1, best_of=128), 128 * 4096),
+        (message(allowed_token_ids=[2**21 - 1] * 100_000), 100_000 * (3 + 8 + 4)),
+        (message(logit_bias=dict.fromkeys(range(1024), 1.0)), 1024 * 100),
+        (message(bad_words=["x" * 256] * 64), 64 * 256 * 6),
+        (pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(content="x" * 1000)] * 100)), 100_000 * 6),
+        (pb.GenerateRequest(resume=pb.ResumeState(outputs=[pb.ResumedOutput(token_ids=[7] * 9000)])), 9000 * 13),
+    ],
+    ids=["prompt", "text", "n", "beams", "best_of", "allowed", "biases", "bad words", "chat", "resumed"],
+)
+def test_whatever_makes_a_request_large_counts(large: pb.GenerateRequest, least: int) -> None:
+    assert request_bytes(large) - request_bytes(message()) >= least * 0.99
+
+
+def test_a_request_counts_more_than_its_numbers_take() -> None:
+    large = message(100_000)
+    held = len(large.SerializeToString()) + 8 * 100_000 + len(array("I", large.token_ids.ids).tobytes())
+    assert held < request_bytes(large) < 2 * held
+
+
+async def test_requests_beyond_the_memory_are_refused_and_taken_when_others_have_left(one: InProcess) -> None:
+    async with Client(one.target) as client:
+        calls = [asyncio.create_task(stay(client, str(number))) for number in range(60)]
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await next(asyncio.as_completed(calls))
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "--request-memory allows all together 4.0 MiB, of which those in flight hold" in error.value.details()
+        await until(lambda: sum(call.done() for call in calls) + len(one.engine.requests) == 60)
+        assert 0.9 * LIMIT * MIB < one.engine._held_bytes <= LIMIT * MIB
+        left = next(call for call in calls if not call.done())
+        left.cancel()
+        await until(lambda: one.engine._held_bytes < 0.99 * LIMIT * MIB)
+        again = asyncio.create_task(stay(client, "again"))
+        await until(lambda: "again" in one.engine.requests)
+        for call in (*calls, again):
+            call.cancel()
+        await asyncio.gather(*calls, again, return_exceptions=True)
+        await until(lambda: not one.engine.requests)
+    assert one.engine._held_bytes == 0
+
+
+async def test_a_request_that_there_is_never_room_for_is_invalid(one: InProcess) -> None:
+    async with Client(one.target) as client:
+        with pytest.raises(grpc.aio.AioRpcError, match=r"send a smaller one") as error:
+            await collect(client, [5] * 300_000)
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert one.engine._held_bytes == 0
+
+
+async def test_a_request_that_is_refused_for_something_else_holds_no_memory(one: InProcess) -> None:
+    async with Client(one.target) as client:
+        with pytest.raises(grpc.aio.AioRpcError, match="the vocabulary has"):
+            await collect(client, [1_000_000])
+    assert one.engine._held_bytes == 0
