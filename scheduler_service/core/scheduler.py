@@ -389,26 +389,32 @@ class Scheduler(StepWriter):
 
         None when those that are have been overtaken often enough.
         """
-        num_passed = len(step.left) + len(step.slotless)
-        if not num_passed:
+        if not step.left and not step.slotless:
             return self.waiting.head
-        if len(step.left) > MOST_LEFT or any(
-            group.num_overtaken >= MAX_OVERTAKES and self.worker not in group.lost_on for group in step.left
-        ):
-            return None
-        if any(group.num_overtaken >= MAX_OVERTAKES for group in step.slotless):
-            return None
-        if num_passed >= len(step.upcoming):
-            step.upcoming = self.waiting.upcoming(2 * num_passed + 1, equals=bool(step.left))
-        return next((g for g in step.upcoming if g not in step.left and g not in step.slotless), None)
+        if not step.upcoming:  # as far as it was asked for; each refill asks for twice as many
+            if len(step.left) > MOST_LEFT or any(
+                group.num_overtaken >= MAX_OVERTAKES and self.worker not in group.lost_on for group in step.left
+            ):
+                return None
+            if any(group.num_overtaken >= MAX_OVERTAKES for group in step.slotless):
+                return None
+            most = 2 * (len(step.left) + len(step.slotless)) + 1
+            groups = self.waiting.upcoming(most, equals=bool(step.left))
+            step.upcoming = [g for g in reversed(groups) if g not in step.left and g not in step.slotless]
+        return step.upcoming[-1] if step.upcoming else None
 
     def _pass_over(self, group: SequenceGroup, step: Step) -> bool:
-        """Look past a group whose adapter has no slot here, if it may be overtaken; returns whether that was done."""
-        if self.has_lora_slot(group) or group in step.left:
+        """Look past a group whose adapter has no slot here, if others may overtake it; returns whether that was done.
+
+        With no sequence left in the budget there are no others to look for.
+        """
+        if self.has_lora_slot(group) or group in step.left or not step.budget.num_seqs:
             return False
         if group.num_overtaken >= MAX_OVERTAKES or len(step.slotless) >= MOST_SLOTLESS:
             return False
         step.slotless[group] = None
+        if step.upcoming:
+            step.upcoming.pop()
         return True
 
     def _status(self, group: SequenceGroup, budget: SchedulingBudget) -> AllocStatus:

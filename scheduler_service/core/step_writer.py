@@ -55,7 +55,9 @@ class Step:
         self.ignored: list[SequenceGroup] = []
         self.left: dict[SequenceGroup, Placement] = {}  # waiting groups that are for other workers
         self.slotless: dict[SequenceGroup, None] = {}  # waiting groups whose adapters have no slot here
-        self.upcoming: list[SequenceGroup] = []  # who waits next, as far as it was asked for; may be empty
+        self.upcoming: list[
+            SequenceGroup
+        ] = []  # waiting groups that are next, as far as they are known, the first one last
         self.moved: list[Placement] = []
         self.placements: list[Placement] = []
         self.prompts: list[SequenceGroup] = []  # running groups that were behind, or are new, or back

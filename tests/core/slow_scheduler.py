@@ -230,6 +230,8 @@ class SlowScheduler(SlowBlocks):
                 continue
             has_room = self.fits(group, []) if self.slotless else self.make_room(group)
             if not has_room:
+                if sum(other.num_seqs for other in self.running) == self.config.max_num_seqs:
+                    return
                 if self.has_lora_slot(group, self.running) or group.num_overtaken == 16 or len(self.slotless) == 32:
                     return
                 self.slotless.append(group)
