@@ -13,7 +13,17 @@ from pathlib import Path
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-LONGEST = ("tests/fleet",)
+LONGEST = (
+    "tests/fleet",
+    "tests/services/test_default_model.py",
+    "tests/worker/test_repository_code.py",
+    "tests/core/test_against_slow_scheduler.py",
+    "tests/worker/test_rank_processes.py",
+    "tests/worker/test_ranks.py",
+    "tests/worker/test_worker_process.py",
+    "tests/services/test_processes.py",
+    "tests/core/test_state_machine.py",
+)
 """Groups by the time that they take, the longest first."""
 _GATE, _MACHINE = Path(__file__), Path(__file__).with_name("conftest.py")
 """Files that every process finds, for their locks."""
