@@ -467,8 +467,6 @@ class Scheduler(StepWriter):
 
         It is left to another worker instead where that has room for it.
         """
-        if step.steady:
-            return False  # the plan is made; the next step will begin with this
         if not self.waiting.outranks(group, self.waiting.victim(self.running)):
             return False
         elsewhere = self.balancer.place_elsewhere(self.member, group, step.now) if has_choice else None
@@ -490,9 +488,18 @@ class Scheduler(StepWriter):
             del candidates[victim]
             victims.append(victim)
             num_seqs += victim.num_seqs
+        self._unfold(step)
         for victim in victims:
             self._preempt(victim, step)
         return True
+
+    def _unfold(self, step: Step) -> None:
+        """Write a plan that was repeated as chunks, of which some can be taken out again."""
+        repeated: dict[SequenceGroup, list[Chunk]] = {}
+        for sequence, num_tokens, _ in step.steady:
+            repeated.setdefault(sequence.group, []).append(Chunk(sequence, num_tokens, 0, []))
+        step.chunks = repeated | step.chunks
+        step.steady, step.needy = [], []
 
     def _preempt(self, group: SequenceGroup, step: Step) -> None:
         chunks = step.chunks.pop(group, [])

@@ -101,6 +101,25 @@ def test_a_better_priority_takes_the_place_of_the_worst_and_that_one_still_finis
     assert all(len(output_of(group)) == 8 for group in (low, middle, urgent))
 
 
+def test_a_group_that_outranks_a_running_one_takes_its_place_also_when_it_is_not_the_head() -> None:
+    """The head came before the running one, which is no worse, but not before it was given to the worker."""
+    queue = PriorityQueue(overtakes=1)
+    scheduler = make_scheduler(queue, max_num_seqs=2)
+    worker = FakeWorker(scheduler.config)
+    head = make_group("head", 4, priority=9)
+    queue.append(head)
+    queue.remove("head")
+    scheduler.add_request(make_group("running", 4, priority=9, root=b"r", max_tokens=20))
+    step(scheduler, worker)
+    step(scheduler, worker)
+    queue.put_back([head])
+    scheduler.add_request(make_group("urgent", 4, priority=7, root=b"u"))
+    output = step(scheduler, worker)
+    assert plan(output) == {"head": [4], "urgent": [4]}
+    assert len(output.preempted) == 1
+    run(scheduler, worker)
+
+
 def test_groups_of_equal_rank_do_not_preempt_each_other_for_ever() -> None:
     """The second comes one level better and as much later as evens it out; steps are planned ahead of the answers."""
     scheduler = make_scheduler(PriorityQueue(overtakes=1), num_device_blocks=8, block_size=2)
