@@ -271,7 +271,7 @@ class WorkerLoop:
         self._in_flight.clear()
         session.close()
         try:
-            for group in scheduler.release_all(blames=is_lost and not is_nobodys_fault):
+            for group in scheduler.release_all(time.monotonic(), blames=is_lost and not is_nobodys_fault):
                 self._engine.fail(group)
             self.num_preemptions += sum(scheduler.num_preemptions.values())
         finally:

@@ -19,11 +19,16 @@ from scheduler_service.core.sampling_params import NOTHING_ALLOWED
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.core.suspicion import Suspicion
 
+# A worker that has not answered a step after MOST_OVERDUE times what it should take, and after OVERDUE_SECONDS, has
+# failed by then: however much later it counts as lost, it did not serve in that time.
+MOST_OVERDUE = 4
+OVERDUE_SECONDS = 1.0
+
 
 class GroupLedger:
     """Running and swapped groups, block tables, and what the worker has yet to be told of their ends."""
 
-    def __init__(self, config: SchedulerConfig, waiting: WaitingQueue, worker: str = "") -> None:
+    def __init__(self, config: SchedulerConfig, waiting: WaitingQueue, worker: str = "", now: float = 0.0) -> None:
         self.config = config
         self.worker = worker  # its name: the same one in every session
         self.waiting = waiting
@@ -63,6 +68,8 @@ class GroupLedger:
         # The plan in which everybody computes one token; who has ended since it was made may still stand in it.
         self._steady: list[ScheduledSequence] | None = None
         self._suspect: SequenceGroup | None = None
+        self._accused: dict[SequenceGroup, None] = {}  # running groups that a worker was lost with
+        self.balancer.background.join(now)
 
     def add_request(self, group: SequenceGroup) -> None:
         """Queue a request; raises ValueError while one of its id waits, or is with any worker that shares the queue."""
@@ -120,27 +127,27 @@ class GroupLedger:
         """Tell the balancer what there is to do here."""
         self.balancer.report(self.member, backlog, num_seqs, is_open=self.admits and not self.swapped)
 
-    def release_all(self, *, blames: bool = True) -> list[SequenceGroup]:
+    def release_all(self, now: float = 0.0, *, blames: bool = True) -> list[SequenceGroup]:
         """The worker is gone: give all its groups back to the head of the queue. Plan no further steps.
 
         If steps were in flight, it `blames` those in them: any may be what it was lost to, also one of the second step
-        where the answer to the first was lost with it. Not so when the session ended for reasons of its own. Nobody is
-        ended for what a single worker does while there are others. Returns the group that was ended for the loss, in a
-        list, or none.
+        where the answer to the first was lost with it. Not so when the session ended for reasons of its own. No group
+        is ended for what a single worker does while there are others. Returns the group that was ended for the loss,
+        in a list, or none.
         """
-        in_step = dict.fromkeys(
-            sequence.group
-            for output in (self._in_flight if blames else ())
-            for sequence, _, _ in output.scheduled
-            if sequence not in output.dropped
-        )
+        in_flight = self._in_flight_at(now)
+        self.balancer.background.leave(self._began_at + in_flight if self._in_flight else now, is_lost=blames)
+        in_step = dict.fromkeys(group for output in (self._in_flight if blames else ()) for group in _groups_in(output))
         ended: list[SequenceGroup] = []
         is_only = not self.balancer.other_workers(self.member)
         for group in in_step:
             suspicion = group.suspicion = group.suspicion or Suspicion()
-            is_blamed = suspicion.lose(self.worker, alone=len(in_step) == 1)
+            is_blamed = suspicion.lose(self.balancer.background, self.worker, in_flight, now, alone=len(in_step) == 1)
             if is_blamed and not group.is_finished and (is_only or len(suspicion.lost_on) > 1):
-                group.error = f"{suspicion.num_losses} workers failed in a row while computing this request"
+                group.error = (
+                    f"{suspicion.num_losses} workers failed in a row while computing this request, which is more than "
+                    "coincidence explains"
+                )
                 for sequence in group.live:
                     self.finish_sequence(sequence, SequenceStatus.FINISHED_ABORTED)
                 ended.append(group)
@@ -154,6 +161,19 @@ class GroupLedger:
         self.blocks.device.withdraw_all()
         self.balancer.leave(self.member)
         return ended
+
+    @property
+    def _began_at(self) -> float:
+        """When the worker could begin with the oldest step in flight: it was there, and the one before was answered."""
+        return max(self._in_flight[0].planned_at, self.answered_at)
+
+    def _in_flight_at(self, now: float) -> float:
+        """For how many seconds a worker that is lost now may have worked on steps: see MOST_OVERDUE."""
+        if not self._in_flight:
+            return 0.0
+        expected = self.balancer.times.seconds(sum(output.num_tokens for output in self._in_flight))
+        most = max(OVERDUE_SECONDS, MOST_OVERDUE * expected * 1000 / self.member.speed)
+        return min(max(0.0, now - self._began_at), most)
 
     def _release(self, group: SequenceGroup) -> None:
         """Take a group off the worker: it will be new there when it comes back."""
@@ -187,9 +207,12 @@ class GroupLedger:
         self.num_running_seqs += group.num_seqs
         if group.lora_name:
             self.running_loras[group.lora_name] += 1
+        if group.suspicion is not None:
+            self._accused[group] = None
 
     def _stop_running(self, group: SequenceGroup) -> None:
         del self.running[group]
+        self._accused.pop(group, None)
         self.num_running_seqs -= group.num_seqs
         if group.lora_name:
             self.running_loras[group.lora_name] -= 1
@@ -213,8 +236,14 @@ class GroupLedger:
             raise ValueError(f"the worker answered step {answer.step_id} instead of step {output.step_id}")
         if len(answer.num_tokens or answer.token_ids) != output.num_samples:
             raise ValueError(f"the worker returned {len(answer.token_ids)} tokens for {output.num_samples} samples")
+        seconds = now - self._began_at
         self._in_flight.popleft()
-        self.balancer.stepped(self.member, output.num_tokens, now - max(output.planned_at, self.answered_at))
+        self.balancer.stepped(self.member, output.num_tokens, seconds)
+        if self._accused:
+            in_step = _groups_in(output)
+            for group in [group for group in self._accused if group in in_step]:
+                assert group.suspicion is not None
+                group.suspicion.run(max(0.0, seconds), alone=len(in_step) == 1)
         self.answered_at = now
         if output.prompts_began is not None:
             self._prompt_seconds = now - output.prompts_began
@@ -358,6 +387,11 @@ class GroupLedger:
                     self.finish_sequence(sequence, status)
                 ended.append(group)
         return ended
+
+
+def _groups_in(output: SchedulerOutput) -> dict[SequenceGroup, None]:
+    """Those of which a step computes tokens, but for groups that have left the worker since it was planned."""
+    return dict.fromkeys(sequence.group for sequence, _, _ in output.scheduled if sequence not in output.dropped)
 
 
 def _candidates(beam: Sequence, answer: ModelOutput) -> list[tuple[int, float]]:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from scheduler_service.core.prefix_directory import PrefixDirectory
 from scheduler_service.core.step_times import Slowness, StepTimes
+from scheduler_service.core.suspicion import Background
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -112,6 +113,7 @@ class Balancer:
         """How often a group was taken before an earlier one that was left, or whose adapter had no slot."""
         self.num_moved = 0
         """Groups that were swapped out and went elsewhere."""
+        self.background = Background()
         self._members: dict[int, Member] = {}
         self._is_open = 0  # bits
         self._num_open = 0
@@ -210,14 +212,21 @@ class Balancer:
         return placement._replace(reason=reason, to=better.scheduler)
 
     def place_untried(self, member: Member, suspect: "SequenceGroup") -> Placement | None:
-        """Whom a worker that was lost with a suspect leaves it to: one that was not; None when there is none."""
-        if member.scheduler.worker not in suspect.lost_on:
+        """The worker that a suspect is left to, because it says more there; None when it may as well run here.
+
+        That is one that was not lost with it or, where all were, one that was not the last: so that no single worker is
+        all there is to blame.
+        """
+        suspicion = suspect.suspicion
+        if suspicion is None or not (most := suspicion.reluctance(member.scheduler.worker)):
             return None
-        untried = [other for other in self.other_workers(member) if other.worker not in suspect.lost_on]
-        if not untried:
+        others = [(suspicion.reluctance(other.worker), other) for other in self.other_workers(member)]
+        least = min((reluctance for reluctance, _ in others), default=most)
+        if least >= most:
             return None
+        better = [other for reluctance, other in others if reluctance == least]
         self.num_left[PlacementReason.SUSPECT] += 1
-        to = next((other for other in untried if other.room_for(suspect) is not None), untried[0])
+        to = next((other for other in better if other.room_for(suspect) is not None), better[0])
         return Placement(suspect, PlacementReason.SUSPECT, to=to, num_overtaken=suspect.num_overtaken)
 
     def place_elsewhere(self, member: Member, group: "SequenceGroup", now: float) -> Placement | None:
@@ -264,12 +273,13 @@ class Balancer:
         """Those that a group might rather go to: the `lightest`, and those that hold the longest prefix and have room.
 
         Of each the seconds that it takes there, an order among equals, by how long they have had nothing new, and the
-        tokens that are cached there. From a worker that was not lost with it a suspect goes to none that was.
+        tokens that are cached there. A suspect goes nowhere where it says less than here.
         """
-        tried = group.lost_on if group.is_suspect and member.scheduler.worker not in group.lost_on else ()
+        suspicion = group.suspicion if group.is_suspect else None
+        most = suspicion.reluctance(member.scheduler.worker) if suspicion is not None else 0
         found: list[tuple[float, int, Member, int]] = []
         for other in [*self._holders(member, group), *lightest]:
-            if other.scheduler.worker in tried:
+            if suspicion is not None and suspicion.reluctance(other.scheduler.worker) > most:
                 continue
             cached = other.scheduler.room_for(group)
             if cached is not None:

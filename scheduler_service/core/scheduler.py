@@ -20,10 +20,11 @@ Most steps are like the one before: every running sequence computes one token. S
 before and looks only at who needs a block. Who has ended is taken out of that plan and who is ready to decode joins it;
 whoever has to be computed otherwise, is preempted or is suspected puts an end to it.
 
-A request that brings workers down must not take everybody's streams with it. Whoever was in flight twice in a row when
-a worker was lost is a suspect and is scheduled alone, with nothing else in flight, until it has gained a token, or more
-of them the more workers were lost; a suspect that loses two such steps as well is ended. But it may be the worker that
-is to blame: a suspect goes to another one than it was lost on, if there is any, and is not ended before that.
+A request that brings workers down must not take everybody's streams with it. A request that was in flight twice in a
+row when a worker was lost is a suspect and is scheduled alone, with nothing else in flight, until it has gained a
+token, or more of them the more workers were lost; when these losses cannot be coincidence it is ended: suspicion.py has
+the rule. But it may be the worker that is to blame: a suspect goes to another one than it was lost on, if there is any,
+and is not ended before that.
 """
 
 from collections.abc import Mapping
@@ -163,12 +164,20 @@ class Scheduler(StepWriter):
             return self._suspect
         if not (self.admits and self.waiting and self.waiting.head.is_suspect):
             return None
-        for group in self.waiting.upcoming(MOST_LEFT):
+        for group in self.waiting.upcoming(MOST_LEFT, equals=False):
             if not group.is_suspect:
                 break
-            if not self._leave_suspect(group, step):
-                return group if self._can_start(group, step) else None
+            if not self._hold_suspect(group, step) and not self._leave_suspect(group, step):
+                return group if self._next_waiting(step) is group and self._can_start(group, step) else None
         return None
+
+    def _hold_suspect(self, suspect: SequenceGroup, step: Step) -> bool:
+        """Let a suspect wait, while what may come of it would prove nothing."""
+        background = self.balancer.background
+        missing = suspect.suspicion.missing_control(background, step.now) if suspect.suspicion is not None else 0.0
+        if missing:
+            step.held[suspect] = background.ahead(step.now, missing)
+        return missing > 0.0
 
     def _can_start(self, suspect: SequenceGroup, step: Step) -> bool:
         """Whether a step of its own would do a waiting suspect any good; else nobody need be held up for it."""
@@ -385,11 +394,11 @@ class Scheduler(StepWriter):
             self._admit(group, placement, step)
 
     def _next_waiting(self, step: Step) -> SequenceGroup | None:
-        """The first that is neither left to another worker nor without a slot for its adapter here.
+        """The first that is neither held, nor left to another worker, nor without a slot for its adapter here.
 
-        None when those that are have been overtaken often enough.
+        None when those that are left or without a slot have been overtaken often enough.
         """
-        if not step.left and not step.slotless:
+        if not step.left and not step.slotless and not step.held:
             return self.waiting.head
         if not step.upcoming:  # as far as it was asked for; each refill asks for twice as many
             if len(step.left) > MOST_LEFT or any(
@@ -398,9 +407,10 @@ class Scheduler(StepWriter):
                 return None
             if any(group.num_overtaken >= MAX_OVERTAKES for group in step.slotless):
                 return None
-            most = 2 * (len(step.left) + len(step.slotless)) + 1
+            most = 2 * (len(step.left) + len(step.slotless) + len(step.held)) + 1
             groups = self.waiting.upcoming(most, equals=bool(step.left))
-            step.upcoming = [g for g in reversed(groups) if g not in step.left and g not in step.slotless]
+            passed = step.left.keys() | step.slotless.keys() | step.held.keys()
+            step.upcoming = [group for group in reversed(groups) if group not in passed]
         return step.upcoming[-1] if step.upcoming else None
 
     def _pass_over(self, group: SequenceGroup, step: Step) -> bool:

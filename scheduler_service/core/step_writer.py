@@ -31,6 +31,7 @@ class Step:
     __slots__ = (
         "budget",
         "chunks",
+        "held",
         "ignored",
         "left",
         "moved",
@@ -58,6 +59,7 @@ class Step:
         self.upcoming: list[
             SequenceGroup
         ] = []  # waiting groups that are next, as far as they are known, the first one last
+        self.held: dict[SequenceGroup, float] = {}  # suspects that wait, and until when
         self.moved: list[Placement] = []
         self.placements: list[Placement] = []
         self.prompts: list[SequenceGroup] = []  # running groups that were behind, or are new, or back
@@ -73,8 +75,8 @@ class Step:
 class StepWriter(GroupLedger):
     """A ledger that keeps what the worker knows in step with what it is sent."""
 
-    def __init__(self, config: SchedulerConfig, waiting: WaitingQueue, worker: str = "") -> None:
-        super().__init__(config, waiting, worker)
+    def __init__(self, config: SchedulerConfig, waiting: WaitingQueue, worker: str = "", now: float = 0.0) -> None:
+        super().__init__(config, waiting, worker, now)
         self._step_id = 0
 
     def write(self, step: Step) -> SchedulerOutput:
@@ -116,7 +118,7 @@ class StepWriter(GroupLedger):
         self._finished.clear()
         output.preempted, self._preempted = self._preempted, []
         self.report(step)
-        if step.placements or step.left or step.moved:
+        if step.placements or step.left or step.held or step.moved:
             self._write_placements(step, output)
         if not output.is_empty:
             self._step_id += 1
@@ -139,6 +141,7 @@ class StepWriter(GroupLedger):
         until = [
             group.left_until for group in step.left if group.left_until is not None and group.left_until >= step.now
         ]
+        until += step.held.values()
         output.ask_again_at = min(until) if until else None
 
     def _plan_ahead(self, step: Step) -> list[ScheduledSequence] | None:

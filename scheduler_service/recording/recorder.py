@@ -63,7 +63,7 @@ class NoRecorder:
 
     def scheduler(self, config: SchedulerConfig, waiting: WaitingQueue, worker: str, session: Wire) -> Scheduler:  # noqa: ARG002
         """The scheduler of a session that begins."""
-        return Scheduler(config, waiting, worker)
+        return Scheduler(config, waiting, worker, time.monotonic())
 
     def arrived(self, group: SequenceGroup) -> None:
         """A request has joined the waiting queue."""
@@ -118,14 +118,15 @@ class Recorder(NoRecorder):
 
     def scheduler(self, config: SchedulerConfig, waiting: WaitingQueue, worker: str, session: Wire) -> Scheduler:
         self._num_sessions += 1
-        scheduler = RecordedScheduler(config, waiting, worker, self, self._num_sessions, session)
+        now = self._clock()
+        scheduler = RecordedScheduler(config, waiting, worker, self, self._num_sessions, session, now)
 
         def write(event: pb.RecordedEvent) -> None:
             start = event.session_start
             start.session, start.worker, start.epoch = scheduler.session, worker, session.epoch
             encode_fields(SchedulerConfig, config, start.config)
 
-        self.note(write)
+        self.note(write, now)
         return scheduler
 
     def arrived(self, group: SequenceGroup) -> None:
@@ -156,8 +157,9 @@ class RecordedScheduler(Scheduler):
         recorder: Recorder,
         session: int,
         connection: Wire,
+        now: float,
     ) -> None:
-        super().__init__(config, waiting, worker)
+        super().__init__(config, waiting, worker, now)
         self.session = session
         self._recorder = recorder
         self._wire = connection
@@ -212,9 +214,9 @@ class RecordedScheduler(Scheduler):
             lambda event: event.admission.MergeFrom(pb.RecordedAdmission(session=self.session, admits=admits))
         )
 
-    def release_all(self, *, blames: bool = True) -> list[SequenceGroup]:
+    def release_all(self, now: float = 0.0, *, blames: bool = True) -> list[SequenceGroup]:
         with self._inside():
-            ended = super().release_all(blames=blames)
+            ended = super().release_all(now, blames=blames)
         self._recorder.note(
             lambda event: event.session_end.MergeFrom(
                 pb.RecordedSessionEnd(
@@ -222,7 +224,8 @@ class RecordedScheduler(Scheduler):
                     ended_request_ids=[group.request_id for group in ended],
                     is_blameless=not blames,
                 )
-            )
+            ),
+            now,
         )
         return ended
 

@@ -137,7 +137,7 @@ class Replayer:
         return Moment(at, groups=[group])
 
     def _session_start(self, start: pb.RecordedSessionStart, at: float) -> Moment:
-        scheduler = Scheduler(decode_fields(SchedulerConfig, start.config), self.waiting, start.worker)
+        scheduler = Scheduler(decode_fields(SchedulerConfig, start.config), self.waiting, start.worker, at)
         session = Session(start.session, start.worker, start.epoch, scheduler)
         if start.session in self._sessions:
             raise ValueError(f"session {start.session} has begun already")
@@ -150,7 +150,7 @@ class Replayer:
         session = self._sessions.pop(end.session)
         del self._numbers[session.scheduler]
         ended = _call(
-            session, "the loss of its worker", lambda: session.scheduler.release_all(blames=not end.is_blameless)
+            session, "the loss of its worker", lambda: session.scheduler.release_all(at, blames=not end.is_blameless)
         )
         self._compare_ids(session, "ends for lost workers", end.ended_request_ids, ended)
         return Moment(at, session, ended or ())

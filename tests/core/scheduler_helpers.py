@@ -14,12 +14,14 @@ from scheduler_service.core import (
     SequenceGroup,
     WaitingQueue,
 )
-from scheduler_service.core.suspicion import Suspicion
+from scheduler_service.core.suspicion import Background, Suspicion
 
 _numbers = itertools.count()
 
 
-def make_scheduler(waiting: WaitingQueue | None = None, worker: str | None = None, **sizes: object) -> Scheduler:
+def make_scheduler(
+    waiting: WaitingQueue | None = None, worker: str | None = None, *, now: float = 0.0, **sizes: object
+) -> Scheduler:
     """Of another worker than all before, unless it is named."""
     defaults: dict[str, object] = {
         "block_size": 4,
@@ -31,7 +33,7 @@ def make_scheduler(waiting: WaitingQueue | None = None, worker: str | None = Non
     }
     config = SchedulerConfig(**(defaults | sizes))  # type: ignore[arg-type]
     worker = f"worker {next(_numbers)}" if worker is None else worker
-    return Scheduler(config, WaitingQueue() if waiting is None else waiting, worker)
+    return Scheduler(config, WaitingQueue() if waiting is None else waiting, worker, now)
 
 
 def make_group(
@@ -53,7 +55,8 @@ def suspect(group: SequenceGroup, num_losses: int = 2, *workers: str) -> Sequenc
     """The group, after so many losses in company, of these workers."""
     group.suspicion = Suspicion()
     for number in range(num_losses):
-        group.suspicion.lose(workers[number % len(workers)] if workers else "lost", alone=False)
+        worker = workers[number % len(workers)] if workers else "lost"
+        group.suspicion.lose(Background(), worker, 0.0, 0.0, alone=False)
     return group
 
 

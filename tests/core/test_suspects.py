@@ -1,153 +1,133 @@
 """Groups that workers are lost to: suspected, tried alone, elsewhere, and ended; and the innocent ones beside them."""
 
+from collections.abc import Callable, Iterable
 from random import Random
 
 import pytest
 from fake_worker import FakeWorker, reference_output
 from scheduler_helpers import make_group, make_scheduler, output_of, plan, run, step, suspect
+from storm import Kills, Storm
 
 from scheduler_service.core import (
-    ModelOutput,
     PreemptionMode,
     Scheduler,
-    SchedulerOutput,
     SequenceGroup,
     SequenceStatus,
     WaitingQueue,
 )
 from scheduler_service.core.placement import MAX_OVERTAKES
-from scheduler_service.core.suspicion import CLEARING_TOKENS, Suspicion
+from scheduler_service.core.suspicion import CLEARING_TOKENS, CONTROL, MOST_CONTROL_SECONDS, NOTICE_SECONDS
 
 
-def test_a_request_that_brings_workers_down_ends_alone_and_the_others_finish() -> None:
-    """Five requests are in the step that a worker is lost in, again and again; only one of them is the reason."""
-    waiting = WaitingQueue()
-    groups = [make_group(name, 6, n=n, max_tokens=5) for name, n in (("a", 1), ("b", 2), ("poison", 1), ("c", 3))]
-    poison = groups[2]
-    scheduler = make_scheduler(waiting)
+def immediately(poison: SequenceGroup) -> Kills:
+    return lambda group, *_: group is poison
+
+
+def after_gaining(num_tokens: int) -> Callable[[SequenceGroup], Kills]:
+    """On each worker anew."""
+    return lambda poison: lambda group, computed, came_with: group is poison and computed >= came_with + num_tokens
+
+
+def with_its_output_token(number: int) -> Callable[[SequenceGroup], Kills]:
+    """Always the same one, which is so never gained."""
+
+    def kills(poison: SequenceGroup) -> Kills:
+        position = len(poison.prompt_token_ids) + number
+        return lambda group, computed, _: group is poison and computed >= position
+
+    return kills
+
+
+# With the workers that are lost to it in company: one that gains a token alone goes back among the others once.
+POISONS = [
+    (immediately, 2),
+    (after_gaining(0), 2),
+    *((after_gaining(number), 3) for number in range(1, CLEARING_TOKENS)),
+    (with_its_output_token(2), 2),
+    (with_its_output_token(30), 2),
+]
+
+
+def make_groups(random: Random, count: int) -> list[SequenceGroup]:
+    return [
+        make_group(
+            str(number),
+            random.randrange(1, 80),
+            root=number.to_bytes(4, "big"),
+            max_tokens=random.randrange(35, 60),
+            n=random.choice([1, 1, 1, 2]),
+        )
+        for number in range(count)
+    ]
+
+
+def check_outputs(groups: Iterable[SequenceGroup]) -> None:
     for group in groups:
-        scheduler.add_request(group)
-    worker = FakeWorker(scheduler.config)
-    num_losses = 0
-    while scheduler.has_work:
-        output = scheduler.schedule()
-        scheduler.blocks.check()
-        if poison.request_id in plan(output) and poison.sequences[0].num_output_tokens == 2:
-            num_losses += 1
-            ended = scheduler.release_all()
-            assert ended == ([poison] if num_losses == 4 else [])
-            scheduler = make_scheduler(waiting)
-            worker = FakeWorker(scheduler.config)
-        elif not output.is_empty:
-            scheduler.update_from_output(output, worker.execute(output))
-    assert num_losses == 4
-    assert poison.error == "4 workers failed in a row while computing this request"
-    assert poison.sequences[0].status is SequenceStatus.FINISHED_ABORTED
-    for group in (groups[0], groups[1], groups[3]):
         for index in range(group.sampling.n):
-            assert output_of(group, index) == reference_output(group, index, 64)
+            assert output_of(group, index) == reference_output(group, index, 400)
 
 
-def test_a_worker_that_is_lost_again_and_again_ends_nobody_who_gains_enough_tokens() -> None:
-    waiting = WaitingQueue()
-    group = make_group("a", 6, max_tokens=40)
-    waiting.append(group)
-    while not group.is_finished:
-        scheduler = make_scheduler(waiting)
-        worker = FakeWorker(scheduler.config)
-        for _ in range(CLEARING_TOKENS):
-            step(scheduler, worker)
-        if not group.is_finished:
-            scheduler.schedule()
-            assert scheduler.release_all() == []
-    assert output_of(group) == reference_output(group, 0, 64)
+@pytest.mark.parametrize(("kind", "num_in_company"), POISONS)
+@pytest.mark.parametrize("num_workers", [1, 2, 8])
+def test_a_calm_fleet_finds_a_poison_by_three_workers_that_are_lost_with_it_alone(
+    num_workers: int, kind: Callable[[SequenceGroup], Kills], num_in_company: int
+) -> None:
+    """After two or three in company. All others get what they would have got without it."""
+    groups = make_groups(Random(num_workers), 30)
+    poison = groups[10]
+    fleet = Storm(Random(0), num_workers, kills=kind(poison))
+    fleet.run(groups)
+    assert (fleet.ended, fleet.num_losses) == ([poison], num_in_company + 3)
+    assert poison.error is not None
+    assert poison.error.startswith(f"{fleet.num_losses} workers failed in a row while computing this request")
+    assert {sequence.status for sequence in poison.sequences} == {SequenceStatus.FINISHED_ABORTED}
+    check_outputs(group for group in groups if group is not poison)
 
 
-@pytest.mark.parametrize(("num_tokens", "num_losses"), [(0, 3), (1, 4), (CLEARING_TOKENS - 1, 4)])
-def test_who_is_alone_with_every_worker_it_is_lost_to_is_ended(num_tokens: int, num_losses: int) -> None:
-    waiting = WaitingQueue()
-    group = make_group("a", 6, max_tokens=400)
-    waiting.append(group)
-    ended: list[list[SequenceGroup]] = []
-    while not group.is_finished:
-        scheduler = make_scheduler(waiting, num_device_blocks=100, max_model_len=400)
-        worker = FakeWorker(scheduler.config)
-        for _ in range(num_tokens):
-            step(scheduler, worker)
-        scheduler.schedule()
-        ended.append(scheduler.release_all())
-    assert ended == [[]] * (num_losses - 1) + [[group]]
-    assert group.error == f"{num_losses} workers failed in a row while computing this request"
+@pytest.mark.parametrize("kind", [kind for kind, _ in POISONS])
+def test_a_poison_that_is_the_only_request_is_found_after_four_workers(kind: Callable[[SequenceGroup], Kills]) -> None:
+    poison = make_group("poison", 6, max_tokens=50)
+    fleet = Storm(Random(0), 2, kills=kind(poison))
+    fleet.run([poison])
+    assert (fleet.ended, fleet.num_losses) == ([poison], 4)
 
 
-def test_who_was_in_company_in_all_losses_but_one_is_not_ended() -> None:
-    """That one may be chance: a suspect has steps of its own, and workers are lost in whatever step they are in."""
-    waiting = WaitingQueue()
-    innocent, other = make_group("innocent", 6, root=b"i", max_tokens=9), make_group("other", 6, max_tokens=9)
-    for group in (innocent, other):
-        waiting.append(group)
-    for expected in ({"innocent", "other"}, {"innocent", "other"}, {"innocent"}):
-        scheduler = make_scheduler(waiting)
-        assert set(plan(scheduler.schedule())) == expected
-        assert scheduler.release_all() == []
-    scheduler = make_scheduler(waiting)
-    run(scheduler, FakeWorker(scheduler.config))
-    for group in (innocent, other):
-        assert output_of(group) == reference_output(group, 0, 64)
+@pytest.mark.parametrize(
+    ("kill_every", "num_workers", "restart"),
+    [(3.0, 2, 6.0), (3.0, 2, 0.5), (1.0, 2, 2.0), (0.3, 8, 3.0), (3.0, 1, 1.0), (0.7, 1, 0.2)],
+)
+@pytest.mark.parametrize("is_regular", [True, False])
+def test_a_storm_of_kills_ends_no_request(
+    kill_every: float, num_workers: int, restart: float, *, is_regular: bool
+) -> None:
+    """It breaks over a fleet that was calm until then, or at its first step."""
+    rng = Random(int(100 * kill_every) + is_regular)
+    groups = make_groups(rng, 1000)
+    storm = Storm(
+        rng,
+        num_workers,
+        restart=restart,
+        storm_from=10.0 * is_regular,
+        kill_every=lambda: kill_every if is_regular else rng.expovariate(1 / kill_every),
+    )
+    storm.run(groups, lambda: storm.now > 45.0)
+    assert storm.num_losses > 4
+    assert storm.ended == []
+    finished = [group for group in groups if group.is_finished]
+    assert len(finished) > 20
+    check_outputs(finished)
 
 
-def test_a_suspect_stays_alone_for_longer_after_each_lost_step() -> None:
-    suspicion = Suspicion()
-    found: list[int] = []
-    for _ in range(4):
-        suspicion.lose("worker", alone=False)
-        num_tokens = 0
-        while suspicion.is_grave:
-            suspicion.gain_token()
-            num_tokens += 1
-        found.append(num_tokens)
-    assert found == [0, 1, CLEARING_TOKENS, 0]
-
-
-@pytest.mark.parametrize("num_workers", [3, 8])
-@pytest.mark.parametrize("tokens_before", [0, 1, CLEARING_TOKENS - 1])
-def test_a_fleet_loses_few_workers_to_a_poison_and_no_innocent(num_workers: int, tokens_before: int) -> None:
-    """It kills every worker with the token after so many that it gains there, among thirty others, two steps ahead."""
-    rng, waiting = Random(tokens_before), WaitingQueue()
-    poison = make_group("poison", 30, root=b"poison", max_tokens=300)
-    innocents = [make_group(str(i), rng.randrange(1, 60), root=bytes([i]), max_tokens=20) for i in range(30)]
-    for group in (*innocents[:15], poison, *innocents[15:]):
-        waiting.append(group)
-
-    def start() -> tuple[Scheduler, FakeWorker, list[tuple[SchedulerOutput, ModelOutput | None]]]:
-        scheduler = make_scheduler(waiting, num_device_blocks=300, max_num_seqs=16, max_model_len=400)
-        return scheduler, FakeWorker(scheduler.config), []
-
-    fleet = [start() for _ in range(num_workers)]
-    gained_before, num_losses = 0, 0
-    ended: list[SequenceGroup] = []
-    for tick in range(4_000):
-        number = rng.randrange(num_workers)
-        scheduler, worker, in_flight = fleet[number]
-        output = scheduler.schedule(tick / 100) if len(in_flight) < 2 else SchedulerOutput(0)
-        if poison in [new.sequence.group for new in output.new_sequences]:
-            gained_before = poison.sequences[0].num_output_tokens
-        if not output.is_empty:
-            gained = [s.num_computed_tokens - s.num_prompt_tokens for s, *_ in output.scheduled if s.group is poison]
-            kills = any(answer is None for _, answer in in_flight) or max(gained, default=-1) >= (
-                gained_before + tokens_before
-            )
-            in_flight.append((output, None if kills else worker.execute(output)))
-        elif in_flight and in_flight[0][1] is None:
-            num_losses += 1
-            ended += scheduler.release_all()
-            fleet[number] = start()
-        elif in_flight:
-            scheduler.update_from_output(*in_flight.pop(0), tick / 100)  # type: ignore[arg-type]
-    assert ended == [poison]
-    assert num_losses == (5 if tokens_before else 4)
-    for group in innocents:
-        assert output_of(group) == reference_output(group, 0, 400)
+@pytest.mark.parametrize("kind", [kind for kind, _ in POISONS])
+def test_a_poison_beside_the_storm_is_found(kind: Callable[[SequenceGroup], Kills]) -> None:
+    rng = Random(3)
+    groups = make_groups(rng, 1000)
+    poison = groups[30]
+    storm = Storm(rng, 2, kills=kind(poison), kill_every=lambda: rng.expovariate(1 / 3))
+    storm.run(groups, lambda: storm.now > 1000.0 or poison.is_finished)
+    assert storm.ended == [poison]
+    assert poison.suspicion is not None
+    assert poison.suspicion.num_losses <= 12
 
 
 def test_a_poison_that_joins_while_an_answer_is_on_its_way_is_found_too() -> None:
@@ -225,10 +205,11 @@ def test_a_flaky_worker_ends_nobody_while_a_sound_one_is_there(num_device_blocks
     """
     waiting = WaitingQueue()
 
-    def start(worker: str) -> tuple[Scheduler, FakeWorker]:
+    def start(worker: str, now: float = 0.0) -> tuple[Scheduler, FakeWorker]:
         scheduler = make_scheduler(
             waiting,
             worker,
+            now=now,
             num_device_blocks=num_device_blocks,
             num_host_blocks=400,
             preemption_mode=PreemptionMode.SWAP,
@@ -247,13 +228,13 @@ def test_a_flaky_worker_ends_nobody_while_a_sound_one_is_there(num_device_blocks
         waiting.append(group)
     num_losses = 0
     for tick in range(400):
-        bad, bad_worker = start("bad")
+        bad, bad_worker = start("bad", tick / 10)
         output = bad.schedule(tick / 10)
         if not output.is_empty:
             bad.update_from_output(output, bad_worker.execute(output), tick / 10)
             bad.schedule(tick / 10)
         num_losses += bool(bad.steps_in_flight)
-        assert bad.release_all() == []
+        assert bad.release_all(tick / 10 + 0.001) == []
         for _ in range(5):
             step(good, good_worker)
     assert num_losses > 3
@@ -289,12 +270,54 @@ def test_a_suspect_that_has_nowhere_else_to_go_comes_back_and_is_ended() -> None
     waiting = WaitingQueue()
     other = make_scheduler(waiting, "other")
     other.set_admission(False)
-    suspected = make_group("suspect", 6)
-    waiting.append(suspected)
-    for num_losses in (1, 2, 3):
-        scheduler = make_scheduler(waiting, "only")
-        assert plan(scheduler.schedule()) == {"suspect": [6]}
-        assert scheduler.release_all() == ([suspected] if num_losses == 3 else [])
+    suspect = make_group("suspect", 6)
+    waiting.append(suspect)
+    for num_losses in (1, 2, 3, 4):
+        now = 100.0 * num_losses
+        scheduler = make_scheduler(waiting, "only", now=now)
+        assert plan(scheduler.schedule(now)) == {"suspect": [6]}
+        assert scheduler.release_all(now + 0.01) == ([suspect] if num_losses == 4 else [])
+
+
+def test_a_suspect_that_was_lost_with_all_workers_goes_to_any_but_the_last() -> None:
+    """However often one of them is up again first: what it is ended for is not one worker's doing alone."""
+    waiting = WaitingQueue()
+    first, second = make_scheduler(waiting, "first"), make_scheduler(waiting, "second")
+    waiting.append(suspect(make_group("suspect", 6), 2, "first", "second"))
+    output = second.schedule(1.0)
+    assert output.is_empty
+    assert [placement.to for placement in output.placements] == [first]
+    assert plan(first.schedule(1.0)) == {"suspect": [6]}
+
+
+@pytest.mark.parametrize("seconds", [0.01, 0.5])
+def test_a_suspect_waits_until_another_loss_would_prove_something_and_holds_nobody_up_meanwhile(seconds: float) -> None:
+    """That is a time of other steps, in proportion to its own, and of not too long a time."""
+    waiting = WaitingQueue()
+    group = make_group("suspect", 6, root=b"s")
+    waiting.append(group)
+    now = 0.0
+    for _ in range(3):
+        scheduler = make_scheduler(waiting, now=now)
+        scheduler.schedule(now)
+        now += seconds
+        assert scheduler.release_all(now) == []
+    scheduler = make_scheduler(waiting, now=now)
+    worker = FakeWorker(scheduler.config)
+    waiting.append(make_group("other", 6, max_tokens=2))
+    for planned in ({"other": [6]}, {"other": [1]}):
+        output = scheduler.schedule(now)
+        assert plan(output) == planned
+        scheduler.update_from_output(output, worker.execute(output), now)
+    output = scheduler.schedule(now)  # tells the worker that the other one has ended
+    scheduler.update_from_output(output, worker.execute(output), now)
+    output = scheduler.schedule(now)
+    assert output.is_empty
+    assert output.ask_again_at is not None
+    wanted = CONTROL * 3 * (seconds + NOTICE_SECONDS)
+    assert output.ask_again_at - now == pytest.approx(min(wanted, MOST_CONTROL_SECONDS))
+    assert scheduler.schedule(output.ask_again_at - 0.1).is_empty
+    assert plan(scheduler.schedule(output.ask_again_at + 0.001)) == {"suspect": [6]}
 
 
 def test_a_suspect_is_not_left_to_a_worker_that_was_lost_with_it() -> None:

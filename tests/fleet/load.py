@@ -118,10 +118,14 @@ class Load:
         goal = self.num_tokens + num_tokens
         async with asyncio.timeout(timeout), self._gained:
             while self.num_tokens < goal:
-                for task in self._tasks:
-                    if task.done():
-                        task.result()
+                self.check()
                 await self._gained.wait()
+
+    def check(self) -> None:
+        """Raises what a stream has raised."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
 
     async def rates(self, num_tokens: int) -> tuple[float, float]:
         """Tokens a second, over at least so many, and the messages a second that brought them."""

@@ -89,5 +89,5 @@ async def test_a_request_that_kills_every_worker_is_ended_before_the_fleet_is(
             await load.gain(100)
         assert error.value.code() is grpc.StatusCode.INTERNAL
         assert "workers failed in a row while computing this request" in str(error.value.details())
-        assert 1 <= supervisor.num_restarts <= 4
+        assert 1 <= supervisor.num_restarts <= 7  # five, and more on a machine that holds steps up
         await fleet.check_empty()

@@ -3,11 +3,13 @@
 import asyncio
 import random
 import signal
+import time
 
 import psutil
 from cluster import is_busy
 from fleet_helpers import Fleet, Scale, Serve
-from processes import Member, Workers
+from load import Load
+from processes import Member, Supervisor, Workers
 
 MEMORY_GROWTH = 16 << 20
 """Bytes that the scheduler may have more at the end than halfway: its heaps breathe."""
@@ -73,3 +75,29 @@ async def test_all_workers_are_killed_at_once(workers: Workers, serve: Serve) ->
             member.start()
         await load.gain(200)
     await fleet.check_empty()
+
+
+async def test_no_request_is_ended_in_a_storm_of_kills(workers: Workers, serve: Serve, scale: Scale) -> None:
+    """Every three seconds a worker that serves is killed, and a start takes longer: few steps get through.
+
+    Any error would end a stream, and what the streams gain is what an undisturbed run gave.
+    """
+    members = workers.up(2)
+    fleet = await serve([member.address for member in members], "--no-worker-timeout", "600")
+    draw = random.Random(1)
+    num_kills = 0
+    by_address = {member.address: member for member in members}
+    with Supervisor(members):
+        async with Load(fleet.client, (list(fleet.requests) * 2)[:24], fleet.expected) as load:
+            await load.gain(100)
+            ends = time.monotonic() + scale(20, 600)
+            while time.monotonic() < ends:
+                load.check()
+                state = await fleet.state()
+                if serving := [by_address[worker.address] for worker in state.workers if worker.connected]:
+                    draw.choice(serving).signal(signal.SIGKILL)
+                    num_kills += 1
+                await asyncio.sleep(3)
+        state = await fleet.check_empty()
+    print(f"{load.num_completed} streams, {load.num_tokens} tokens through {num_kills} kills")  # noqa: T201
+    assert num_kills >= scale(3, 60)

@@ -5,6 +5,7 @@ import pytest
 from tiny_model import write_byte_tokenizer, write_tiny_llama
 
 from pagewire_client import LocalServer
+from scheduler_service.core import suspicion
 from scheduler_service.model import ServedModel
 from scheduler_service.tokenization import Tokenizer
 
@@ -15,6 +16,12 @@ def byte_tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("byte-tokenizer")
     write_byte_tokenizer(directory)
     return directory
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A suspect in this process waits for three seconds at most; on a busy machine it may take a loss or two more."""
+    monkeypatch.setattr(suspicion, "MOST_CONTROL_SECONDS", 3.0)
 
 
 @pytest.fixture(scope="session")

@@ -265,7 +265,7 @@ class Workload:
     def _lose(self, number: int) -> None:
         if worker := self.workers[number]:
             self.workers[number] = None
-            worker.scheduler.release_all(blames=self.random.random() < 0.7)
+            worker.scheduler.release_all(self.clock(), blames=self.random.random() < 0.7)
 
     def _drain(self, number: int) -> None:
         if worker := self.workers[number]:

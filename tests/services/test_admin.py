@@ -62,6 +62,7 @@ async def test_the_state_counts_what_was_served(one: InProcess, stub: AdminServi
     assert worker.epoch > 0
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_a_lost_worker_is_counted_and_says_why(byte_tokenizer_directory: Path) -> None:
     async with scheduler("127.0.0.1:1") as one, grpc.aio.insecure_channel(one.target) as channel:
         worker = FakeWorkerService(byte_tokenizer_directory, poison=99)
@@ -73,7 +74,7 @@ async def test_a_lost_worker_is_counted_and_says_why(byte_tokenizer_directory: P
                     await collect(client, [99])
             async with grpc.aio.insecure_channel(two.target) as other:
                 state = (await AdminServiceStub(other).GetClusterState(pb.GetClusterStateRequest())).state
-    assert state.num_losses == state.workers[0].num_losses == 3
+    assert state.num_losses == state.workers[0].num_losses >= 4
     assert state.num_preemptions > 0
 
 

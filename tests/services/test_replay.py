@@ -88,6 +88,43 @@ def small(tmp_path: Path) -> Path:
     return path
 
 
+def record_a_poison(path: Path) -> SequenceGroup:
+    """One worker after the other is lost with a request, a second after each began, until the request is ended."""
+    sink, waiting = MemorySink(), WaitingQueue()
+    now = 0.0
+    recorder = Recorder(sink, policy="fcfs", overtakes=64, tenant_weights={}, clock=lambda: now)
+    config = SchedulerConfig(
+        block_size=4, num_device_blocks=16, max_num_batched_tokens=32, max_num_seqs=4, max_model_len=64
+    )
+    group = SequenceGroup("poison", [1], core.SamplingParams(max_tokens=4))
+    waiting.append(group)
+    recorder.arrived(group)
+    for epoch in range(1, 20):
+        connection = Connection(epoch)
+        worker = Worker(recorder.scheduler(config, waiting, f"worker:{epoch % 2}", connection), connection)
+        now += 1.0
+        while worker.plan(now).is_empty:
+            now += 1.0
+        now += 0.001
+        if worker.scheduler.release_all(now):
+            break
+    path.write_bytes(sink.data)
+    return group
+
+
+def test_what_a_request_is_ended_for_is_in_the_recording(tmp_path: Path) -> None:
+    """The rule weighs times, of sessions as well as of steps; another one makes another replay."""
+    path = tmp_path / "recording"
+    poison = record_a_poison(path)
+    assert poison.is_finished
+    replayer, moments = replay(path)
+    assert [group.request_id for group in moments[-1].groups] == ["poison"]
+    (last,) = [read.event.at for read in read_events(path)][-1:]
+    slow = changed(path, "session_end", lambda event: setattr(event, "at", last + 2.0), number=replayer.num_steps - 1)
+    with pytest.raises(DifferenceError, match="requests that the core ends for lost workers"):
+        replay(slow)
+
+
 @settings(deadline=None, max_examples=100)
 @given(
     st.integers(0, 1 << 32),

@@ -70,6 +70,7 @@ async def one(byte_tokenizer_directory: Path) -> AsyncIterator[InProcess]:
 WAYS_TO_END = [ended, aborted, failed, hung_up_while_it_read, hung_up_without_reading]
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("call", WAYS_TO_END)
 async def test_a_call_that_is_over_holds_no_turn(
     one: InProcess, call: Callable[[Client, InProcess], Awaitable[None]]
