@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/pagewire/v1/*.proto)
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: setup proto demo test fuzz chaos test-gpu lint fmt up down bench bench-fleet bench-scheduler bench-simulate
+.PHONY: setup proto demo test fuzz chaos soak test-gpu lint fmt up down bench bench-fleet bench-scheduler bench-simulate
 setup: $(VENV)/installed $(VENV)/generated $(VENV)/kernels
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -42,6 +42,10 @@ fuzz: setup
 # The long version of tests/fleet, with every number in full: ten minutes.
 chaos: setup
 	$(BIN)/python -m pytest tests/fleet --chaos -s --timeout 1800
+
+# 20,000 requests under each policy, after which the scheduler must be as it was after the first tenth.
+soak: setup
+	$(BIN)/python -m pytest tests/services/test_soak.py --soak -s -n 0
 
 # The tests of kernels/ and of the worker's model code, on a machine with a GPU, whose PYTHON has torch, triton, pytest
 # and, for the models, transformers: it takes no setup, no gRPC and no network. Options and warnings of pyproject.toml are

@@ -10,6 +10,10 @@ from scheduler_service.model import ServedModel
 from scheduler_service.tokenization import Tokenizer
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="20,000 requests in test_soak.py")
+
+
 @pytest.fixture(scope="session")
 def byte_tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer whose tokens are single bytes, so that every character beyond ASCII spans several of them."""

@@ -13,12 +13,14 @@ from scheduler_service.settings import SchedulerSettings
 
 
 @asynccontextmanager
-async def running(*workers: str, resolve: Any = resolve_by_dns, **settings: object) -> AsyncIterator[Engine]:
+async def running(
+    *workers: str, resolve: Any = resolve_by_dns, time_limit: float = 60, **settings: object
+) -> AsyncIterator[Engine]:
     options = {"workers": list(workers), "model": "fake", "check_invariants": True, **settings}
     engine = Engine(SchedulerSettings(**options), resolve)  # type: ignore[arg-type]
     task = asyncio.create_task(engine.run())
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(time_limit):
             yield engine
     finally:
         task.cancel()

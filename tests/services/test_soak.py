@@ -1,0 +1,131 @@
+"""Many requests of mixed size, of which many are given up, leave the scheduler as it was after the first of them.
+
+The worker is simulated: it answers at once, with one letter. The scheduler is the real one, behind gRPC. `make soak`
+runs 20,000 requests under each policy; `make test` as many as take a few seconds.
+"""
+
+import asyncio
+import os
+import random
+from pathlib import Path
+
+import grpc
+import pytest
+from engines import until
+from fake_worker_service import FakeWorkerService as SimulatedWorker
+from fake_worker_service import serving
+from scheduler_in_process import InProcess, scheduler
+
+from pagewire_client import Client, SamplingParams
+from scheduler_service.core import FairQueue, PriorityQueue
+
+NUM_CLIENTS = 32
+MAX_MODEL_LEN = 8192
+NUM_TENANTS = 20
+MOST_STALE = 200  # entries of heaps, which are dropped when most are stale
+GROWTH = 16 << 20  # bytes, as the allocator has them: pieces of arenas that large requests leave
+
+
+async def request(client: Client, draw: random.Random, number: int) -> None:
+    """One that is read to its end, given up before or after its first message, aborted, or refused."""
+    prompt = [draw.randrange(256)] * draw.choice([1, 20, 300, 2000, 8000])
+    n, max_tokens = draw.choice([(1, 1), (1, 20), (1, 200), (4, 20), (1, 100_000)])
+    sampling = SamplingParams(max_tokens=max_tokens, n=n)
+    if draw.random() < 0.2:
+        sampling.stop.extend(["never", "x" * 200])
+    if draw.random() < 0.2:
+        sampling.allowed_token_ids.extend(range(250))
+    end = draw.choice(["read", "read", "read", "left", "left", "abort", "timeout"])
+    name, tenant = str(number), f"tenant {draw.randrange(NUM_TENANTS)}"
+    timeout = draw.random() / 20 if end == "timeout" else None
+    try:
+        stream = client.generate(prompt, sampling, request_id=name, tenant=tenant, timeout=timeout)
+        async for _ in stream:
+            if end == "abort":
+                await client.abort(name, tenant=tenant)
+            if end == "left":
+                await stream.aclose()  # type: ignore[attr-defined]
+                return
+    except grpc.aio.AioRpcError as error:
+        if error.code() not in (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            grpc.StatusCode.CANCELLED,
+        ):
+            raise
+
+
+def sizes(one: InProcess) -> dict[str, int]:
+    """Of everything that grows with requests, while there are none."""
+    engine, waiting = one.engine, one.engine.waiting
+    (core,) = engine.serving
+    found = {
+        "requests": len(engine.requests),
+        "requests being checked": len(engine._being_checked),
+        "bytes held": engine._held_bytes,
+        "waiting": len(waiting),
+        "running": len(core.running),
+        "swapped": len(core.swapped),
+        "groups by id": len(core._by_id),
+        "ends to tell": len(core._finished) + len(core._preempted),
+        "tables": len(core.blocks.tables) + len(core.blocks.host_tables),
+        "blocks held": core.blocks.device.num_blocks - core.blocks.device.num_free,
+        "turns": engine.turns.num_held + len(engine.turns._asking),
+        "sessions": len(engine.serving) + len(waiting.balancer),
+        "tasks": len(asyncio.all_tasks()),
+        "open files": len(os.listdir("/proc/self/fd")),
+        "arrivals": max(0, len(waiting._arrivals) - MOST_STALE),
+        "entries of workers": max(0, len(waiting.balancer._lightest) - MOST_STALE),
+        "kinds of ends": len(engine.statistics.num_outputs),
+    }
+    if isinstance(waiting, FairQueue):
+        found["tenants"] = max(0, len(waiting.counters) - NUM_TENANTS) + len(waiting._tenants)
+        found["entries of tenants"] = max(0, len(waiting._heap) - MOST_STALE)
+    if isinstance(waiting, PriorityQueue):
+        found["ranks"] = max(0, len(waiting._ranks) - MOST_STALE)
+    return found
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+async def test_requests_that_are_over_leave_nothing(
+    pytestconfig: pytest.Config, byte_tokenizer_directory: Path, policy: str
+) -> None:
+    is_long = bool(pytestconfig.getoption("--soak", default=False))
+    num_requests = 20_000 if is_long else 400
+    worker = SimulatedWorker(byte_tokenizer_directory, num_device_blocks=4096)
+    worker.info.max_model_len = MAX_MODEL_LEN
+    worker.info.max_num_batched_tokens = 2048
+    async with (
+        serving(worker) as address,
+        scheduler(address, time_limit=1800, policy=policy, check_invariants=False) as one,
+        Client(one.target, retry_for=0) as client,
+    ):
+        numbers = iter(range(num_requests))
+
+        async def send(last: int) -> None:
+            for number in numbers:
+                await request(client, random.Random(number), number)
+                if number >= last:
+                    return
+
+        first: tuple[dict[str, int], int] | None = None
+        for tenth in range(1, 11):
+            last = tenth * num_requests // 10 - 1
+            await asyncio.gather(*(send(last) for _ in range(NUM_CLIENTS)))
+            await until(lambda: not one.engine.requests and not one.engine.turns.num_held)
+            (core,) = one.engine.serving
+            await until(lambda core=core: not core.has_work and not core.steps_in_flight)
+            now = sizes(one), resident_bytes()
+            if is_long:
+                print(f"{policy}, {last + 1} requests: {now[1] >> 20} MiB, {now[0]}")  # noqa: T201
+            if first is None:
+                first = now
+            names = first[0].keys() - {"tasks"}
+            assert {name: now[0][name] for name in names} == {name: first[0][name] for name in names}
+            assert now[0]["tasks"] <= first[0]["tasks"] + NUM_CLIENTS
+            assert now[1] <= first[1] + GROWTH
