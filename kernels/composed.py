@@ -29,17 +29,20 @@ def qkv_attention(
 
     qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], query, key and value heads in this order, overwritten;
     norms, eps, offset: weights [head_dim] and parameters of the `rms_norm` of query and of key heads, if these are
-    normalised; rotation: cosines and sines of `rotary_tables`, if positions count; layer_cache, slots: as `store_kv`
-    has them. Returns [num_tokens, num_heads * head_dim].
+    normalised; rotation: cosines and sines of `rotary_tables`, if positions count, which they are multiplied by before
+    they are rounded again; layer_cache, slots: as `store_kv` has them. Returns [num_tokens, num_heads * head_dim].
     """
     num_kv_heads, head_dim = layer_cache.shape[3:]
-    heads = qkv.view(len(qkv), -1, head_dim)
+    heads = qkv.float().view(len(qkv), -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
     query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if norms is not None:
-        query, key = (ops.rms_norm(part, norm, eps, offset) for part, norm in zip((query, key), norms, strict=True))
+        query, key = (
+            ops.rms_norm(part, norm, eps, offset, torch.float32) for part, norm in zip((query, key), norms, strict=True)
+        )
     if rotation is not None:
         ops.rotary_embedding(query, *rotation)
         ops.rotary_embedding(key, *rotation)
+    query, key, value = (part.to(qkv.dtype) for part in (query, key, value))
     ops.store_kv(key, value, layer_cache, slots)
     return ops.paged_attention(query, layer_cache, metadata, scale, window, soft_cap).flatten(1)

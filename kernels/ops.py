@@ -15,11 +15,19 @@ from torch import Tensor
 from kernels import reference
 from kernels.metadata import AttentionMetadata
 
+Product = Callable[[Tensor, Tensor | None], Tensor]
+"""Computes `x @ weight.T + bias` of x, [rows, inputs], and bias, [outputs] or None."""
+
 
 class Ops(Protocol):
     """What a backend offers."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor: ...
+    WIDE_PRODUCTS: bool
+    """Whether products write the float32 in which they sum as fast as they write 16 bits."""
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: torch.dtype | None = None
+    ) -> Tensor: ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor: ...
 
@@ -54,9 +62,9 @@ class Ops(Protocol):
 
     def gated_activation(self, x: Tensor, activation: str) -> Tensor: ...
 
-    def pack(self, weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor] | None: ...
+    def pack(self, weight: Tensor, wide: bool = False) -> Product | None: ...
 
-    def pack_int8(self, weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor] | None: ...
+    def pack_int8(self, weight: Tensor, wide: bool = False) -> Product | None: ...
 
     def copy_blocks(self, cache: Tensor, sources: Tensor, destinations: Tensor) -> None: ...
 

@@ -6,7 +6,6 @@ strided view `cache[:, layer]`. A slot is a token's place in the cache: `block *
 """
 
 import sys
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -18,25 +17,32 @@ from kernels import composed
 from kernels.metadata import AttentionMetadata
 
 if TYPE_CHECKING:
-    from kernels.ops import Ops
+    from kernels.ops import Ops, Product
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 """What `gated_activation` can apply to the gate."""
 
+WIDE_PRODUCTS = False
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
     """`x / sqrt(mean(x²) + eps) * (weight + offset)` over the last dimension, computed in float32.
 
-    x: [..., hidden_size], any strides; weight: [hidden_size]; returns the shape and dtype of x, contiguous. Gemma's
-    weights are stored less one: its offset is 1. (Zhang and Sennrich, 2019.)
+    x: [..., hidden_size], any strides, of the weight's dtype or float32; weight: [hidden_size]; returns the shape of x,
+    contiguous, in float32 if `dtype` says so, else in the weight's dtype. Gemma's weights are stored less one: its
+    offset is 1. (Zhang and Sennrich, 2019.)
     """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (normed * (weight.float() + offset)).to(x.dtype)
+    return (normed * (weight.float() + offset)).to(dtype or weight.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """Add x to `residual` in place, and return the `rms_norm` of that sum. x, residual: [num_tokens, hidden_size]."""
+    """Add x to `residual` in place, and return the `rms_norm` of that sum in the weight's dtype.
+
+    x: [num_tokens, hidden_size], of the weight's dtype or float32; residual: the same shape, float32, so that what many
+    layers add is rounded in none of them.
+    """
     residual += x
     return rms_norm(residual, weight, eps, offset)
 
@@ -118,24 +124,39 @@ qkv_attention = partial(composed.qkv_attention, cast("Ops", sys.modules[__name__
 
 
 def gated_activation(x: Tensor, activation: str) -> Tensor:
-    """`activation(gate) * up` of a fused projection. (Shazeer, 2020.)
+    """`activation(gate) * up` of a fused projection, computed in float32. (Shazeer, 2020.)
 
     x: [..., 2 * n] is gate then up; activation: one of `ACTIVATIONS`; returns [..., n].
     """
-    gate, up = x.chunk(2, dim=-1)
+    gate, up = x.float().chunk(2, dim=-1)
     if activation == "silu":
-        return functional.silu(gate) * up
-    return functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+        activated = functional.silu(gate)
+    else:
+        activated = functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return (activated * up).to(x.dtype)
 
 
-def pack(weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor] | None:
+def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`x @ weight.T + bias` in float32 of numbers of any type. x: [rows, inputs]; weight: [outputs, inputs]."""
+    if x.device.type != "cuda" or x.dtype is torch.float32:
+        return functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    product = torch.mm(x, weight.T, out_dtype=torch.float32)
+    return product if bias is None else product.add_(bias)
+
+
+def pack(weight: Tensor, wide: bool = False) -> "Product | None":
     """A function that computes `x @ weight.T + bias` faster than `linear`, from a copy of the weight in another order.
 
-    weight: [outputs, inputs]; the function takes x: [rows, inputs], and a bias [outputs] or None. Returns None where
-    there is nothing to gain. Here oneDNN's own order for bf16, with which 1 to 32 rows take between a third and three
-    quarters of the time, to the same bits.
+    weight: [outputs, inputs]; the function takes x: [rows, inputs], and a bias [outputs] or None. It returns the dtype
+    of x or, if `wide`, float32, to which no sum is rounded. Returns None where there is nothing to gain.
+
+    Here oneDNN's own order for bf16, with which 1 to 32 rows take between a third and three quarters of the time, to
+    the same bits. It has no float32 results: there the weight is held in float32 where the device is a CPU.
     """
-    if not (
+    if wide and weight.device.type == "cpu" and weight.dtype is not torch.float32:
+        widened = weight.float()
+        return lambda x, bias: wide_linear(x, widened, bias)
+    if wide or not (
         weight.device.type == "cpu"
         and weight.dtype is torch.bfloat16
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -157,7 +178,7 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([(part.float() / scale).round_().to(torch.int8) for part, scale in parts]), scales
 
 
-def pack_int8(weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor] | None:  # noqa: ARG001 (others use it)
+def pack_int8(weight: Tensor, wide: bool = False) -> "Product | None":  # noqa: ARG001 (others use it)
     """As `pack`, with the weight in int8 and so in half the memory. None where that would not be faster."""
     return None
 

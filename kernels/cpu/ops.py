@@ -1,13 +1,12 @@
 """The operations of `kernels.ops.Ops`. Importing them raises ImportError where what this machine runs is not built."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from kernels import reference
 from kernels.cpu.library import library_path, load_library, supported
 from kernels.metadata import AttentionMetadata
+from kernels.ops import Product
 
 INSTRUCTION_SET = next((name for name in supported() if library_path(name).exists()), "none")
 """Which of `library.INSTRUCTION_SETS` is used."""
@@ -19,9 +18,11 @@ store_kv = _library.store_kv
 gated_activation = _library.gated_activation
 copy_blocks = reference.copy_blocks
 
+WIDE_PRODUCTS: bool = _library.can_pack(2)
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    normed: Tensor = _library.rms_norm(x, weight, eps, offset)
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
+    normed: Tensor = _library.rms_norm(x, weight, eps, offset, dtype)
     return normed
 
 
@@ -82,16 +83,16 @@ def qkv_attention(
     return output
 
 
-def pack(weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor] | None:
+def pack(weight: Tensor, wide: bool = False) -> Product | None:
     if weight.dtype is not torch.bfloat16 or not _library.can_pack(weight.shape[1]):
-        return reference.pack(weight)
+        return reference.pack(weight, wide)
     outputs, packed = len(weight), _library.pack(weight)
-    return lambda x, bias: _library.linear(x, packed, None, bias, outputs)
+    return lambda x, bias: _library.linear(x, packed, None, bias, outputs, wide)
 
 
-def pack_int8(weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor] | None:
+def pack_int8(weight: Tensor, wide: bool = False) -> Product | None:
     if weight.dtype is not torch.bfloat16 or not _library.can_pack(weight.shape[1]):
         return None
     quantized, scales = reference.quantize_int8(weight)
     outputs, packed = len(weight), _library.pack(quantized)
-    return lambda x, bias: _library.linear(x, packed, scales, bias, outputs)
+    return lambda x, bias: _library.linear(x, packed, scales, bias, outputs, wide)

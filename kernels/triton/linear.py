@@ -1,6 +1,7 @@
 """`x @ weight.T + bias` for one row of x: a product that only reads the weights, once, as fast as memory gives them.
 
     x        [rows, inputs], contiguous; with more than one row torch's own product is used
+    result   [rows, outputs], of x's type or float32
     weight   [outputs, inputs], contiguous
     program  one output, over a tile of inputs after the other
 
@@ -9,7 +10,6 @@ H200, one row times 4,096 x 4,096 in bf16 takes cuBLAS 12.7 µs and this 9.5, of
 float32. Oracle: torch's product. Sizes that hurt: 123 inputs, one output, no row.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -18,22 +18,24 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.ops import Product
+from kernels.reference import wide_linear
 from kernels.triton.launch import OPTIONS, num_warps
 
 _TILE = 2048
 
 
-def pack(weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor]:
+def pack(weight: Tensor, wide: bool = False) -> Product:
     """As `kernels.ops.Ops`: the product with a weight, [outputs, inputs], which stays as it is."""
-    return partial(linear, weight)
+    return partial(linear, weight, wide)
 
 
-def linear(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    """x: [rows, inputs]; returns [rows, outputs]."""
+def linear(weight: Tensor, wide: bool, x: Tensor, bias: Tensor | None) -> Tensor:
+    """x: [rows, inputs]; returns [rows, outputs], in float32 if `wide`."""
     if len(x) != 1:
-        return functional.linear(x, weight, bias)
+        return wide_linear(x, weight, bias) if wide else functional.linear(x, weight, bias)
     outputs, inputs = weight.shape
-    result = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
+    result = torch.empty((1, outputs), dtype=torch.float32 if wide else x.dtype, device=x.device)
     tile = min(_TILE, triton.next_power_of_2(inputs))
     _row_times_matrix_kernel[(outputs,)](
         x,

@@ -133,15 +133,15 @@ def _prepare_qkv_kernel(
             remainder = _normalised(
                 remainder, scale, query_norm + 2 * half, key_norm + 2 * half, is_query, is_value, rest_column, rest,
                 offset,
-            )  # fmt: skip
+            ).to(first.dtype)  # fmt: skip
     if rotates:
         cosine = tl.load(cos + token * half + column, mask=column < half, other=0.0)
         sine = tl.load(sin + token * half + column, mask=column < half, other=0.0)
         wide_first, wide_second = turned_first.to(tl.float32), turned_second.to(tl.float32)
-        turned_first = (wide_first * cosine - wide_second * sine).to(first.dtype)
-        turned_second = (wide_second * cosine + wide_first * sine).to(first.dtype)
-    first = tl.where(is_value, first, turned_first)
-    second = tl.where(is_value, second, turned_second)
+        turned_first = wide_first * cosine - wide_second * sine
+        turned_second = wide_second * cosine + wide_first * sine
+    first = tl.where(is_value, first, turned_first.to(first.dtype))
+    second = tl.where(is_value, second, turned_second.to(first.dtype))
 
     tl.store(source + column, first, mask=inside & is_query)
     tl.store(source + half + column, second, mask=inside & is_query)
@@ -160,10 +160,10 @@ def _prepare_qkv_kernel(
 
 @triton.jit
 def _normalised(values, scale, query_norm, key_norm, is_query, is_value, column, width: tl.constexpr, offset):
-    """Query and key heads times their norm's weights and the inverse root mean square; values as they are."""
+    """Query and key heads times their norm's weights and the inverse root mean square, values as they are; float32."""
     inside = column < width
     query_factors = tl.load(query_norm + column, mask=inside, other=0.0).to(tl.float32)
     key_factors = tl.load(key_norm + column, mask=inside, other=0.0).to(tl.float32)
     factors = tl.where(is_query, query_factors, key_factors) + offset
-    normed = (values.to(tl.float32) * scale * factors).to(values.dtype)
-    return tl.where(is_value, values, normed)
+    wide = values.to(tl.float32)
+    return tl.where(is_value, wide, wide * scale * factors)

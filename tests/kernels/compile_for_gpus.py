@@ -83,7 +83,10 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     floats = empty(5, 32, dtype=torch.float32)
     ids = empty(5, dtype=torch.int64)
     yield "rms_norm", lambda: ops.rms_norm(empty(5, 4096), empty(4096), 1e-5)
-    yield "add_rms_norm", lambda: ops.add_rms_norm(empty(5, 4096), empty(5, 4096), empty(4096), 1e-5)
+    residual = empty(5, 4096, dtype=torch.float32)
+    yield "rms_norm, wide", lambda: ops.rms_norm(empty(5, 4096), empty(4096), 1e-5, dtype=torch.float32)
+    yield "add_rms_norm", lambda: ops.add_rms_norm(empty(5, 4096), residual, empty(4096), 1e-5)
+    yield "add_rms_norm, wide", lambda: ops.add_rms_norm(residual, residual, empty(4096), 1e-5)
     yield "rotary_embedding", lambda: ops.rotary_embedding(empty(5, 32, 128), floats, floats)
     yield "store_kv", lambda: ops.store_kv(empty(5, 8, 128), empty(5, 8, 128), empty(9, 4, 2, 16, 8, 128)[:, 1], ids)
     for activation in ("silu", "gelu", "gelu_tanh"):
@@ -92,8 +95,10 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     for norms in (None, (empty(128), empty(128))):
         yield "qkv_attention", lambda norms=norms: qkv_attention(norms)
     for bias in (None, empty(512)):
-        yield "linear", lambda bias=bias: ops.pack(empty(512, 14_336))(empty(1, 14_336), bias)
-    logits, numbers = empty(5, 128_256), empty(5, dtype=torch.float32)
+        for wide in (False, True):
+            product = ops.pack(empty(512, 14_336), wide)
+            yield "linear", lambda product=product, bias=bias: product(empty(1, 14_336), bias)
+    logits, numbers = empty(5, 128_256, dtype=torch.float32), empty(5, dtype=torch.float32)
     draws = Draws(rows=ids, keys=ids, temperature=numbers, min_p=numbers, top_k=ids, top_p=numbers)
     yield "greedy", lambda: sampling.greedy(logits)
     yield "draw", lambda: sampling.draw(logits, numbers, draws)

@@ -28,6 +28,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip("the CPU kernels are not built, for want of a compiler")
     backend = importlib.import_module("kernels.cpu.ops")
     monkeypatch.setattr(backend, "_library", library.load_library(request.param))
+    monkeypatch.setattr(backend, "WIDE_PRODUCTS", backend._library.can_pack(2))
     return backend
 
 
@@ -159,6 +160,8 @@ def test_rms_norm(kernels: ModuleType, shape: tuple[int, ...], dtype: torch.dtyp
     weight = torch.randn(shape[-1], generator=generator).to(dtype)
     for offset in (0.0, 1.0):
         close(kernels.rms_norm(x, weight, 1e-5, offset), reference.rms_norm(x, weight, 1e-5, offset), dtype)
+        wide = kernels.rms_norm(x.float(), weight, 1e-5, offset, torch.float32)
+        close(wide, reference.rms_norm(x, weight, 1e-5, offset, torch.float32), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -166,12 +169,15 @@ def test_rms_norm(kernels: ModuleType, shape: tuple[int, ...], dtype: torch.dtyp
 def test_add_rms_norm(
     kernels: ModuleType, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator
 ) -> None:
-    x, residual = torch.randn(2, *shape, generator=generator).to(dtype)
+    x, residual = torch.randn(2, *shape, generator=generator)
     weight = torch.randn(shape[1], generator=generator).to(dtype)
-    expected_residual = residual.clone()
-    expected = reference.add_rms_norm(x, expected_residual, weight, 1e-5, 1.0)
-    close(kernels.add_rms_norm(x, residual, weight, 1e-5, 1.0), expected, dtype)
-    assert torch.equal(residual, expected_residual)
+    for delta in (x, x.to(dtype)):
+        expected_residual = residual.clone()
+        expected = reference.add_rms_norm(delta, expected_residual, weight, 1e-5, 1.0)
+        found = kernels.add_rms_norm(delta, residual, weight, 1e-5, 1.0)
+        assert found.dtype is dtype
+        close(found, expected, dtype)
+        assert torch.equal(residual, expected_residual)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -227,8 +233,8 @@ def test_a_fused_projection_attends_as_its_parts_do(
     rotation = None
     if pairs is not None:
         rotation = reference.rotary_tables(torch.arange(11) * 17, 100.0 ** -torch.linspace(0, 1, pairs), 1.25)
-    expected_cache = cache.clone()
     arguments = (torch.tensor(slots), metadata, 0.3, 20)
+    expected_cache = cache.clone()
     expected = reference.qkv_attention(qkv.clone(), norms, 1e-5, 1.0, rotation, expected_cache, *arguments)
     close(kernels.qkv_attention(qkv, norms, 1e-5, 1.0, rotation, cache, *arguments), expected, dtype)
     assert torch.equal(cache.isnan(), expected_cache.isnan())
@@ -295,8 +301,30 @@ def test_int8_weights_give_the_product_of_the_numbers_that_they_are(
         torch.testing.assert_close(product(x, bias).double(), expected, atol=0.02 * inputs**0.5, rtol=1e-2)
 
 
-def test_a_row_of_a_product_is_the_same_alone_and_among_others(kernels: ModuleType, generator: torch.Generator) -> None:
-    product = kernels.pack(torch.randn(96, 128, generator=generator).bfloat16())
+@pytest.mark.parametrize("packing", ["pack", "pack_int8"])
+def test_a_wide_product_is_the_same_before_its_sums_are_rounded(
+    kernels: ModuleType, packing: str, generator: torch.Generator
+) -> None:
+    weight = torch.randn(75, 576, generator=generator).bfloat16()
+    bias = torch.randn(75, generator=generator).bfloat16()
+    wide, rounded = getattr(kernels, packing)(weight, wide=True), getattr(kernels, packing)(weight)
+    if packing == "pack_int8" and wide is None:
+        pytest.skip("this machine has no bf16 dot products, which int8 weights need")
+    for rows in (0, 1, 13, 193):
+        x = torch.randn(rows, 576, generator=generator).bfloat16()
+        found = wide(x, bias)
+        assert found.dtype is torch.float32
+        if kernels.WIDE_PRODUCTS:
+            assert torch.equal(found.bfloat16(), rounded(x, bias))
+        if packing == "pack":
+            torch.testing.assert_close(found, x.float() @ weight.float().T + bias.float(), atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_row_of_a_product_is_the_same_alone_and_among_others(
+    kernels: ModuleType, wide: bool, generator: torch.Generator
+) -> None:
+    product = kernels.pack(torch.randn(96, 128, generator=generator).bfloat16(), wide)
     x = torch.randn(30, 128, generator=generator).bfloat16()
     together = product(x, None)
     if not kernels._library.can_pack(2):
@@ -324,5 +352,9 @@ def test_what_does_not_fit_is_refused(kernels: ModuleType) -> None:
         kernels.paged_attention(query[:, :3], cache, metadata, 0.3)
     with pytest.raises(RuntimeError, match="must be on the CPU and"):
         kernels.paged_attention(query.half(), cache, metadata, 0.3)
+    with pytest.raises(RuntimeError, match="does not go with one of"):
+        kernels.rms_norm(torch.zeros(2, 2).half(), torch.zeros(2), 1e-5)
+    with pytest.raises(RuntimeError, match="residual must be on the CPU and Float"):
+        kernels.add_rms_norm(torch.zeros(2, 2).half(), torch.zeros(2, 2).half(), torch.zeros(2).half(), 1e-5)
     with pytest.raises(RuntimeError, match="not Long"):
         kernels.rms_norm(torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), 1e-5)

@@ -18,6 +18,8 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         found = ops.rms_norm(x, weight, 1e-5, offset)
         torch.testing.assert_close(found, reference.rms_norm(x, weight, 1e-5, offset))
         assert found.is_contiguous()
+        wide = ops.rms_norm(x, weight, 1e-5, offset, torch.float32)
+        torch.testing.assert_close(wide, reference.rms_norm(x, weight, 1e-5, offset, torch.float32))
 
 
 def test_rms_norm_reads_rows_where_they_lie() -> None:
@@ -40,11 +42,12 @@ def test_add_rms_norm_changes_the_residual_and_normalises_what_is_left_of_the_su
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     x, weight = randn(shape[0], 2 * shape[1], dtype=dtype)[:, : shape[1]], randn(shape[1], dtype=dtype, seed=1)
-    residual = randn(*shape, dtype=dtype, seed=2)
-    expected_residual = residual.clone()
-    expected = reference.add_rms_norm(x, expected_residual, weight, 1e-5, 1.0)
-    torch.testing.assert_close(ops.add_rms_norm(x, residual, weight, 1e-5, 1.0), expected)
-    assert torch.equal(residual, expected_residual)
+    residual = randn(*shape, seed=2)
+    for delta in (x, x.float()):
+        expected_residual = residual.clone()
+        expected = reference.add_rms_norm(delta, expected_residual, weight, 1e-5, 1.0)
+        torch.testing.assert_close(ops.add_rms_norm(delta, residual, weight, 1e-5, 1.0), expected)
+        assert torch.equal(residual, expected_residual)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -92,7 +95,6 @@ def test_gated_activation(shape: tuple[int, ...], activation: str, dtype: torch.
         ]
     found = ops.gated_activation(x, activation)
     assert found.shape == (*shape[:-1], shape[-1] // 2)
-    # Eager torch rounds the activation before it multiplies.
     tolerance = {} if dtype is torch.float32 else {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-4}
     torch.testing.assert_close(found, reference.gated_activation(x, activation), **tolerance)
 
@@ -166,3 +168,5 @@ def test_products_of_packed_weights(rows: int, outputs: int, inputs: int, dtype:
         assert found.dtype is dtype
         tolerance = {} if rows == 1 else {"atol": 0.2 if dtype is not torch.float32 else 1e-3, "rtol": 1e-2}
         torch.testing.assert_close(found, expected.to(dtype), **(tolerance or {"atol": 1e-4, "rtol": 1e-2}))
+        wide = ops.pack(weight, True)(x, bias)
+        torch.testing.assert_close(wide, expected.float(), atol=2e-3, rtol=1e-4)

@@ -68,6 +68,15 @@ def greedy_tokens(model_directory: Path) -> list[list[int]]:
     return outputs
 
 
+async def test_in_bfloat16_it_knows_the_capital_of_france() -> None:
+    """Logits that are rounded to bfloat16 tie, and the lowest of equals starts with "L'Étoile, la Marseillaise"."""
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    with LocalServer(worker_arguments=["--dtype", "bfloat16"]) as server:
+        async with Client(server.target) as client:
+            completion = await collect(client, messages, SamplingParams(max_tokens=32, temperature=0))
+    assert "Paris" in completion.outputs[0].text
+
+
 SAMPLINGS = [
     SamplingParams(max_tokens=NUM_TOKENS, temperature=0.8, top_p=0.95, seed=1000 + index, ignore_eos=True)
     for index in range(len(PROMPTS))

@@ -96,15 +96,15 @@ class SteppedWorker:
 class Oracle:
     """What transformers makes of a checkpoint."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
         from transformers import AutoModelForCausalLM
 
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
 
     def logprobs(self, token_ids: list[int]) -> Tensor:
         """The log-softmax at every position, [len(token_ids), vocabulary_size]."""
         with torch.inference_mode():
-            return self._model(torch.tensor([token_ids]), use_cache=False).logits[0].log_softmax(-1)
+            return self._model(torch.tensor([token_ids]), use_cache=False).logits[0].float().log_softmax(-1)
 
     def greedy(self, token_ids: list[int], count: int) -> list[int]:
         """The continuation, token by token, without a cache."""

@@ -8,6 +8,8 @@ A rank of several holds a part of the network, its `Shard`: with some of the hea
 summand of what a half of a layer adds, of the embeddings, and some of the logits.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -49,11 +51,12 @@ class DecoderLayer:
         if config.qk_norm:
             query_norm, key_norm = torch.empty(2, config.head_dim, dtype=dtype, device=device)
             self._qk_norms = query_norm, key_norm
-        self._qkv = Linear.allocate(sum(self._heads), hidden, config.qkv_bias, dtype, device)
-        is_first = ranks.rank == 0
-        self._out = Linear.allocate(hidden, self._heads[0], config.out_bias, dtype, device, adds_bias=is_first)
-        self._gate_up = Linear.allocate(2 * inner, hidden, config.mlp_bias, dtype, device)
-        self._down = Linear.allocate(hidden, inner, config.mlp_bias, dtype, device, adds_bias=is_first)
+        allocate = partial(Linear.allocate, dtype=dtype, device=device)
+        adds = partial(allocate, hidden, wide=self._ops.WIDE_PRODUCTS, adds_bias=ranks.rank == 0)
+        self._qkv = allocate(sum(self._heads), hidden, config.qkv_bias)
+        self._out = adds(self._heads[0], config.out_bias)
+        self._gate_up = allocate(2 * inner, hidden, config.mlp_bias)
+        self._down = adds(inner, config.mlp_bias)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -99,9 +102,9 @@ class DecoderLayer:
     ) -> Tensor:
         """Bring `residual` up to this layer's attention in place, and return what its second half adds to it.
 
-        delta, residual: [num_tokens, hidden_size], where delta is what the layer before adds, None at the first;
-        rotation: cosines and sines from `rotary_tables`, None where positions do not count; layer_cache, slots: as
-        `store_kv` has them.
+        delta, residual: [num_tokens, hidden_size], where delta is what the layer before adds, None at the first, and
+        residual is float32; rotation: cosines and sines from `rotary_tables`, None where positions do not count;
+        layer_cache, slots: as `store_kv` has them.
         """
         config, ops = self._config, self._ops
         eps, offset = config.rms_norm_eps, config.norm_offset
@@ -124,10 +127,12 @@ class DecoderLayer:
         )
         delta = self._ranks.all_reduce(self._out(attended))
         if self._attention_post_norm is not None:
-            delta = ops.rms_norm(delta, self._attention_post_norm, eps, offset)
+            delta = ops.rms_norm(delta, self._attention_post_norm, eps, offset, torch.float32)
         x = ops.add_rms_norm(delta, residual, self._mlp_norm, eps, offset)
         delta = self._ranks.all_reduce(self._down(ops.gated_activation(self._gate_up(x), config.activation)))
-        return delta if self._mlp_post_norm is None else ops.rms_norm(delta, self._mlp_post_norm, eps, offset)
+        if self._mlp_post_norm is not None:
+            delta = ops.rms_norm(delta, self._mlp_post_norm, eps, offset, torch.float32)
+        return delta
 
 
 class Decoder:
@@ -146,7 +151,8 @@ class Decoder:
         # Networks are trained with this factor in the type of their weights.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self._ops = ops_for(device)
-        self._lm_head = Linear(self._embedding if config.tied_embeddings else torch.empty_like(self._embedding))
+        head = self._embedding if config.tied_embeddings else torch.empty_like(self._embedding)
+        self._lm_head = Linear(head, wide=True)
         ropes = {layer.rope for layer in config.layers if layer.rope is not None}
         self._frequencies = {rope: rope.inverse_frequencies.to(device) for rope in ropes}
 
@@ -176,7 +182,7 @@ class Decoder:
         rotations = {
             rope: rotary_tables(positions, frequencies, rope.scale) for rope, frequencies in self._frequencies.items()
         }
-        residual, delta = self._embed(token_ids), None
+        residual, delta = self._embed(token_ids).float(), None
         if self._embedding_scale != 1:
             residual *= self._embedding_scale
         for number, (layer, layer_config) in enumerate(zip(self._layers, self.config.layers, strict=True)):
@@ -186,7 +192,7 @@ class Decoder:
         return self._ops.add_rms_norm(delta, residual, self._norm, self.config.rms_norm_eps, self.config.norm_offset)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [rows, hidden_size]; returns [rows, vocabulary_size]."""
+        """As `CausalModel` has it."""
         logits, cap = self._lm_head(hidden), self.config.logit_soft_cap
         if cap is not None:
             logits = cap * torch.tanh(logits / cap)

@@ -1,7 +1,8 @@
 """Any other causal network, run through its own code in transformers with our paged attention in its layers.
 
 All tokens of a step go through it as one row; only attention looks across tokens, and it knows which belong together.
-What a network does to its logits (caps, scales) stays its own code as well. Slower than the native decoder: nothing is
+What a network does to its logits (caps, scales) stays its own code as well, but the product that makes them is ours,
+in float32. Slower than the native decoder: nothing is
 fused or packed. Families whose layers have another shape than the native one's run here too, among them OLMo 2 (norms
 behind the halves of a layer alone, and over all heads), Cohere (both halves side by side) and Granite (multipliers).
 """
@@ -15,6 +16,7 @@ from transformers.initialization import no_init_weights
 
 from kernels.metadata import AttentionMetadata
 from kernels.ops import ops_for
+from worker_service.models.linear import Linear
 from worker_service.models.transformers_attention import NAME, within
 from worker_service.models.transformers_config import TransformersConfig
 from worker_service.models.transformers_weights import checkpoint_places
@@ -33,8 +35,11 @@ class TransformersModel:
         network.tie_weights()
         self._network = network.requires_grad_(False).eval()
         self._body = network.get_decoder()
-        (path,) = (name for name, module in network.named_modules() if module is self._body)
-        self._head = _with_part(network, path.split("."), _GivenBody())
+        self._head = _with_part(network, _path(network, self._body), _GivenBody())
+        self._logits = None
+        if type(product := network.get_output_embeddings()) is nn.Linear:
+            self._logits = Linear(product.weight, product.bias, wide=True)
+            self._head = _with_part(self._head, _path(network, product), _GivenProduct(product.weight, self._logits))
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """As `CausalModel` has it."""
@@ -43,6 +48,8 @@ class TransformersModel:
     def pack(self, int8: bool = False) -> None:
         """As `CausalModel` has it, but these networks know nothing of int8."""
         assert not int8
+        if self._logits is not None:
+            self._logits.pack()
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionMetadata, cache: Tensor
@@ -62,7 +69,7 @@ class TransformersModel:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """As `CausalModel` has it."""
         logits: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
-        return logits
+        return logits.float()
 
 
 class _CachedAttention:
@@ -89,6 +96,19 @@ class _GivenBody(nn.Module):
         return _Output(inputs_embeds)
 
 
+class _GivenProduct(nn.Module):
+    """Stands where a network multiplies hidden states by the head's weights."""
+
+    def __init__(self, weight: Tensor, product: Linear) -> None:
+        super().__init__()
+        self.weight = weight  # some networks ask for its dtype
+        self._product = product
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = self._product(hidden.flatten(0, -2))
+        return logits.view(*hidden.shape[:-1], logits.shape[1])
+
+
 class _Output:
     """The output of any body: hidden states, and None for whatever else heads look for."""
 
@@ -100,6 +120,12 @@ class _Output:
 
     def __getattr__(self, name: str) -> None:
         return None
+
+
+def _path(module: nn.Module, part: nn.Module) -> list[str]:
+    path: str
+    (path,) = (name for name, candidate in module.named_modules() if candidate is part)
+    return path.split(".")
 
 
 def _with_part(module: nn.Module, path: list[str], part: nn.Module) -> Any:

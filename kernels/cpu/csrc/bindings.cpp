@@ -23,6 +23,16 @@ void for_type(const Tensor& tensor, const F& apply) {
   }
 }
 
+// apply(tensor's type, other's type), of which the first must be float32 or the second.
+template <typename F>
+void for_types(const Tensor& tensor, const Tensor& other, const F& apply) {
+  TORCH_CHECK(tensor.scalar_type() == at::kFloat || tensor.scalar_type() == other.scalar_type(),
+              "a tensor of ", tensor.scalar_type(), " does not go with one of ", other.scalar_type());
+  for_type(other, [&](auto type) {
+    tensor.scalar_type() == at::kFloat ? apply(float(), type) : apply(type, type);
+  });
+}
+
 void check_like(const Tensor& tensor, const Tensor& other, const char* name) {
   TORCH_CHECK(tensor.device().is_cpu() && tensor.scalar_type() == other.scalar_type(), name, " must be on the CPU and ",
               other.scalar_type());
@@ -44,33 +54,39 @@ void check_layer_cache(const Tensor& cache) {
               "the cache must be [blocks, 2, block_size, num_kv_heads, head_dim] with packed tokens");
 }
 
-Tensor normalise(const Tensor& x, Tensor* residual, const Tensor& weight, double eps, double offset) {
+Tensor normalise(
+    const Tensor& x, Tensor* residual, const Tensor& weight, double eps, double offset, at::ScalarType result) {
   const int64_t length = x.size(-1);
-  check_like(weight, x, "weight");
+  TORCH_CHECK(x.device().is_cpu() && weight.device().is_cpu(), "x and weight must be on the CPU");
   check_contiguous(weight, "weight");
   TORCH_CHECK(x.stride(-1) == 1 && (x.dim() == 2 || x.dim() == 3) && weight.numel() == length,
               "x must be [rows, length] or [rows, heads, length] with packed vectors, and weight [length]");
   const bool heads = x.dim() == 3;
-  auto out = at::empty(x.sizes(), x.options());
-  for_type(x, [&](auto type) {
+  auto out = at::empty(x.sizes(), x.options().dtype(result));
+  for_types(x, weight, [&](auto x_type, auto type) {
+    using X = decltype(x_type);
     using T = decltype(type);
-    rms_norm<T>(
-        out.data_ptr<T>(), x.const_data_ptr<T>(), residual == nullptr ? nullptr : residual->data_ptr<T>(),
-        weight.const_data_ptr<T>(), x.size(0), heads ? x.size(1) : 1, length, x.stride(0), heads ? x.stride(1) : 0,
-        static_cast<float>(eps), static_cast<float>(offset));
+    for_types(out, weight, [&](auto out_type, auto) {
+      using Out = decltype(out_type);
+      rms_norm<Out, X, T>(
+          out.data_ptr<Out>(), x.const_data_ptr<X>(), residual == nullptr ? nullptr : residual->data_ptr<float>(),
+          weight.const_data_ptr<T>(), x.size(0), heads ? x.size(1) : 1, length, x.stride(0), heads ? x.stride(1) : 0,
+          static_cast<float>(eps), static_cast<float>(offset));
+    });
   });
   return out;
 }
 
-Tensor rms_norm_op(const Tensor& x, const Tensor& weight, double eps, double offset) {
-  return normalise(x, nullptr, weight, eps, offset);
+Tensor rms_norm_op(
+    const Tensor& x, const Tensor& weight, double eps, double offset, std::optional<at::ScalarType> dtype) {
+  return normalise(x, nullptr, weight, eps, offset, dtype.value_or(weight.scalar_type()));
 }
 
 Tensor add_rms_norm_op(const Tensor& x, Tensor residual, const Tensor& weight, double eps, double offset) {
-  check_like(residual, x, "residual");
   check_contiguous(residual, "residual");
+  TORCH_CHECK(residual.device().is_cpu() && residual.scalar_type() == at::kFloat, "residual must be on the CPU and Float");
   TORCH_CHECK(x.dim() == 2 && residual.sizes() == x.sizes(), "x and residual must be of one shape [rows, length]");
-  return normalise(x, &residual, weight, eps, offset);
+  return normalise(x, &residual, weight, eps, offset, weight.scalar_type());
 }
 
 void rotary_embedding_op(Tensor x, const Tensor& cos, const Tensor& sin) {
@@ -190,7 +206,7 @@ Tensor paged_attention_op(
 }
 
 Tensor qkv_attention_op(
-    Tensor qkv, const std::optional<std::tuple<Tensor, Tensor>>& norms, double eps, double offset,
+    const Tensor& qkv, const std::optional<std::tuple<Tensor, Tensor>>& norms, double eps, double offset,
     const std::optional<std::tuple<Tensor, Tensor>>& rotation, Tensor cache, const Tensor& slots,
     const Tensor& query_start, const Tensor& context_lens, const Tensor& block_tables, double scale, int64_t window,
     double soft_cap) {
@@ -218,10 +234,11 @@ Tensor qkv_attention_op(
                       angles->sizes() == std::get<0>(*rotation).sizes() && 2 * pairs <= head_dim,
                   "rotation must be float32 [tokens, at most head_dim / 2]");
     }
+  const auto query = at::empty({tokens, num_heads, head_dim}, qkv.options());
   for_type(qkv, [&](auto type) {
     using T = decltype(type);
     prepare<T>({
-        qkv.data_ptr<T>(), norms.has_value() ? std::get<0>(*norms).template const_data_ptr<T>() : nullptr,
+        qkv.const_data_ptr<T>(), query.template data_ptr<T>(), norms.has_value() ? std::get<0>(*norms).template const_data_ptr<T>() : nullptr,
         norms.has_value() ? std::get<1>(*norms).template const_data_ptr<T>() : nullptr, static_cast<float>(eps),
         static_cast<float>(offset),
         rotation.has_value() ? std::get<0>(*rotation).template const_data_ptr<float>() : nullptr,
@@ -229,7 +246,6 @@ Tensor qkv_attention_op(
         cache.data_ptr<T>(), cache.stride(0), cache.stride(1), cache.size(2), slots.const_data_ptr<int64_t>(), tokens,
         num_heads, num_kv_heads, head_dim});
   });
-  const auto query = qkv.view({tokens, num_heads + 2 * num_kv_heads, head_dim}).narrow(1, 0, num_heads);
   return attend(query, cache, {query_start, context_lens, block_tables}, scale, window, soft_cap);
 }
 
@@ -272,10 +288,10 @@ Tensor pack(const Tensor& weight) {
   return packed;
 }
 
-// scales: of packed int8 weights, [outputs] float32.
+// scales: of packed int8 weights, [outputs] float32; wide: whether the result is float32.
 Tensor linear(
     const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales, const std::optional<Tensor>& bias,
-    int64_t outputs) {
+    int64_t outputs, bool wide) {
   TORCH_CHECK(packed.dim() == 4 && packed.size(2) == kPanel && packed.size(0) == (outputs + kPanel - 1) / kPanel &&
                   packed.scalar_type() == (scales.has_value() ? at::kChar : at::kBFloat16),
               "the weight was not packed for ", outputs, " outputs");
@@ -291,17 +307,18 @@ Tensor linear(
     check_contiguous(*bias, "bias");
     TORCH_CHECK(bias->numel() == outputs, "bias must be [outputs]");
   }
-  auto out = at::empty({x.size(0), outputs}, x.options());
+  auto out = at::empty({x.size(0), outputs}, x.options().dtype(wide ? at::kFloat : at::kBFloat16));
 #if defined(__AVX512BF16__)
+  const Results results{wide ? nullptr : out.data_ptr<at::BFloat16>(), wide ? out.data_ptr<float>() : nullptr};
   const auto* numbers = x.const_data_ptr<at::BFloat16>();
   const auto* added = bias.has_value() ? bias->const_data_ptr<at::BFloat16>() : nullptr;
   Sizes sizes{x.size(0), x.size(1), outputs, x.stride(0)};
   if (!scales.has_value()) {
-    multiply(Bf16Product{numbers, packed.const_data_ptr<at::BFloat16>()}, sizes, added, out.data_ptr<at::BFloat16>());
+    multiply(Bf16Product{numbers, packed.const_data_ptr<at::BFloat16>()}, sizes, added, results);
   } else if (sizes.rows > kTileRows || sizes.inputs > kMaxInt8Inputs) {
     const WidenedProduct product{
         {numbers, nullptr}, packed.const_data_ptr<int8_t>(), scales->const_data_ptr<float>()};
-    multiply(product, sizes, added, out.data_ptr<at::BFloat16>());
+    multiply(product, sizes, added, results);
   } else {
     auto rounded = at::empty(x.sizes(), x.options().dtype(at::kShort));
     auto x_scales = at::empty({x.size(0)}, x.options().dtype(at::kFloat));
@@ -310,7 +327,7 @@ Tensor linear(
     const Int8Product product{
         rounded.const_data_ptr<int16_t>(), packed.const_data_ptr<int8_t>(), x_scales.const_data_ptr<float>(),
         scales->const_data_ptr<float>()};
-    multiply(product, sizes, added, out.data_ptr<at::BFloat16>());
+    multiply(product, sizes, added, results);
   }
 #else
   TORCH_CHECK(false, "there are no products of packed weights without bf16 dot products");

@@ -11,9 +11,9 @@
 namespace pagewire {
 
 // squares: the sum of x's, lane by lane. out may be x.
-template <typename T>
+template <typename Out, typename X, typename W>
 inline void scale_to_rms(
-    T* out, const T* x, const T* weight, int64_t length, const Vec& squares, float eps, float offset) {
+    Out* out, const X* x, const W* weight, int64_t length, const Vec& squares, float eps, float offset) {
   const Vec scale(1.0f / std::sqrt(sum(squares) / static_cast<float>(length) + eps));
   for_each_vector(length, [&](int64_t i, int64_t n) {
     store(out + i, widen(x + i, n) * scale * (widen(weight + i, n) + Vec(offset)), n);
@@ -32,38 +32,38 @@ inline Vec sum_of_squares(const T* x, int64_t length) {
 
 // x: [outer, inner, length] with the given strides; out: contiguous. With a residual, [outer * inner, length], x is
 // added to it first and the sum is what is normalised.
-template <typename T>
+template <typename Out, typename X, typename W>
 void rms_norm(
-    T* out, const T* x, T* residual, const T* weight, int64_t outer, int64_t inner, int64_t length,
+    Out* out, const X* x, float* residual, const W* weight, int64_t outer, int64_t inner, int64_t length,
     int64_t outer_stride, int64_t inner_stride, float eps, float offset) {
   parallel_for(outer * inner, rows_a_thread(length), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      const T* source = x + row / inner * outer_stride + row % inner * inner_stride;
-      Vec squares(0.0f);
+      const X* source = x + row / inner * outer_stride + row % inner * inner_stride;
+      Out* normed = out + row * length;
       if (residual == nullptr) {
-        squares = sum_of_squares(source, length);
-      } else {
-        T* target = residual + row * length;
-        for_each_vector(length, [&](int64_t i, int64_t n) {
-          store(target + i, widen(target + i, n) + widen(source + i, n), n);
-          const Vec value = widen(target + i, n);  // as it was rounded
-          squares = at::vec::fmadd(value, value, squares);
-        });
-        source = target;
+        scale_to_rms(normed, source, weight, length, sum_of_squares(source, length), eps, offset);
+        continue;
       }
-      scale_to_rms(out + row * length, source, weight, length, squares, eps, offset);
+      float* target = residual + row * length;
+      Vec squares(0.0f);
+      for_each_vector(length, [&](int64_t i, int64_t n) {
+        const Vec value = widen(target + i, n) + widen(source + i, n);
+        store(target + i, value, n);
+        squares = at::vec::fmadd(value, value, squares);
+      });
+      scale_to_rms(normed, target, weight, length, squares, eps, offset);
     }
   });
 }
 
-// The first 2 * pairs elements of a head. cos, sin: [pairs] of its token.
-template <typename T>
-void rotate(T* head, const float* cos, const float* sin, int64_t pairs) {
+// The first 2 * pairs elements of a head. cos, sin: [pairs] of its token; out may be head.
+template <typename Out, typename X>
+void rotate(Out* out, const X* head, const float* cos, const float* sin, int64_t pairs) {
   for_each_vector(pairs, [&](int64_t i, int64_t n) {
     const Vec first = widen(head + i, n), second = widen(head + pairs + i, n);
     const Vec c = widen(cos + i, n), s = widen(sin + i, n);
-    store(head + i, first * c - second * s, n);
-    store(head + pairs + i, second * c + first * s, n);
+    store(out + i, first * c - second * s, n);
+    store(out + pairs + i, second * c + first * s, n);
   });
 }
 
@@ -74,8 +74,10 @@ void rotary_embedding(
     int64_t pairs) {
   parallel_for(tokens, rows_a_thread(heads * head_dim), [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token)
-      for (int64_t head = 0; head < heads; ++head)
-        rotate(x + token * stride + head * head_dim, cos + token * pairs, sin + token * pairs, pairs);
+      for (int64_t number = 0; number < heads; ++number) {
+        T* head = x + token * stride + number * head_dim;
+        rotate(head, head, cos + token * pairs, sin + token * pairs, pairs);
+      }
   });
 }
 
@@ -95,10 +97,12 @@ inline void store_kv(
 }
 
 // What happens to a fused projection before its queries attend: query and key heads are normalised (if there are
-// weights) and rotated (if there are angles) in place, and keys and values copied into their slots.
+// weights) and rotated (if there are angles), in float32; then queries are rounded into a tensor of their own, and keys
+// and values into their slots.
 template <typename T>
 struct Projection {
-  T* qkv;  // [tokens, num_heads + 2 * num_kv_heads, head_dim]
+  const T* qkv;  // [tokens, num_heads + 2 * num_kv_heads, head_dim]
+  T* query;      // [tokens, num_heads, head_dim]
   const T *query_norm, *key_norm;
   float eps, offset;
   const float *cos, *sin;  // [tokens, pairs]
@@ -111,24 +115,34 @@ struct Projection {
 
 template <typename T>
 void prepare(const Projection<T>& p) {
-  const int64_t stride = (p.num_heads + 2 * p.num_kv_heads) * p.head_dim, kept = p.num_kv_heads * p.head_dim;
-  parallel_for(p.tokens, rows_a_thread(stride), [&](int64_t begin, int64_t end) {
+  const int64_t all_heads = p.num_heads + 2 * p.num_kv_heads, kept = p.num_kv_heads * p.head_dim;
+  parallel_for(p.tokens, rows_a_thread(all_heads * p.head_dim), [&](int64_t begin, int64_t end) {
+    static thread_local Buffer<float> normed;
+    normed.resize(p.head_dim);
     for (int64_t token = begin; token < end; ++token) {
-      T* heads = p.qkv + token * stride;
-      for (int64_t number = 0; number < p.num_heads + p.num_kv_heads; ++number) {
-        T* head = heads + number * p.head_dim;
-        if (p.query_norm != nullptr)
-          scale_to_rms(
-              head, head, number < p.num_heads ? p.query_norm : p.key_norm, p.head_dim,
-              sum_of_squares(head, p.head_dim), p.eps, p.offset);
-        if (p.cos != nullptr) rotate(head, p.cos + token * p.pairs, p.sin + token * p.pairs, p.pairs);
-      }
       const int64_t slot = p.slots[token];
-      if (slot < 0) continue;
-      const T* keys = heads + p.num_heads * p.head_dim;
       T* place = p.cache + slot / p.block_size * p.block_stride + slot % p.block_size * kept;
-      std::copy_n(keys, kept, place);
-      std::copy_n(keys + kept, kept, place + p.part_stride);
+      for (int64_t number = 0; number < (slot < 0 ? p.num_heads : all_heads); ++number) {
+        const T* head = p.qkv + (token * all_heads + number) * p.head_dim;
+        const int64_t stored = number - p.num_heads;  // of the keys and then the values
+        const bool is_value = stored >= p.num_kv_heads;
+        T* target = stored < 0 ? p.query + (token * p.num_heads + number) * p.head_dim
+                               : place + stored % p.num_kv_heads * p.head_dim + (is_value ? p.part_stride : 0);
+        const auto turn = [&](const auto* source, int64_t pairs) {
+          rotate(target, source, p.cos + token * pairs, p.sin + token * pairs, pairs);
+          for_each_vector(p.head_dim - 2 * pairs, [&](int64_t i, int64_t n) {
+            store(target + 2 * pairs + i, widen(source + 2 * pairs + i, n), n);
+          });
+        };
+        if (is_value || p.query_norm == nullptr) {
+          turn(head, is_value ? 0 : p.pairs);
+        } else {
+          scale_to_rms(
+              normed.data(), head, stored < 0 ? p.query_norm : p.key_norm, p.head_dim, sum_of_squares(head, p.head_dim),
+              p.eps, p.offset);
+          turn(normed.data(), p.pairs);
+        }
+      }
     }
   });
 }

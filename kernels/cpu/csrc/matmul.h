@@ -1,4 +1,5 @@
-// x @ weightᵀ + bias for bf16 x, and weights in bf16 or int8 that were packed once.
+// x @ weightᵀ + bias for bf16 x, and weights in bf16 or int8 that were packed once; sums are float32, and are rounded to
+// bf16 or not, as asked.
 //
 // Packed weights are panels of 32 outputs: [outputs / 32][inputs / 2][32][2], so that one vector holds 16 outputs of
 // two neighbouring inputs, which is what dot products of pairs take. A tile of at most 12 rows by one panel lives in 24
@@ -92,10 +93,24 @@ struct WidenedProduct : Bf16Product {
   }
 };
 
+// Where results go, [rows, outputs]: one of the two.
+struct Results {
+  at::BFloat16* rounded;
+  float* wide;
+
+  void store(int64_t place, __mmask16 mask, __m512 sums) const {
+    if (wide != nullptr) {
+      _mm512_mask_storeu_ps(wide + place, mask, sums);
+    } else {
+      _mm256_mask_storeu_epi16(rounded + place, mask, (__m256i)_mm512_cvtneps_pbh(sums));
+    }
+  }
+};
+
 template <int kRows, typename Product>
 inline void multiply_tile(
     const Product& p, const typename Product::Weight* weight, const Sizes& sizes, const at::BFloat16* bias,
-    at::BFloat16* out, int64_t row, int64_t panel) {
+    const Results& out, int64_t row, int64_t panel) {
   const auto* x = p.x + row * sizes.x_stride;
   typename Product::Sums sums[kRows][2];
   for (int i = 0; i < kRows; ++i) sums[i][0] = sums[i][1] = Product::zero();
@@ -120,8 +135,7 @@ inline void multiply_tile(
     }
     for (int i = 0; i < kRows; ++i) {
       const __m512 product = _mm512_add_ps(p.finish(sums[i][half], row + i, output, mask), added);
-      _mm256_mask_storeu_epi16(
-          out + (row + i) * sizes.outputs + output, mask, (__m256i)_mm512_cvtneps_pbh(product));
+      out.store((row + i) * sizes.outputs + output, mask, product);
     }
   }
 }
@@ -129,16 +143,16 @@ inline void multiply_tile(
 template <typename Product, int kRows = kTileRows>
 inline void multiply_rows(
     const Product& p, const typename Product::Weight* weight, const Sizes& sizes, const at::BFloat16* bias,
-    at::BFloat16* out, int64_t row, int64_t rows, int64_t panel) {
+    const Results& out, int64_t row, int64_t rows, int64_t panel) {
   if constexpr (kRows > 0) {
     if (rows == kRows) return multiply_tile<kRows>(p, weight, sizes, bias, out, row, panel);
     multiply_rows<Product, kRows - 1>(p, weight, sizes, bias, out, row, rows, panel);
   }
 }
 
-// bias: [outputs] or null; out: [rows, outputs].
+// bias: [outputs] or null.
 template <typename Product>
-void multiply(const Product& p, const Sizes& sizes, const at::BFloat16* bias, at::BFloat16* out) {
+void multiply(const Product& p, const Sizes& sizes, const at::BFloat16* bias, const Results& out) {
   const int64_t panels = (sizes.outputs + kPanel - 1) / kPanel;
   const int64_t chunks = (sizes.rows + kChunkRows - 1) / kChunkRows;
   parallel_for(chunks * panels, 1, [&](int64_t begin, int64_t end) {
