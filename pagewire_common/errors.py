@@ -4,7 +4,7 @@ import asyncio
 import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import grpc
 import structlog
@@ -23,14 +23,29 @@ class RequestError(Exception):
 Behavior = Callable[[Any, grpc.aio.ServicerContext[Any, Any]], Any]
 
 
+class _Oversized(NamedTuple):
+    """In place of a request that is too large to be parsed."""
+
+    num_bytes: int
+    most: int
+
+    def refuse(self) -> NoReturn:
+        raise RequestError(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            f"the request has {self.num_bytes} bytes; at most {self.most} are allowed with this model's context",
+        )
+
+
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns RequestError into its status and anything else uncaught into INTERNAL without details.
 
-    gRPC would show an uncaught exception's text to the client.
+    gRPC would show an uncaught exception's text to the client. Requests of more than `max_request_bytes` are refused
+    before they are parsed, because the interpreter can do nothing else meanwhile.
     """
 
-    def __init__(self, prefix: str = "/pagewire.") -> None:
+    def __init__(self, prefix: str = "/pagewire.", max_request_bytes: Callable[[], int] | None = None) -> None:
         self.prefix = prefix
+        self._max_request_bytes = max_request_bytes
 
     async def intercept_service(
         self,
@@ -43,14 +58,27 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         kind = "_".join(
             "stream" if streams else "unary" for streams in (handler.request_streaming, handler.response_streaming)
         )
+        if self._max_request_bytes is not None and not handler.request_streaming:
+            parse = _bounded(handler.request_deserializer, self._max_request_bytes)
+            handler = handler._replace(request_deserializer=parse)
         behavior = getattr(handler, kind)
         guard = _guard_generator if inspect.isasyncgenfunction(behavior) else _guard_coroutine
         return handler._replace(**{kind: guard(behavior)})
 
 
+def _bounded(parse: Callable[[bytes], Any], max_request_bytes: Callable[[], int]) -> Callable[[bytes], Any]:
+    def bounded(data: bytes) -> Any:
+        most = max_request_bytes()
+        return parse(data) if len(data) <= most else _Oversized(len(data), most)
+
+    return bounded
+
+
 def _guard_coroutine(behavior: Behavior) -> Behavior:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
+            if isinstance(request, _Oversized):
+                request.refuse()
             return await behavior(request, context)
         except Exception as error:
             del request
@@ -62,6 +90,8 @@ def _guard_coroutine(behavior: Behavior) -> Behavior:
 def _guard_generator(behavior: Behavior) -> Behavior:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any, None]:
         try:
+            if isinstance(request, _Oversized):
+                request.refuse()
             async with aclosing(behavior(request, context)) as responses:
                 async for response in responses:
                     yield response

@@ -39,12 +39,20 @@ class GrpcServer:
     """A gRPC server with health, reflection and sentences for errors.
 
     Every named service, and the server as a whole (""), is NOT_SERVING until `set_serving`; `LIVENESS` is not.
-    Messages beyond `max_receive_bytes` are refused by gRPC itself. Create it inside the running event loop.
+    Messages beyond `max_receive_bytes` are refused by gRPC itself, and requests beyond what `max_request_bytes` says at
+    the time with a sentence. Create it inside the running event loop.
     """
 
-    def __init__(self, service_names: Sequence[str], *, max_receive_bytes: int) -> None:
+    def __init__(
+        self,
+        service_names: Sequence[str],
+        *,
+        max_receive_bytes: int,
+        max_request_bytes: Callable[[], int] | None = None,
+    ) -> None:
         options = (*OPTIONS, ("grpc.max_receive_message_length", max_receive_bytes))
-        self.server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
+        interceptors = [ErrorInterceptor(max_request_bytes=max_request_bytes)]
+        self.server = grpc.aio.server(interceptors=interceptors, options=options)
         self._names = ("", *service_names)
         self._is_stopping = False
         self._health = health.aio.HealthServicer()

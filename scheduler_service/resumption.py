@@ -12,7 +12,7 @@ from pagewire_common.errors import RequestError
 from scheduler_service.model import ServedModel
 from scheduler_service.output_text import OutputText
 from scheduler_service.request import GenerationRequest, Resumption
-from scheduler_service.validation import check_token_ids, invalid
+from scheduler_service.validation import check_token_ids, invalid, take_token_ids
 
 
 async def check_resumption(
@@ -30,10 +30,13 @@ async def check_resumption(
         )
     places = _check_indices(resume.outputs, request.num_outputs)
     finished = frozenset(output.index for output in resume.outputs if output.finished)
+    token_ids: dict[int, array[int]] = {}
     for output in resume.outputs:
-        if not output.finished:
-            _check_tokens(f"{places[output.index]}.token_ids", output.token_ids, request, model)
-    token_ids = {o.index: array("I", o.token_ids) for o in resume.outputs if o.token_ids and not o.finished}
+        if output.token_ids and not output.finished:
+            field = f"{places[output.index]}.token_ids"
+            _check_number(field, len(output.token_ids), request)
+            token_ids[output.index] = await take_token_ids(output.token_ids)
+            await asyncio.to_thread(_check_tokens, field, token_ids[output.index], request, model)
     has_begun = 0 in finished or 0 in token_ids
     begun, forced = (token_ids, {}) if request.comes_whole else ({}, token_ids)
     _check_prompt_logprobs(resume.num_prompt_logprobs, request)
@@ -69,11 +72,15 @@ def _check_indices(outputs: Sequence[pb.ResumedOutput], num_outputs: int) -> dic
     return places
 
 
+def _check_number(field: str, num_tokens: int, request: GenerationRequest) -> None:
+    most = request.sampling.max_tokens
+    if num_tokens >= most:
+        invalid(f"{field} has {num_tokens} entries; an output that goes on has fewer than {most}")
+
+
 def _check_tokens(field: str, token_ids: Sequence[int], request: GenerationRequest, model: ServedModel) -> None:
     """Refuse tokens of an output that should have ended before or with them: there is nothing to go on with."""
     sampling = request.sampling
-    if len(token_ids) >= sampling.max_tokens:
-        invalid(f"{field} has {len(token_ids)} entries; an output that goes on has fewer than {sampling.max_tokens}")
     check_token_ids(field, token_ids, model)
     for position in range(sampling.min_tokens, len(token_ids)):
         if token_ids[position] in sampling.end_token_ids:

@@ -29,7 +29,8 @@ async def serve(settings: SchedulerSettings) -> None:
             inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
             admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
         ],
-        max_receive_bytes=16 << 20,  # a prompt of the longest contexts, several times over
+        max_receive_bytes=16 << 20,  # prompts of contexts of more than a million tokens
+        max_request_bytes=lambda: engine.max_request_bytes,
     )
     add_InferenceServiceServicer_to_server(InferenceServicer(engine), server.server)
     admin = AdminServicer(engine)

@@ -22,15 +22,14 @@ from scheduler_service.resumption import check_resumption
 from scheduler_service.side_calls import SideCalls
 from scheduler_service.streams import OutputDelta
 from scheduler_service.validation import (
-    MAX_DETOKENIZE,
     MAX_LOGPROBS,
     MAX_N,
     MAX_STOP_STRINGS,
+    check_lists,
     check_names,
     check_request,
-    check_token_ids,
+    decode_tokens,
     encode_prompt,
-    require_tokenizer,
 )
 
 log = structlog.get_logger()
@@ -69,17 +68,19 @@ class InferenceServicer(InferenceServiceServicer):
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
         check_names(request)
+        check_lists(request)
         request_id = request.request_id or uuid.uuid4().hex
         resumes = request.HasField("resume")
         key = request_key(request.tenant, request_id)
         with self._engine.admission(key, request_bytes(request), resumes=resumes):
             model = await self._engine.model()
             checked = await check_resumption(request, await check_request(request, request_id, model), model)
+            keys = await self._engine.block_keys(checked, model)
             if resumes:
                 self._engine.supersede(checked)
             if checked.is_complete:
                 return
-            state = self._engine.submit(checked, model)
+            state = self._engine.submit(checked, model, keys)
         structlog.contextvars.bind_contextvars(request_id=state.request.request_id)
         writer = PatientWriter(context, self._engine.settings.stall_timeout)
         ended: list[str] = []
@@ -162,10 +163,7 @@ class InferenceServicer(InferenceServiceServicer):
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         with self._side_calls.place(request.ByteSize()):
             model = await self._engine.model()
-            check_token_ids("token_ids", request.token_ids, model, most=MAX_DETOKENIZE)
-            tokenizer = require_tokenizer("detokenizing", model)
-            skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-            return pb.DetokenizeResponse(text=await tokenizer.decode(request.token_ids, skip_special_tokens=skip))
+            return pb.DetokenizeResponse(text=await decode_tokens(request, model))
 
 
 def encode_delta(state: RequestState, delta: OutputDelta) -> pb.GenerateResponse:

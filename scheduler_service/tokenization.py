@@ -3,11 +3,11 @@
 Text that a user wrote is data: special tokens spelled out in it are encoded as ordinary characters, so nobody can
 close a chat turn from inside a message. Encoding runs on threads, through the library's batch calls, because its single
 ones keep the GIL (630,000 characters: 239 ms of it, against 6); decoding a token takes 1.3 µs and stays on the loop.
+Whatever else holds the GIL is done in slices: a thread that runs Python lets others have it every 5 ms.
 """
 
 import asyncio
 import os
-import re
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +18,8 @@ import jinja2
 import tokenizers
 from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from scheduler_service.word_finder import WordFinder
 
 # A detokenizer is primed with the end of the prompt, because some tokenizers drop a leading space at the beginning.
 # Only tokens that have a text serve for that, and they are looked for among so many.
@@ -34,8 +36,19 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 T = TypeVar("T")
 
 
+# What is done in one call into C or Rust that may hold the interpreter's lock: a millisecond or two of it.
+CHARACTERS_AT_ONCE = 1 << 14
+PIECES_AT_ONCE = 256
+
+MOST_TOKENS = 1 << 20
+
+
 class TemplateError(ValueError):
     """The chat template refused the messages."""
+
+
+class TooManyTokensError(ValueError):
+    """A text has more tokens than were wanted of it."""
 
 
 class Tokenizer:
@@ -52,9 +65,9 @@ class Tokenizer:
         for backend in (self._parsing, self._plain):  # a prompt is never cut or filled up in silence
             backend.no_truncation()
             backend.no_padding()
-        special = sorted(filter(None, self._transformers.all_special_tokens), key=len, reverse=True)
-        special += [t.content for t in self._transformers.added_tokens_decoder.values() if t.special]
-        self._special = re.compile("|".join(map(re.escape, dict.fromkeys(special))) or r"(?!)")
+        special = [*filter(None, self._transformers.all_special_tokens)]
+        special += [token.content for token in self._transformers.added_tokens_decoder.values() if token.special]
+        self._special = WordFinder(special)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
         self._side_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-aside")
         vocabulary = self._parsing.get_vocab(with_added_tokens=True)
@@ -71,14 +84,21 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._transformers.chat_template)
 
-    async def encode(self, text: str, *, parse_special_tokens: bool = False, aside: bool = False) -> list[int]:
-        """Token ids of a text, with the prefix (such as a beginning-of-sequence token) that the model expects."""
-        tokenizer = self._parsing if parse_special_tokens else self._plain
-        return await self._on_thread(lambda: _encode(tokenizer, text, add_special_tokens=True), aside=aside)
+    async def encode(
+        self, text: str, *, most: int = MOST_TOKENS, parse_special_tokens: bool = False, aside: bool = False
+    ) -> list[int]:
+        """Token ids of a text, with the prefix (such as a beginning-of-sequence token) that the model expects.
 
-    async def encode_chat(self, messages: Sequence[dict[str, str]], *, aside: bool = False) -> list[int]:
-        """Token ids of a conversation up to where the assistant speaks. Raises TemplateError."""
-        return await self._on_thread(lambda: self._encode_chat(messages), aside=aside)
+        Raises TooManyTokensError where there are clearly more than `most`.
+        """
+        tokenizer = self._parsing if parse_special_tokens else self._plain
+        return await self._on_thread(lambda: _encode(tokenizer, text, most, add_special_tokens=True), aside=aside)
+
+    async def encode_chat(
+        self, messages: Sequence[dict[str, str]], *, most: int = MOST_TOKENS, aside: bool = False
+    ) -> list[int]:
+        """Token ids of a conversation up to where the assistant speaks. Raises TemplateError, TooManyTokensError."""
+        return await self._on_thread(lambda: self._encode_chat(messages, most), aside=aside)
 
     async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word's tokens at the start of a text and after a space, without any prefix."""
@@ -103,17 +123,20 @@ class Tokenizer:
         threads = self._side_thread if aside else self._threads
         return await asyncio.get_running_loop().run_in_executor(threads, function)
 
-    def _encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def _encode_chat(self, messages: Sequence[dict[str, str]], most: int) -> list[int]:
         # Special tokens in contents are swapped for marks that no text contains, and encoded as plain text where the
         # marks come out of the template.
         mark = f"\ue000{secrets.token_hex(8)}\ue001"
         found: list[str] = []
 
-        def hide(match: re.Match[str]) -> str:
-            found.append(match.group())
-            return mark
+        def hide(text: str) -> str:
+            between, special = self._special.split(text)
+            found.extend(special)
+            if len(found) > most:  # each is a token at least
+                raise TooManyTokensError
+            return mark.join(between)
 
-        hidden = [{**message, "content": self._special.sub(hide, message["content"])} for message in messages]
+        hidden = [{**message, "content": hide(message["content"])} for message in messages]
         try:
             text = self._transformers.apply_chat_template(hidden, tokenize=False, add_generation_prompt=True)
         except (jinja2.TemplateError, TypeError, ValueError) as error:
@@ -121,15 +144,25 @@ class Tokenizer:
         pieces = text.split(mark)
         if len(pieces) != len(found) + 1:
             raise TemplateError("the model's chat template repeats or drops messages that spell out special tokens")
-        ids = _encode(self._parsing, pieces[0])
-        for special, piece in zip(found, pieces[1:], strict=True):
-            ids += _encode(self._plain, special)
-            ids += _encode(self._parsing, piece)
+        plain = {special: _encode(self._plain, special, most) for special in set(found)}
+        ids: list[int] = []
+        for start in range(0, len(pieces), PIECES_AT_ONCE):
+            some = pieces[start : start + PIECES_AT_ONCE]
+            if sum(map(len, some)) > CHARACTERS_AT_ONCE:
+                encoded = [_encode(self._parsing, piece, most) for piece in some]
+            else:
+                encodings = self._parsing.encode_batch_fast(some, add_special_tokens=False)
+                encoded = [encoding.ids for encoding in encodings]
+            for piece_ids, special in zip(encoded, [*found[start : start + PIECES_AT_ONCE], ""], strict=False):
+                ids += piece_ids
+                ids += plain.get(special, ())
+            if len(ids) > 2 * most:
+                raise TooManyTokensError
         return ids
 
     def _encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         variants = dict.fromkeys(variant for word in words for variant in (word, f" {word.lstrip()}"))
-        return tuple(filter(None, (tuple(_encode(self._plain, text)) for text in variants)))
+        return tuple(filter(None, (tuple(_encode(self._plain, text, len(text))) for text in variants)))
 
 
 def _load(directory: Path) -> Any:
@@ -142,7 +175,19 @@ def _load(directory: Path) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
 
 
-def _encode(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+def _encode(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, add_special_tokens: bool = False) -> list[int]:
+    """Raises TooManyTokensError where there are clearly more than `most`.
+
+    The library lets go of the interpreter's lock while it encodes, but not when the result is read or freed, at 35 ns a
+    token. So a text that may have many more is first encoded in parts.
+    """
+    if len(text) > CHARACTERS_AT_ONCE and len(text.encode()) > most:
+        num_tokens = 0
+        for start in range(0, len(text), CHARACTERS_AT_ONCE):
+            part = text[start : start + CHARACTERS_AT_ONCE]
+            num_tokens += len(tokenizer.encode_batch_fast([part], add_special_tokens=False)[0])
+            if num_tokens > most + most // 8:  # cuts make a few more of them
+                raise TooManyTokensError
     (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     return list(encoding.ids)
 

@@ -1,9 +1,11 @@
 """From a GenerateRequest to a checked GenerationRequest, or to a status that names the field and its limit."""
 
+import asyncio
 import math
 import secrets
 from array import array
 from collections.abc import Collection, Sequence
+from itertools import compress
 from typing import Any, NoReturn
 
 import grpc
@@ -15,7 +17,7 @@ from scheduler_service.core.sampling_params import NOTHING_ALLOWED
 from scheduler_service.generation_defaults import BOUNDS, Bounds
 from scheduler_service.model import ServedModel
 from scheduler_service.request import GenerationRequest
-from scheduler_service.tokenization import TemplateError, Tokenizer
+from scheduler_service.tokenization import TemplateError, Tokenizer, TooManyTokensError
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -26,7 +28,15 @@ MAX_BAD_WORDS = 64
 MAX_STRING = 256
 MAX_REQUEST_ID = 128
 MAX_PRIORITY = 1000
+MAX_TOKENIZE = 1 << 17
+"""Or as many as the context has."""
 MAX_DETOKENIZE = 1 << 17
+MAX_DETOKENIZED_CHARACTERS = 1_000_000
+"""At most 4 bytes each: a message that any client reads."""
+MAX_MESSAGES = 4096
+IDS_AT_ONCE = 1 << 13
+MESSAGES_AT_ONCE = 512
+"""In one turn of the event loop."""
 ROLES = ("system", "user", "assistant", "tool")
 
 # Positive temperatures below this count as this: dividing logits by less overflows without changing the choice.
@@ -66,6 +76,13 @@ def check_names(message: pb.GenerateRequest | pb.AbortRequest) -> None:
             invalid(f"{name} has {len(text)} characters; at most {most} are allowed")
 
 
+def check_lists(message: pb.GenerateRequest) -> None:
+    """Raises RequestError for lists that are too long for any model, before anything goes through them."""
+    _check_length("chat.messages", len(message.chat.messages), MAX_MESSAGES)
+    _check_length("resume.outputs", len(message.resume.outputs), MAX_N)
+    _check_length("sampling.bad_words", len(message.sampling.bad_words), MAX_BAD_WORDS)
+
+
 async def check_request(message: pb.GenerateRequest, request_id: str, model: ServedModel) -> GenerationRequest:
     """Check everything about a request, cheapest first. Raises RequestError."""
     _refuse_unimplemented(message)
@@ -88,7 +105,9 @@ async def check_request(message: pb.GenerateRequest, request_id: str, model: Ser
         bad_words = tuple(array("I", word) for word in words)
     for word in bad_words:
         check_token_ids("sampling.bad_words", word, model)
-    checked = _sampling_params(sampling, model, max_tokens, bad_words)
+    allowed = await take_token_ids(sampling.allowed_token_ids)
+    check_token_ids("sampling.allowed_token_ids", allowed, model)
+    checked = _sampling_params(sampling, model, max_tokens, bad_words, await _distinct(allowed, model))
     if not checked.allows_some(prompt, 0):
         invalid(NOTHING_ALLOWED)
     return GenerationRequest(
@@ -110,22 +129,72 @@ async def encode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, model:
     """The prompt's token ids, at least one and all in the vocabulary. Raises RequestError."""
     aside = isinstance(message, pb.TokenizeRequest)
     kind = message.WhichOneof("input" if aside else "prompt")
-    if kind == "token_ids" and isinstance(message, pb.GenerateRequest):
-        _check_context("token_ids", len(message.token_ids.ids), model)
-        prompt = array("I", message.token_ids.ids)
-    elif kind == "text":
-        tokenizer = require_tokenizer("text", model)
-        _check_characters("text", len(message.text), model, tokenizer)
-        parse = message.parse_special_tokens
-        prompt = array("I", await tokenizer.encode(message.text, parse_special_tokens=parse, aside=aside))
-    elif kind == "chat":
-        prompt = array("I", await _encode_chat(message.chat, model, aside=aside))
-    else:
-        invalid("prompt is missing: set one of text, token_ids or chat")
+    most = max(model.context_length, MAX_TOKENIZE) if aside else model.context_length
+    try:
+        if kind == "token_ids" and isinstance(message, pb.GenerateRequest):
+            _check_context("token_ids", len(message.token_ids.ids), model)
+            prompt = await take_token_ids(message.token_ids.ids)
+        elif kind == "text":
+            tokenizer = require_tokenizer("text", model)
+            text = message.text
+            _check_characters("text", len(text), model, tokenizer)
+            parse = message.parse_special_tokens
+            prompt = array("I", await tokenizer.encode(text, most=most, parse_special_tokens=parse, aside=aside))
+        elif kind == "chat":
+            prompt = array("I", await _encode_chat(message.chat, model, most, aside=aside))
+        else:
+            invalid("prompt is missing: set one of text, token_ids or chat")
+        if aside and len(prompt) > most:
+            raise TooManyTokensError
+    except TooManyTokensError:
+        limit = f"at most {most} are returned" if aside else f"the context has {most}"
+        invalid(f"{kind} has more than {most} tokens; {limit}")
     if not prompt:
         invalid(f"{kind} is empty; the prompt needs at least one token")
     check_token_ids(kind, prompt, model)  # a tokenizer may know tokens that the model does not
     return prompt
+
+
+async def decode_tokens(message: pb.DetokenizeRequest, model: ServedModel) -> str:
+    """The text of tokens. Raises RequestError."""
+    _check_length("token_ids", len(message.token_ids), MAX_DETOKENIZE)
+    token_ids = await take_token_ids(message.token_ids)
+    check_token_ids("token_ids", token_ids, model)
+    tokenizer = require_tokenizer("detokenizing", model)
+    skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
+    text = await tokenizer.decode(token_ids, skip_special_tokens=skip)
+    if len(text) > MAX_DETOKENIZED_CHARACTERS:
+        invalid(
+            f"token_ids mean a text of {len(text)} characters; at most {MAX_DETOKENIZED_CHARACTERS} are returned, "
+            "so ask for parts of it"
+        )
+    return text
+
+
+async def take_token_ids(token_ids: Sequence[int]) -> "array[int]":
+    """A message's token ids. At 50 to 90 ns each that takes too long for one turn of the event loop."""
+    taken = array("I")
+    for start in range(0, len(token_ids), IDS_AT_ONCE):
+        if start:
+            await asyncio.sleep(0)
+        taken.extend(token_ids[start : start + IDS_AT_ONCE])
+    return taken
+
+
+async def _distinct(token_ids: "array[int]", model: ServedModel) -> "array[int]":
+    """Token ids that have been checked, in order and once each; sorting many would keep the event loop waiting."""
+    if len(token_ids) <= IDS_AT_ONCE:
+        return array("I", sorted(set(token_ids)))
+    is_there = bytearray(model.vocabulary_size)
+    for start in range(0, len(token_ids), IDS_AT_ONCE):
+        for token_id in token_ids[start : start + IDS_AT_ONCE]:
+            is_there[token_id] = True
+        await asyncio.sleep(0)
+    distinct = array("I")
+    for start in range(0, len(is_there), IDS_AT_ONCE):
+        distinct.extend(compress(range(start, len(is_there)), is_there[start : start + IDS_AT_ONCE]))
+        await asyncio.sleep(0)
+    return distinct
 
 
 def require_tokenizer(field: str, model: ServedModel) -> Tokenizer:
@@ -152,20 +221,23 @@ def check_token_ids(field: str, token_ids: Collection[int], model: ServedModel, 
         invalid(f"{field} contains {largest}; the vocabulary has {model.vocabulary_size} tokens")
 
 
-async def _encode_chat(chat: pb.Chat, model: ServedModel, *, aside: bool) -> list[int]:
+async def _encode_chat(chat: pb.Chat, model: ServedModel, most: int, *, aside: bool) -> list[int]:
     tokenizer = require_tokenizer("chat", model)
     if not tokenizer.has_chat_template:
         invalid("chat is not possible with this model: it has no chat template; use text or token_ids")
     if not chat.messages:
         invalid("chat.messages is empty; at least one message is needed")
-    _check_length("chat.messages", len(chat.messages), model.context_length)
+    _check_length("chat.messages", len(chat.messages), min(MAX_MESSAGES, model.context_length))
+    messages: list[dict[str, str]] = []
     for position, message in enumerate(chat.messages):
         if message.role not in ROLES:
             invalid(f"chat.messages[{position}].role is {message.role[:32]!r}; it must be one of {', '.join(ROLES)}")
-    _check_characters("chat", sum(len(message.content) for message in chat.messages), model, tokenizer)
+        messages.append({"role": message.role, "content": message.content})
+        if len(messages) % MESSAGES_AT_ONCE == 0:
+            await asyncio.sleep(0)
+    _check_characters("chat", sum(len(message["content"]) for message in messages), model, tokenizer)
     try:
-        messages = [{"role": message.role, "content": message.content} for message in chat.messages]
-        return await tokenizer.encode_chat(messages, aside=aside)
+        return await tokenizer.encode_chat(messages, most=most, aside=aside)
     except TemplateError as error:
         invalid(str(error))
 
@@ -200,7 +272,7 @@ def _check_sampling(sampling: pb.SamplingParams, model: ServedModel) -> None:
     _check_strings("bad_words", sampling.bad_words, MAX_BAD_WORDS)
     check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids, model, most=MAX_STOP_TOKENS)
     check_token_ids("sampling.logit_bias", sampling.logit_bias, model, most=MAX_LOGIT_BIASES)
-    check_token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids, model, most=model.vocabulary_size)
+    _check_length("sampling.allowed_token_ids", len(sampling.allowed_token_ids), model.vocabulary_size)
     for token_id, bias in sampling.logit_bias.items():
         if not -100 <= bias <= 100:  # also refuses NaN
             invalid(f"sampling.logit_bias[{token_id}] is {bias:g}; it must be in [-100, 100]")
@@ -275,7 +347,11 @@ def _max_tokens(sampling: pb.SamplingParams, num_prompt_tokens: int, model: Serv
 
 
 def _sampling_params(
-    sampling: pb.SamplingParams, model: ServedModel, max_tokens: int, bad_words: tuple[Sequence[int], ...]
+    sampling: pb.SamplingParams,
+    model: ServedModel,
+    max_tokens: int,
+    bad_words: tuple[Sequence[int], ...],
+    allowed_token_ids: Sequence[int],
 ) -> SamplingParams:
     def optional(name: str, default: Any) -> Any:
         return getattr(sampling, name) if sampling.HasField(name) else default
@@ -308,7 +384,7 @@ def _sampling_params(
         logprobs=optional("logprobs", 0 if sampling.best_of > (sampling.n or 1) else None),
         prompt_logprobs=optional("prompt_logprobs", None),
         logit_bias=dict(sampling.logit_bias),
-        allowed_token_ids=array("I", sorted(set(sampling.allowed_token_ids))),
+        allowed_token_ids=allowed_token_ids,
         bad_words=bad_words,
         **ends,
         **given,

@@ -7,6 +7,7 @@ asked; hence a cryptographic hash, at about 1 µs a block.
 
 import hashlib
 from array import array
+from collections.abc import Iterator
 
 
 def root_key(*parts: bytes) -> bytes:
@@ -15,6 +16,14 @@ def root_key(*parts: bytes) -> bytes:
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.digest()
+
+
+def block_keys(first: bytes, token_ids: "array[int]", block_size: int) -> Iterator[bytes]:
+    """The keys of the full blocks of these tokens."""
+    key = first
+    for end in range(block_size, len(token_ids) + 1, block_size):
+        key = next_key(key, token_ids[end - block_size : end])
+        yield key
 
 
 def next_key(previous: bytes, token_ids: "array[int]") -> bytes:

@@ -24,7 +24,7 @@ class InProcess:
 @asynccontextmanager
 async def scheduler(*workers: str, listen: str = "127.0.0.1:0", **settings: object) -> AsyncIterator[InProcess]:
     async with running(*workers, **settings) as engine:
-        server = GrpcServer([], max_receive_bytes=1 << 20)
+        server = GrpcServer([], max_receive_bytes=16 << 20, max_request_bytes=lambda: engine.max_request_bytes)
         admin = AdminServicer(engine)
         add_AdminServiceServicer_to_server(admin, server.server)
         add_InferenceServiceServicer_to_server(InferenceServicer(engine), server.server)

@@ -9,7 +9,7 @@ from pagewire_common.errors import RequestError
 from scheduler_service.core import BlockManager, SamplingParams, SequenceGroup
 from scheduler_service.generation_defaults import GenerationDefaults
 from scheduler_service.model import ServedModel
-from scheduler_service.validation import check_names, check_request
+from scheduler_service.validation import check_names, check_request, decode_tokens, encode_prompt
 
 
 def request(text: str = "hello", **sampling: object) -> pb.GenerateRequest:
@@ -191,6 +191,31 @@ async def test_beams_search_the_models_own_distribution_whatever_its_generation_
     assert sampling == SamplingParams(
         n=2, beam_width=4, length_penalty=0.5, max_tokens=5, eos_token_ids=frozenset({2}), seed=sampling.seed
     )
+
+
+async def test_token_ids_of_any_number_are_taken_in_order_and_once_each(byte_model: ServedModel) -> None:
+    model = replace(byte_model, vocabulary_size=70_000)
+    allowed = [*range(69_999, 0, -3), *range(0, 70_000, 7)]
+    checked = await check_request(request(allowed_token_ids=allowed), "id", model)
+    assert list(checked.sampling.allowed_token_ids) == sorted(set(allowed))
+    prompt = pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(40_000)))
+    checked = await check_request(prompt, "id", replace(model, context_length=50_000, pool_tokens=50_000))
+    assert list(checked.prompt_token_ids) == list(range(40_000))
+
+
+async def test_tokenize_and_detokenize_are_bounded(byte_model: ServedModel) -> None:
+    model = replace(byte_model, context_length=200_000)
+    assert len(await encode_prompt(pb.TokenizeRequest(text="x" * 150_000), model)) == 150_000
+    for num_characters in (200_001, 1_000_000):
+        with pytest.raises(RequestError, match="text has more than 200000 tokens; at most 200000 are returned"):
+            await encode_prompt(pb.TokenizeRequest(text="x" * num_characters), model)
+    with pytest.raises(RequestError, match="text has more than 200000 tokens; the context has 200000"):
+        await encode_prompt(pb.GenerateRequest(text="x" * 1_000_000), model)
+    with pytest.raises(RequestError, match="chat has more than 200000 tokens"):
+        await encode_prompt(chat(("user", "<|im_end|>" * 200_001)), model)
+    with pytest.raises(RequestError, match="token_ids has 131073 entries; at most 131072"):
+        await decode_tokens(pb.DetokenizeRequest(token_ids=[70] * 131_073), model)
+    assert len(await decode_tokens(pb.DetokenizeRequest(token_ids=[70] * 100_000), model)) == 100_000
 
 
 async def test_the_best_of_several_are_ranked_by_log_probabilities_that_nobody_asked_for(
