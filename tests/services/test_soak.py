@@ -23,7 +23,7 @@ NUM_CLIENTS = 32
 MAX_MODEL_LEN = 8192
 NUM_TENANTS = 20
 MOST_STALE = 200  # entries of heaps, which are dropped when most are stale
-GROWTH = 16 << 20  # bytes, as the allocator has them: pieces of arenas that large requests leave
+GROWTH = 32 << 20  # bytes: what the allocator keeps of large requests, which need not be in the first tenth
 
 
 async def request(client: Client, draw: random.Random, number: int) -> None:
