@@ -39,7 +39,7 @@ MINUTES ?= 10
 fuzz: setup
 	$(BIN)/python tests/fuzz.py --minutes $(MINUTES)
 
-# The long version of tests/fleet, with every number in full: ten minutes.
+# The long version of tests/fleet, with every number in full: twenty minutes, half of them a storm of kills.
 chaos: setup
 	$(BIN)/python -m pytest tests/fleet --chaos -s --timeout 1800
 
