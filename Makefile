@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/pagewire/v1/*.proto)
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: setup proto demo test fuzz chaos soak test-gpu lint fmt up down bench bench-fleet bench-scheduler bench-simulate
+.PHONY: setup proto demo test fuzz chaos soak test-gpu lint fmt up down bench bench-fidelity bench-fleet bench-scheduler bench-simulate
 setup: $(VENV)/installed $(VENV)/generated $(VENV)/kernels
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -77,6 +77,10 @@ down:
 bench: setup
 	$(BIN)/python -m bench $(PEER:%=--peer %) $(TRACE:%=--trace %) $(SPEEDUP:%=--speedup %) $(LOADS:%=--loads %) \
 	  $(ROUNDS:%=--rounds %) $(CHART:%=--chart %)
+
+# PEER: as `make bench` has it. PROMPTS: a file in the form of MT-bench's questions, for more texts.
+bench-fidelity: setup
+	$(BIN)/python -m bench.fidelity $(PEER:%=--peer %) $(PROMPTS:%=--prompts %)
 
 # PEER: the path of a Python that can import vllm, whose scheduler is then measured too.
 bench-scheduler: setup

@@ -37,7 +37,7 @@ class Vllm:
     def __init__(self, folder: Path, cache_gib: int) -> None:
         began = time.perf_counter()
         port = _free_port()
-        self._url = f"http://127.0.0.1:{port}"
+        self.url = f"http://127.0.0.1:{port}"
         self.environment = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
         self.environment |= {"VLLM_CPU_KVCACHE_SPACE": str(cache_gib)}
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
@@ -66,7 +66,7 @@ class Vllm:
         self.start_seconds = time.perf_counter() - began
 
     def _get(self, path: str) -> bytes:
-        with urllib.request.urlopen(self._url + path, timeout=10) as response:  # noqa: S310  # our own URL
+        with urllib.request.urlopen(self.url + path, timeout=10) as response:  # noqa: S310  # our own URL
             return bytes(response.read())
 
     def _wait(self) -> None:
@@ -90,7 +90,7 @@ class Vllm:
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[Stream]:
         connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
-        async with aiohttp.ClientSession(self._url, connector=connector, timeout=timeout) as session:
+        async with aiohttp.ClientSession(self.url, connector=connector, timeout=timeout) as session:
 
             async def stream(prompt: Sequence[int], output_tokens: int) -> AsyncIterator[int]:
                 async with session.post("/v1/completions", json=_request(prompt, output_tokens)) as response:
