@@ -131,9 +131,10 @@ class GroupLedger:
         """The worker is gone: give all its groups back to the head of the queue. Plan no further steps.
 
         If steps were in flight, it `blames` those in them: any may be what it was lost to, also one of the second step
-        where the answer to the first was lost with it. Not so when the session ended for reasons of its own. No group
-        is ended for what a single worker does while there are others. Returns the group that was ended for the loss,
-        in a list, or none.
+        where the answer to the first was lost with it, or one that was preempted since. Only those that have ended or
+        are with another worker by now are left out. Nothing is blamed when the session ended for reasons of its own. No
+        group is ended for what a single worker does while there are others. Returns the group that was ended for the
+        loss, in a list, or none.
         """
         in_flight = self._in_flight_at(now)
         self.balancer.background.leave(self._began_at + in_flight if self._in_flight else now, is_lost=blames)
@@ -141,9 +142,11 @@ class GroupLedger:
         ended: list[SequenceGroup] = []
         is_only = not self.balancer.other_workers(self.member)
         for group in in_step:
+            if self._find(group.request_id) is not group:
+                continue
             suspicion = group.suspicion = group.suspicion or Suspicion()
             is_blamed = suspicion.lose(self.balancer.background, self.worker, in_flight, now, alone=len(in_step) == 1)
-            if is_blamed and not group.is_finished and (is_only or len(suspicion.lost_on) > 1):
+            if is_blamed and (is_only or len(suspicion.lost_on) > 1):
                 group.error = (
                     f"{suspicion.num_losses} workers failed in a row while computing this request, which is more than "
                     "coincidence explains"
@@ -381,17 +384,21 @@ class GroupLedger:
             raise TypeError(f"request_ids is {request_ids!r}; it must be a list of ids, of one if there is only one")
         ended: list[SequenceGroup] = []
         for request_id in request_ids:
-            group = self._by_id.get(request_id) or self.waiting.get(request_id)
+            group = self._find(request_id)
             if group is not None:
                 for sequence in group.live:
                     self.finish_sequence(sequence, status)
                 ended.append(group)
         return ended
 
+    def _find(self, request_id: str) -> SequenceGroup | None:
+        """The group of this id, if it is here or waits."""
+        return self._by_id.get(request_id) or self.waiting.get(request_id)
+
 
 def _groups_in(output: SchedulerOutput) -> dict[SequenceGroup, None]:
-    """Those of which a step computes tokens, but for groups that have left the worker since it was planned."""
-    return dict.fromkeys(sequence.group for sequence, _, _ in output.scheduled if sequence not in output.dropped)
+    """Those of which a step computes tokens, also if they have left the worker since it was planned."""
+    return dict.fromkeys(sequence.group for sequence, _, _ in output.scheduled)
 
 
 def _candidates(beam: Sequence, answer: ModelOutput) -> list[tuple[int, float]]:

@@ -2,9 +2,9 @@
 
 import pytest
 from fake_worker import FakeWorker, reference_output
-from scheduler_helpers import make_group, make_scheduler, output_of, run, step
+from scheduler_helpers import make_group, make_scheduler, output_of, plan, run, step
 
-from scheduler_service.core import WaitingQueue
+from scheduler_service.core import PriorityQueue, Scheduler, SequenceGroup, SequenceStatus, WaitingQueue
 
 
 def test_a_lost_worker_gives_its_groups_back_in_order_and_another_goes_on_from_their_tokens() -> None:
@@ -71,3 +71,36 @@ def test_a_drained_worker_finishes_what_it_has_and_takes_nothing_more() -> None:
     scheduler.set_admission(True)
     run(scheduler, worker)
     assert output_of(arrival) == reference_output(arrival, 0, 64)
+
+
+def preempted_in_flight(*, cut_short: bool) -> tuple[Scheduler, SequenceGroup]:
+    """A worker with a step in flight, and a group of two in it that was preempted since, by a better priority."""
+    scheduler = make_scheduler(PriorityQueue(), max_num_seqs=2)
+    worker = FakeWorker(scheduler.config)
+    group = make_group("group", 4, n=2, max_tokens=9, priority=1)
+    scheduler.add_request(group)
+    for _ in range(3):
+        step(scheduler, worker)
+    assert plan(scheduler.schedule()) == {"group": [1, 1]}
+    if cut_short:
+        scheduler.finish_sequence(group.sequences[1], SequenceStatus.FINISHED_STOPPED)
+    scheduler.add_request(make_group("urgent", 4, n=2))
+    assert plan(scheduler.schedule()) == {"urgent": [4]}
+    return scheduler, group
+
+
+def test_a_group_that_was_preempted_after_the_step_that_a_worker_is_lost_in_may_be_what_it_was_lost_to() -> None:
+    scheduler, group = preempted_in_flight(cut_short=False)
+    scheduler.release_all()
+    assert group.suspicion is not None
+    assert group.suspicion.num_losses == 1
+
+
+@pytest.mark.parametrize("cut_short", [False, True])
+def test_a_group_is_not_blamed_by_a_worker_that_it_has_left_for_another_one(cut_short: bool) -> None:
+    """That one could not know, and would count the group's time as others'."""
+    scheduler, group = preempted_in_flight(cut_short=cut_short)
+    other = make_scheduler(scheduler.waiting, max_num_seqs=2)
+    assert "group" in plan(other.schedule())
+    scheduler.release_all()
+    assert group.suspicion is None
