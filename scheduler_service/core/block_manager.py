@@ -213,7 +213,8 @@ class BlockManager:
     def release_behind_window(self, sequence: Sequence) -> None:
         """Let go of the blocks that no token to come attends to; nothing happens without a sliding window."""
         if self.sliding_window and (table := self.tables.get(sequence.id)):
-            end = max(0, sequence.num_computed_tokens - self.sliding_window + 1) // self.block_size
+            num_certain = sequence.num_computed_tokens - sequence.num_draft_tokens  # guesses may be taken back
+            end = max(0, num_certain - self.sliding_window + 1) // self.block_size
             for index in range(end - 1, -1, -1):
                 if table[index] == NO_BLOCK:
                     break  # and so are those before it
@@ -277,11 +278,14 @@ class BlockManager:
         """Move a group's tables to host blocks; returns the pairs of device and host block to copy."""
         return self._move(group, self.device, self.tables, self.host, self.host_tables)
 
-    def can_swap_in(self, group: SequenceGroup, *, leave_watermark: bool) -> AllocStatus:
-        """Whether a swapped group fits, with room for the tokens that it computes next."""
+    def can_swap_in(self, group: SequenceGroup, step_tokens: int, *, leave_watermark: bool) -> AllocStatus:
+        """Whether a swapped group fits, with room for what each sequence could compute in a step of so many tokens.
+
+        There need not be room for a whole prompt at a time: with a sliding window it may be larger than the pool.
+        """
         tables = self._contents(group, self.host, self.host_tables)
         own = self._own_contents(tables)
-        next_tokens = [(s, s.num_uncomputed_tokens) for s in group.live if s.id in tables]
+        next_tokens = [(s, min(s.num_uncomputed_tokens, step_tokens)) for s in group.live if s.id in tables]
         if len(own) + self._num_new_blocks(next_tokens, tables, own.__getitem__) > self.device.num_blocks:
             return AllocStatus.NEVER
         needed = self.device.num_taken(own)

@@ -313,7 +313,9 @@ class Scheduler(StepWriter):
         for group in list(self.swapped):
             if step.num_preempted or step.budget.is_spent or are_behind is (not group.is_behind):
                 return
-            status = self.blocks.can_swap_in(group, leave_watermark=bool(self.running))
+            status = self.blocks.can_swap_in(
+                group, self.config.max_num_batched_tokens, leave_watermark=bool(self.running)
+            )
             if status is AllocStatus.NEVER:
                 self._ignore(group, step)
                 continue

@@ -219,7 +219,7 @@ class SlowBlocks:
                 back[sequence] = [t or (b and arrived.setdefault(b.key or b, b)) for t, b in pairs]
         there_already = set() if alone else self.held("device")
         num_back = len({block for table in back.values() for block in table} - {None} - there_already)
-        chunks = [(sequence, sequence.uncomputed) for sequence in back]
+        chunks = [(sequence, min(sequence.uncomputed, self.config.max_num_batched_tokens)) for sequence in back]
         if alone:
             others = {sequence: [] for sequence in self.sequences() if sequence not in back}
             return num_back + self.num_new_blocks(chunks, back | others)

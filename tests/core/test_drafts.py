@@ -6,7 +6,7 @@ from random import Random
 from fake_worker import FakeWorker, reference_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_helpers import make_group, make_scheduler, output_of, plan, step
+from scheduler_helpers import make_group, make_scheduler, output_of, plan, run, step
 
 from scheduler_service.core import (
     ModelOutput,
@@ -88,3 +88,22 @@ def test_lookahead_slots_have_blocks_before_they_are_needed() -> None:
         step(scheduler, worker)
         (table,) = scheduler.blocks.tables.values()
         assert len(table) == -(-(num_tokens + 3) // 4)
+
+
+def test_no_block_is_let_go_of_as_behind_the_window_for_guesses_that_may_be_wrong() -> None:
+    scheduler = make_scheduler(block_size=1, num_lookahead_slots=3, sliding_window=2)
+    worker = FakeWorker(scheduler.config)
+    group = make_group("a", 5, max_tokens=9)
+    scheduler.add_request(group)
+    step(scheduler, worker)
+    expected = reference_output(group, 0, 13)
+    scheduler.update_draft_token_ids({1: [(token + 1) % 50 for token in expected[1:4]]})
+    first = scheduler.schedule()
+    assert plan(first) == {"a": [4]}
+    scheduler.add_request(make_group("b", 5, root=b"b"))
+    second = scheduler.schedule()
+    assert plan(second) == {"b": [5]}
+    for output in (first, second):
+        scheduler.update_from_output(output, worker.execute(output))
+    run(scheduler, worker)
+    assert output_of(group) == expected

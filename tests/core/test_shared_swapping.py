@@ -59,9 +59,9 @@ def test_blocks_that_another_group_holds_are_not_copied_back() -> None:
     take(blocks, 3)
     give_back_one(blocks)
     give_back_one(blocks)
-    assert blocks.can_swap_in(younger, leave_watermark=False) is AllocStatus.LATER
+    assert blocks.can_swap_in(younger, 64, leave_watermark=False) is AllocStatus.LATER
     give_back_one(blocks)
-    assert blocks.can_swap_in(younger, leave_watermark=False) is AllocStatus.OK
+    assert blocks.can_swap_in(younger, 64, leave_watermark=False) is AllocStatus.OK
     assert len(blocks.swap_in(younger)) == 3
     assert blocks.tables[2][:8] == shared
     blocks.check()
@@ -73,9 +73,9 @@ def test_blocks_that_are_found_but_held_by_none_are_not_copied_back_and_take_fre
     before = list(blocks.tables[1])
     blocks.swap_out(group)
     take(blocks, 2)  # the one that was free, and the deepest of the group's
-    assert blocks.can_swap_in(group, leave_watermark=False) is AllocStatus.LATER
+    assert blocks.can_swap_in(group, 64, leave_watermark=False) is AllocStatus.LATER
     give_back_one(blocks)
-    assert blocks.can_swap_in(group, leave_watermark=False) is AllocStatus.OK
+    assert blocks.can_swap_in(group, 64, leave_watermark=False) is AllocStatus.OK
     assert len(blocks.swap_in(group)) == 1
     assert blocks.tables[1][:10] == before[:10]
     blocks.check()
@@ -96,9 +96,9 @@ def test_a_fork_that_comes_back_to_a_block_of_others_has_room_for_its_copy_of_it
     follower.max_num_tokens = 16
     computed_group(blocks, 3, 9, 9)
     assert len(blocks.swap_out(group)) == 2
-    assert blocks.can_swap_in(group, leave_watermark=False) is AllocStatus.LATER
+    assert blocks.can_swap_in(group, 64, leave_watermark=False) is AllocStatus.LATER
     give_back_one(blocks, 3)
-    assert blocks.can_swap_in(group, leave_watermark=False) is AllocStatus.OK
+    assert blocks.can_swap_in(group, 64, leave_watermark=False) is AllocStatus.OK
     assert blocks.swap_in(group) == []
     assert len(blocks.append_slots(follower, 1)) == 1
     blocks.check()
@@ -122,7 +122,7 @@ def test_no_block_that_a_group_finds_is_given_up_for_another_one_of_it() -> None
     assert len(blocks.swap_out(group)) == 3
     take(blocks, 1)
     blocks.free(other.sequences[0])
-    assert blocks.can_swap_in(group, leave_watermark=False) is AllocStatus.OK
+    assert blocks.can_swap_in(group, 64, leave_watermark=False) is AllocStatus.OK
     assert len(blocks.swap_in(group)) == 1
     blocks.check()
 

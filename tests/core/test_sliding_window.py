@@ -1,7 +1,9 @@
 """Blocks that fell behind a sliding window."""
 
 from fake_worker import FakeWorker, reference_output
-from scheduler_helpers import make_group, make_scheduler, output_of, run, step
+from scheduler_helpers import make_group, make_scheduler, output_of, plan, run, step
+
+from scheduler_service.core import PreemptionMode, PriorityQueue
 
 
 def test_blocks_behind_a_sliding_window_are_used_again() -> None:
@@ -28,3 +30,28 @@ def test_blocks_behind_a_sliding_window_are_free_before_anybody_needs_one() -> N
         in_use.append(16 - scheduler.blocks.device.num_free)
     # Computed before each step: 0, 3, 4, 5, 6, 7, 8 tokens.
     assert in_use == [1, 1, 2, 1, 1, 1, 2]
+
+
+def test_a_prompt_that_is_longer_than_the_pool_can_be_swapped_out_and_comes_back() -> None:
+    """Of 60 tokens in a pool of 14 a window of 4 and a step's 4 tokens take 7 at a time."""
+    scheduler = make_scheduler(
+        PriorityQueue(),
+        block_size=1,
+        num_device_blocks=14,
+        num_host_blocks=14,
+        max_num_batched_tokens=4,
+        max_prefill_chunk=2,
+        max_num_seqs=1,
+        sliding_window=4,
+        preemption_mode=PreemptionMode.SWAP,
+    )
+    worker = FakeWorker(scheduler.config)
+    long, urgent = make_group("long", 60, priority=1), make_group("urgent", 2)
+    scheduler.add_request(long)
+    step(scheduler, worker)
+    scheduler.add_request(urgent)
+    assert plan(step(scheduler, worker)) == {"urgent": [2]}
+    assert list(scheduler.swapped) == [long]
+    run(scheduler, worker)
+    assert output_of(long) == reference_output(long, 0, 64)
+    assert output_of(urgent) == reference_output(urgent, 0, 64)
