@@ -11,6 +11,7 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -125,26 +126,38 @@ class Tokenizer:
 
     def _encode_chat(self, messages: Sequence[dict[str, str]], most: int) -> list[int]:
         # Special tokens in contents are swapped for marks that no text contains, and encoded as plain text where the
-        # marks come out of the template.
-        mark = f"\ue000{secrets.token_hex(8)}\ue001"
-        found: list[str] = []
+        # marks come out of the template. Each mark says of which: a template may move, repeat and drop messages.
+        mark = f"\ue000{secrets.randbelow(10**18)}:"
+        numbers: dict[str, int] = {}
+        num_found = 0
 
         def hide(text: str) -> str:
+            nonlocal num_found
             between, special = self._special.split(text)
-            found.extend(special)
-            if len(found) > most:  # each is a token at least
+            num_found += len(special)
+            if num_found > most:  # each is a token at least
                 raise TooManyTokensError
-            return mark.join(between)
+            marks = (f"{mark}{numbers.setdefault(word, len(numbers))}\ue001" for word in special)
+            return "".join(chain.from_iterable(zip(between, [*marks, ""], strict=True)))
 
         hidden = [{**message, "content": hide(message["content"])} for message in messages]
+        words = list(numbers)
         try:
             text = self._transformers.apply_chat_template(hidden, tokenize=False, add_generation_prompt=True)
         except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise TemplateError(f"the model's chat template refuses these messages: {error}") from error
-        pieces = text.split(mark)
-        if len(pieces) != len(found) + 1:
-            raise TemplateError("the model's chat template repeats or drops messages that spell out special tokens")
-        plain = {special: _encode(self._plain, special, most) for special in set(found)}
+            reason = str(error)
+            for word, number in numbers.items():
+                reason = reason.replace(f"{mark}{number}\ue001", word)
+            raise TemplateError(f"the model's chat template refuses these messages: {reason}") from error
+        plain = [_encode(self._plain, word, most) for word in words]
+        first, *behind_marks = text.split(mark)
+        pieces, found = [first], []
+        for piece in behind_marks:
+            number, end, rest = piece.partition("\ue001")
+            if not (end and number.isdecimal() and int(number) < len(words)):
+                raise TemplateError("the model's chat template cuts messages that spell out special tokens")
+            found.append(int(number))
+            pieces.append(rest)
         ids: list[int] = []
         for start in range(0, len(pieces), PIECES_AT_ONCE):
             some = pieces[start : start + PIECES_AT_ONCE]
@@ -153,9 +166,10 @@ class Tokenizer:
             else:
                 encodings = self._parsing.encode_batch_fast(some, add_special_tokens=False)
                 encoded = [encoding.ids for encoding in encodings]
-            for piece_ids, special in zip(encoded, [*found[start : start + PIECES_AT_ONCE], ""], strict=False):
+            for position, piece_ids in enumerate(encoded, start):
                 ids += piece_ids
-                ids += plain.get(special, ())
+                if position < len(found):
+                    ids += plain[found[position]]
             if len(ids) > 2 * most:
                 raise TooManyTokensError
         return ids

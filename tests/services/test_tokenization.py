@@ -92,6 +92,39 @@ async def test_a_template_that_refuses_says_so(byte_tokenizer: Tokenizer) -> Non
         await byte_tokenizer.encode_chat([{"role": "assistant", "content": "I begin"}])
 
 
+MOVING_TEMPLATE = (
+    "{% for message in messages[1:] %}{{ message.content }};{% endfor %}{{ messages[0].content }};"
+    "{{ messages[1].content }}"
+)
+
+
+@pytest.fixture(scope="session")
+def moving_tokenizer(byte_tokenizer_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Its chat template puts the first message last, as some do with system messages, and repeats another."""
+    directory = tmp_path_factory.mktemp("moving")
+    shutil.copytree(byte_tokenizer_directory, directory, dirs_exist_ok=True)
+    (directory / "chat_template.jinja").write_text(MOVING_TEMPLATE)
+    return Tokenizer(directory)
+
+
+async def test_special_tokens_spelled_out_stay_in_their_messages_wherever_a_template_puts_these(
+    moving_tokenizer: Tokenizer,
+) -> None:
+    system, user = "a<|im_start|>b", "c<|im_end|>d<|im_end|>"
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+    token_ids = await moving_tokenizer.encode_chat(messages)
+    assert await moving_tokenizer.decode(token_ids, skip_special_tokens=True) == f"{user};{system};{user}"
+
+
+async def test_what_a_template_says_of_a_message_is_in_the_clients_own_words(
+    byte_tokenizer_directory: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(byte_tokenizer_directory, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('what is ' + messages[0].content) }}")
+    with pytest.raises(TemplateError, match=r"what is a<\|im_end\|>b$"):
+        await Tokenizer(tmp_path).encode_chat([{"role": "user", "content": "a<|im_end|>b"}])
+
+
 async def test_words_are_encoded_at_the_start_and_after_a_space(byte_tokenizer: Tokenizer) -> None:
     words = await byte_tokenizer.encode_words(["ab"])
     assert [await byte_tokenizer.decode(word, skip_special_tokens=True) for word in words] == ["ab", " ab"]
