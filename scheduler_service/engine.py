@@ -76,7 +76,7 @@ class Engine:
         self._model: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
         self._model_lock = asyncio.Lock()
         self._being_checked: dict[str, int] = {}  # bytes, by the keys of requests
-        self._held_bytes = 0  # by all requests, those that are being checked included
+        self._held_bytes = 0  # by all requests, those that are being checked or were superseded included
         self._cache_secret = secrets.token_bytes(32)  # keys of the prefix cache cannot be guessed from outside
         self.turns = Turns()
         self._is_draining = False
@@ -118,23 +118,25 @@ class Engine:
                 grpc.StatusCode.ALREADY_EXISTS,
                 "request_id is in flight already; choose another one, or set resume to go on with a broken stream",
             )
-        self._check_memory(num_bytes)
-        self._being_checked[key] = num_bytes
-        self._held_bytes += num_bytes
+        self.hold(key, num_bytes)
         try:
             yield
         finally:
             self._held_bytes -= self._being_checked.pop(key, 0)
 
-    def _check_memory(self, num_bytes: int) -> None:
+    def hold(self, key: str, num_bytes: int) -> None:
+        """Count what a request takes of memory, or takes besides. Within its `admission`, whose errors it raises."""
+        in_all = self._being_checked.get(key, 0) + num_bytes
         most = int(self.settings.request_memory * 2**30)
-        sizes = f"this request takes {num_bytes / 2**20:.1f} MiB of memory, and --request-memory allows all together "
+        sizes = f"this request takes {in_all / 2**20:.1f} MiB of memory, and --request-memory allows all together "
         sizes += f"{most / 2**20:.1f} MiB"
-        if num_bytes > most:
+        if in_all > most:
             raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, f"{sizes}; send a smaller one")
         if num_bytes > most - self._held_bytes:
             held = f"those in flight hold {self._held_bytes / 2**20:.1f} MiB"
             raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{sizes}, of which {held}; try again later")
+        self._being_checked[key] = in_all
+        self._held_bytes += num_bytes
 
     async def block_keys(self, request: GenerationRequest, model: ServedModel) -> list[bytes]:
         """The keys of its blocks in the prefix cache, if there are too many for one turn of the event loop; or none."""
@@ -172,10 +174,14 @@ class Engine:
 
     def close(self, state: RequestState) -> None:
         """The reader is gone or done: free whatever the request still holds."""
+        self._held_bytes -= state.num_bytes
+        state.num_bytes = 0
+        self._leave(state)
+
+    def _leave(self, state: RequestState) -> None:
         key = state.group.request_id
         if self.requests.get(key) is state:
             del self.requests[key]
-            self._held_bytes -= state.num_bytes
             if state.expiry is not None:
                 state.expiry.cancel()
             self._finish(state, SequenceStatus.FINISHED_ABORTED)
@@ -185,6 +191,7 @@ class Engine:
     def supersede(self, request: GenerationRequest) -> None:
         """End what is left of the same request's broken stream, because this one goes on with it.
 
+        What the stream takes of memory counts until it is closed: its client may have left a message unread.
         Raises ALREADY_EXISTS when the request in flight under its key has another prompt.
         """
         state = self.requests.get(request.key)
@@ -195,7 +202,7 @@ class Engine:
                 grpc.StatusCode.ALREADY_EXISTS,
                 "request_id is in flight already, with another prompt; a request that resumes is sent again as it was",
             )
-        self.close(state)
+        self._leave(state)
         state.stream.fail(_RESUMED)
 
     def abort(self, key: str) -> bool:

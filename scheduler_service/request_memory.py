@@ -1,4 +1,4 @@
-"""What a request takes of the scheduler's memory, known from its message alone, before any work is done for it.
+"""What a request takes of the scheduler's memory, known from its message, before any work is done for it.
 
 The number of requests bounds nothing: one may be a thousand times as large as another. So requests are admitted by
 bytes as well, counted as an upper bound from what a client can make large. As long as a call is open gRPC holds the
@@ -6,6 +6,7 @@ message as it came and as it was parsed; we hold its numbers once more, packed.
 """
 
 from pagewire.v1 import inference_service_pb2 as pb
+from scheduler_service.request import GenerationRequest
 
 REQUEST_BYTES = 32 << 10
 """Of a call, its task, its stream and its group, without what follows."""
@@ -17,6 +18,8 @@ lost between requests. Measured with a full queue of prompts of 100,000 tokens: 
 """
 CHARACTER_BYTES = 4
 """Of a character besides its bytes in the message: it becomes a token at most."""
+LOGPROB_BYTES = 84
+"""Of a log-probability until it is written. Measured with 21 of each position of a prompt: 1,751 bytes a position."""
 
 
 def request_bytes(message: pb.GenerateRequest) -> int:
@@ -34,3 +37,12 @@ def request_bytes(message: pb.GenerateRequest) -> int:
         + CHARACTER_BYTES * num_characters
         + 2 * message.ByteSize()
     )
+
+
+def prompt_logprob_bytes(request: GenerationRequest) -> int:
+    """What the log-probabilities of the prompt take until they are written; they may come faster than they are read.
+
+    They are counted last, because the number of the prompt's tokens may be known only when the prompt is.
+    """
+    most = request.sampling.prompt_logprobs
+    return 0 if most is None else LOGPROB_BYTES * (most + 1) * len(request.prompt_token_ids)

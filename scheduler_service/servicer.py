@@ -17,7 +17,7 @@ from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.engine import Engine
 from scheduler_service.patient_writer import PatientWriter
 from scheduler_service.request import RequestState, request_key
-from scheduler_service.request_memory import request_bytes
+from scheduler_service.request_memory import prompt_logprob_bytes, request_bytes
 from scheduler_service.resumption import check_resumption
 from scheduler_service.side_calls import SideCalls
 from scheduler_service.streams import OutputDelta
@@ -25,9 +25,9 @@ from scheduler_service.validation import (
     MAX_LOGPROBS,
     MAX_N,
     MAX_STOP_STRINGS,
-    check_lists,
     check_names,
     check_request,
+    check_sizes,
     decode_tokens,
     encode_prompt,
 )
@@ -68,13 +68,14 @@ class InferenceServicer(InferenceServiceServicer):
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
         check_names(request)
-        check_lists(request)
+        check_sizes(request)
         request_id = request.request_id or uuid.uuid4().hex
         resumes = request.HasField("resume")
         key = request_key(request.tenant, request_id)
         with self._engine.admission(key, request_bytes(request), resumes=resumes):
             model = await self._engine.model()
             checked = await check_resumption(request, await check_request(request, request_id, model), model)
+            self._engine.hold(key, prompt_logprob_bytes(checked))
             keys = await self._engine.block_keys(checked, model)
             if resumes:
                 self._engine.supersede(checked)

@@ -76,11 +76,16 @@ def check_names(message: pb.GenerateRequest | pb.AbortRequest) -> None:
             invalid(f"{name} has {len(text)} characters; at most {most} are allowed")
 
 
-def check_lists(message: pb.GenerateRequest) -> None:
-    """Raises RequestError for lists that are too long for any model, before anything goes through them."""
+def check_sizes(message: pb.GenerateRequest) -> None:
+    """Raises RequestError for lists and outputs that are too many for any model, before they are gone through or
+    counted.
+    """
     _check_length("chat.messages", len(message.chat.messages), MAX_MESSAGES)
     _check_length("resume.outputs", len(message.resume.outputs), MAX_N)
     _check_length("sampling.bad_words", len(message.sampling.bad_words), MAX_BAD_WORDS)
+    for name in ("n", "best_of", "beam_width"):
+        if (number := getattr(message.sampling, name)) > MAX_N:
+            invalid(f"sampling.{name} is {number}; it must be at most {MAX_N}")
 
 
 async def check_request(message: pb.GenerateRequest, request_id: str, model: ServedModel) -> GenerationRequest:

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import grpc
 import pytest
-from engines import until
+from engines import running, until
 from fake_worker_service import FakeWorkerService, serving
 from scheduler_in_process import InProcess, scheduler
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
+from scheduler_service.core import SamplingParams as CoreSamplingParams
+from scheduler_service.request import GenerationRequest
 from scheduler_service.request_memory import request_bytes
 
 MIB = 1 << 20
@@ -103,3 +105,48 @@ async def test_a_request_that_is_refused_for_something_else_holds_no_memory(one:
         with pytest.raises(grpc.aio.AioRpcError, match="the vocabulary has"):
             await collect(client, [1_000_000])
     assert one.engine._held_bytes == 0
+
+
+async def test_outputs_that_no_model_gives_are_refused_by_their_name_and_hold_no_memory(one: InProcess) -> None:
+    async with Client(one.target) as client:
+        for name in ("n", "best_of", "beam_width"):
+            with pytest.raises(
+                grpc.aio.AioRpcError, match=f"sampling.{name} is 100000; it must be at most 128"
+            ) as error:
+                await collect(client, [5], SamplingParams(**{name: 100_000}))  # type: ignore[arg-type]
+            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_log_probabilities_of_a_prompt_count_because_their_client_may_read_slowly(one: InProcess) -> None:
+    async with Client(one.target) as client:
+        parameters = SamplingParams(max_tokens=1, prompt_logprobs=20)
+        calls = [asyncio.create_task(collect(client, [5] * 500, parameters)) for _ in range(6)]
+        with pytest.raises(grpc.aio.AioRpcError, match=r"this request takes 0\.9 MiB of memory") as error:
+            await next(asyncio.as_completed(calls))
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await until(lambda: len(one.engine.requests) == 4)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await until(lambda: not one.engine.requests)
+    assert one.engine._held_bytes == 0
+
+
+async def test_a_stream_that_another_call_goes_on_with_counts_until_it_is_closed(
+    byte_tokenizer_directory: Path,
+) -> None:
+    """Its client may have left a message unread, and break and resume as often as it likes."""
+    async with serving(FakeWorkerService(byte_tokenizer_directory)) as address, running(address) as engine:
+        model = await engine.model()
+        request = GenerationRequest(request_id="r", prompt_token_ids=[5], sampling=CoreSamplingParams(max_tokens=5))
+        streams = []
+        for number in range(3):
+            with engine.admission("r", 1000, resumes=True):
+                engine.supersede(request)
+                streams.append(engine.submit(request, model))
+            assert engine._held_bytes == 1000 * (number + 1)
+        assert list(engine.requests) == ["r"]
+        for state in streams:
+            engine.close(state)
+            engine.close(state)
+        assert engine._held_bytes == 0
