@@ -76,6 +76,7 @@ class Engine:
         self._model: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
         self._model_lock = asyncio.Lock()
         self._being_checked: dict[str, int] = {}  # bytes, by the keys of requests
+        self._aborted: set[str] = set()  # keys of those that are to end as soon as they have been checked
         self._held_bytes = 0  # by all requests, those that are being checked or were superseded included
         self._cache_secret = secrets.token_bytes(32)  # keys of the prefix cache cannot be guessed from outside
         self.turns = Turns()
@@ -122,6 +123,7 @@ class Engine:
         try:
             yield
         finally:
+            self._aborted.discard(key)
             self._held_bytes -= self._being_checked.pop(key, 0)
 
     def hold(self, key: str, num_bytes: int) -> None:
@@ -170,6 +172,8 @@ class Engine:
         self.recorder.arrived(state.group)
         self._expire_later(state)
         self.wake()
+        if request.key in self._aborted:
+            self.abort(request.key)
         return state
 
     def close(self, state: RequestState) -> None:
@@ -206,10 +210,16 @@ class Engine:
         state.stream.fail(_RESUMED)
 
     def abort(self, key: str) -> bool:
-        """End a request; its stream closes with what it has. Returns whether there was one."""
+        """End a request; its stream closes with what it has. Returns whether there was one.
+
+        One that is being checked ends when it has been.
+        """
+        is_being_checked = key in self._being_checked
+        if is_being_checked:
+            self._aborted.add(key)
         state = self.requests.get(key)
         if state is None:
-            return False
+            return is_being_checked
         if self._finish(state, SequenceStatus.FINISHED_ABORTED):
             state.abort()
         return True

@@ -1,5 +1,6 @@
 """A request id belongs to its tenant: what others send under the same id neither ends a stream nor tells of it."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -96,6 +97,34 @@ async def test_an_abort_finds_no_request_of_another_tenant(byte_tokenizer_direct
         for tenant in ("", "silver", "gold/", "Gold"):
             assert not (await stub.Abort(pb.AbortRequest(request_id="mine", tenant=tenant))).aborted
         assert not (await stub.Abort(pb.AbortRequest(request_id="gold/mine"))).aborted
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+async def test_an_abort_ends_a_call_that_is_still_being_checked(
+    resumes: bool, byte_tokenizer_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here it waits for the first worker, which tells what there is to check it against."""
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    tells = asyncio.Event()
+
+    async def info(request: Any, context: Any) -> Any:
+        await tells.wait()
+        return worker.info
+
+    monkeypatch.setattr(worker, "GetWorkerInfo", info)
+    async with (
+        serving(worker) as address,
+        scheduler(address) as server,
+        grpc.aio.insecure_channel(server.target) as channel,
+    ):
+        stub = InferenceServiceStub(channel)
+        call = stub.Generate(gold(**({"resume": RESUMES} if resumes else {})))
+        while not (await stub.Abort(pb.AbortRequest(request_id="mine", tenant="gold"))).aborted:
+            assert not server.engine.requests
+        tells.set()
+        assert [message.finish_reason async for message in call] == [pb.FINISH_REASON_ABORT]
+        assert not (await stub.Abort(pb.AbortRequest(request_id="mine", tenant="gold"))).aborted
+        assert len([message async for message in stub.Generate(gold())]) > 1
 
 
 async def test_a_stream_that_goes_on_takes_its_own_place_on_a_full_server(byte_tokenizer_directory: Path) -> None:
