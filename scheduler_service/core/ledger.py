@@ -216,6 +216,8 @@ class GroupLedger:
     def _stop_running(self, group: SequenceGroup) -> None:
         del self.running[group]
         self._accused.pop(group, None)
+        if self._suspect is group:
+            self._suspect = None
         self.num_running_seqs -= group.num_seqs
         if group.lora_name:
             self.running_loras[group.lora_name] -= 1

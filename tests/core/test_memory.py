@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 from fake_worker import FakeWorker
-from scheduler_helpers import make_group, make_scheduler, step
+from scheduler_helpers import make_group, make_scheduler, run, step, suspect
 
 from scheduler_service.core import FairQueue, PriorityQueue, Scheduler, SequenceGroup, SequenceStatus, WaitingQueue
 
@@ -28,6 +28,14 @@ def test_no_queue_keeps_a_cancelled_request(policy: type[WaitingQueue]) -> None:
     for number in range(1000):
         scheduler.finish_requests([str(number)], SequenceStatus.FINISHED_ABORTED)
     assert num_alive(SequenceGroup) == num_before + 1
+
+
+def test_a_suspect_that_has_ended_is_not_kept() -> None:
+    num_before = num_alive(SequenceGroup)
+    scheduler = make_scheduler()
+    scheduler.add_request(suspect(make_group("suspect", 6)))
+    run(scheduler, FakeWorker(scheduler.config))
+    assert num_alive(SequenceGroup) == num_before
 
 
 def test_made_up_tenants_that_cancel_do_not_fill_the_memory() -> None:
