@@ -363,7 +363,7 @@ class Scheduler(StepWriter):
         most: int | None = None if suspect is None else 1
         if step.num_preempted:
             return
-        while self.admits and self.waiting and not step.budget.is_spent and len(step.chunks) != most:
+        while self.admits and self.waiting and step.budget.num_bytes > 0 and len(step.chunks) != most:
             group = self._next_waiting(step)
             if group is None or (group.is_suspect and suspect is None):
                 return  # the turn of a suspect comes in a step of its own
@@ -418,9 +418,9 @@ class Scheduler(StepWriter):
     def _pass_over(self, group: SequenceGroup, step: Step) -> bool:
         """Look past a group whose adapter has no slot here, if others may overtake it; returns whether that was done.
 
-        With no sequence left in the budget there are no others to look for.
+        With no sequence or no token left in the budget there are no others to look for.
         """
-        if self.has_lora_slot(group) or group in step.left or not step.budget.num_seqs:
+        if self.has_lora_slot(group) or group in step.left or not (step.budget.num_seqs and step.budget.num_tokens):
             return False
         if group.num_overtaken >= MAX_OVERTAKES or len(step.slotless) >= MOST_SLOTLESS:
             return False
@@ -432,7 +432,7 @@ class Scheduler(StepWriter):
     def _status(self, group: SequenceGroup, budget: SchedulingBudget) -> AllocStatus:
         if group.num_seqs > self.config.max_num_seqs or self.blocks.never_fits(group):
             return AllocStatus.NEVER  # before anybody is preempted for it
-        if group.num_seqs > budget.num_seqs or not self.has_lora_slot(group):
+        if not budget.num_tokens or group.num_seqs > budget.num_seqs or not self.has_lora_slot(group):
             return AllocStatus.LATER
         return self.blocks.can_allocate(group, leave_watermark=bool(self.running))
 
@@ -477,7 +477,8 @@ class Scheduler(StepWriter):
     def _make_room(self, group: SequenceGroup, step: Step, *, has_choice: bool) -> bool:
         """Preempt running groups that a waiting one outranks, if that gives it the room that it needs.
 
-        It is left to another worker instead where that has room for it.
+        Tokens of the step are part of that room; for those nothing is preempted that takes none of them. The group is
+        left to another worker instead where that has room for it.
         """
         if not self.waiting.outranks(group, self.waiting.victim(self.running)):
             return False
@@ -487,15 +488,19 @@ class Scheduler(StepWriter):
             return False
         victims: list[SequenceGroup] = []
         candidates = dict(self.running)
-        num_seqs = step.budget.num_seqs
+        num_tokens, num_seqs = step.budget.num_tokens, step.budget.num_seqs
         while (
-            num_seqs < group.num_seqs
+            not num_tokens
+            or num_seqs < group.num_seqs
             or not self.has_lora_slot(group, without=victims)
             or self.blocks.can_allocate(group, leave_watermark=bool(candidates), without=victims) is not AllocStatus.OK
         ):
             victim = self.waiting.victim(candidates)
             # Blocks that were swapped in within this step are not in their place yet, and cannot be swapped out.
             if step.swap_in or not self.waiting.outranks(group, victim):
+                return False
+            num_tokens += step.num_tokens_of(victim)
+            if not num_tokens:
                 return False
             del candidates[victim]
             victims.append(victim)

@@ -71,6 +71,11 @@ class Step:
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
 
+    def num_tokens_of(self, group: SequenceGroup) -> int:
+        """What a group takes of the step, as it is planned by now."""
+        num_repeated = sum(sequence.group is group for sequence, _, _ in self.steady)
+        return num_repeated + sum(chunk.num_tokens for chunk in self.chunks.get(group, ()))
+
 
 class StepWriter(GroupLedger):
     """A ledger that keeps what the worker knows in step with what it is sent."""

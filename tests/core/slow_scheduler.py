@@ -197,7 +197,13 @@ class SlowScheduler(SlowBlocks):
         held = self.held("device", but_by=victims)
         needed = self.blocks_of(group) - sum(block in held for block in self.cached(group.live[0]))
         num_reserved = self.num_reserved if rest else 0
+        if not self.tokens_left_without(victims):
+            return False
         return needed + num_reserved <= self.config.num_device_blocks - len(held) and self.has_slots(group, rest)
+
+    def tokens_left_without(self, victims: list[SlowGroup]) -> int:
+        others = [num_tokens for sequence, num_tokens, _ in self.plan if sequence.group not in victims]
+        return self.config.max_num_batched_tokens - sum(others)
 
     def make_room(self, group: SlowGroup) -> bool:
         victims: list[SlowGroup] = []
@@ -206,6 +212,8 @@ class SlowScheduler(SlowBlocks):
             if not rest or self.num_swapped_in or not self.queue.outranks(group, self.queue.victim(rest)):
                 return False
             victims.append(self.queue.victim(rest))
+            if not self.tokens_left_without(victims):
+                return False
         for victim in victims:
             self.preempt(victim)
         return True
@@ -222,7 +230,7 @@ class SlowScheduler(SlowBlocks):
         return group is not None and (not self.swapped or self.queue.outranks(group, self.swapped[0]))
 
     def admit(self) -> None:
-        while self.is_next_waiting() and self.tokens_left and self.bytes_left > 0 and not self.has_preempted:
+        while self.is_next_waiting() and self.bytes_left > 0 and not self.has_preempted:
             group = self.next_waiting()
             if group.num_seqs > self.config.max_num_seqs or self.never_fits(group):
                 self.queue.leave(group)
@@ -230,7 +238,7 @@ class SlowScheduler(SlowBlocks):
                 continue
             has_room = self.fits(group, []) if self.slotless else self.make_room(group)
             if not has_room:
-                if sum(other.num_seqs for other in self.running) == self.config.max_num_seqs:
+                if sum(other.num_seqs for other in self.running) == self.config.max_num_seqs or not self.tokens_left:
                     return
                 if self.has_lora_slot(group, self.running) or group.num_overtaken == 16 or len(self.slotless) == 32:
                     return

@@ -120,6 +120,23 @@ def test_a_group_that_outranks_a_running_one_takes_its_place_also_when_it_is_not
     run(scheduler, worker)
 
 
+def test_a_better_priority_does_not_wait_for_tokens_that_worse_ones_take_of_every_step() -> None:
+    """As many may run as a step has tokens: so nothing is left of any step while they decode."""
+    scheduler = make_scheduler(PriorityQueue(), max_num_batched_tokens=4, max_num_seqs=4, num_device_blocks=64)
+    worker = FakeWorker(scheduler.config)
+    low = [make_group(str(i), 4, priority=5, max_tokens=30) for i in range(4)]
+    for group in low:
+        scheduler.add_request(group)
+    while sum(map(len, plan(step(scheduler, worker)).values())) < 4:
+        pass
+    scheduler.add_request(make_group("urgent", 4, max_tokens=3, root=b"u"))
+    assert plan(step(scheduler, worker)) == {"0": [1], "1": [1], "2": [1], "urgent": [1]}
+    scheduler.add_request(make_group("equal", 4, priority=5, root=b"e"))
+    assert "equal" not in plan(step(scheduler, worker))
+    run(scheduler, worker)
+    assert [output_of(group) for group in low] == [reference_output(group, 0, 64) for group in low]
+
+
 def test_groups_of_equal_rank_do_not_preempt_each_other_for_ever() -> None:
     """The second comes one level better and as much later as evens it out; steps are planned ahead of the answers."""
     scheduler = make_scheduler(PriorityQueue(overtakes=1), num_device_blocks=8, block_size=2)
