@@ -5,11 +5,15 @@ import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, NamedTuple, NoReturn
+from urllib.parse import quote
 
 import grpc
 import structlog
 
 log = structlog.get_logger()
+
+MOST_STATUS_BYTES = 4096
+"""Of an error's sentence, encoded for the header that it travels in."""
 
 
 class RequestError(Exception):
@@ -101,6 +105,17 @@ def _guard_generator(behavior: Behavior) -> Behavior:
     return call
 
 
+def _short(sentence: str) -> str:
+    """As much of a sentence as fits into a status: what a client sent may be in it, or what a model's author wrote.
+
+    It travels in a header, percent-encoded, and gRPC libraries drop calls whose headers are larger than 8 KiB.
+    """
+    short = sentence[:MOST_STATUS_BYTES]
+    while len(quote(short)) > MOST_STATUS_BYTES:
+        short = short[: len(short) // 2]
+    return sentence if short == sentence else f"{short}…"
+
+
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
     """Ends a call. gRPC's own exception leads to itself: it stays in memory until Python's collector comes.
 
@@ -109,7 +124,7 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) 
     if isinstance(error, RequestError):
         error.__traceback__ = error.__context__ = None
         try:
-            await context.abort(error.code, str(error))
+            await context.abort(error.code, _short(str(error)))
         except grpc.aio.InternalError:  # nobody is there, or a message that nobody reads is in its way
             log.info("call cancelled", code=error.code.name, reason=str(error))
             raise asyncio.CancelledError from None  # the only end that gRPC takes now
