@@ -6,7 +6,7 @@ held again, until the pool has nothing else to hand out.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from scheduler_service.core.prefix_directory import PrefixDirectory
 
@@ -136,6 +136,23 @@ class BlockAllocator:
     def find(self, content: Content) -> int | None:
         """The block that is found by this key, held or free."""
         return self._by_key.get(content)
+
+    def find_run(self, keys: Iterable[bytes]) -> list[int]:
+        """The blocks that are found by the first of these keys, up to one by which none is found."""
+        find = self._by_key.get
+        blocks: list[int] = []
+        for key in keys:
+            if (block := find(key)) is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def num_held(self, blocks: Iterable[int], leaving: Mapping[int, int]) -> int:
+        """How many of these blocks are held, once as many holders of each as are `leaving` have let go."""
+        ref_counts = self._ref_counts
+        if not leaving:
+            return sum(map(bool, map(ref_counts.__getitem__, blocks)))
+        return sum(ref_counts[block] > leaving.get(block, 0) for block in blocks)
 
     def contents(self, blocks: Iterable[int]) -> list[Content]:
         """What these blocks hold; numbers below 0, which are none, stay."""

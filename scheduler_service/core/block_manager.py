@@ -125,7 +125,7 @@ class BlockManager:
         num_free = self.device.num_free + sum(self.device.ref_count(b) == n for b, n in leaving.items())
         # A cached block that somebody goes on holding costs nothing.
         needed = self.num_blocks_of(group)
-        needed -= sum(self.device.ref_count(block) > leaving[block] for block in self._cached_blocks(group.live[0]))
+        needed -= self.device.num_held(self._cached_blocks(group.live[0]), leaving)
         reserve = self.num_watermark_blocks if leave_watermark else 0
         return AllocStatus.OK if needed + reserve <= num_free else AllocStatus.LATER
 
@@ -179,13 +179,7 @@ class BlockManager:
 
     def _cached_blocks(self, sequence: Sequence) -> list[int]:
         """The longest cached prefix."""
-        blocks: list[int] = []
-        for key in self.cacheable_keys(sequence):
-            block = self.device.find(key)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+        return self.device.find_run(self.cacheable_keys(sequence))
 
     def _keys(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
         """Keys of at least the first `num_blocks` blocks, which must be full; computed once."""
