@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -13,6 +12,7 @@ from pagewire_common.errors import RequestError
 from scheduler_service.cluster_state import cluster_state
 from scheduler_service.engine import Engine
 from scheduler_service.finished_requests import MAX_REQUESTS
+from scheduler_service.patient_writer import PatientWriter
 from scheduler_service.side_calls import SideCalls
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -38,9 +38,9 @@ class AdminServicer(AdminServiceServicer):
     async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.GetClusterStateResponse:
         return pb.GetClusterStateResponse(state=cluster_state(self._engine))
 
-    async def WatchClusterState(
+    async def WatchClusterState(  # type: ignore[override]  # it writes itself, to bound how long a write may take
         self, request: pb.WatchClusterStateRequest, context: Context
-    ) -> AsyncIterator[pb.WatchClusterStateResponse]:
+    ) -> None:
         interval_ms = request.interval_ms if request.HasField("interval_ms") else INTERVAL_MS
         if not MIN_INTERVAL_MS <= interval_ms <= MAX_INTERVAL_MS:
             raise RequestError(
@@ -48,10 +48,14 @@ class AdminServicer(AdminServiceServicer):
                 f"interval_ms is {interval_ms}; it must be in [{MIN_INTERVAL_MS}, {MAX_INTERVAL_MS}]",
             )
         with self._watches.place():
-            while not self._closed.is_set():
-                yield pb.WatchClusterStateResponse(state=cluster_state(self._engine))
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._closed.wait(), interval_ms / 1000)
+            writer = PatientWriter(context, self._engine.settings.stall_timeout)
+            try:
+                while not self._closed.is_set():
+                    await writer.write(pb.WatchClusterStateResponse(state=cluster_state(self._engine)))
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._closed.wait(), interval_ms / 1000)
+            finally:
+                writer.close()
         raise RequestError(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
 
     async def ListFinishedRequests(

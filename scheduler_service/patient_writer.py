@@ -8,7 +8,6 @@ from typing import Any
 
 import grpc
 
-from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.errors import RequestError
 
 
@@ -27,7 +26,7 @@ class PatientWriter:
         self._has_stalled = False
         self._timer = self._loop.call_later(limit, self._check)
 
-    async def write(self, message: pb.GenerateResponse) -> None:
+    async def write(self, message: Any) -> None:
         """Raises RESOURCE_EXHAUSTED when the client does not read it in time, CANCELLED when it has gone meanwhile."""
         self._began = self._loop.time()
         try:

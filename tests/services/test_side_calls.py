@@ -19,7 +19,7 @@ from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
 from pagewire_common.errors import RequestError
 from scheduler_service import servicer as servicer_module
-from scheduler_service.admin_servicer import MAX_WATCHES
+from scheduler_service.admin_servicer import MAX_WATCHES, AdminServicer
 from scheduler_service.servicer import InferenceServicer
 from scheduler_service.side_calls import SideCalls
 
@@ -86,6 +86,21 @@ async def test_watches_are_limited_and_one_that_ends_makes_place(one: InProcess)
                 break
             except grpc.aio.AioRpcError:
                 await asyncio.sleep(0.01)
+
+
+class NeverReads:
+    """A context whose client takes nothing in."""
+
+    async def write(self, message: Any) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_a_watch_that_nobody_reads_ends_and_gives_its_place_back() -> None:
+    async with running("127.0.0.1:1", stall_timeout=0.01) as engine:
+        servicer = AdminServicer(engine)
+        for _ in range(MAX_WATCHES + 1):
+            with pytest.raises(RequestError, match=r"the client read nothing for 0\.01 s"):
+                await servicer.WatchClusterState(admin_pb.WatchClusterStateRequest(), NeverReads())  # type: ignore[arg-type]
 
 
 async def test_a_prompt_is_encoded_while_every_side_call_waits_for_its_thread(one: InProcess) -> None:
