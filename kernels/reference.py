@@ -167,15 +167,25 @@ def pack(weight: Tensor, wide: bool = False) -> "Product | None":
     return lambda x, bias: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
-def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest int8 numbers, and for each output the scale that makes them weights again.
+INT8_GROUP = 32
+"""Neighbouring inputs of an output whose int8 weights share a scale."""
 
-    weight: [outputs, inputs]; returns [outputs, inputs] int8 within ±127 and [outputs] float32.
+
+def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest int8 numbers, and for each group of an output the scale that makes them weights again.
+
+    weight: [outputs, inputs]; returns [outputs, inputs] int8 within ±127 and [outputs, groups] bf16, where the last
+    group may have fewer inputs.
     """
-    scales = weight.abs().amax(dim=1).float().clamp_(min=torch.finfo(torch.float32).tiny) / 127
+    numbers, scales = [], []
     # Some rows at a time: a large vocabulary in float32 would take more memory than anything else at start.
-    parts = zip(torch.split(weight, 4096), torch.split(scales[:, None], 4096), strict=True)
-    return torch.cat([(part.float() / scale).round_().to(torch.int8) for part, scale in parts]), scales
+    for rows in torch.split(weight, 4096):
+        groups = functional.pad(rows.float(), (0, -rows.shape[1] % INT8_GROUP)).view(len(rows), -1, INT8_GROUP)
+        largest = groups.abs().amax(dim=2).clamp_(min=127 * torch.finfo(torch.bfloat16).tiny)
+        scales.append((largest / 127).bfloat16())
+        rounded = (groups / scales[-1].float()[:, :, None]).round_().clamp_(-127, 127).to(torch.int8)
+        numbers.append(rounded.flatten(1)[:, : rows.shape[1]])
+    return torch.cat(numbers), torch.cat(scales)
 
 
 def pack_int8(weight: Tensor, wide: bool = False) -> "Product | None":  # noqa: ARG001 (others use it)

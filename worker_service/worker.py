@@ -14,6 +14,7 @@ import structlog
 import torch
 
 from kernels.ops import EAGER, backend_name, ops_for
+from kernels.reference import INT8_GROUP
 from pagewire_common.start_error import StartError
 from worker_service.cache_engine import CacheEngine, CacheShape
 from worker_service.capacity import check_room_for_weights, count_device_blocks
@@ -79,7 +80,9 @@ def load_worker(settings: WorkerSettings) -> Worker:
         check_room_for_weights(device, [tensor.nbytes for tensor in blueprint.values()], ranks)
         _check_quantization(config, dtype, device, settings)
         # Of the whole model, for which one rank speaks. Several threads read it, so that loading finds it in memory.
-        fingerprint = checkpoint.fingerprint(tokenizer_files, dtype, settings.quantization) if ranks.rank == 0 else ""
+        # Weights rounded in another way are other weights: workers that round differently do not serve together.
+        scheme = f"int8 by {INT8_GROUP}" if settings.quantization == "int8" else settings.quantization
+        fingerprint = checkpoint.fingerprint(tokenizer_files, dtype, scheme) if ranks.rank == 0 else ""
         model = build_model(config, dtype, device, ranks)
         checkpoint.load_into(model.checkpoint_tensors(), cuts)
         model.pack(int8=settings.quantization == "int8")

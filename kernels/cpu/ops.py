@@ -87,12 +87,11 @@ def pack(weight: Tensor, wide: bool = False) -> Product | None:
     if weight.dtype is not torch.bfloat16 or not _library.can_pack(weight.shape[1]):
         return reference.pack(weight, wide)
     outputs, packed = len(weight), _library.pack(weight)
-    return lambda x, bias: _library.linear(x, packed, None, bias, outputs, wide)
+    return lambda x, bias: _library.linear(x, packed, bias, outputs, wide)
 
 
 def pack_int8(weight: Tensor, wide: bool = False) -> Product | None:
     if weight.dtype is not torch.bfloat16 or not _library.can_pack(weight.shape[1]):
         return None
-    quantized, scales = reference.quantize_int8(weight)
-    outputs, packed = len(weight), _library.pack(quantized)
-    return lambda x, bias: _library.linear(x, packed, scales, bias, outputs, wide)
+    outputs, packed = len(weight), _library.pack_int8(*reference.quantize_int8(weight))
+    return lambda x, bias: _library.linear(x, packed, bias, outputs, wide)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from kernels.ops import ops_for
 from pagewire_common.start_error import StartError
 from worker_service.models.linear import Linear
 from worker_service.settings import WorkerSettings
@@ -49,3 +50,17 @@ def test_int8_for_networks_or_types_that_have_none_is_refused_before_weights_are
         load_worker(
             WorkerSettings(model=str(native), device="cpu", dtype="float32", quantization="int8", num_device_blocks=8)
         )
+
+
+def test_weights_rounded_in_another_way_have_another_fingerprint(
+    make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ops_for(torch.device("cpu")).pack_int8(torch.ones(2, 2, dtype=torch.bfloat16)) is None:
+        pytest.skip("this machine has no bf16 dot products, which int8 weights need")
+    settings = WorkerSettings(
+        model=str(make_checkpoint()), device="cpu", dtype="bfloat16", quantization="int8", num_device_blocks=40
+    )
+    fingerprint = load_worker(settings).info.model_fingerprint
+    assert load_worker(settings).info.model_fingerprint == fingerprint
+    monkeypatch.setattr("worker_service.worker.INT8_GROUP", 64)
+    assert load_worker(settings).info.model_fingerprint != fingerprint

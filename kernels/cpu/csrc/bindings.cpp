@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "attention.h"
@@ -258,50 +259,65 @@ bool can_pack(int64_t inputs) {
 #endif
 }
 
-template <typename T>
-void pack_panels(const T* from, T* to, int64_t outputs, int64_t inputs) {
-  parallel_for((outputs + kPanel - 1) / kPanel, 1, [&](int64_t begin, int64_t end) {
+// weight: [outputs, inputs] of bf16; returns [panels, inputs / 2, 32, 2].
+Tensor pack(const Tensor& weight) {
+  TORCH_CHECK(weight.device().is_cpu() && weight.dim() == 2 && can_pack(weight.size(1)) &&
+                  weight.scalar_type() == at::kBFloat16,
+              "this weight cannot be packed");
+  const int64_t outputs = weight.size(0), inputs = weight.size(1);
+  auto packed = at::empty({panels_of(outputs), inputs / 2, kPanel, 2}, weight.options());
+  const auto source = weight.contiguous();
+  const auto* from = source.const_data_ptr<at::BFloat16>();
+  auto* to = packed.data_ptr<at::BFloat16>();
+  parallel_for(panels_of(outputs), 1, [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; ++panel)
       for (int64_t input = 0; input < inputs; ++input)
         for (int64_t i = 0; i < kPanel; ++i) {
           const int64_t output = panel * kPanel + i;
           to[((panel * (inputs / 2) + input / 2) * kPanel + i) * 2 + input % 2] =
-              output < outputs ? from[output * inputs + input] : T(0);
+              output < outputs ? from[output * inputs + input] : at::BFloat16(0);
         }
   });
-}
-
-// weight: [outputs, inputs] of bf16 or int8.
-Tensor pack(const Tensor& weight) {
-  const bool is_int8 = weight.scalar_type() == at::kChar;
-  TORCH_CHECK(weight.device().is_cpu() && weight.dim() == 2 && can_pack(weight.size(1)) &&
-                  (is_int8 || weight.scalar_type() == at::kBFloat16),
-              "this weight cannot be packed");
-  const int64_t outputs = weight.size(0), inputs = weight.size(1);
-  auto packed = at::empty({(outputs + kPanel - 1) / kPanel, inputs / 2, kPanel, 2}, weight.options());
-  const auto source = weight.contiguous();
-  if (is_int8) {
-    pack_panels(source.const_data_ptr<int8_t>(), packed.data_ptr<int8_t>(), outputs, inputs);
-  } else {
-    pack_panels(source.const_data_ptr<at::BFloat16>(), packed.data_ptr<at::BFloat16>(), outputs, inputs);
-  }
   return packed;
 }
 
-// scales: of packed int8 weights, [outputs] float32; wide: whether the result is float32.
-Tensor linear(
-    const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales, const std::optional<Tensor>& bias,
-    int64_t outputs, bool wide) {
-  TORCH_CHECK(packed.dim() == 4 && packed.size(2) == kPanel && packed.size(0) == (outputs + kPanel - 1) / kPanel &&
-                  packed.scalar_type() == (scales.has_value() ? at::kChar : at::kBFloat16),
-              "the weight was not packed for ", outputs, " outputs");
+// weight: [outputs, inputs] of int8; scales: [outputs, groups] of bf16; returns [panels, groups, bytes of a group]. The
+// last group of an output may have fewer weights than others.
+Tensor pack_int8(const Tensor& weight, const Tensor& scales) {
+  TORCH_CHECK(weight.device().is_cpu() && weight.dim() == 2 && can_pack(weight.size(1)) &&
+                  weight.scalar_type() == at::kChar,
+              "this weight cannot be packed");
+  const int64_t outputs = weight.size(0), inputs = weight.size(1), groups = groups_of(inputs);
+  TORCH_CHECK(scales.device().is_cpu() && scales.scalar_type() == at::kBFloat16 && scales.dim() == 2 &&
+                  scales.size(0) == outputs && scales.size(1) == groups,
+              "scales must be bf16 [", outputs, ", ", groups, "]");
+  auto packed = at::zeros({panels_of(outputs), groups, static_cast<int64_t>(sizeof(Int8Group))}, weight.options());
+  const auto numbers = weight.contiguous(), factors = scales.contiguous();
+  const auto* from = numbers.const_data_ptr<int8_t>();
+  const auto* from_scales = factors.const_data_ptr<at::BFloat16>();
+  auto* to = reinterpret_cast<Int8Group*>(packed.data_ptr<int8_t>());
+  parallel_for(panels_of(outputs), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t output = begin * kPanel; output < std::min(outputs, end * kPanel); ++output) {
+      const int64_t place = output % kPanel;
+      Int8Group* own = to + output / kPanel * groups;
+      for (int64_t group = 0; group < groups; ++group) own[group].scales[place] = from_scales[output * groups + group];
+      for (int64_t input = 0; input < inputs; ++input)
+        own[input / kGroup].weights[input % kGroup / 2][place][input % 2] = from[output * inputs + input];
+    }
+  });
+  return packed;
+}
+
+// packed: from `pack` or `pack_int8`; wide: whether the result is float32.
+Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t outputs, bool wide) {
   TORCH_CHECK(x.device().is_cpu() && x.scalar_type() == at::kBFloat16, "x must be on the CPU and BFloat16");
-  TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1 && x.size(1) == 2 * packed.size(1), "x must be [rows, ",
-              2 * packed.size(1), "]");
-  if (scales.has_value()) {
-    check_contiguous(*scales, "scales");
-    TORCH_CHECK(scales->scalar_type() == at::kFloat && scales->numel() == outputs, "scales must be float32 [outputs]");
-  }
+  TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1 && can_pack(x.size(1)), "x must be [rows, inputs]");
+  const int64_t inputs = x.size(1);
+  const bool is_int8 = packed.scalar_type() == at::kChar;
+  TORCH_CHECK(packed.size(0) == panels_of(outputs) &&
+                  (is_int8 ? packed.dim() == 3 && packed.size(1) == groups_of(inputs) && packed.size(2) == sizeof(Int8Group)
+                           : packed.dim() == 4 && packed.size(1) == inputs / 2 && packed.scalar_type() == at::kBFloat16),
+              "the weight was not packed for ", inputs, " inputs and ", outputs, " outputs");
   if (bias.has_value()) {
     check_like(*bias, x, "bias");
     check_contiguous(*bias, "bias");
@@ -312,22 +328,11 @@ Tensor linear(
   const Results results{wide ? nullptr : out.data_ptr<at::BFloat16>(), wide ? out.data_ptr<float>() : nullptr};
   const auto* numbers = x.const_data_ptr<at::BFloat16>();
   const auto* added = bias.has_value() ? bias->const_data_ptr<at::BFloat16>() : nullptr;
-  Sizes sizes{x.size(0), x.size(1), outputs, x.stride(0)};
-  if (!scales.has_value()) {
-    multiply(Bf16Product{numbers, packed.const_data_ptr<at::BFloat16>()}, sizes, added, results);
-  } else if (sizes.rows > kTileRows || sizes.inputs > kMaxInt8Inputs) {
-    const WidenedProduct product{
-        {numbers, nullptr}, packed.const_data_ptr<int8_t>(), scales->const_data_ptr<float>()};
-    multiply(product, sizes, added, results);
+  const Sizes sizes{x.size(0), inputs, outputs, x.stride(0)};
+  if (is_int8) {
+    multiply(Int8Weights{reinterpret_cast<const Int8Group*>(packed.const_data_ptr<int8_t>())}, numbers, sizes, added, results);
   } else {
-    auto rounded = at::empty(x.sizes(), x.options().dtype(at::kShort));
-    auto x_scales = at::empty({x.size(0)}, x.options().dtype(at::kFloat));
-    round_to_12_bits(numbers, sizes, rounded.data_ptr<int16_t>(), x_scales.data_ptr<float>());
-    sizes.x_stride = x.size(1);
-    const Int8Product product{
-        rounded.const_data_ptr<int16_t>(), packed.const_data_ptr<int8_t>(), x_scales.const_data_ptr<float>(),
-        scales->const_data_ptr<float>()};
-    multiply(product, sizes, added, results);
+    multiply(Bf16Weights{packed.const_data_ptr<at::BFloat16>()}, numbers, sizes, added, results);
   }
 #else
   TORCH_CHECK(false, "there are no products of packed weights without bf16 dot products");
@@ -351,5 +356,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("qkv_attention", &pagewire::qkv_attention_op, unlocked);
   module.def("can_pack", &pagewire::can_pack, unlocked);
   module.def("pack", &pagewire::pack, unlocked);
+  module.def("pack_int8", &pagewire::pack_int8, unlocked);
   module.def("linear", &pagewire::linear, unlocked);
 }

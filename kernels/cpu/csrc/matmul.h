@@ -6,16 +6,16 @@
 // vector registers and streams the panel once; 12 rows are what keeps two dot products a cycle fed with one broadcast
 // each. Rows are taken 192 at a time, so that they stay in a core's second cache while panels pass by.
 //
-// int8 weights have a scale for each output. With few rows, where what counts is that half as much memory is read, they
-// are widened to int16 as they are read and multiplied by x rounded to 12 bits with a scale for each row; these sums
-// are exact in int32 for up to 8,192 inputs. With more rows or inputs a panel is widened to bf16, which holds int8
-// exactly, before its tiles are multiplied: the dot product of bf16 is twice as fast as that of int16.
+// int8 weights have a scale for every 32 inputs of an output. What is multiplied is the number times its scale, rounded
+// to bf16, whatever the number of rows, so that a row's sums are the same alone and among others. One or two tiles make
+// these products as they read, which dot products of 8 rows or more hide; for more tiles a panel is widened once.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
-#include <cmath>
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #include "team.h"
 #include "vectors.h"
@@ -23,73 +23,109 @@
 namespace pagewire {
 
 constexpr int64_t kPanel = 32;
-constexpr int64_t kMaxInt8Inputs = 8192;
+constexpr int64_t kGroup = 32;
+
+// int8 weights of 32 neighbouring inputs and the outputs of a panel, with the scales that make them weights again.
+struct Int8Group {
+  at::BFloat16 scales[kPanel];
+  int8_t weights[kGroup / 2][kPanel][2];
+};
+static_assert(sizeof(Int8Group) % 64 == 0);
+
+inline int64_t panels_of(int64_t outputs) { return (outputs + kPanel - 1) / kPanel; }
+inline int64_t groups_of(int64_t inputs) { return (inputs + kGroup - 1) / kGroup; }
 
 #if defined(__AVX512BF16__)
 
 constexpr int64_t kTileRows = 12;
 constexpr int64_t kChunkRows = 192;
+constexpr int64_t kMaxNarrowTiles = 2;
 
 struct Sizes {
   int64_t rows, inputs, outputs, x_stride;
 };
 
-struct Bf16Product {
-  using Number = at::BFloat16;
-  using Weight = at::BFloat16;
-  using Sums = __m512;
+// Reads the weights of a panel, two neighbouring inputs at a time: outputs 0 to 15 and 16 to 31. Inputs come in
+// stretches, and `enter` is called with the first of each. All is inlined by force: around a call the 24 registers of
+// sums would be saved.
+#define PAGEWIRE_INLINE __attribute__((always_inline)) inline
 
-  const Number* x;       // [rows, inputs], rows `x_stride` apart
-  const Weight* weight;  // packed
+struct Bf16Panel {
+  static constexpr int64_t kStretch = std::numeric_limits<int64_t>::max();
 
-  const Weight* panel(const Sizes& sizes, int64_t panel) const { return weight + panel * kPanel * sizes.inputs; }
-  static Sums zero() { return _mm512_setzero_ps(); }
-  static __m512i read(const Weight* pairs) { return _mm512_loadu_si512(pairs); }
-  static Sums add(Sums sums, __m512i x, __m512i weight) {
-    return _mm512_dpbf16_ps(sums, (__m512bh)x, (__m512bh)weight);
-  }
-  __m512 finish(Sums sums, int64_t, int64_t, __mmask16) const { return sums; }
-};
+  const at::BFloat16* weights;  // [inputs / 2][32][2]
 
-struct Int8Product {
-  using Number = int16_t;
-  using Weight = int8_t;
-  using Sums = __m512i;
-
-  const Number* x;
-  const Weight* weight;
-  const float *x_scales, *weight_scales;  // [rows], [outputs]
-
-  const Weight* panel(const Sizes& sizes, int64_t panel) const { return weight + panel * kPanel * sizes.inputs; }
-  static Sums zero() { return _mm512_setzero_si512(); }
-  static __m512i read(const Weight* pairs) {
-    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(pairs)));
-  }
-  static Sums add(Sums sums, __m512i x, __m512i weight) { return _mm512_dpwssd_epi32(sums, x, weight); }
-  __m512 finish(Sums sums, int64_t row, int64_t output, __mmask16 mask) const {
-    const __m512 scales = _mm512_maskz_loadu_ps(mask, weight_scales + output);
-    return _mm512_mul_ps(_mm512_cvtepi32_ps(sums), _mm512_mul_ps(scales, _mm512_set1_ps(x_scales[row])));
+  PAGEWIRE_INLINE void enter(int64_t) {}
+  PAGEWIRE_INLINE void read(int64_t input, __m512bh& low, __m512bh& high) const {
+    low = (__m512bh)_mm512_loadu_si512(weights + input * kPanel);
+    high = (__m512bh)_mm512_loadu_si512(weights + input * kPanel + kPanel);
   }
 };
 
-struct WidenedProduct : Bf16Product {
-  const int8_t* weight8;  // packed
-  const float* weight_scales;
+struct Int8Panel {
+  static constexpr int64_t kStretch = kGroup;
 
-  const Weight* panel(const Sizes& sizes, int64_t panel) const {
-    static thread_local Buffer<at::BFloat16> widened;
-    const int64_t count = kPanel * sizes.inputs;
-    widened.resize(count);
-    const auto* source = reinterpret_cast<const __m128i*>(weight8 + panel * count);
-    for (int64_t i = 0; i < count; i += 32, source += 2) {
-      const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(source)));
-      const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(source + 1)));
-      _mm512_storeu_si512(widened.data() + i, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+  const Int8Group* groups;
+  const int8_t* weights = nullptr;  // of the group, [16][32][2]
+  int64_t first = 0;                // input of the group
+  __m512 scales[4] = {};            // of eight outputs each, for both inputs of a pair
+
+  PAGEWIRE_INLINE void enter(int64_t input) {
+    const Int8Group& group = groups[input / kGroup];
+    weights = group.weights[0][0];
+    first = input;
+    const __m512i narrow = _mm512_loadu_si512(group.scales);
+    // Lanes 2 i and 2 i + 1 get scale i in their upper half.
+    __m512i places = _mm512_slli_epi32(_mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0), 16);
+    for (auto& eight : scales) {
+      eight = _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, places, narrow));
+      places = _mm512_add_epi32(places, _mm512_set1_epi32(8 << 16));
     }
-    return widened.data();
   }
-  __m512 finish(Sums sums, int64_t, int64_t output, __mmask16 mask) const {
-    return _mm512_mul_ps(sums, _mm512_maskz_loadu_ps(mask, weight_scales + output));
+  PAGEWIRE_INLINE void read(int64_t input, __m512bh& low, __m512bh& high) const {
+    const auto* source = reinterpret_cast<const __m128i*>(weights + (input - first) * kPanel);
+    low = _mm512_cvtne2ps_pbh(scaled(source + 1, scales[1]), scaled(source, scales[0]));
+    high = _mm512_cvtne2ps_pbh(scaled(source + 3, scales[3]), scaled(source + 2, scales[2]));
+  }
+  PAGEWIRE_INLINE static __m512 scaled(const __m128i* weights, __m512 scales) {
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(weights))), scales);
+  }
+};
+
+struct Bf16Weights {
+  const at::BFloat16* packed;  // [panels, inputs / 2, 32, 2]
+
+  // Calls tile(number, the panel's weights) for each tile in turn.
+  template <typename F>
+  void for_tiles(int64_t panel, int64_t inputs, int64_t tiles, const F& tile) const {
+    for (int64_t i = 0; i < tiles; ++i) tile(i, Bf16Panel{packed + panel * kPanel * inputs});
+  }
+};
+
+struct Int8Weights {
+  const Int8Group* packed;  // [panels, groups]
+
+  template <typename F>
+  void for_tiles(int64_t panel, int64_t inputs, int64_t tiles, const F& tile) const {
+    const Int8Panel narrow{packed + panel * groups_of(inputs)};
+    if (tiles <= kMaxNarrowTiles) {
+      for (int64_t i = 0; i < tiles; ++i) tile(i, narrow);
+    } else {
+      const Bf16Panel wide = widen(narrow, inputs);
+      for (int64_t i = 0; i < tiles; ++i) tile(i, wide);
+    }
+  }
+  static Bf16Panel widen(Int8Panel narrow, int64_t inputs) {
+    static thread_local Buffer<at::BFloat16> wide;
+    if (static_cast<int64_t>(wide.size()) < inputs * kPanel) wide.resize(inputs * kPanel);
+    for (int64_t k = 0; k < inputs; k += 2) {
+      if (k % kGroup == 0) narrow.enter(k);
+      __m512bh low, high;
+      narrow.read(k, low, high);
+      _mm512_storeu_si512(wide.data() + k * kPanel, (__m512i)low);
+      _mm512_storeu_si512(wide.data() + k * kPanel + kPanel, (__m512i)high);
+    }
+    return {wide.data()};
   }
 };
 
@@ -107,21 +143,26 @@ struct Results {
   }
 };
 
-template <int kRows, typename Product>
+template <int kRows, typename Panel>
 inline void multiply_tile(
-    const Product& p, const typename Product::Weight* weight, const Sizes& sizes, const at::BFloat16* bias,
-    const Results& out, int64_t row, int64_t panel) {
-  const auto* x = p.x + row * sizes.x_stride;
-  typename Product::Sums sums[kRows][2];
-  for (int i = 0; i < kRows; ++i) sums[i][0] = sums[i][1] = Product::zero();
-  for (int64_t k = 0; k < sizes.inputs; k += 2) {
-    const __m512i left = Product::read(weight + k * kPanel), right = Product::read(weight + k * kPanel + 32);
-    for (int i = 0; i < kRows; ++i) {
-      int32_t pair;
-      __builtin_memcpy(&pair, x + i * sizes.x_stride + k, sizeof(pair));
-      const __m512i both = _mm512_set1_epi32(pair);
-      sums[i][0] = Product::add(sums[i][0], both, left);
-      sums[i][1] = Product::add(sums[i][1], both, right);
+    Panel weights, const at::BFloat16* x, const Sizes& sizes, const at::BFloat16* bias, const Results& out, int64_t row,
+    int64_t panel) {
+  x += row * sizes.x_stride;
+  __m512 sums[kRows][2];
+  for (int i = 0; i < kRows; ++i) sums[i][0] = sums[i][1] = _mm512_setzero_ps();
+  for (int64_t start = 0, end; start < sizes.inputs; start = end) {
+    end = start + std::min(Panel::kStretch, sizes.inputs - start);
+    weights.enter(start);
+    for (int64_t k = start; k < end; k += 2) {
+      __m512bh low, high;
+      weights.read(k, low, high);
+      for (int i = 0; i < kRows; ++i) {
+        int32_t pair;
+        __builtin_memcpy(&pair, x + i * sizes.x_stride + k, sizeof(pair));
+        const auto both = (__m512bh)_mm512_set1_epi32(pair);
+        sums[i][0] = _mm512_dpbf16_ps(sums[i][0], both, low);
+        sums[i][1] = _mm512_dpbf16_ps(sums[i][1], both, high);
+      }
     }
   }
   for (int half = 0; half < 2; ++half) {
@@ -134,58 +175,37 @@ inline void multiply_tile(
       added = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
     }
     for (int i = 0; i < kRows; ++i) {
-      const __m512 product = _mm512_add_ps(p.finish(sums[i][half], row + i, output, mask), added);
+      const __m512 product = _mm512_add_ps(sums[i][half], added);
       out.store((row + i) * sizes.outputs + output, mask, product);
     }
   }
 }
 
-template <typename Product, int kRows = kTileRows>
+template <int kRows = kTileRows, typename Panel>
 inline void multiply_rows(
-    const Product& p, const typename Product::Weight* weight, const Sizes& sizes, const at::BFloat16* bias,
-    const Results& out, int64_t row, int64_t rows, int64_t panel) {
+    const Panel& weights, const at::BFloat16* x, const Sizes& sizes, const at::BFloat16* bias, const Results& out,
+    int64_t row, int64_t rows, int64_t panel) {
   if constexpr (kRows > 0) {
-    if (rows == kRows) return multiply_tile<kRows>(p, weight, sizes, bias, out, row, panel);
-    multiply_rows<Product, kRows - 1>(p, weight, sizes, bias, out, row, rows, panel);
+    if (rows == kRows) return multiply_tile<kRows>(weights, x, sizes, bias, out, row, panel);
+    multiply_rows<kRows - 1>(weights, x, sizes, bias, out, row, rows, panel);
   }
 }
 
-// bias: [outputs] or null.
-template <typename Product>
-void multiply(const Product& p, const Sizes& sizes, const at::BFloat16* bias, const Results& out) {
-  const int64_t panels = (sizes.outputs + kPanel - 1) / kPanel;
+// x: [rows, inputs], rows `x_stride` apart; bias: [outputs] or null.
+template <typename Weights>
+void multiply(
+    const Weights& weights, const at::BFloat16* x, const Sizes& sizes, const at::BFloat16* bias, const Results& out) {
+  const int64_t panels = panels_of(sizes.outputs);
   const int64_t chunks = (sizes.rows + kChunkRows - 1) / kChunkRows;
   parallel_for(chunks * panels, 1, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t first = item / panels * kChunkRows;
+      const int64_t first = item / panels * kChunkRows, panel = item % panels;
       const int64_t rows = std::min(kChunkRows, sizes.rows - first);
-      const auto* weight = p.panel(sizes, item % panels);
       // Tiles of even height: 32 rows are 11, 11 and 10.
       const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
-      for (int64_t tile = 0; tile < tiles; ++tile) {
+      weights.for_tiles(panel, sizes.inputs, tiles, [&](int64_t tile, const auto& read) {
         const int64_t start = rows * tile / tiles;
-        multiply_rows(p, weight, sizes, bias, out, first + start, rows * (tile + 1) / tiles - start, item % panels);
-      }
-    }
-  });
-}
-
-// Rows as integers within ±2,047 and the scales that make them numbers again; a row that is not finite has no finite
-// scale.
-inline void round_to_12_bits(const at::BFloat16* x, const Sizes& sizes, int16_t* rounded, float* scales) {
-  parallel_for(sizes.rows, rows_a_thread(sizes.inputs), [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const at::BFloat16* source = x + row * sizes.x_stride;
-      Vec most(0.0f);
-      for_each_vector(sizes.inputs, [&](int64_t i, int64_t n) {
-        most = at::vec::maximum(most, widen(source + i, n).abs());
-      });
-      scales[row] = largest(most) / 2047.0f;
-      const Vec factor(scales[row] > 0.0f ? 1.0f / scales[row] : 0.0f);
-      for_each_vector(sizes.inputs, [&](int64_t i, int64_t n) {
-        const __m512i wide = _mm512_cvtps_epi32(widen(source + i, n) * factor);
-        _mm256_mask_storeu_epi16(
-            rounded + row * sizes.inputs + i, static_cast<__mmask16>((1 << n) - 1), _mm512_cvtepi32_epi16(wide));
+        multiply_rows(read, x, sizes, bias, out, first + start, rows * (tile + 1) / tiles - start, panel);
       });
     }
   });
