@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kernels.cpu import ops
+from kernels.cpu.ops import _library
 from kernels.sampling import draw, log_probabilities
 
 __all__ = ["draw", "greedy", "log_probabilities"]
@@ -10,5 +10,5 @@ __all__ = ["draw", "greedy", "log_probabilities"]
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """As `kernels.sampling.greedy`."""
-    token_ids, largest = ops._library.greedy(logits.contiguous())
+    token_ids, largest = _library.greedy(logits.contiguous())
     return token_ids, largest
