@@ -1,7 +1,7 @@
 """Block tables: which blocks hold the keys and values of each sequence, in the order of positions.
 
-A table covers at least the computed tokens of its sequence. A block may stand in several tables while nobody writes
-to it; whoever writes to a shared block gets a copy first (copy on write).
+A table covers at least the computed tokens of its sequence. A block may stand in several tables while no sequence
+writes to it; a sequence that does gets a copy of a shared block first (copy on write).
 
 A sequence that is swapped out has a table of host blocks instead. Blocks keep their keys on the way out and on the way
 back: what the other pool already has under a key is shared there, and only the rest is copied. The copies can be found
@@ -86,7 +86,7 @@ class BlockManager:
         return self._within_window(self._num_blocks_ahead(sequence.num_tokens))
 
     def num_blocks_of(self, group: SequenceGroup) -> int:
-        """Blocks that the group needs to reach the state it is in, those of the prompt shared where nobody writes."""
+        """Blocks that the group needs to reach the state it is in, those of the prompt shared if only read."""
         leader, *followers = group.live
         lengths = [follower.num_tokens for follower in followers]
         return self._num_first_blocks(leader) + sum(self._num_own_blocks(group, length, length) for length in lengths)

@@ -13,14 +13,14 @@ which is the order in which the worker does it.
 
 Steps may be planned ahead of the answers to earlier ones; the worker works in step order and feeds the tokens that it
 sampled, so a plan needs to know only how many there will be. Blocks that are let go of while steps are in flight may
-be given away at once, because whoever gets them writes to them in a later step. A sequence that turns out to have
+be given away at once, because the sequence that gets them writes in a later step. A sequence that turns out to have
 stopped has wasted its slot in the steps ahead, nothing else.
 
 Most steps are like the one before: every running sequence computes one token. Such a step reuses the plan of the one
 before and looks only at who needs a block. Who has ended is taken out of that plan and who is ready to decode joins it;
 whoever has to be computed otherwise, is preempted or is suspected puts an end to it.
 
-A request that brings workers down must not take everybody's streams with it. A request that was in flight twice in a
+A request that brings workers down must not take all other streams with it. A request that was in flight twice in a
 row when a worker was lost is a suspect and is scheduled alone, with nothing else in flight, until it has gained a
 token, or more of them the more workers were lost; when these losses cannot be coincidence it is ended: suspicion.py has
 the rule. But it may be the worker that is to blame: a suspect goes to another one than it was lost on, if there is any,

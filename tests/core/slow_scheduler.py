@@ -219,7 +219,7 @@ class SlowScheduler(SlowBlocks):
         return True
 
     def next_waiting(self) -> SlowGroup | None:
-        """Nobody goes past a group for the seventeenth time."""
+        """No request goes past a group for the seventeenth time."""
         if any(group.num_overtaken == 16 for group in self.slotless):
             return None
         return next((group for group in self.queue.in_order() if group not in self.slotless), None)

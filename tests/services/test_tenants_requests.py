@@ -60,7 +60,7 @@ def others(tenant: str, **fields: Any) -> pb.GenerateRequest:
 
 BREAKERS = {
     "nothing valid": (pb.GenerateRequest(request_id="mine", tenant="gold", resume=RESUMES), "INVALID_ARGUMENT"),
-    "nothing valid, nobody's": (pb.GenerateRequest(request_id="mine", resume=RESUMES), "INVALID_ARGUMENT"),
+    "nothing valid, no tenant": (pb.GenerateRequest(request_id="mine", resume=RESUMES), "INVALID_ARGUMENT"),
     "a field out of bounds": (gold(resume=RESUMES, sampling={"top_p": 2}), "INVALID_ARGUMENT"),
     "a resume out of bounds": (gold(resume={"num_prompt_logprobs": 9}), "INVALID_ARGUMENT"),
     "another model": (gold(resume={"model_fingerprint": "0"}), "FAILED_PRECONDITION"),
