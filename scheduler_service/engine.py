@@ -32,6 +32,7 @@ from scheduler_service.policy import waiting_queue
 from scheduler_service.recording.recorder import NoRecorder, Recorder
 from scheduler_service.recording.writer import FileWriter
 from scheduler_service.request import GenerationRequest, RequestState
+from scheduler_service.request_memory import UnreadOutput
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.statistics import Statistics
 from scheduler_service.turns import Turns
@@ -79,6 +80,8 @@ class Engine:
         self._aborted: set[str] = set()  # keys of those that are to end as soon as they have been checked
         self._held_bytes = 0  # by all requests, those that are being checked or were superseded included
         self._cache_secret = secrets.token_bytes(32)  # keys of the prefix cache cannot be guessed from outside
+        self._request_memory = int(settings.request_memory * 2**30)
+        self.unread = UnreadOutput(self._request_memory)
         self.turns = Turns()
         self._is_draining = False
         self._is_empty = asyncio.Event()
@@ -129,7 +132,7 @@ class Engine:
     def hold(self, key: str, num_bytes: int) -> None:
         """Count what a request takes of memory, or takes besides. Within its `admission`, whose errors it raises."""
         in_all = self._being_checked.get(key, 0) + num_bytes
-        most = int(self.settings.request_memory * 2**30)
+        most = self._request_memory
         sizes = f"this request takes {in_all / 2**20:.1f} MiB of memory, and --request-memory allows all together "
         sizes += f"{most / 2**20:.1f} MiB"
         if in_all > most:
@@ -163,7 +166,8 @@ class Engine:
         """
         if self._is_draining:
             raise _SHUTTING_DOWN
-        state = RequestState(request, model.tokenizer, self._cache_root(request), self.statistics, self.turns)
+        root = self._cache_root(request)
+        state = RequestState(request, model.tokenizer, root, self.statistics, self.turns, self.unread)
         state.group.sequences[0].block_keys += keys
         self.requests[request.key] = state
         state.num_bytes = self._being_checked.pop(request.key, 0)
@@ -178,6 +182,7 @@ class Engine:
 
     def close(self, state: RequestState) -> None:
         """The reader is gone or done: free whatever the request still holds."""
+        state.stream.leave()
         self._held_bytes -= state.num_bytes
         state.num_bytes = 0
         self._leave(state)
@@ -207,7 +212,7 @@ class Engine:
                 "request_id is in flight already, with another prompt; a request that resumes is sent again as it was",
             )
         self._leave(state)
-        state.stream.fail(_RESUMED)
+        state.stream.cut(_RESUMED)
 
     def abort(self, key: str) -> bool:
         """End a request; its stream closes with what it has. Returns whether there was one.
@@ -367,6 +372,18 @@ class Engine:
             except Exception as error:  # one request's text must not cost the others their tokens
                 log.error("request failed", request_id=group.request_id, exc_info=error)
                 self.fail(group)
+        if self.unread.is_too_much:
+            for state in sorted(self.requests.values(), key=lambda state: -state.stream.num_unread):
+                if self.unread.is_too_much:
+                    self._cut(state)
+
+    def _cut(self, state: RequestState) -> None:
+        """End a request for the output that its client has not read."""
+        reason = f"this request has {state.stream.num_unread / 2**20:.1f} MiB of output that its client has not read, "
+        reason += f"the most of all, which may have {self.unread.most / 2**20:.1f} MiB together (a quarter of "
+        reason += "--request-memory); read faster, or ask for fewer log-probabilities or outputs"
+        self._finish(state, SequenceStatus.FINISHED_ABORTED)
+        state.stream.cut(RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, reason))
 
     def fail(self, group: SequenceGroup) -> None:
         """End a request that the scheduler or the worker gave up on."""

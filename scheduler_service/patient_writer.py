@@ -1,4 +1,4 @@
-"""Writes to one client, for as long as it reads: a write that takes too long ends the call.
+"""Writes to one client, for as long as it reads: a write that takes too long, or is given up, ends the call.
 
 One timer a call watches its writes; a timeout around each of them took a tenth of the time that a message takes.
 """
@@ -23,20 +23,20 @@ class PatientWriter:
         self._task = task
         self._loop = asyncio.get_running_loop()
         self._began: float | None = None  # the write under way
-        self._has_stalled = False
+        self._error: RequestError | None = None  # for which the write under way is given up
         self._timer = self._loop.call_later(limit, self._check)
 
     async def write(self, message: Any) -> None:
-        """Raises RESOURCE_EXHAUSTED when the client does not read it in time, CANCELLED when it has gone meanwhile."""
+        """Raises RESOURCE_EXHAUSTED when the client does not read it in time, CANCELLED when it has gone meanwhile, or
+        what the write was given up for.
+        """
         self._began = self._loop.time()
         try:
             await self._context.write(message)
         except asyncio.CancelledError:
-            if not self._has_stalled or self._task.uncancel():
+            if self._error is None or self._task.uncancel():
                 raise
-            raise RequestError(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"the client read nothing for {self._limit:g} s"
-            ) from None
+            raise RequestError(self._error.code, str(self._error)) from None
         except grpc.aio.InternalError:  # what gRPC makes of a write that meets the end of its call
             raise RequestError(grpc.StatusCode.CANCELLED, "the client is gone") from None
         self._began = None
@@ -47,7 +47,13 @@ class PatientWriter:
         if due > now:
             self._timer = self._loop.call_at(due, self._check)
         else:
-            self._has_stalled = True
+            reason = f"the client read nothing for {self._limit:g} s"
+            self.give_up(RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, reason))
+
+    def give_up(self, error: RequestError) -> None:
+        """End the write under way with this error, if there is one."""
+        if self._began is not None and self._error is None:
+            self._error = error
             self._task.cancel()
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from scheduler_service.core import SamplingParams, SequenceGroup, SequenceOutput
 from scheduler_service.core.beam_search import Hypothesis
 from scheduler_service.finished_requests import RequestMetrics
 from scheduler_service.output_text import OutputText
+from scheduler_service.request_memory import UnreadOutput
 from scheduler_service.statistics import Statistics
 from scheduler_service.streams import OutputDelta, OutputStream
 from scheduler_service.tokenization import Tokenizer
@@ -102,6 +103,7 @@ class RequestState:
         cache_root: bytes,
         statistics: Statistics,
         turns: Turns,
+        unread: UnreadOutput,
     ) -> None:
         self.request = request
         self.expiry: asyncio.TimerHandle | None = None  # while no worker takes requests
@@ -122,7 +124,7 @@ class RequestState:
             output_token_ids=resumption.token_ids,
             ended=frozenset() if request.comes_whole else resumption.finished,
         )
-        self.stream = OutputStream(request.num_outputs - len(resumption.finished), turns)
+        self.stream = OutputStream(request.num_outputs - len(resumption.finished), turns, unread)
         self._outputs = [resumption.texts.get(index) or request.text(tokenizer) for index in range(request.sampling.n)]
         self._last_token_at = [0.0] * request.sampling.n  # of each output, 0 before this server's first
         self._first_token_at = [0.0] * request.sampling.n
@@ -239,6 +241,7 @@ class RequestState:
         if self._ranked is None:
             self.stream.put(delta)
             return
+        self.stream.count(delta.num_bytes)
         self._ranked[delta.index].add(delta)
         if all(output.has_ended for output in self._ranked):
             best = sorted(self._ranked, key=lambda output: -output.mean_logprob)[: self.request.num_outputs]

@@ -75,7 +75,9 @@ class InferenceServicer(InferenceServiceServicer):
         with self._engine.admission(key, request_bytes(request), resumes=resumes):
             model = await self._engine.model()
             checked = await check_resumption(request, await check_request(request, request_id, model), model)
-            self._engine.hold(key, prompt_logprob_bytes(checked))
+            self._engine.hold(
+                key, prompt_logprob_bytes(checked.sampling.prompt_logprobs, len(checked.prompt_token_ids))
+            )
             keys = await self._engine.block_keys(checked, model)
             if resumes:
                 self._engine.supersede(checked)
@@ -84,6 +86,7 @@ class InferenceServicer(InferenceServiceServicer):
             state = self._engine.submit(checked, model, keys)
         structlog.contextvars.bind_contextvars(request_id=state.request.request_id)
         writer = PatientWriter(context, self._engine.settings.stall_timeout)
+        state.stream.when_cut = writer.give_up
         ended: list[str] = []
         try:
             with self._counting(state, ended):
@@ -99,7 +102,6 @@ class InferenceServicer(InferenceServiceServicer):
                         ended.append(_REASONS[delta.status])
         finally:
             writer.close()
-            state.stream.leave()
             self._engine.close(state)
             self._closed(state, ended)
             state.group.disband()

@@ -45,7 +45,8 @@ class SchedulerSettings(ServiceSettings):
         1.0,
         gt=0,
         allow_inf_nan=False,
-        description="GiB of memory that requests in flight may take, by their tokens, before RESOURCE_EXHAUSTED",
+        description="GiB of memory that requests in flight may take, by their tokens, before RESOURCE_EXHAUSTED; "
+        "output that clients have not read may take a quarter of it besides",
     )
     max_in_flight_steps: int = Field(
         2, ge=1, le=8, description="steps sent to a worker before the oldest is answered; 1 waits for each answer"

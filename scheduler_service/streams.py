@@ -7,12 +7,13 @@ because a client whose stream broke may resume it behind any message.
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pagewire_common.errors import RequestError
 from scheduler_service.core import SequenceStatus
 from scheduler_service.core.outputs import TokenLogprobs
+from scheduler_service.request_memory import UnreadOutput, logprob_bytes, output_bytes
 from scheduler_service.turns import Turn, Turns
 
 MAX_TOKENS = 2048
@@ -45,6 +46,14 @@ class OutputDelta:
             or _size(self.logprobs) + _size(self.prompt_logprobs) >= MAX_LOGPROBS
         )
 
+    @property
+    def num_bytes(self) -> int:
+        """That it takes of memory, without the prompt's log-probabilities, which were counted when the request came."""
+        num_bytes = output_bytes(len(self.token_ids), len(self.text))
+        if self.logprobs:
+            num_bytes += logprob_bytes(len(self.logprobs), len(self.logprobs[0].token_ids))
+        return num_bytes
+
     def merge(self, later: "OutputDelta") -> None:
         self.text += later.text
         self.token_ids += later.token_ids
@@ -66,8 +75,13 @@ class OutputStream:
     the reader leaves.
     """
 
-    def __init__(self, num_outputs: int, turns: Turns) -> None:
+    def __init__(self, num_outputs: int, turns: Turns, unread: UnreadOutput) -> None:
         self.num_open = num_outputs
+        self.num_unread = 0  # bytes of output that the reader is not done with
+        self.when_cut: Callable[[RequestError], None] | None = None
+        """For the reader, which may be in the middle of writing a delta then."""
+        self._unread = unread
+        self._taken = 0  # of these the bytes of the delta that the reader has
         self._full: deque[OutputDelta] = deque()
         self._pending: dict[int, OutputDelta] = {}  # of each index the last, which grows; after those that are full
         self._whole: deque[Iterator[OutputDelta | None]] = deque()  # after everything else
@@ -79,6 +93,7 @@ class OutputStream:
 
     def put(self, delta: OutputDelta) -> None:
         """Never waits: what the reader has not taken yet is merged."""
+        self.count(delta.num_bytes)
         waiting = self._pending.get(delta.index)
         if waiting is not None and not waiting.is_full:
             waiting.merge(delta)
@@ -88,6 +103,7 @@ class OutputStream:
 
     def put_token(self, index: int, token_id: int, text: str, num_output_tokens: int) -> None:
         """The same for a token and its text, which is what most deltas are, and nearly every one of them merged."""
+        self.count(output_bytes(1, len(text)))
         delta = self._pending.get(index)
         if delta is None or len(delta.token_ids) >= MAX_TOKENS or len(delta.text) >= MAX_CHARACTERS:
             delta = self._begin(OutputDelta(index))
@@ -104,7 +120,7 @@ class OutputStream:
             self.put(OutputDelta(0, prompt_logprobs=list(entries[start : start + at_once])))
 
     def put_whole(self, deltas: Iterator[OutputDelta | None]) -> None:
-        """All of an output's deltas; they are made when the reader takes them."""
+        """All of an output's deltas; they are made when the reader takes them, and not counted before."""
         self._whole.append(deltas)
         self._notify()
 
@@ -114,10 +130,22 @@ class OutputStream:
         self._pending[delta.index] = delta
         return delta
 
+    def count(self, num_bytes: int) -> None:
+        """Count output as unread, or if less than 0 not any more."""
+        self.num_unread += num_bytes
+        self._unread.num_bytes += num_bytes
+
     def fail(self, error: RequestError) -> None:
         """End the stream with an error, after what is pending."""
         self._error = error
         self._notify()
+
+    def cut(self, error: RequestError) -> None:
+        """End the stream with an error instead of what is pending."""
+        self._drop()
+        self.fail(error)
+        if self.when_cut is not None:
+            self.when_cut(error)
 
     def _notify(self) -> None:
         if self._is_awaited:
@@ -131,6 +159,8 @@ class OutputStream:
         """The next delta; raises the RequestError that ended the stream."""
         while True:
             self._turns.end(self._turn)
+            self.count(-self._taken)
+            self._taken = 0
             if not self.num_open and not self._has_some:
                 raise StopAsyncIteration
             self._turn.came = self._loop.create_future()
@@ -153,10 +183,10 @@ class OutputStream:
         return bool(self._pending or self._full or self._whole)
 
     def _take(self) -> OutputDelta | None:
-        if self._full:
-            return self._full.popleft()
-        if self._pending:
-            return self._pending.pop(next(iter(self._pending)))
+        if self._full or self._pending:
+            first = self._full.popleft() if self._full else self._pending.pop(next(iter(self._pending)))
+            self._taken = first.num_bytes
+            return first
         delta = next(self._whole[0])
         if delta is not None and delta.status is not None:
             self._whole.popleft()
@@ -165,3 +195,11 @@ class OutputStream:
     def leave(self) -> None:
         """The reader reads no more."""
         self._turns.end(self._turn)
+        self._drop()
+
+    def _drop(self) -> None:
+        self._full.clear()
+        self._pending.clear()
+        self._whole.clear()
+        self.count(-self.num_unread)
+        self._taken = 0

@@ -18,6 +18,7 @@ from scheduler_service.core.beam_search import Hypothesis
 from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.model import ServedModel
 from scheduler_service.request import RequestState
+from scheduler_service.request_memory import UnreadOutput
 from scheduler_service.servicer import encode_delta
 from scheduler_service.statistics import Statistics
 from scheduler_service.streams import OutputDelta, OutputStream
@@ -33,7 +34,7 @@ def entry(token_id: int, width: int) -> TokenLogprobs:
 
 
 async def begin(message: pb.GenerateRequest, model: ServedModel) -> RequestState:
-    return RequestState(await check(message, model), model.tokenizer, b"", Statistics(), Turns())
+    return RequestState(await check(message, model), model.tokenizer, b"", Statistics(), Turns(), UnreadOutput(1 << 30))
 
 
 async def read(state: RequestState) -> list[pb.GenerateResponse]:
@@ -164,7 +165,7 @@ async def test_a_whole_output_that_comes_out_otherwise_is_not_mixed_with_what_ca
 async def test_however_deltas_come_none_is_lost_and_every_text_stays_with_its_tokens(
     puts: list[tuple[int, int, int]],
 ) -> None:
-    stream = OutputStream(3, Turns())
+    stream = OutputStream(3, Turns(), UnreadOutput(1 << 30))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "MAX_TOKENS", 3)
         patch.setattr(streams, "MAX_CHARACTERS", 50)

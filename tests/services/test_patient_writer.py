@@ -55,3 +55,14 @@ async def test_a_client_that_goes_away_during_a_write_is_no_failure_of_the_serve
     with pytest.raises(RequestError, match="the client is gone") as error:
         await PatientWriter(Gone(), 60.0).write(MESSAGE)  # type: ignore[arg-type]
     assert error.value.code is grpc.StatusCode.CANCELLED
+
+
+async def test_a_write_that_is_given_up_ends_with_the_reason_and_without_one_under_way_nothing_happens() -> None:
+    reader, gone = Reader(), RequestError(grpc.StatusCode.ABORTED, "another call goes on")
+    writer = PatientWriter(reader, 60.0)  # type: ignore[arg-type]
+    writer.give_up(gone)
+    asyncio.get_running_loop().call_soon(writer.give_up, gone)
+    with pytest.raises(RequestError, match="another call goes on") as error:
+        await writer.write(MESSAGE)
+    assert error.value.code is grpc.StatusCode.ABORTED
+    writer.close()

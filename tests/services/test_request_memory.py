@@ -1,22 +1,28 @@
 """What a client can make large is counted in bytes, and refused before it fills the memory."""
 
 import asyncio
+import random
+import tracemalloc
 from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
 import pytest
-from engines import running, until
+from engines import running, submit, text_of, until
 from fake_worker_service import FakeWorkerService, serving
 from scheduler_in_process import InProcess, scheduler
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
+from pagewire_common.errors import RequestError
 from scheduler_service.core import SamplingParams as CoreSamplingParams
+from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.request import GenerationRequest
-from scheduler_service.request_memory import request_bytes
+from scheduler_service.request_memory import UnreadOutput, request_bytes
+from scheduler_service.streams import OutputDelta, OutputStream
+from scheduler_service.turns import Turns
 
 MIB = 1 << 20
 LIMIT = 4  # MiB
@@ -150,3 +156,60 @@ async def test_a_stream_that_another_call_goes_on_with_counts_until_it_is_closed
             engine.close(state)
             engine.close(state)
         assert engine._held_bytes == 0
+
+
+@pytest.mark.parametrize("num_logprobs", [0, 1, 21])
+async def test_output_that_is_not_read_counts_what_it_takes(num_logprobs: int) -> None:
+    unread, numbers = UnreadOutput(1 << 30), random.Random(0)
+    stream = OutputStream(1, Turns(), unread)
+    tracemalloc.start()
+    for number in range(5000):
+        token_id = numbers.randrange(1000, 1 << 17)
+        if not num_logprobs:
+            stream.put_token(0, token_id, " the", number)
+            continue
+        token_ids = numbers.sample(range(1000, 1 << 17), num_logprobs)
+        entry = TokenLogprobs(token_ids, [-numbers.random() for _ in token_ids][:], 1000 + number)
+        stream.put(OutputDelta(0, " the", [token_id], [entry], num_output_tokens=number))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held <= unread.num_bytes <= 1.4 * held
+    stream.leave()
+    assert unread.num_bytes == 0
+
+
+async def test_output_counts_as_unread_until_its_reader_asks_for_more() -> None:
+    unread = UnreadOutput(1 << 30)
+    stream = OutputStream(1, Turns(), unread)
+    stream.put_token(0, 5, "text", 1)
+    delta = await anext(stream)
+    stream.put_token(0, 5, "", 2)
+    assert unread.num_bytes == stream.num_unread > delta.num_bytes > 0
+    delta = await anext(stream)
+    assert unread.num_bytes == stream.num_unread == delta.num_bytes > 0
+
+
+async def test_of_all_requests_the_one_with_the_most_unread_output_ends_when_together_they_have_too_much(
+    byte_tokenizer_directory: Path,
+) -> None:
+    worker = FakeWorkerService(byte_tokenizer_directory, num_device_blocks=1100)
+    async with serving(worker) as address, running(address, request_memory=1 / 1024) as engine:
+        most = 0
+
+        def note(answer: object) -> object:
+            nonlocal most
+            most = max(most, engine.unread.num_bytes)
+            return answer
+
+        worker.spoil = note
+        unread = await submit(engine, "unread", [5], n=14, max_tokens=480)
+        late = await submit(engine, "late", [5], max_tokens=480)
+        read = await submit(engine, "read", [5], max_tokens=480)
+        assert len(await text_of(engine, read)) == 480
+        assert len(await text_of(engine, late)) == 480
+        assert 0.9 * MIB / 4 < most <= MIB / 4
+        assert engine.unread.num_bytes == 0
+        with pytest.raises(RequestError, match=r"0\.2 MiB of output that its client has not read, the most") as error:
+            await anext(unread.stream)
+        assert error.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        engine.close(unread)

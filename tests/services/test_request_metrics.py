@@ -21,6 +21,7 @@ from scheduler_service import core
 from scheduler_service.core import SequenceOutput, SequenceStatus
 from scheduler_service.finished_requests import FinishedRequests, RequestMetrics
 from scheduler_service.request import GenerationRequest, RequestState, Resumption
+from scheduler_service.request_memory import UnreadOutput
 from scheduler_service.statistics import Statistics
 from scheduler_service.turns import Turns
 
@@ -36,7 +37,7 @@ def state_of(resumption: Resumption, **sampling: object) -> RequestState:
     """A request that arrived at second 100, and runs."""
     parameters = core.SamplingParams(max_tokens=9, **sampling)  # type: ignore[arg-type]
     request = GenerationRequest(request_id="a", prompt_token_ids=[1, 2, 3], sampling=parameters, resumption=resumption)
-    state = RequestState(request, None, b"", Statistics(), Turns())
+    state = RequestState(request, None, b"", Statistics(), Turns(), UnreadOutput(1 << 30))
     state.group.arrived_at = 100.0
     for sequence in state.group.live:
         sequence.status = SequenceStatus.RUNNING

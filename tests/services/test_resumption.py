@@ -20,6 +20,7 @@ from scheduler_service.core import SequenceOutput
 from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.model import ServedModel
 from scheduler_service.request import GenerationRequest, RequestState
+from scheduler_service.request_memory import UnreadOutput
 from scheduler_service.resumption import check_resumption
 from scheduler_service.statistics import Statistics
 from scheduler_service.turns import Turns
@@ -255,7 +256,9 @@ async def test_a_broken_stream_that_closes_late_leaves_the_one_that_goes_on_alon
 async def test_prompt_log_probabilities_go_on_where_they_broke(byte_model: ServedModel) -> None:
     """They come in pieces, as the prompt is computed, whose borders need not be those of the first stream."""
     message = resuming(request("hello you", prompt_logprobs=0), num_prompt_logprobs=3)
-    state = RequestState(await check(message, byte_model), byte_model.tokenizer, b"", Statistics(), Turns())
+    state = RequestState(
+        await check(message, byte_model), byte_model.tokenizer, b"", Statistics(), Turns(), UnreadOutput(1 << 30)
+    )
     entries = [TokenLogprobs([token_id], [-1.0], 1) for token_id in range(1, 9)]
     (sequence,) = state.group.sequences
     state.process(SequenceOutput(sequence, None, None, entries[:2], 1), 0.0)

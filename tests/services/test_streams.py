@@ -3,12 +3,13 @@ import pytest
 
 from pagewire_common.errors import RequestError
 from scheduler_service.core import SequenceStatus
+from scheduler_service.request_memory import UnreadOutput
 from scheduler_service.streams import OutputDelta, OutputStream
 from scheduler_service.turns import Turns
 
 
 async def test_what_a_slow_reader_has_not_taken_is_merged_and_nothing_is_lost() -> None:
-    stream = OutputStream(2, Turns())
+    stream = OutputStream(2, Turns(), UnreadOutput(1 << 30))
     for token in range(1000):
         stream.put(OutputDelta(token % 2, str(token), [token]))
     for index in range(2):
@@ -22,7 +23,7 @@ async def test_what_a_slow_reader_has_not_taken_is_merged_and_nothing_is_lost() 
 
 
 async def test_an_error_ends_the_stream_after_what_came_before_it() -> None:
-    stream = OutputStream(1, Turns())
+    stream = OutputStream(1, Turns(), UnreadOutput(1 << 30))
     stream.put(OutputDelta(0, "text"))
     stream.fail(RequestError(grpc.StatusCode.INTERNAL, "broken"))
     assert (await anext(stream)).text == "text"

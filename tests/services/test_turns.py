@@ -2,6 +2,7 @@ import asyncio
 from itertools import pairwise
 
 from scheduler_service.core import SequenceStatus
+from scheduler_service.request_memory import UnreadOutput
 from scheduler_service.streams import OutputDelta, OutputStream
 from scheduler_service.turns import AT_ONCE, SLOW_AFTER, Turn, Turns
 
@@ -67,7 +68,7 @@ async def test_who_was_slower_than_many_others_takes_nobodys_place_until_it_is_q
 
 async def test_a_reader_has_its_turn_until_it_asks_for_more_or_leaves() -> None:
     turns = Turns()
-    streams = [OutputStream(1, turns) for _ in range(AT_ONCE)]
+    streams = [OutputStream(1, turns, UnreadOutput(1 << 30)) for _ in range(AT_ONCE)]
     for stream in streams:
         stream.put(OutputDelta(0, "text"))
         assert (await anext(stream)).text == "text"
