@@ -2,8 +2,8 @@
 
 There is no prefill phase and no decode phase: a sequence is scheduled for the tokens that are not computed yet, as
 many as the step's budget leaves. Sequences that need a single token go first, so that a long prompt never holds up
-the others; then prompts under way; then groups that were swapped out; then, when none is left of those, the head of the
-waiting queue, which goes before a swapped group only if it outranks that one. Of a long prompt no more than
+the others; then prompts under way; then groups that were swapped out; then, when none is left of those but such as lack
+a slot for their adapter, the head of the waiting queue, which else goes before a swapped group only if it outranks it. Of a long prompt no more than
 `max_prefill_chunk` tokens are taken at first, so that those behind it get into the step as well. What is left of the
 budget when all had their turn goes to the long ones in the same order, so that a lone prompt is computed as fast as it
 can be. What the worker has to be told of them is counted as their tokens are: see step_bytes.py. When blocks run out,
@@ -308,10 +308,16 @@ class Scheduler(StepWriter):
     def _schedule_swapped(self, step: Step, *, are_behind: bool | None = None) -> None:
         """Resume groups in turn while there is room, and while they are behind or not, as it is asked for.
 
-        A group that a waiting one outranks comes after that: else it would take the room that the other waits for.
+        A group that a waiting one outranks comes after that: else it would take the room that the other waits for. One
+        whose adapter has no slot is passed over as in the waiting queue.
         """
         for group in list(self.swapped):
-            if step.num_preempted or step.budget.is_spent or are_behind is (not group.is_behind):
+            if step.num_preempted or step.budget.is_spent:
+                return
+            if group in step.slotless:
+                continue
+            has_lora_slot = self.has_lora_slot(group)
+            if has_lora_slot and are_behind is (not group.is_behind):
                 return
             status = self.blocks.can_swap_in(
                 group, self.config.max_num_batched_tokens, leave_watermark=bool(self.running)
@@ -319,11 +325,14 @@ class Scheduler(StepWriter):
             if status is AllocStatus.NEVER:
                 self._ignore(group, step)
                 continue
-            has_slots = group.num_seqs <= step.budget.num_seqs and self.has_lora_slot(group)
+            has_slots = group.num_seqs <= step.budget.num_seqs and has_lora_slot
             if status is AllocStatus.LATER or not has_slots or self._is_outranked(group, step):
-                if not self._move(group, step):
+                if not (self._move(group, step) or self._pass_over(group, step)):
                     return
                 continue
+            if any(passed.num_overtaken >= MAX_OVERTAKES for passed in step.slotless):
+                return
+            self.balancer.overtook(step.slotless)
             step.budget.take(num_seqs=group.num_seqs)
             pairs = self.blocks.swap_in(group)
             step.swap_in += pairs
@@ -367,7 +376,8 @@ class Scheduler(StepWriter):
             group = self._next_waiting(step)
             if group is None or (group.is_suspect and suspect is None):
                 return  # the turn of a suspect comes in a step of its own
-            if self.swapped and suspect is None and not self.waiting.outranks(group, next(iter(self.swapped))):
+            swapped = next((swapped for swapped in self.swapped if swapped not in step.slotless), None)
+            if swapped is not None and suspect is None and not self.waiting.outranks(group, swapped):
                 return
             status = self._status(group, step.budget)
             if status is AllocStatus.NEVER:
@@ -425,7 +435,7 @@ class Scheduler(StepWriter):
         if group.num_overtaken >= MAX_OVERTAKES or len(step.slotless) >= MOST_SLOTLESS:
             return False
         step.slotless[group] = None
-        if step.upcoming:
+        if step.upcoming and group not in self.swapped:
             step.upcoming.pop()
         return True
 

@@ -55,7 +55,7 @@ class Step:
         self.chunks: dict[SequenceGroup, list[Chunk]] = {}
         self.ignored: list[SequenceGroup] = []
         self.left: dict[SequenceGroup, Placement] = {}  # waiting groups that are for other workers
-        self.slotless: dict[SequenceGroup, None] = {}  # waiting groups whose adapters have no slot here
+        self.slotless: dict[SequenceGroup, None] = {}  # groups passed over: their adapters have no slot here
         self.upcoming: list[
             SequenceGroup
         ] = []  # waiting groups that are next, as far as they are known, the first one last

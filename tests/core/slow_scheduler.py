@@ -70,7 +70,7 @@ class SlowScheduler(SlowBlocks):
         self.preempted: list[tuple[str, int, int]] = []
         self.ignored: list[str] = []
         self.has_preempted = False
-        self.slotless: list[SlowGroup] = []  # waiting groups that are passed over, because their adapters have no slot
+        self.slotless: list[SlowGroup] = []  # groups that are passed over, because their adapters have no slot
         self.num_swapped_out = self.num_swapped_in = 0
         for group in self.running:
             for sequence in group.live if self.config.sliding_window else ():
@@ -164,18 +164,28 @@ class SlowScheduler(SlowBlocks):
         self.queue.put_back(group)
 
     def resume(self, phase: str = "both") -> None:
-        while self.swapped and self.tokens_left and self.bytes_left > 0 and not self.has_preempted:
-            group = self.swapped[0]
-            if phase == ("prompts" if max(sequence.uncomputed for sequence in group.live) <= 1 else "decodes"):
+        while self.next_swapped() and self.tokens_left and self.bytes_left > 0 and not self.has_preempted:
+            group = self.next_swapped()
+            has_lora_slot = self.has_lora_slot(group, self.running)
+            if has_lora_slot and phase == (
+                "prompts" if max(sequence.uncomputed for sequence in group.live) <= 1 else "decodes"
+            ):
                 return
             if self.num_blocks_back(group, alone=True) > self.config.num_device_blocks:
                 self.ignore(group)
                 continue
             has_room = self.num_blocks_back(group, alone=False) + self.num_reserved <= self.num_free
+            if not has_lora_slot and self.may_pass_over(group):
+                self.slotless.append(group)
+                continue
             if not has_room or not self.has_slots(group, self.running):
                 return
             if self.is_next_waiting():
                 return
+            if any(other.num_overtaken == 16 for other in self.slotless):
+                return
+            for other in self.slotless:
+                other.num_overtaken += 1
             self.swapped.remove(group)
             self.running.append(group)
             num_swapped_in = self.move(group, to_host=False)
@@ -224,10 +234,19 @@ class SlowScheduler(SlowBlocks):
             return None
         return next((group for group in self.queue.in_order() if group not in self.slotless), None)
 
+    def next_swapped(self) -> SlowGroup | None:
+        return next((group for group in self.swapped if group not in self.slotless), None)
+
     def is_next_waiting(self) -> bool:
         """Whether, of groups that do not run, a waiting one is next: one that is swapped out must be outranked."""
-        group = self.next_waiting()
-        return group is not None and (not self.swapped or self.queue.outranks(group, self.swapped[0]))
+        group, swapped = self.next_waiting(), self.next_swapped()
+        return group is not None and (swapped is None or self.queue.outranks(group, swapped))
+
+    def may_pass_over(self, group: SlowGroup) -> bool:
+        """Whether others may go past a group without a slot, as far as there is room in the step for any others."""
+        if sum(other.num_seqs for other in self.running) == self.config.max_num_seqs or not self.tokens_left:
+            return False
+        return group.num_overtaken < 16 and len(self.slotless) < 32
 
     def admit(self) -> None:
         while self.is_next_waiting() and self.bytes_left > 0 and not self.has_preempted:
@@ -238,9 +257,7 @@ class SlowScheduler(SlowBlocks):
                 continue
             has_room = self.fits(group, []) if self.slotless else self.make_room(group)
             if not has_room:
-                if sum(other.num_seqs for other in self.running) == self.config.max_num_seqs or not self.tokens_left:
-                    return
-                if self.has_lora_slot(group, self.running) or group.num_overtaken == 16 or len(self.slotless) == 32:
+                if self.has_lora_slot(group, self.running) or not self.may_pass_over(group):
                     return
                 self.slotless.append(group)
                 continue

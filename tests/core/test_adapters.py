@@ -7,6 +7,8 @@ from scheduler_helpers import make_group, make_scheduler, plan, run, step
 
 from scheduler_service.core import (
     FairQueue,
+    PhaseRule,
+    PreemptionMode,
     PriorityQueue,
     SequenceStatus,
     WaitingQueue,
@@ -113,4 +115,45 @@ def test_preemption_gives_back_the_victims_adapter_not_the_other_groups() -> Non
     assert list(plan(step(scheduler, worker))) == ["urgent"]  # both had to go
     scheduler.add_request(make_group("more", 4, priority=0, lora_name="b", max_tokens=3))
     assert set(plan(step(scheduler, worker))) == {"urgent", "more"}
+    run(scheduler, worker)
+
+
+@pytest.mark.parametrize("phase_rule", PhaseRule)
+def test_a_swapped_group_whose_adapter_has_no_slot_does_not_hold_up_others(phase_rule: PhaseRule) -> None:
+    scheduler = make_scheduler(
+        PriorityQueue(), max_loras=1, num_host_blocks=16, preemption_mode=PreemptionMode.SWAP, phase_rule=phase_rule
+    )
+    worker = FakeWorker(scheduler.config)
+    scheduler.add_request(make_group("slotless", 4, priority=2, lora_name="a", max_tokens=9))
+    step(scheduler, worker)
+    scheduler.add_request(make_group("base", 4, priority=2, max_tokens=3))
+    step(scheduler, worker)
+    step(scheduler, worker)
+    scheduler.add_request(make_group("urgent", 4, priority=0, lora_name="b", max_tokens=20))
+    step(scheduler, worker)
+    assert [group.request_id for group in scheduler.swapped] == ["slotless", "base"]
+    scheduler.add_request(make_group("waits", 4, priority=2, max_tokens=3))
+    scheduled = [set(plan(step(scheduler, worker))) for _ in range(6)]
+    assert {"base", "waits"} < set.union(*scheduled)
+    (passed,) = scheduler.swapped
+    assert (passed.request_id, passed.num_overtaken) == ("slotless", 2)
+    run(scheduler, worker)
+
+
+def test_a_swapped_group_whose_adapter_has_no_slot_is_overtaken_no_more_than_a_bounded_number_of_times() -> None:
+    scheduler = make_scheduler(
+        PriorityQueue(), max_loras=1, num_host_blocks=16, preemption_mode=PreemptionMode.SWAP, max_model_len=100
+    )
+    worker = FakeWorker(scheduler.config)
+    scheduler.add_request(make_group("slotless", 4, priority=2, lora_name="a", max_tokens=9))
+    step(scheduler, worker)
+    scheduler.add_request(make_group("urgent", 4, priority=0, lora_name="b", max_tokens=40))
+    for number in range(2 * MAX_OVERTAKES):
+        scheduler.add_request(make_group(str(number), 4, priority=2, max_tokens=1))
+    step(scheduler, worker)
+    (slotless,) = scheduler.swapped
+    overtook: set[str] = set()
+    while "slotless" not in (planned := plan(step(scheduler, worker))):
+        overtook |= planned.keys() - {"urgent"}
+    assert len(overtook) == slotless.num_overtaken == MAX_OVERTAKES
     run(scheduler, worker)
