@@ -1,15 +1,15 @@
 """Plans one worker's steps.
 
-There is no prefill phase and no decode phase: a sequence is scheduled for the tokens that are not computed yet, as
-many as the step's budget leaves. Sequences that need a single token go first, so that a long prompt never holds up
-the others; then prompts under way; then groups that were swapped out; then, when none is left of those but such as lack
-a slot for their adapter, the head of the waiting queue, which else goes before a swapped group only if it outranks it. Of a long prompt no more than
-`max_prefill_chunk` tokens are taken at first, so that those behind it get into the step as well. What is left of the
-budget when all had their turn goes to the long ones in the same order, so that a lone prompt is computed as fast as it
-can be. What the worker has to be told of them is counted as their tokens are: see step_bytes.py. When blocks run out,
-the group that was admitted last is preempted: its blocks are freed and it computes its tokens anew later (recompute),
-or they are copied to host memory and back (swap). Within a step all swapping out is planned before any swapping in,
-which is the order in which the worker does it.
+There is no prefill phase and no decode phase: a sequence is scheduled for the tokens that are not computed yet, as many
+as the step's budget leaves. Sequences that need a single token go first, so that a long prompt never holds up the
+others; then prompts under way; then groups that were swapped out; then, when all of those that have a slot for their
+adapter are back, the head of the waiting queue, which goes before one of them only if it outranks it. Of a long prompt
+no more than `max_prefill_chunk` tokens are taken at first, so that those behind it get into the step as well. What is
+left of the budget when all had their turn goes to the long ones in the same order, so that a lone prompt is computed as
+fast as it can be. What the worker has to be told of them is counted as their tokens are: see step_bytes.py. When blocks
+run out, the group that was admitted last is preempted: its blocks are freed and it computes its tokens anew later
+(recompute), or they are copied to host memory and back (swap). Within a step all swapping out is planned before any
+swapping in, which is the order in which the worker does it.
 
 Steps may be planned ahead of the answers to earlier ones; the worker works in step order and feeds the tokens that it
 sampled, so a plan needs to know only how many there will be. Blocks that are let go of while steps are in flight may
