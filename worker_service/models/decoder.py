@@ -145,13 +145,15 @@ class Decoder:
         shard = Shard.of(config, ranks.rank, ranks.size)
         self._tokens = shard.vocabulary
         num_rows = -(-config.vocabulary_size // ranks.size)  # the last rank's may be more than its tokens
-        self._embedding = torch.empty(num_rows, config.hidden_size, dtype=dtype, device=device)
+        table = partial(torch.empty, num_rows, config.hidden_size, dtype=dtype, device=device)
+        self._embedding = table()
         self._layers = [DecoderLayer(config, layer, dtype, device, ranks, shard) for layer in config.layers]
         self._norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
         # Networks are trained with this factor in the type of their weights.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self._ops = ops_for(device)
-        head = self._embedding if config.tied_embeddings else torch.empty_like(self._embedding)
+        # Not empty_like: on the meta device torch imports sympy for it, a fifth of a worker's start.
+        head = self._embedding if config.tied_embeddings else table()
         self._lm_head = Linear(head, wide=True)
         ropes = {layer.rope for layer in config.layers if layer.rope is not None}
         self._frequencies = {rope: rope.inverse_frequencies.to(device) for rope in ropes}
