@@ -167,6 +167,11 @@ def pack(weight: Tensor, wide: bool = False) -> "Product | None":
     return lambda x, bias: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
+def wide_itemsize(dtype: torch.dtype) -> int:  # noqa: ARG001 (others use it)
+    """On a CPU the bytes of a number of this dtype in the copy that `pack` makes for a wide product."""
+    return torch.float32.itemsize
+
+
 INT8_GROUP = 32
 """Neighbouring inputs of an output whose int8 weights share a scale."""
 

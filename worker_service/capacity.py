@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from kernels.ops import ops_for
 from pagewire_common.start_error import StartError
 from worker_service.cache_engine import CacheShape
 from worker_service.parallel.ranks import ALONE, Ranks
@@ -21,13 +22,18 @@ _GIB = 2**30
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def check_room_for_weights(device: torch.device, sizes: Sequence[int], ranks: Ranks = ALONE) -> None:
+def check_room_for_weights(
+    device: torch.device, dtype: torch.dtype, sizes: Sequence[int], ranks: Ranks = ALONE
+) -> None:
     """Raise StartError where weights of these bytes cannot be allocated, before a machine is slowed down by trying.
 
-    sizes: of this rank's weights. On a CPU, room for those of all ranks is asked for.
+    sizes: of this rank's weights of this dtype. On a CPU, room for those of all ranks is asked for.
     """
-    # On a CPU each is packed beside itself, and an embedding that is the head of logits as well stays in both forms.
-    num_bytes = sum(sizes) + (max(sizes) if device.type == "cpu" else 0)
+    num_bytes = sum(sizes)
+    if device.type == "cpu":
+        # Each is packed beside itself, and an embedding that is the head of logits as well stays in both forms. The
+        # head is among the largest, and may be held in float32.
+        num_bytes += max(sizes) * ops_for(device).wide_itemsize(dtype) // dtype.itemsize
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_host_bytes()
     if device.type == "cpu":
         num_bytes = sum(ranks.gather_numbers(num_bytes))

@@ -77,7 +77,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
         # Without memory first: whatever is wrong with the weights is found before any is allocated for them.
         blueprint = build_model(config, dtype, torch.device("meta"), ranks).checkpoint_tensors()
         checkpoint.check(blueprint, cuts)
-        check_room_for_weights(device, [tensor.nbytes for tensor in blueprint.values()], ranks)
+        check_room_for_weights(device, dtype, [tensor.nbytes for tensor in blueprint.values()], ranks)
         _check_quantization(config, dtype, device, settings)
         # Of the whole model, for which one rank speaks. Several threads read it, so that loading finds it in memory.
         # Weights rounded in another way are other weights: workers that round differently do not serve together.

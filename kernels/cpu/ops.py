@@ -90,6 +90,10 @@ def pack(weight: Tensor, wide: bool = False) -> Product | None:
     return lambda x, bias: _library.linear(x, packed, bias, outputs, wide)
 
 
+def wide_itemsize(dtype: torch.dtype) -> int:
+    return dtype.itemsize if dtype is torch.bfloat16 and _library.can_pack(2) else reference.wide_itemsize(dtype)
+
+
 def pack_int8(weight: Tensor, wide: bool = False) -> Product | None:
     if weight.dtype is not torch.bfloat16 or not _library.can_pack(weight.shape[1]):
         return None

@@ -8,7 +8,7 @@ so that a plain `copy_` is one transfer that the copy engine does beside the ker
 memory would take processors from them.
 """
 
-from kernels.reference import pack_int8
+from kernels.reference import pack_int8, wide_itemsize
 from kernels.triton.copy_blocks import copy_blocks
 from kernels.triton.gated_activation import gated_activation
 from kernels.triton.linear import pack
@@ -32,4 +32,5 @@ __all__ = [
     "rms_norm",
     "rotary_embedding",
     "store_kv",
+    "wide_itemsize",
 ]

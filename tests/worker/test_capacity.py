@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from kernels import reference
+from kernels.ops import Ops, ops_for
 from pagewire_common.start_error import StartError
 from worker_service import capacity
 from worker_service.cache_engine import CacheShape
@@ -114,11 +116,27 @@ def test_a_window_and_a_chunk_must_fit_however_long_a_sequence_may_be(cgroup: Pa
 
 
 def test_weights_beyond_memory_are_refused_before_they_are_allocated(cgroup: Path, tiny_checkpoint: Path) -> None:
-    check_room_for_weights(CPU, [1000, 1500])  # and 1,500 more while the larger is packed
+    check_room_for_weights(CPU, torch.float32, [1000, 1500])  # and 1,500 more while the larger is packed
     with pytest.raises(StartError, match=r"the weights take 0\.00 GiB, and cpu has 0\.00 GiB of memory free"):
-        check_room_for_weights(CPU, [1001, 1500])
+        check_room_for_weights(CPU, torch.float32, [1001, 1500])
     with pytest.raises(StartError, match="the weights take"):
         load_worker(WorkerSettings(model=str(tiny_checkpoint), device="cpu", cache=cgroup / "cache"))
+
+
+@pytest.mark.parametrize("backend", [reference, ops_for(CPU)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_room_for_weights_is_room_for_the_logits_head_as_it_is_held(
+    backend: Ops, dtype: torch.dtype, cgroup: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32 where the CPU has no product of 16 bits whose sums are not rounded."""
+    monkeypatch.setattr(capacity, "ops_for", lambda _: backend)
+    product = backend.pack(weight := torch.zeros(32, 16, dtype=dtype), wide=True)
+    held = [cell.cell_contents for cell in product.__closure__ or ()]  # type: ignore[union-attr]
+    (head,) = [tensor.nbytes for tensor in held if isinstance(tensor, torch.Tensor)]
+    others = 4000 - weight.nbytes - head
+    check_room_for_weights(CPU, dtype, [weight.nbytes, *[8] * (others // 8)])
+    with pytest.raises(StartError, match="the weights take"):
+        check_room_for_weights(CPU, dtype, [weight.nbytes, *[8] * (others // 8), 8])
 
 
 def test_ranks_share_the_memory_of_a_machine_and_have_as_many_blocks_as_the_poorest(cgroup: Path) -> None:
@@ -127,6 +145,6 @@ def test_ranks_share_the_memory_of_a_machine_and_have_as_many_blocks_as_the_poor
     assert count(ranks=FirstOfTwo(10, 1000), kv_cache_memory=gib(1000)) == 50
     with pytest.raises(StartError, match="has room for 7 blocks"):
         count(8, ranks=FirstOfTwo(15, 7))
-    check_room_for_weights(CPU, [1000], FirstOfTwo(2000))
+    check_room_for_weights(CPU, torch.float32, [1000], FirstOfTwo(2000))
     with pytest.raises(StartError, match="the weights take"):
-        check_room_for_weights(CPU, [1000], FirstOfTwo(2001))
+        check_room_for_weights(CPU, torch.float32, [1000], FirstOfTwo(2001))
