@@ -8,6 +8,7 @@ import yaml
 from kustomize import KUBERNETES, container, render
 
 from pagewire_common.settings import ServiceSettings
+from scheduler_service.request_memory import UNREAD_SHARE
 from scheduler_service.settings import SchedulerSettings
 from worker_service.settings import WorkerSettings
 
@@ -57,6 +58,16 @@ def test_a_scheduler_finds_workers_by_their_service(file: Path, name: str) -> No
     assert workers in services(file)
     port = WorkerSettings.model_fields["listen"].default.rpartition(":")[2]
     assert services(file)[name]["environment"]["PAGEWIRE_WORKERS"] == f"dns:///{workers}:{port}"
+
+
+@pytest.mark.parametrize(("file", "name"), [one for one in OURS if "scheduler" in str(one.id)])
+def test_a_scheduler_may_take_what_its_requests_may_take_and_what_the_process_takes_besides(
+    file: Path, name: str
+) -> None:
+    limit = services(file)[name]["mem_limit"]
+    requests = SchedulerSettings.model_fields["request_memory"].default
+    assert limit.endswith("g")
+    assert requests * (1 + 1 / UNREAD_SHARE) + 0.6 <= float(limit[:-1])
 
 
 @pytest.mark.parametrize(("file", "name"), [one for one in OURS if "worker" in str(one.id)])
