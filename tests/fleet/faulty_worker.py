@@ -1,7 +1,8 @@
 """A real worker with a fault built into its model runner: python -m faulty_worker, with a worker's own flags.
 
 - SIGUSR1: the next step runs out of memory, as torch says it.
-- PAGEWIRE_TEST_POISON: a step with a prompt that contains this token ends the process, as a fault in a kernel would.
+- PAGEWIRE_TEST_POISON: a step with a prompt that contains this token ends the process, as a fault in a kernel would,
+  with the status POISONED.
 - PAGEWIRE_TEST_STEP_SECONDS: a step takes at least this long, until SIGUSR2 comes.
 """
 
@@ -18,6 +19,7 @@ from worker_service.model_runner import ModelRunner
 from worker_service.server import serve
 from worker_service.settings import WorkerSettings
 
+POISONED = 66
 _poison = int(os.environ.get("PAGEWIRE_TEST_POISON", "-1"))
 _step_seconds = float(os.environ.get("PAGEWIRE_TEST_STEP_SECONDS", "0"))
 _out_of_memory = False
@@ -41,7 +43,7 @@ def _faulty(self: ModelRunner, output: Any, chunks: Any, before: Any = None) -> 
         _out_of_memory = False
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     if any(_poison in new.token_ids[: new.num_prompt_tokens] for new in output.new_sequences):
-        os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(POISONED)
     step = _launch(self, output, chunks, before)
     time.sleep(max(0.0, began + _step_seconds - time.monotonic()))
     return step

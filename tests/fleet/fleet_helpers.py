@@ -1,8 +1,11 @@
 """What a test of a fleet holds in its hands."""
 
 import asyncio
+import random
+import signal
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 
 from cluster import ClusterState, cluster_state, holds_blocks, until_idle
 from load import Load, Outcome, Request
@@ -31,8 +34,9 @@ class Fleet:
     expected: dict[str, Outcome]
 
     def load(self, count: int | None = None) -> Load:
-        """Streams of the first `count` requests, or of all."""
-        return Load(self.client, self.requests[:count], self.expected)
+        """A stream of each request, or `count` streams of one after the other."""
+        requests = self.requests if count is None else list(islice(cycle(self.requests), count))
+        return Load(self.client, requests, self.expected)
 
     @property
     def streamed(self) -> list[Request]:
@@ -58,3 +62,18 @@ class Fleet:
 
 
 Serve = Callable[..., Awaitable[Fleet]]
+
+
+async def storm(fleet: Fleet, members: Sequence[Member], load: Load, is_over: Callable[[], bool]) -> int:
+    """Every three seconds SIGKILL a random member that serves. Returns how many; raises what a stream raised."""
+    draw = random.Random(1)
+    num_kills = 0
+    by_address = {member.address: member for member in members}
+    while not is_over():
+        load.check()
+        state = await fleet.state()
+        if serving := [by_address[worker.address] for worker in state.workers if worker.connected]:
+            draw.choice(serving).signal(signal.SIGKILL)
+            num_kills += 1
+        await asyncio.sleep(3)
+    return num_kills

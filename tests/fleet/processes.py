@@ -115,7 +115,8 @@ class Supervisor:
     """Starts members again whenever they end, as a container engine would, until the block is left."""
 
     def __init__(self, members: Sequence[Member]) -> None:
-        self.num_restarts = 0
+        self.statuses: list[int] = []
+        """Exit statuses of all that were started again."""
         self._members = members
         self._is_over = threading.Event()
         self._threads = [threading.Thread(target=self._watch, args=(member,)) for member in members]
@@ -133,10 +134,10 @@ class Supervisor:
 
     def _watch(self, member: Member) -> None:
         while True:
-            member.wait(timeout=600)
+            status = member.wait(timeout=600)
             if self._is_over.is_set():
                 return
-            self.num_restarts += 1
+            self.statuses.append(status)
             member.start()
 
 

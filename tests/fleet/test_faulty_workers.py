@@ -1,20 +1,34 @@
 """Workers that run out of memory, are slow, or die of a request: real ones, with a fault built in."""
 
 import asyncio
+import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from fleet_helpers import Scale, Serve
+from faulty_worker import POISONED
+from fleet_helpers import Fleet, Scale, Serve, storm
 from load import Load
 from processes import Member, Supervisor, Workers, faulty_worker
 
 from pagewire_client import SamplingParams
 
 POISON = "~"
+MOST_LOSSES = 16
+"""Of workers, before a request that kills each of them is ended in a storm of kills: 8 to 11 were seen."""
+
+
+@pytest.fixture(scope="session")
+def poison(model: Path) -> int:
+    """The token that kills faulty workers, which no honest request has."""
+    from transformers import AutoTokenizer
+
+    (token,) = AutoTokenizer.from_pretrained(model).encode(POISON)
+    return int(token)
 
 
 @pytest.fixture
@@ -72,22 +86,57 @@ async def test_a_slow_worker_does_not_set_the_pace_of_fast_ones(
 
 
 async def test_a_request_that_kills_every_worker_is_ended_before_the_fleet_is(
-    model: Path, serve: Serve, faulty: Any
+    serve: Serve, faulty: Any, poison: int
 ) -> None:
     """It gets an error that says so after a few workers; everybody else only waits for those to be up again."""
-    from transformers import AutoTokenizer
-
-    (poison,) = AutoTokenizer.from_pretrained(model).encode(POISON)
     members = faulty(count=2, poison=poison)
     fleet = await serve([member.address for member in members])
     with Supervisor(members) as supervisor:
         async with fleet.load(8) as load:
             await load.gain(100)
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                async for _ in fleet.client.generate(f"a {POISON} in it", SamplingParams(max_tokens=20)):
-                    pass
+            await end_of_poison(fleet)
             await load.gain(100)
-        assert error.value.code() is grpc.StatusCode.INTERNAL
-        assert "workers failed in a row while computing this request" in str(error.value.details())
-        assert 1 <= supervisor.num_restarts <= 7  # five, and more on a machine that holds steps up
+        assert 1 <= supervisor.statuses.count(POISONED) <= 7  # five, and more on a machine that holds steps up
         await fleet.check_empty()
+
+
+async def test_a_request_that_kills_every_worker_is_found_in_a_storm_of_kills(
+    serve: Serve, faulty: Any, poison: int, scale: Scale
+) -> None:
+    """One after the other for ten minutes, and no other stream is ended."""
+    if not scale.is_full:
+        pytest.skip("takes minutes, for it is tried on workers that must start again in between; make chaos has it")
+    members = faulty(count=2, poison=poison)
+    fleet = await serve([member.address for member in members], "--no-worker-timeout", "600")
+    ends = time.monotonic() + 600
+    num_losses: list[int] = []  # of each, some of which were the storm's doing
+
+    async def send() -> None:
+        while time.monotonic() < ends:
+            began = time.monotonic()
+            num_losses.append(await end_of_poison(fleet))
+            print(f"ended after {num_losses[-1]} losses of workers, {time.monotonic() - began:.0f} s")  # noqa: T201
+
+    with Supervisor(members) as supervisor:
+        async with fleet.load(24) as load:
+            await load.gain(100)
+            sending = asyncio.create_task(send())
+            num_kills = await storm(fleet, members, load, sending.done)
+            await sending
+        await fleet.check_empty()
+    num_poisoned = supervisor.statuses.count(POISONED)
+    print(f"{load.num_completed} streams through {num_kills} kills and {num_poisoned} poisoned workers")  # noqa: T201
+    assert num_kills >= 60
+    assert 2 * num_poisoned > sum(num_losses)
+    assert max(num_losses) <= MOST_LOSSES
+
+
+async def end_of_poison(fleet: Fleet) -> int:
+    """Send a request that kills its workers. Returns how many its error says were lost."""
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        async for _ in fleet.client.generate(f"a {POISON} in it", SamplingParams(max_tokens=20)):
+            pass
+    assert error.value.code() is grpc.StatusCode.INTERNAL
+    said = re.match(r"(\d+) workers failed in a row while computing this request", str(error.value.details()))
+    assert said, error.value.details()
+    return int(said[1])

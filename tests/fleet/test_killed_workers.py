@@ -7,8 +7,7 @@ import time
 
 import psutil
 from cluster import is_busy
-from fleet_helpers import Fleet, Scale, Serve
-from load import Load
+from fleet_helpers import Fleet, Scale, Serve, storm
 from processes import Member, Supervisor, Workers
 
 MEMORY_GROWTH = 16 << 20
@@ -84,20 +83,11 @@ async def test_no_request_is_ended_in_a_storm_of_kills(workers: Workers, serve: 
     """
     members = workers.up(2)
     fleet = await serve([member.address for member in members], "--no-worker-timeout", "600")
-    draw = random.Random(1)
-    num_kills = 0
-    by_address = {member.address: member for member in members}
     with Supervisor(members):
-        async with Load(fleet.client, (list(fleet.requests) * 2)[:24], fleet.expected) as load:
+        async with fleet.load(24) as load:
             await load.gain(100)
             ends = time.monotonic() + scale(20, 600)
-            while time.monotonic() < ends:
-                load.check()
-                state = await fleet.state()
-                if serving := [by_address[worker.address] for worker in state.workers if worker.connected]:
-                    draw.choice(serving).signal(signal.SIGKILL)
-                    num_kills += 1
-                await asyncio.sleep(3)
-        state = await fleet.check_empty()
+            num_kills = await storm(fleet, members, load, lambda: time.monotonic() >= ends)
+        await fleet.check_empty()
     print(f"{load.num_completed} streams, {load.num_tokens} tokens through {num_kills} kills")  # noqa: T201
     assert num_kills >= scale(3, 60)
