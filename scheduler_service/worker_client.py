@@ -1,9 +1,11 @@
 """The scheduler's end of the wire to one worker."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from time import perf_counter_ns
+from typing import Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -39,8 +41,13 @@ TOKENIZER_FILES = frozenset(
 MAX_TOKENIZER_BYTES = 256 << 20
 
 
+T = TypeVar("T")
+
 _WRITE_FAILED = "Internal error from Core"
-"""What gRPC says when a write meets the end of the stream; how the worker ended it cannot be had any more."""
+"""What gRPC says when a write meets the end of the stream."""
+END_SECONDS = 1.0
+"""How long to wait for the status that a stream ended with after a write has met the end: it comes after the answers
+that were under way."""
 
 
 class WorkerError(Exception):
@@ -82,6 +89,9 @@ class Session:
         self.epoch = epoch
         self.last_answer = pb.ModelOutput()  # as it came, for a recording
         self._call = call
+        self._answers = aiter(call)  # also gives those that came before a write failed, which `read` does not
+        self._status: tuple[grpc.StatusCode, str | None]  # from the end of the call on
+        call.add_done_callback(self._ended)
         self._split = split
         self._round_trips = RoundTrips(split)
 
@@ -107,13 +117,11 @@ class Session:
     async def receive(self) -> ModelOutput:
         """The next answer."""
         try:
-            answer = await self._call.read()
-        except grpc.aio.AioRpcError:
+            answer = await anext(self._answers)
+        except (StopAsyncIteration, grpc.aio.AioRpcError):
             raise await self._end() from None
         if answer is None:  # gRPC's way to say that it could not be read
             raise WorkerError("the worker sent something that is no ModelOutput")
-        if not isinstance(answer, pb.ModelOutput):
-            raise await self._end()
         if answer.epoch != self.epoch:
             raise WorkerError(f"the worker answered for epoch {answer.epoch} in the session of epoch {self.epoch}")
         if not self._round_trips.num_in_flight:
@@ -127,15 +135,24 @@ class Session:
         self._split.decode += perf_counter_ns() - came
         return output
 
+    def _ended(self, call: grpc.aio.Call) -> None:
+        """Keep the status at once: gRPC overwrites it if a write fails in this turn of the event loop or later."""
+        self._status = _at_once(call.code()), _at_once(call.details())
+
     async def _end(self) -> WorkerError:
-        code, details = await self._call.code(), await self._call.details() or "no reason given"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_SECONDS):
+                while self._status[1] == _WRITE_FAILED:  # it failed before the status came
+                    await asyncio.sleep(0.001)
+                    self._ended(self._call)
+        code, details = self._status
         if details == _WRITE_FAILED:
             return WorkerError("the session broke while a step was sent")
         if code is grpc.StatusCode.ABORTED:
             return DrainedError(f"the worker ended the session: {details}")
         if code is grpc.StatusCode.FAILED_PRECONDITION:
             return FencedError(f"the worker refused the session: {details}")
-        return WorkerError(f"the session broke: {code.name}: {details}")
+        return WorkerError(f"the session broke: {code.name}: {details or 'no reason given'}")
 
     def close(self) -> None:
         self._call.cancel()
@@ -206,6 +223,17 @@ class WorkerClient:
 
     async def close(self) -> None:
         await self._channel.close()
+
+
+def _at_once(coroutine: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine returns that has nothing to wait for."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    coroutine.close()
+    raise RuntimeError("the coroutine waits for something")
 
 
 def _unreachable(error: grpc.aio.AioRpcError) -> UnreachableError:

@@ -1,7 +1,8 @@
 """A worker is lost in every way there is: its requests go on elsewhere, and their clients see a pause."""
 
 import asyncio
-from collections.abc import Callable
+import itertools
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from fake_worker_service import FakeWorkerService, serving
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire_common.errors import RequestError
 from scheduler_service import worker_loop
-from scheduler_service.core import SchedulerConfig, ledger
+from scheduler_service.core import SchedulerConfig, SchedulerOutput, ledger
 from scheduler_service.engine import Engine
 from scheduler_service.request import RequestState
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.step_split import RoundTrips, StepSplit
-from scheduler_service.worker_client import Session, WorkerError
+from scheduler_service.worker_client import DrainedError, Session, WorkerClient, WorkerError
 from scheduler_service.worker_loop import WorkerLoop, WorkerStatus, _step_timeout
 
 NEVER = 1000.0
@@ -256,13 +257,40 @@ async def test_a_session_that_the_worker_ends_in_good_order_makes_nobody_a_suspe
     """It is shut down, or another scheduler has it now."""
     worker = FakeWorkerService(byte_tokenizer_directory, poison=99)
     worker.poison_status = code
-    # One step at a time: where a write meets the end of the stream, gRPC forgets how that ended.
-    async with serving(worker) as address, running(address, max_in_flight_steps=1) as engine:
+    async with serving(worker) as address, running(address) as engine:
         state = await submit(engine, "a", [5, 99])
         await until(lambda: worker.num_sessions == 5)
         assert state.group.suspicion is None
         worker.poison = None
         assert await text_of(engine, state) == "ggggg"
+
+
+class Quitter(FakeWorkerService):
+    """Ends each session in good order after five steps, however many more are on their way."""
+
+    async def Execute(self, requests: AsyncIterator[pb.SchedulerOutput], context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        async for answer in super().Execute(requests, context):
+            yield answer
+            if answer.step_id == 5:
+                await context.abort(grpc.StatusCode.ABORTED, "it is shut down")
+
+
+async def test_how_a_session_ended_is_known_however_many_steps_were_being_sent(byte_tokenizer_directory: Path) -> None:
+    async def send(session: Session) -> None:
+        for step_id in itertools.count(1):
+            await session.send(SchedulerOutput(step_id=step_id))
+
+    async def receive(session: Session) -> None:
+        while True:
+            await session.receive()
+
+    async with serving(Quitter(byte_tokenizer_directory)) as address:
+        client = WorkerClient(address)
+        for epoch in range(1, 51):
+            session = client.open_session(epoch, StepSplit())
+            ends = await asyncio.gather(send(session), receive(session), return_exceptions=True)
+            assert list(map(type, ends)) == [DrainedError, DrainedError], ends
+        await client.close()
 
 
 async def test_the_servers_own_end_makes_nobody_a_suspect(byte_tokenizer_directory: Path) -> None:

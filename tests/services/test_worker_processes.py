@@ -187,5 +187,6 @@ async def test_the_newer_of_two_schedulers_has_the_worker_and_the_older_waits(wo
             steps = was.num_steps
             assert_equal(await tokens_of(newer, await submit(newer, "third", prompt, **most)), expected)
             assert (was.num_steps, now.num_losses) == (steps, 0)
+            assert first.group.suspicion is None
         assert_equal(await tokens_of(older, first), expected)  # the other one has gone
         assert was.state is WorkerStatus.SERVING
