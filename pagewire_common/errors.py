@@ -10,6 +10,8 @@ from urllib.parse import quote
 import grpc
 import structlog
 
+from pagewire_common.field_count import has_more_fields
+
 log = structlog.get_logger()
 
 MOST_STATUS_BYTES = 4096
@@ -27,24 +29,24 @@ class RequestError(Exception):
 Behavior = Callable[[Any, grpc.aio.ServicerContext[Any, Any]], Any]
 
 
-class _Oversized(NamedTuple):
-    """In place of a request that is too large to be parsed."""
+MOST_FIELDS = 6 << 10
+"""Of a request: more than the lists of all its fields together may have, and quickly counted and parsed."""
 
-    num_bytes: int
-    most: int
+
+class _Unparsed(NamedTuple):
+    """In place of a request that would take too long to be parsed."""
+
+    reason: str
 
     def refuse(self) -> NoReturn:
-        raise RequestError(
-            grpc.StatusCode.INVALID_ARGUMENT,
-            f"the request has {self.num_bytes} bytes; at most {self.most} are allowed with this model's context",
-        )
+        raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, self.reason)
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns RequestError into its status and anything else uncaught into INTERNAL without details.
 
-    gRPC would show an uncaught exception's text to the client. Requests of more than `max_request_bytes` are refused
-    before they are parsed, because the interpreter can do nothing else meanwhile.
+    gRPC would show an uncaught exception's text to the client. Where there are `max_request_bytes`, a request of more
+    bytes or of too many fields is refused before it is parsed, because the interpreter can do nothing else meanwhile.
     """
 
     def __init__(self, prefix: str = "/pagewire.", max_request_bytes: Callable[[], int] | None = None) -> None:
@@ -70,10 +72,20 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return handler._replace(**{kind: guard(behavior)})
 
 
-def _bounded(parse: Callable[[bytes], Any], max_request_bytes: Callable[[], int]) -> Callable[[bytes], Any]:
+def _bounded(parse: Any, max_request_bytes: Callable[[], int]) -> Callable[[bytes], Any]:
+    """`parse` is a generated message's FromString."""
+    descriptor = parse.__self__.DESCRIPTOR
+
     def bounded(data: bytes) -> Any:
         most = max_request_bytes()
-        return parse(data) if len(data) <= most else _Oversized(len(data), most)
+        if len(data) > most:
+            return _Unparsed(f"the request has {len(data)} bytes; at most {most} are allowed with this model's context")
+        if has_more_fields(data, descriptor, MOST_FIELDS):
+            return _Unparsed(
+                f"the request has more than {MOST_FIELDS} fields, entries of lists among them; send shorter lists, and "
+                "packed ones of numbers"
+            )
+        return parse(data)
 
     return bounded
 
@@ -81,7 +93,7 @@ def _bounded(parse: Callable[[bytes], Any], max_request_bytes: Callable[[], int]
 def _guard_coroutine(behavior: Behavior) -> Behavior:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
-            if isinstance(request, _Oversized):
+            if isinstance(request, _Unparsed):
                 request.refuse()
             return await behavior(request, context)
         except Exception as error:
@@ -94,7 +106,7 @@ def _guard_coroutine(behavior: Behavior) -> Behavior:
 def _guard_generator(behavior: Behavior) -> Behavior:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any, None]:
         try:
-            if isinstance(request, _Oversized):
+            if isinstance(request, _Unparsed):
                 request.refuse()
             async with aclosing(behavior(request, context)) as responses:
                 async for response in responses:

@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
+from scheduler_service.columns import fill_column
 from scheduler_service.core import ModelOutput, SamplingParams, SchedulerOutput
-from scheduler_service.core.outputs import NewSequence, TokenLogprobs
+from scheduler_service.core.outputs import Fork, NewSequence, TokenLogprobs
 
 PROTOCOL_VERSION = 1
 
@@ -39,43 +40,53 @@ def decode_worker_info(message: worker_pb.GetWorkerInfoResponse) -> WorkerInfo:
     return WorkerInfo(**{name: getattr(message, name) for name in WorkerInfo._fields})
 
 
-def encode_sampling(sampling: SamplingParams, index: int) -> pb.SequenceSampling:
-    return pb.SequenceSampling(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        seed=sampling.seed,
-        index=index,
-        min_tokens=sampling.min_tokens,
-        eos_token_ids=sorted(sampling.end_token_ids),
-        logprobs=sampling.num_logprobs,
-        prompt_logprobs=sampling.prompt_logprobs,
-        logit_bias=sampling.logit_bias,
-        allowed_token_ids=sampling.allowed_token_ids,
-        bad_words=[pb.TokenSequence(token_ids=word) for word in sampling.bad_words],
+def _fill_sampling(message: pb.SequenceSampling, sampling: SamplingParams, index: int) -> None:
+    message.MergeFrom(
+        pb.SequenceSampling(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            seed=sampling.seed,
+            index=index,
+            min_tokens=sampling.min_tokens,
+            eos_token_ids=sorted(sampling.end_token_ids),
+            logprobs=sampling.num_logprobs,
+            prompt_logprobs=sampling.prompt_logprobs,
+            logit_bias=sampling.logit_bias,
+            bad_words=[pb.TokenSequence(token_ids=word) for word in sampling.bad_words],
+        )
     )
+    fill_column(message, "allowed_token_ids", sampling.allowed_token_ids)
 
 
 def _encode_table(block_ids: list[int]) -> list[int]:
     """Entries behind a sliding window are never read: any number will do."""
-    return [max(block, 0) for block in block_ids]
+    return [block if block > 0 else 0 for block in block_ids]
 
 
-def _encode_new_sequence(new: NewSequence) -> pb.NewSequence:
+def _fill_new_sequence(message: pb.NewSequence, new: NewSequence) -> None:
     sequence = new.sequence
-    return pb.NewSequence(
-        sequence_id=sequence.id,
-        token_ids=sequence.tokens_between(0, sequence.num_tokens),
-        num_prompt_tokens=sequence.num_prompt_tokens,
-        num_computed_tokens=new.num_computed_tokens,
-        block_ids=_encode_table(new.block_ids),
-        sampling=encode_sampling(sequence.sampling, sequence.index),
-        lora_name=sequence.group.lora_name,
-    )
+    message.sequence_id = sequence.id
+    fill_column(message, "token_ids", sequence.tokens_between(0, sequence.num_tokens))
+    message.num_prompt_tokens = sequence.num_prompt_tokens
+    message.num_computed_tokens = new.num_computed_tokens
+    fill_column(message, "block_ids", _encode_table(new.block_ids))
+    _fill_sampling(message.sampling, sequence.sampling, sequence.index)
+    message.lora_name = sequence.group.lora_name
+
+
+def _fill_fork(message: pb.Fork, fork: Fork) -> None:
+    message.parent_sequence_id = fork.parent_id
+    message.child_sequence_id = fork.child.id
+    message.num_tokens = fork.num_tokens
+    fill_column(message, "token_ids", fork.child.tokens_between(fork.num_tokens, fork.child.num_tokens))
+    message.num_computed_tokens = fork.num_computed_tokens
+    fill_column(message, "block_ids", _encode_table(fork.block_ids))
+    message.index = fork.child.index
 
 
 def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.SchedulerOutput:
@@ -83,20 +94,7 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
     message = pb.SchedulerOutput(
         epoch=epoch,
         step_id=output.step_id,
-        new_sequences=[_encode_new_sequence(new) for new in output.new_sequences],
         sequence_ids=[scheduled.sequence.id for scheduled in output.scheduled],
-        forks=[
-            pb.Fork(
-                parent_sequence_id=fork.parent_id,
-                child_sequence_id=fork.child.id,
-                num_tokens=fork.num_tokens,
-                token_ids=fork.child.tokens_between(fork.num_tokens, fork.child.num_tokens),
-                num_computed_tokens=fork.num_computed_tokens,
-                block_ids=_encode_table(fork.block_ids),
-                index=fork.child.index,
-            )
-            for fork in output.forks
-        ],
         block_table_updates=[
             pb.BlockTableUpdate(sequence_id=sequence_id, start=start, block_ids=_encode_table(block_ids))
             for sequence_id, start, block_ids in output.block_table_updates
@@ -108,6 +106,10 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
         finished=output.finished,
         preempted=output.preempted,
     )
+    for new in output.new_sequences:  # in place: protobuf copies a part that is handed in by writing and parsing it
+        _fill_new_sequence(message.new_sequences.add(), new)
+    for fork in output.forks:
+        _fill_fork(message.forks.add(), fork)
     if any(scheduled.num_tokens != 1 for scheduled in output.scheduled):
         message.num_scheduled_tokens.extend(scheduled.num_tokens for scheduled in output.scheduled)
     if not all(scheduled.samples for scheduled in output.scheduled):

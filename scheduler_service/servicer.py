@@ -12,6 +12,7 @@ import structlog
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceServicer
 from pagewire_common.errors import RequestError
+from scheduler_service.columns import fill_column
 from scheduler_service.core import SequenceStatus
 from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.engine import Engine
@@ -161,7 +162,9 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         with self._side_calls.place(request.ByteSize()):
-            return pb.TokenizeResponse(token_ids=await encode_prompt(request, await self._engine.model()))
+            response = pb.TokenizeResponse()
+            fill_column(response, "token_ids", await encode_prompt(request, await self._engine.model()))
+            return response
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         with self._side_calls.place(request.ByteSize()):

@@ -9,9 +9,10 @@ Whatever else holds the GIL is done in slices: a thread that runs Python lets ot
 import asyncio
 import os
 import secrets
-from collections.abc import Callable, Sequence
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,9 +38,13 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 T = TypeVar("T")
 
 
-# What is done in one call into C or Rust that may hold the interpreter's lock: a millisecond or two of it.
-CHARACTERS_AT_ONCE = 1 << 14
+# What is done in one call into C or Rust that may hold the interpreter's lock: a millisecond or two of it. A character
+# has four tokens at most, or 33 when NFKC has made it longer.
+CHARACTERS_AT_ONCE = 1 << 12
 PIECES_AT_ONCE = 256
+
+# Of the mark that a special token in a chat's message is swapped for.
+END_OF_MARK = "\ue001"
 
 MOST_TOKENS = 1 << 20
 
@@ -128,51 +133,50 @@ class Tokenizer:
         # Special tokens in contents are swapped for marks that no text contains, and encoded as plain text where the
         # marks come out of the template. Each mark says of which: a template may move, repeat and drop messages.
         mark = f"\ue000{secrets.randbelow(10**18)}:"
-        numbers: dict[str, int] = {}
+        marks: dict[str, str] = {}
         num_found = 0
 
         def hide(text: str) -> str:
             nonlocal num_found
-            between, special = self._special.split(text)
-            num_found += len(special)
-            if num_found > most:  # each is a token at least
-                raise TooManyTokensError
-            marks = (f"{mark}{numbers.setdefault(word, len(numbers))}\ue001" for word in special)
-            return "".join(chain.from_iterable(zip(between, [*marks, ""], strict=True)))
+            parts: list[str] = []
+            for before, word in self._special.find(text):
+                parts.append(before)
+                if word:
+                    parts.append(marks.setdefault(word, f"{mark}{len(marks)}{END_OF_MARK}"))
+                    num_found += 1
+                    if num_found > most:  # each is a token at least
+                        raise TooManyTokensError
+            return "".join(parts)
 
         hidden = [{**message, "content": hide(message["content"])} for message in messages]
-        words = list(numbers)
         try:
             text = self._transformers.apply_chat_template(hidden, tokenize=False, add_generation_prompt=True)
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             reason = str(error)
-            for word, number in numbers.items():
-                reason = reason.replace(f"{mark}{number}\ue001", word)
+            for word, its_mark in marks.items():
+                reason = reason.replace(its_mark, word)
             raise TemplateError(f"the model's chat template refuses these messages: {reason}") from error
-        plain = [_encode(self._plain, word, most) for word in words]
-        first, *behind_marks = text.split(mark)
-        pieces, found = [first], []
-        for piece in behind_marks:
-            number, end, rest = piece.partition("\ue001")
-            if not (end and number.isdecimal() and int(number) < len(words)):
-                raise TemplateError("the model's chat template cuts messages that spell out special tokens")
-            found.append(int(number))
-            pieces.append(rest)
+        plain = [_encode(self._plain, word, most) for word in marks]
+        pieces = _pieces(text, mark, len(marks))
         ids: list[int] = []
-        for start in range(0, len(pieces), PIECES_AT_ONCE):
-            some = pieces[start : start + PIECES_AT_ONCE]
-            if sum(map(len, some)) > CHARACTERS_AT_ONCE:
-                encoded = [_encode(self._parsing, piece, most) for piece in some]
-            else:
-                encodings = self._parsing.encode_batch_fast(some, add_special_tokens=False)
-                encoded = [encoding.ids for encoding in encodings]
-            for position, piece_ids in enumerate(encoded, start):
+        while some := list(islice(pieces, PIECES_AT_ONCE)):
+            encoded = self._encode_pieces([piece for piece, _ in some], most)
+            for (_, number), piece_ids in zip(some, encoded, strict=True):
                 ids += piece_ids
-                if position < len(found):
-                    ids += plain[found[position]]
-            if len(ids) > 2 * most:
-                raise TooManyTokensError
+                if number is not None:
+                    ids += plain[number]
+                if len(ids) > 2 * most:
+                    raise TooManyTokensError
         return ids
+
+    def _encode_pieces(self, pieces: list[str], most: int) -> Iterator[list[int]]:
+        """The token ids of pieces of a rendered chat. Raises TooManyTokensError."""
+        if sum(map(len, pieces)) > CHARACTERS_AT_ONCE:
+            for piece in pieces:
+                yield _encode(self._parsing, piece, most)
+        else:
+            for encoding in self._parsing.encode_batch_fast(pieces, add_special_tokens=False):
+                yield encoding.ids
 
     def _encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         variants = dict.fromkeys(variant for word in words for variant in (word, f" {word.lstrip()}"))
@@ -195,15 +199,38 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, add_specia
     The library lets go of the interpreter's lock while it encodes, but not when the result is read or freed, at 35 ns a
     token. So a text that may have many more is first encoded in parts.
     """
-    if len(text) > CHARACTERS_AT_ONCE and len(text.encode()) > most:
+    parts = [text[start : start + CHARACTERS_AT_ONCE] for start in range(0, len(text), CHARACTERS_AT_ONCE)]
+    if len(parts) > 1 and _most_tokens(tokenizer, parts) > most:
         num_tokens = 0
-        for start in range(0, len(text), CHARACTERS_AT_ONCE):
-            part = text[start : start + CHARACTERS_AT_ONCE]
+        for part in parts:
             num_tokens += len(tokenizer.encode_batch_fast([part], add_special_tokens=False)[0])
             if num_tokens > most + most // 8:  # cuts make a few more of them
                 raise TooManyTokensError
     (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     return list(encoding.ids)
+
+
+def _pieces(text: str, mark: str, num_marks: int) -> Iterator[tuple[str, int | None]]:
+    """A rendered chat cut at its marks: each piece with the number of the mark behind it, the last one with None.
+
+    It makes them as they are used: a hundred thousand strings take long to be made at once, and to be freed.
+    """
+    start = 0
+    while (found := text.find(mark, start)) >= 0:
+        end = text.find(END_OF_MARK, found)
+        number = text[found + len(mark) : max(end, 0)]
+        if not (number.isdecimal() and int(number) < num_marks):
+            raise TemplateError("the model's chat template cuts messages that spell out special tokens")
+        yield text[start:found], int(number)
+        start = end + len(END_OF_MARK)
+    yield text[start:], None
+
+
+def _most_tokens(tokenizer: tokenizers.Tokenizer, parts: Sequence[str]) -> int:
+    """One a byte, of the longest form that normalizers give a text if there is one."""
+    if tokenizer.normalizer is not None:
+        parts = [unicodedata.normalize("NFKD", part) for part in parts]
+    return sum(len(part.encode()) for part in parts)
 
 
 def _anchor(tokenizer: tokenizers.Tokenizer) -> list[int]:

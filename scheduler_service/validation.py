@@ -144,9 +144,11 @@ async def encode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, model:
             text = message.text
             _check_characters("text", len(text), model, tokenizer)
             parse = message.parse_special_tokens
-            prompt = array("I", await tokenizer.encode(text, most=most, parse_special_tokens=parse, aside=aside))
+            prompt = await take_token_ids(
+                await tokenizer.encode(text, most=most, parse_special_tokens=parse, aside=aside)
+            )
         elif kind == "chat":
-            prompt = array("I", await _encode_chat(message.chat, model, most, aside=aside))
+            prompt = await take_token_ids(await _encode_chat(message.chat, model, most, aside=aside))
         else:
             invalid("prompt is missing: set one of text, token_ids or chat")
         if aside and len(prompt) > most:
@@ -177,7 +179,7 @@ async def decode_tokens(message: pb.DetokenizeRequest, model: ServedModel) -> st
 
 
 async def take_token_ids(token_ids: Sequence[int]) -> "array[int]":
-    """A message's token ids. At 50 to 90 ns each that takes too long for one turn of the event loop."""
+    """Token ids of a message or a text. At 50 to 90 ns each that takes too long for one turn of the event loop."""
     taken = array("I")
     for start in range(0, len(token_ids), IDS_AT_ONCE):
         if start:

@@ -6,7 +6,7 @@ call takes; so a call looks at a part of the text only.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 CHARACTERS_AT_ONCE = 1 << 14
 """A millisecond or two of text that is full of beginnings."""
@@ -29,10 +29,8 @@ class WordFinder:
             node[_END] = {}
         self._pattern = re.compile(_expression(trie) if trie else r"(?!)")
 
-    def split(self, text: str) -> tuple[list[str], list[str]]:
-        """The words in a text, and the texts between them, which are one more."""
-        between: list[str] = []
-        words: list[str] = []
+    def find(self, text: str) -> Iterator[tuple[str, str]]:
+        """The words in a text, each with the text before it, and at last what is left of the text, with no word."""
         start = position = 0
         while position < len(text):
             next_position = position + CHARACTERS_AT_ONCE
@@ -42,11 +40,9 @@ class WordFinder:
             elif match.start() >= next_position:  # a longer one may be cut off
                 position = match.start()
             else:
-                between.append(text[start : match.start()])
-                words.append(match.group())
+                yield text[start : match.start()], match.group()
                 start = position = match.end()
-        between.append(text[start:])
-        return between, words
+        yield text[start:], ""
 
 
 def _expression(trie: _Trie) -> str:

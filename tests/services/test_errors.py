@@ -1,10 +1,13 @@
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
+from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.errors import ErrorInterceptor, RequestError
 
 
@@ -30,6 +33,20 @@ async def test_an_error_that_nobody_can_be_told_cancels_the_call(capsys: pytest.
     assert "the client read nothing for 60 s" in capsys.readouterr().out
 
 
+@asynccontextmanager
+async def serving(interceptor: ErrorInterceptor, handler: Any) -> AsyncIterator[Any]:
+    """A server of one method; gives the method, from bytes to bytes."""
+    server = grpc.aio.server(interceptors=[interceptor])
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("pagewire.v1.Some", {"Method": handler})])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield channel.unary_unary("/pagewire.v1.Some/Method")
+    finally:
+        await server.stop(None)
+
+
 @pytest.mark.parametrize("letter", ["x", " ", "\n", "%", "é", "\U0001f600"])
 async def test_a_sentence_with_a_clients_own_words_is_cut_to_what_fits_into_a_status(letter: str) -> None:
     """gRPC ends calls whose status is larger with one of its own, RESOURCE_EXHAUSTED: so an invalid request seemed."""
@@ -37,19 +54,31 @@ async def test_a_sentence_with_a_clients_own_words_is_cut_to_what_fits_into_a_st
     async def find(request: Any, context: Any) -> None:
         raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, f"there is no worker {letter * int(request)}")
 
-    handlers = {"Find": grpc.unary_unary_rpc_method_handler(find)}
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()])
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("pagewire.v1.Some", handlers)])
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            for number in (10, 1_000_000):
-                with pytest.raises(grpc.aio.AioRpcError) as error:
-                    await channel.unary_unary("/pagewire.v1.Some/Find")(str(number).encode())
-                assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-                details = error.value.details() or ""
-                assert details.startswith("there is no worker " + 10 * letter)
-                assert details.endswith("…") == (number > 10)
-    finally:
-        await server.stop(None)
+    async with serving(ErrorInterceptor(), grpc.unary_unary_rpc_method_handler(find)) as method:
+        for number in (10, 1_000_000):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await method(str(number).encode())
+            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            details = error.value.details() or ""
+            assert details.startswith("there is no worker " + 10 * letter)
+            assert details.endswith("…") == (number > 10)
+
+
+async def test_a_request_of_too_many_fields_is_refused_before_it_is_parsed() -> None:
+    """786,000 empty chat messages made 1.5 MB, and took 20 ms to be parsed and 3 to be freed."""
+
+    async def count(request: pb.GenerateRequest, context: Any) -> bytes:
+        return str(len(request.chat.messages)).encode()
+
+    handler = grpc.unary_unary_rpc_method_handler(count, pb.GenerateRequest.FromString)
+    async with serving(ErrorInterceptor(max_request_bytes=lambda: 1 << 20), handler) as method:
+        largest = pb.GenerateRequest(
+            chat={"messages": [pb.ChatMessage(role="user", content="a")] * 4096},
+            sampling={"logit_bias": dict.fromkeys(range(1024), 1.0), "allowed_token_ids": range(128_256)},
+            resume={"outputs": [pb.ResumedOutput(index=index) for index in range(128)]},
+        )
+        assert await method(largest.SerializeToString()) == b"4096"
+        many = pb.GenerateRequest(chat={"messages": [pb.ChatMessage()] * 400_000})
+        with pytest.raises(grpc.aio.AioRpcError, match="has more than 6144 fields") as error:
+            await method(many.SerializeToString())
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -1,8 +1,8 @@
 """No request keeps the event loop, or the interpreter's lock, to itself for longer than 10 ms.
 
 The loop is watched by the processor time of its turns, and the lock by a thread that does nothing but tick. Other
-programs take processors away at times; so the best of a few attempts counts, the gaps that there are without a request
-are not blamed on it, and twice the 10 ms are allowed. What is to be found here takes a hundred and more.
+programs take processors away at times; so the best of a few attempts counts, and the gaps that there are without a
+request are not blamed on it. With this context the worst request takes 8 ms; half as much again is for slower machines.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from fake_worker_service import FakeWorkerService, serving
 from scheduler_in_process import scheduler
 from test_message_sizes import begin, entry
 from test_validation import request
-from tokenizer_shapes import SHAPES, worst_texts, write
+from tokenizer_shapes import SHAPES, SPECIAL, worst_texts, write
 
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.core import SequenceOutput, SequenceStatus
@@ -29,7 +29,7 @@ from scheduler_service.servicer import encode_delta
 
 pytestmark = pytest.mark.alone
 
-LIMIT = 0.02
+LIMIT = 0.012
 ATTEMPTS = 8
 CONTEXT = 131_072
 VOCABULARY = 128_256
@@ -86,9 +86,9 @@ def watchdog(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watchdog]:
 async def serving_shape(shape: str, directory: Path) -> AsyncIterator[tuple[int, grpc.aio.Channel]]:
     """A scheduler in front of a worker with such a tokenizer; gives how large requests may be, and a channel."""
     write(shape, directory)
-    worker = FakeWorkerService(directory, num_device_blocks=2 * CONTEXT // 8)
+    worker = FakeWorkerService(directory, num_device_blocks=2 * CONTEXT // 16)
     worker.info.max_model_len, worker.info.vocabulary_size = CONTEXT, VOCABULARY
-    worker.info.max_num_batched_tokens = 8192
+    worker.info.max_num_batched_tokens, worker.info.block_size = 8192, 16
     async with (
         serving(worker) as address,
         scheduler(address, max_num_batched_tokens=8192, check_invariants=False) as server,
@@ -128,11 +128,12 @@ def chat(text: str) -> pb.Chat:
 async def test_no_text_holds_the_loop_or_the_lock(shape: str, watchdog: Watchdog, tmp_path: Path) -> None:
     sampling = pb.SamplingParams(max_tokens=2)
     async with serving_shape(shape, tmp_path) as (num_bytes, channel):
+        texts_of_a_token_a_byte = worst_texts(CONTEXT)
         for name, text in worst_texts(num_bytes).items():
             for kind, method, message in (
-                ("text", "Tokenize", pb.TokenizeRequest(text=text)),
                 ("chat", "Generate", pb.GenerateRequest(chat=chat(text), sampling=sampling)),
                 ("a chat that fits", "Generate", pb.GenerateRequest(chat=chat(text[:50_000]), sampling=sampling)),
+                ("text", "Tokenize", pb.TokenizeRequest(text=texts_of_a_token_a_byte[name])),
             ):
                 data = message.SerializeToString()
                 await assert_harmless(watchdog, f"{kind} of {name}", lambda: call(channel, method, data))  # noqa: B023
@@ -143,7 +144,11 @@ def attacks(num_bytes: int) -> dict[str, tuple[str, pb.GenerateRequest | pb.Deto
         return "Generate", pb.GenerateRequest(**({"text": "a", "sampling": {"max_tokens": 2}} | fields))  # type: ignore[arg-type]
 
     return {
-        "as many ids as there may be": generate(token_ids={"ids": [1100] * (CONTEXT // 2)}),
+        "as many ids as there may be": generate(token_ids={"ids": [1100] * (CONTEXT - 2)}),
+        "as many ids as there may be, and all allowed": generate(
+            token_ids={"ids": [1100] * (CONTEXT - 2)},
+            sampling={"max_tokens": 2, "allowed_token_ids": range(VOCABULARY)},
+        ),
         "ids up to the limit of bytes": generate(token_ids={"ids": [100] * num_bytes}),
         "a message beyond all limits": generate(token_ids={"ids": [100] * (10 << 20)}),
         "all ids allowed": generate(sampling={"max_tokens": 2, "allowed_token_ids": range(VOCABULARY)}),
@@ -151,13 +156,25 @@ def attacks(num_bytes: int) -> dict[str, tuple[str, pb.GenerateRequest | pb.Deto
         "biases up to the limit of bytes": generate(
             sampling={"logit_bias": dict.fromkeys(range(num_bytes // 16), 1.0)}
         ),
+        "empty messages up to the limit": generate(chat={"messages": [pb.ChatMessage()] * (num_bytes // 2)}),
         "messages up to the limit": generate(chat={"messages": [pb.ChatMessage(role="user")] * (num_bytes // 9)}),
         "as many messages as there may be": generate(chat={"messages": [pb.ChatMessage(role="user")] * 4096}),
+        "as many messages as there may be, of special tokens": generate(
+            chat={"messages": [pb.ChatMessage(role="user", content="<|im_end|>" * 30)] * 4096}
+        ),
         "a long output to resume": generate(
-            sampling={"max_tokens": CONTEXT // 2 + 2, "seed": 1, "ignore_eos": True},
-            resume={"outputs": [pb.ResumedOutput(index=0, token_ids=[1100] * (CONTEXT // 2))]},
+            sampling={"max_tokens": CONTEXT - 2, "seed": 1, "ignore_eos": True},
+            resume={"outputs": [pb.ResumedOutput(index=0, token_ids=[1100] * (CONTEXT - 4))]},
+        ),
+        "long outputs to resume": generate(
+            sampling={"n": 8, "max_tokens": CONTEXT // 8 - 16, "seed": 1, "ignore_eos": True},
+            resume={"outputs": [pb.ResumedOutput(index=i, token_ids=[1100] * (CONTEXT // 8 - 18)) for i in range(8)]},
         ),
         "tokens to decode": ("Detokenize", pb.DetokenizeRequest(token_ids=[1100] * CONTEXT)),
+        "long tokens to decode": (
+            "Detokenize",
+            pb.DetokenizeRequest(token_ids=[len(SPECIAL) - 1] * CONTEXT, skip_special_tokens=False),
+        ),
     }
 
 
@@ -225,4 +242,6 @@ async def test_large_results_are_encoded_in_many_turns(
         turns: list[float] = []
         await search(byte_model, turns)
         longest.append(max(turns))
-    assert min(longest) <= LIMIT
+        if longest[-1] <= LIMIT:
+            return
+    raise AssertionError(f"longest turn of each attempt, in seconds: {longest}")

@@ -17,6 +17,6 @@ def test_the_same_words_are_found_as_by_trying_each_of_them_longest_first(words:
     pattern = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True)) or r"(?!)"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(word_finder, "CHARACTERS_AT_ONCE", 7)
-        between, found = WordFinder(words).split(text)
-    assert found == re.findall(pattern, text)
-    assert between == re.split(pattern, text)
+        found = list(WordFinder(words).find(text))
+    assert [word for _, word in found] == [*re.findall(pattern, text), ""]
+    assert [before for before, _ in found] == re.split(pattern, text)

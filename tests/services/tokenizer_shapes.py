@@ -30,6 +30,12 @@ def sentence_piece() -> tokenizers.Tokenizer:
     return backend
 
 
+def sentence_piece_after_nfkc() -> tokenizers.Tokenizer:
+    backend = sentence_piece()
+    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), backend.normalizer])
+    return backend
+
+
 def metaspace() -> tokenizers.Tokenizer:
     pieces = [(token, 0.0) for token in SPECIAL] + [(piece, -float(i)) for i, piece in enumerate("\u2581abcdefgh<>|_")]
     backend = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=SPECIAL.index("<unk>")))
@@ -52,6 +58,7 @@ def word_piece() -> tokenizers.Tokenizer:
 SHAPES: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "byte-level BPE": byte_level,
     "SentencePiece BPE": sentence_piece,
+    "SentencePiece BPE after NFKC": sentence_piece_after_nfkc,
     "Unigram with Metaspace": metaspace,
     "WordPiece": word_piece,
 }

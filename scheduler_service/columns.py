@@ -1,0 +1,39 @@
+"""Long columns of numbers in messages, because they are the most of what one request may have the event loop write.
+
+Protobuf takes numbers out of an array at 55 ns each or more, and out of a list at 15, besides 12 for making the list.
+As bytes that are packed as it would send them, it takes them at 4 ns, and packing them takes 6.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import Message
+
+SHORT = 512
+"""Below so many numbers protobuf itself is quicker."""
+
+
+def fill_column(message: Message, name: str, numbers: Sequence[int]) -> None:
+    """Set a field that is empty, and repeated uint32."""
+    if len(numbers) < SHORT:
+        getattr(message, name).extend(numbers)
+    else:
+        field = message.DESCRIPTOR.fields_by_name[name]
+        packed = _varints(np.asarray(numbers, dtype=np.uint32))
+        message.MergeFromString(_varints(np.array([field.number << 3 | 2, len(packed)], dtype=np.uint32)) + packed)
+
+
+def _varints(numbers: npt.NDArray[np.uint32]) -> bytes:
+    """Numbers as protobuf writes them: seven bits a byte, the low ones first, each byte but a number's last marked."""
+    longest = max(1, -(-int(numbers.max()).bit_length() // 7))
+    written = np.empty((len(numbers), longest), dtype=np.uint8)
+    is_part = np.ones((len(numbers), longest), dtype=np.bool_)
+    rest = numbers
+    for place in range(longest):
+        if place:
+            np.not_equal(rest, 0, out=is_part[:, place])
+            written[:, place - 1] |= is_part[:, place].view(np.uint8) << 7
+        written[:, place] = rest & 0x7F
+        rest = rest >> np.uint32(7)
+    return written[is_part].tobytes()

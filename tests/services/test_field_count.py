@@ -1,0 +1,72 @@
+"""A request's fields are counted as its parser would find them, before it is parsed."""
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_common.field_count import has_more_fields
+
+REQUESTS = st.builds(
+    lambda text, messages, biases, stop, allowed, outputs, number: pb.GenerateRequest(
+        **({"chat": {"messages": messages}} if messages else {"text": text}),
+        sampling={
+            "logit_bias": dict.fromkeys(biases, 0.5),
+            "stop": stop,
+            "allowed_token_ids": allowed,
+            "top_p": number,
+            "seed": 3,
+        },
+        resume={"outputs": outputs},
+    ),
+    st.text(min_size=1, max_size=300),
+    st.lists(st.builds(lambda text: pb.ChatMessage(role="user", content=text), st.text(max_size=200)), max_size=4),
+    st.sets(st.integers(0, 2**32 - 1), max_size=4),
+    st.lists(st.text(max_size=9), max_size=4),
+    st.lists(st.integers(0, 2**32 - 1), max_size=9),
+    st.lists(st.builds(lambda ids: pb.ResumedOutput(token_ids=ids), st.lists(st.integers(0, 9))), max_size=3),
+    st.floats(0.1, 1),
+)
+
+
+def num_fields(message: pb.GenerateRequest) -> int:
+    """Counted in the message itself; the parts without parts are chat messages, resumed outputs and biases."""
+    count = len(message.ListFields())
+    if message.HasField("chat"):
+        count += len(message.chat.messages)
+    count += len(message.resume.outputs)
+    sampling = message.sampling
+    count += 2 + len(sampling.stop) + len(sampling.logit_bias) + bool(sampling.allowed_token_ids)
+    return count
+
+
+@given(message=REQUESTS, shorter=st.integers(1, 40))
+def test_fields_of_a_request_and_of_its_parts_are_counted(message: pb.GenerateRequest, shorter: int) -> None:
+    data, count = message.SerializeToString(), num_fields(message)
+    assume(len(data) > count)
+    assert has_more_fields(data, pb.GenerateRequest.DESCRIPTOR, count - 1)
+    assert not has_more_fields(data, pb.GenerateRequest.DESCRIPTOR, count)
+    assert not has_more_fields(data[:-shorter], pb.GenerateRequest.DESCRIPTOR, count)
+
+
+def test_a_packed_list_is_one_field_and_an_unpacked_one_many() -> None:
+    fields = pb.DetokenizeRequest.DESCRIPTOR
+    packed = pb.DetokenizeRequest(token_ids=range(1000)).SerializeToString()
+    assert not has_more_fields(packed, fields, 1)
+    unpacked = b"\x08\x05" * 1000
+    assert list(pb.DetokenizeRequest.FromString(unpacked).token_ids) == [5] * 1000
+    assert has_more_fields(unpacked, fields, 999)
+    assert not has_more_fields(unpacked, fields, 1000)
+
+
+@given(st.binary(max_size=60), st.integers(0, 20))
+def test_what_is_no_request_is_left_to_the_parser(data: bytes, most: int) -> None:
+    has_more_fields(data, pb.GenerateRequest.DESCRIPTOR, most)
+
+
+def test_a_number_without_end_is_none() -> None:
+    assert not has_more_fields(b"\x80" * 1_500_000, pb.GenerateRequest.DESCRIPTOR, 1000)
+
+
+def test_parts_that_come_again_and_again_count_each_time() -> None:
+    assert has_more_fields(b"\x22\x00" * 1001, pb.GenerateRequest.DESCRIPTOR, 1000)
+    assert has_more_fields(b"\x22\x02\x0a\x00" * 501, pb.GenerateRequest.DESCRIPTOR, 1000)
