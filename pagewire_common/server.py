@@ -17,9 +17,12 @@ from pagewire_common.start_error import StartError
 
 log = structlog.get_logger()
 
-# Clients may ping every 10 s, also between calls; two servers on one port are an error, not a load balancer. New calls
-# are taken one by one, as the event loop gets round to it. Of those that wait meanwhile gRPC would end, CANCELLED, any
-# that is 30 s old and some from the thousandth on; but how many may be in flight is for the services to say.
+# Clients may ping every 10 s, also between calls. The server pings them every minute as well, and closes those from
+# which it hears nothing for another: else what a frozen client has not read of calls that are answered or were ended
+# stays in memory, 1.5 MB for a text of 131,000 tokens. Two servers on one port are an error, not a load balancer. New
+# calls are taken one by one, as the event loop gets round to it. Of those that wait meanwhile gRPC would end,
+# CANCELLED, any that is 30 s old and some from the thousandth on; but how many may be in flight is for the services
+# to say.
 OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.server_max_unrequested_time_in_server", 86_400),
     ("grpc.server.max_pending_requests", 1 << 16),
@@ -27,6 +30,7 @@ OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.keepalive_time_ms", 60_000),
     ("grpc.max_metadata_size", 16 << 10),
 )
 
