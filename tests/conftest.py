@@ -44,6 +44,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Three processes for two cores: tests of services spend a third of their time waiting for what they started."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return num_cores + num_cores // 2
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     from parallel import Groups
 
@@ -59,12 +66,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before the time limit begins
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     if not hasattr(item.config, "workerinput"):
         return (yield)
-    from parallel import turn
+    from parallel import turns
 
-    with turn(alone=item.get_closest_marker("alone") is not None):
+    alone, next_alone = (test is not None and bool(test.get_closest_marker("alone")) for test in (item, nextitem))
+    with turns.turn(alone=alone, next_alone=next_alone):
         return (yield)
 
 

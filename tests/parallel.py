@@ -7,7 +7,7 @@ time. A test that is marked `alone` has the machine to itself. (pytest-xdist's o
 
 import fcntl
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -48,9 +48,34 @@ def longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     return sorted(items, key=lambda item: places.get(group_of(item.nodeid), len(places)))
 
 
+class Turns:
+    """When this process may run a test."""
+
+    def __init__(self) -> None:
+        self._held = ExitStack()
+        self._is_kept = False
+
+    @contextmanager
+    def turn(self, *, alone: bool, next_alone: bool = False) -> Iterator[None]:
+        """While this is held, other processes run tests too, unless it is to be `alone`; waits until that is so.
+
+        Tests of a row that are each to be alone have one turn, so that the others are waited for only once.
+        """
+        if not self._is_kept:
+            self._held.enter_context(_locked(alone=alone))
+        self._is_kept = alone and next_alone
+        try:
+            yield
+        finally:
+            if not self._is_kept:
+                self._held.close()
+
+
+turns = Turns()
+
+
 @contextmanager
-def turn(*, alone: bool) -> Iterator[None]:
-    """While this is held, other processes run tests too, unless it is to be `alone`; waits until that is so."""
+def _locked(*, alone: bool) -> Iterator[None]:
     with open(_GATE) as gate, open(_MACHINE) as machine:
         fcntl.flock(gate, fcntl.LOCK_EX)  # no test begins while one waits to be alone
         fcntl.flock(machine, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)

@@ -38,7 +38,11 @@ def test_a_test_that_is_alone_keeps_others_from_beginning(
                 return False
             return True
 
-    with parallel.turn(alone=alone):
+    turns = parallel.Turns()
+    with turns.turn(alone=alone, next_alone=True):
         assert can_begin(alone=False) is not alone
         assert not can_begin(alone=True)
+    assert can_begin(alone=True) is not alone  # the next one to be alone goes on with this one's turn
+    with turns.turn(alone=alone):
+        assert can_begin(alone=False) is not alone
     assert can_begin(alone=True)
