@@ -13,6 +13,7 @@ from pathlib import Path
 import structlog
 import torch
 
+from kernels.cpu.library import what_is_missing
 from kernels.ops import EAGER, backend_name, ops_for
 from kernels.reference import INT8_GROUP
 from pagewire_common.start_error import StartError
@@ -59,7 +60,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
     ranks = join_ranks(settings.tensor_parallel_size, device)
     kernels = backend_name(device)
     if kernels == EAGER:
-        missing = "triton" if device.type == "cuda" else "compiled kernels (see the README's requirements)"
+        missing = "triton" if device.type == "cuda" else what_is_missing()
         log.warning(f"eager torch computes, slower than need be, for want of {missing}")
     cache = settings.cache.expanduser()
     is_dummy = settings.load_format == "dummy"

@@ -12,9 +12,9 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from kernels.cpu.library import FOLDER, INSTRUCTION_SETS, library_path
+from kernels.cpu.library import FOLDER, INSTRUCTION_SETS, SOURCES, library_path
 
-_SOURCE = Path(__file__).parent / "csrc" / "bindings.cpp"
+_SOURCE = SOURCES / "bindings.cpp"
 
 
 def main() -> None:
@@ -22,6 +22,7 @@ def main() -> None:
         sys.stderr.write(f"There is no {missing}: the CPU kernels are not built, and a worker runs on eager torch.\n")
         return
     FOLDER.mkdir(exist_ok=True)
+    places = {name: library_path(name) for name in INSTRUCTION_SETS}  # of the sources as they are before they are read
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
         # Processes of their own: torch also loads what it has built, and dies of it where the instructions are missing.
         children = {
@@ -39,8 +40,8 @@ def main() -> None:
                 sys.exit(f"{output}\nThe CPU kernels could not be built for {name}.")
         for old in FOLDER.glob("*.so"):
             old.unlink()
-        for name in INSTRUCTION_SETS:
-            Path(folder, name, "pagewire_cpu.so").replace(library_path(name))
+        for name, place in places.items():
+            Path(folder, name, "pagewire_cpu.so").replace(place)
 
 
 def _missing() -> str | None:

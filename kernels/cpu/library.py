@@ -1,5 +1,6 @@
 """Where the compiled CPU kernels lie, and which of them this machine can run."""
 
+import hashlib
 import platform
 import sys
 from importlib.machinery import ExtensionFileLoader
@@ -33,11 +34,26 @@ _NEEDED = {
 }
 """What a machine must have for each, as torch names it."""
 FOLDER = Path(__file__).parent / "lib"
+SOURCES = Path(__file__).parent / "csrc"
 
 
 def library_path(instruction_set: str) -> Path:
-    """A library works with the Python and the torch that it was built for alone, so its name says which."""
-    return FOLDER / f"{instruction_set}-{sys.implementation.cache_tag}-torch{torch.__version__}.so"
+    """A library works with the Python and the torch that it was built for, and with the code beside the sources that it
+    was built from. Its name says which these are, so that no other is ever loaded.
+    """
+    digest = hashlib.sha256(repr(INSTRUCTION_SETS[instruction_set]).encode())
+    for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
+        digest.update(hashlib.sha256(source.read_bytes()).digest())
+    built_for = f"{sys.implementation.cache_tag}-torch{torch.__version__}"
+    return FOLDER / f"{instruction_set}-{built_for}-{digest.hexdigest()[:12]}.so"
+
+
+def what_is_missing() -> str:
+    """In words for a log, where this machine runs none of what is built."""
+    if any(FOLDER.glob("*.so")):
+        needed = "compiled kernels of these sources, this Python and this torch"
+        return f"{needed} (there are only others): run python -m kernels.cpu.build"
+    return "compiled kernels (see the README's requirements)"
 
 
 def supported() -> list[str]:

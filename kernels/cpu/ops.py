@@ -4,11 +4,14 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.cpu.library import library_path, load_library, supported
+from kernels.cpu.library import library_path, load_library, supported, what_is_missing
 from kernels.metadata import AttentionMetadata
 from kernels.ops import Product
 
-INSTRUCTION_SET = next((name for name in supported() if library_path(name).exists()), "none")
+_built = [name for name in supported() if library_path(name).exists()]
+if not _built:
+    raise ImportError(f"there are no {what_is_missing()}")
+INSTRUCTION_SET = _built[0]
 """Which of `library.INSTRUCTION_SETS` is used."""
 
 _library = load_library(INSTRUCTION_SET)

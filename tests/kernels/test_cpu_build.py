@@ -1,9 +1,12 @@
 """A machine that cannot compile the CPU kernels gets one line about it, and eager torch."""
 
+import importlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +35,31 @@ def test_without_a_library_eager_torch_computes() -> None:
     assert ops.ops_for(CPU) is reference
     assert sampling_ops.sampling_ops_for(CPU) is sampling
     assert ops.backend_name(CPU) == ops.EAGER
+
+
+@pytest.fixture
+def _other_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """As if a source had changed after the build."""
+    built = tmp_path / "lib"
+    built.mkdir()
+    monkeypatch.setattr(library, "FOLDER", built)
+    for name in library.INSTRUCTION_SETS:
+        library.library_path(name).write_bytes(b"not of these sources")
+    sources = shutil.copytree(library.SOURCES, tmp_path / "csrc")
+    source = sources / "layer.h"
+    source.write_text(source.read_text() + "// a change\n")
+    monkeypatch.setattr(library, "SOURCES", sources)
+    ops.ops_for.cache_clear()
+    monkeypatch.delitem(sys.modules, "kernels.cpu.ops", raising=False)
+    yield
+    ops.ops_for.cache_clear()
+
+
+@pytest.mark.usefixtures("_other_sources")
+def test_libraries_of_other_sources_are_not_loaded_and_it_is_said_what_to_run() -> None:
+    assert ops.ops_for(CPU) is reference
+    with pytest.raises(ImportError, match=r"\(there are only others\): run python -m kernels\.cpu\.build"):
+        importlib.import_module("kernels.cpu.ops")
 
 
 def test_without_a_compiler_one_line_says_so_and_what_was_built_stays() -> None:
