@@ -50,9 +50,10 @@ soak: setup
 # The tests of kernels/ and of the worker's model code, on a machine with a GPU, whose PYTHON has torch, triton, pytest
 # and, for the models, transformers: it takes no setup, no gRPC and no network. Options and warnings of pyproject.toml are
 # for plugins that may not be there.
-GPU_TESTS := tests/kernels $(addprefix tests/worker/,test_architectures.py test_batch.py test_cache_engine.py \
-  test_decode_graphs.py test_decode_inputs.py test_llama.py test_logprobs.py test_ranks.py \
-  test_running_ahead.py test_sampler.py)
+GPU_TESTS := tests/kernels $(addprefix tests/worker/,execution/test_batch.py execution/test_cache_engine.py \
+  execution/test_decode_graphs.py execution/test_decode_inputs.py execution/test_logprobs.py \
+  execution/test_running_ahead.py execution/test_sampler.py models/test_architectures.py models/test_llama.py \
+  parallel/test_ranks.py)
 test-gpu:
 	$(PYTHON) -m pytest -c /dev/null --rootdir . -p no:cacheprovider -ra $(GPU_TESTS)
 

@@ -30,7 +30,7 @@ from pagewire_common.settings import load_settings
 from pagewire_common.start_error import StartError
 from scheduler_service.simulation.plot import check
 from scheduler_service.simulation.trace import TraceError, read_trace
-from worker_service.model_store import find_model
+from worker_service.loading.model_store import find_model
 from worker_service.settings import WorkerSettings
 
 TRACE_REQUESTS = 60

@@ -30,12 +30,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.drive import BenchError
 from bench.peer_vllm import MODEL, Vllm
-from kernels.ops import ops_for
+from kernels.backends import ops_for
 from pagewire_client import Client, LocalServer, SamplingParams, ServerError
 from pagewire_client.llm import collect
 from pagewire_common.settings import load_settings
 from pagewire_common.start_error import StartError
-from worker_service.model_store import find_model
+from worker_service.loading.model_store import find_model
 from worker_service.settings import WorkerSettings
 
 TOPICS = ("types", "import", "formatstrings", "compound", "specialnames", "assert", "exprlists", "numbers")

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.backends import ops_for
 from kernels.metadata import AttentionMetadata
-from kernels.ops import ops_for
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 DTYPE = torch.bfloat16

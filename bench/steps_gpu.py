@@ -18,13 +18,13 @@ from itertools import pairwise
 import torch
 
 from bench.kernels_gpu import copy_bandwidth
-from worker_service.cache_engine import CacheEngine, CacheShape
-from worker_service.decode_graphs import DecodeGraphs
-from worker_service.dummy_weights import DummyWeights
-from worker_service.model_runner import ModelRunner, RunningStep
+from worker_service.execution.cache_engine import CacheEngine, CacheShape
+from worker_service.execution.decode_graphs import DecodeGraphs
+from worker_service.execution.model_runner import ModelRunner, RunningStep
+from worker_service.loading.dummy_weights import DummyWeights
 from worker_service.models.registry import build_model, read_config
-from worker_service.session import Session
-from worker_service.step import TOKENS, Limits, NewSequence, SamplingParams, SchedulerOutput
+from worker_service.session.session import Session
+from worker_service.session.step import TOKENS, Limits, NewSequence, SamplingParams, SchedulerOutput
 
 LLAMA_3_8B = {
     "model_type": "llama",

@@ -1,18 +1,14 @@
 """Operations made of others, for the backends that have no fused version of them."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from kernels.metadata import AttentionMetadata
-
-if TYPE_CHECKING:
-    from kernels.ops import Ops
+from kernels.ops import Ops
 
 
 def qkv_attention(
-    ops: "Ops",
+    ops: Ops,
     qkv: Tensor,
     norms: tuple[Tensor, Tensor] | None,
     eps: float,

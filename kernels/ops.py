@@ -1,18 +1,15 @@
-"""Chooses, by device, who computes the operations of a decoder layer.
+"""The operations of a decoder layer that each backend has: a module with one function for every one of `Ops`.
 
-Each backend is a module with one function for every operation of `Ops`; what a backend does no better than eager torch
-it takes from `kernels.reference`, whose docstrings, with those of `kernels.composed`, say what each operation is.
+What a backend does no better than eager torch it takes from `kernels.reference`, whose docstrings, with those of
+`kernels.composed`, say what each operation is. `kernels.backends` chooses one.
 """
 
 from collections.abc import Callable
-from functools import cache
-from importlib import import_module
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kernels import reference
 from kernels.metadata import AttentionMetadata
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
@@ -69,24 +66,3 @@ class Ops(Protocol):
     def wide_itemsize(self, dtype: torch.dtype) -> int: ...
 
     def copy_blocks(self, cache: Tensor, sources: Tensor, destinations: Tensor) -> None: ...
-
-
-EAGER = "eager torch"
-_BACKENDS = {"cpu": "kernels.cpu.ops", "cuda": "kernels.triton"}
-
-
-def backend_name(device: torch.device) -> str:
-    """Who computes on a device, in words for a log."""
-    backend = ops_for(device)
-    if backend is reference:
-        return EAGER
-    return f"compiled for {backend.INSTRUCTION_SET}" if device.type == "cpu" else "triton"  # type: ignore[attr-defined]
-
-
-@cache
-def ops_for(device: torch.device) -> Ops:
-    """The fastest backend that can run on a device."""
-    try:
-        return cast(Ops, import_module(_BACKENDS[device.type]))
-    except (KeyError, ImportError):
-        return cast(Ops, reference)

@@ -7,7 +7,7 @@ strided view `cache[:, layer]`. A slot is a token's place in the cache: `block *
 
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,9 +15,7 @@ from torch.nn import functional
 
 from kernels import composed
 from kernels.metadata import AttentionMetadata
-
-if TYPE_CHECKING:
-    from kernels.ops import Ops, Product
+from kernels.ops import Ops, Product
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 """What `gated_activation` can apply to the gate."""
@@ -120,7 +118,7 @@ def paged_attention(
     return output
 
 
-qkv_attention = partial(composed.qkv_attention, cast("Ops", sys.modules[__name__]))
+qkv_attention = partial(composed.qkv_attention, cast(Ops, sys.modules[__name__]))
 
 
 def gated_activation(x: Tensor, activation: str) -> Tensor:
@@ -144,7 +142,7 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return product if bias is None else product.add_(bias)
 
 
-def pack(weight: Tensor, wide: bool = False) -> "Product | None":
+def pack(weight: Tensor, wide: bool = False) -> Product | None:
     """A function that computes `x @ weight.T + bias` faster than `linear`, from a copy of the weight in another order.
 
     weight: [outputs, inputs]; the function takes x: [rows, inputs], and a bias [outputs] or None. It returns the dtype
@@ -193,7 +191,7 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(numbers), torch.cat(scales)
 
 
-def pack_int8(weight: Tensor, wide: bool = False) -> "Product | None":  # noqa: ARG001 (others use it)
+def pack_int8(weight: Tensor, wide: bool = False) -> Product | None:  # noqa: ARG001 (others use it)
     """As `pack`, with the weight in int8 and so in half the memory. None where that would not be faster."""
     return None
 

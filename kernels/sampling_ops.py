@@ -1,4 +1,4 @@
-"""Chooses, by device, who computes the operations of a sampler, as `kernels.ops` does for those of a decoder layer."""
+"""Chooses, by device, what computes the operations of a sampler, as `kernels.backends` does for a decoder layer's."""
 
 from functools import cache
 from importlib import import_module

@@ -3,16 +3,12 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import grpc
 
 from pagewire_common.errors import RequestError
 from scheduler_service.discovery import Resolve, is_name, watch_name
-from scheduler_service.worker_loop import WorkerLoop
-
-if TYPE_CHECKING:
-    from scheduler_service.engine import Engine
+from scheduler_service.worker_loop import Fleet, WorkerLoop
 
 
 @dataclass(slots=True)
@@ -27,10 +23,10 @@ class Departed:
 class Membership:
     """One `WorkerLoop` an address, however many of the targets lead to it."""
 
-    def __init__(self, engine: "Engine", resolve: Resolve) -> None:
-        self._engine = engine
+    def __init__(self, fleet: Fleet, resolve: Resolve) -> None:
+        self._fleet = fleet
         self._resolve = resolve
-        self._targets = engine.settings.workers
+        self._targets = fleet.settings.workers
         self._found: dict[str, frozenset[str]] = {
             target: frozenset() if is_name(target) else frozenset((target,)) for target in self._targets
         }
@@ -72,7 +68,7 @@ class Membership:
             await asyncio.Event().wait()
 
     async def _follow(self, target: str) -> None:
-        async for addresses in watch_name(target, self._resolve, self._engine.settings.discovery_interval):
+        async for addresses in watch_name(target, self._resolve, self._fleet.settings.discovery_interval):
             self._found[target] = addresses
             self._update()
 
@@ -80,7 +76,7 @@ class Membership:
         wanted = dict.fromkeys(address for addresses in self._found.values() for address in sorted(addresses))
         for address in wanted:
             if (loop := self._loops.get(address)) is None:
-                self._loops[address] = loop = WorkerLoop(self._engine, address)
+                self._loops[address] = loop = WorkerLoop(self._fleet, address)
                 self._start(loop)
             loop.is_wanted = True
         for address in self._loops.keys() - wanted:

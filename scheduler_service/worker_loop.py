@@ -13,17 +13,26 @@ import random
 import time
 import traceback
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import structlog
 
 from scheduler_service.answer_check import check_answer
 from scheduler_service.codec import WorkerInfo
-from scheduler_service.core import Scheduler, SchedulerConfig, SchedulerOutput
+from scheduler_service.core import (
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+    SequenceGroup,
+    SequenceOutput,
+    WaitingQueue,
+)
 from scheduler_service.core.config import default_prefill_chunk
+from scheduler_service.core.ledger import GroupLedger
 from scheduler_service.model import max_num_seqs
+from scheduler_service.recording.recorder import NoRecorder
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.step_split import StepSplit
 from scheduler_service.worker_client import (
@@ -35,9 +44,6 @@ from scheduler_service.worker_client import (
     WorkerError,
 )
 from scheduler_service.worker_watch import watch_health, watch_leaving, watch_steps
-
-if TYPE_CHECKING:
-    from scheduler_service.engine import Engine
 
 log = structlog.get_logger()
 
@@ -67,10 +73,56 @@ class WorkerStatus(enum.StrEnum):
     """Another scheduler has a session with it; this one waits until that has ended."""
 
 
+class Fleet(Protocol):
+    """What the loop of one worker needs of all of them, and of the requests that they compute."""
+
+    @property
+    def settings(self) -> SchedulerSettings: ...
+
+    @property
+    def waiting(self) -> WaitingQueue: ...
+
+    @property
+    def recorder(self) -> NoRecorder: ...
+
+    @property
+    def serving(self) -> "dict[GroupLedger, WorkerLoop]":
+        """By the schedulers of open sessions."""
+
+    @property
+    def workers(self) -> "list[WorkerLoop]":
+        """Those that are known at the moment, connected or not."""
+
+    @property
+    def admits(self) -> bool:
+        """Whether any worker takes requests."""
+
+    async def accept(self, client: WorkerClient, info: WorkerInfo) -> None:
+        """Check that a worker serves what the others serve. Raises WorkerError."""
+
+    def admitted(self, output: SchedulerOutput) -> None:
+        """Take note of the requests that came to a worker with this step."""
+
+    def publish(self, scheduler: Scheduler, gained: Sequence[SequenceOutput]) -> None:
+        """Bring sampled tokens to their streams."""
+
+    def fail(self, group: SequenceGroup) -> None:
+        """End a request that the scheduler or the worker gave up on."""
+
+    def workers_changed(self) -> None:
+        """A session began or ended, or a worker is drained or is not any more."""
+
+    def wake(self) -> None:
+        """Have every worker look whether there is something to send."""
+
+    def wake_for(self, output: SchedulerOutput) -> None:
+        """Wake those workers that a step has left groups to."""
+
+
 class WorkerLoop:
     """One worker: its connection and, while a session is open, its scheduler."""
 
-    def __init__(self, engine: "Engine", address: str) -> None:
+    def __init__(self, fleet: Fleet, address: str) -> None:
         self.client = WorkerClient(address)
         self.scheduler: Scheduler | None = None
         self.epoch = 0
@@ -82,11 +134,11 @@ class WorkerLoop:
         self.instance_id = ""
         self.is_wanted = True
         """Whether to connect again when the session is over."""
-        self._engine = engine
+        self._fleet = fleet
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._in_flight: deque[SchedulerOutput] = deque()  # steps that were sent and not answered
-        self._most_in_flight = engine.settings.max_in_flight_steps
+        self._most_in_flight = fleet.settings.max_in_flight_steps
         self._is_leaving = False  # the worker said so
         self._is_superseded = False
         self._is_lost_in_a_step = False
@@ -124,8 +176,8 @@ class WorkerLoop:
         if self._undrained.is_set():
             log.info("worker drained by an operator", worker=self.client.address)
             self._undrained.clear()
-            self._drained_by = time.monotonic() + self._engine.settings.grace
-            asyncio.get_running_loop().call_later(self._engine.settings.grace, self._wake.set)
+            self._drained_by = time.monotonic() + self._fleet.settings.grace
+            asyncio.get_running_loop().call_later(self._fleet.settings.grace, self._wake.set)
             self._admission_changed()
 
     def undrain(self) -> None:
@@ -153,7 +205,7 @@ class WorkerLoop:
         if self.scheduler is not None and self.scheduler.admits == self.draining:
             self.scheduler.set_admission(not self.draining)
         self._wake.set()
-        self._engine.workers_changed()
+        self._fleet.workers_changed()
 
     # ---- the loop
 
@@ -166,7 +218,7 @@ class WorkerLoop:
             steps_before = self.num_steps
             self._is_lost_in_a_step = False
             level = logging.WARNING
-            longest = max(LAST_RETRY_SECONDS, len(self._engine.workers) / RETRIES_PER_SECOND)
+            longest = max(LAST_RETRY_SECONDS, len(self._fleet.workers) / RETRIES_PER_SECOND)
             try:
                 await self._serve()
             except WorkerError as error:
@@ -183,7 +235,7 @@ class WorkerLoop:
                 traceback.clear_frames(error.__traceback__)
             if self.num_steps > steps_before:
                 pause = FIRST_RETRY_SECONDS
-            elif self._is_lost_in_a_step and self._engine.admits:
+            elif self._is_lost_in_a_step and self._fleet.admits:
                 # Whoever it is given is lost to it, without an answer; others serve, and shall not be blamed for it.
                 pause, longest = max(pause, FIRST_FAILING_RETRY_SECONDS), LONG_RETRY_SECONDS
             if self._is_superseded:
@@ -199,8 +251,8 @@ class WorkerLoop:
     async def _serve(self) -> None:
         try:
             info = await self.client.get_info()
-            await self._engine.accept(self.client, info)
-            settings = self._engine.settings
+            await self._fleet.accept(self.client, info)
+            settings = self._fleet.settings
             try:
                 config = _config(settings, info)
             except ValueError as error:
@@ -215,14 +267,14 @@ class WorkerLoop:
         self.epoch = max(time.time_ns(), info.epoch + 1)
         self._is_superseded = False
         session = self.client.open_session(self.epoch, self.split)
-        recorder = self._engine.recorder
+        recorder = self._fleet.recorder
         try:
-            scheduler = recorder.scheduler(config, self._engine.waiting, self.client.address, session)
+            scheduler = recorder.scheduler(config, self._fleet.waiting, self.client.address, session)
         except BaseException:
             session.close()
             raise
         self.scheduler = scheduler
-        self._engine.serving[scheduler] = self
+        self._fleet.serving[scheduler] = self
         log.info("worker connected", worker=self.client.address, epoch=self.epoch, blocks=info.num_device_blocks)
         self._in_flight.clear()
         end: Exception | None = None  # as long as nothing but this scheduler ends it
@@ -249,7 +301,7 @@ class WorkerLoop:
         shows. But the one that it was taken from does not take it back, or they would do so for ever, and everybody's
         tokens be computed again and again.
         """
-        for other in self._engine.workers:
+        for other in self._fleet.workers:
             if other.scheduler is not None and info.instance_id and other.instance_id == info.instance_id:
                 raise WorkerError(f"it is the worker that is connected as {other.client.address}")
         if info.in_session and 0 < self.epoch < info.epoch:
@@ -267,15 +319,15 @@ class WorkerLoop:
         self.num_losses += is_lost
         self._is_leaving = False
         self.scheduler = None
-        del self._engine.serving[scheduler]
+        del self._fleet.serving[scheduler]
         self._in_flight.clear()
         session.close()
         try:
             for group in scheduler.release_all(time.monotonic(), blames=is_lost and not is_nobodys_fault):
-                self._engine.fail(group)
+                self._fleet.fail(group)
             self.num_preemptions += sum(scheduler.num_preemptions.values())
         finally:
-            self._engine.workers_changed()
+            self._fleet.workers_changed()
 
     async def _send_steps(self, scheduler: Scheduler, session: Session) -> None:
         while True:
@@ -286,15 +338,15 @@ class WorkerLoop:
                 output = scheduler.schedule(time.monotonic())
                 self.split.schedule += perf_counter_ns() - began
                 for group in output.ignored:
-                    self._engine.fail(group)
+                    self._fleet.fail(group)
                 if output.preempted:
-                    self._engine.wake()  # another worker may have room for them
-                self._engine.wake_for(output)
+                    self._fleet.wake()  # another worker may have room for them
+                self._fleet.wake_for(output)
                 ask_again_at = output.ask_again_at
                 if not output.is_empty:
                     self._in_flight.append(output)
                     if output.new_sequences:
-                        self._engine.admitted(output)
+                        self._fleet.admitted(output)
                     await session.send(output)
                     continue
             if not scheduler.admits:
@@ -326,9 +378,9 @@ class WorkerLoop:
             self.num_steps += 1
             updated = perf_counter_ns()
             self.split.update += updated - began
-            self._engine.publish(scheduler, gained)
+            self._fleet.publish(scheduler, gained)
             self.split.publish += perf_counter_ns() - updated
-            if self._engine.settings.check_invariants:
+            if self._fleet.settings.check_invariants:
                 scheduler.blocks.check()
             self._wake.set()
 

@@ -16,11 +16,11 @@ from xdist.scheduler import LoadScopeScheduling
 LONGEST = (
     "tests/fleet",
     "tests/services/test_default_model.py",
-    "tests/worker/test_repository_code.py",
+    "tests/worker/loading/test_repository_code.py",
     "tests/core/test_against_slow_scheduler.py",
-    "tests/worker/test_rank_processes.py",
-    "tests/worker/test_ranks.py",
-    "tests/worker/test_worker_process.py",
+    "tests/worker/serving/test_rank_processes.py",
+    "tests/worker/parallel/test_ranks.py",
+    "tests/worker/serving/test_worker_process.py",
     "tests/services/test_processes.py",
     "tests/core/test_state_machine.py",
 )

@@ -11,8 +11,8 @@ from pagewire_common.logs import configure_logging
 from pagewire_common.server import run
 from pagewire_common.settings import load_settings
 from worker_service.parallel import is_rank
-from worker_service.parallel.rank_process import run_rank
-from worker_service.server import serve
+from worker_service.serving.rank_process import run_rank
+from worker_service.serving.server import serve
 from worker_service.settings import WorkerSettings
 
 
@@ -24,7 +24,7 @@ def main() -> None:
     elif is_rank():
         run("worker_service", lambda: run_rank(settings))
     else:
-        from worker_service.parallel.launcher import launch  # which imports torch
+        from worker_service.serving.launcher import launch  # which imports torch
 
         configure_logging(settings.log_level, settings.log_format)
         sys.exit(launch([sys.executable, "-m", "worker_service", *sys.argv[1:]], settings.tensor_parallel_size))

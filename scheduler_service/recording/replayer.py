@@ -26,8 +26,8 @@ from scheduler_service.policy import waiting_queue
 from scheduler_service.recording.fields import decode_enum, decode_fields
 from scheduler_service.recording.format import ReadEvent, RecordingError, read_events
 from scheduler_service.recording.placements import compare_placements, encode_placements
+from scheduler_service.recording.step_work import StepWork
 from scheduler_service.recording.words import compare_steps
-from scheduler_service.simulation.cost_model import StepWork
 
 T = TypeVar("T")
 

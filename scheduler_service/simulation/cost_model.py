@@ -3,37 +3,13 @@
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from scheduler_service.core import SchedulerOutput
+from scheduler_service.recording.step_work import StepWork
 
 # What may cost nothing, or not be there; everything else is at least a little.
 MAY_BE_ZERO = frozenset(("step_us", "decode_token_us", "context_token_us", "num_host_blocks"))
-
-
-class StepWork(NamedTuple):
-    """What the time of a step depends on.
-
-    A prefill token is one of a chunk of several, a decode token one that a sequence computes alone; context is counted
-    over the scheduled sequences, in tokens that their last token attends to.
-    """
-
-    prefill_tokens: int
-    decode_tokens: int
-    context_tokens: int
-    swapped_blocks: int
-
-    @classmethod
-    def of(cls, output: SchedulerOutput) -> "StepWork":
-        """The work of a step; to be asked before the next one is planned."""
-        prefill = decode = context = 0
-        for sequence, num_tokens, _ in output.scheduled:
-            context += sequence.num_computed_tokens  # those of this step included
-            if num_tokens == 1:
-                decode += 1
-            else:
-                prefill += num_tokens
-        return cls(prefill, decode, context, len(output.blocks_to_swap_out) + len(output.blocks_to_swap_in))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,8 @@ from typing import Any
 
 from scheduler_service.core import SchedulerConfig
 from scheduler_service.recording.replayer import Moment
-from scheduler_service.simulation.cost_model import CostModel, StepWork
+from scheduler_service.recording.step_work import StepWork
+from scheduler_service.simulation.cost_model import CostModel
 
 COLUMNS = ("step", *StepWork._fields)
 OPTIONAL_COLUMNS = frozenset(("swapped_blocks",))  # a worker may never have to swap

@@ -15,8 +15,8 @@ import torch
 
 from pagewire_common.server import run
 from pagewire_common.settings import load_settings
-from worker_service.model_runner import ModelRunner
-from worker_service.server import serve
+from worker_service.execution.model_runner import ModelRunner
+from worker_service.serving.server import serve
 from worker_service.settings import WorkerSettings
 
 POISONED = 66

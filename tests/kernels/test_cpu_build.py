@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import ops, reference, sampling, sampling_ops
+from kernels import backends, reference, sampling, sampling_ops
 from kernels.cpu import library
 
 CPU = torch.device("cpu")
@@ -20,21 +20,21 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def _without_libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if nothing had been built."""
-    ops.ops_for.cache_clear()
+    backends.ops_for.cache_clear()
     sampling_ops.sampling_ops_for.cache_clear()
     monkeypatch.setattr(library, "library_path", lambda name: library.FOLDER / f"{name}-that-is-not-there.so")
     for name in ("kernels.cpu.ops", "kernels.cpu.sampling"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield
-    ops.ops_for.cache_clear()
+    backends.ops_for.cache_clear()
     sampling_ops.sampling_ops_for.cache_clear()
 
 
 @pytest.mark.usefixtures("_without_libraries")
 def test_without_a_library_eager_torch_computes() -> None:
-    assert ops.ops_for(CPU) is reference
+    assert backends.ops_for(CPU) is reference
     assert sampling_ops.sampling_ops_for(CPU) is sampling
-    assert ops.backend_name(CPU) == ops.EAGER
+    assert backends.backend_name(CPU) == backends.EAGER
 
 
 @pytest.fixture
@@ -49,15 +49,15 @@ def _other_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
     source = sources / "layer.h"
     source.write_text(source.read_text() + "// a change\n")
     monkeypatch.setattr(library, "SOURCES", sources)
-    ops.ops_for.cache_clear()
+    backends.ops_for.cache_clear()
     monkeypatch.delitem(sys.modules, "kernels.cpu.ops", raising=False)
     yield
-    ops.ops_for.cache_clear()
+    backends.ops_for.cache_clear()
 
 
 @pytest.mark.usefixtures("_other_sources")
 def test_libraries_of_other_sources_are_not_loaded_and_it_is_said_what_to_run() -> None:
-    assert ops.ops_for(CPU) is reference
+    assert backends.ops_for(CPU) is reference
     with pytest.raises(ImportError, match=r"\(there are only others\): run python -m kernels\.cpu\.build"):
         importlib.import_module("kernels.cpu.ops")
 

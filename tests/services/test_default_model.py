@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.llm import collect
 from pagewire_common.settings import load_settings
-from worker_service.model_store import find_model
+from worker_service.loading.model_store import find_model
 from worker_service.settings import WorkerSettings
 
 NUM_TOKENS = 32

@@ -22,7 +22,8 @@ from scheduler_service.core import (
 )
 from scheduler_service.recording.recorder import Recorder
 from scheduler_service.recording.replayer import Replayer
-from scheduler_service.simulation.cost_model import CostModel, StepWork
+from scheduler_service.recording.step_work import StepWork
+from scheduler_service.simulation.cost_model import CostModel
 from scheduler_service.simulation.fit import MIN_STEPS, Fit, Measurements, fit
 
 COSTS = CostModel(

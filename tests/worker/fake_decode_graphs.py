@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kernels.metadata import AttentionMetadata
-from worker_service.decode_inputs import DecodeInputs, UnseenTokens
+from worker_service.execution.decode_inputs import DecodeInputs, UnseenTokens
 from worker_service.models.causal_model import CausalModel
-from worker_service.session import ScheduledChunk
+from worker_service.session.session import ScheduledChunk
 
 
 class FakeDecodeGraphs:

@@ -17,11 +17,11 @@ import torch
 from stepped_worker import PROMPT, SteppedWorker, load_runner
 from worker_helpers import new_sequence, tokens
 
-from worker_service.model_runner import ModelRunner
+from worker_service.execution.model_runner import ModelRunner
 from worker_service.parallel import is_rank
-from worker_service.parallel.launcher import launch
 from worker_service.parallel.ranks import ALONE, Ranks, join_ranks
-from worker_service.step import BlockMapping, BlockTableUpdate, Fork
+from worker_service.serving.launcher import launch
+from worker_service.session.step import BlockMapping, BlockTableUpdate, Fork
 
 NUM_RANKS = 2
 CPU = torch.device("cpu")

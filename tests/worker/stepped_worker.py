@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from worker_helpers import LIMITS, new_sequence
 
-from worker_service.cache_engine import CacheEngine, CacheShape
-from worker_service.checkpoint import Checkpoint
-from worker_service.decode_graphs import DecodeGraphs
-from worker_service.model_runner import ModelRunner
+from worker_service.execution.cache_engine import CacheEngine, CacheShape
+from worker_service.execution.decode_graphs import DecodeGraphs
+from worker_service.execution.model_runner import ModelRunner
+from worker_service.loading.checkpoint import Checkpoint
 from worker_service.models.decoder_config import DecoderConfig
 from worker_service.models.registry import build_model, read_config
+from worker_service.models.shard import part_of
 from worker_service.parallel.ranks import ALONE, Ranks
-from worker_service.parallel.shard import part_of
-from worker_service.session import Session
-from worker_service.step import ModelOutput, NewSequence, SchedulerOutput
+from worker_service.session.session import Session
+from worker_service.session.step import ModelOutput, NewSequence, SchedulerOutput
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPT = [(7 * number * number + 3) % 131 for number in range(37)]

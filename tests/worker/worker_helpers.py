@@ -4,8 +4,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from worker_service.session import SequenceState
-from worker_service.step import TOKENS, Limits, NewSequence, SamplingParams
+from worker_service.session.session import SequenceState
+from worker_service.session.step import TOKENS, Limits, NewSequence, SamplingParams
 
 LIMITS = Limits(
     block_size=4,

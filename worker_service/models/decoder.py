@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.backends import ops_for
 from kernels.metadata import AttentionMetadata
-from kernels.ops import Ops, ops_for
+from kernels.ops import Ops
 from kernels.reference import rotary_tables
 from worker_service.models.decoder_config import DecoderConfig, LayerConfig
 from worker_service.models.linear import Linear
+from worker_service.models.shard import Shard
 from worker_service.parallel.ranks import ALONE, Ranks
-from worker_service.parallel.shard import Shard
 
 
 class DecoderLayer:

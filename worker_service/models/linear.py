@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.ops import Product, ops_for
+from kernels.backends import ops_for
+from kernels.ops import Product
 from kernels.reference import wide_linear
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
+from kernels.backends import ops_for
 from kernels.metadata import AttentionMetadata
-from kernels.ops import ops_for
 from worker_service.models.linear import Linear
 from worker_service.models.transformers_attention import NAME, within
 from worker_service.models.transformers_config import TransformersConfig

@@ -1,0 +1,30 @@
+"""Chooses the backend that computes the operations of a decoder layer, by device."""
+
+from functools import cache
+from importlib import import_module
+from typing import cast
+
+import torch
+
+from kernels import reference
+from kernels.ops import Ops
+
+EAGER = "eager torch"
+_BACKENDS = {"cpu": "kernels.cpu.ops", "cuda": "kernels.triton"}
+
+
+def backend_name(device: torch.device) -> str:
+    """What computes on a device, in words for a log."""
+    backend = ops_for(device)
+    if backend is reference:
+        return EAGER
+    return f"compiled for {backend.INSTRUCTION_SET}" if device.type == "cpu" else "triton"  # type: ignore[attr-defined]
+
+
+@cache
+def ops_for(device: torch.device) -> Ops:
+    """The fastest backend that can run on a device."""
+    try:
+        return cast(Ops, import_module(_BACKENDS[device.type]))
+    except (KeyError, ImportError):
+        return cast(Ops, reference)

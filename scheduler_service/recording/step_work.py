@@ -1,0 +1,30 @@
+"""What a step makes its worker do, in the numbers that its time depends on."""
+
+from typing import NamedTuple
+
+from scheduler_service.core import SchedulerOutput
+
+
+class StepWork(NamedTuple):
+    """What the time of a step depends on.
+
+    A prefill token is one of a chunk of several, a decode token one that a sequence computes alone; context is counted
+    over the scheduled sequences, in tokens that their last token attends to.
+    """
+
+    prefill_tokens: int
+    decode_tokens: int
+    context_tokens: int
+    swapped_blocks: int
+
+    @classmethod
+    def of(cls, output: SchedulerOutput) -> "StepWork":
+        """The work of a step; to be asked before the next one is planned."""
+        prefill = decode = context = 0
+        for sequence, num_tokens, _ in output.scheduled:
+            context += sequence.num_computed_tokens  # those of this step included
+            if num_tokens == 1:
+                decode += 1
+            else:
+                prefill += num_tokens
+        return cls(prefill, decode, context, len(output.blocks_to_swap_out) + len(output.blocks_to_swap_in))

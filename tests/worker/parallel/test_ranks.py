@@ -1,0 +1,74 @@
+"""Two ranks against one, on every native family: the same logits but for rounding, and the same tokens."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_program import Job, run_in_ranks
+from stepped_worker import DEVICE
+from test_architectures import NATIVE
+
+from kernels.backends import ops_for
+
+BIASED = {"attention_bias": True, "mlp_bias": True}
+NETWORKS: dict[str, dict[str, Any]] = NATIVE | {
+    "llama": {},
+    "llama, biased": BIASED,
+    "llama, tied": {"tie_word_embeddings": True},
+    "llama, a key-value head each": {"num_key_value_heads": 6},
+    "llama, one key-value head for both": {"num_key_value_heads": 1},
+    "llama, unequal parts": {"hidden_size": 45, "num_attention_heads": 9, "num_key_value_heads": 3},
+}
+WHOLE_BF16 = {"dtype": "bfloat16"}
+HALF_BYTES = {"dtype": "bfloat16", "int8": True}
+
+Results = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def jobs(make_checkpoint: Callable[..., Path]) -> dict[str, Job]:
+    jobs = {name: Job(str(make_checkpoint(**network))) for name, network in NETWORKS.items()}
+    rounded = {"bfloat16": WHOLE_BF16}
+    if ops_for(DEVICE).pack_int8(torch.ones(2, 2, dtype=torch.bfloat16, device=DEVICE)) is not None:
+        rounded["int8"] = HALF_BYTES
+    return jobs | {name: Job(jobs["llama, biased"].path, **options) for name, options in rounded.items()}
+
+
+@pytest.fixture(scope="module")
+def of_ranks(jobs: dict[str, Job], tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
+    """What each rank found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
+    subprocess.run(run_in_ranks(jobs, folder), env=environment, check=True, timeout=300)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_two_ranks_compute_what_one_computes(name: str, jobs: dict[str, Job], of_ranks: list[Results]) -> None:
+    alone, together = jobs[name].run(), of_ranks[0][name]
+    torch.testing.assert_close(together["logprobs"], alone["logprobs"], atol=1e-4, rtol=1e-4)
+    assert together["token_ids"] == alone["token_ids"]
+
+
+def test_ranks_agree_to_the_bit(jobs: dict[str, Job], of_ranks: list[Results]) -> None:
+    """So that each can sample for itself."""
+    first, second = of_ranks
+    for name in jobs:
+        assert torch.equal(first[name]["logprobs"], second[name]["logprobs"]), name
+        assert first[name]["token_ids"] == second[name]["token_ids"], name
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "int8"])
+def test_ranks_are_as_near_to_one_as_16_and_8_bits_allow(
+    name: str, jobs: dict[str, Job], of_ranks: list[Results]
+) -> None:
+    if name not in jobs:
+        pytest.skip("int8 weights need AVX-512 BF16")
+    exact, alone = jobs["llama, biased"].run()["logprobs"], jobs[name].run()["logprobs"]
+    off = (of_ranks[0][name]["logprobs"] - exact).abs().mean()
+    assert 0 < off < 1.5 * (alone - exact).abs().mean()

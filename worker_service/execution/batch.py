@@ -1,0 +1,53 @@
+"""Turns a step's chunks into the flat tensors that a forward pass reads: one row a token, sequence after sequence."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.metadata import AttentionMetadata
+from kernels.upload import upload
+from worker_service.session.session import ScheduledChunk
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The input of one forward pass."""
+
+    token_ids: Tensor
+    """[num_tokens] int64."""
+    positions: Tensor
+    """[num_tokens] int64: each token's place in its sequence."""
+    slots: Tensor
+    """[num_tokens] int64: where in the cache its keys and values go."""
+    attention: AttentionMetadata
+    query_start: tuple[int, ...]
+    """The first row of each chunk, and behind the last one the number of rows."""
+
+
+def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch.device) -> Batch:
+    """Lay out at least one chunk. The arrays are made in host memory and cross to the device whole."""
+    starts = np.array([chunk.start for chunk in chunks])
+    stops = np.array([chunk.stop for chunk in chunks])
+    query_lens = stops - starts
+    query_start = np.concatenate(([0], np.cumsum(query_lens)))
+    sequence = np.repeat(np.arange(len(chunks)), query_lens)
+    positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[sequence]
+
+    num_blocks = -(-stops // block_size)
+    block_tables = np.zeros((len(chunks), num_blocks.max()), dtype=np.int64)
+    token_ids = np.empty(query_start[-1], dtype=np.int64)
+    for row, chunk in enumerate(chunks):
+        block_tables[row, : num_blocks[row]] = chunk.sequence.block_ids[: num_blocks[row]]
+        token_ids[query_start[row] : query_start[row + 1]] = chunk.sequence.token_ids[chunk.start : chunk.stop]
+
+    slots = block_tables[sequence, positions // block_size] * block_size + positions % block_size
+    return Batch(
+        token_ids=upload(token_ids, torch.int64, device),
+        positions=upload(positions, torch.int64, device),
+        slots=upload(slots, torch.int64, device),
+        attention=AttentionMetadata.build(query_lens.tolist(), stops.tolist(), torch.from_numpy(block_tables), device),
+        query_start=tuple(query_start.tolist()),
+    )

@@ -1,0 +1,110 @@
+"""The worker's KV memory: a pool of blocks on the device, a pool on the host, and the copies between and within them.
+
+Blocks are only numbers to this file; which of them hold what, the scheduler knows. The pools are left as the allocator
+gives them, so that on a CPU memory is committed only when a block is first written.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.backends import ops_for
+from kernels.upload import upload
+from worker_service.session.step import BlockMapping, SchedulerOutput
+
+_MEASURED_BLOCKS = 8
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What one block holds: keys and values of `block_size` tokens in all layers."""
+
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return self.num_layers * 2 * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def allocate(self, num_blocks: int, device: torch.device, pinned: bool = False) -> Tensor:
+        """A pool [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], not initialised."""
+        return torch.empty(
+            (num_blocks, self.num_layers, 2, self.block_size, self.num_kv_heads, self.head_dim),
+            dtype=self.dtype,
+            device=device,
+            pin_memory=pinned,
+        )
+
+
+class CacheEngine:
+    """Owns both pools."""
+
+    def __init__(self, shape: CacheShape, num_device_blocks: int, num_host_blocks: int, device: torch.device) -> None:
+        self.device_blocks = shape.allocate(num_device_blocks, device)
+        self.host_blocks = shape.allocate(num_host_blocks, torch.device("cpu"), pinned=device.type == "cuda")
+        self._ops = ops_for(device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def move(self, output: SchedulerOutput) -> None:
+        """Do a step's moves: out, in, copy. A block swapped out may be the destination of one swapped in.
+
+        On a GPU they run on a stream of their own, after what was queued before and ahead of what is queued next.
+        """
+        if not (output.blocks_to_swap_out.sources or output.blocks_to_swap_in.sources or output.blocks_to_copy.sources):
+            return
+        if self._stream is None:
+            self._move(output)
+            return
+        compute = torch.cuda.current_stream(self.device_blocks.device)
+        self._stream.wait_stream(compute)
+        with torch.cuda.stream(self._stream):
+            self._move(output)
+        compute.wait_stream(self._stream)
+
+    def _move(self, output: SchedulerOutput) -> None:
+        _move_blocks(self.device_blocks, self.host_blocks, output.blocks_to_swap_out)
+        _move_blocks(self.host_blocks, self.device_blocks, output.blocks_to_swap_in)
+        if output.blocks_to_copy.sources:
+            device = self.device_blocks.device
+            self._ops.copy_blocks(
+                self.device_blocks,
+                upload(output.blocks_to_copy.sources, torch.int64, device),
+                upload(output.blocks_to_copy.destinations, torch.int64, device),
+            )
+
+    def measure_swap_bandwidth(self) -> int:
+        """Bytes a second between the pools, out and in together; 0 when there is no host pool."""
+        blocks = tuple(range(min(_MEASURED_BLOCKS, len(self.device_blocks), len(self.host_blocks))))
+        if not blocks:
+            return 0
+        there_and_back = SchedulerOutput(
+            epoch=0,
+            step_id=0,
+            blocks_to_swap_out=BlockMapping(blocks, blocks),
+            blocks_to_swap_in=BlockMapping(blocks, blocks),
+        )
+        self.move(there_and_back)  # the first touch of memory is not what later swaps cost
+        self._synchronize()
+        start = time.perf_counter()
+        self.move(there_and_back)
+        self._synchronize()
+        moved = 2 * len(blocks) * self.host_blocks[0].nbytes
+        return round(moved / (time.perf_counter() - start))
+
+    def _synchronize(self) -> None:
+        if self.device_blocks.is_cuda:
+            torch.cuda.synchronize(self.device_blocks.device)
+
+
+def _move_blocks(source_pool: Tensor, destination_pool: Tensor, mapping: BlockMapping) -> None:
+    """One contiguous transfer a block, by the copy engine of a GPU: a kernel that read pinned memory would take
+    processors from the ones that compute, and megabytes are no small transfers that it could gather.
+    """
+    for source, destination in zip(mapping.sources, mapping.destinations, strict=True):
+        destination_pool[destination].copy_(source_pool[source], non_blocking=True)

@@ -1,0 +1,119 @@
+"""What a device has room for: the weights, and then as many KV cache blocks as its share of memory holds.
+
+Blocks are counted once the weights lie there and the largest step is known to fit. A cache too small for one sequence
+of the longest kind is refused: such a request would be promised and could never be served.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import torch
+
+from kernels.backends import ops_for
+from pagewire_common.start_error import StartError
+from worker_service.execution.cache_engine import CacheShape
+from worker_service.parallel.ranks import ALONE, Ranks
+from worker_service.settings import WorkerSettings
+
+_CPU_SHARE = 4
+"""A quarter of a machine's free memory: other workers and processes live there too."""
+_GIB = 2**30
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def check_room_for_weights(
+    device: torch.device, dtype: torch.dtype, sizes: Sequence[int], ranks: Ranks = ALONE
+) -> None:
+    """Raise StartError where weights of these bytes cannot be allocated, before a machine is slowed down by trying.
+
+    sizes: of this rank's weights of this dtype. On a CPU, room for those of all ranks is asked for.
+    """
+    num_bytes = sum(sizes)
+    if device.type == "cpu":
+        # Each is packed beside itself, and an embedding that is the head of logits as well stays in both forms. The
+        # head is among the largest, and may be held in float32.
+        num_bytes += max(sizes) * ops_for(device).wide_itemsize(dtype) // dtype.itemsize
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_host_bytes()
+    if device.type == "cpu":
+        num_bytes = sum(ranks.gather_numbers(num_bytes))
+    if num_bytes > free:
+        raise StartError(
+            f"the weights take {num_bytes / _GIB:.2f} GiB, and {device.type} has {free / _GIB:.2f} GiB of memory free; "
+            "choose a smaller model or a --dtype of fewer bits, or free some memory"
+        )
+
+
+def count_device_blocks(
+    device: torch.device,
+    shape: CacheShape,
+    max_model_len: int,
+    sliding_window: int,
+    settings: WorkerSettings,
+    ranks: Ranks = ALONE,
+) -> int:
+    """As many as the operator says, else as many as fit. Raises StartError where one sequence does not fit.
+
+    shape: of this rank's part of a block, of which every rank has as many; sliding_window: behind which the scheduler
+    gives blocks back, 0 for none.
+    """
+    if settings.num_device_blocks is not None:
+        return settings.num_device_blocks
+    needed = -(-max_model_len // shape.block_size)
+    if sliding_window:
+        needed = min(needed, (sliding_window + settings.max_num_batched_tokens - 3) // shape.block_size + 2)
+    block_bytes = sum(ranks.gather_numbers(shape.block_bytes))
+    if settings.kv_cache_memory is not None:
+        share = int(settings.kv_cache_memory * _GIB)
+        if device.type == "cpu" and share > (free := _free_host_bytes()):
+            raise StartError(
+                f"--kv-cache-memory is {settings.kv_cache_memory:g}, and {free / _GIB:.2f} GiB of memory are free"
+            )
+        count = share // block_bytes
+    elif device.type == "cuda":
+        count = _free_cuda_bytes(device, settings.gpu_memory_utilization) // shape.block_bytes
+    else:
+        count = min(_free_host_bytes() // _CPU_SHARE // block_bytes, settings.max_num_seqs * needed)
+    count = min(ranks.gather_numbers(count))
+    if count < needed:
+        raise StartError(_too_little(device, shape, block_bytes, max_model_len, max(count, 0), needed))
+    return count
+
+
+def _too_little(
+    device: torch.device, shape: CacheShape, block_bytes: int, max_model_len: int, count: int, needed: int
+) -> str:
+    flags = "--gpu-memory-utilization or --kv-cache-memory" if device.type == "cuda" else "--kv-cache-memory"
+    less = f" to at most {count * shape.block_size}" if count else ""
+    return (
+        f"the KV cache on {device.type} has room for {count} blocks ({count * block_bytes / _GIB:.3g} GiB), and "
+        f"one sequence of {max_model_len} tokens needs {needed} ({needed * block_bytes / _GIB:.3g} GiB); "
+        f"raise {flags}, or lower --max-model-len{less}"
+    )
+
+
+def _free_cuda_bytes(device: torch.device, utilization: float) -> int:
+    """What our share of the GPU leaves beside the highest use so far, ours and that of others."""
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return int(utilization * total) - others - torch.cuda.max_memory_allocated(device)
+
+
+def _free_host_bytes() -> int:
+    """What the machine has available, or what the control group still allows if that is less."""
+    available = int(psutil.virtual_memory().available)
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return available
+    return available if limit == "max" else max(0, min(available, int(limit) - used + _reclaimable_bytes()))
+
+
+def _reclaimable_bytes() -> int:
+    """What a control group's use counts for files that were read, such as the weights, and nobody needs any more."""
+    try:
+        lines = (_CGROUP / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)

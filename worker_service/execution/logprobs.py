@@ -1,0 +1,78 @@
+"""Reports of `kernels.log_probabilities` on tokens of a prompt and on sampled ones."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.sampling_ops import sampling_ops_for
+from kernels.upload import upload
+from worker_service.session.session import SequenceState
+from worker_service.session.step import SampleLogprobs
+
+
+def check_finite(logits: Tensor) -> None:
+    """Raise FloatingPointError where a row has no log-probabilities, as it has no token: a logit is NaN or +inf, or all
+    are -inf. logits: [positions, vocabulary_size]. Waits for a GPU.
+    """
+    _, largest = sampling_ops_for(logits.device).greedy(logits)
+    if not largest.isfinite().all():
+        raise FloatingPointError("the logits of a row are not finite")
+
+
+def gather_logprobs(logits: Tensor, token_ids: Tensor, sequence_id: int, num_top: int) -> SampleLogprobs:
+    """Report consecutive positions of one sequence.
+
+    logits: [positions, vocabulary_size], any float type; token_ids: [positions] int64, the token that stands there;
+    num_top: how many of the likeliest to add. Equally likely tokens are in the order of their ids.
+    """
+    ids, logprobs, ranks = sampling_ops_for(logits.device).log_probabilities(logits, token_ids, num_top)
+    return SampleLogprobs(
+        sequence_id=sequence_id,
+        width=1 + num_top,
+        token_ids=ids.flatten().tolist(),
+        logprobs=logprobs.flatten().tolist(),
+        ranks=ranks.tolist(),
+    )
+
+
+def sample_logprobs(
+    logits: Tensor, token_ids: Sequence[int], failed: Sequence[bool], sequences: Sequence[SequenceState]
+) -> list[SampleLogprobs]:
+    """Report the sampled token of each row that asks for it and has one. logits: [rows, vocabulary_size]."""
+    asking = {
+        row: sequence.sampling.logprobs
+        for row, sequence in enumerate(sequences)
+        if sequence.sampling.logprobs is not None and not failed[row]
+    }
+    reports: dict[int, SampleLogprobs] = {}
+    # Rows are computed together with their equals alone: a row is the same whatever its neighbours ask for.
+    for num_top in set(asking.values()):
+        rows = [row for row, wanted in asking.items() if wanted == num_top]
+        together = gather_logprobs(
+            logits[upload(rows, torch.int64, logits.device)],
+            upload([token_ids[row] for row in rows], torch.int64, logits.device),
+            0,
+            num_top,
+        )
+        for number, row in enumerate(rows):
+            columns = slice(number * together.width, (number + 1) * together.width)
+            reports[row] = SampleLogprobs(
+                sequence_id=sequences[row].sequence_id,
+                width=together.width,
+                token_ids=together.token_ids[columns],
+                logprobs=together.logprobs[columns],
+                ranks=[together.ranks[number]],
+            )
+    return [reports[row] for row in asking]
+
+
+def concatenate(parts: Sequence[SampleLogprobs]) -> SampleLogprobs:
+    """Join reports on consecutive positions of one sequence; at least one."""
+    return SampleLogprobs(
+        sequence_id=parts[0].sequence_id,
+        width=parts[0].width,
+        token_ids=[token_id for part in parts for token_id in part.token_ids],
+        logprobs=[logprob for part in parts for logprob in part.logprobs],
+        ranks=[rank for part in parts for rank in part.ranks],
+    )

@@ -1,0 +1,188 @@
+"""Computes steps: moves blocks, runs the model over the batch, samples. It trusts that the session has judged the step.
+
+Logits are made only for the rows that need them: one for each sequence that samples, and those of prompts whose
+log-probabilities were asked for.
+"""
+
+from collections.abc import Sequence, Set
+
+import torch
+from torch import Tensor
+
+from kernels.upload import upload
+from worker_service.errors import DeviceLostError
+from worker_service.execution.batch import build_batch
+from worker_service.execution.cache_engine import CacheEngine
+from worker_service.execution.decode_graphs import DecodeGraphs
+from worker_service.execution.decode_inputs import UnseenTokens
+from worker_service.execution.logprobs import check_finite, concatenate, gather_logprobs, sample_logprobs
+from worker_service.execution.sampler import FAILED, sample
+from worker_service.execution.step_clock import StepClock
+from worker_service.models.causal_model import CausalModel
+from worker_service.session.session import PLACEHOLDER, ScheduledChunk
+from worker_service.session.step import ModelOutput, SampleLogprobs, SchedulerOutput, StepTiming
+
+_LOGPROB_ROWS = 256
+"""Prompt rows whose logits exist at a time; 2,048 rows of 49,152 float32 logits would be 400 MB."""
+
+
+class RunningStep:
+    """A step that the device has been asked to compute."""
+
+    def __init__(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        clock: StepClock,
+        logits: Tensor,
+        token_ids: Tensor,
+        prompt_logprobs: list[SampleLogprobs],
+        failed: Set[int],
+    ) -> None:
+        """logits: [rows, vocabulary_size], token_ids: [rows] int64, a row for each chunk that samples.
+
+        failed: ids of sequences whose prompt has no log-probabilities.
+        """
+        self.chunks = chunks
+        self._sequences = [chunk.sequence for chunk in chunks if chunk.samples]
+        self._clock = clock
+        self._logits = logits if any(sequence.sampling.logprobs is not None for sequence in self._sequences) else None
+        self._token_ids = token_ids
+        self._host_token_ids = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=token_ids.is_cuda)
+        self._host_token_ids.copy_(token_ids, non_blocking=True)
+        self._prompt_logprobs = prompt_logprobs
+        self._failed = failed
+        clock.mark()
+
+    def is_done(self) -> bool:
+        """Whether `finish` would not wait."""
+        return self._clock.has_stopped()
+
+    def unseen_tokens(self) -> UnseenTokens:
+        """What it samples, for a step that is launched before this one has finished."""
+        return UnseenTokens(
+            self._token_ids, {sequence.sequence_id: row for row, sequence in enumerate(self._sequences)}
+        )
+
+    @torch.inference_mode()
+    def finish(self) -> ModelOutput:
+        """Wait for it, and read what it found."""
+        durations = self._clock.durations()
+        found = self._host_token_ids.tolist()
+        logits, self._logits = self._logits, None
+        failed = self._failed | {
+            sequence.sequence_id
+            for sequence, token_id in zip(self._sequences, found, strict=True)
+            if token_id == FAILED
+        }
+        is_failed = [sequence.sequence_id in failed for sequence in self._sequences]
+        return ModelOutput(
+            token_ids=[
+                PLACEHOLDER if without else token_id for token_id, without in zip(found, is_failed, strict=True)
+            ],
+            timing=StepTiming(*durations),
+            logprobs=[] if logits is None else sample_logprobs(logits, found, is_failed, self._sequences),
+            prompt_logprobs=self._prompt_logprobs,
+            failed_sequence_ids=[
+                chunk.sequence.sequence_id for chunk in self.chunks if chunk.sequence.sequence_id in failed
+            ],
+        )
+
+
+class ModelRunner:
+    """A model and its cache on one device. Not thread-safe: one thread owns the device.
+
+    A step waits for a GPU when it finishes, and while it is launched only for log-probabilities of a prompt.
+    """
+
+    def __init__(
+        self, model: CausalModel, cache_engine: CacheEngine, decode_graphs: DecodeGraphs | None = None
+    ) -> None:
+        self.model = model
+        self.cache_engine = cache_engine
+        self._decode_graphs = decode_graphs
+        self._device = cache_engine.device_blocks.device
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step of one token a sequence may be launched before the one before it has finished."""
+        return self._decode_graphs is not None
+
+    @torch.inference_mode()
+    def launch(
+        self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk], before: RunningStep | None = None
+    ) -> RunningStep:
+        """Have a step computed. `chunks` is `output`'s work as the session returned it.
+
+        before: the step before, if it has not finished; then this one must be one that `runs_ahead`.
+        """
+        clock = StepClock(self._device)
+        self.cache_engine.move(output)
+        clock.mark()
+        if not chunks:
+            clock.mark()
+            return RunningStep(chunks, clock, torch.empty(0), torch.empty(0, dtype=torch.int64), [], set())
+        hidden, query_start = self._forward(chunks, before)
+        rows = [stop - 1 for stop, chunk in zip(query_start[1:], chunks, strict=True) if chunk.samples]
+        sampling = hidden if len(rows) == len(hidden) else hidden[upload(rows, torch.int64, self._device)]
+        logits = self.model.compute_logits(sampling)
+        clock.mark()
+        prompt_logprobs: list[SampleLogprobs] = []
+        failed: set[int] = set()
+        for chunk, start, stop in zip(chunks, query_start, query_start[1:], strict=False):
+            try:
+                prompt_logprobs += self._prompt_logprobs(chunk, hidden[start:stop])
+            except FloatingPointError:
+                failed.add(chunk.sequence.sequence_id)
+        token_ids = torch.empty(0, dtype=torch.int64)
+        if rows:
+            token_ids = sample(logits, [chunk.sequence for chunk in chunks if chunk.samples])
+        return RunningStep(chunks, clock, logits, token_ids, prompt_logprobs, failed)
+
+    def execute(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> ModelOutput:
+        """Compute a step from beginning to end."""
+        return self.launch(output, chunks).finish()
+
+    def _forward(self, chunks: Sequence[ScheduledChunk], before: RunningStep | None) -> tuple[Tensor, Sequence[int]]:
+        """The hidden states, and the first row of each chunk and behind the last one the number of rows."""
+        if self._decode_graphs is not None and self._decode_graphs.fit(chunks):
+            unseen = None if before is None else before.unseen_tokens()
+            return self._decode_graphs.forward(chunks, unseen), range(len(chunks) + 1)
+        assert before is None
+        cache = self.cache_engine.device_blocks
+        batch = build_batch(chunks, cache.shape[3], self._device)
+        return self.model.forward(
+            batch.token_ids, batch.positions, batch.slots, batch.attention, cache
+        ), batch.query_start
+
+    def recover(self) -> None:
+        """Give back what a failed step held, so that the next one has room; call it when its tensors are gone.
+
+        Raises DeviceLostError where the failure has taken the device with it: after an illegal access or a failed
+        assertion in a kernel, every further call into CUDA fails in this process.
+        """
+        if self._device.type != "cuda":
+            return
+        try:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            raise DeviceLostError(str(error).partition("\n")[0]) from None
+
+    def _prompt_logprobs(self, chunk: ScheduledChunk, hidden: Tensor) -> list[SampleLogprobs]:
+        """Of the prompt tokens that the chunk's rows predict: from its second to the one behind its last.
+
+        hidden: [chunk's tokens, hidden_size]. One report, or none where none was asked for. Raises FloatingPointError
+        where there are no log-probabilities.
+        """
+        num_top = chunk.sequence.sampling.prompt_logprobs
+        first, last = chunk.start + 1, min(chunk.stop + 1, chunk.sequence.num_prompt_tokens)
+        if num_top is None or first >= last:
+            return []
+        token_ids = upload(chunk.sequence.token_ids[first:last], torch.int64, self._device)
+        rows = torch.split(hidden[: len(token_ids)], _LOGPROB_ROWS)
+        parts = []
+        for part, tokens in zip(rows, torch.split(token_ids, _LOGPROB_ROWS), strict=True):
+            logits = self.model.compute_logits(part)
+            check_finite(logits)
+            parts.append(gather_logprobs(logits, tokens, chunk.sequence.sequence_id, num_top))
+        return [concatenate(parts)]

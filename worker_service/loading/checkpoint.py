@@ -1,0 +1,107 @@
+"""A model's folder as Hugging Face lays it out: what its config.json says, and where its weights come from.
+
+Everything that can be wrong with a folder ends in a StartError that names the file.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pagewire_common.start_error import StartError
+from worker_service.loading.json_file import read_json
+from worker_service.loading.weight_files import WeightFiles
+from worker_service.parallel.cut import UNCUT, Cut
+from worker_service.wording import shown
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_LARGEST = {
+    "vocab_size": 2**31,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**24,
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "max_position_embeddings": 2**31,
+}
+"""Beyond any network there is, and small enough that a model of these sizes can be described without its memory."""
+
+
+class Weights(Protocol):
+    """Where the values of a model's tensors come from."""
+
+    def identity(self) -> Iterator[tuple[str, bytes]]:
+        """What tells these weights from all others. Raises StartError where reading them fails."""
+
+    def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
+        """Raise StartError unless tensors of these names and shapes can be had; no memory is needed to ask."""
+
+    def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
+        """Fill each named place. Raises StartError as `check` does, and where reading fails."""
+
+
+class Checkpoint:
+    """An opened folder; the weights stay where they are until `load_into`."""
+
+    def __init__(self, path: Path, weights: Weights | None = None) -> None:
+        """Read config.json and find the weights, unless they are given. Raises StartError."""
+        self.path = path
+        self.config = _read_config(path / "config.json")
+        if (path / "generation_config.json").exists():
+            read_json(path / "generation_config.json")  # its values are the scheduler's business, but damage shows here
+        self._weights = weights or WeightFiles(path)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What config.json says the weights are; float32 where it says nothing."""
+        name = self.config.get("dtype") or self.config.get("torch_dtype") or "float32"
+        if not isinstance(name, str) or name not in _DTYPES:
+            raise StartError(
+                f"{self.path / 'config.json'}: dtype {shown(name)} is not supported; supported are {', '.join(_DTYPES)}"
+            )
+        return _DTYPES[name]
+
+    def fingerprint(self, tokenizer_files: Iterable[Path], dtype: torch.dtype, quantization: str) -> str:
+        """SHA-256, in hexadecimal, over config, tokenizer, all of the weights, and what is made of them.
+
+        Equal whatever part of the weights is held here, and on whatever device. Raises StartError.
+        """
+        digest = hashlib.sha256(f"{dtype} {quantization}\n".encode())
+        for file in sorted({self.path / "config.json", *tokenizer_files}, key=lambda file: file.name):
+            _add(digest, file.name, file.read_bytes())
+        for name, content in self._weights.identity():
+            _add(digest, name, content)
+        return digest.hexdigest()
+
+    def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
+        """Raise StartError unless the weights have tensors of these names and shapes, whatever device these are on.
+
+        cuts: which part of a tensor is wanted, by the names of those that are not wanted whole.
+        """
+        self._weights.check(expected, cuts)
+
+    def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
+        """Copy each named tensor, or the part that its cut says, to its place, converting its type; other tensors are
+        ignored. Raises StartError.
+        """
+        self._weights.load_into(places, cuts)
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    config = read_json(file)
+    if config.get("quantization_config") is not None:
+        raise StartError(f"{file}: quantised weights are not supported")
+    for name, largest in _LARGEST.items():
+        size = config.get(name)
+        if size is not None and not (type(size) is int and 0 <= size <= largest):
+            raise StartError(f"{file}: {name} is {shown(size)}; it must be a whole number up to {largest}")
+    return config
+
+
+def _add(digest: "hashlib._Hash", name: str, content: bytes) -> None:
+    digest.update(f"{name} {len(content)}\n".encode())
+    digest.update(content)

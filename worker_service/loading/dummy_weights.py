@@ -1,0 +1,48 @@
+"""Random weights for a network of which only the config is there: to measure and to test, not to read what it says.
+
+They are drawn on the device itself, the same ones every time. Products stay within a few times the size of what goes
+in, and norms bring it back, so that logits stay finite in 16 bits however deep the network is.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from worker_service.parallel.cut import UNCUT, Cut
+from worker_service.progress import byte_progress
+
+_SEED = 0
+_DEVIATION = 0.02
+
+
+class DummyWeights:
+    """Has a tensor of any name and shape."""
+
+    def __init__(self, device: torch.device) -> None:
+        """device: what draws them."""
+        self._device = device
+
+    def identity(self) -> Iterator[tuple[str, bytes]]:
+        """Another than that of real weights, and of numbers that another kind of device or another torch draws."""
+        yield f"dummy {_SEED} {_DEVIATION} {self._device.type} {torch.__version__}", b""
+
+    def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
+        """Nothing can be missing."""
+
+    def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
+        """Fill matrices and biases around zero, and the vectors that scale normalised values around one.
+
+        What is cut is drawn whole, so that all of its parts are of one tensor.
+        """
+        with byte_progress("drawing random weights", sum(place.nbytes for place in places.values())) as progress:
+            generator: torch.Generator | None = None
+            for name, place in places.items():
+                generator = generator or torch.Generator(place.device).manual_seed(_SEED)
+                is_scale = place.dim() == 1 and not name.endswith("bias")
+                cut = cuts.get(name)
+                whole = place if cut is None else place.new_empty(cut.shape)
+                whole.normal_(1.0 if is_scale else 0.0, _DEVIATION, generator=generator)
+                if cut is not None:
+                    place.copy_(cut.of(whole))
+                progress.update(place.nbytes)

@@ -1,0 +1,80 @@
+"""Finds the directory that a model's name means: the default model, a folder, a GGUF file, or a name on the hub.
+
+Whatever the name, the answer is a Hugging Face directory with config.json and safetensors, the latter where weights are
+wanted; nothing in it is ever run.
+"""
+
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from pagewire_common.start_error import StartError
+from worker_service.loading.build_once import build_once
+from worker_service.loading.default_model import GGUF_SHA256, build_default_model
+from worker_service.loading.gguf_conversion import VERSION, convert_gguf
+
+log = structlog.get_logger()
+
+_HUB_FILES = ["*.json", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
+"""Data only: no pickles, no code."""
+_HUB_WEIGHTS = ["*.safetensors"]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model's name and where it lies."""
+
+    model_id: str
+    path: Path
+
+
+def find_model(model: str, cache: Path, *, with_weights: bool = True) -> ModelSource:
+    """Find `model`, downloading and converting into `cache` where needed. Raises StartError where there is none.
+
+    A hub's weights are left there unless it is to be `with_weights`.
+    """
+    if model == "default":
+        return ModelSource(model, build_once(_converted_folder(cache, GGUF_SHA256), build_default_model))
+    path = Path(os.path.expanduser(model))
+    if path.is_dir():
+        return ModelSource(path.resolve().name, path)
+    if path.suffix == ".gguf" and path.is_file():
+        return ModelSource(path.stem, _convert(path, cache))
+    if path.exists():
+        raise StartError(f"{path} is neither a Hugging Face directory nor a GGUF file")
+    if path.suffix == ".gguf" or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or model[0] in ".-":
+        raise StartError(f"there is no file or folder {path}")
+    return ModelSource(model, _download(model, cache, _HUB_FILES + (_HUB_WEIGHTS if with_weights else [])))
+
+
+def _convert(file: Path, cache: Path) -> Path:
+    def build(folder: Path) -> None:
+        log.info("converting from GGUF, once", file=str(file))
+        convert_gguf(file, folder)
+
+    try:
+        with open(file, "rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise StartError(f"cannot read {file}: {error.strerror}") from error
+    return build_once(_converted_folder(cache, digest), build)
+
+
+def _converted_folder(cache: Path, digest: str) -> Path:
+    return cache / "models" / f"{digest}-v{VERSION}"
+
+
+def _download(name: str, cache: Path, files: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=files, cache_dir=cache / "hub"))
+    except Exception as error:  # the hub client raises its own errors, those of HTTP and those of the system
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise StartError(
+            f"'{name}' is no file or folder here, and cannot be had from the Hugging Face hub: {reason}"
+        ) from error

@@ -1,0 +1,76 @@
+"""The files from which a scheduler rebuilds the tokenizer that fits the weights."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from pagewire_common.start_error import StartError
+from worker_service.loading.build_once import build_once
+from worker_service.wording import reason
+
+NAMES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+)
+_SLOW = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
+_PIECE_BYTES = 1 << 20
+
+
+def find_tokenizer_files(path: Path, cache: Path, *, may_lack: bool = False) -> list[Path]:
+    """Those of NAMES that a Hugging Face directory has, tokenizer.json among them.
+
+    Where there is only an older kind of tokenizer, it is converted into `cache`. Raises StartError where there is none,
+    unless the model `may_lack` it: then requests must be of token ids.
+    """
+    files = {name: path / name for name in NAMES if (path / name).is_file()}
+    if "tokenizer.json" not in files:
+        sources = _older_tokenizer(path)
+        if not sources and may_lack:
+            return list(files.values())
+        converted = _convert(path, sources, cache)
+        files |= {name: converted / name for name in NAMES if (converted / name).is_file()}
+    return list(files.values())
+
+
+def read_pieces(files: list[Path]) -> Iterator[tuple[str, bytes]]:
+    """Name and next bytes, at most 1 MiB of them, file after file; an empty file is one empty piece."""
+    for file in files:
+        with open(file, "rb") as stream:
+            piece = stream.read(_PIECE_BYTES)
+            while True:
+                yield file.name, piece
+                piece = stream.read(_PIECE_BYTES)
+                if not piece:
+                    break
+
+
+def _older_tokenizer(path: Path) -> list[Path]:
+    """The files that make up a tokenizer of an older kind; none where there is none."""
+    sources = [path / name for name in (*_SLOW, "tokenizer_config.json") if (path / name).is_file()]
+    return sources if any(source.name in _SLOW for source in sources) else []
+
+
+def _convert(path: Path, sources: list[Path], cache: Path) -> Path:
+    if not sources:
+        raise StartError(f"{path} has no tokenizer: there is no tokenizer.json and nothing to make one of")
+
+    def build(folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True).save_pretrained(folder)
+        except Exception as error:  # whatever a tokenizer's own loader may raise
+            raise StartError(
+                f"the tokenizer in {path} cannot be converted to tokenizer.json: {reason(error)}"
+            ) from error
+        if not (folder / "tokenizer.json").is_file():
+            raise StartError(f"the tokenizer in {path} has no form as tokenizer.json")
+
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update(source.read_bytes())
+    return build_once(cache / "tokenizers" / digest.hexdigest(), build)

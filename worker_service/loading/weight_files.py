@@ -1,0 +1,173 @@
+"""The safetensors files of a Hugging Face directory: checked while still on disk, then read into their final places.
+
+No weight exists twice in memory: the data goes a few megabytes at a time through one buffer, where it is converted.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from io import FileIO
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pagewire_common.start_error import StartError
+from worker_service.loading.json_file import read_json
+from worker_service.loading.safetensors_header import SafetensorsHeader, StoredTensor, read_header
+from worker_service.loading.tensor_digests import tensor_digests
+from worker_service.parallel.cut import UNCUT, Cut
+from worker_service.progress import byte_progress
+from worker_service.wording import named, shown
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_PIECE_BYTES = 8 << 20
+
+
+class WeightFiles:
+    """One model.safetensors, or the shards that model.safetensors.index.json names. Errors are StartErrors."""
+
+    def __init__(self, path: Path) -> None:
+        """Find the files; they are opened when their headers are first needed."""
+        self._index = path / "model.safetensors.index.json"
+        self._shard_of = _read_index(self._index) if self._index.exists() else {}
+        # Only the last part of a name counts, so that an index cannot point out of its folder.
+        names = sorted({Path(name).name for name in self._shard_of.values()}) or ["model.safetensors"]
+        self._files = [path / name for name in names]
+        for file in self._files:
+            if not file.is_file():
+                by = f", which {self._index.name} names," if self._shard_of else ""
+                raise StartError(f"{named(str(file))}{by} does not exist; the weights must be safetensors")
+            if not os.access(file, os.R_OK):
+                raise StartError(f"{file} may not be read by this user")
+        self._versions = [_version(file) for file in self._files]
+
+    @cached_property
+    def _headers(self) -> dict[Path, SafetensorsHeader]:
+        return {file: read_header(file) for file in self._files}
+
+    @cached_property
+    def _tensors(self) -> dict[str, StoredTensor]:
+        """All tensors; where several shards have one of the same name, the index decides."""
+        tensors = {name: tensor for header in self._headers.values() for name, tensor in header.tensors.items()}
+        for name, shard in self._shard_of.items():
+            file = self._index.with_name(Path(shard).name)
+            if name not in self._headers[file].tensors:
+                raise StartError(f"{file} lacks the tensor {named(name)}, which {self._index} says is there")
+            tensors[name] = self._headers[file].tensors[name]
+        return tensors
+
+    def identity(self) -> Iterator[tuple[str, bytes]]:
+        """Each tensor's name, type, shape and data, however they are split into files. All of the data is read."""
+        digests = tensor_digests(self._tensors, torch.get_num_threads())
+        self._check_unchanged()
+        for name, tensor in sorted(self._tensors.items()):
+            yield f"{name} {tensor.dtype} {list(tensor.shape)}", digests[name]
+
+    def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
+        """Check that each of these tensors is there, has this shape and is of floating point; others do not matter."""
+        for name, place in expected.items():
+            shape = cuts[name].shape if name in cuts else place.shape
+            tensor = self._find(name)
+            if tensor is None:
+                where = self._index if self._shard_of else self._files[0]
+                raise StartError(f"{where}: the weights lack the tensor {name}, which config.json asks for")
+            if tensor.shape != shape or tensor.dtype not in _DTYPES:
+                raise StartError(
+                    f"{tensor.file}: tensor {name} is {shown(list(tensor.shape))} of {tensor.dtype} "
+                    f"where config.json asks for {list(shape)} of floating point"
+                )
+
+    def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
+        """Copy each named tensor to its place, converting its type. Files are read once, from front to back, and only
+        the parts of them that have a place.
+        """
+        self.check(places, cuts)
+        stored = {name: tensor for name in places if (tensor := self._find(name)) is not None}
+        in_order = sorted(stored, key=lambda name: (stored[name].file, stored[name].begin))
+        parts = {name: cuts.get(name) or _whole(tensor) for name, tensor in stored.items()}
+        num_bytes = sum(_num_bytes(tensor, parts[name]) for name, tensor in stored.items())
+        buffer = memoryview(bytearray(max([_PIECE_BYTES, *(tensor.row_bytes for tensor in stored.values())])))
+        with byte_progress("loading weights", num_bytes) as progress:
+            for file, names in groupby(in_order, key=lambda name: stored[name].file):
+                try:
+                    with open(file, "rb", buffering=0) as stream:
+                        for name in names:
+                            _fill(places[name], name, stored[name], parts[name], stream, buffer)
+                            progress.update(_num_bytes(stored[name], parts[name]))
+                except OSError as error:
+                    raise StartError(f"cannot read {file}: {error.strerror}") from error
+        self._check_unchanged()
+
+    def _check_unchanged(self) -> None:
+        """What is loaded must be what the headers describe and what is hashed, though each is read on its own."""
+        for file, version in zip(self._files, self._versions, strict=True):
+            if _version(file) != version:
+                raise StartError(f"{file} was changed while it was read; start again once it is complete")
+
+    def _find(self, name: str) -> StoredTensor | None:
+        """Files of a network saved without its head, as GPT-2's, lack the first part of each name."""
+        return self._tensors.get(name) or self._tensors.get(name.partition(".")[2])
+
+
+def _version(file: Path) -> tuple[int, ...]:
+    """What is another as soon as a file's content is."""
+    try:
+        found = file.stat()
+    except OSError as error:
+        raise StartError(f"cannot read {file}: {error.strerror}") from error
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    shard_of = read_json(file).get("weight_map")
+    if not isinstance(shard_of, dict) or not all(isinstance(shard, str) for shard in shard_of.values()):
+        raise StartError(f"{file}: there is no weight_map from tensors to files")
+    return shard_of
+
+
+def _whole(tensor: StoredTensor) -> Cut:
+    rows, columns = (*tensor.shape, 1, 1)[:2]
+    return Cut(tensor.shape, [range(rows)], range(columns))
+
+
+def _num_bytes(tensor: StoredTensor, part: Cut) -> int:
+    return sum(map(len, part.rows)) * _held(tensor, part)[1]
+
+
+def _held(tensor: StoredTensor, part: Cut) -> tuple[int, int]:
+    """Of a row, how many bytes lie before those that are held, and how many are."""
+    columns = tensor.shape[1] if len(tensor.shape) > 1 else 1
+    column_bytes = tensor.row_bytes // (columns or 1)
+    return part.columns.start * column_bytes, len(part.columns) * column_bytes
+
+
+def _fill(place: Tensor, name: str, tensor: StoredTensor, part: Cut, stream: FileIO, buffer: memoryview) -> None:
+    """Read as many rows at a time as the buffer holds; a place may be any view of its memory."""
+    skipped, width = _held(tensor, part)
+    if not _num_bytes(tensor, part):
+        return
+    place, filled, most = (place if place.dim() else place.view(1)), 0, len(buffer) // width
+    for stretch in part.rows:
+        for first in range(stretch.start, stretch.stop, most):
+            count = min(most, stretch.stop - first)
+            piece = buffer[: count * width]
+            begin = tensor.begin + first * tensor.row_bytes + skipped
+            if width == tensor.row_bytes:
+                _read_exactly(stream, begin, piece, name, tensor.file)
+            else:
+                for row in range(count):
+                    of_row = piece[row * width : (row + 1) * width]
+                    _read_exactly(stream, begin + row * tensor.row_bytes, of_row, name, tensor.file)
+            rows = place[filled : filled + count]
+            rows.copy_(torch.frombuffer(piece, dtype=_DTYPES[tensor.dtype]).view(rows.shape))
+            filled += count
+
+
+def _read_exactly(stream: FileIO, begin: int, piece: memoryview, name: str, file: Path) -> None:
+    stream.seek(begin)
+    while piece:
+        if not (count := stream.readinto(piece)):
+            raise StartError(f"{file} ends inside the tensor {name}; it became shorter since its header was read")
+        piece = piece[count:]

@@ -1,0 +1,122 @@
+"""What a rank holds of a network. (Shoeybi et al., 2019.)
+
+Projections into a half of a layer are cut by outputs, that is by heads or by inner units, and the ones out of it by
+inputs, so that a half needs one sum over the ranks. Embedding and head of logits are cut by tokens: whole, they would
+be the largest weights of a rank, and a sum over one more vector a token is a small price.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+
+from pagewire_common.start_error import StartError
+from worker_service.models.causal_model import ModelConfig
+from worker_service.models.decoder_config import DecoderConfig
+from worker_service.parallel.cut import UNCUT, Cut
+from worker_service.parallel.ranks import Ranks
+
+_ALIGNMENT = 16
+"""Inner units that stay together where that is possible: products of odd lengths are slow."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's stretches of a network."""
+
+    heads: range
+    kv_heads: range
+    inner: range
+    """Of the intermediate size."""
+    vocabulary: range
+
+    @classmethod
+    def of(cls, config: DecoderConfig, rank: int, size: int) -> "Shard":
+        """The part of rank `rank` of `size`. Raises StartError where there is not a part for everyone.
+
+        Key-value heads stay together with their query heads. Where there are fewer of them than ranks, several ranks
+        hold the same one, with some of its query heads each.
+        """
+        num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
+        group, copies = num_heads // num_kv_heads, max(1, size // num_kv_heads)
+        if size > num_kv_heads and (size % num_kv_heads or copies > group):
+            raise StartError(
+                f"--tensor-parallel-size is {size}, and {num_heads} heads that share {num_kv_heads} key-value heads "
+                f"cannot be dealt out so: it may be up to {num_kv_heads}, or a multiple of {num_kv_heads} "
+                f"up to {num_heads}"
+            )
+        if size > config.intermediate_size:
+            raise StartError(f"--tensor-parallel-size is {size}; the intermediate size is {config.intermediate_size}")
+        kv_heads = _stretch(num_kv_heads, rank // copies, size // copies)
+        of_a_head = _stretch(group, rank % copies, copies) if copies > 1 else range(group * len(kv_heads))
+        first = group * kv_heads.start + of_a_head.start
+        together = gcd(_ALIGNMENT, config.intermediate_size) if config.intermediate_size >= _ALIGNMENT * size else 1
+        inner = _stretch(config.intermediate_size // together, rank, size)
+        tokens = -(-config.vocabulary_size // size)  # as many in each rank but the last, so that logits can be joined
+        return cls(
+            range(first, first + len(of_a_head)),
+            kv_heads,
+            range(inner.start * together, inner.stop * together),
+            range(min(rank * tokens, config.vocabulary_size), min((rank + 1) * tokens, config.vocabulary_size)),
+        )
+
+    def cuts(self, config: DecoderConfig) -> Mapping[str, Cut]:
+        """The parts of a checkpoint's tensors, by the names that a `Decoder` has for them; others are held whole."""
+        hidden, head_dim = range(config.hidden_size), config.head_dim
+        query, key = (_times(heads, head_dim) for heads in (self.heads, self.kv_heads))
+        sizes = [count * head_dim for count in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+        qkv, gate_up = list(zip(sizes, (query, key, key), strict=True)), [(config.intermediate_size, self.inner)] * 2
+        rows: dict[str, Sequence[tuple[int, range]]]
+        if config.fused_checkpoint:
+            rows = {"self_attn.qkv_proj": qkv, "mlp.gate_up_proj": gate_up}
+        else:
+            names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+            rows = {name: [part] for name, part in zip(names, (*qkv, *gate_up), strict=True)}
+        layer = {
+            "self_attn.o_proj.weight": Cut((len(hidden), sizes[0]), [hidden], query),
+            "mlp.down_proj.weight": Cut((len(hidden), config.intermediate_size), [hidden], self.inner),
+        }
+        for name, parts in rows.items():
+            total, stretches = _joined(parts)
+            layer[f"{name}.weight"] = Cut((total, len(hidden)), stretches, hidden)
+            layer[f"{name}.bias"] = Cut((total,), stretches, range(1))
+        tokens = Cut((config.vocabulary_size, len(hidden)), [self.vocabulary], hidden)
+        return {
+            "model.embed_tokens.weight": tokens,
+            "lm_head.weight": tokens,
+            **{
+                f"model.layers.{number}.{name}": cut
+                for number in range(config.num_layers)
+                for name, cut in layer.items()
+            },
+        }
+
+
+def part_of(config: ModelConfig, ranks: Ranks) -> tuple[int, Mapping[str, Cut]]:
+    """How many key-value heads this rank holds, and what of the checkpoint. Raises StartError where no part can be."""
+    if ranks.size == 1:
+        return config.num_kv_heads, UNCUT
+    if not isinstance(config, DecoderConfig):
+        raise StartError(
+            "--tensor-parallel-size is for the families that run natively; this model runs in transformers' own code, "
+            "which keeps its layers whole"
+        )
+    shard = Shard.of(config, ranks.rank, ranks.size)
+    return len(shard.kv_heads), shard.cuts(config)
+
+
+def _stretch(total: int, part: int, parts: int) -> range:
+    """Of as nearly equal parts as can be, one."""
+    return range(total * part // parts, total * (part + 1) // parts)
+
+
+def _times(stretch: range, factor: int) -> range:
+    return range(stretch.start * factor, stretch.stop * factor)
+
+
+def _joined(parts: Sequence[tuple[int, range]]) -> tuple[int, list[range]]:
+    """Stretches of tensors as stretches of the tensor that has these, of the given lengths, one behind the other."""
+    total, stretches = 0, []
+    for length, stretch in parts:
+        stretches.append(range(total + stretch.start, total + stretch.stop))
+        total += length
+    return total, stretches

@@ -1,0 +1,223 @@
+"""Between protobuf messages and the worker's own types; the only file that knows both.
+
+Decoding checks every value against the worker's limits, whatever the session: numbers of blocks and tokens, columns of
+equal length, parameters within their ranges. What comes out can be trusted to index memory.
+"""
+
+import math
+from array import array
+from collections.abc import Collection, Sequence
+
+from pagewire.v1 import scheduler_output_pb2 as pb
+from pagewire.v1.worker_service_pb2 import GetWorkerInfoResponse
+from worker_service.errors import InvalidStepError
+from worker_service.session.step import (
+    TOKENS,
+    BlockMapping,
+    BlockTableUpdate,
+    Fork,
+    Limits,
+    ModelOutput,
+    NewSequence,
+    SampleLogprobs,
+    SamplingParams,
+    SchedulerOutput,
+    WorkerInfo,
+)
+
+PROTOCOL_VERSION = 1
+
+
+def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> SchedulerOutput:
+    """Read a step. Raises InvalidStepError with a sentence that names the field and the limit."""
+    if message.draft_tokens:
+        raise InvalidStepError("draft_tokens: this worker verifies no drafts")
+    sequence_ids = tuple(message.sequence_ids)
+    if len(set(sequence_ids)) != len(sequence_ids):
+        raise InvalidStepError("sequence_ids: a sequence is scheduled twice")
+    if len(sequence_ids) > limits.max_num_seqs:
+        raise InvalidStepError(f"sequence_ids: {len(sequence_ids)} sequences; the limit is {limits.max_num_seqs}")
+    num_scheduled_tokens = tuple(message.num_scheduled_tokens) or (1,) * len(sequence_ids)
+    samples = tuple(message.samples) or (True,) * len(sequence_ids)
+    for name, column in (("num_scheduled_tokens", num_scheduled_tokens), ("samples", samples)):
+        if len(column) != len(sequence_ids):
+            raise InvalidStepError(f"{name}: {len(column)} entries for {len(sequence_ids)} sequence_ids")
+    if 0 in num_scheduled_tokens:
+        raise InvalidStepError("num_scheduled_tokens: an entry is 0")
+    if sum(num_scheduled_tokens) > limits.max_num_batched_tokens:
+        raise InvalidStepError(
+            f"num_scheduled_tokens: {sum(num_scheduled_tokens)} tokens; the limit is {limits.max_num_batched_tokens}"
+        )
+    device, host = limits.num_device_blocks, limits.num_host_blocks
+    return SchedulerOutput(
+        epoch=message.epoch,
+        step_id=message.step_id,
+        new_sequences=tuple(_new_sequence(new, limits) for new in message.new_sequences),
+        sequence_ids=sequence_ids,
+        num_scheduled_tokens=num_scheduled_tokens,
+        samples=samples,
+        block_table_updates=tuple(
+            BlockTableUpdate(update.sequence_id, update.start, _block_ids(update.block_ids, limits))
+            for update in message.block_table_updates
+        ),
+        forks=tuple(
+            Fork(
+                fork.parent_sequence_id,
+                fork.child_sequence_id,
+                fork.num_tokens,
+                fork.num_computed_tokens,
+                _block_ids(fork.block_ids, limits),
+                fork.index,
+                array(TOKENS, _token_ids("forks: token_ids", fork.token_ids, limits)),
+            )
+            for fork in message.forks
+        ),
+        blocks_to_swap_out=_block_mapping("blocks_to_swap_out", message.blocks_to_swap_out, device, host),
+        blocks_to_swap_in=_block_mapping("blocks_to_swap_in", message.blocks_to_swap_in, host, device),
+        blocks_to_copy=_block_mapping("blocks_to_copy", message.blocks_to_copy, device, device),
+        finished=tuple(message.finished),
+        preempted=tuple(message.preempted),
+    )
+
+
+def encode_model_output(epoch: int, step_id: int, output: ModelOutput) -> pb.ModelOutput:
+    """Write the answer to a step."""
+    return pb.ModelOutput(
+        epoch=epoch,
+        step_id=step_id,
+        token_ids=output.token_ids,
+        logprobs=[_encode_logprobs(logprobs) for logprobs in output.logprobs],
+        prompt_logprobs=[_encode_logprobs(logprobs) for logprobs in output.prompt_logprobs],
+        timing=pb.StepTiming(
+            move_us=output.timing.move_us, forward_us=output.timing.forward_us, sample_us=output.timing.sample_us
+        ),
+        failed_sequence_ids=output.failed_sequence_ids,
+    )
+
+
+def encode_worker_info(
+    info: WorkerInfo, limits: Limits, epoch: int, *, in_session: bool = False, instance_id: str = ""
+) -> GetWorkerInfoResponse:
+    """Write what the worker is; `epoch` is the newest that it has served, and may still be `in_session`."""
+    return GetWorkerInfoResponse(
+        protocol_version=PROTOCOL_VERSION,
+        model_id=info.model_id,
+        model_fingerprint=info.model_fingerprint,
+        dtype=info.dtype,
+        device=info.device,
+        block_size=limits.block_size,
+        num_device_blocks=limits.num_device_blocks,
+        num_host_blocks=limits.num_host_blocks,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        vocabulary_size=limits.vocabulary_size,
+        features=info.features,
+        swap_bytes_per_second=info.swap_bytes_per_second,
+        prefill_tokens_per_second=info.prefill_tokens_per_second,
+        block_bytes=info.block_bytes,
+        epoch=epoch,
+        sliding_window=info.sliding_window,
+        in_session=in_session,
+        instance_id=instance_id,
+    )
+
+
+def _new_sequence(message: pb.NewSequence, limits: Limits) -> NewSequence:
+    where = f"new_sequences: sequence {message.sequence_id}"
+    if message.lora_name:
+        raise InvalidStepError(f"{where}: lora_name: this worker has no adapters")
+    num_tokens = len(message.token_ids)
+    if not 1 <= message.num_prompt_tokens <= num_tokens:
+        raise InvalidStepError(f"{where}: {message.num_prompt_tokens} prompt tokens of {num_tokens}")
+    return NewSequence(
+        message.sequence_id,
+        array(TOKENS, _token_ids(f"{where}: token_ids", message.token_ids, limits)),
+        message.num_prompt_tokens,
+        message.num_computed_tokens,
+        _block_ids(message.block_ids, limits),
+        _sampling(f"{where}: sampling", message.sampling, limits),
+    )
+
+
+def _sampling(where: str, message: pb.SequenceSampling, limits: Limits) -> SamplingParams:
+    if message.WhichOneof("constraint"):
+        raise InvalidStepError(f"{where}: constraint: this worker has none")
+    for name, value, valid, meaning in (
+        ("temperature", message.temperature, message.temperature >= 0, "at least 0"),
+        ("top_p", message.top_p, 0 < message.top_p <= 1, "above 0 and at most 1"),
+        ("min_p", message.min_p, 0 <= message.min_p <= 1, "from 0 to 1"),
+        ("presence_penalty", message.presence_penalty, True, "finite"),
+        ("frequency_penalty", message.frequency_penalty, True, "finite"),
+        ("repetition_penalty", message.repetition_penalty, message.repetition_penalty > 0, "above 0"),
+    ):
+        if not (valid and math.isfinite(value)):
+            raise InvalidStepError(f"{where}: {name} is {value} and must be {meaning}")
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(message, name) > limits.vocabulary_size:
+            raise InvalidStepError(
+                f"{where}: {name} is {getattr(message, name)}; the vocabulary has {limits.vocabulary_size} tokens"
+            )
+    if not all(math.isfinite(bias) for bias in message.logit_bias.values()):
+        raise InvalidStepError(f"{where}: a logit_bias is not finite")
+    if not all(word.token_ids for word in message.bad_words):
+        raise InvalidStepError(f"{where}: a bad word has no tokens")
+    return SamplingParams(
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        min_p=message.min_p,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty,
+        seed=message.seed,
+        index=message.index,
+        min_tokens=message.min_tokens,
+        eos_token_ids=tuple(_token_ids(f"{where}: eos_token_ids", message.eos_token_ids, limits)),
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        logit_bias=tuple(
+            (token, message.logit_bias[token])
+            for token in _token_ids(f"{where}: logit_bias", message.logit_bias.keys(), limits)
+        ),
+        allowed_token_ids=array(TOKENS, _token_ids(f"{where}: allowed_token_ids", message.allowed_token_ids, limits)),
+        bad_words=tuple(tuple(_token_ids(f"{where}: bad_words", word.token_ids, limits)) for word in message.bad_words),
+    )
+
+
+def _token_ids(where: str, token_ids: Collection[int], limits: Limits) -> Collection[int]:
+    if token_ids and max(token_ids) >= limits.vocabulary_size:
+        raise InvalidStepError(
+            f"{where}: token {max(token_ids)} is beyond the vocabulary of {limits.vocabulary_size} tokens"
+        )
+    return token_ids
+
+
+def _block_ids(block_ids: Sequence[int], limits: Limits) -> "array[int]":
+    if block_ids and max(block_ids) >= limits.num_device_blocks:
+        raise InvalidStepError(
+            f"block_ids: block {max(block_ids)} is beyond the pool of {limits.num_device_blocks} device blocks"
+        )
+    return array(TOKENS, block_ids)
+
+
+def _block_mapping(where: str, message: pb.BlockMapping, num_sources: int, num_destinations: int) -> BlockMapping:
+    sources, destinations = tuple(message.sources), tuple(message.destinations)
+    if len(sources) != len(destinations):
+        raise InvalidStepError(f"{where}: {len(sources)} sources for {len(destinations)} destinations")
+    if len(set(destinations)) != len(destinations):
+        raise InvalidStepError(f"{where}: a destination appears twice")
+    for name, column, size in (("source", sources, num_sources), ("destination", destinations, num_destinations)):
+        if column and max(column) >= size:
+            raise InvalidStepError(f"{where}: {name} {max(column)} is beyond the pool of {size} blocks")
+    return BlockMapping(sources, destinations)
+
+
+def _encode_logprobs(logprobs: SampleLogprobs) -> pb.SampleLogprobs:
+    return pb.SampleLogprobs(
+        sequence_id=logprobs.sequence_id,
+        width=logprobs.width,
+        token_ids=logprobs.token_ids,
+        logprobs=logprobs.logprobs,
+        ranks=logprobs.ranks,
+    )

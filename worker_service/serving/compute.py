@@ -1,0 +1,45 @@
+"""One step from message to answer: judge it, have it computed, take over what was sampled.
+
+To be called on the device thread. `launch` raises InvalidStepError and FencingError, which every rank raises alike, and
+both raise whatever torch does; after an error the session is over.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pagewire.v1.scheduler_output_pb2 import ModelOutput
+from worker_service.serving.codec import encode_model_output
+from worker_service.session.session import Session
+from worker_service.session.step import SchedulerOutput
+
+if TYPE_CHECKING:
+    from worker_service.execution.model_runner import RunningStep
+    from worker_service.execution.worker import Worker  # imports torch, which the server does after its port is bound
+
+
+@dataclass(frozen=True)
+class Computation:
+    """A step that has been launched."""
+
+    worker: "Worker"
+    session: Session
+    output: SchedulerOutput
+    step: "RunningStep"
+
+    @classmethod
+    def launch(
+        cls, worker: "Worker", session: Session, output: SchedulerOutput, before: "RunningStep | None" = None
+    ) -> "Computation":
+        """Begin. before: the session's last step, if it has not finished and this one may run ahead of it."""
+        chunks = session.apply(output)
+        with worker.ranks.alike():
+            step = worker.runner.launch(output, chunks, before)
+        session.advance(chunks)
+        return cls(worker, session, output, step)
+
+    def finish(self) -> ModelOutput:
+        """Wait for the device, and answer."""
+        with self.worker.ranks.alike():
+            answer = self.step.finish()
+        self.session.fill_in(self.step.chunks, answer.token_ids)
+        return encode_model_output(self.output.epoch, self.output.step_id, answer)

@@ -1,0 +1,80 @@
+"""The life of a process that is one of several ranks: the first serves as if it were alone, the others follow.
+
+A follower computes every step that the first rank sends, on its own parts of weights and cache, and comes to the same
+answer, which nobody asks it for. It ends when the first rank has gone.
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+
+import structlog
+
+from pagewire.v1.scheduler_output_pb2 import SchedulerOutput
+from pagewire_common.logs import configure_logging
+from pagewire_common.start_error import StartError
+from worker_service.parallel import LAUNCHER
+from worker_service.serving.server import serve
+from worker_service.settings import WorkerSettings
+
+_PR_SET_PDEATHSIG = 1
+
+
+async def run_rank(settings: WorkerSettings) -> None:
+    """Serve, or follow the rank that does. Raises StartError in the one rank that shall say why the worker cannot."""
+    _die_with_launcher()
+    try:
+        if int(os.environ["RANK"]) == 0:
+            await serve(settings)
+        else:
+            _follow(settings)
+    except StartError:
+        if not _is_first_to_fail():
+            threading.Event().wait()  # until the launcher has seen the end of the first
+        raise
+    # Nothing is left to be done, and what torch would tidy up waits for other ranks, or complains that they have gone.
+    logging.shutdown()
+    os._exit(0)
+
+
+def _die_with_launcher() -> None:
+    """Ranks do not outlive the process that would end them together, even if it is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
+        os._exit(1)  # it has died already
+
+
+def _follow(settings: WorkerSettings) -> None:
+    configure_logging(settings.log_level, settings.log_format)
+    structlog.contextvars.bind_contextvars(rank=int(os.environ["RANK"]))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # the first rank drains, and needs the others for it
+
+    from worker_service.errors import FencingError, InvalidStepError
+    from worker_service.execution.worker import load_worker
+    from worker_service.serving.codec import decode_scheduler_output  # torch takes a second to import
+    from worker_service.serving.compute import Computation
+    from worker_service.session.session import Session
+
+    worker = load_worker(settings)
+    session: Session | None = None
+    while (received := worker.ranks.receive()) is not None:
+        epoch, message = received
+        if session is None or session.epoch != epoch:
+            session = Session(epoch, worker.limits)
+        with contextlib.suppress(InvalidStepError, FencingError):  # it ends the session in the first rank, too
+            output = decode_scheduler_output(SchedulerOutput.FromString(message), worker.limits)
+            Computation.launch(worker, session, output).finish()
+
+
+def _is_first_to_fail() -> bool:
+    """Where a model cannot be had, every rank finds out."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return store.add("failures", 1) == 1

@@ -1,0 +1,97 @@
+"""Puts a worker together: the port first, so that probes are answered, then the model, then sessions until SIGTERM."""
+
+import asyncio
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from pagewire.v1 import worker_service_pb2, worker_service_pb2_grpc
+from pagewire_common.logs import configure_logging
+from pagewire_common.metrics import serve_metrics
+from pagewire_common.server import GrpcServer, stop_event
+from worker_service.serving.device_thread import DeviceThread
+from worker_service.serving.servicer import WorkerServicer
+from worker_service.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from worker_service.execution.worker import Worker
+
+log = structlog.get_logger()
+
+SERVICE_NAME = worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+
+
+async def serve(settings: WorkerSettings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises StartError where the worker cannot start.
+
+    A device that takes no more work ends the process with status 1, for only another process can go on with it.
+    """
+    started = time.monotonic()
+    configure_logging(settings.log_level, settings.log_format)
+    stop = stop_event()
+    device_thread = DeviceThread()
+    server = GrpcServer([SERVICE_NAME], max_receive_bytes=64 << 20)
+    servicer = WorkerServicer(device_thread)
+    worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.server)
+    async with serve_metrics(settings.metrics_listen, servicer.metrics):
+        await server.start(settings.listen)
+        try:
+            await _load(settings, device_thread, server, servicer, stop, started)
+            await _first_of(stop, servicer.device_lost)
+        finally:
+            await server.stop(servicer.drain, 0.0 if servicer.device_lost.is_set() else settings.grace)
+    if servicer.device_lost.is_set():
+        log.error("the device takes no more work; this process ends, for another to take its place")
+        logging.shutdown()
+        os._exit(1)  # what is left of CUDA may hang on its way out
+    if not device_thread.idle:
+        # A model still loading, or a step that outlasted the grace, cannot be interrupted; leave without it.
+        logging.shutdown()
+        os._exit(0)
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+async def _load(
+    settings: WorkerSettings,
+    device_thread: DeviceThread,
+    server: GrpcServer,
+    servicer: WorkerServicer,
+    stop: asyncio.Event,
+    started: float,
+) -> None:
+    """Load the model and report SERVING, unless `stop` comes first."""
+    loading = asyncio.wrap_future(device_thread.submit(lambda: _import_and_load(settings)))
+    stopping = asyncio.create_task(stop.wait())
+    either: set[asyncio.Future[Any]] = {loading, stopping}
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    if stop.is_set():
+        return
+    stopping.cancel()
+    worker = await loading
+    servicer.set_ready(worker)
+    await server.set_serving(True)
+    log.info(
+        "ready",
+        model=worker.info.model_id,
+        dtype=worker.info.dtype,
+        device=worker.info.device,
+        num_device_blocks=worker.limits.num_device_blocks,
+        seconds=round(time.monotonic() - started, 2),
+    )
+
+
+def _import_and_load(settings: WorkerSettings) -> "Worker":
+    from worker_service.execution.worker import load_worker  # torch takes a second to import, after the port is bound
+
+    return load_worker(settings)

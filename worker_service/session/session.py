@@ -1,0 +1,214 @@
+"""The worker's mirror of one session: which sequences live, what tokens they have, how many of these are computed.
+
+It follows the scheduler's differences and judges each step against what it knows, so that a step which passes here can
+be computed without touching memory that is not its own. It knows nothing of tensors, devices or gRPC. A session that
+raised is over: half a step may have been applied.
+"""
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from worker_service.errors import FencingError, InvalidStepError
+from worker_service.session.step import (
+    BlockTableUpdate,
+    Fork,
+    Limits,
+    NewSequence,
+    SamplingParams,
+    SchedulerOutput,
+)
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """A live sequence."""
+
+    sequence_id: int
+    token_ids: "array[int]"
+    """Prompt, then output; the worker appends what it samples."""
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    """How many tokens, from the first on, have their keys and values in the blocks."""
+    block_ids: "array[int]"
+    sampling: SamplingParams
+
+    @property
+    def reports_logprobs(self) -> bool:
+        """Whether its next step reports some, of what it samples or of its prompt."""
+        in_prompt = self.num_computed_tokens + 1 < self.num_prompt_tokens
+        return self.sampling.logprobs is not None or (self.sampling.prompt_logprobs is not None and in_prompt)
+
+
+class ScheduledChunk(NamedTuple):
+    """Tokens [start, stop) of a sequence, to be computed in this step."""
+
+    sequence: SequenceState
+    start: int
+    stop: int
+    samples: bool
+    """Whether a token is sampled after the chunk, which then reaches the sequence's last token."""
+
+
+PLACEHOLDER = 0
+"""Stands for a token that is being sampled, and stays for one that could not be."""
+
+
+class Session:
+    """The sequences of one epoch. `apply` a step, have it computed, `advance`, and `fill_in` what was sampled.
+
+    The next step may be applied before the tokens of the last one are filled in, if it `follows_unseen`.
+    """
+
+    def __init__(self, epoch: int, limits: Limits) -> None:
+        self.epoch = epoch
+        self.sequences: dict[int, SequenceState] = {}
+        self._limits = limits
+        self._next_step_id = 1
+
+    def apply(self, output: SchedulerOutput) -> list[ScheduledChunk]:
+        """Take over a step's differences and return its work, in the order of `output.sequence_ids`.
+
+        Sequences leave before others come, except that the finished leave last, for they may be parents of forks.
+        Raises FencingError for a step out of turn and InvalidStepError for one that makes no sense.
+        """
+        if output.epoch != self.epoch:
+            raise FencingError(f"epoch {output.epoch} in the session of epoch {self.epoch}")
+        if output.step_id != self._next_step_id:
+            raise FencingError(f"step_id {output.step_id} where {self._next_step_id} was expected")
+        self._next_step_id += 1
+        self._forget(output.preempted)
+        for new in output.new_sequences:
+            self._add(new)
+        for fork in output.forks:
+            self._fork(fork)
+        for update in output.block_table_updates:
+            self._update_block_table(update)
+        self._forget(output.finished)
+        return self._schedule(output)
+
+    def follows_unseen(self, output: SchedulerOutput) -> bool:
+        """Whether a step can be launched before the tokens of the last one are known to the host.
+
+        That is a step of one token for each of its sequences, none of which needs the values of earlier ones to sample.
+        Log-probabilities are reported behind what was launched, so that a step ahead would delay everybody's tokens.
+        """
+        return (
+            not output.new_sequences
+            and not output.forks
+            and all(num_tokens == 1 for num_tokens in output.num_scheduled_tokens)
+            and not any(
+                sequence is None or sequence.sampling.edits_logits or sequence.reports_logprobs
+                for sequence in map(self.sequences.get, output.sequence_ids)
+            )
+        )
+
+    @staticmethod
+    def advance(chunks: Iterable[ScheduledChunk]) -> None:
+        """Note that the device has been asked for the chunks; those that sample grow by a placeholder."""
+        for sequence, _, stop, samples in chunks:
+            sequence.num_computed_tokens = stop
+            if samples:
+                sequence.token_ids.append(PLACEHOLDER)
+
+    @staticmethod
+    def fill_in(chunks: Iterable[ScheduledChunk], sampled_token_ids: Iterable[int]) -> None:
+        """Put the tokens of the chunks that sampled, in order, into the places that `advance` left for them."""
+        for (sequence, _, stop, _), token_id in zip(
+            (chunk for chunk in chunks if chunk.samples), sampled_token_ids, strict=True
+        ):
+            sequence.token_ids[stop] = token_id
+
+    def _forget(self, sequence_ids: Iterable[int]) -> None:
+        for sequence_id in sequence_ids:
+            # Forgetting twice is no contradiction: a sequence can be preempted, then aborted.
+            self.sequences.pop(sequence_id, None)
+
+    def _add(self, new: NewSequence) -> None:
+        self._insert(
+            SequenceState(
+                new.sequence_id,
+                new.token_ids,
+                new.num_prompt_tokens,
+                new.num_computed_tokens,
+                new.block_ids,
+                new.sampling,
+            )
+        )
+
+    def _fork(self, fork: Fork) -> None:
+        parent = self._known(fork.parent_id)
+        if not parent.num_prompt_tokens <= fork.num_tokens <= len(parent.token_ids):
+            raise InvalidStepError(
+                f"sequence {fork.child_id} takes {fork.num_tokens} tokens of sequence {fork.parent_id}, "
+                f"which has {parent.num_prompt_tokens} prompt tokens and {len(parent.token_ids)} in all"
+            )
+        if fork.num_computed_tokens > parent.num_computed_tokens:
+            raise InvalidStepError(
+                f"sequence {fork.child_id} takes {fork.num_computed_tokens} computed tokens of sequence "
+                f"{fork.parent_id}, which has {parent.num_computed_tokens}"
+            )
+        self._insert(
+            SequenceState(
+                fork.child_id,
+                parent.token_ids[: fork.num_tokens] + fork.token_ids,
+                parent.num_prompt_tokens,
+                fork.num_computed_tokens,
+                fork.block_ids,
+                replace(parent.sampling, index=fork.index),
+            )
+        )
+
+    def _insert(self, sequence: SequenceState) -> None:
+        if sequence.sequence_id in self.sequences:
+            raise InvalidStepError(f"sequence {sequence.sequence_id} is known already")
+        if sequence.num_computed_tokens > len(sequence.token_ids):
+            raise InvalidStepError(
+                f"sequence {sequence.sequence_id} has {sequence.num_computed_tokens} computed tokens "
+                f"of {len(sequence.token_ids)}"
+            )
+        self.sequences[sequence.sequence_id] = sequence
+
+    def _update_block_table(self, update: BlockTableUpdate) -> None:
+        block_ids = self._known(update.sequence_id).block_ids
+        if update.start > len(block_ids):
+            raise InvalidStepError(
+                f"the block table of sequence {update.sequence_id} has {len(block_ids)} entries "
+                f"and cannot change from entry {update.start} on"
+            )
+        block_ids[update.start :] = update.block_ids
+
+    def _schedule(self, output: SchedulerOutput) -> list[ScheduledChunk]:
+        chunks = []
+        for sequence_id, num_tokens, samples in zip(
+            output.sequence_ids, output.num_scheduled_tokens, output.samples, strict=True
+        ):
+            sequence = self._known(sequence_id)
+            start, known = sequence.num_computed_tokens, len(sequence.token_ids)
+            stop = start + num_tokens
+            if stop > known:
+                raise InvalidStepError(
+                    f"sequence {sequence_id} cannot compute {num_tokens} tokens from token {start} on: it has {known}"
+                )
+            if samples and stop != known:
+                raise InvalidStepError(
+                    f"sequence {sequence_id} cannot sample after token {stop}: it has {known} tokens"
+                )
+            if stop > self._limits.max_model_len:
+                raise InvalidStepError(
+                    f"sequence {sequence_id} would reach {stop} tokens; the limit is {self._limits.max_model_len}"
+                )
+            room = len(sequence.block_ids) * self._limits.block_size
+            if stop > room:
+                raise InvalidStepError(
+                    f"the block table of sequence {sequence_id} has room for {room} tokens, not for {stop}"
+                )
+            chunks.append(ScheduledChunk(sequence, start, stop, samples))
+        return chunks
+
+    def _known(self, sequence_id: int) -> SequenceState:
+        try:
+            return self.sequences[sequence_id]
+        except KeyError:
+            raise InvalidStepError(f"sequence {sequence_id} is not known") from None
