@@ -1,7 +1,7 @@
 """Which tokens the filters min_p, top_k and top_p leave to be drawn, as a threshold on each row's logits.
 
-min_p comes first, top_k and then top_p count over what is left of the distribution. Equal logits share their fate, so
-that no order among them matters.
+min_p comes first; top_k and then top_p count over what is left of the distribution. Equal logits are kept or dropped
+together, so no order among them matters.
 """
 
 import torch
@@ -55,7 +55,7 @@ def _top_k_top_p(
     mass = scaled.exp().masked_fill(scaled < floor[:, None], 0).sum(-1)
     weights = candidates.exp().masked_fill(candidates < floor[:, None], 0)
     cumulative = weights.cumsum(-1)
-    # A token is in the nucleus while those before it do not yet make up top_p; the first one always is.
+    # A token is in the nucleus while the tokens before it do not yet make up top_p; the first one always is.
     in_nucleus = (cumulative - weights < (top_p * mass)[:, None]) & (weights > 0)
     by_mass = candidates.gather(1, in_nucleus.sum(-1, keepdim=True).clamp(min=1) - 1).squeeze(1)
     limits_mass = top_p < 1

@@ -21,7 +21,7 @@ def log_probabilities(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[
 
 
 def in_small_parts(tensor: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
-    """Cut a tensor, whose first dimension is rows of logits, into parts that suit the device; at least one."""
+    """Cut a tensor whose first dimension is rows of logits into parts that suit the device; at least one."""
     if logits.device.type != "cpu":
         return (tensor,)
     return torch.split(tensor, max(1, _PART // logits.shape[1]))

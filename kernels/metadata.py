@@ -1,4 +1,4 @@
-"""What attention must know of a step: whose query rows are whose, how long the contexts are, where their blocks lie."""
+"""What attention must know of a step: each sequence's query rows, its context's length, and its blocks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

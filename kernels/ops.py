@@ -1,7 +1,7 @@
 """The operations of a decoder layer that each backend has: a module with one function for every one of `Ops`.
 
-What a backend does no better than eager torch it takes from `kernels.reference`, whose docstrings, with those of
-`kernels.composed`, say what each operation is. `kernels.backends` chooses one.
+A backend that does an operation no better than eager torch takes it from `kernels.reference`. The docstrings there and
+in `kernels.composed` say what each operation computes. `kernels.backends` chooses a backend.
 """
 
 from collections.abc import Callable

@@ -48,8 +48,8 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 def draw(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
     """Draw from the softmax of `logit / temperature` over what the filters leave, as `argmax(logit / t + gumbel)`.
 
-    logits: [rows, vocabulary_size], any float type; largest: [rows], their maxima; returns [draws] int64, of which
-    those of rows whose maximum is not finite may be any number. (Gumbel, 1954.)
+    logits: [rows, vocabulary_size], any float type; largest: [rows], their maxima; returns [draws] int64. A draw from a
+    row whose maximum is not finite may be any number. (Gumbel, 1954.)
     """
     parts = zip(*(in_small_parts(part, logits) for part in vars(draws).values()), strict=True)
     return torch.cat([_draw(logits, largest, Draws(*part)) for part in parts])

@@ -55,7 +55,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     _add_operators_commands(commands)
     parsed = parser.parse_args(arguments)
     if not parsed.target:
-        parsed.retry_for = 0.0  # nobody starts this command's own server again
+        parsed.retry_for = 0.0  # this command's own server is not restarted
     return parsed
 
 
@@ -190,7 +190,7 @@ def main() -> None:
         sys.exit(f"pagewire_client: {error}")
     except grpc.aio.AioRpcError as error:
         sys.exit(f"pagewire_client: {error.code().name}: {error.details()}")
-    except BrokenPipeError:  # whoever read our output has seen enough
+    except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""The asyncio client of AdminService: the cluster's state, now and from now on, and workers taken out of it."""
+"""The asyncio client of AdminService: reads the cluster's state, once or as a stream, and drains workers."""
 
 import asyncio
 import time

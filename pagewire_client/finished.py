@@ -1,4 +1,4 @@
-"""What the requests that ended last waited for, as a table."""
+"""The requests that ended last, and the times that each spent waiting, as a table."""
 
 import sys
 from collections.abc import Sequence

@@ -91,7 +91,7 @@ class LLM:
                 bar.advance(task)
                 return completion
 
-            # Nobody starts its own server again.
+            # A server of its own is not restarted, so a retry would wait for nothing.
             async with Client(self.target, retry_for=0 if self._server else RETRY_SECONDS) as client:
                 return await asyncio.gather(*(one(p, s) for p, s in zip(batch, each, strict=True)))
 

@@ -59,7 +59,7 @@ class ServiceProcess:
             if event.get("level") in ("warning", "error"):
                 print(f"{self.module}: {line.rstrip()}", file=sys.stderr, flush=True)  # noqa: T201
             self._events.put(event)
-            if self._events.qsize() > MAX_EVENTS:  # nobody reads them any more
+            if self._events.qsize() > MAX_EVENTS:  # after the start nothing reads them
                 self._events.get_nowait()
 
     def wait_for(self, name: str, timeout: float) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """A Generate call that outlives its connection, and the scheduler at the other end of it.
 
-What a client must keep to be able to go on is little: the seed, each output's tokens, and which outputs have ended.
-When the stream breaks, that goes along with the same request, and the server sends what is missing and nothing else.
+To resume, a client keeps the seed, each output's tokens, and which outputs have ended. When the stream breaks, it sends
+the same request again with these, and the server sends only what is missing.
 """
 
 import asyncio
@@ -110,7 +110,7 @@ class ResumableStream:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._aborted.wait(), pause)
             self._request.resume.CopyFrom(self._received.state)
-        for index in self._received.open:  # it was aborted while nobody at the other end knew of it
+        for index in self._received.open:  # it was aborted while no server had it
             yield pb.GenerateResponse(
                 request_id=self._request.request_id, index=index, finish_reason=pb.FINISH_REASON_ABORT
             )
@@ -129,6 +129,6 @@ class ResumableStream:
 
 
 def _is_cancelled() -> bool:
-    """Whether somebody cancelled the task that reads the stream."""
+    """Whether the task that reads the stream has been cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

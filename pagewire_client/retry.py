@@ -12,8 +12,8 @@ log = logging.getLogger("pagewire_client")
 
 FIRST_PAUSE_SECONDS = 0.1
 LAST_PAUSE_SECONDS = 2.0
-# A server that is not there, that is leaving, or that took its streams with it. Nobody here cancelled the call: what
-# the caller cancels is an asyncio.CancelledError.
+# The server is not there, is leaving, or has ended its streams. CANCELLED does not come from the caller: a call that
+# the caller cancels raises asyncio.CancelledError.
 PASSING = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
 
 

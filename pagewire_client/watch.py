@@ -28,7 +28,7 @@ class Rates:
 
     @classmethod
     def between(cls, before: Sample | None, after: Sample) -> "Rates":
-        """`steps` are those of each worker that is in both samples."""
+        """`steps` has each worker that is in both samples."""
         if before is None or before.state.start_time_ms != after.state.start_time_ms or after.at <= before.at:
             return cls()
         seconds = after.at - before.at

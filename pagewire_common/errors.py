@@ -118,7 +118,7 @@ def _guard_generator(behavior: Behavior) -> Behavior:
 
 
 def _short(sentence: str) -> str:
-    """As much of a sentence as fits into a status: what a client sent may be in it, or what a model's author wrote.
+    """As much of a sentence as fits into a status. It may quote what a client sent or what a model's author wrote.
 
     It travels in a header, percent-encoded, and gRPC libraries drop calls whose headers are larger than 8 KiB.
     """
@@ -137,7 +137,7 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) 
         error.__traceback__ = error.__context__ = None
         try:
             await context.abort(error.code, _short(str(error)))
-        except grpc.aio.InternalError:  # nobody is there, or a message that nobody reads is in its way
+        except grpc.aio.InternalError:  # the client is gone, or a message that it does not read is in the way
             log.info("call cancelled", code=error.code.name, reason=str(error))
             raise asyncio.CancelledError from None  # the only end that gRPC takes now
     if isinstance(error, grpc.aio.AbortError):

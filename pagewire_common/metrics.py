@@ -1,7 +1,7 @@
-"""Metrics in Prometheus' text format at http://HOST:PORT/metrics, for whoever scrapes them.
+"""Metrics in Prometheus' text format at http://HOST:PORT/metrics.
 
-The numbers are read when they are asked for, on the event loop, so that they are all of one moment and nothing has to
-be locked; turning them into text happens on a thread of the HTTP server.
+The numbers are read on the event loop when a scrape asks for them, so that they are all of one moment and nothing has
+to be locked. A thread of the HTTP server turns them into text.
 """
 
 import asyncio

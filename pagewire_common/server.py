@@ -17,12 +17,11 @@ from pagewire_common.start_error import StartError
 
 log = structlog.get_logger()
 
-# Clients may ping every 10 s, also between calls. The server pings them every minute as well, and closes those from
-# which it hears nothing for another: else what a frozen client has not read of calls that are answered or were ended
-# stays in memory, 1.5 MB for a text of 131,000 tokens. Two servers on one port are an error, not a load balancer. New
-# calls are taken one by one, as the event loop gets round to it. Of those that wait meanwhile gRPC would end,
-# CANCELLED, any that is 30 s old and some from the thousandth on; but how many may be in flight is for the services
-# to say.
+# Clients may ping every 10 s, also between calls. The server pings them every minute as well, and closes a connection
+# from which it hears nothing for another minute: otherwise the answers that a frozen client has not read stay in
+# memory, 1.5 MB for a text of 131,000 tokens. Two servers on one port are an error, not a load balancer. New calls are
+# taken one by one, as the event loop gets round to it. Of the calls that wait meanwhile, gRPC's defaults would end,
+# CANCELLED, any that is 30 s old and some from the thousandth on; but the services decide how many may be in flight.
 OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.server_max_unrequested_time_in_server", 86_400),
     ("grpc.server.max_pending_requests", 1 << 16),
@@ -36,7 +35,7 @@ OPTIONS: Sequence[tuple[str, int]] = (
 
 LIVENESS = "liveness"
 """What a liveness probe asks health for: SERVING while events are handled at all, whether the service is ready or not.
-So nobody restarts a worker for loading, draining or being busy."""
+A worker is therefore not restarted because it loads, drains or is busy."""
 
 
 class GrpcServer:

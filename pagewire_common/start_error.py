@@ -1,4 +1,4 @@
-"""The kind of error that whoever starts a service is meant to read."""
+"""The kind of error that is meant for the operator who starts a service."""
 
 
 class StartError(Exception):

@@ -1,4 +1,4 @@
-"""Words out of files that nobody has vouched for, and of libraries, made fit for a sentence: on one line, not long."""
+"""Words from untrusted files and from libraries, made fit for a sentence: on one line, and short."""
 
 import reprlib
 

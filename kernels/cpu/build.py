@@ -1,7 +1,7 @@
 """Compiles the CPU kernels: python -m kernels.cpu.build
 
-One library is built for each instruction set that this kind of machine may have, whatever the building machine has
-itself, so that an image built anywhere runs everywhere. Without a compiler or Python's headers nothing is built and one
+One library is built for each instruction set that this kind of machine may have, whatever the building machine itself
+has, so that an image built anywhere runs everywhere. Without a compiler or Python's headers nothing is built and one
 line says so: the kernels are then eager torch.
 """
 

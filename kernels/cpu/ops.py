@@ -1,4 +1,4 @@
-"""The operations of `kernels.ops.Ops`. Importing them raises ImportError where what this machine runs is not built."""
+"""The operations of `kernels.ops.Ops`. The import raises ImportError if no library for this machine has been built."""
 
 import torch
 from torch import Tensor

@@ -3,9 +3,9 @@
 They need torch and triton, nothing else. `kernels.reference` is their oracle. With TRITON_INTERPRET=1 in the
 environment before triton is first imported they run on a CPU, slowly, which is how tests run them without a GPU.
 
-Moving blocks between device and host memory is no operation of this package: a block is one contiguous piece of both,
-so that a plain `copy_` is one transfer that the copy engine does beside the kernels, where a kernel that read host
-memory would take processors from them.
+Moving blocks between device and host memory is no operation of this package. A block is one contiguous piece of both,
+so a plain `copy_` is one transfer, which the copy engine does beside the kernels. A kernel that read host memory would
+take processors from them.
 """
 
 from kernels.reference import pack_int8, wide_itemsize

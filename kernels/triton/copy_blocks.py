@@ -4,10 +4,10 @@
     sources, destinations   [n] int64
     program                 the same few columns of all n pairs: [n padded, columns]
 
-A column of one block never meets another column, so programs do not wait for each other; within a program a barrier
-stands between the last load and the first store. Eager torch gathers into a temporary pool instead, and so moves every
-byte twice. Oracle: `kernels.reference.copy_blocks`, which also takes over where there are more pairs than a program
-holds. Sizes that hurt: three pairs, chains, 123 elements a block.
+No column depends on another, so programs do not wait for each other; within a program a barrier stands between the last
+load and the first store. Eager torch gathers into a temporary pool instead, and so moves every byte twice. Oracle:
+`kernels.reference.copy_blocks`, which is also used where there are more pairs than a program holds. Sizes that hurt:
+three pairs, chains, 123 elements a block.
 """
 
 import triton

@@ -1,12 +1,12 @@
-"""A token drawn from each of some rows: temperature, filters and Gumbel noise in one pass that stores none of them.
+"""One token for each draw from a row: temperature, filters and Gumbel noise in one pass that stores none of them.
 
     logits    [rows, vocabulary_size], any float type, rows any distance apart
     program   one draw and 4,096 columns of its row
     partial   the largest `(logit - largest) / temperature + gumbel` above the threshold and its column, then `pick`
 
-The thresholds take passes of their own before, where a filter wants them (`filter_thresholds`). Oracle:
-`kernels.sampling.draw`; the noise has the same bits, while logarithms may differ from torch's in the last. Sizes that
-hurt: one draw, vocabularies of 1, 123 and 4,097 tokens, a temperature of 1e-38.
+If a filter is used, `filter_thresholds` computes the thresholds in earlier passes. Oracle: `kernels.sampling.draw`; the
+noise has the same bits, while logarithms may differ from torch's in the last bit. Sizes that hurt: one draw,
+vocabularies of 1, 123 and 4,097 tokens, a temperature of 1e-38.
 """
 
 import torch

@@ -2,15 +2,15 @@
 
     logits       [rows, vocabulary_size], any float type, rows any distance apart
     distance     (largest - logit) / temperature, never negative: so its bits, as an integer, rise with it
-    weight(K)    of the logits whose distance has bits below K: their number for top_k, the sum of exp(-distance) for
-                 top_p, among those that the filters before leave
+    weight(K)    of the logits whose distance has bits below K and that earlier filters leave: their number for top_k,
+                 the sum of exp(-distance) for top_p
     threshold    the largest K with weight(K) < k, or < p times the weight of all: every logit at least as likely as K
                  passes, equals alike
 
 K is found between 0 and infinity in at most 16 passes that cut the interval into quarters; a row without top_k and
 top_p takes none. One program holds one row and reads its logits as they are, from cache after the first pass.
 
-Oracle: `kernels.filters.filter_thresholds`. Sums are rounded differently from those of a sort, so that a token whose
+Oracle: `kernels.filters.filter_thresholds`. Sums are rounded differently from a sort's, so a token whose
 predecessors make up top_p to the last bit may fall on either side. Sizes that hurt: vocabularies of 1, 123 and 4,097
 tokens, equal logits, fewer finite logits than top_k.
 """

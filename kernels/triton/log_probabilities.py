@@ -4,11 +4,11 @@
     program   one row and 4,096 columns of it
     partial   the maximum, the sum of exponentials below it, and how many logits exceed the token's: [rows, parts, 3]
 
-A second kernel joins the parts of a row (Milakov and Gimelshein, 2018). Nothing as wide as the vocabulary is written,
-where eager torch writes it in float32 twice. The likeliest are torch's own topk, of the logits themselves.
+A second kernel joins the parts of a row (Milakov and Gimelshein, 2018). Nothing as wide as the vocabulary is written;
+eager torch writes that much in float32 twice. The likeliest are torch's own topk of the logits themselves.
 
-Oracle: `kernels.log_probabilities`, which ranks by log-probabilities, among which rounding may make equals of different
-logits. Sizes that hurt: vocabularies of 1, 123 and 4,097 tokens, one row, logits of ±1e4 and -inf.
+Oracle: `kernels.log_probabilities`. It ranks by log-probabilities, and rounding may make those of different logits
+equal. Sizes that hurt: vocabularies of 1, 123 and 4,097 tokens, one row, logits of ±1e4 and -inf.
 """
 
 import torch

@@ -11,11 +11,11 @@ device, their keys are dealt out to several programs, whose results `merge_split
 
 There are two launches at most: decodes take tiles of one token, chunks take tiles of many. The host knows the sizes of
 both grids from shapes and from the maxima in the metadata, so nothing is read back, and a batch of decodes can be
-captured in a CUDA graph: a captured grid serves any contexts up to the captured maximum, and a padding row is a
-sequence of one query token and context 0, whose result is zero.
+captured in a CUDA graph. A captured grid serves any contexts up to the captured maximum. A padding row is a sequence of
+one query token and context 0; its result is zero.
 
 Oracle: `kernels.reference.paged_attention`. Sizes that hurt: one token; one past a block; 7 query heads a key head;
-heads of 10 or 80; a block size of 3; a window that ends within a tile; NaN in every slot that nobody owns.
+heads of 10 or 80; a block size of 3; a window that ends within a tile; NaN in every unused slot.
 """
 
 from functools import cache
@@ -302,7 +302,7 @@ def _attend_tile(
     tile_keys: tl.constexpr,
     head_columns: tl.constexpr,
 ):
-    """Go on with the online softmax over keys [start, start + tile_keys), of which those in [low, high) exist.
+    """Go on with the online softmax over keys [start, start + tile_keys), of which the keys in [low, high) exist.
 
     Returns the new largest score in powers of two, the sum of the weights, and the weighted sum of the values.
     """

@@ -1,4 +1,4 @@
-"""The largest of a few candidates a row, the first among equals: what remains to do after each part has named its own.
+"""The largest of a few candidates in each row, the first among equals: the last pass after each part has named its own.
 
     values, ids   [rows, parts] float32 and int32, the parts in the order of their ids
     program       one row

@@ -1,13 +1,13 @@
-"""From a fused projection to what its heads attend to; all that precedes attention is one kernel.
+"""From a fused projection to the attention of its heads; everything before attention itself is one kernel.
 
     qkv          [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], query, key and value heads in this order
     cos, sin     [num_tokens, half] float32, contiguous; 2 * half may be less than head_dim, whose rest does not turn
     layer_cache  [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of one layer
     tile         [heads, half padded to a power of two] of one token, twice, and the rest of these heads
 
-Query and key heads are normalised, if the network does so, and rotated; queries go back to where they lay, keys and
-values into their slots, so that a decode of 32 layers launches 32 kernels where it launched 96 (and read nothing that
-it had just written). A negative slot stores nothing. Oracle: `kernels.composed.qkv_attention` of `kernels.reference`.
+Query and key heads are normalised, if the network does so, and rotated. Queries are stored in place, keys and values in
+their slots. A decode of 32 layers thus launches 32 kernels instead of 96, and reads nothing that it has just written. A
+negative slot stores nothing. Oracle: `kernels.composed.qkv_attention` of `kernels.reference`.
 Sizes that hurt: half = 5, three heads, a rest of 2, NaN and infinity in a value.
 """
 

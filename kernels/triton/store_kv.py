@@ -4,8 +4,8 @@
     layer_cache    [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of one layer
     program        one token, whose heads lie side by side on both ends
 
-A negative slot stores nothing: a batch padded to the size of a captured graph would have such rows, and eager torch
-would have to look at the slots on the host to leave them out. Oracle: `kernels.reference.store_kv` of the other rows.
+A negative slot stores nothing: a batch padded to the size of a captured graph has such rows, and eager torch would have
+to read the slots on the host to leave them out. Oracle: `kernels.reference.store_kv` of the other rows.
 Sizes that hurt: rows of 30 elements, a block size of 3, no token.
 """
 

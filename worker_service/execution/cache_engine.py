@@ -1,7 +1,7 @@
 """The worker's KV memory: a pool of blocks on the device, a pool on the host, and the copies between and within them.
 
-Blocks are only numbers to this file; which of them hold what, the scheduler knows. The pools are left as the allocator
-gives them, so that on a CPU memory is committed only when a block is first written.
+Blocks are only numbers here; the scheduler knows what each holds. The pools are not initialised, so that a CPU's memory
+is committed only when a block is first written.
 """
 
 import time

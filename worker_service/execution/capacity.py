@@ -1,7 +1,7 @@
 """What a device has room for: the weights, and then as many KV cache blocks as its share of memory holds.
 
-Blocks are counted once the weights lie there and the largest step is known to fit. A cache too small for one sequence
-of the longest kind is refused: such a request would be promised and could never be served.
+Blocks are counted after the weights are loaded and the largest step is known to fit. A cache that is too small for one
+sequence of the model's full length is refused: such a request would be accepted and could never be served.
 """
 
 from collections.abc import Sequence
@@ -111,7 +111,7 @@ def _free_host_bytes() -> int:
 
 
 def _reclaimable_bytes() -> int:
-    """What a control group's use counts for files that were read, such as the weights, and nobody needs any more."""
+    """Bytes of the control group's usage that are cached, inactive file pages, such as weights that have been read."""
     try:
         lines = (_CGROUP / "memory.stat").read_text().splitlines()
     except OSError:

@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: a forward pass of hundreds of kernels is launched at once.
 
 On an H200 a decode of an 8-billion-parameter Llama takes 4.5 ms as a graph and 12.2 ms when each kernel is launched
-from Python. One graph is captured for each of a few batch sizes, the largest first, so that the others find room in the
-memory that it used; logits and sampling stay outside, since which rows need them changes from step to step.
+from Python. One graph is captured for each of a few batch sizes. The largest comes first, so that the others reuse its
+memory. Logits and sampling stay outside, because the rows that need them change from step to step.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class DecodeGraphs:
         pool = None
         with count_progress("capturing CUDA graphs", len(self._inputs.sizes)) as progress:
             for size in reversed(self._inputs.sizes):
-                # Rows of nobody; the first pass pays for what is compiled, chosen and allocated lazily.
+                # Padding rows only. The first pass pays for what is compiled, chosen and allocated lazily.
                 self._forward(model, cache, size)
                 torch.cuda.synchronize(cache.device)
                 graph = torch.cuda.CUDAGraph()

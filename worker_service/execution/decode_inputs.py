@@ -1,9 +1,9 @@
 """The tensors of a decode step, in the same memory every time, so that a captured CUDA graph can be replayed over them.
 
-A batch is padded to one of a few sizes with rows that belong to nobody: token 0, position -1 and slot -1, which store
-nothing and attend to nothing. Tokens, positions and slots cross to the device in one copy a step; of the block tables
-only those cross whose sequence or blocks are others than in the last step that had such a row. A token that the step
-before has sampled need not have been read by the host: it goes from one step to the next on the device.
+A batch is padded to one of a few sizes. A padding row has token 0, position -1 and slot -1, and therefore stores
+nothing and attends to nothing. Tokens, positions and slots cross to the device in one copy a step. A row's block table
+crosses only if the row's sequence or its blocks have changed since the last step that used the row. A token that the
+previous step sampled stays on the device: the host need not have read it.
 """
 
 from array import array
@@ -37,8 +37,8 @@ def bucket_sizes(max_num_seqs: int) -> list[int]:
     return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
 
 
-_NOBODY = np.array([[0], [-1], [-1]])
-"""Token, position and slot of a row that pads."""
+_PADDING_ROW = np.array([[0], [-1], [-1]])
+"""Token, position and slot."""
 
 
 class DecodeInputs:
@@ -48,19 +48,19 @@ class DecodeInputs:
         self.sizes = bucket_sizes(max_num_seqs)
         self._block_size = block_size
         self._max_model_len = max_model_len
-        self._rows = torch.from_numpy(np.repeat(_NOBODY, max_num_seqs, axis=1)).to(device)
+        self._rows = torch.from_numpy(np.repeat(_PADDING_ROW, max_num_seqs, axis=1)).to(device)
         self._query_start = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._tables = torch.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=torch.int32, device=device)
         self._known_tables = [array(TOKENS) for _ in range(max_num_seqs)]
 
     def fill(self, chunks: Sequence[ScheduledChunk], unseen: UnseenTokens | None = None) -> int:
-        """Take a step's chunks of one token each, of which those in `unseen` are on the device alone.
+        """Take a step's chunks of one token each; tokens in `unseen` are on the device only.
 
-        Returns the size of the bucket that they fit. Everything happens after what was asked of the device before.
+        Returns the size of the bucket that they fit. The copies run after all work that the device was given before.
         """
         count, block_size, device = len(chunks), self._block_size, self._rows.device
         size = self.sizes[bisect_left(self.sizes, count)]
-        rows = np.repeat(_NOBODY, size, axis=1)
+        rows = np.repeat(_PADDING_ROW, size, axis=1)
         rows[0, :count] = [sequence.token_ids[start] for sequence, start, _, _ in chunks]
         rows[1, :count] = positions = [chunk.start for chunk in chunks]
         blocks = [sequence.block_ids[start // block_size] for sequence, start, _, _ in chunks]
@@ -84,7 +84,7 @@ class DecodeInputs:
         return token_ids, positions, slots, metadata
 
     def _take_over(self, unseen: UnseenTokens, sources: Sequence[int | None]) -> None:
-        """sources: for each row that of its token, if it is one of those."""
+        """sources: for each row, the row of its token in `unseen`; None if the host knows the token."""
         if sources == list(range(len(unseen.token_ids))):  # as in most steps
             torch.clamp(unseen.token_ids, min=PLACEHOLDER, out=self._rows[0, : len(sources)])
         elif pairs := [(row, source) for row, source in enumerate(sources) if source is not None]:

@@ -1,8 +1,8 @@
 """What sampling parameters do to logits before a token is chosen: bans, biases and penalties.
 
-The order is: allowed tokens, bad words and minimum length ban; the bias is added; then repetition, frequency and
-presence are penalised. Here each row's parameters become places in the matrix of logits; `kernels.logit_edits` changes
-them, all rows at once.
+First, allowed tokens, bad words and minimum length ban tokens. Then the bias is added. Then repetition, frequency and
+presence are penalised. This file turns each row's parameters into places in the matrix of logits;
+`kernels.logit_edits` changes them, all rows at once.
 """
 
 from collections.abc import Sequence

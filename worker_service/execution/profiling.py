@@ -1,7 +1,7 @@
 """A forward pass with made-up tokens before the worker serves: how fast it is, and how much memory it takes.
 
-On a GPU it has as many tokens and sequences as a step can have, since the peak of its memory decides how many blocks
-are left; its contexts are short. On a CPU the cache is a share of free memory instead, and a small pass tells the speed
+On a GPU the pass has as many tokens and sequences as a step can have, because its peak memory decides how many blocks
+fit; its contexts are short. On a CPU the cache is a share of free memory instead, and a small pass tells the speed
 without delaying the start.
 """
 

@@ -1,9 +1,9 @@
 """Chooses one token for each row of logits.
 
 A row's token depends on its own logits, parameters, seed and tokens alone, never on its neighbours, so that a sequence
-samples the same alone and in a batch. Temperature 0 takes the largest logit, the lowest id among equals; above 0 a
-token is drawn as `argmax(logit / temperature + gumbel)` among those that pass the filters. Here sequences become
-tensors; `kernels.sampling` computes. Nothing here waits for a GPU.
+samples the same alone and in a batch. Temperature 0 takes the largest logit; among equal ones, that of the lowest id.
+Above 0 a token is drawn as `argmax(logit / temperature + gumbel)` among the tokens that pass the filters. This file
+turns sequences into tensors; `kernels.sampling` computes. Nothing here waits for a GPU.
 """
 
 from collections.abc import Sequence

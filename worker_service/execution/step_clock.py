@@ -1,4 +1,4 @@
-"""When a device reached the marks of a step. Setting a mark does not wait for it; reading how long it took does."""
+"""When a device reached the marks of a step. Setting a mark does not wait for the device; reading the times does."""
 
 import time
 from itertools import pairwise

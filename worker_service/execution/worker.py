@@ -147,7 +147,7 @@ def _read_config(checkpoint: Checkpoint) -> AnyConfig:
         return read_config(checkpoint.config)
     except KeyError as error:
         raise StartError(f"{file}: {error.args[0]} is missing") from error
-    except Exception as error:  # a config is anyone's, and can be wrong in as many ways as there is code to read it
+    except Exception as error:  # a config is untrusted, and the code that reads it may raise anything
         raise StartError(f"{file}: {str(error) or type(error).__name__}") from error
 
 

@@ -1,7 +1,7 @@
 """Folders that are built once and then only read, even when several processes want them at the same time.
 
-A folder appears by a rename when it is complete; whoever finds it may use it without a lock. What a killed process
-left half-built has a name of its own and is removed by the next builder.
+A folder is renamed to its final name when it is complete, so a process that finds it may use it without a lock. A
+folder that a killed process left half-built has another name; the next builder removes it.
 """
 
 import fcntl

@@ -1,7 +1,7 @@
-"""Random weights for a network of which only the config is there: to measure and to test, not to read what it says.
+"""Random weights for a network of which only the config is given: for measurements and tests; its output means nothing.
 
-They are drawn on the device itself, the same ones every time. Products stay within a few times the size of what goes
-in, and norms bring it back, so that logits stay finite in 16 bits however deep the network is.
+They are drawn on the device itself, the same ones every time. A product's values stay within a few times the size of
+its inputs and norms rescale them, so that logits stay finite in 16 bits however deep the network is.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,7 @@
 """Turns a GGUF file into a Hugging Face directory with bfloat16 safetensors, through transformers' own reader.
 
-It runs as a process of its own, `python -m worker_service.loading.gguf_conversion FILE FOLDER`: reading takes twice the
-model's size in float32, ten seconds for the default model, and imports that the worker can do without.
+It runs as a process of its own, `python -m worker_service.loading.gguf_conversion FILE FOLDER`, because reading takes
+twice the model's size in float32, ten seconds for the default model, and imports that the worker does not need.
 """
 
 import os

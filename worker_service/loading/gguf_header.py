@@ -1,8 +1,8 @@
 """The header of a GGUF file, believed only where it agrees with the file.
 
 After magic, version and two counts come key-value pairs, then each tensor's name, sizes, type and offset, then the
-data. The library that reads the data takes all of this at its word; so every length, count and offset is checked here
-first, against what the file has room for. Texts and arrays are stepped over: what they mean is the library's business.
+data. The library that reads the data checks none of this, so every length, count and offset is first checked here
+against the size of the file. Texts and arrays are skipped; the library interprets them.
 """
 
 import math

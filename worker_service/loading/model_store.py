@@ -1,7 +1,7 @@
 """Finds the directory that a model's name means: the default model, a folder, a GGUF file, or a name on the hub.
 
-Whatever the name, the answer is a Hugging Face directory with config.json and safetensors, the latter where weights are
-wanted; nothing in it is ever run.
+Whatever the name, the answer is a Hugging Face directory with config.json and, where weights are wanted, safetensors.
+No code in it is ever run.
 """
 
 import hashlib

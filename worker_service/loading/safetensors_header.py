@@ -2,7 +2,7 @@
 
 A file is 8 bytes of length, little endian, then that much JSON that gives each tensor a type, a shape and a range of
 the bytes behind it; the ranges follow each other without a gap. Everything a header says is checked here against the
-file's size, so that whoever reads tensors by it can neither read beyond the file nor allocate by a made-up number.
+file's size, so that code that reads tensors by it can neither read beyond the file nor allocate by a made-up number.
 """
 
 import json

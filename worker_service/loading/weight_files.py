@@ -1,6 +1,6 @@
 """The safetensors files of a Hugging Face directory: checked while still on disk, then read into their final places.
 
-No weight exists twice in memory: the data goes a few megabytes at a time through one buffer, where it is converted.
+No weight exists twice in memory: the data passes through one buffer of a few megabytes, where it is converted.
 """
 
 import os
@@ -137,7 +137,7 @@ def _num_bytes(tensor: StoredTensor, part: Cut) -> int:
 
 
 def _held(tensor: StoredTensor, part: Cut) -> tuple[int, int]:
-    """Of a row, how many bytes lie before those that are held, and how many are."""
+    """Of a row, how many bytes lie before the held part, and how many the held part has."""
     columns = tensor.shape[1] if len(tensor.shape) > 1 else 1
     column_bytes = tensor.row_bytes // (columns or 1)
     return part.columns.start * column_bytes, len(part.columns) * column_bytes

@@ -4,8 +4,8 @@ each on the normalised and added to the plain.
 The query, key and value projections are fused into one product and gate and up into another. Weights are allocated
 once, in their final places; `checkpoint_tensors` says which part of them each tensor of a checkpoint fills.
 
-A rank of several holds a part of the network, its `Shard`: with some of the heads, inner units and tokens it computes a
-summand of what a half of a layer adds, of the embeddings, and some of the logits.
+One of several ranks holds a part of the network, its `Shard`: some of the heads, inner units and tokens. From these it
+computes one summand of each half of a layer and of the embeddings, and some of the logits.
 """
 
 from functools import partial

@@ -1,8 +1,8 @@
 """What a rank holds of a network. (Shoeybi et al., 2019.)
 
-Projections into a half of a layer are cut by outputs, that is by heads or by inner units, and the ones out of it by
-inputs, so that a half needs one sum over the ranks. Embedding and head of logits are cut by tokens: whole, they would
-be the largest weights of a rank, and a sum over one more vector a token is a small price.
+Projections into a half of a layer are cut by outputs, that is by heads or by inner units; projections out of it are cut
+by inputs. A half therefore needs one sum over the ranks. The embedding and the logits' head are cut by tokens: whole,
+they would be a rank's largest weights, and the price is a sum over one more vector a token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ class Shard:
 
     @classmethod
     def of(cls, config: DecoderConfig, rank: int, size: int) -> "Shard":
-        """The part of rank `rank` of `size`. Raises StartError where there is not a part for everyone.
+        """The part of rank `rank` of `size`. Raises StartError if the network cannot be cut into so many parts.
 
         Key-value heads stay together with their query heads. Where there are fewer of them than ranks, several ranks
         hold the same one, with some of its query heads each.

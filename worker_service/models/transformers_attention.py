@@ -1,12 +1,12 @@
 """Our attention for the networks of transformers, as one of the functions that they choose from by name.
 
 Under that name transformers asks `_describe_mask` for a step's masks, one for each kind of layer, and every layer hands
-its mask, queries, keys and values to `_attend`. A mask says in words what the tensor would have said, so that a window
-counts exactly where the network's own code has it. What becomes of queries, keys and values, the caller decides
-`within` whose block the network runs.
+its mask, queries, keys and values to `_attend`. A mask is a description instead of a tensor, so that a window applies
+exactly where the network's own code has it. The network runs inside a `within` block; its caller decides what is done
+with queries, keys and values.
 
-Whatever asks for more than a scaled softmax over a window of the past raises ValueError: a network would otherwise run,
-and say something else than it should.
+A network that asks for more than a scaled softmax over a window of the past raises ValueError: it would otherwise run
+and compute something else than it should.
 """
 
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ def within(attention: Attention) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _CausalMask:
-    """Each token attends to itself and those before it: all, or as many as the window has."""
+    """Each token attends to itself and to earlier tokens: to all of them, or to as many as the window has."""
 
     window: int | None
 

@@ -1,4 +1,4 @@
-"""A config.json as transformers understands it, the only way in which this service hands it one."""
+"""A config.json as transformers reads it; this service hands configs to transformers in this way only."""
 
 from collections.abc import Mapping
 from typing import Any

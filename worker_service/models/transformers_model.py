@@ -1,10 +1,10 @@
 """Any other causal network, run through its own code in transformers with our paged attention in its layers.
 
-All tokens of a step go through it as one row; only attention looks across tokens, and it knows which belong together.
-What a network does to its logits (caps, scales) stays its own code as well, but the product that makes them is ours,
-in float32. Slower than the native decoder: nothing is
-fused or packed. Families whose layers have another shape than the native one's run here too, among them OLMo 2 (norms
-behind the halves of a layer alone, and over all heads), Cohere (both halves side by side) and Granite (multipliers).
+All tokens of a step go through the network as one row; only attention looks across tokens, and it knows which belong
+together. A network's own code also caps and scales its logits, but the product that makes them is ours, in float32.
+It is slower than the native decoder, because nothing is fused or packed. Families whose layers differ in shape from the
+native one's run here too, among them OLMo 2 (norms only behind the halves of a layer, and over all heads), Cohere (both
+halves side by side) and Granite (multipliers).
 """
 
 import copy
@@ -90,7 +90,7 @@ class _CachedAttention:
 
 
 class _GivenBody(nn.Module):
-    """Stands where a network computes hidden states, and returns those that it is given."""
+    """Takes the place of the module that computes hidden states, and returns the ones that it is given."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> "_Output":
         return _Output(inputs_embeds)

@@ -1,7 +1,7 @@
 """Finds out what a network of transformers needs of a cache, and whether it can have it, before a weight is read.
 
-Its code runs once over two tokens on torch's meta device, where tensors have shapes and no data. What a configuration
-says of heads and layers differs in name and meaning from family to family; what a network does, does not.
+The network's code runs once over two tokens on torch's meta device, where tensors have shapes and no data. Families
+name heads and layers differently in their configurations; the shapes that a network computes have one meaning.
 """
 
 import copy

@@ -1,8 +1,8 @@
 """The weights of a network of transformers under the names, and in the shapes, that checkpoints have for them.
 
-Some families hold several tensors of a checkpoint as one parameter, experts above all, or under another name. What
-transformers does to parameters when it saves them is done here to views, which stay where they are: a checkpoint's
-tensors go straight to their places in the parameters.
+Some families hold several tensors of a checkpoint, most often experts, as one parameter, or under another name. What
+transformers does to parameters when it saves them is done here to views of them, without a copy, so that a
+checkpoint's tensors are read straight into their places in the parameters.
 """
 
 from typing import Any

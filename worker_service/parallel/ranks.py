@@ -1,8 +1,8 @@
-"""The processes that are one worker, as one of them sees them: what it adds up, joins and agrees on with the others.
+"""One rank's view of the processes that form a worker: what it adds up, joins and agrees on with the others.
 
 Every collective is entered by all ranks, in the same order. Numbers and steps go over Gloo; tensors go over NCCL where
-they lie on GPUs. There is no time limit, for ranks wait for the next step as long as it takes; a rank that dies ends
-the others (`launcher`), wherever they wait.
+they lie on GPUs. There is no time limit, because ranks wait for the next step as long as it takes. When a rank dies,
+`launcher` ends the others, wherever they wait.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Between protobuf messages and the worker's own types; the only file that knows both.
 
 Decoding checks every value against the worker's limits, whatever the session: numbers of blocks and tokens, columns of
-equal length, parameters within their ranges. What comes out can be trusted to index memory.
+equal length, parameters within their ranges. Decoded values are safe to index memory with.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""One step from message to answer: judge it, have it computed, take over what was sampled.
+"""One step from message to answer: check it, compute it, and note the sampled tokens in the session.
 
-To be called on the device thread. `launch` raises InvalidStepError and FencingError, which every rank raises alike, and
-both raise whatever torch does; after an error the session is over.
+To be called on the device thread. `launch` raises InvalidStepError and FencingError, which every rank raises alike.
+`launch` and `finish` also raise what torch raises. After any error the session is over.
 """
 
 from dataclasses import dataclass

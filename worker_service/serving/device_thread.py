@@ -15,7 +15,7 @@ _LOOK_SECONDS = 1e-4
 
 
 class Later(Generic[Result]):
-    """What work returns when the device is not done with it: its result, once somebody settles it."""
+    """What work returns while the device still computes: `future` has its result after `settle`."""
 
     def __init__(self, is_done: Callable[[], bool], finish: Callable[[], Result]) -> None:
         """finish: waits where `is_done` is not true yet."""
@@ -28,10 +28,10 @@ class Later(Generic[Result]):
         return self.future.done()
 
     def is_due(self) -> bool:
-        """Whether settling it would not wait. A device that cannot be asked is no longer at it."""
+        """Whether `settle` would return at once. A device that raises an error when asked counts as done."""
         try:
             return self.is_settled or self._is_done()
-        except Exception:  # finishing meets it again, and tells whoever waits for the result
+        except Exception:  # `finish` raises it again, and the future then holds it
             return True
 
     def settle(self) -> None:

@@ -1,8 +1,8 @@
 """Starts the ranks of a worker as processes of this machine, and ends them together.
 
-It is what torchrun does, by the same library and with the same environment, except for the end: nobody is restarted,
-and when one rank has gone the others are killed at once, wherever they wait for it. The first rank is the worker as far
-as signals and the exit status are concerned.
+It does what torchrun does, through the same library and with the same environment, except at the end: no rank is
+restarted, and when one rank has ended, the others are killed at once, wherever they wait for it. Signals go to the
+first rank, and its exit status is the worker's.
 """
 
 import logging
@@ -49,7 +49,7 @@ def launch(command: Sequence[str], size: int) -> int:
         "TORCHELASTIC_RUN_ID": "pagewire",
         LAUNCHER: str(os.getpid()),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        # Ranks of one machine need no network, and nobody on it shall reach them.
+        # Ranks of one machine need no network, and must not be reachable from it.
         "GLOO_SOCKET_IFNAME": _loopback(),
         "NCCL_SOCKET_IFNAME": _loopback(),
     }

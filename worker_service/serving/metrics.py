@@ -1,4 +1,4 @@
-"""What a worker has computed, as Prometheus metrics. What it means for requests is the scheduler's to tell."""
+"""What a worker has computed, as Prometheus metrics. The scheduler has the metrics of requests."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

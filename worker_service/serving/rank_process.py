@@ -1,7 +1,7 @@
 """The life of a process that is one of several ranks: the first serves as if it were alone, the others follow.
 
-A follower computes every step that the first rank sends, on its own parts of weights and cache, and comes to the same
-answer, which nobody asks it for. It ends when the first rank has gone.
+A follower computes every step that the first rank sends, on its own parts of weights and cache. It comes to the same
+answer, which it discards. It ends when the first rank has ended.
 """
 
 import contextlib

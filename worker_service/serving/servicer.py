@@ -150,7 +150,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             while not stream.answers.empty():
                 unanswered = stream.answers.get_nowait()
                 if unanswered is not None and not unanswered.cancel():
-                    unanswered.exception()  # asyncio complains of errors that nobody looked at
+                    unanswered.exception()  # otherwise asyncio logs that the error was never retrieved
 
     def _ready_worker(self) -> "Worker":
         if self._worker is None:
@@ -264,7 +264,7 @@ def _compute(worker: "Worker", stream: _Stream, message: SchedulerOutput) -> Mod
             before[1].settle()
             before = None
     with _failures_end(worker, stream):
-        if worker.ranks.size > 1:  # whoever is sent a step waits for its sums: nothing may come between
+        if worker.ranks.size > 1:  # a rank that got the step waits for its sums: no other work may come between
             worker.ranks.send(stream.session.epoch, message.SerializeToString())
         computation = Computation.launch(worker, stream.session, output, before and before[0])
         if not worker.runner.runs_ahead or worker.ranks.size > 1:  # ranks finish a step before they take another

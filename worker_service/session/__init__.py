@@ -1,1 +1,1 @@
-"""What one session has said so far: the steps, and the sequences that they leave behind. It computes nothing."""
+"""The state of one session: the steps that the scheduler sent, and the sequences that live after them. No computing."""

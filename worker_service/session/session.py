@@ -1,8 +1,8 @@
 """The worker's mirror of one session: which sequences live, what tokens they have, how many of these are computed.
 
-It follows the scheduler's differences and judges each step against what it knows, so that a step which passes here can
-be computed without touching memory that is not its own. It knows nothing of tensors, devices or gRPC. A session that
-raised is over: half a step may have been applied.
+It applies the scheduler's differences and checks each step against this state, so that a step which passes can be
+computed without touching memory that is not its own. It knows nothing of tensors, devices or gRPC. After an error the
+session is over, because half a step may have been applied.
 """
 
 from array import array
@@ -92,7 +92,8 @@ class Session:
         """Whether a step can be launched before the tokens of the last one are known to the host.
 
         That is a step of one token for each of its sequences, none of which needs the values of earlier ones to sample.
-        Log-probabilities are reported behind what was launched, so that a step ahead would delay everybody's tokens.
+        It reports no log-probabilities: they are read behind all that was launched, so a step ahead would delay every
+        sequence's token.
         """
         return (
             not output.new_sequences
@@ -106,7 +107,7 @@ class Session:
 
     @staticmethod
     def advance(chunks: Iterable[ScheduledChunk]) -> None:
-        """Note that the device has been asked for the chunks; those that sample grow by a placeholder."""
+        """Note that the chunks have been launched; a sequence that samples grows by a placeholder."""
         for sequence, _, stop, samples in chunks:
             sequence.num_computed_tokens = stop
             if samples:

@@ -1,7 +1,7 @@
 """The vocabulary of a session: what the scheduler says of a step and what the worker answers, free of protobuf.
 
-`codec` makes these from messages and has checked every value that can be judged without knowing the session; `session`
-judges the rest.
+`codec` makes these from messages and checks every value that can be checked without the session; `session` checks the
+rest.
 """
 
 from array import array
@@ -168,4 +168,4 @@ class ModelOutput:
     logprobs: list[SampleLogprobs] = field(default_factory=list)
     prompt_logprobs: list[SampleLogprobs] = field(default_factory=list)
     failed_sequence_ids: list[int] = field(default_factory=list)
-    """Those whose logits were not finite where a token or log-probabilities were to be made of them."""
+    """Sequences whose logits were not finite where a token or log-probabilities were needed of them."""
