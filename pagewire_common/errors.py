@@ -4,6 +4,7 @@ import asyncio
 import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from contextvars import ContextVar
 from typing import Any, NamedTuple, NoReturn
 from urllib.parse import quote
 
@@ -31,6 +32,12 @@ Behavior = Callable[[Any, grpc.aio.ServicerContext[Any, Any]], Any]
 
 MOST_FIELDS = 6 << 10
 """Of a request: more than the lists of all its fields together may have, and quickly counted and parsed."""
+
+
+request_bytes: ContextVar[int] = ContextVar("request_bytes", default=0)
+"""Of the request of this call, as it came. A parsed message does not tell: where a field comes twice protobuf shows the
+last one only, and the first stays in memory for as long as the call is open.
+"""
 
 
 class _Unparsed(NamedTuple):
@@ -82,9 +89,10 @@ def _bounded(parse: Any, max_request_bytes: Callable[[], int]) -> Callable[[byte
             return _Unparsed(f"the request has {len(data)} bytes; at most {most} are allowed with this model's context")
         if has_more_fields(data, descriptor, MOST_FIELDS):
             return _Unparsed(
-                f"the request has more than {MOST_FIELDS} fields, entries of lists among them; send shorter lists, and "
-                "packed ones of numbers"
+                f"the request has more than {MOST_FIELDS} fields, entries of lists such as chat.messages among them; "
+                "send shorter lists, and packed ones of numbers"
             )
+        request_bytes.set(len(data))
         return parse(data)
 
     return bounded

@@ -6,7 +6,7 @@ parse: a request of 1.5 MB may have 786,000 of them. Of each field, only where t
 
 from functools import cache
 
-from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 _VARINT, _EIGHT_BYTES, _LENGTH, _FOUR_BYTES = 0, 1, 2, 5
 _LONGEST_VARINT = 10
@@ -15,9 +15,10 @@ _LONGEST_VARINT = 10
 def has_more_fields(data: bytes, message: Descriptor, most: int) -> bool:
     """Whether an encoded message has more than `most` fields; 0.3 µs for each that is counted.
 
-    Fields of its parts count as well, but not fields of parts that have no parts themselves: numbers and strings are
-    quickly parsed. A packed list is one field. Bytes that are no message are left to the parser, which stops where this
-    function stops.
+    Fields of its parts count as well, but not fields of parts that have neither parts nor lists of strings: numbers and
+    single strings are quickly parsed. A packed list is one field. Every four bytes of a field's tag and number, or
+    length, count as one more: they may be written longer than they need be. Bytes that are no message are left to the
+    parser, which stops where this function stops.
     """
     if len(data) <= most:
         return False
@@ -31,28 +32,34 @@ def _count(data: bytes, position: int, end: int, message: Descriptor, most: int)
     nested = _nested_parts(message)
     count = 0
     while position < end and count <= most:
-        count += 1
+        start = position
         tag, position = _varint(data, position)
         kind = tag & 7
         if kind == _LENGTH:
             length, position = _varint(data, position)
+            count += 1 + (position - start) // 4
             if length and tag >> 3 in nested:
                 count += _count(data, position, position + length, nested[tag >> 3], most - count)
             position += length
         elif kind == _VARINT:
             _, position = _varint(data, position)
-        elif kind == _EIGHT_BYTES:
-            position += 8
-        elif kind == _FOUR_BYTES:
-            position += 4
+            count += 1 + (position - start) // 4
+        else:
+            count += 1 + (position - start) // 4
+            position += 8 if kind == _EIGHT_BYTES else 4 if kind == _FOUR_BYTES else 0
     return count
 
 
 @cache
 def _nested_parts(message: Descriptor) -> dict[int, Descriptor]:
-    """By the numbers of their fields, the parts of a message that have parts."""
+    """By the numbers of their fields, the parts of a message that have parts, or lists of strings."""
     parts = {field.number: field.message_type for field in message.fields if field.message_type is not None}
-    return {number: part for number, part in parts.items() if any(field.message_type for field in part.fields)}
+    return {number: part for number, part in parts.items() if any(map(_takes_long, part.fields))}
+
+
+def _takes_long(field: FieldDescriptor) -> bool:
+    is_text = field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+    return field.message_type is not None or (is_text and field.is_repeated)
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:

@@ -379,9 +379,12 @@ class Engine:
 
     def _cut(self, state: RequestState) -> None:
         """End a request for the output that its client has not read."""
-        reason = f"this request has {state.stream.num_unread / 2**20:.1f} MiB of output that its client has not read, "
-        reason += f"the most of all, which may have {self.unread.most / 2**20:.1f} MiB together (a quarter of "
-        reason += "--request-memory); read faster, or ask for fewer log-probabilities or outputs"
+        reason = (
+            f"this request has {state.stream.num_unread / 2**20:.1f} MiB of output that its client has not read, or "
+            "that waits until the best outputs are known: the most of all requests, which together may have "
+            f"{self.unread.most / 2**20:.1f} MiB (a quarter of --request-memory); read faster, or ask for fewer "
+            "log-probabilities or outputs"
+        )
         self._finish(state, SequenceStatus.FINISHED_ABORTED)
         state.stream.cut(RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, reason))
 

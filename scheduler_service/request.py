@@ -10,7 +10,7 @@ from scheduler_service.core import SamplingParams, SequenceGroup, SequenceOutput
 from scheduler_service.core.beam_search import Hypothesis
 from scheduler_service.finished_requests import RequestMetrics
 from scheduler_service.output_text import OutputText
-from scheduler_service.request_memory import UnreadOutput
+from scheduler_service.request_memory import STRING_BYTES, UnreadOutput
 from scheduler_service.statistics import Statistics
 from scheduler_service.streams import OutputDelta, OutputStream
 from scheduler_service.tokenization import Tokenizer
@@ -241,7 +241,7 @@ class RequestState:
         if self._ranked is None:
             self.stream.put(delta)
             return
-        self.stream.count(delta.num_bytes)
+        self.stream.count(delta.num_bytes + STRING_BYTES * len(delta.token_ids))
         self._ranked[delta.index].add(delta)
         if all(output.has_ended for output in self._ranked):
             best = sorted(self._ranked, key=lambda output: -output.mean_logprob)[: self.request.num_outputs]

@@ -28,12 +28,17 @@ one, 1,751 to 1,778 with 21.
 """
 OUTPUT_TOKEN_BYTES = 42
 """Of a token of an output until it is written: the number, and its place in a list that has grown."""
+STRING_BYTES = 50
+"""Of the text of a token, where it is kept as a string of its own."""
 UNREAD_SHARE = 4
 """A quarter: 60 s of 50 streams that each gain 50 tokens a second, with 20 likeliest tokens beside each of these."""
 
 
-def request_bytes(message: pb.GenerateRequest) -> int:
-    """An upper bound of the bytes that a request takes from its arrival until its stream is closed."""
+def request_bytes(message: pb.GenerateRequest, num_bytes: int = 0) -> int:
+    """An upper bound of the bytes that a request takes from its arrival until its stream is closed.
+
+    `num_bytes` is how many it had when it came.
+    """
     sampling = message.sampling
     num_numbers = len(message.token_ids.ids) + len(sampling.allowed_token_ids) + 8 * len(sampling.logit_bias)
     num_numbers += sum(len(output.token_ids) for output in message.resume.outputs)
@@ -45,7 +50,7 @@ def request_bytes(message: pb.GenerateRequest) -> int:
         + OUTPUT_BYTES * num_outputs
         + NUMBER_BYTES * num_numbers
         + CHARACTER_BYTES * num_characters
-        + 2 * message.ByteSize()
+        + 2 * max(num_bytes, message.ByteSize())
     )
 
 

@@ -11,6 +11,7 @@ import structlog
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceServicer
+from pagewire_common import errors
 from pagewire_common.errors import RequestError
 from scheduler_service.columns import fill_column
 from scheduler_service.core import SequenceStatus
@@ -73,7 +74,7 @@ class InferenceServicer(InferenceServiceServicer):
         request_id = request.request_id or uuid.uuid4().hex
         resumes = request.HasField("resume")
         key = request_key(request.tenant, request_id)
-        with self._engine.admission(key, request_bytes(request), resumes=resumes):
+        with self._engine.admission(key, request_bytes(request, errors.request_bytes.get()), resumes=resumes):
             model = await self._engine.model()
             checked = await check_resumption(request, await check_request(request, request_id, model), model)
             self._engine.hold(
@@ -161,15 +162,19 @@ class InferenceServicer(InferenceServiceServicer):
         )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        with self._side_calls.place(request.ByteSize()):
+        with self._side_calls.place(_num_bytes(request)):
             response = pb.TokenizeResponse()
             fill_column(response, "token_ids", await encode_prompt(request, await self._engine.model()))
             return response
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        with self._side_calls.place(request.ByteSize()):
+        with self._side_calls.place(_num_bytes(request)):
             model = await self._engine.model()
             return pb.DetokenizeResponse(text=await decode_tokens(request, model))
+
+
+def _num_bytes(request: pb.TokenizeRequest | pb.DetokenizeRequest) -> int:
+    return max(errors.request_bytes.get(), request.ByteSize())
 
 
 def encode_delta(state: RequestState, delta: OutputDelta) -> pb.GenerateResponse:

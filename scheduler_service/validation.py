@@ -77,20 +77,23 @@ def check_names(message: pb.GenerateRequest | pb.AbortRequest) -> None:
 
 
 def check_sizes(message: pb.GenerateRequest) -> None:
-    """Raises RequestError for lists and outputs that are too many for any model, before they are gone through or
-    counted.
+    """Raises RequestError for what no model of this server has, and for lists and outputs that are too many for any.
+
+    It comes before anything is gone through or counted, and before there is a model.
     """
+    _refuse_unimplemented(message)
     _check_length("chat.messages", len(message.chat.messages), MAX_MESSAGES)
     _check_length("resume.outputs", len(message.resume.outputs), MAX_N)
     _check_length("sampling.bad_words", len(message.sampling.bad_words), MAX_BAD_WORDS)
+    _check_length("sampling.stop_token_ids", len(message.sampling.stop_token_ids), MAX_STOP_TOKENS)
+    _check_length("sampling.logit_bias", len(message.sampling.logit_bias), MAX_LOGIT_BIASES)
     for name in ("n", "best_of", "beam_width"):
         if (number := getattr(message.sampling, name)) > MAX_N:
             invalid(f"sampling.{name} is {number}; it must be at most {MAX_N}")
 
 
 async def check_request(message: pb.GenerateRequest, request_id: str, model: ServedModel) -> GenerationRequest:
-    """Check everything about a request, cheapest first. Raises RequestError."""
-    _refuse_unimplemented(message)
+    """Check everything else about a request, after `check_sizes`, cheapest first. Raises RequestError."""
     if len(message.cache_salt) > MAX_STRING:
         invalid(f"cache_salt has {len(message.cache_salt)} characters; at most {MAX_STRING} are allowed")
     if message.priority and not model.has_priorities:
@@ -219,10 +222,8 @@ def _check_context(field: str, num_tokens: int, model: ServedModel) -> None:
         )
 
 
-def check_token_ids(field: str, token_ids: Collection[int], model: ServedModel, *, most: int | None = None) -> None:
+def check_token_ids(field: str, token_ids: Collection[int], model: ServedModel) -> None:
     """Raises RequestError for an id that the model has no embedding for; the worker would refuse the whole step."""
-    if most is not None:
-        _check_length(field, len(token_ids), most)
     largest = max(token_ids, default=0)
     if largest >= model.vocabulary_size:
         invalid(f"{field} contains {largest}; the vocabulary has {model.vocabulary_size} tokens")
@@ -277,8 +278,8 @@ def _check_sampling(sampling: pb.SamplingParams, model: ServedModel) -> None:
     _check_number("prompt_logprobs", sampling, 0, min(MAX_LOGPROBS, model.vocabulary_size))
     _check_strings("stop", sampling.stop, MAX_STOP_STRINGS)
     _check_strings("bad_words", sampling.bad_words, MAX_BAD_WORDS)
-    check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids, model, most=MAX_STOP_TOKENS)
-    check_token_ids("sampling.logit_bias", sampling.logit_bias, model, most=MAX_LOGIT_BIASES)
+    check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids, model)
+    check_token_ids("sampling.logit_bias", sampling.logit_bias, model)
     _check_length("sampling.allowed_token_ids", len(sampling.allowed_token_ids), model.vocabulary_size)
     for token_id, bias in sampling.logit_bias.items():
         if not -100 <= bias <= 100:  # also refuses NaN

@@ -148,11 +148,12 @@ class Session:
         code, details = self._status
         if details == _WRITE_FAILED:
             return WorkerError("the session broke while a step was sent")
+        reason = details or "no reason given"
         if code is grpc.StatusCode.ABORTED:
-            return DrainedError(f"the worker ended the session: {details}")
+            return DrainedError(f"the worker ended the session: {reason}")
         if code is grpc.StatusCode.FAILED_PRECONDITION:
-            return FencedError(f"the worker refused the session: {details}")
-        return WorkerError(f"the session broke: {code.name}: {details or 'no reason given'}")
+            return FencedError(f"the worker refused the session: {reason}")
+        return WorkerError(f"the session broke: {code.name}: {reason}")
 
     def close(self) -> None:
         self._call.cancel()

@@ -50,6 +50,8 @@ def library_path(instruction_set: str) -> Path:
 
 def what_is_missing() -> str:
     """In words for a log, where this machine runs none of what is built."""
+    if not supported():
+        return f"a processor with the instructions of {' or of '.join(INSTRUCTION_SETS)}"
     if any(FOLDER.glob("*.so")):
         needed = "compiled kernels of these sources, this Python and this torch"
         return f"{needed} (there are only others): run python -m kernels.cpu.build"

@@ -10,7 +10,7 @@ from kernels.ops import Product
 
 _built = [name for name in supported() if library_path(name).exists()]
 if not _built:
-    raise ImportError(f"there are no {what_is_missing()}")
+    raise ImportError(f"missing: {what_is_missing()}")
 INSTRUCTION_SET = _built[0]
 """Which of `library.INSTRUCTION_SETS` is used."""
 

@@ -25,7 +25,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param not in library.supported():
         pytest.skip(f"this machine has no {request.param}")
     if not library.library_path(request.param).exists():
-        pytest.skip(f"there are no {library.what_is_missing()}")
+        pytest.skip(f"missing: {library.what_is_missing()}")
     backend = importlib.import_module("kernels.cpu.ops")
     monkeypatch.setattr(backend, "_library", library.load_library(request.param))
     monkeypatch.setattr(backend, "WIDE_PRODUCTS", backend._library.can_pack(2))

@@ -67,6 +67,18 @@ def test_a_number_without_end_is_none() -> None:
     assert not has_more_fields(b"\x80" * 1_500_000, pb.GenerateRequest.DESCRIPTOR, 1000)
 
 
+def test_a_field_that_takes_more_bytes_than_it_needs_counts_more() -> None:
+    padded = (b"\xb8\x80\x80\x80\x00" + b"\x80" * 9 + b"\x00") * 100  # priority 0
+    assert pb.GenerateRequest.FromString(padded) == pb.GenerateRequest()
+    assert has_more_fields(padded, pb.GenerateRequest.DESCRIPTOR, 400 - 1)
+    assert not has_more_fields(padded, pb.GenerateRequest.DESCRIPTOR, 400)
+
+
+def test_strings_of_a_part_count() -> None:
+    data = pb.GenerateRequest(sampling={"choice": {"options": [""] * 1000}}).SerializeToString()
+    assert has_more_fields(data, pb.GenerateRequest.DESCRIPTOR, 1000)
+
+
 def test_parts_that_come_again_and_again_count_each_time() -> None:
     assert has_more_fields(b"\x22\x00" * 1001, pb.GenerateRequest.DESCRIPTOR, 1000)
     assert has_more_fields(b"\x22\x02\x0a\x00" * 501, pb.GenerateRequest.DESCRIPTOR, 1000)

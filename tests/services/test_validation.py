@@ -9,7 +9,8 @@ from pagewire_common.errors import RequestError
 from scheduler_service.core import BlockManager, SamplingParams, SequenceGroup
 from scheduler_service.generation_defaults import GenerationDefaults
 from scheduler_service.model import ServedModel
-from scheduler_service.validation import check_names, check_request, decode_tokens, encode_prompt
+from scheduler_service.request import GenerationRequest
+from scheduler_service.validation import check_names, check_request, check_sizes, decode_tokens, encode_prompt
 
 
 def request(text: str = "hello", **sampling: object) -> pb.GenerateRequest:
@@ -39,7 +40,7 @@ INVALID = {
         "priority is 1; this server does not run with --policy priority",
     ),
     "long salt": (pb.GenerateRequest(text="a", cache_salt="t" * 257), "cache_salt has 257 characters"),
-    "100,000 empty messages": (chat(*[("user", "")] * 100_000), "chat.messages has 100000 entries; at most 100"),
+    "100,000 empty messages": (chat(*[("user", "")] * 100_000), "chat.messages has 100000 entries; at most 4096"),
     "token ids past the context": (
         pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 1_000_000)),
         "token_ids has 1000000 tokens; the context has 100",
@@ -49,7 +50,8 @@ INVALID = {
         "50 tokens, sampling.n is 8 and sampling.max_tokens 49; together they exceed the 400 tokens of cache",
     ),
     "no outputs": (request(n=0), r"sampling.n is 0; it must be in \[1, 8\]"),
-    "a million outputs": (request(n=10**6), "sampling.n is 1e\\+06"),
+    "a million outputs": (request(n=10**6), "sampling.n is 1000000; it must be at most 128"),
+    "more messages than tokens": (chat(*[("user", "")] * 101), "chat.messages has 101 entries; at most 100"),
     "no tokens": (request(max_tokens=0), "max_tokens is 0; it must be at least 1"),
     "more tokens than the context": (request(max_tokens=96), "5 tokens and sampling.max_tokens is 96.*100"),
     "min over max": (request(min_tokens=5, max_tokens=4), "min_tokens is 5; it must be at most max_tokens"),
@@ -88,6 +90,11 @@ INVALID = {
 }
 
 
+async def check(message: pb.GenerateRequest, model: ServedModel) -> GenerationRequest:
+    check_sizes(message)
+    return await check_request(message, "id", model)
+
+
 @pytest.mark.parametrize("message", [pb.GenerateRequest, pb.AbortRequest])
 def test_long_names_are_refused(message: type[pb.GenerateRequest] | type[pb.AbortRequest]) -> None:
     check_names(message(request_id="x" * 128, tenant="t" * 256))
@@ -105,7 +112,7 @@ async def test_bad_input_is_refused_with_the_field_and_its_limit(
     message: pb.GenerateRequest, reason: str, byte_model: ServedModel
 ) -> None:
     with pytest.raises(RequestError, match=reason) as error:
-        await check_request(message, "id", byte_model)
+        await check(message, byte_model)
     assert error.value.code is grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -113,14 +120,14 @@ async def test_bad_input_is_refused_with_the_field_and_its_limit(
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -2.5, 101.0])
 async def test_floats_that_are_no_sensible_number_are_refused(name: str, value: float, byte_model: ServedModel) -> None:
     with pytest.raises(RequestError, match=f"sampling.{name} is") as error:
-        await check_request(request(**{name: value}), "id", byte_model)
+        await check(request(**{name: value}), byte_model)
     assert error.value.code is grpc.StatusCode.INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 async def test_biases_that_are_no_number_are_refused(value: float, byte_model: ServedModel) -> None:
     with pytest.raises(RequestError, match=r"logit_bias\[1\] is"):
-        await check_request(request(logit_bias={1: value}), "id", byte_model)
+        await check(request(logit_bias={1: value}), byte_model)
 
 
 @pytest.mark.parametrize(
@@ -137,21 +144,21 @@ async def test_fields_without_a_feature_are_refused_by_name(
     message: pb.GenerateRequest, name: str, byte_model: ServedModel
 ) -> None:
     with pytest.raises(RequestError, match=f"^{name} is not implemented") as error:
-        await check_request(message, "id", byte_model)
+        await check(message, byte_model)
     assert error.value.code is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_what_is_not_set_is_the_models_own_generation_config(byte_model: ServedModel) -> None:
     config = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 40, "max_new_tokens": 7}
     model = replace(byte_model, defaults=GenerationDefaults.from_config(config))
-    sampling = (await check_request(request(), "id", model)).sampling
+    sampling = (await check(request(), model)).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.6, 0.9, 40, 7)
-    sampling = (await check_request(request(temperature=0, top_p=1, top_k=0, max_tokens=9), "id", model)).sampling
+    sampling = (await check(request(temperature=0, top_p=1, top_k=0, max_tokens=9), model)).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.0, 1.0, 0, 9)
 
 
 async def test_a_model_without_a_generation_config_is_greedy_and_fills_the_context(byte_model: ServedModel) -> None:
-    checked = await check_request(request("hello"), "id", byte_model)
+    checked = await check(request("hello"), byte_model)
     assert checked.sampling.temperature == 0.0
     assert checked.sampling.max_tokens == 95
     assert checked.sampling.eos_token_ids == {2}
@@ -164,7 +171,7 @@ async def test_several_outputs_run_as_far_as_the_pool_allows_all_of_them(byte_mo
 
     An output's last token is in none of them.
     """
-    sampling = (await check_request(request("x" * 50, n=8), "id", byte_model)).sampling
+    sampling = (await check(request("x" * 50, n=8), byte_model)).sampling
     assert sampling.max_tokens == 12 * 4 + 11 * 4 + 1 - 50
 
 
@@ -174,7 +181,7 @@ async def test_several_outputs_are_promised_what_a_worker_of_that_pool_has_room_
     byte_model: ServedModel, kind: str, num_prompt_tokens: int
 ) -> None:
     model = replace(byte_model, context_length=1000)
-    promised = (await check_request(request("x" * num_prompt_tokens, **{kind: 7}), "id", model)).sampling
+    promised = (await check(request("x" * num_prompt_tokens, **{kind: 7}), model)).sampling
     blocks = BlockManager(model.block_size, model.pool_tokens // model.block_size)
     for more, fits in ((0, True), (1, False)):
         sampling = replace(promised, max_tokens=promised.max_tokens + more)
@@ -187,7 +194,7 @@ async def test_beams_search_the_models_own_distribution_whatever_its_generation_
 ) -> None:
     config = {"do_sample": True, "temperature": 0.6, "repetition_penalty": 1.2}
     model = replace(byte_model, defaults=GenerationDefaults.from_config(config))
-    sampling = (await check_request(request(beam_width=4, n=2, length_penalty=0.5, max_tokens=5), "id", model)).sampling
+    sampling = (await check(request(beam_width=4, n=2, length_penalty=0.5, max_tokens=5), model)).sampling
     assert sampling == SamplingParams(
         n=2, beam_width=4, length_penalty=0.5, max_tokens=5, eos_token_ids=frozenset({2}), seed=sampling.seed
     )
@@ -196,10 +203,10 @@ async def test_beams_search_the_models_own_distribution_whatever_its_generation_
 async def test_token_ids_of_any_number_are_taken_in_order_and_once_each(byte_model: ServedModel) -> None:
     model = replace(byte_model, vocabulary_size=70_000)
     allowed = [*range(69_999, 0, -3), *range(0, 70_000, 7)]
-    checked = await check_request(request(allowed_token_ids=allowed), "id", model)
+    checked = await check(request(allowed_token_ids=allowed), model)
     assert list(checked.sampling.allowed_token_ids) == sorted(set(allowed))
     prompt = pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(40_000)))
-    checked = await check_request(prompt, "id", replace(model, context_length=50_000, pool_tokens=50_000))
+    checked = await check(prompt, replace(model, context_length=50_000, pool_tokens=50_000))
     assert list(checked.prompt_token_ids) == list(range(40_000))
 
 
@@ -221,33 +228,33 @@ async def test_tokenize_and_detokenize_are_bounded(byte_model: ServedModel) -> N
 async def test_the_best_of_several_are_ranked_by_log_probabilities_that_nobody_asked_for(
     byte_model: ServedModel,
 ) -> None:
-    checked = await check_request(request(n=2, best_of=5), "id", byte_model)
+    checked = await check(request(n=2, best_of=5), byte_model)
     assert (checked.sampling.n, checked.num_outputs, checked.sampling.logprobs) == (5, 2, 0)
     assert checked.hides_logprobs
-    checked = await check_request(request(best_of=5, logprobs=3), "id", byte_model)
+    checked = await check(request(best_of=5, logprobs=3), byte_model)
     assert (checked.num_outputs, checked.sampling.logprobs, checked.hides_logprobs) == (1, 3, False)
 
 
 async def test_ignore_eos_keeps_only_the_requests_own_stop_tokens(byte_model: ServedModel) -> None:
-    sampling = (await check_request(request(ignore_eos=True, stop_token_ids=[7]), "id", byte_model)).sampling
+    sampling = (await check(request(ignore_eos=True, stop_token_ids=[7]), byte_model)).sampling
     assert (sampling.eos_token_ids, sampling.stop_token_ids) == (frozenset(), {7})
 
 
 async def test_priorities_are_bounded_where_they_count(byte_model: ServedModel) -> None:
     model = replace(byte_model, has_priorities=True)
-    assert (await check_request(pb.GenerateRequest(text="a", priority=-1000), "id", model)).priority == -1000
+    assert (await check(pb.GenerateRequest(text="a", priority=-1000), model)).priority == -1000
     with pytest.raises(RequestError, match=r"priority is 1001; it must be in \[-1000, 1000\]"):
-        await check_request(pb.GenerateRequest(text="a", priority=1001), "id", model)
+        await check(pb.GenerateRequest(text="a", priority=1001), model)
 
 
 async def test_tokens_that_only_the_tokenizer_knows_are_refused(byte_model: ServedModel) -> None:
     smaller = replace(byte_model, vocabulary_size=60)
     for message in (request("~"), request("!", bad_words=["~"]), chat(("user", "~"))):
         with pytest.raises(RequestError, match="the vocabulary has 60 tokens"):
-            await check_request(message, "id", smaller)
+            await check(message, smaller)
 
 
 async def test_requests_without_a_seed_get_different_ones(byte_model: ServedModel) -> None:
-    seeds = {(await check_request(request(), "id", byte_model)).sampling.seed for _ in range(10)}
+    seeds = {(await check(request(), byte_model)).sampling.seed for _ in range(10)}
     assert len(seeds) == 10
-    assert (await check_request(request(seed=0), "id", byte_model)).sampling.seed == 0
+    assert (await check(request(seed=0), byte_model)).sampling.seed == 0

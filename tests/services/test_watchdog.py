@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -139,9 +140,23 @@ async def test_no_text_holds_the_loop_or_the_lock(shape: str, watchdog: Watchdog
                 await assert_harmless(watchdog, f"{kind} of {name}", lambda: call(channel, method, data))  # noqa: B023
 
 
-def attacks(num_bytes: int) -> dict[str, tuple[str, pb.GenerateRequest | pb.DetokenizeRequest]]:
-    def generate(**fields: object) -> tuple[str, pb.GenerateRequest]:
-        return "Generate", pb.GenerateRequest(**({"text": "a", "sampling": {"max_tokens": 2}} | fields))  # type: ignore[arg-type]
+def field(number: int, part: bytes) -> bytes:
+    """A message's part as it stands in the message."""
+    length = len(part)
+    return bytes([number << 3 | 2, *(length >> 7 * place & 127 | 128 for place in range(4)), length >> 28]) + part
+
+
+LONG_FIELDS = (b"\xb8\x80\x80\x80\x00" + b"\x80" * 9 + b"\x00") * 6000
+"""Numbers that have more bytes than they need, and so do their tags."""
+
+
+def attacks(num_bytes: int) -> dict[str, tuple[str, bytes]]:
+    def generate(**fields: object) -> tuple[str, bytes]:
+        message = pb.GenerateRequest(**({"text": "a", "sampling": {"max_tokens": 2}} | fields))  # type: ignore[arg-type]
+        return "Generate", message.SerializeToString()
+
+    def detokenize(**fields: Any) -> tuple[str, bytes]:
+        return "Detokenize", pb.DetokenizeRequest(**fields).SerializeToString()
 
     return {
         "as many ids as there may be": generate(token_ids={"ids": [1100] * (CONTEXT - 2)}),
@@ -170,18 +185,19 @@ def attacks(num_bytes: int) -> dict[str, tuple[str, pb.GenerateRequest | pb.Deto
             sampling={"n": 8, "max_tokens": CONTEXT // 8 - 16, "seed": 1, "ignore_eos": True},
             resume={"outputs": [pb.ResumedOutput(index=i, token_ids=[1100] * (CONTEXT // 8 - 18)) for i in range(8)]},
         ),
-        "tokens to decode": ("Detokenize", pb.DetokenizeRequest(token_ids=[1100] * CONTEXT)),
-        "long tokens to decode": (
-            "Detokenize",
-            pb.DetokenizeRequest(token_ids=[len(SPECIAL) - 1] * CONTEXT, skip_special_tokens=False),
+        "tokens to decode": detokenize(token_ids=[1100] * CONTEXT),
+        "long tokens to decode": detokenize(token_ids=[len(SPECIAL) - 1] * CONTEXT, skip_special_tokens=False),
+        "empty choices up to the limit": generate(sampling={"choice": {"options": [""] * (num_bytes // 2 - 20)}}),
+        "fields of many bytes, and empty roles": (
+            "Generate",
+            LONG_FIELDS + field(4, field(1, b"\x0a\x00" * ((num_bytes - len(LONG_FIELDS)) // 2 - 20))),
         ),
     }
 
 
 async def test_no_list_holds_the_loop_or_the_lock(watchdog: Watchdog, tmp_path: Path) -> None:
     async with serving_shape("WordPiece", tmp_path) as (num_bytes, channel):
-        for name, (method, message) in attacks(num_bytes).items():
-            data = message.SerializeToString()
+        for name, (method, data) in attacks(num_bytes).items():
             await assert_harmless(watchdog, name, lambda: call(channel, method, data))  # noqa: B023
 
 
