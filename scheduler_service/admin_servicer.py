@@ -1,4 +1,4 @@
-"""AdminService: what an operator sees of the cluster, and takes out of it."""
+"""AdminService: shows operators the cluster, and drains workers."""
 
 import asyncio
 import contextlib

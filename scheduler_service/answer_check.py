@@ -9,8 +9,8 @@ from scheduler_service.core.outputs import TokenLogprobs
 def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: int) -> None:
     """Raises ValueError when an answer cannot be that of a sound worker to this step.
 
-    The core judges whose answer it is and how many tokens there are. What is said of sequences that have left the
-    worker since the step was sent is passed over, as the core does: by now they may have another id, on another worker.
+    The core checks which step it answers and how many tokens it has. Entries of sequences that have left the worker
+    since the step was sent are ignored, as in the core: by now such a sequence may have another id, on another worker.
     """
     if answer.token_ids and max(answer.token_ids) >= vocabulary_size:
         raise ValueError(f"the worker sampled token {max(answer.token_ids)} of a vocabulary of {vocabulary_size}")
@@ -40,7 +40,7 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
 def _check_entry(sequence: Sequence, entry: TokenLogprobs, width: int, vocabulary_size: int) -> None:
     most = 1 + min(width, vocabulary_size)
     if len(entry.token_ids) != most or max(entry.token_ids) >= vocabulary_size or not sum(entry.logprobs) < math.inf:
-        raise ValueError(  # without its tokens, which may be those of a prompt
-            f"the worker returned log-probabilities that are none for sequence {sequence.id}: {len(entry.token_ids)} "
-            f"where {most} were asked for, or not all of them those of a token"
+        raise ValueError(  # without its tokens, which may come from a prompt
+            f"the worker returned invalid log-probabilities for sequence {sequence.id}: {len(entry.token_ids)} where "
+            f"{most} were asked for, or a token outside of the vocabulary, or a value of NaN or infinity"
         )

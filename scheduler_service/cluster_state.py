@@ -1,4 +1,4 @@
-"""The scheduler's state of one moment as a message, for operators."""
+"""The scheduler's state at one moment as a message, for operators."""
 
 from pagewire.v1 import admin_service_pb2 as pb
 from scheduler_service.core import Balancer

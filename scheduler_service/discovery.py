@@ -1,7 +1,7 @@
-"""Where the workers are: addresses that are given, and all those behind a name, looked up again and again.
+"""Where the workers are: given addresses, and all addresses behind a name, which is looked up again and again.
 
-A name is what Compose gives the containers of a scaled service and Kubernetes the pods of a headless one. Whether there
-is a worker at an address, and which, is for those who connect to it.
+A name is what Compose gives the containers of a scaled service and Kubernetes the pods of a headless one. Whether a
+worker answers at an address, and which one, is left to the code that connects.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from pagewire_common.settings import parse_address
 log = structlog.get_logger()
 
 _SCHEME = "dns:///"
-_NOBODY = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
+_NO_ADDRESS = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 
 Resolve = Callable[[str, int], Awaitable[frozenset[str]]]
 """Gives the addresses, each HOST:PORT, that are behind a name and a port. Raises OSError where that cannot be told."""
@@ -38,12 +38,12 @@ def is_name(target: str) -> bool:
 
 
 async def resolve_by_dns(name: str, port: int) -> frozenset[str]:
-    """Ask the system's resolver. A name that nobody is behind, or not any more, is no error."""
+    """Ask the system's resolver. A name without addresses, or that no longer has any, is no error."""
     loop = asyncio.get_running_loop()
     try:
         found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
-        if error.errno in _NOBODY:
+        if error.errno in _NO_ADDRESS:
             return frozenset()
         raise
     return frozenset(

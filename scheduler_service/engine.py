@@ -1,8 +1,8 @@
 """The requests in flight and the loops that have workers serve them.
 
-Every request lives here from the moment it is accepted until its stream is closed; which worker computes it, and how
-often that changes, is nobody's concern outside. One `WorkerLoop` a worker serves them; when its session is over, its
-groups go back to the head of the shared waiting queue.
+A request lives here from the moment it is accepted until its stream is closed. Code outside does not see which worker
+computes it, or that this changes. Each worker has a `WorkerLoop`; when its session is over, its groups go back to the
+head of the shared waiting queue.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ class Engine:
         self._model: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
         self._model_lock = asyncio.Lock()
         self._being_checked: dict[str, int] = {}  # bytes, by the keys of requests
-        self._aborted: set[str] = set()  # keys of those that are to end as soon as they have been checked
+        self._aborted: set[str] = set()  # keys of requests that are to end as soon as they have been checked
         self._held_bytes = 0  # by all requests, those that are being checked or were superseded included
         self._cache_secret = secrets.token_bytes(32)  # keys of the prefix cache cannot be guessed from outside
         self._request_memory = int(settings.request_memory * 2**30)
@@ -138,7 +138,7 @@ class Engine:
         if in_all > most:
             raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, f"{sizes}; send a smaller one")
         if num_bytes > most - self._held_bytes:
-            held = f"those in flight hold {self._held_bytes / 2**20:.1f} MiB"
+            held = f"requests in flight hold {self._held_bytes / 2**20:.1f} MiB"
             raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{sizes}, of which {held}; try again later")
         self._being_checked[key] = in_all
         self._held_bytes += num_bytes
@@ -231,7 +231,7 @@ class Engine:
 
     def _finish(self, state: RequestState, status: SequenceStatus) -> bool:
         if state.group.is_finished:
-            return False  # by itself, as most: nobody need be asked
+            return False  # by itself, as most do: no scheduler need be asked
         request_ids = [state.group.request_id]
         schedulers = [worker.scheduler for worker in self.workers if worker.scheduler is not None]
         ended = any(scheduler.finish_requests(request_ids, status) for scheduler in schedulers)
@@ -286,7 +286,7 @@ class Engine:
 
     @property
     def workers(self) -> list[WorkerLoop]:
-        """Those that are known at the moment, connected or not."""
+        """The workers that are known at the moment, connected or not."""
         return self._members.workers
 
     def drain_worker(self, address: str) -> None:
@@ -308,7 +308,7 @@ class Engine:
         self._members.wake()
 
     def wake_for(self, output: SchedulerOutput) -> None:
-        """Wake those workers that a step has left groups to."""
+        """Wake the workers that a step has left groups to."""
         for placement in (*output.moved, *output.placements):
             if placement.to is not None:
                 self.serving[placement.to].wake()
@@ -340,7 +340,7 @@ class Engine:
             ("block size", model.block_size, info.block_size),
         ):
             if ours != theirs:
-                raise WorkerError(f"the worker's {name} is {theirs}, that of the workers before it {ours}")
+                raise WorkerError(f"the worker's {name} is {theirs}; that of earlier workers is {ours}")
         for name, promised, offered in (
             ("longest sequence", model.context_length, max_sequence_tokens(info)),
             ("pool", model.pool_tokens, info.num_device_blocks * info.block_size),
@@ -350,7 +350,7 @@ class Engine:
                 raise WorkerError(f"the worker's {name} is {offered}; requests were promised {promised}")
 
     def admitted(self, output: SchedulerOutput) -> None:
-        """Take note of who came to a worker with this step."""
+        """Take note of the requests that came to a worker with this step."""
         now = time.monotonic()
         for new in output.new_sequences:
             if (state := self.requests.get(new.sequence.group.request_id)) is not None:
@@ -397,9 +397,9 @@ class Engine:
             state.stream.fail(RequestError(code, group.error or "the request could not be served"))
 
     def workers_changed(self) -> None:
-        """A session began or ended, or a worker is drained or is not any more.
+        """A session began or ended, or a worker was drained or undrained.
 
-        While no worker takes requests, those that wait do so for a limited time.
+        While no worker takes requests, waiting requests have limited time.
         """
         was_on = self._outage.is_on
         self._outage.set(not self.admits)

@@ -1,6 +1,6 @@
-"""The requests that ended last, with what each of them waited for: for operators, and bounded in number and in bytes.
+"""The requests that ended last, with the times that each spent waiting: for operators, bounded in number and in bytes.
 
-Ids and tenants come from clients, so that a count alone would bound nothing. Prompts and texts are never kept.
+Ids and tenants come from clients, so a count alone would bound nothing. Prompts and texts are never kept.
 """
 
 import time
@@ -31,7 +31,7 @@ class RequestMetrics:
     cached_tokens: int
 
     def known(self) -> dict[str, float | int]:
-        """Those figures that there are, by name; seconds to the microsecond."""
+        """The figures that are known, by name; seconds to the microsecond."""
         return {name: round(figure, 6) for name, figure in asdict(self).items() if figure is not None}
 
     def encode(self) -> pb.RequestMetrics:

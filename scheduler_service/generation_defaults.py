@@ -1,7 +1,7 @@
-"""What holds for requests that do not say otherwise: the model's generation_config.json, as far as it makes sense.
+"""The defaults of sampling parameters that a request leaves out: from the model's generation_config.json, if valid.
 
-The file is the work of the model's author. A value that no request might set, such as a NaN or a text for a number, is
-left out with a warning, as if it had never been written: it must not keep a model from being served, nor end a step.
+The model's author wrote the file. A value that no request might set, such as a NaN or a text for a number, is ignored
+with a warning: it must not keep a model from being served, nor end a step.
 """
 
 import math
@@ -67,7 +67,7 @@ class GenerationDefaults:
 
 
 def eos_token_ids(config: dict[str, Any], generation: dict[str, Any], vocabulary_size: int) -> tuple[int, ...]:
-    """The tokens that end an output: those of generation_config.json, where it has none those of config.json."""
+    """The tokens that end an output: from generation_config.json or, if it names none, from config.json."""
     for source in (generation, config):
         found = source.get("eos_token_id")
         token_ids = found if isinstance(found, list) else [] if found is None else [found]

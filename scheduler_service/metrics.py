@@ -1,7 +1,7 @@
 """The scheduler's state and statistics as Prometheus metrics.
 
-Names and meanings are those of vLLM's, with `pagewire_` for `vllm:`, as far as there is something of the kind; with
-`vllm_names` these are there a second time under their own names, for dashboards and gateways that read them.
+Where vLLM has a metric of the kind, name and meaning are vLLM's, with `pagewire_` for `vllm:`. With `vllm_names` these
+metrics are written a second time under vLLM's own names, for dashboards and gateways that read them.
 """
 
 from collections import Counter
@@ -87,7 +87,7 @@ class SchedulerMetrics:
         )
         yield family.gauges(
             "workers",
-            "Workers by where they stand.",
+            "Workers by status.",
             "status",
             {status: statuses[status] for status in STATUSES},
         )

@@ -1,8 +1,8 @@
 """Whether any worker takes requests, and for how long none has.
 
-Requests wait through an outage for a limited time. So does the service's health: while a worker may be back in a moment
-new requests are worth accepting, and a server that left its load balancer at once would turn pauses into errors. When
-those that wait begin to end UNAVAILABLE, clients had better go elsewhere.
+Requests wait through an outage for a limited time, and for as long health stays SERVING: while a worker may be back in
+a moment, new requests are worth accepting, and a server that left its load balancer at once would turn pauses into
+errors. When waiting requests begin to end UNAVAILABLE, clients had better go elsewhere.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class Outage:
             yield False
 
     async def _ends_in_time(self) -> bool:
-        """Wait through the next outage; returns False when it outlasts everybody's patience."""
+        """Wait through the next outage; returns False when it lasts longer than requests wait."""
         await self._began.wait()
         try:
             await asyncio.wait_for(self._ended.wait(), self._patience)

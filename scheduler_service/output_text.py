@@ -1,7 +1,7 @@
 """The text of one output: what its tokens mean, in whole characters, up to the first stop string.
 
-What has been shown is a function of the tokens alone. So an output that goes on where another scheduler left it needs
-its tokens only: taken in again, they leave behind the same half character and the same beginning of a stop string.
+The text shown is a function of the tokens alone. So an output that another scheduler began is continued from its tokens
+only: processed again, they leave the same half character and the same beginning of a stop string.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,6 @@
 """Writes to one client, for as long as it reads: a write that takes too long, or is given up, ends the call.
 
-One timer a call watches its writes; a timeout around each of them took a tenth of the time that a message takes.
+One timer a call watches its writes: a timeout around each write took a tenth of the time of sending a message.
 """
 
 import asyncio

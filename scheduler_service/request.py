@@ -30,9 +30,9 @@ def request_key(tenant: str, request_id: str) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
     """What the client already holds: tokens of each index, or of none; which outputs it has whole; how many of the
-    prompt's log-probabilities. `texts` are those of the outputs with tokens, as far as these have brought them.
+    prompt's log-probabilities. `texts` holds the text of each output that has tokens.
 
-    `begun` are tokens of outputs that are known when all have ended; these are generated again.
+    `begun` has tokens of outputs that are sent when all have ended; such outputs are generated again.
     """
 
     token_ids: tuple[Sequence[int], ...] = ()

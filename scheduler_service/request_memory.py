@@ -1,12 +1,12 @@
-"""What requests take of the scheduler's memory: counted when they come, and for their output as it grows.
+"""How much of the scheduler's memory requests take: counted when a request comes, and for its output as it grows.
 
-The number of requests bounds nothing: one may be a thousand times as large as another. So requests are admitted by
-bytes as well, counted as an upper bound from what a client can make large, before any work is done for them. As long as
-a call is open gRPC holds the message as it came and as it was parsed; we hold its numbers once more, packed.
+The number of requests bounds no memory: one may be a thousand times as large as another. So requests are admitted by
+bytes as well. Before any work is done for a request, an upper bound is counted from what its client can make large. As
+long as a call is open gRPC holds the message as it came and as it was parsed; we hold its numbers once more, packed.
 
-How long an output becomes is not known then, and what waits of it is little while its client reads. So output counts
-from when it is made until the client has read it. All of that together may take a share of the memory besides; when it
-is more, the request with the most of it ends.
+The length of an output is not known then, and little of it waits while its client reads. So output counts from the
+moment at which it is made until the client has read it. All unread output together may take a share of the memory
+besides; when it takes more, the request with the most unread output ends.
 """
 
 from pagewire.v1 import inference_service_pb2 as pb
@@ -55,10 +55,10 @@ def request_bytes(message: pb.GenerateRequest, num_bytes: int = 0) -> int:
 
 
 def prompt_logprob_bytes(most: int | None, num_prompt_tokens: int) -> int:
-    """What the log-probabilities of the prompt take until they are written; they may come faster than they are read.
+    """The bytes of the prompt's log-probabilities until they are written; they may come faster than they are read.
 
-    They are counted last, because the number of the prompt's tokens may be known only when the prompt is. `most`: of
-    the likeliest tokens at each position, None for no log-probabilities.
+    They are counted last, because the number of tokens may be known only after tokenization. `most`: the number of
+    likeliest tokens at each position, None for no log-probabilities.
     """
     return 0 if most is None else logprob_bytes(num_prompt_tokens, most + 1)
 

@@ -1,4 +1,4 @@
-"""What a client already holds of a request whose stream broke: checked, and made a part of the request."""
+"""Checks what a client already holds of a request whose stream broke, and makes it a part of the request."""
 
 import asyncio
 from array import array

@@ -77,8 +77,8 @@ def _spare_the_collector() -> None:
 
     The tokenizer library alone brings half a million objects that live as long as the process. Going through them again
     and again took a third of this process's time under load, in pauses of a tenth of a second. Requests and sessions
-    are not left to the collector: they go when their call or their worker does. What is left are small cycles, as of
-    gRPC's exceptions, and its last generation is gone through about once in 100,000 new objects.
+    are not left to the collector: they are freed when their call or their session ends. What is left are small cycles,
+    such as those of gRPC's exceptions. The last generation is collected about once in 100,000 new objects.
     """
     gc.collect()
     gc.freeze()

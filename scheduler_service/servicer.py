@@ -130,7 +130,7 @@ class InferenceServicer(InferenceServiceServicer):
 
     @contextlib.contextmanager
     def _counting(self, state: RequestState, ended: list[str]) -> Iterator[None]:
-        """Counts the reasons why outputs ended, and gives those that did not by themselves one as well."""
+        """Counts the reasons why outputs ended; an output that its call cut off counts as an error or an abort."""
         statistics, num_outputs = self._engine.statistics, state.stream.num_open
         try:
             yield

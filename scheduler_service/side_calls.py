@@ -1,4 +1,4 @@
-"""How many calls beside Generate may be in flight, and how many bytes of theirs, so that they stay beside it."""
+"""Limits on the calls other than Generate, in number and in bytes, so that they do not slow Generate down."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """What has happened since the scheduler started, in plain numbers that cost next to nothing to count.
 
-They are read by AdminService and turned into metrics when somebody scrapes; nothing here knows of either.
+AdminService reads them, and a scrape of the metrics turns them into text; this file knows of neither.
 """
 
 import time
@@ -8,8 +8,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 
-# In seconds. The first and last of each are those of vLLM's metrics of the same name, so that dashboards fit; between
-# tokens there are three more at the beginning, for small models.
+# In seconds. The first and last bounds are those of vLLM's metrics of the same name, so that dashboards fit; for the
+# time between tokens there are three more at the beginning, for small models.
 FIRST_TOKEN_BOUNDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0, 2560.0,

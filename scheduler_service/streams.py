@@ -1,8 +1,8 @@
 """Output on its way to one client: merged while the client is slow, so a stream never holds more than its output.
 
-What is merged grows up to a limit, and then the next delta is begun. A delta is a message: none is larger than any
-client's default limit for messages, and none takes long to encode. Tokens and their texts are in the same delta,
-because a client whose stream broke may resume it behind any message.
+A merged delta grows up to a limit, and then the next one is begun. A delta becomes one message, which is smaller than
+every client's default limit and takes little time to encode. A token and its text are in the same delta, because a
+client whose stream broke may resume it behind any message.
 """
 
 import asyncio
@@ -83,7 +83,7 @@ class OutputStream:
         self._unread = unread
         self._taken = 0  # of these the bytes of the delta that the reader has
         self._full: deque[OutputDelta] = deque()
-        self._pending: dict[int, OutputDelta] = {}  # of each index the last, which grows; after those that are full
+        self._pending: dict[int, OutputDelta] = {}  # of each index the last, which grows; they follow the full ones
         self._whole: deque[Iterator[OutputDelta | None]] = deque()  # after everything else
         self._error: RequestError | None = None
         self._turns = turns

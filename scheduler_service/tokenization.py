@@ -1,9 +1,9 @@
 """Text to token ids and back, with the tokenizer that the worker's weights were trained with.
 
-Text that a user wrote is data: special tokens spelled out in it are encoded as ordinary characters, so nobody can
-close a chat turn from inside a message. Encoding runs on threads, through the library's batch calls, because its single
-ones keep the GIL (630,000 characters: 239 ms of it, against 6); decoding a token takes 1.3 µs and stays on the loop.
-Whatever else holds the GIL is done in slices: a thread that runs Python lets others have it every 5 ms.
+Text that a user wrote is data: special tokens spelled out in it are encoded as ordinary characters, so that a message
+cannot close its chat turn. Encoding runs on threads, through the library's batch calls, because its single calls keep
+the GIL (630,000 characters: 239 ms of it, against 6). Decoding a token takes 1.3 µs and stays on the event loop. Other
+work that holds the GIL is done in slices: a thread that runs Python gives it to others every 5 ms.
 """
 
 import asyncio

@@ -1,13 +1,14 @@
-"""Who may write to its client next: readers take turns, and only a few have theirs at the same time.
+"""Which stream writes to its client next: readers take turns, and only a few turns are under way at the same time.
 
-A step of 256 sequences has something to say to 256 clients. If all wrote at once, workers' answers and new calls would
-stand behind 256 completed writes in gRPC's one queue of events; and as gRPC takes new calls one after the other, only a
-hundred a second would get in, which kept three workers half empty. So only a few writes that are as quick as others are
-under way at a time, begun in the order in which they were asked for. Where there is more to write than time, turns come
-later, output is merged meanwhile, and fewer and larger messages are written.
+A step of 256 sequences brings tokens for 256 clients. If all streams wrote at once, workers' answers and new calls
+would wait behind 256 completed writes in gRPC's one queue of events. As gRPC takes new calls one after the other, only
+a hundred a second would get in, which kept three workers half empty. So only a few writes are under way at a time, and
+they begin in the order in which they were asked for. When there is more to write than time, turns come later, output is
+merged meanwhile, and fewer and larger messages are written.
 
-A client that reads slowly, or not at all, holds nobody up: its turn ends for the others when its time is over, and the
-next ones do not count. The time gets shorter where it is all that turns end by, as when many clients freeze at once.
+A client that reads slowly, or not at all, delays no other: after a time limit its turn no longer counts towards those
+under way, and its next turns do not count at all until one is quick again. The limit gets shorter while turns end by it
+alone, as when many clients freeze at once.
 """
 
 import asyncio
@@ -18,18 +19,20 @@ AT_ONCE = 8
 LONGEST_SECONDS = 0.02
 SHORTEST_SECONDS = 0.001
 SLOW_AFTER = 4 * AT_ONCE
-"""Turns that were given during one of a slow client. Whatever keeps the server itself is no time in which turns are."""
+"""A client is slow if more turns than these were given during one of its own. Counted in turns and not in seconds,
+because a delay of the server itself gives none."""
 
 
 class Turn:
-    """A reader's, which it has again and again."""
+    """One reader's turn. The same object serves for all its turns, one after the other."""
 
     __slots__ = ("came", "is_slow", "number")
 
     def __init__(self) -> None:
         self.came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Of the present one. One that is done before, because nobody waits any more, takes nobody's place."""
-        self.number = 0  # of the present one, once it came
+        """Done when the present turn comes. A turn whose future is already done, because its reader left, does not
+        count towards the limit."""
+        self.number = 0  # of the present turn, once it came
         self.is_slow = False
 
 
@@ -38,7 +41,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._asking: deque[Turn] = deque()
-        self._given: dict[Turn, float] = {}  # when, in that order; those that count
+        self._given: dict[Turn, float] = {}  # turns that count towards the limit, and when each came; oldest first
         self._num_given = 0
         self._longest = LONGEST_SECONDS
         self._timer: asyncio.TimerHandle | None = None
@@ -46,7 +49,7 @@ class Turns:
 
     @property
     def num_held(self) -> int:
-        """Turns that came and did not end, as far as they take somebody's place."""
+        """Turns that came, did not end, and count towards the limit."""
         return len(self._given)
 
     def ask(self, turn: Turn) -> None:
@@ -55,7 +58,7 @@ class Turns:
         self._give()
 
     def end(self, turn: Turn) -> None:
-        """What was to be done with the turn is done. Ending one again, or one that did not come, does nothing."""
+        """The turn is over. Ending one again, or one that did not come, does nothing."""
         if turn.number:
             turn.is_slow = self._num_given - turn.number > SLOW_AFTER
             turn.number = 0

@@ -77,9 +77,9 @@ def check_names(message: pb.GenerateRequest | pb.AbortRequest) -> None:
 
 
 def check_sizes(message: pb.GenerateRequest) -> None:
-    """Raises RequestError for what no model of this server has, and for lists and outputs that are too many for any.
+    """Raises RequestError for features that no model of this server has, and for too many elements or outputs.
 
-    It comes before anything is gone through or counted, and before there is a model.
+    It is called before any code iterates over lists or counts their bytes, and before there is a model.
     """
     _refuse_unimplemented(message)
     _check_length("chat.messages", len(message.chat.messages), MAX_MESSAGES)

@@ -1,7 +1,8 @@
 """Outputs of best_of and of beam search: known when all have ended, and cut into deltas as their reader takes them.
 
-A client may have the beginning of one from a stream that broke. The search is run again then, and what it has is left
-out; the text of these tokens is made all the same, because the text of the others follows from it.
+A client may already have the beginning of an output from a stream that broke. Then the search is run again, and the
+tokens that the client has are left out. Their text is made all the same, because the text of later tokens depends on
+it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ from scheduler_service.streams import MAX_TOKENS, OutputDelta
 
 @dataclass(slots=True)
 class WholeOutput:
-    """`texts` are those of each token, and may be made when they are taken; `logprobs` may be none."""
+    """`texts` has the text of each token, and may be a generator; `logprobs` may be empty."""
 
     token_ids: list[int] = field(default_factory=list)
     texts: Iterable[str] = ()

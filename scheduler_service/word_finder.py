@@ -1,8 +1,8 @@
-"""Finds any of many words in a text, whatever the text, without keeping the interpreter to itself.
+"""Finds any of many words in any text, without holding the interpreter's lock for long.
 
 The words become one regular expression in which words that begin alike share their beginning, so that a text full of
-beginnings costs no more for a thousand words than for one. Python's `re` holds the interpreter's lock for as long as a
-call takes; so a call looks at a part of the text only.
+beginnings costs no more for a thousand words than for one. Python's `re` holds the interpreter's lock for a whole call,
+so each call searches only a part of the text.
 """
 
 import re

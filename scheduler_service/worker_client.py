@@ -51,25 +51,26 @@ that were under way."""
 
 
 class WorkerError(Exception):
-    """The worker cannot be used; the message says why. `is_nobodys_fault` unless a request may have brought it down."""
+    """The worker cannot be used; the message says why."""
 
-    is_nobodys_fault = False
+    blames_requests = True
+    """Whether a request in flight may have brought the worker down."""
 
 
 class UnreachableError(WorkerError):
-    """Nobody answers there, or nobody who is ready."""
+    """No worker answers there, or the worker is not ready."""
 
 
 class DrainedError(WorkerError):
     """The session ended because the worker is shut down or was drained."""
 
-    is_nobodys_fault = True
+    blames_requests = False
 
 
 class FencedError(WorkerError):
     """The worker refused a step out of turn, or has a session of a newer epoch now."""
 
-    is_nobodys_fault = True
+    blames_requests = False
 
 
 class SupersededError(WorkerError):
@@ -89,7 +90,7 @@ class Session:
         self.epoch = epoch
         self.last_answer = pb.ModelOutput()  # as it came, for a recording
         self._call = call
-        self._answers = aiter(call)  # also gives those that came before a write failed, which `read` does not
+        self._answers = aiter(call)  # also gives answers that came before a write failed, which `read` does not
         self._status: tuple[grpc.StatusCode, str | None]  # from the end of the call on
         call.add_done_callback(self._ended)
         self._split = split
@@ -103,7 +104,7 @@ class Session:
         return None if since is None else since / 1e9
 
     async def send(self, output: SchedulerOutput) -> None:
-        """Have a step run after those sent before."""
+        """Have a step run after the steps sent before."""
         began = perf_counter_ns()
         message = encode_scheduler_output(output, self.epoch)
         encoded = perf_counter_ns()

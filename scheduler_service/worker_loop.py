@@ -1,8 +1,8 @@
 """One worker's loop: connect, plan, send, receive, publish; and connect again when the session is over.
 
 While a session is open one task plans and sends steps, up to a few ahead of their answers, and another takes the
-answers in, so that the worker finds its next step waiting when it has finished one. Others watch over the worker. The
-first of them that fails ends the session, and whoever ran there goes on elsewhere.
+answers in, so that the worker finds its next step waiting when it has finished one. Other tasks watch over the worker.
+The first task that fails ends the session, and the requests that ran there go on elsewhere.
 """
 
 import asyncio
@@ -91,7 +91,7 @@ class Fleet(Protocol):
 
     @property
     def workers(self) -> "list[WorkerLoop]":
-        """Those that are known at the moment, connected or not."""
+        """The workers that are known at the moment, connected or not."""
 
     @property
     def admits(self) -> bool:
@@ -110,13 +110,13 @@ class Fleet(Protocol):
         """End a request that the scheduler or the worker gave up on."""
 
     def workers_changed(self) -> None:
-        """A session began or ended, or a worker is drained or is not any more."""
+        """A session began or ended, or a worker was drained or undrained."""
 
     def wake(self) -> None:
         """Have every worker look whether there is something to send."""
 
     def wake_for(self, output: SchedulerOutput) -> None:
-        """Wake those workers that a step has left groups to."""
+        """Wake the workers that a step has left groups to."""
 
 
 class WorkerLoop:
@@ -227,16 +227,17 @@ class WorkerLoop:
                 is_starting = isinstance(error, UnreachableError) and not self.epoch
                 if is_starting or isinstance(error, DrainedError):
                     level = logging.INFO
-                # They and the tasks that failed lead to each other, and to the session's scheduler and its requests.
+                # Frames and failed tasks refer to each other, and to the session's scheduler and its requests.
                 traceback.clear_frames(error.__traceback__)
-            except Exception as error:  # whatever it is, the other workers and everybody's streams go on
+            except Exception as error:  # whatever it is, the other workers and all streams go on
                 log.error("worker loop failed", worker=self.client.address, exc_info=error)
                 reason = "internal error; the server's log has the details"
                 traceback.clear_frames(error.__traceback__)
             if self.num_steps > steps_before:
                 pause = FIRST_RETRY_SECONDS
             elif self._is_lost_in_a_step and self._fleet.admits:
-                # Whoever it is given is lost to it, without an answer; others serve, and shall not be blamed for it.
+                # It was lost in a step and has answered none. Every further attempt would make suspects of the requests
+                # that it is given, while other workers serve.
                 pause, longest = max(pause, FIRST_FAILING_RETRY_SECONDS), LONG_RETRY_SECONDS
             if self._is_superseded:
                 longest = LONG_RETRY_SECONDS
@@ -262,7 +263,7 @@ class WorkerLoop:
         except UnreachableError:
             await self.client.reconnect()
             raise
-        self._check_nobody_has_it(info)
+        self._check_is_available(info)
         self.instance_id = info.instance_id
         self.epoch = max(time.time_ns(), info.epoch + 1)
         self._is_superseded = False
@@ -294,12 +295,12 @@ class WorkerLoop:
             self._end(scheduler, session, end)
             await self.client.reconnect()
 
-    def _check_nobody_has_it(self, info: WorkerInfo) -> None:
+    def _check_is_available(self, info: WorkerInfo) -> None:
         """Raises WorkerError when the worker is in a session that is not to be ended.
 
-        A scheduler that has just started takes a worker from whoever has it: that is its predecessor, or a mistake that
-        shows. But the one that it was taken from does not take it back, or they would do so for ever, and everybody's
-        tokens be computed again and again.
+        A scheduler that has just started takes a worker over from another scheduler: that one is its predecessor, or a
+        configuration mistake, which then shows. The other scheduler does not take the worker back: otherwise the two
+        would take turns for ever, and every request's tokens would be computed again and again.
         """
         for other in self._fleet.workers:
             if other.scheduler is not None and info.instance_id and other.instance_id == info.instance_id:
@@ -311,10 +312,10 @@ class WorkerLoop:
             )
 
     def _end(self, scheduler: Scheduler, session: Session, reason: Exception | None) -> None:
-        """The session is over, whatever it was that ended it: whoever ran there goes on elsewhere."""
-        # One that was leaving is not lost, however its session ended: a step on its way to it may break the stream.
+        """The session is over, for whatever reason: the requests that ran there go on elsewhere."""
+        # A worker that was leaving is not lost, however its session ended: a step on its way may break the stream.
         is_lost = reason is not None and not self._is_leaving and not isinstance(reason, DrainedError)
-        is_nobodys_fault = isinstance(reason, WorkerError) and reason.is_nobodys_fault
+        blames_requests = is_lost and (not isinstance(reason, WorkerError) or reason.blames_requests)
         self._is_lost_in_a_step = is_lost and bool(self._in_flight)
         self.num_losses += is_lost
         self._is_leaving = False
@@ -323,7 +324,7 @@ class WorkerLoop:
         self._in_flight.clear()
         session.close()
         try:
-            for group in scheduler.release_all(time.monotonic(), blames=is_lost and not is_nobodys_fault):
+            for group in scheduler.release_all(time.monotonic(), blames=blames_requests):
                 self._fleet.fail(group)
             self.num_preemptions += sum(scheduler.num_preemptions.values())
         finally:

@@ -1,7 +1,7 @@
 """Looks after a worker while a session with it is open: whether it still answers, and whether it is leaving.
 
-A worker that answers steps is alive, and is not asked. One that answers none, because it has none or is stuck in one,
-is asked for its health, which it tells within milliseconds even in the middle of a step.
+A worker that answers steps is alive, and is not asked. A worker that answers none, because it has none or is stuck in
+one, is asked for its health, and answers that within milliseconds even in the middle of a step.
 """
 
 import asyncio
@@ -42,7 +42,8 @@ async def _answers(client: WorkerClient, timeout: float) -> bool:
 async def watch_steps(session: Session, timeout: float) -> Never:
     """Raises WorkerError when a step takes more than `timeout` seconds, and at most a quarter of that later.
 
-    They count from when the worker could begin with it: it was there, and the one before it was answered.
+    The time counts from the moment at which the worker could begin with the step: it had been sent, and the step before
+    it was answered.
     """
     while True:
         since = session.waiting_since

@@ -1,7 +1,7 @@
 """The core's types as messages with fields of the same names, so that a new field needs a line of protobuf alone.
 
-A field without a message field of its name is an error when it is encoded. Single values are always written; one that
-is not there, because the recording is older than the field, has the default that the code gives it.
+Encoding a type raises an error if one of its fields has no message field of its name. Single values are always written.
+A value that is missing, because the recording is older than the field, has the default that the code gives it.
 """
 
 import enum

@@ -1,9 +1,9 @@
 """A replay as a trace that ui.perfetto.dev opens: Chrome's trace event format.
 
-Every worker has a lane with a slice for each step, from when it could begin to its answer; every request has one that
-says at each moment, from its arrival to its end, whether it is queued, prefill, decode, preempted or swapped. Counters
-show how many requests wait, run and are swapped out, and how many blocks are free. Written as it comes, in whole
-microseconds after the recording began.
+Every worker has a lane with a slice for each step, from the moment at which the step could begin to its answer. Every
+request has a lane that says at each moment, from its arrival to its end, whether it is queued, prefill, decode,
+preempted or swapped. Counters show how many requests wait, run and are swapped out, and how many blocks are free.
+Events are written as the replay yields them, in whole microseconds after the recording began.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Which worker took each waiting request or left it to another one, as it is recorded, and in words."""
+"""Which worker took each waiting request, or left it to another worker: as a recording has it, and in words."""
 
 from collections.abc import Callable, Iterable, Sequence
 

@@ -1,7 +1,7 @@
 """Runs the core again from a recording and compares everything that it decides.
 
-A plan is compared as the bytes that its worker got, so that not even a block number may differ. What the replay goes
-through is handed out event by event; traces and cost models are made of that.
+A plan is compared as the bytes that its worker got, so that not even a block number may differ. The replay yields its
+events one by one; traces and cost models are made from them.
 """
 
 from collections import deque

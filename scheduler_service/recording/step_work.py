@@ -22,7 +22,7 @@ class StepWork(NamedTuple):
         """The work of a step; to be asked before the next one is planned."""
         prefill = decode = context = 0
         for sequence, num_tokens, _ in output.scheduled:
-            context += sequence.num_computed_tokens  # those of this step included
+            context += sequence.num_computed_tokens  # with the tokens of this step
             if num_tokens == 1:
                 decode += 1
             else:

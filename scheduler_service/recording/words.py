@@ -1,4 +1,4 @@
-"""Two plans of one step in words, as far as they differ."""
+"""How two plans of one step differ, in words."""
 
 import zlib
 from array import array
@@ -10,7 +10,7 @@ MOST_ITEMS = 8
 
 
 def compare_steps(recorded: wire.SchedulerOutput | None, replayed: wire.SchedulerOutput | None) -> str:
-    """What each plan says where they differ, a part after the other, from the first item that differs."""
+    """What each plan says in every part that differs, from the part's first different item on."""
     if recorded is None or replayed is None:
         return f"recorded: {_summary(recorded)}; replayed: {_summary(replayed)}"
     parts: list[str] = []

@@ -1,7 +1,7 @@
-"""Appends to a file from a thread of its own, so that a slow disk holds nobody up.
+"""Appends to a file from a thread of its own, so that a slow disk delays no step.
 
-What was added reaches the operating system within about FLUSH_SECONDS, so that a process that is killed loses no more
-than that; there is no fsync. Whatever goes wrong is logged once and ends the recording, never the service.
+Data reaches the operating system within about FLUSH_SECONDS, so a killed process loses no more than that; there is no
+fsync. An error is logged once and ends the recording, never the service.
 """
 
 import os

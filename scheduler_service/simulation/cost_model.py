@@ -49,7 +49,7 @@ class CostModel:
 
     @classmethod
     def read(cls, path: Path) -> "CostModel":
-        """Read a JSON object of these fields; those that are missing keep their defaults. Raises ValueError."""
+        """Read a JSON object of these fields; a field that is missing keeps its default. Raises ValueError."""
         try:
             values = json.loads(path.read_text())
         except (OSError, ValueError) as error:

@@ -1,7 +1,7 @@
 """How unequally tenants were served, by the measure of Sheng et al., "Fairness in Serving Large Language Models".
 
-Service is counted in tokens: those of prompts, once they are admitted, and output tokens at twice their number. Two
-tenants can claim equal service only as long as both have requests waiting; who asks for less than that gets less.
+Service is counted in tokens: prompt tokens once, when the request is admitted, and output tokens twice. Two tenants can
+claim equal service only as long as both have requests waiting; a tenant that asks for less gets less.
 """
 
 from collections import Counter, defaultdict
@@ -15,8 +15,8 @@ class ServiceGap:
     """The most service that any tenant got more than another within any span in which both had requests waiting.
 
     For each pair that is the range of the difference between their services, because a span may begin at the lowest
-    and end at the highest. There are as many pairs as the square of the tenants that wait, so where they are more than
-    `PAIRS_A_STEP` they are looked at in one step of several only.
+    and end at the highest. The number of pairs grows with the square of the waiting tenants. If there are more than
+    `PAIRS_A_STEP`, they are looked at only once in several steps.
     """
 
     def __init__(self) -> None:

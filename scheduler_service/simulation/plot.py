@@ -77,7 +77,7 @@ def draw(results: Mapping[str, Result], title: str) -> Figure:
 
 
 def _kinds(requests: Sequence[RequestTimes]) -> dict[str, Sequence[RequestTimes]]:
-    """All requests, and those of each tenant and priority where there are several."""
+    """All requests; also the requests of each tenant and of each priority, where there are several."""
     tenants, priorities = by_tenant(requests), by_priority(requests)
     busiest = sorted(tenants, key=lambda tenant: -len(tenants[tenant]))[:MAX_TENANTS]
     kinds: dict[str, Sequence[RequestTimes]] = {"all": requests}

@@ -1,5 +1,4 @@
-"""Who sent each request of a trace, how urgent it was, and what it continued: public traces say none of it, so all of
-it is dealt out."""
+"""Deals out a tenant, a priority and a conversation to each request of a trace, because public traces have none."""
 
 import heapq
 import random
@@ -32,11 +31,11 @@ def _chooser(shares: Mapping[T, float]) -> Callable[[random.Random], T]:
 def converse(arrivals: Sequence[Arrival], *, pause: float, most_turns: int) -> list[Arrival]:
     """Make turns of conversations out of requests, as far as prompts are long enough to hold what came before.
 
-    A turn comes at least `pause` seconds after the one before it, and continues the conversation that has said the most
-    of what its prompt has room for. Every turn's prompt begins with the prompt and output of the one before.
+    A turn comes at least `pause` seconds after the one before it, and continues the longest conversation that its
+    prompt has room for. Every turn's prompt begins with the prompt and output of the one before.
     """
     resting: list[tuple[float, int, int, int]] = []  # until when, said so far, turns, which; in the order of time
-    said: list[tuple[int, int, int]] = []  # of those that may go on
+    said: list[tuple[int, int, int]] = []  # of conversations that may go on
     numbers = count()
     turns: list[Arrival] = []
     for arrival in arrivals:

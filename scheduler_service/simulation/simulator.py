@@ -1,8 +1,8 @@
 """Runs a trace through schedulers that share one queue, one for each simulated worker, on a virtual clock.
 
-Three kinds of event exist: a request arrives, a worker ends its step, and a worker that left a request to a better one
-is asked again. An idle worker sleeps until a request may be its own; only as many are woken as there is work for, so
-that a thousand idle workers cost nothing.
+Three kinds of event exist: a request arrives, a worker ends its step, and a worker that left a request to a better
+worker is asked again. An idle worker sleeps until it may be given a request; only as many workers are woken as there is
+work for, so that a thousand idle workers cost nothing.
 """
 
 import heapq
@@ -174,7 +174,7 @@ class Simulator:
                 yield *heapq.heappop(self._retries), None
 
     def _group(self, number: int) -> SequenceGroup:
-        """A request whose prompt is like no other's but those of its conversation."""
+        """A request whose prompt shares a prefix with requests of its conversation only."""
         arrival = self._arrivals[number]
         is_alone = arrival.conversation is None
         root = f"request {number}" if is_alone else f"conversation {arrival.conversation}"
@@ -194,7 +194,7 @@ class Simulator:
                 return
 
     def _ask(self, now: float, worker: int) -> bool:
-        """Let a worker plan if it is idle, and those that it leaves requests to; returns whether it began a step."""
+        """Let a worker plan if it is idle, and workers that it leaves requests to; returns whether it began a step."""
         to_ask, asked = [worker], set[int]()
         while to_ask:
             number = to_ask.pop()

@@ -96,7 +96,7 @@ async def test_requests_beyond_the_memory_are_refused_and_taken_when_others_have
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await next(asyncio.as_completed(calls))
         assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "--request-memory allows all together 4.0 MiB, of which those in flight hold" in error.value.details()
+        assert "--request-memory allows all together 4.0 MiB, of which requests in flight hold" in error.value.details()
         await until(lambda: sum(call.done() for call in calls) + len(one.engine.requests) == 60)
         assert 0.9 * LIMIT * MIB < one.engine._held_bytes <= LIMIT * MIB
         left = next(call for call in calls if not call.done())
