@@ -1,4 +1,4 @@
-"""Puts a load on a system and notes when its tokens come; what kind of system it is, nobody here knows."""
+"""Puts a load on a system and notes when its tokens come. It treats all kinds of system alike."""
 
 import asyncio
 import time

@@ -1,13 +1,13 @@
 """How near served log-probabilities are to exact ones: python -m bench.fidelity. Ends with JSON.
 
-Texts go teacher-forced through each system, which says the log-probability of every token of the text and the likeliest
-token at its place. What it says is held against transformers in float32 with the same weights: the mean difference of
-the log-probabilities of the text's tokens, and how often the likeliest token is the same. Ours serves in bfloat16, and
-with int8 weights where the machine has such products; beside it are transformers in bfloat16 and, with --peer, vLLM.
-Ratios are to transformers in bfloat16.
+Texts go teacher-forced through each system. It returns the log-probability of every token of the text, and the
+likeliest token at its place. These are compared with transformers in float32 with the same weights: the mean difference
+of the log-probabilities of the text's tokens, and how often the likeliest token is the same. Ours serves in bfloat16,
+and with int8 weights where the machine has such products; beside it are transformers in bfloat16 and, with --peer,
+vLLM. Ratios are to transformers in bfloat16.
 
-The texts are the first tokens of pages of Python's own manual, which comes with every Python; --prompts adds those of a
-JSON-lines file whose objects have `turns`, as MT-bench's have.
+The texts are the first tokens of pages of Python's own manual, which comes with every Python. --prompts adds the texts
+of a JSON-lines file whose objects have `turns`, as MT-bench's have.
 """
 
 import argparse

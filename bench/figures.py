@@ -1,9 +1,9 @@
-"""From the moments at which messages came to the figures that are compared; arithmetic only.
+"""Computes the figures that are compared from the moments at which messages came; arithmetic only.
 
-A reader sees messages, not tokens, and a message may bring several tokens. Each of them is charged the whole pause
-before its message: putting tokens together into fewer messages never makes a stream look smoother than it was, and a
-long pause is not diluted by tokens that came with the one that ended it. The first message is no pause, it is the time
-to the first token.
+A reader sees messages, not tokens, and a message may bring several tokens. Each token is charged the whole pause before
+its message. So a stream that puts tokens together into fewer messages never looks smoother than it was, and a long
+pause is not diluted by the tokens that ended it. The time before the first message is no pause, but the time to the
+first token.
 """
 
 import math

@@ -7,8 +7,8 @@ It needs torch and triton alone. In one run it measures
 - prompts of the same heads: causal products a second, as % of that rate;
 
 each beside torch's `scaled_dot_product_attention` over the same keys and values laid out densely, and beside FlashInfer
-where it imports. All calls are captured in a CUDA graph, so that no time is a host's, and calls go through several
-layers in turn, so that no keys come out of the level 2 cache. Results are held against torch's before they are timed.
+if it is installed. All calls are captured in a CUDA graph, so that no host time is included. Calls go through several
+layers in turn, so that no keys come out of the level 2 cache. Results are compared with torch's before they are timed.
 """
 
 import json

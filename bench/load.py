@@ -1,6 +1,6 @@
 """The loads: how many requests, when, how long, and of which random tokens. Both systems get exactly the same.
 
-Prompts are drawn from a seed: a run that has one of its own finds nothing of another's prompts in a prefix cache.
+Prompts are drawn from a seed: a run with a seed of its own finds no other run's prompts in a prefix cache.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Runs a load on each system in turn. Only one is under load at a time; the others are up, and found to be idle."""
+"""Runs a load on each system in turn. Only one is under load at a time; the others are up, and checked to be idle."""
 
 import asyncio
 import sys

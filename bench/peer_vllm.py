@@ -1,7 +1,8 @@
 """vLLM's CPU build with the same weights, driven over its OpenAI-compatible HTTP.
 
 It is started from a folder with `venv/`, a virtual environment that can run it, and `model/`, the weights as a Hugging
-Face directory, with the defaults of `vllm serve`; settings in the environment, as VLLM_CPU_OMP_THREADS_BIND, hold.
+Face directory. It has the defaults of `vllm serve`, and settings from the environment, such as
+VLLM_CPU_OMP_THREADS_BIND.
 """
 
 import contextlib
@@ -129,7 +130,7 @@ def _request(prompt: Sequence[int], output_tokens: int) -> dict[str, Any]:
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
-        "return_token_ids": True,  # else nobody knows how many tokens an event brought
+        "return_token_ids": True,  # otherwise an event does not say how many tokens it brought
     }
 
 

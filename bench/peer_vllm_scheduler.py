@@ -1,11 +1,11 @@
 """What vLLM's own scheduler costs; `bench.scheduler` runs this file with a Python that can import vllm.
 
-The argument is the JSON of `bench.scheduler.Load`. Prints vLLM's version, and then, for every line with a number of
-sequences that it reads, the microseconds of a step, over one round of steps with so many running.
+The argument is the JSON of `bench.scheduler.Load`. It prints vLLM's version. Then it reads lines with a number of
+sequences each, and prints for each the microseconds of a step, over one round of steps with so many running.
 
 The V1 scheduler is built as vLLM's engine core builds it, with prefix caching on and statistics off, for a model of one
-layer whose weights are never asked for. Asynchronous scheduling is off: as with ours, every step's answer comes before
-the next step. Both are given stop tokens to look out for, and answers that were made beforehand.
+layer whose weights are never loaded. Asynchronous scheduling is off: as with ours, every step's answer comes before the
+next step. Both schedulers are given stop tokens to look for, and answers that were made beforehand.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""The split of a step: what the phases of our steps took under a load, by the scheduler's own account."""
+"""The split of a step: what the phases of our steps took under a load, as the scheduler measured them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the processes of a system take: memory and CPU time, their children's and theirs in turn included."""
+"""The memory and CPU time of a system's processes, with all their descendants."""
 
 from collections.abc import Iterator, Sequence
 

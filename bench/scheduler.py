@@ -4,11 +4,12 @@
   With `PEER`, the path of a Python that can import vllm, the same of vLLM's own scheduler, measured in turn with ours
   (`bench/peer_vllm_scheduler.py`), and `vllm_over_ours`.
 - `us_per_step_by_waiting`: a step of 256 sequences while few or many requests wait.
-- `us_per_step_by_workers`: a step of one worker, with 32 sequences, whose scheduler is alone with its queue, or one of
-  1,000 that share one; 1,000 of each kind take turns. It is the mean over as many steps as fill a block, the median
-  over workers. A worker takes these steps in a row, after as many that bring its memory into the caches; for `…_cold`
-  all take one step after another, and each finds the caches full of the others' sequences, shared queue or not.
-- `codec_us`: one step of 256 sequences, there and back, of which one in 16 gets a block.
+- `us_per_step_by_workers`: a step of one worker with 32 sequences. Its scheduler has a queue of its own, or shares one
+  with 999 others; 1,000 schedulers of each kind take turns. The figure is the mean over as many steps as fill a block,
+  and the median over workers. A worker takes these steps in a row, after as many that bring its memory into the caches.
+  For `…_cold` all workers take one step after another, and each finds the caches full of the others' sequences, shared
+  queue or not.
+- `codec_us`: encoding and decoding one step of 256 sequences, of which one in 16 gets a block, and its answer.
 """
 
 import json
@@ -234,8 +235,8 @@ def main() -> None:
         table.add_row(f"a step of 256 sequences, {number:,d} requests waiting", f"{us:.1f}")
     for caches, by_workers in (("", warm), (", caches cold", cold)):
         for number, us in by_workers.items():
-            who = "a lone worker" if number == 1 else f"one of {number:,d} workers"
-            table.add_row(f"a step of {SEQS_A_WORKER} sequences, {who}{caches}", f"{us:.1f}")
+            worker = "a lone worker" if number == 1 else f"one of {number:,d} workers"
+            table.add_row(f"a step of {SEQS_A_WORKER} sequences, {worker}{caches}", f"{us:.1f}")
     table.add_row(f"encode a step of 256 sequences ({codec_bytes:,d} bytes), decode its answer", f"{codec_us:.1f}")
     Console(file=sys.stdout, width=120).print(table)
     if peer:

@@ -1,22 +1,23 @@
 """Whole traces through the real scheduler on a virtual clock: python -m bench.simulate TRACE.csv …
 
-Each trace runs with 1, 8 and 1,000 simulated workers under every policy, its clock sped up so far that requests have to
-wait: without that all policies are alike. The traces name no senders, so at random one tenant sends 80% of the requests
-and four light ones 5% each, and 10% of the requests are urgent, of whomever.
+Each trace runs with 1, 8 and 1,000 simulated workers under every policy. Its clock is sped up until requests have to
+wait; otherwise all policies are alike. The traces name no senders, so at random one tenant sends 80% of the requests
+and four light tenants 5% each, and 10% of every tenant's requests are urgent.
 
-- p99 TTFT in seconds: of all requests, of those of the light tenants, of urgent ones.
+- p99 TTFT in seconds: of all requests, of the light tenants' requests, of urgent requests.
 - service gap: the most service, in thousands of tokens, that one tenant got more than another while both had requests
   waiting (`scheduler_service/simulation/fairness.py`).
 - preemptions, by mode.
 
 A second table shows what placement is worth: 8 workers of which one takes four times as long for every step, and 8
-equal ones whose requests are turns of conversations, each with the balancer and with whoever is asked first taking all.
+equal workers whose requests are turns of conversations. Each case runs with the balancer, and with "first come": the
+worker that plans first takes all requests that it has room for.
 
-A third shows what the cap on one prompt's part of a step is worth: one worker with the requests of up to 512 prompt
-tokens, and every 400 seconds long prompts that take a hundred steps together. TTFT is of the requests that came while
-one of the long prompts was under way.
+A third table shows what the cap on one prompt's part of a step is worth: one worker with the requests of up to 512
+prompt tokens, and every 400 seconds long prompts that take a hundred steps together. TTFT is of the requests that came
+while one of the long prompts was under way.
 
-One process a core; the real time of a run is that beside the others. The last line is JSON.
+One process runs on each core, so the real time of a run includes the load of the others. The last line is JSON.
 """
 
 import json
@@ -65,7 +66,7 @@ Row = dict[str, str | int | float]
 
 
 class FirstCome(Balancer):
-    """Whoever is asked first takes all that it has room for."""
+    """The worker that plans first takes all requests that it has room for."""
 
     def has_others(self, member: Member) -> bool:  # noqa: ARG002
         return False

@@ -2,10 +2,10 @@
 
 A worker with the shape of Llama 3 8B and random weights in bf16 computes steps of 1, 32 and 256 sequences with 1,024
 tokens of context: session, batch, CUDA graph, greedy sampling and the tokens read back; protobuf and gRPC are left out.
-The limit is the time in which the weights that a step needs and the keys and values of its sequences are read once, at
-the bandwidth of a copy that is measured in the same run. Medians are over steps: "step" is the time from one answer to
-the next when each is launched before the one before it has finished, as a scheduler has it that sends steps ahead, and
-"alone" when it is launched afterwards.
+The limit is the time to read the weights that a step needs, and the keys and values of its sequences, once, at the
+bandwidth of a copy that is measured in the same run. Times are from one answer to the next, and figures are medians
+over steps. For "step" each step is launched before the previous one has finished, as when a scheduler sends steps
+ahead; for "alone" it is launched afterwards.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""Which process of several runs a test, and when: those of one file run in one, where they share what it sets up.
+"""Which process of several runs a test, and when: the tests of one file run in one process and share its fixtures.
 
-All of tests/fleet share their workers. Whatever takes long begins first, so that the processes end at about the same
-time. A test that is marked `alone` has the machine to itself. (pytest-xdist's own groups are marks, which its version
-3.8 does not find with pytest 9.2.)
+All of tests/fleet share their workers. Long tests begin first, so that the processes end at about the same time. A test
+that is marked `alone` has the machine to itself. (pytest-xdist's own groups are marks, which its version 3.8 does not
+find with pytest 9.2.)
 """
 
 import fcntl

@@ -1,1 +1,1 @@
-"""What a fleet costs and what it bears; see __main__.py."""
+"""Measures what a fleet costs and how it takes failures and load; see __main__.py."""

@@ -1,9 +1,9 @@
-"""What a fleet bears and costs: python -m bench.fleet. Tables are Markdown, and the last line is JSON.
+"""What a fleet costs and how it takes failures and load: python -m bench.fleet. Tables are Markdown; JSON comes last.
 
-- `failover`: from SIGKILL to the next token of a killed worker's streams, and what recomputing takes of that.
+- `failover`: from SIGKILL to the next token of a killed worker's streams, and the part of it that recomputing takes.
 - `feeding`: how many workers of 256 sequences and 20 ms a step one scheduler process keeps fed.
 - `overhead`: one scheduler with one to three workers, beside as many schedulers with one worker each.
-- `bystanders`: streams beside calls that nobody reads and connections on which nothing is sent.
+- `bystanders`: streams beside calls that are never read and connections on which nothing is sent.
 """
 
 import argparse

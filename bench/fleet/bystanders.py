@@ -1,7 +1,7 @@
-"""What others cost a stream: calls that nobody reads and connections on which nothing is sent.
+"""What other clients cost a stream: calls that are never read and connections on which nothing is sent.
 
-The same calls are made in both runs, and computed; in one of them their client opens no window for what comes back,
-and a thousand connections stand beside it. One worker of the default model, and eight streams that are measured.
+The same calls are made and computed in both runs. In one run their client opens no window for the answers, and a
+thousand idle connections stand beside it. One worker of the default model serves; eight streams are measured.
 """
 
 import asyncio

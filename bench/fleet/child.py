@@ -1,4 +1,4 @@
-"""A process of the benchmark that counts things and is asked for its counters, a line of JSON at a time."""
+"""A process of the benchmark that counts, and answers a request for its counters with a line of JSON."""
 
 import asyncio
 import json

@@ -1,8 +1,8 @@
 """How long the streams of a killed worker pause: from SIGKILL to the next token of each.
 
-Two workers of the default model with a thread each. One is drained while the streams begin, so that all of them run on
-the other, and is free when that is killed. What recomputing takes is measured too, in the same way and on the same
-worker: the time to the first token of as many new prompts of as many tokens, sent all at once.
+Two workers of the default model have a thread each. One worker is drained while the streams begin, so that all of them
+run on the other worker; the first is free when the second is killed. The time of recomputing is measured too, in the
+same way and on the same worker: the time to the first token of as many new prompts of as many tokens, sent all at once.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
-"""How many workers one scheduler process keeps fed: more and more that sleep, until they are idle too much.
+"""How many workers one scheduler process keeps fed: workers that sleep are added until they are idle too much.
 
-Each worker runs 256 sequences in steps of 20 ms; requests of 64 prompt tokens and 128 to 384 output tokens come as
-others end, enough of them that some always wait, and every token is turned into text and streamed to a client. Worker
-processes and the load generator are made to be cheap, and their CPU time is in the report: where the scheduler's own is
-near that of one core, Python's lock is what bounds it.
+Each worker runs 256 sequences in steps of 20 ms. Requests of 64 prompt tokens and 128 to 384 output tokens come as
+others end, enough that some always wait. Every token is turned into text and streamed to a client. Worker processes and
+the load generator are made to be cheap, and the report has the CPU time of each process: when the scheduler's is near
+one core's, Python's lock is its limit.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""A scheduler and workers as child processes, of which workers may be killed and started again where they were."""
+"""A scheduler and workers as child processes; a worker may be killed and started again at the same address."""
 
 import asyncio
 import signal

@@ -1,9 +1,9 @@
 """A client that does next to nothing: the frames of HTTP/2 that a gRPC call needs, and no more.
 
-gRPC's own Python client takes about as much of a core as the server that it loads. This one writes its calls' frames
-once, opens every window as wide as it goes, and of what comes back it cuts frames and messages by their lengths alone,
-a few microseconds each. Frames and their flags are those of RFC 9113, headers are literals of RFC 7541, messages have
-gRPC's prefix of five bytes.
+gRPC's own Python client takes about as much of a core as the server that it loads. This client writes its calls' frames
+once and opens every window as wide as it goes. It cuts the answers into frames and messages by their lengths alone,
+which takes a few microseconds each. Frames and their flags follow RFC 9113, headers are literals of RFC 7541, and
+messages have gRPC's prefix of five bytes.
 """
 
 import asyncio

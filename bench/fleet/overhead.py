@@ -1,9 +1,9 @@
 """What a fleet costs: one scheduler with several workers beside as many pairs of a scheduler and a worker.
 
-Both compute the same streams with the same workers on the same cores; the difference is the fleet's own: one queue for
-all, placement, several sessions in one event loop. Workers of the default model have a thread each. Both systems are up
-at once and run in turn, so that the machine's drift comes to both, and each pair of runs gives a ratio. The CPU time
-that schedulers take for a token is reported too: it tells the fleet's own part where the machine's noise is larger.
+Both compute the same streams with the same workers on the same cores. The difference is the fleet's own work: one queue
+for all, placement, several sessions in one event loop. Workers of the default model have a thread each. Both systems
+are up at once and run in turn, so that the machine's drift affects both, and each pair of runs gives a ratio. The CPU
+time that schedulers take for a token is reported too: it shows the fleet's cost even if the machine's noise is larger.
 """
 
 import asyncio

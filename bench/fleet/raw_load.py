@@ -1,8 +1,8 @@
 """Keeps streams up at one scheduler and reads them as cheaply as it can: python -m bench.fleet.raw_load.
 
-Streams are spread over connections; when one ends, another begins. Asked for its counters (child.py), it gives those
-of all streams together; the difference of two readings is about the time between them. It ends when a stream ends
-otherwise than it should.
+Streams are spread over connections; when one ends, another begins. The counters that it reports (child.py) are of all
+streams together; the difference of two readings belongs to the time between them. It ends when a stream ends otherwise
+than it should.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """A worker that sleeps instead of computing, behind real gRPC, and says how long it had nothing to do.
 
-A worker is idle from the moment at which a step is over to the arrival of the next, if that is not there already. A
-step is over when its time is, not when this process's timer got round to it, so that a late timer is not called idle;
-it still delays the answer, which is a handicap for the scheduler, not for the figures.
+A worker is idle from the end of a step to the arrival of the next, if that has not come already. A step ends when its
+time is over, not when this process's timer fires, so that a late timer does not count as idle time. A late timer still
+delays the answer; that makes the scheduler's work harder, and the figures no better.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Workers that sleep instead of computing: python -m bench.fleet.sleeping_workers.
 
 Each of `--count` workers speaks WorkerService on a port of its own and takes `--step-ms` for every step, whatever is in
-it. Asked for its counters (child.py), the process gives those of each worker by address; the difference of two readings
-is about the time between them.
+it. The counters that the process reports (child.py) are of each worker by address; the difference of two readings
+belongs to the time between them.
 """
 
 import argparse

@@ -14,7 +14,7 @@ from scheduler_service.simulation.trace import Arrival
 
 
 class PairSystem:
-    """Sends tokens two by two, and `extra` ones that nobody asked for."""
+    """Sends tokens two by two, and `extra` tokens beyond those asked for."""
 
     name = "pairs"
     start_seconds = 0.0

@@ -49,7 +49,7 @@ def peer(tmp_path: Path) -> Callable[[str], Path]:
     return make
 
 
-async def test_the_peer_is_driven_over_http_and_leaves_nobody_behind(peer: Callable[[str], Path]) -> None:
+async def test_the_peer_is_driven_over_http_and_leaves_no_process_behind(peer: Callable[[str], Path]) -> None:
     folder = peer(SERVER)
     load = streams(3, 5, concurrency=2, num_requests=4)
     with Vllm(folder, cache_gib=3) as vllm:

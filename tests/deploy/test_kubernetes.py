@@ -218,7 +218,7 @@ def test_only_the_scheduler_reaches_workers_and_it_reaches_nothing_else(resource
         ports["worker"]["metrics"]: [monitoring],
     }
     assert allowed(resources, "Ingress", labels["scheduler"]) == {
-        ports["scheduler"]["grpc"]: [EVERYBODY],
+        ports["scheduler"]["grpc"]: [EVERY_PEER],
         ports["scheduler"]["metrics"]: [monitoring],
     }
     out = allowed(resources, "Egress", labels["scheduler"])
@@ -228,7 +228,7 @@ def test_only_the_scheduler_reaches_workers_and_it_reaches_nothing_else(resource
     assert find(resources, "NetworkPolicy", "deny-all")["spec"] == everything_else
 
 
-EVERYBODY = None
+EVERY_PEER = None
 
 
 def allowed(resources: list[Resource], direction: str, labels: dict[str, str]) -> dict[int, list[Any]]:
@@ -239,7 +239,7 @@ def allowed(resources: list[Resource], direction: str, labels: dict[str, str]) -
         if selected and direction in policy["policyTypes"]:
             for rule in policy.get(direction.lower(), []):
                 for port in {port["port"] for port in rule["ports"]}:
-                    found = rule.get("from" if direction == "Ingress" else "to", [EVERYBODY])
+                    found = rule.get("from" if direction == "Ingress" else "to", [EVERY_PEER])
                     peers.setdefault(port, []).extend(found)
     return peers
 

@@ -1,4 +1,4 @@
-"""What the probes of deploy/kubernetes ask is what the services answer, before they are ready too."""
+"""The services answer the probes of deploy/kubernetes, also before they are ready."""
 
 import os
 import socket
@@ -23,7 +23,7 @@ def service(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def address(service: str, tmp_path: Path) -> Iterator[str]:
-    """A service that will never be ready: nobody answers as its worker, or its model is never read to the end."""
+    """A service that is never ready: a scheduler without a worker, or a worker whose model is never read to the end."""
     os.mkfifo(tmp_path / "config.json")
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

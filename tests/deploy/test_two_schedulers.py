@@ -35,7 +35,7 @@ MODEL = {
     "eos_token_id": 7,
 }
 ENDLESS = SamplingParams(max_tokens=50_000, ignore_eos=True)
-"""Minutes of tokens; whoever asks for them hangs up."""
+"""Minutes of tokens; a test that asks for them hangs up."""
 
 
 @pytest.fixture
@@ -158,8 +158,8 @@ async def test_streams_of_a_killed_scheduler_go_on_at_the_other(schedulers: list
 async def test_administration_is_not_for_clients_and_without_a_scheduler_calls_end_unavailable(tmp_path: Path) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
-        nobody = f"127.0.0.1:{silent.getsockname()[1]}"
-        with balancer([nobody, nobody], tmp_path) as target:
+        dead = f"127.0.0.1:{silent.getsockname()[1]}"
+        with balancer([dead, dead], tmp_path) as target:
             async with grpc.aio.insecure_channel(target) as channel:
                 with pytest.raises(grpc.aio.AioRpcError) as error:
                     await AdminServiceStub(channel).GetClusterState(GetClusterStateRequest())

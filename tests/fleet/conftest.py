@@ -1,4 +1,4 @@
-"""A fleet for each test: workers that stay from test to test unless one killed them, and a scheduler of its own."""
+"""A fleet for each test: workers that stay from test to test unless a test killed them, and a scheduler of its own."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What a test of a fleet holds in its hands."""
+"""The fleet as a test sees it: its processes, its clients and its load."""
 
 import asyncio
 import random
@@ -40,7 +40,7 @@ class Fleet:
 
     @property
     def streamed(self) -> list[Request]:
-        """Those whose tokens come one by one; beams and the best of several come whole, at their end."""
+        """Requests whose tokens come one by one; beams and the best of several come whole, at their end."""
         return [item for item in self.requests if not (item.sampling.best_of or item.sampling.beam_width)]
 
     async def state(self) -> ClusterState:

@@ -1,4 +1,4 @@
-"""Streams of every kind, kept up while things happen to the fleet, and held against what an undisturbed worker gave."""
+"""Streams of every kind, kept up while the fleet is disturbed, and compared with an undisturbed worker's tokens."""
 
 import asyncio
 import time

@@ -1,7 +1,7 @@
-"""Stands between a scheduler and a real worker and meddles with what they say to each other.
+"""Stands between a scheduler and a real worker and changes their messages.
 
-It speaks WorkerService itself, over real gRPC: steps go through `on_step`, answers through `on_answer`, each of which
-returns what is to be passed on instead. So everything is computed by a real worker, and the lies are a test's own.
+It speaks WorkerService itself, over real gRPC: steps go through `on_step` and answers through `on_answer`; each returns
+the message to pass on instead. So a real worker computes everything, and only a test's own changes are wrong.
 """
 
 import asyncio

@@ -17,7 +17,7 @@ class TcpProxy:
         self._pumps: set[asyncio.Task[None]] = set()
 
     def swallow(self) -> None:
-        """From now on no byte comes through, either way; nobody is told."""
+        """From now on no byte comes through, either way; neither end is told."""
         self._is_open.clear()
 
     def heal(self) -> None:
@@ -29,7 +29,7 @@ class TcpProxy:
         try:
             await self._is_open.wait()
             far_reader, far_writer = await asyncio.open_connection(self._host, self._port)
-        except OSError:  # as one finds a port where nobody listens
+        except OSError:  # as at a port without a listener
             writer.transport.abort()
             return
         for source, sink in ((reader, far_writer), (far_reader, writer)):

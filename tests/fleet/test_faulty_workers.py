@@ -66,7 +66,7 @@ async def test_running_out_of_memory_in_a_step_moves_its_streams(workers: Worker
 async def test_a_slow_worker_does_not_set_the_pace_of_fast_ones(
     model: Path, serve: Serve, faulty: Any, scale: Scale
 ) -> None:
-    """Ten times as slow, it has room for everybody, and is given little: nearly all is done sooner elsewhere."""
+    """It is ten times as slow, has room for every request, and is given few: nearly all are done sooner elsewhere."""
     fast, slow = faulty(count=2, step_seconds=0.05), faulty_worker(model, step_seconds=0.5)
     fleet = await serve([slow.address, *(member.address for member in fast)])
     try:
@@ -88,7 +88,7 @@ async def test_a_slow_worker_does_not_set_the_pace_of_fast_ones(
 async def test_a_request_that_kills_every_worker_is_ended_before_the_fleet_is(
     serve: Serve, faulty: Any, poison: int
 ) -> None:
-    """It gets an error that says so after a few workers; everybody else only waits for those to be up again."""
+    """It ends with an error that says so after a few losses; other requests only wait for the workers to return."""
     members = faulty(count=2, poison=poison)
     fleet = await serve([member.address for member in members])
     with Supervisor(members) as supervisor:

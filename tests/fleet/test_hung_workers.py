@@ -1,4 +1,4 @@
-"""Workers that are there and say nothing: stopped processes, and connections that lead nowhere."""
+"""Workers that do not answer: stopped processes, and connections that lead nowhere."""
 
 import signal
 
@@ -12,7 +12,7 @@ WATCHFUL = ("--health-interval", "0.5")
 
 
 async def until_lost(fleet: Fleet, load: Load, address: str) -> None:
-    """Whoever hangs there is given up, and everybody goes on without it."""
+    """The worker that hangs there is given up, and all streams go on without it."""
     losses = {worker.address: worker.num_losses for worker in (await fleet.state()).workers}
     await fleet.until(lambda state: any(w.num_losses > losses[address] for w in state.workers if w.address == address))
     await load.gain(200)
@@ -25,7 +25,7 @@ async def until_back(fleet: Fleet, address: str) -> None:
 async def test_a_stopped_process_is_given_up_and_nothing_that_it_says_later_counts(
     workers: Workers, serve: Serve, scale: Scale
 ) -> None:
-    """SIGSTOP, and SIGCONT when its streams have long gone on elsewhere: it finishes its step, and nobody listens."""
+    """SIGSTOP, and SIGCONT when its streams have long gone on elsewhere: it finishes its step, and that is ignored."""
     members = workers.up(2)
     fleet = await serve([member.address for member in members], *WATCHFUL)
     async with fleet.load() as load:

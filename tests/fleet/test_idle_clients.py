@@ -17,7 +17,7 @@ from pagewire.v1 import inference_service_pb2 as pb
 
 
 async def never_read(stack: AsyncExitStack, fleet: Fleet, count: int) -> None:
-    """Calls whose client opens no window for what they say, all on one connection, until the stack is left."""
+    """Calls whose client opens no window for their answers, all on one connection, until the stack is left."""
     host, _, port = fleet.scheduler.address.rpartition(":")
     transport, connection = await asyncio.get_running_loop().create_connection(
         lambda: Connection(PATH, lambda *_: None, lambda _: None, window=0), host, int(port)
@@ -38,7 +38,7 @@ def never_send(stack: AsyncExitStack, address: str, count: int) -> None:
 async def test_others_are_served_beside_readers_that_never_read_and_connections_that_never_send(
     workers: Workers, serve: Serve, scale: Scale
 ) -> None:
-    """What nobody reads ends after the stall limit, or is small enough to be kept; either way its blocks are free."""
+    """An unread stream ends after the stall limit, or is small enough to be kept; either way its blocks are free."""
     members = workers.up(2)
     fleet = await serve([member.address for member in members], "--stall-timeout", "1")
     async with AsyncExitStack() as stack:
@@ -79,10 +79,10 @@ async def slow_readers(address: str, count: int, num_bytes: int) -> AsyncIterato
 
 
 @pytest.mark.alone
-async def test_clients_that_read_slowly_or_nothing_or_say_nothing_slow_nobody_else(
+async def test_clients_that_read_slowly_or_nothing_or_send_nothing_do_not_slow_others(
     model: Path, serve: Serve, scale: Scale
 ) -> None:
-    """Steps take a known time, so that what others get less of is what the scheduler did not send in time."""
+    """Steps take a known time, so a token that other clients miss is one that the scheduler did not send in time."""
     worker = faulty_worker(model, step_seconds=0.05).start()
     try:
         await asyncio.to_thread(worker.wait_for, "ready")

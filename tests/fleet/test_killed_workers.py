@@ -1,4 +1,4 @@
-"""SIGKILL: the loss of a worker is a pause, and the streams never learn of it."""
+"""SIGKILL: to a stream, the loss of its worker is a pause and nothing else."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""A worker whose messages are not to be trusted: its session ends, and whatever it said is said by another."""
+"""A worker that sends wrong messages: its session ends, and another worker computes its requests."""
 
 from collections.abc import Callable
 

@@ -1,8 +1,8 @@
 """A program that compiles every Triton kernel for GPUs that need not be there, as its launcher would launch it.
 
-The interpreter runs what no compiler would accept, so that passing in it alone says little. Tensors are on the meta
-device: launchers see shapes and types, compiled kernels are not launched, and what a kernel takes of shared memory is
-held against what the smallest GPU of its generation has.
+The interpreter runs code that no compiler would accept, so a kernel that passes there only may still not compile.
+Tensors are on the meta device: launchers see shapes and types, and compiled kernels are not launched. The shared memory
+of a kernel is compared with that of the smallest GPU of its generation.
 """
 
 from collections.abc import Callable, Iterator

@@ -41,7 +41,7 @@ def make_case(
     query_lens = [query_len for query_len, _ in lens]
     context_lens = [computed + query_len for query_len, computed in lens]
     num_blocks = [-(-context_len // block_size) for context_len in context_lens]
-    # A pool of all layers, of which the middle one is attended; block 0 belongs to nobody.
+    # A pool of all layers, of which the middle one is attended; block 0 belongs to no sequence.
     pool = torch.full((sum(num_blocks) + 2, 3, 2, block_size, num_kv_heads, head_dim), NAN)
     layer_cache = pool[:, 1]
     shuffled = (torch.randperm(sum(num_blocks) + 1, generator=generator) + 1).tolist()

@@ -1,4 +1,4 @@
-"""Paged attention as a Triton kernel against eager torch in float32; what nobody owns is poisoned."""
+"""Paged attention as a Triton kernel against eager torch in float32; every unused slot is poisoned."""
 
 from dataclasses import dataclass, replace
 
@@ -112,7 +112,7 @@ def test_a_window_ends_anywhere(window: int) -> None:
 
 
 def test_what_left_the_window_may_be_anything() -> None:
-    """Its blocks may be somebody else's by now."""
+    """Its blocks may belong to another sequence by now."""
     case = make_case([(1, 299), (1, 150)])
     window = 20
     expected = case.run(window)

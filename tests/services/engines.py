@@ -44,7 +44,7 @@ async def text_of(engine: Engine, state: RequestState) -> str:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Let everything else go on until something is so; whoever calls it has a time limit."""
+    """Let all other tasks run until the condition holds. The caller sets a time limit."""
     while True:
         if condition():
             return

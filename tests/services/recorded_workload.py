@@ -1,5 +1,5 @@
-"""Drives the real core through whatever can happen to it, recording: several workers that come and go, steps planned
-ahead, aborts, stop strings, failures, answers that do not fit. The workers' tokens are dice."""
+"""Drives the real core through all that can happen to it, and records it: several workers that come and go, steps
+planned ahead, aborts, stop strings, failures, answers that do not fit. The workers' tokens are random."""
 
 import itertools
 from collections import deque

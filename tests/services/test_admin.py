@@ -124,7 +124,7 @@ async def test_a_drained_worker_is_given_nothing_until_it_is_undrained(one: InPr
         assert not (await until(stub, pb.WORKER_STATUS_SERVING)).workers[0].draining
 
 
-async def test_a_worker_that_nobody_knows_is_not_found(stub: AdminServiceStub) -> None:
+async def test_an_unknown_worker_is_not_found(stub: AdminServiceStub) -> None:
     for call in (
         stub.DrainWorker(pb.DrainWorkerRequest(address="nowhere:1")),
         stub.UndrainWorker(pb.UndrainWorkerRequest(address="nowhere:1")),

@@ -1,4 +1,4 @@
-"""Keys of the prefix cache that were made before a request is queued are those that the scheduler would make."""
+"""Keys of the prefix cache are the same, whether made before a request is queued or by the scheduler."""
 
 from pathlib import Path
 

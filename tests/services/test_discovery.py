@@ -79,7 +79,7 @@ async def test_addresses_of_the_new_protocol_are_written_in_brackets(monkeypatch
 
 
 @pytest.mark.parametrize("errno", [socket.EAI_NONAME, socket.EAI_NODATA])
-async def test_a_name_that_nobody_is_behind_is_no_error(errno: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_name_without_addresses_is_no_error(errno: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async def getaddrinfo(*_: object, **__: object) -> None:
         raise socket.gaierror(errno, "not known")
 
@@ -172,7 +172,7 @@ async def test_an_address_that_comes_back_while_its_session_lives_is_connected_a
             assert engine.workers == [loop]
 
 
-async def test_an_address_that_nobody_answers_at_is_given_up_with_its_name(byte_tokenizer_directory: Path) -> None:
+async def test_an_address_without_a_worker_is_given_up_with_its_name(byte_tokenizer_directory: Path) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

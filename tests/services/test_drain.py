@@ -1,4 +1,4 @@
-"""Workers are drained, by their own end or by an operator, and nobody who is served notices."""
+"""Workers are drained, by their own shutdown or by an operator, and no request loses a token."""
 
 import asyncio
 from pathlib import Path

@@ -86,7 +86,7 @@ async def test_two_workers_share_one_queue_and_a_request_does_not_care_which(byt
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
-async def test_every_policy_serves_everybody(byte_tokenizer_directory: Path, policy: str) -> None:
+async def test_every_policy_serves_every_request(byte_tokenizer_directory: Path, policy: str) -> None:
     worker = FakeWorkerService(byte_tokenizer_directory, num_device_blocks=16)
     async with serving(worker) as address, running(address, policy=policy, tenant_weights={"0": 2.0}) as engine:
         model = await engine.model()
@@ -127,7 +127,7 @@ async def test_one_requests_broken_text_does_not_cost_the_others_their_tokens(
         assert engine.workers[0].num_preemptions == 0
 
 
-async def test_a_worker_with_more_blocks_than_anybody_can_keep_account_of_is_refused(
+async def test_a_worker_with_more_blocks_than_a_scheduler_can_manage_is_refused(
     byte_tokenizer_directory: Path,
 ) -> None:
     worker = FakeWorkerService(byte_tokenizer_directory)
@@ -192,7 +192,7 @@ async def test_a_request_has_one_timer_while_there_is_no_worker_and_none_after_i
         assert state.expiry.cancelled()
 
 
-async def test_nobody_is_asked_for_a_request_that_ended_by_itself(
+async def test_no_scheduler_is_asked_for_a_request_that_ended_by_itself(
     byte_tokenizer_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(FakeWorkerService(byte_tokenizer_directory)) as address, running(address) as engine:

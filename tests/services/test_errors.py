@@ -12,14 +12,14 @@ from pagewire_common.errors import ErrorInterceptor, RequestError
 
 
 class Deaf:
-    """A context whose client cannot be told anything any more."""
+    """A context whose client can no longer be sent anything."""
 
     async def abort(self, code: grpc.StatusCode, details: str) -> None:
         raise grpc.aio.InternalError("Failed grpc_call_start_batch")
 
 
-async def test_an_error_that_nobody_can_be_told_cancels_the_call(capsys: pytest.CaptureFixture[str]) -> None:
-    """As a client's that reads nothing: what it has not read is in the way of the status."""
+async def test_an_error_that_cannot_be_sent_cancels_the_call(capsys: pytest.CaptureFixture[str]) -> None:
+    """As for a client that reads nothing: the messages that it has not read are in the way of the status."""
 
     async def stall(request: Any, context: Any) -> None:
         raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, "the client read nothing for 60 s")

@@ -230,7 +230,7 @@ def test_a_call_that_changes_nothing_is_left_out() -> None:
     scheduler = recorder(sink).scheduler(CONFIG, WaitingQueue(), "worker", Connection(1))
     size = len(sink.data)
     assert scheduler.schedule(1.0).is_empty
-    assert scheduler.finish_requests(["nobody"], SequenceStatus.FINISHED_ABORTED) == []
+    assert scheduler.finish_requests(["unknown"], SequenceStatus.FINISHED_ABORTED) == []
     assert len(sink.data) == size
 
 
@@ -266,7 +266,7 @@ def test_an_event_that_cannot_be_written_ends_the_recording_and_nothing_else() -
 # ---- the writer
 
 
-def test_what_was_added_is_in_the_file_when_it_is_closed_and_nobody_else_may_read_it(tmp_path: Path) -> None:
+def test_what_was_added_is_in_the_file_when_it_is_closed_and_no_other_user_may_read_it(tmp_path: Path) -> None:
     file = FileWriter(tmp_path / "recording")
     for number in range(1000):
         file.add(b"%d\n" % number)

@@ -131,7 +131,7 @@ async def test_other_errors_are_the_callers(code: grpc.StatusCode) -> None:
 
 
 @pytest.mark.parametrize("taken", [grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.RESOURCE_EXHAUSTED])
-async def test_no_place_is_an_error_at_first_and_waited_for_by_who_had_one(taken: grpc.StatusCode) -> None:
+async def test_no_place_is_an_error_at_first_and_waited_for_by_a_resumed_request(taken: grpc.StatusCode) -> None:
     servicer = BreakingServer((0, taken))
     async with serving(servicer) as target, Client(target) as client:
         with pytest.raises(grpc.aio.AioRpcError, match="broken"):
@@ -174,7 +174,7 @@ async def test_a_caller_that_leaves_is_not_retried() -> None:
 
 
 async def test_an_aborted_stream_is_not_resumed() -> None:
-    """Between two connections nobody at the other end knows of it: it ends as an abort does, and so does a cut one."""
+    """Between two connections no server has it: it ends as an abort does. A cut stream ends in the same way."""
     servicer = BreakingServer((3, grpc.StatusCode.UNAVAILABLE), *[(0, grpc.StatusCode.UNAVAILABLE)] * 1000)
     async with serving(servicer) as target, Client(target) as client:
         messages = []

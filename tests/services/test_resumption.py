@@ -280,7 +280,7 @@ def having(*token_ids: int, index: int = 0, finished: bool = False) -> pb.Resume
 
 
 INVALID = {
-    "a seed that nobody knows": (resuming(request(), having(5), seed=None), "resume.seed is missing"),
+    "no seed": (resuming(request(), having(5), seed=None), "resume.seed is missing"),
     "two seeds": (resuming(request(seed=2), having(5)), "resume.seed is 1 and sampling.seed 2"),
     "more outputs than there are": (
         resuming(request(n=2), *[having(index=i) for i in range(3)]),

@@ -179,7 +179,7 @@ class Cuttable:
 
 
 async def test_a_connection_that_is_cut_again_and_again_costs_no_token(tiny_server: LocalServer) -> None:
-    """The scheduler lives on, and may not have noticed yet that the stream it serves is nobody's any more."""
+    """The scheduler lives on, and may not have noticed yet that the stream it serves has no reader any more."""
     cuttable = Cuttable(tiny_server.target)
     async with await asyncio.start_server(cuttable.connect, "127.0.0.1", 0) as server:
         async with Client(f"127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:

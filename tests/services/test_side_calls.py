@@ -89,13 +89,13 @@ async def test_watches_are_limited_and_one_that_ends_makes_place(one: InProcess)
 
 
 class NeverReads:
-    """A context whose client takes nothing in."""
+    """A context whose client reads nothing."""
 
     async def write(self, message: Any) -> None:
         await asyncio.Event().wait()
 
 
-async def test_a_watch_that_nobody_reads_ends_and_gives_its_place_back() -> None:
+async def test_a_watch_that_is_not_read_ends_and_gives_its_place_back() -> None:
     async with running("127.0.0.1:1", stall_timeout=0.01) as engine:
         servicer = AdminServicer(engine)
         for _ in range(MAX_WATCHES + 1):

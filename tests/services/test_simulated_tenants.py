@@ -42,7 +42,7 @@ def test_shares_are_dealt_out_as_asked_and_the_same_every_time() -> None:
     assert all(urgent[name] / tenants[name] == pytest.approx(0.25, rel=0.2) for name in TENANTS)
 
 
-def test_who_is_urgent_does_not_depend_on_the_tenants() -> None:
+def test_priorities_do_not_depend_on_the_tenants() -> None:
     priorities = {0: 1.0, 5: 1.0}
     few, many = (deal(OVERLOAD, tenants, priorities) for tenants in ({"": 1.0}, TENANTS))
     assert [arrival.priority for arrival in few] == [arrival.priority for arrival in many]
@@ -94,7 +94,7 @@ def test_the_gap_is_the_largest_of_all_spans_in_which_two_tenants_wait(events: l
             for waits, after in history[begin:]:
                 largest = max(largest, abs(after[one] - before[one] - after[other] + before[other]))
                 if not {one, other} <= waits:
-                    break  # a span may end with what ends somebody's waiting, but not begin there
+                    break  # a span may end when a tenant stops waiting, but not begin there
     assert gap.tokens == largest
 
 

@@ -51,7 +51,7 @@ def test_every_policy_has_a_labelled_curve_in_every_panel() -> None:
     assert waiting.get_lines()[0].get_ydata()[-1] == running.get_lines()[0].get_ydata()[-1] == 0
 
 
-def test_who_is_like_everybody_else_gets_no_panel() -> None:
+def test_without_several_tenants_or_priorities_there_is_no_panel_of_kinds() -> None:
     arrivals = [arrival._replace(priority=0) for arrival in BURST]
     figure = draw({"fcfs": Simulator(arrivals, CostModel(), num_workers=1).run()}, "a burst")
     assert len(figure.axes) == 3

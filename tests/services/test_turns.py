@@ -39,8 +39,8 @@ async def test_one_that_left_takes_no_turn() -> None:
     assert last.came.done()
 
 
-async def test_those_that_never_end_hold_nobody_up_for_long() -> None:
-    """Thousands that freeze at once take a millisecond for each few of them; 20 ms would be five seconds."""
+async def test_turns_that_never_end_do_not_delay_others_for_long() -> None:
+    """Thousands of turns that freeze at once take a millisecond for each few of them; 20 ms would be five seconds."""
     turns = Turns()
     for _, after in pairwise([ask(turns, AT_ONCE) for _ in range(250)]):
         last = after
@@ -49,7 +49,7 @@ async def test_those_that_never_end_hold_nobody_up_for_long() -> None:
             await turn.came
 
 
-async def test_who_was_slower_than_many_others_takes_nobodys_place_until_it_is_quick_again() -> None:
+async def test_a_turn_slower_than_many_others_does_not_count_until_it_is_quick_again() -> None:
     turns = Turns()
     (slow,) = ask(turns, 1)
     for _ in range(SLOW_AFTER + 1):

@@ -225,7 +225,7 @@ async def test_tokenize_and_detokenize_are_bounded(byte_model: ServedModel) -> N
     assert len(await decode_tokens(pb.DetokenizeRequest(token_ids=[70] * 100_000), model)) == 100_000
 
 
-async def test_the_best_of_several_are_ranked_by_log_probabilities_that_nobody_asked_for(
+async def test_the_best_of_several_are_ranked_by_log_probabilities_that_the_client_does_not_see(
     byte_model: ServedModel,
 ) -> None:
     checked = await check(request(n=2, best_of=5), byte_model)

@@ -70,8 +70,8 @@ def test_the_picture_and_the_line_tell_the_same() -> None:
 def test_a_lost_scheduler_is_news_and_one_that_was_started_again_too() -> None:
     view = View("there:1")
     assert "connecting" in drawn(view)
-    view.take(Lost("UNAVAILABLE: nobody there"))
-    assert "UNAVAILABLE: nobody there" in view.line()
+    view.take(Lost("UNAVAILABLE: no server"))
+    assert "UNAVAILABLE: no server" in view.line()
     view.take(sample(0.0))
     assert "\n" not in view.line()
     view.take(Lost("UNAVAILABLE: gone"))

@@ -155,7 +155,7 @@ def _logprobs(*logprobs: float, token_ids: tuple[int, ...] = (73, 1), ranks: tup
         (lambda _: b"\xff\xff\xff", "something that is no ModelOutput"),
     ],
 )
-async def test_an_answer_that_makes_no_sense_costs_its_worker_the_session_and_nobody_a_token(
+async def test_an_answer_that_makes_no_sense_costs_its_worker_the_session_and_no_request_a_token(
     spoil: Any, reason: str, byte_tokenizer_directory: Path
 ) -> None:
     bad, good = FakeWorkerService(byte_tokenizer_directory), FakeWorkerService(byte_tokenizer_directory)
@@ -236,7 +236,7 @@ async def test_a_request_that_brings_down_every_worker_is_ended_before_the_fleet
         assert sum(loop.num_losses for loop in engine.workers) >= 5
 
 
-async def test_losing_workers_that_do_nothing_makes_nobody_a_suspect(byte_tokenizer_directory: Path) -> None:
+async def test_losing_workers_that_do_nothing_makes_no_request_a_suspect(byte_tokenizer_directory: Path) -> None:
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address, running(address, health_interval=0.02, step_timeout=NEVER) as engine:
         (loop,) = engine.workers
@@ -251,7 +251,7 @@ async def test_losing_workers_that_do_nothing_makes_nobody_a_suspect(byte_tokeni
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.ABORTED, grpc.StatusCode.FAILED_PRECONDITION])
-async def test_a_session_that_the_worker_ends_in_good_order_makes_nobody_a_suspect(
+async def test_a_session_that_the_worker_ends_in_good_order_makes_no_request_a_suspect(
     code: grpc.StatusCode, byte_tokenizer_directory: Path
 ) -> None:
     """It is shut down, or another scheduler has it now."""
@@ -293,7 +293,7 @@ async def test_how_a_session_ended_is_known_however_many_steps_were_being_sent(b
         await client.close()
 
 
-async def test_the_servers_own_end_makes_nobody_a_suspect(byte_tokenizer_directory: Path) -> None:
+async def test_the_servers_own_end_makes_no_request_a_suspect(byte_tokenizer_directory: Path) -> None:
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address:
         async with running(address) as engine:
@@ -306,7 +306,7 @@ async def test_the_servers_own_end_makes_nobody_a_suspect(byte_tokenizer_directo
 async def test_a_worker_that_spoils_everything_is_tried_less_and_less_while_others_serve(
     byte_tokenizer_directory: Path,
 ) -> None:
-    """Otherwise it would take whoever is next in the queue, again and again, until that one is taken for a poison."""
+    """Otherwise it would take the next request in the queue, again and again, until that ends as a suspect."""
     bad, good = FakeWorkerService(byte_tokenizer_directory), FakeWorkerService(byte_tokenizer_directory)
     bad.spoil = _change(token_ids=[999])
     async with serving(bad) as first, serving(good) as second, running(first, second) as engine:
@@ -334,9 +334,9 @@ async def test_an_error_in_one_workers_loop_is_that_workers_alone(
 async def test_a_long_pause_does_not_outlive_its_reason(
     byte_tokenizer_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that failed in step after step is gone by now: it is tried as any other one that is gone.
+    """A worker that failed in step after step is gone by now: it is tried as any other worker that is gone.
 
-    Pauses are shortened by a share that differs, so that those who lost it together do not come back together.
+    Pauses are shortened by a random share, so that schedulers that lost it together do not return together.
     """
     pauses: list[float] = []
     engine = Engine(SchedulerSettings(workers=["gone:1"], model="fake"))

@@ -141,7 +141,7 @@ async def test_what_outlasts_a_workers_grace_goes_on_elsewhere(workers: Workers)
         assert victim.num_losses == 0
 
 
-async def test_workers_are_restarted_one_after_the_other_and_nobody_notices(workers: Workers) -> None:
+async def test_workers_are_restarted_one_after_the_other_and_no_token_changes(workers: Workers) -> None:
     addresses = [workers.up() for _ in range(2)]
     async with workers.engine(*addresses, max_num_seqs=8) as engine:
         expected = {name: await stream for name, stream in (await load(engine)).items()}

@@ -64,7 +64,7 @@ class SteppedWorker:
         )
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
-        """Compute a step that somebody else made."""
+        """Compute a given step."""
         chunks = self.session.apply(step)
         answer = self.runner.execute(step, chunks)
         self.session.advance(chunks)

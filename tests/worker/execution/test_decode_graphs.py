@@ -52,7 +52,7 @@ def test_graphs_say_what_single_launches_say(tiny_checkpoint: Path) -> None:
 
 
 class _OneOverNccl(Ranks):
-    """A rank that has nobody to add up with and does it all the same."""
+    """A single rank that nevertheless runs the sum over ranks."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         dist.all_reduce(x)

@@ -1,4 +1,4 @@
-"""What a captured decode reads says the same as a batch that is laid out anew, whoever was in the step before."""
+"""A captured decode reads the same tensors as a batch that is laid out anew, whatever the step before it held."""
 
 from itertools import pairwise
 
@@ -19,7 +19,7 @@ steps = st.lists(st.lists(sequences, min_size=1, max_size=MAX_NUM_SEQS), min_siz
 
 
 @given(steps)
-def test_the_rows_of_sequences_are_theirs_and_the_others_are_nobodys(
+def test_a_sequence_has_its_own_row_and_all_other_rows_are_padding(
     steps: list[list[tuple[int, list[int]]]],
 ) -> None:
     inputs = DecodeInputs(MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE, torch.device("cpu"))

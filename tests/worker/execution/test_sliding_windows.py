@@ -1,4 +1,4 @@
-"""Blocks behind a window are given away, and nobody misses them: a scheduler's core and a worker, joined by codecs."""
+"""Blocks behind a window are reused, and no token changes: a scheduler's core and a worker, joined by codecs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +34,7 @@ def checkpoint(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Pa
 
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
 def test_requests_outgrow_a_pool_that_their_windows_fit(checkpoint: Path, mode: PreemptionMode) -> None:
-    """Three contexts of 57 tokens, 15 blocks each, in a pool of 6: what is behind the windows is someone else's."""
+    """Three contexts of 57 tokens, 15 blocks each, in a pool of 6: blocks behind a window belong to other sequences."""
     scheduler = Scheduler(
         SchedulerConfig(
             block_size=LIMITS.block_size,

@@ -264,7 +264,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_one_sentence(path: Path) -> Non
 
 
 def test_weights_that_may_not_be_read_say_so(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a fake of os.access, because whoever runs the tests may be allowed to read everything."""
+    """os.access is a fake, because the user that runs the tests may be allowed to read everything."""
     monkeypatch.setattr("os.access", lambda file, mode: False)
     with pytest.raises(StartError, match=r"model\.safetensors may not be read by this user"):
         Checkpoint(path)

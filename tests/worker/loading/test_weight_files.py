@@ -85,7 +85,7 @@ def test_tensors_of_any_shape_land_in_views_of_any_kind(
         assert torch.equal(place, tensors[name].to(place.dtype)), name
 
 
-def test_no_progress_is_drawn_where_nobody_watches(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_progress_is_drawn_without_a_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
     WeightFiles(tmp_path).load_into({"a": torch.empty(3)})
     assert capfd.readouterr().err == ""

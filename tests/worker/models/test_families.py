@@ -69,7 +69,7 @@ def test_a_file_reads_as_transformers_reads_it(file: dict[str, Any]) -> None:
     assert ours.embedding_scale == (16 if is_gemma else 1)
     assert ours.attention_scale == (getattr(theirs, "query_pre_attn_scalar", None) or ours.head_dim) ** -0.5
     assert ours.logit_soft_cap == getattr(theirs, "final_logit_softcapping", None)
-    if file["model_type"] == "gemma2":  # that of Gemma 3 is read by nobody
+    if file["model_type"] == "gemma2":  # no code of transformers reads Gemma 3's
         assert ours.attention_soft_cap == theirs.attn_logit_softcapping
     assert ours.out_bias == getattr(theirs, "attention_bias", False)
     assert ours.qkv_bias == getattr(theirs, "attention_bias", file["model_type"] == "qwen2")

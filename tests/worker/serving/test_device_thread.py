@@ -44,7 +44,7 @@ def test_what_the_device_is_not_done_with_waits_and_other_work_goes_on() -> None
     assert later.result(10) == "found"
 
 
-def test_whoever_needs_a_result_settles_it_before_it_is_due() -> None:
+def test_a_result_can_be_settled_before_it_is_due() -> None:
     thread = DeviceThread()
     waiting: Later[str] = Later(lambda: False, lambda: "found")
     future = thread.submit(lambda: waiting)

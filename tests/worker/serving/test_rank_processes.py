@@ -138,7 +138,7 @@ def test_a_dead_rank_is_a_dead_worker(start: Any) -> None:
     assert worker.all_gone()
 
 
-def test_ranks_listen_where_nobody_else_is_and_do_not_outlive_the_process_that_started_them(start: Any) -> None:
+def test_ranks_listen_on_the_loopback_only_and_do_not_outlive_the_process_that_started_them(start: Any) -> None:
     worker = start(2)
     processes = [psutil.Process(worker.process.process.pid), *worker.ranks]
     sockets = [connection for process in processes for connection in process.net_connections()]

@@ -1,4 +1,4 @@
-"""Whom WorkerService serves, over real gRPC: sessions fenced by epoch and step, superseded, drained, or given up."""
+"""Sessions of WorkerService over real gRPC: fenced by epoch and step, superseded, drained, or given up."""
 
 import asyncio
 import contextlib
@@ -45,7 +45,7 @@ async def test_the_epoch_cannot_change_within_a_session(service: Service) -> Non
 
 
 @pytest.mark.parametrize("old", [4, 5])
-async def test_an_old_epoch_is_refused_and_disturbs_nobody(old: int, service: Service) -> None:
+async def test_an_old_epoch_is_refused_and_disturbs_no_session(old: int, service: Service) -> None:
     client = service.session(epoch=5)
     await client.step()
     stale = service.session(epoch=old)
@@ -86,7 +86,7 @@ async def test_nothing_of_a_dead_session_is_executed_after_the_newer_began(servi
 async def test_ranks_that_were_sent_a_step_are_not_left_alone_with_it(
     service: Service, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They wait for the first rank's part of every sum, whoever has taken the session over meanwhile."""
+    """They wait for the first rank's part of every sum, even if a newer session has replaced theirs meanwhile."""
     launched: list[int] = []
     launch = worker.runner.launch
 
@@ -111,7 +111,7 @@ async def test_ranks_that_were_sent_a_step_are_not_left_alone_with_it(
     assert launched == [1]
 
 
-async def test_a_worker_says_whether_it_is_in_a_session_and_who_it_is(service: Service) -> None:
+async def test_a_worker_reports_whether_it_is_in_a_session_and_its_instance_id(service: Service) -> None:
     async def info() -> worker_service_pb2.GetWorkerInfoResponse:
         return await service.stub.GetWorkerInfo(worker_service_pb2.GetWorkerInfoRequest())
 
