@@ -63,7 +63,9 @@ class SchedulerSettings(ServiceSettings):
         "prompt step",
     )
     policy: Literal["fcfs", "priority", "fair"] = Field(
-        "fcfs", description="who is next: the first to come; the lowest priority number; the tenant served least so far"
+        "fcfs",
+        description="which request is next: the first to arrive; the lowest priority number; that of the tenant served "
+        "least so far",
     )
     overtakes: int = Field(
         64, ge=1, description="later arrivals that may overtake a request for each level of better priority"
@@ -90,7 +92,7 @@ class SchedulerSettings(ServiceSettings):
     )
     stall_timeout: float = Field(60.0, gt=0, description="seconds a client may leave a message unread")
     vllm_metric_names: bool = Field(
-        False, description="give metrics that vLLM has too a second time under its names, vllm:…"
+        False, description="give metrics that vLLM has too a second time under vLLM's names, vllm:…"
     )
     record: Path | None = Field(
         None,
