@@ -1,0 +1,189 @@
+"""What README, docs/, deploy/ and CONTRIBUTING.md name is there, and what there is to set is in docs/flags.md."""
+
+import enum
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+from pagewire_client.__main__ import parse_arguments as client_arguments
+from pagewire_common.settings import ServiceSettings
+from scheduler_service.fit import parse_arguments as fit_arguments
+from scheduler_service.replay import parse_arguments as replay_arguments
+from scheduler_service.settings import SchedulerSettings
+from scheduler_service.simulate import parse_arguments as simulate_arguments
+from worker_service.settings import WorkerSettings
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "deploy/README.md", *ROOT.glob("docs/*.md")]
+SERVICES: tuple[type[ServiceSettings], ...] = (SchedulerSettings, WorkerSettings)
+COMMANDS = {
+    "client": [(client_arguments, [name]) for name in ("generate", "chat", "watch", "requests", "drain", "undrain")],
+    "simulate": [(simulate_arguments, [])],
+    "replay": [(replay_arguments, [])],
+    "fit": [(fit_arguments, [])],
+}
+OTHERS_PROGRAMS = ("curl", "docker", "docker-compose", "git", "grpcurl", "kubectl", "pip")
+PERSONS = r"\b(who|whom|whoever|nobody|somebody|everybody|anybody|no one|someone|everyone|anyone)\b"
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def prose(page: Path) -> str:
+    """A page without its code blocks, in which nothing is a link or a heading."""
+    return re.sub(r"^( *)```.*?^\1```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """What links may name behind a #, as GitHub makes it of headings."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links(page: Path) -> Iterator[tuple[Path, str]]:
+    """The files of a page's links, and what stands behind the #."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if "://" not in target:
+            file, _, anchor = target.partition("#")
+            yield ((page.parent / file).resolve() if file else page), anchor
+
+
+def code(page: Path) -> Iterator[str]:
+    """Everything in a page that stands as code: lines of blocks, and spans within a paragraph."""
+    for block in re.findall(r"^ *```\w*\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE):
+        yield from block.replace("\\\n", " ").splitlines()
+    yield from re.findall(r"`([^`\n]+)`", prose(page))
+
+
+def flags_in(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text))
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def options(capsys: pytest.CaptureFixture[str], command: str) -> set[str]:
+    """The flags of a command, as its --help has them."""
+    found: set[str] = set()
+    for parse, arguments in COMMANDS[command]:
+        with pytest.raises(SystemExit):
+            parse([*arguments, "--help"])
+        found |= set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+    return found
+
+
+def rows(heading: str) -> dict[str, tuple[str, str]]:
+    """The table below a heading of docs/flags.md: default and meaning, by flag."""
+    section = (ROOT / "docs/flags.md").read_text().split(f"\n## {heading}\n")[1].split("\n#")[0]
+    found = re.findall(r"^\| `(--[a-z-]+)[^`]*` \| *(.*?) *\| (.*) \|$", section, re.MULTILINE)
+    assert len({name for name, _, _ in found}) == len(found)
+    return {name: (default, meaning) for name, default, meaning in found}
+
+
+def in_words(default: Any) -> str:
+    """A default as the table of flags has it."""
+    match default:
+        case None:
+            return "–"
+        case bool():
+            return "`on`" if default else "`off`"
+        case float():
+            return f"`{default:g}`"
+        case list():
+            return f"`{','.join(default)}`"
+        case enum.Enum():
+            return f"`{default.value}`"
+    return f"`{default}`"
+
+
+def choices(annotation: Any) -> list[str]:
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [member.value for member in annotation] if isinstance(annotation, enum.EnumMeta) else []
+
+
+@each_page
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    for file, anchor in links(page):
+        assert file.exists(), f"{page.name} links to {file}"
+        assert not anchor or anchor in anchors(file), f"{page.name} links to #{anchor} of {file.name}"
+
+
+def test_the_readme_links_to_every_page() -> None:
+    assert set(PAGES) - {README} <= {file for file, _ in links(README)}
+
+
+@each_page
+def test_every_flag_that_a_page_names_exists(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    known = {flag(name) for settings in SERVICES for name in settings.model_fields}
+    known |= {flag(f"no_{name}") for settings in SERVICES for name, field in settings.model_fields.items()
+              if field.annotation is bool}  # fmt: skip
+    known |= {"--help", "--no-"}.union(*(options(capsys, command) for command in COMMANDS))
+    for text in code(page):
+        own = re.sub(r"^(\w+=\S+ )*", "", text.strip())  # behind variables of its environment
+        if own.split(" ")[0] not in OTHERS_PROGRAMS:
+            assert flags_in(own) <= known, text
+
+
+@each_page
+def test_every_variable_that_a_page_names_is_a_setting(page: Path) -> None:
+    known = {name.upper() for settings in SERVICES for name in settings.model_fields} | {"TARGET"}
+    assert set(re.findall(r"\bPAGEWIRE_([A-Z_]+)", page.read_text())) <= known
+
+
+@each_page
+def test_every_command_that_a_page_names_is_there(page: Path) -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for text in code(page):
+        for module in re.findall(r"python -m ([a-z_.]+)", text):
+            assert find_spec(module) is not None, text
+        for target in re.findall(r"(?:^|[ ;&])make ([a-z-]+)", text):
+            assert target in targets, text
+
+
+def test_every_setting_is_in_the_table_of_flags_with_its_default_and_its_choices() -> None:
+    of_both = rows("Both services")
+    assert set(of_both) == {flag(name) for name in {*ServiceSettings.model_fields, "listen"}}
+    for heading, settings in (("The scheduler", SchedulerSettings), ("A worker", WorkerSettings)):
+        assert set(rows(heading)) == {flag(name) for name in settings.model_fields} - set(of_both)
+        for name, (default, meaning) in (of_both | rows(heading)).items():
+            field = settings.model_fields[name.removeprefix("--").replace("-", "_")]
+            assert in_words(field.default) in (default or meaning), name
+            for choice in choices(field.annotation):
+                assert f"`{choice}`" in default + meaning, name
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_of_a_command_is_in_the_page_of_flags(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (table,) = re.findall(r"\n## Commands\n(.*)", (ROOT / "docs/flags.md").read_text(), re.DOTALL)
+    described = [row for row in table.splitlines() if f"_{command}" in row or f".{command}" in row]
+    assert flags_in("\n".join(described)) == options(capsys, command)
+
+
+def test_the_map_names_files_and_folders_that_are_there() -> None:
+    names = [text for text in code(ROOT / "CONTRIBUTING.md") if re.fullmatch(r"[\w./-]+(/|\.\w+)", text)]
+    assert len(names) > 30
+    for name in names:
+        path = ROOT / name
+        assert path.is_dir() if name.endswith("/") else path.is_file(), name
+
+
+@each_page
+def test_requests_and_workers_are_no_persons(page: Path) -> None:
+    assert re.findall(PERSONS, page.read_text(), re.IGNORECASE) == []
+
+
+def test_contracts_and_help_speak_of_no_persons(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = [file.read_text() for file in ROOT.glob("protos/**/*.proto")]
+    texts += [field.description or "" for settings in SERVICES for field in settings.model_fields.values()]
+    for parse, arguments in (command for commands in COMMANDS.values() for command in commands):
+        with pytest.raises(SystemExit):
+            parse([*arguments, "--help"])
+        texts.append(capsys.readouterr().out)
+    for text in texts:
+        assert re.findall(PERSONS, text, re.IGNORECASE) == []
