@@ -91,7 +91,7 @@ def sampling_params(arguments: argparse.Namespace) -> pb.SamplingParams:
 
 
 async def stream(client: Client, prompt: Prompt, sampling: pb.SamplingParams) -> str:
-    """Print an answer as it comes and how fast it came; returns its text."""
+    """Print an answer as it comes, and then its speed; returns its text."""
     began = time.perf_counter()
     first = None
     text, num_tokens, metrics = "", 0, pb.RequestMetrics()
@@ -138,7 +138,7 @@ def chat(arguments: argparse.Namespace, target: str) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """What is typed, line by line, until the input ends."""
+    """The user's input, line by line, until it ends."""
     with contextlib.suppress(EOFError):
         while True:
             if line := input("> " if sys.stdin.isatty() else "").strip():
@@ -162,7 +162,7 @@ def run(arguments: argparse.Namespace, target: str) -> None:
         case "chat":
             chat(arguments, target)
         case "watch":
-            logging.getLogger("pagewire_client").setLevel(logging.WARNING)  # it shows by itself what was lost
+            logging.getLogger("pagewire_client").setLevel(logging.WARNING)  # the picture itself shows a lost connection
             asyncio.run(watch(target, interval=arguments.interval, once=arguments.once))
         case "requests":
             asyncio.run(requests(arguments, target))
@@ -177,7 +177,7 @@ def main() -> None:
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # line editing for input()
-    for number in (signal.SIGTERM, signal.SIGHUP):  # leave by the same way as for Ctrl-C, and stop what was started
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end as for Ctrl-C, and stop the processes that were started
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         if arguments.target:

@@ -64,7 +64,7 @@ class Admin:
         await self._stub.UndrainWorker(pb.UndrainWorkerRequest(address=address))
 
     async def watch(self, interval: float) -> AsyncGenerator[Sample | Lost, None]:
-        """The state every `interval` seconds, for ever; where the scheduler is gone, that once, and then it again."""
+        """The state every `interval` seconds, for ever; one `Lost` when the scheduler is gone, until it is back."""
         request = pb.WatchClusterStateRequest(interval_ms=round(interval * 1000))
         backoff = Backoff(float("inf"))
         is_lost = False

@@ -32,7 +32,7 @@ class Client:
 
     Every method raises grpc.aio.AioRpcError with the server's status and sentence. While the server cannot be reached,
     or is about to leave, calls are tried again for `retry_for` seconds (0: not at all); streams then go on where they
-    were, with no token lost or twice. What is tried again is logged as INFO by the logger `pagewire_client`.
+    were, with no token lost or twice. Attempts are logged as INFO by the logger `pagewire_client`.
     """
 
     def __init__(self, target: str, *, retry_for: float = RETRY_SECONDS) -> None:
@@ -64,7 +64,7 @@ class Client:
             raise TimeoutError(f"the server was not ready within {timeout} s") from None
 
     async def _is_serving(self, backoff: Backoff) -> bool:
-        """Watch until the server serves, or leaves, and then pause: a balancer without a server answers at once."""
+        """Watch until the server serves, or the watch ends; then pause: a balancer without servers answers at once."""
         watch = self._health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
         try:
             async for response in watch:
@@ -126,7 +126,7 @@ class Client:
     async def abort(self, request_id: str, *, tenant: str = "") -> bool:
         """End a tenant's call in flight; returns whether there was one.
 
-        This client's own ends even where the server knows of none, or another one was asked, and is not resumed.
+        A call of this client ends, and is not resumed, even if the server that was asked does not have it.
         """
         request = pb.AbortRequest(request_id=request_id, tenant=tenant)
         stream = self._streams.get((tenant, request_id))
@@ -135,7 +135,7 @@ class Client:
         stream.abort()
         with suppress(grpc.aio.AioRpcError):
             if (await self._stub.Abort(request)).aborted:
-                self._streams.pop((tenant, request_id), None)  # it ends with what the server still has of it
+                self._streams.pop((tenant, request_id), None)  # the stream ends with what the server still sends of it
                 return True
         return stream.give_up()
 
@@ -152,7 +152,7 @@ class Client:
         return (await self._retrying(self._stub.Detokenize, request)).text
 
     async def _retrying(self, method: Callable[[Any], Awaitable[T]], request: Any) -> T:
-        """Call a method that may as well be called twice."""
+        """Call a method that may safely be called twice."""
         backoff = Backoff(self._retry_for)
         while True:
             try:

@@ -46,5 +46,5 @@ def print_requests(requests: Sequence[pb.FinishedRequest]) -> None:
 
 
 def _printable(text: str) -> str:
-    """An id as another client chose it, which may hold what a terminal obeys."""
+    """An id that another client chose; it may contain a terminal's control characters."""
     return "".join(character if character.isprintable() else "�" for character in text)

@@ -16,11 +16,11 @@ MAX_EVENTS = 1000
 
 
 class ServerError(Exception):
-    """A service could not be started; the message is its own last word."""
+    """A service could not be started; the message is the last line that it wrote."""
 
 
 class ServiceProcess:
-    """One service. Its JSON log is read for the address it listens on; whatever else it says is shown."""
+    """One service. Its JSON log is read for the address that it listens on; its other output is shown."""
 
     def __init__(self, module: str, arguments: Sequence[str]) -> None:
         self.module = module

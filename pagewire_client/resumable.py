@@ -14,13 +14,13 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.retry import PASSING, Backoff, passes
 
 Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
-# The server may still be looking at an attempt that broke early. And one that has just started may have more come back
-# at once than it takes, which is no reason to give up what was begun.
+# The server may still be checking an attempt that broke early. And a server that has just started may get more resumed
+# requests at once than it takes, which is no reason to give up a request.
 PASSING_AGAIN = PASSING | {grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
 class Received:
-    """What came of a request with `num_outputs` outputs."""
+    """What has been received of a request with `num_outputs` outputs."""
 
     def __init__(self, num_outputs: int) -> None:
         self._open: dict[int, list[int]] = {index: [] for index in range(num_outputs)}
@@ -46,7 +46,7 @@ class Received:
 
     @property
     def state(self) -> pb.ResumeState:
-        """What the server needs to know of it to go on."""
+        """What the server needs to resume the request."""
         return pb.ResumeState(
             seed=self._seed,
             model_fingerprint=self._fingerprint,
@@ -61,8 +61,8 @@ class Received:
 class ResumableStream:
     """One request, in as many calls as it takes.
 
-    `start` makes a call of a request and the seconds until its deadline; `timeout` is for all calls together, and
-    `retry_for` is how long it may take, from the moment a call broke, until another one brings something.
+    `start` makes a call from a request and the seconds until its deadline. `timeout` is for all calls together.
+    `retry_for` limits the time from the moment at which a call broke until another call brings a message.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ResumableStream:
         self._aborted = asyncio.Event()
 
     async def responses(self) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """What the calls bring, as if it were one; raises the grpc.aio.AioRpcError that cannot be helped."""
+        """The messages of all calls, as of one call; raises a grpc.aio.AioRpcError that no further attempt can mend."""
         loop = asyncio.get_running_loop()
         deadline = None if self._timeout is None else loop.time() + self._timeout
         while self._received.open and not self._aborted.is_set():
@@ -116,11 +116,11 @@ class ResumableStream:
             )
 
     def abort(self) -> None:
-        """The caller has had enough: a call that breaks from now on is not resumed, and that is no error."""
+        """Have a call that breaks from now on end without an error, and not be resumed."""
         self._aborted.set()
 
     def give_up(self) -> bool:
-        """After `abort`, where no server has ended the stream: end it here; returns whether it had not ended whole."""
+        """After `abort`, if no server has ended the stream: end it here. Returns whether outputs were still open."""
         if not self._received.open:
             return False
         if self._call is not None:

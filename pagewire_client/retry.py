@@ -18,9 +18,9 @@ PASSING = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
 
 
 class Backoff:
-    """The pauses between attempts at one thing: each about twice the one before, none the same for two clients.
+    """The pauses between attempts: each about twice the last, and random, so that clients do not return together.
 
-    `limit` is in seconds from the first failure on; whatever succeeds in between begins it anew. 0 retries nothing.
+    `limit` is in seconds from the first failure on; a success in between begins it anew. 0 retries nothing.
     """
 
     def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -55,5 +55,5 @@ def passes(error: grpc.aio.AioRpcError, codes: Collection[grpc.StatusCode] = PAS
 
 
 def _is_reset(error: grpc.aio.AioRpcError) -> bool:
-    """Whether a proxy lost its server: it can but reset a stream that had begun, and gRPC calls that INTERNAL."""
+    """Whether a proxy lost its server: it can only reset a stream that has begun, and gRPC reports that as INTERNAL."""
     return error.code() is grpc.StatusCode.INTERNAL and "RST_STREAM" in (error.details() or "")

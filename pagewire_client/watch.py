@@ -20,7 +20,7 @@ STATUS_STYLES = {"serving": "green", "draining": "yellow", "drained": "dim", "co
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What happened in each second between two samples; nothing after a restart, when counts begin anew."""
+    """Rates a second between two samples; none after a restart of the scheduler, when counts begin anew."""
 
     output_tokens: float = 0.0
     prompt_tokens: float = 0.0
@@ -45,7 +45,7 @@ class Rates:
 
 
 class View:
-    """What is known: the last two samples, and the last thing that happened to the connection."""
+    """What is shown: the last two samples, and the last event of the connection."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -79,7 +79,7 @@ class View:
     # ---- as a line
 
     def line(self) -> str:
-        """Everything that matters, as key=value, after what has just happened to the connection, if anything did."""
+        """The state as key=value, after the connection's latest event if that has not been shown."""
         if self._sample is None or self._is_lost:
             return self._news
         state, rates = self._sample.state, self.rates

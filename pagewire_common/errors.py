@@ -16,7 +16,7 @@ from pagewire_common.field_count import has_more_fields
 log = structlog.get_logger()
 
 MOST_STATUS_BYTES = 4096
-"""Of an error's sentence, encoded for the header that it travels in."""
+"""Bytes of an error's sentence, encoded for the header that it travels in."""
 
 
 class RequestError(Exception):
@@ -31,12 +31,12 @@ Behavior = Callable[[Any, grpc.aio.ServicerContext[Any, Any]], Any]
 
 
 MOST_FIELDS = 6 << 10
-"""Of a request: more than the lists of all its fields together may have, and quickly counted and parsed."""
+"""Fields of a request: more than all its lists together may have, and few enough to be counted and parsed quickly."""
 
 
 request_bytes: ContextVar[int] = ContextVar("request_bytes", default=0)
-"""Of the request of this call, as it came. A parsed message does not tell: where a field comes twice protobuf shows the
-last one only, and the first stays in memory for as long as the call is open.
+"""Bytes of this call's request as it came. The parsed message may show fewer: of a field that comes twice protobuf
+shows the last value only, and the first stays in memory for as long as the call is open.
 """
 
 
@@ -52,8 +52,8 @@ class _Unparsed(NamedTuple):
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns RequestError into its status and anything else uncaught into INTERNAL without details.
 
-    gRPC would show an uncaught exception's text to the client. Where there are `max_request_bytes`, a request of more
-    bytes or of too many fields is refused before it is parsed, because the interpreter can do nothing else meanwhile.
+    gRPC would show an uncaught exception's text to the client. With `max_request_bytes`, a request of more bytes or of
+    too many fields is refused before it is parsed, because the interpreter can do nothing else during parsing.
     """
 
     def __init__(self, prefix: str = "/pagewire.", max_request_bytes: Callable[[], int] | None = None) -> None:
@@ -137,9 +137,10 @@ def _short(sentence: str) -> str:
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
-    """Ends a call. gRPC's own exception leads to itself: it stays in memory until Python's collector comes.
+    """Ends a call. gRPC's own exception refers to itself: it stays in memory until Python's collector runs.
 
-    So does what it leads to, which must not be the request, nor what served it: the frames that `error` came through.
+    All objects that it refers to stay as well. They must not include the request, nor the frames that `error` came
+    through.
     """
     if isinstance(error, RequestError):
         error.__traceback__ = error.__context__ = None
@@ -147,7 +148,7 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) 
             await context.abort(error.code, _short(str(error)))
         except grpc.aio.InternalError:  # the client is gone, or a message that it does not read is in the way
             log.info("call cancelled", code=error.code.name, reason=str(error))
-            raise asyncio.CancelledError from None  # the only end that gRPC takes now
+            raise asyncio.CancelledError from None  # the only end that gRPC accepts now
     if isinstance(error, grpc.aio.AbortError):
         raise error
     log.error("call failed", exc_info=error)

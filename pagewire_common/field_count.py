@@ -52,7 +52,7 @@ def _count(data: bytes, position: int, end: int, message: Descriptor, most: int)
 
 @cache
 def _nested_parts(message: Descriptor) -> dict[int, Descriptor]:
-    """By the numbers of their fields, the parts of a message that have parts, or lists of strings."""
+    """The parts of a message that have parts or lists of strings themselves, by field number."""
     parts = {field.number: field.message_type for field in message.fields if field.message_type is not None}
     return {number: part for number, part in parts.items() if any(map(_takes_long, part.fields))}
 

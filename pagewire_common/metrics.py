@@ -87,7 +87,7 @@ class _ServerIPv6(_Server):
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = SCRAPE_SECONDS  # of a connection that sends nothing
+    timeout = SCRAPE_SECONDS  # for a connection that sends nothing
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Scrapes are not worth a line."""
+        """Scrapes are not logged."""

@@ -76,7 +76,7 @@ class GrpcServer:
         return address
 
     async def set_serving(self, serving: bool) -> None:
-        """Report SERVING or NOT_SERVING for every service; nothing changes any more once the server stops."""
+        """Report SERVING or NOT_SERVING for every service; has no effect once the server stops."""
         if self._is_stopping:
             return
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING

@@ -25,7 +25,7 @@ NUM_FINISHED = 100
 
 
 class AdminServicer(AdminServiceServicer):
-    """See the .proto for its contract. `close` ends the watches, which would otherwise go on for ever."""
+    """See the .proto for the service's contract. `close` ends the watches, which would otherwise go on for ever."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -13,7 +13,7 @@ PROTOCOL_VERSION = 1
 
 
 class WorkerInfo(NamedTuple):
-    """What a worker said of itself."""
+    """What a worker reports about itself."""
 
     protocol_version: int
     model_id: str
@@ -90,7 +90,7 @@ def _fill_fork(message: pb.Fork, fork: Fork) -> None:
 
 
 def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.SchedulerOutput:
-    """A step as the worker will read it; a step of nothing but decodes leaves its second and third column out."""
+    """A step as a message to the worker. A step of decodes only leaves the second and third column out."""
     message = pb.SchedulerOutput(
         epoch=epoch,
         step_id=output.step_id,
@@ -106,7 +106,7 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
         finished=output.finished,
         preempted=output.preempted,
     )
-    for new in output.new_sequences:  # in place: protobuf copies a part that is handed in by writing and parsing it
+    for new in output.new_sequences:  # in place: a message that is passed in would be serialized and parsed again
         _fill_new_sequence(message.new_sequences.add(), new)
     for fork in output.forks:
         _fill_fork(message.forks.add(), fork)
@@ -138,7 +138,7 @@ def _decode_logprobs(columns: pb.SampleLogprobs) -> list[TokenLogprobs]:
 
 def decode_model_output(message: pb.ModelOutput) -> ModelOutput:
     """A worker's answer; raises ValueError when it contradicts itself."""
-    # A prompt's tokens are given, so that NaN or +inf says that the model has no log-probabilities for them.
+    # A prompt's tokens were not sampled: NaN or +inf means that the model has no log-probabilities for them.
     without = [columns.sequence_id for columns in message.prompt_logprobs if not sum(columns.logprobs) < math.inf]
     output = ModelOutput(
         message.step_id,

@@ -42,10 +42,11 @@ from scheduler_service.worker_loop import WorkerLoop
 log = structlog.get_logger()
 
 MAX_BLOCKS = 2**22
-"""Of one worker: many times what the largest devices hold, and what the scheduler has memory to keep account of."""
+"""Blocks of one worker: many times what the largest devices hold, and as many as the scheduler has memory to manage."""
 
 KEYS_AT_ONCE = 1024
-"""Hashed in one turn of the event loop, at 1 µs each. Without, a prompt of 131,000 tokens took 24 ms to be planned."""
+"""Keys that are hashed in one turn of the event loop, at 1 µs each. Without this limit a prompt of 131,000 tokens took
+24 ms to be planned."""
 
 MIN_REQUEST_BYTES = 1 << 20
 BYTES_PER_TOKEN = 12
@@ -60,7 +61,7 @@ _RESUMED = RequestError(grpc.StatusCode.ABORTED, "another call goes on with this
 class Engine:
     """Accepts requests and keeps every worker busy with them. Create it inside the event loop that uses it.
 
-    `resolve` looks names among the workers up. Raises StartError when the settings name a model file that does not
+    `resolve` looks up names among the workers. Raises StartError when the settings name a model file that does not
     exist, or a recording that exists.
     """
 
@@ -78,7 +79,7 @@ class Engine:
         self._model_lock = asyncio.Lock()
         self._being_checked: dict[str, int] = {}  # bytes, by the keys of requests
         self._aborted: set[str] = set()  # keys of requests that are to end as soon as they have been checked
-        self._held_bytes = 0  # by all requests, those that are being checked or were superseded included
+        self._held_bytes = 0  # by all requests, also while they are checked and after they were superseded
         self._cache_secret = secrets.token_bytes(32)  # keys of the prefix cache cannot be guessed from outside
         self._request_memory = int(settings.request_memory * 2**30)
         self.unread = UnreadOutput(self._request_memory)
@@ -98,7 +99,7 @@ class Engine:
 
     @property
     def max_request_bytes(self) -> int:
-        """What a request may have: the longest prompts of the model, and no more, because parsing blocks the loop."""
+        """The largest message of a request: for the model's longest prompts and no more, as parsing blocks the loop."""
         context_length = self._model.result().context_length if self._model.done() else 0
         return max(MIN_REQUEST_BYTES, context_length * BYTES_PER_TOKEN)
 
@@ -106,8 +107,9 @@ class Engine:
     def admission(self, key: str, num_bytes: int = 0, *, resumes: bool = False) -> Iterator[None]:
         """Hold a place for a request while it is being checked, so that a flood is refused before any work is done.
 
-        A request that resumes one in flight is to take its place. `num_bytes` is what it takes of memory. Raises
-        UNAVAILABLE, RESOURCE_EXHAUSTED, ALREADY_EXISTS, or INVALID_ARGUMENT for one that there is never room for.
+        A request that resumes a request in flight takes its place. `num_bytes` is the memory that the request takes.
+        Raises UNAVAILABLE, RESOURCE_EXHAUSTED, ALREADY_EXISTS, or INVALID_ARGUMENT for a request that never fits into
+        memory.
         """
         if self._is_draining:
             raise _SHUTTING_DOWN
@@ -130,7 +132,7 @@ class Engine:
             self._held_bytes -= self._being_checked.pop(key, 0)
 
     def hold(self, key: str, num_bytes: int) -> None:
-        """Count what a request takes of memory, or takes besides. Within its `admission`, whose errors it raises."""
+        """Count memory of a request, in addition to what it holds. Within its `admission`, whose errors it raises."""
         in_all = self._being_checked.get(key, 0) + num_bytes
         most = self._request_memory
         sizes = f"this request takes {in_all / 2**20:.1f} MiB of memory, and --request-memory allows all together "
@@ -144,7 +146,7 @@ class Engine:
         self._held_bytes += num_bytes
 
     async def block_keys(self, request: GenerationRequest, model: ServedModel) -> list[bytes]:
-        """The keys of its blocks in the prefix cache, if there are too many for one turn of the event loop; or none."""
+        """A request's keys in the prefix cache if they are too many for one turn of the event loop, otherwise none."""
         token_ids = array("I", request.prompt_token_ids)
         for output in request.resumption.token_ids[:1]:
             token_ids.extend(output)
@@ -160,7 +162,7 @@ class Engine:
         return root_key(self._cache_secret, request.tenant.encode(), request.cache_salt.encode())
 
     def submit(self, request: GenerationRequest, model: ServedModel, keys: Sequence[bytes] = ()) -> RequestState:
-        """Queue a request, within its `admission`; `keys` are its `block_keys`, which are made later without.
+        """Queue a request, within its `admission`. `keys` are its `block_keys`; without them the core makes them later.
 
         Raises UNAVAILABLE when the server began to shut down meanwhile.
         """
@@ -181,7 +183,7 @@ class Engine:
         return state
 
     def close(self, state: RequestState) -> None:
-        """The reader is gone or done: free whatever the request still holds."""
+        """The reader is gone or done: free everything that the request still holds."""
         state.stream.leave()
         self._held_bytes -= state.num_bytes
         state.num_bytes = 0
@@ -200,7 +202,7 @@ class Engine:
     def supersede(self, request: GenerationRequest) -> None:
         """End what is left of the same request's broken stream, because this one goes on with it.
 
-        What the stream takes of memory counts until it is closed: its client may have left a message unread.
+        The stream's memory counts until it is closed: its client may have left a message unread.
         Raises ALREADY_EXISTS when the request in flight under its key has another prompt.
         """
         state = self.requests.get(request.key)
@@ -215,9 +217,9 @@ class Engine:
         state.stream.cut(_RESUMED)
 
     def abort(self, key: str) -> bool:
-        """End a request; its stream closes with what it has. Returns whether there was one.
+        """End a request; its stream closes with what it has. Returns whether the request exists.
 
-        One that is being checked ends when it has been.
+        A request that is being checked ends after the check.
         """
         is_being_checked = key in self._being_checked
         if is_being_checked:
@@ -281,7 +283,7 @@ class Engine:
 
     @property
     def departed(self) -> Departed:
-        """What is to be remembered of workers that are not known any more."""
+        """Sums over the workers that have left."""
         return self._members.departed
 
     @property
@@ -290,7 +292,7 @@ class Engine:
         return self._members.workers
 
     def drain_worker(self, address: str) -> None:
-        """Give a worker nothing more; what it has is finished, or moves. Raises NOT_FOUND for an unknown address."""
+        """Give a worker no more requests; its own finish there, or move. Raises NOT_FOUND for an unknown address."""
         self._members.find(address).drain()
 
     def undrain_worker(self, address: str) -> None:

@@ -39,7 +39,7 @@ class RequestMetrics:
 
 
 class FinishedRequests:
-    """Adds in O(1); the oldest make way."""
+    """Adding takes O(1); the oldest requests are dropped."""
 
     def __init__(self, max_requests: int = MAX_REQUESTS, max_bytes: int = MAX_BYTES) -> None:
         self._max_requests = max_requests

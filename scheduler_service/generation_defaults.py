@@ -14,14 +14,14 @@ log = structlog.get_logger()
 
 
 class Bounds(NamedTuple):
-    """Between which numbers a value may lie, in a request as in a model's file."""
+    """The range of a value, in a request and in a model's file."""
 
     low: float
     high: float
     excludes_low: bool = False
 
     def hold(self, value: float) -> bool:
-        """Whether it lies there; NaN lies nowhere."""
+        """Whether the value lies in the range; NaN lies in none."""
         return math.isfinite(value) and self.low <= value <= self.high and not (self.excludes_low and value == self.low)
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ _WHOLE = ("top_k", "max_new_tokens")
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Values for what a request leaves open, read the way the authors' own library reads them.
+    """Values for fields that a request leaves out, read as the authors' own library reads them.
 
     Without do_sample, decoding is greedy whatever the other fields say.
     """

@@ -13,7 +13,7 @@ from scheduler_service.worker_loop import Fleet, WorkerLoop
 
 @dataclass(slots=True)
 class Departed:
-    """Sums over the workers that have left, without which counts over all of them would fall."""
+    """Sums over the workers that have left. Without them, counts over all workers would fall when a worker leaves."""
 
     num_losses: int = 0
     num_preemptions: int = 0
@@ -21,7 +21,7 @@ class Departed:
 
 
 class Membership:
-    """One `WorkerLoop` an address, however many of the targets lead to it."""
+    """One `WorkerLoop` for each address, also if several targets lead to it."""
 
     def __init__(self, fleet: Fleet, resolve: Resolve) -> None:
         self._fleet = fleet
@@ -41,7 +41,7 @@ class Membership:
 
     @property
     def admits(self) -> bool:
-        """Whether any of them takes requests."""
+        """Whether any worker takes requests."""
         return any(loop.admits for loop in self._loops.values())
 
     def find(self, address: str) -> WorkerLoop:

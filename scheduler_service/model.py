@@ -38,7 +38,7 @@ def max_sequence_tokens(info: WorkerInfo) -> int:
 
 
 def max_num_seqs(settings: SchedulerSettings, info: WorkerInfo) -> int:
-    """The most sequences in one step of this worker; each of them takes at least a token of it."""
+    """The most sequences in one step of this worker; each takes at least one token of the step."""
     return min(settings.max_num_seqs, info.max_num_seqs, settings.max_num_batched_tokens, info.max_num_batched_tokens)
 
 
@@ -76,8 +76,9 @@ class ServedModel:
             dtype=info.dtype,
             context_length=context_length,
             block_size=info.block_size,
-            # Whatever is promised must fit into every worker, and one that joins later may have less room than the
-            # first, by what else its machine held when it started. So it is half of that, or the longest sequence.
+            # A promised size must fit into every worker, and a worker that joins later may have less room than the
+            # first one, because its machine held other things when it started. So the size is half of the first
+            # worker's room, or the longest sequence.
             pool_tokens=max(context_length, info.num_device_blocks // 2 * info.block_size),
             vocabulary_size=info.vocabulary_size,
             max_num_seqs=max_num_seqs,

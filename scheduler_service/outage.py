@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 
 class Outage:
-    """Begins and ends with `set`; there is one until the first worker takes requests."""
+    """Begins and ends with `set`. It is on until the first worker takes requests."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience

@@ -53,5 +53,5 @@ class OutputText:
             yield text + self.flush() if position == last else text
 
     def flush(self) -> str:
-        """What was held back, when the output ends for another reason than a stop string."""
+        """The text that was held back; for an output that ends for another reason than a stop string."""
         return self._stops.flush()

@@ -23,12 +23,12 @@ class PatientWriter:
         self._task = task
         self._loop = asyncio.get_running_loop()
         self._began: float | None = None  # the write under way
-        self._error: RequestError | None = None  # for which the write under way is given up
+        self._error: RequestError | None = None  # why the write under way is given up
         self._timer = self._loop.call_later(limit, self._check)
 
     async def write(self, message: Any) -> None:
-        """Raises RESOURCE_EXHAUSTED when the client does not read it in time, CANCELLED when it has gone meanwhile, or
-        what the write was given up for.
+        """Raises RESOURCE_EXHAUSTED when the client does not read in time, CANCELLED when it has gone meanwhile, or the
+        error of `give_up`.
         """
         self._began = self._loop.time()
         try:

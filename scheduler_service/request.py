@@ -21,7 +21,7 @@ from scheduler_service.whole_output import WholeOutput
 def request_key(tenant: str, request_id: str) -> str:
     """The name of a request inside the server. Every tenant has request ids of its own.
 
-    Both parts are percent-encoded, so that no two pairs have the same name and most request ids are their own.
+    Both parts are percent-encoded, so no two pairs have the same name, and most request ids stay as they are.
     """
     name = quote(request_id, safe="")
     return f"{quote(tenant, safe='')}/{name}" if tenant else name
@@ -73,7 +73,7 @@ class GenerationRequest:
 
     @property
     def comes_whole(self) -> bool:
-        """Whether no output is given before all have ended, because the best of them are."""
+        """Whether no output is sent before all have ended, because only the best are sent."""
         return self.n is not None or self.sampling.beam_width > 0
 
     @property
@@ -107,7 +107,7 @@ class RequestState:
     ) -> None:
         self.request = request
         self.expiry: asyncio.TimerHandle | None = None  # while no worker takes requests
-        self.num_bytes = 0  # that it counts in the server's memory
+        self.num_bytes = 0  # of the server's memory
         self._statistics = statistics
         self._queued_seconds: float | None = None
         self._first_token_seconds: float | None = None
@@ -130,7 +130,7 @@ class RequestState:
         self._first_token_at = [0.0] * request.sampling.n
         self._num_prompt_logprobs = resumption.num_prompt_logprobs
         self._ranked = [_Ranked() for _ in range(request.sampling.n)] if request.n is not None else None
-        # Whether every token before the last brings itself and its text, and nothing else.
+        # Whether every delta before the last has only a token and its text.
         self._is_plain = not (
             self._ranked
             or request.stop
@@ -139,7 +139,7 @@ class RequestState:
         )
 
     def admitted(self, now: float) -> None:
-        """A worker has been given the request; whether for the first time is this method's business."""
+        """A worker has been given the request, for the first time or again."""
         if self._queued_seconds is None:
             self._queued_seconds = now - self.group.arrived_at
             self._statistics.queue_seconds.observe(self._queued_seconds)
@@ -168,7 +168,7 @@ class RequestState:
 
     @property
     def num_output_tokens(self) -> list[int]:
-        """Of each output, or of each sequence that the best outputs are chosen from."""
+        """For each output, or for each sequence that the best outputs are chosen from."""
         if self.group.beams is not None:
             return [len(hypothesis.token_ids) for hypothesis in self.group.beams.hypotheses]
         return [sequence.num_output_tokens for sequence in self.group.sequences]
@@ -237,7 +237,7 @@ class RequestState:
         return stop is not None
 
     def _put(self, delta: OutputDelta) -> None:
-        """Onto the stream, or aside until all outputs have ended and the likeliest are known."""
+        """Put a delta on the stream, or keep it until all outputs have ended and the likeliest are known."""
         if self._ranked is None:
             self.stream.put(delta)
             return
@@ -249,7 +249,7 @@ class RequestState:
                 self._put_whole(index, output.whole)
 
     def _put_whole(self, index: int, output: WholeOutput) -> None:
-        """Onto the stream, but for what the client has from an earlier one."""
+        """Put a delta on the stream, without what the client has from an earlier stream."""
         resumption = self.request.resumption
         if index not in resumption.finished:
             self.stream.put_whole(output.deltas(index, resumption.begun.get(index, ())))
@@ -272,8 +272,8 @@ class RequestState:
             )
 
     def abort(self) -> None:
-        """End every output that is still open as aborted, with what its text held back."""
-        if self.group.beams is not None:  # it has no outputs before it has all
+        """End every output that is still open as aborted, with the text that was held back."""
+        if self.group.beams is not None:  # beam search has no output before it has all
             for index in range(self.request.num_outputs):
                 self._put_whole(index, WholeOutput())
             return

@@ -12,9 +12,9 @@ besides; when it takes more, the request with the most unread output ends.
 from pagewire.v1 import inference_service_pb2 as pb
 
 REQUEST_BYTES = 32 << 10
-"""Of a call, its task, its stream and its group, without what follows."""
+"""Bytes of a call, its task, its stream and its group, without the parts below."""
 OUTPUT_BYTES = 4 << 10
-"""Of a sequence, its detokenizer and what waits to be written of it."""
+"""Bytes of a sequence, its detokenizer and its deltas that wait to be written."""
 NUMBER_BYTES = 16
 """Of a token id besides its bytes in the message: 8 where it was parsed, in a column that has grown, 4 packed, and 4
 lost between requests. Measured with a full queue of prompts of 100,000 tokens: 19.4 bytes a token, of which 3 came.
@@ -27,9 +27,9 @@ POSITION_BYTES = 272
 one, 1,751 to 1,778 with 21.
 """
 OUTPUT_TOKEN_BYTES = 42
-"""Of a token of an output until it is written: the number, and its place in a list that has grown."""
+"""Bytes of an output's token until it is written: the number, and its place in a list that has grown."""
 STRING_BYTES = 50
-"""Of the text of a token, where it is kept as a string of its own."""
+"""Bytes of a token's text, if it is kept as a string of its own."""
 UNREAD_SHARE = 4
 """A quarter: 60 s of 50 streams that each gain 50 tokens a second, with 20 likeliest tokens beside each of these."""
 

@@ -18,7 +18,7 @@ from scheduler_service.validation import check_token_ids, invalid, take_token_id
 async def check_resumption(
     message: pb.GenerateRequest, request: GenerationRequest, model: ServedModel
 ) -> GenerationRequest:
-    """The checked request with what its `resume` says, if there is one. Raises RequestError."""
+    """The checked request, with its `resume` taken into account if it has one. Raises RequestError."""
     if not message.HasField("resume"):
         return request
     resume = message.resume
@@ -58,7 +58,7 @@ async def check_resumption(
 
 
 def _check_indices(outputs: Sequence[pb.ResumedOutput], num_outputs: int) -> dict[int, str]:
-    """Where the entry of each index stands, in words."""
+    """The name of each index's entry, for error messages. Raises RequestError."""
     if len(outputs) > num_outputs:
         invalid(f"resume.outputs has {len(outputs)} entries; at most {num_outputs} (sampling.n) are allowed")
     places: dict[int, str] = {}
@@ -79,7 +79,7 @@ def _check_number(field: str, num_tokens: int, request: GenerationRequest) -> No
 
 
 def _check_tokens(field: str, token_ids: Sequence[int], request: GenerationRequest, model: ServedModel) -> None:
-    """Refuse tokens of an output that should have ended before or with them: there is nothing to go on with."""
+    """Refuse tokens of an output that should have ended before or with them: there is nothing left to generate."""
     sampling = request.sampling
     check_token_ids(field, token_ids, model)
     for position in range(sampling.min_tokens, len(token_ids)):
@@ -109,7 +109,7 @@ def _seed(message: pb.GenerateRequest, request: GenerationRequest, *, is_needed:
 def _replay(
     token_ids: Mapping[int, Sequence[int]], places: Mapping[int, str], request: GenerationRequest, model: ServedModel
 ) -> dict[int, OutputText]:
-    """What each output has become so far. About 2 µs a token, which is why it runs on a thread."""
+    """The text of each output so far. It takes about 2 µs a token, and therefore runs on a thread."""
     texts: dict[int, OutputText] = {}
     for index, tokens in token_ids.items():
         texts[index] = request.text(model.tokenizer)

@@ -73,9 +73,9 @@ async def _run(
 
 
 def _spare_the_collector() -> None:
-    """Have Python's cycle collector leave alone what was there at start.
+    """Have Python's cycle collector ignore the objects that exist at the start.
 
-    The tokenizer library alone brings half a million objects that live as long as the process. Going through them again
+    The tokenizer library alone brings half a million objects that live as long as the process. Collecting them again
     and again took a third of this process's time under load, in pauses of a tenth of a second. Requests and sessions
     are not left to the collector: they are freed when their call or their session ends. What is left are small cycles,
     such as those of gRPC's exceptions. The last generation is collected about once in 100,000 new objects.

@@ -51,10 +51,10 @@ _REASONS = {
 
 MAX_SIDE_CALLS = 256
 MAX_SIDE_BYTES = 16 << 20
-"""Of calls beside Generate: some seconds of tokenizing, on a thread of their own."""
+"""Bytes of calls other than Generate: some seconds of tokenizing, on a thread of their own."""
 
 _CLIENTS_OWN = (grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED)
-"""How streams end that the client left or went on with in another call."""
+"""Statuses of streams that the client left, or went on with in another call."""
 
 
 class InferenceServicer(InferenceServiceServicer):
@@ -109,7 +109,7 @@ class InferenceServicer(InferenceServiceServicer):
             state.group.disband()
 
     def _closed(self, state: RequestState, ended: list[str]) -> None:
-        """Say what the request waited for, in the log and to operators."""
+        """Report the request's waiting times, in the log and to operators."""
         metrics = state.metrics(time.monotonic())
         output_tokens = state.num_output_tokens
         log.info(

@@ -9,7 +9,7 @@ from pagewire_common.errors import RequestError
 
 
 class SideCalls:
-    """Calls of one kind that have a limit in common."""
+    """Calls of one kind, which share a limit."""
 
     def __init__(self, what: str, *, max_calls: int, max_bytes: int) -> None:
         self._what = what
@@ -20,7 +20,7 @@ class SideCalls:
 
     @contextlib.contextmanager
     def place(self, num_bytes: int = 0) -> Iterator[None]:
-        """Hold a place for a call of this size. Raises RESOURCE_EXHAUSTED; a call alone always has one."""
+        """Hold a place for a call of this size. Raises RESOURCE_EXHAUSTED, but never for the only call."""
         if self._num_calls >= self._max_calls:
             self._refuse(f"{self._num_calls} {self._what} calls are in flight, as many as may be")
         if self._num_calls and self._num_bytes + num_bytes > self._max_bytes:

@@ -130,7 +130,7 @@ def main() -> None:
 
 
 def _import_plot(path: Path) -> Callable[[Mapping[str, Result], str, Path], None]:
-    """What draws; it ends the program before anything was simulated if nothing could be drawn."""
+    """The module that draws. If it cannot draw, the program ends here, before anything is simulated."""
     try:
         from scheduler_service.simulation.plot import check, save
     except ModuleNotFoundError:

@@ -49,7 +49,7 @@ class Statistics:
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
         self.num_outputs: Counter[str] = Counter()
-        """That ended, by reason: stop, length, abort or error."""
+        """Outputs that ended, by reason: stop, length, abort or error."""
         self.queue_seconds = Histogram(REQUEST_BOUNDS)
         self.first_token_seconds = Histogram(FIRST_TOKEN_BOUNDS)
         self.token_seconds = Histogram(TOKEN_BOUNDS)

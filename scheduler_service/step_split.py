@@ -20,7 +20,7 @@ from typing import Protocol
 
 
 class WorkerTiming(Protocol):
-    """What a worker says of a step, in microseconds."""
+    """What a worker reports of a step, in microseconds."""
 
     @property
     def move_us(self) -> int: ...
@@ -37,10 +37,10 @@ class StepSplit:
     num_steps: int = 0
     """Steps answered."""
     schedule: int = 0
-    """Plans that came out empty count too."""
+    """Empty plans count too."""
     encode: int = 0
     wire: int = 0
-    """Of a few steps it may be negative: an answer that was noticed late takes its delay from the next one's."""
+    """Over few steps it may be negative: an answer that was noticed late takes its delay from the next answer."""
     move: int = 0
     forward: int = 0
     sample: int = 0

@@ -31,7 +31,7 @@ class StopChecker:
         return text[: len(text) - held], None
 
     def flush(self) -> str:
-        """What was held back, when the output ends for another reason."""
+        """The text that was held back; for an output that ends for another reason."""
         held, self._held = self._held, ""
         return held
 

@@ -48,7 +48,7 @@ class OutputDelta:
 
     @property
     def num_bytes(self) -> int:
-        """That it takes of memory, without the prompt's log-probabilities, which were counted when the request came."""
+        """Bytes of memory, without the prompt's log-probabilities, which were counted when the request came."""
         num_bytes = output_bytes(len(self.token_ids), len(self.text))
         if self.logprobs:
             num_bytes += logprob_bytes(len(self.logprobs), len(self.logprobs[0].token_ids))
@@ -69,19 +69,18 @@ def _size(logprobs: Sequence[TokenLogprobs]) -> int:
 
 
 class OutputStream:
-    """The deltas of one request. The engine puts, one reader iterates until every output has ended.
+    """The deltas of one request. The engine puts deltas, one reader iterates until every output has ended.
 
-    Readers whose streams share `turns` are given theirs: one lasts from a delta until the next is asked for, or until
-    the reader leaves.
+    Streams that share `turns` take turns: a turn lasts from one delta until the reader asks for the next, or leaves.
     """
 
     def __init__(self, num_outputs: int, turns: Turns, unread: UnreadOutput) -> None:
         self.num_open = num_outputs
         self.num_unread = 0  # bytes of output that the reader is not done with
         self.when_cut: Callable[[RequestError], None] | None = None
-        """For the reader, which may be in the middle of writing a delta then."""
+        """Called when the stream is cut: the reader may be in the middle of writing a delta then."""
         self._unread = unread
-        self._taken = 0  # of these the bytes of the delta that the reader has
+        self._taken = 0  # bytes of these that the reader has in hand, as a delta
         self._full: deque[OutputDelta] = deque()
         self._pending: dict[int, OutputDelta] = {}  # of each index the last, which grows; they follow the full ones
         self._whole: deque[Iterator[OutputDelta | None]] = deque()  # after everything else
@@ -102,7 +101,7 @@ class OutputStream:
         self._notify()
 
     def put_token(self, index: int, token_id: int, text: str, num_output_tokens: int) -> None:
-        """The same for a token and its text, which is what most deltas are, and nearly every one of them merged."""
+        """As `put`, for a token and its text. Most deltas are of this kind, and nearly all of them are merged."""
         self.count(output_bytes(1, len(text)))
         delta = self._pending.get(index)
         if delta is None or len(delta.token_ids) >= MAX_TOKENS or len(delta.text) >= MAX_CHARACTERS:
@@ -114,7 +113,7 @@ class OutputStream:
             self._notify()
 
     def put_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
-        """Of the prompt's next positions, which are at least one."""
+        """Put the log-probabilities of the prompt's next positions, at least one."""
         at_once = max(1, MAX_LOGPROBS // len(entries[0].token_ids))
         for start in range(0, len(entries), at_once):
             self.put(OutputDelta(0, prompt_logprobs=list(entries[start : start + at_once])))
@@ -131,7 +130,7 @@ class OutputStream:
         return delta
 
     def count(self, num_bytes: int) -> None:
-        """Count output as unread, or if less than 0 not any more."""
+        """Add to the unread output; a negative number is output that has been read."""
         self.num_unread += num_bytes
         self._unread.num_bytes += num_bytes
 
@@ -170,8 +169,8 @@ class OutputStream:
             await self._turn.came
             if not self._has_some:
                 assert self._error is not None
-                # A new one, because an error that is raised knows this frame, and so the stream. If the stream knew it
-                # as well, both would stay in memory until Python's collector comes.
+                # A new error, because a raised error refers to this frame, and so to the stream. If the stream referred
+                # to the error as well, both would stay in memory until Python's collector runs.
                 raise RequestError(self._error.code, str(self._error))
             if (delta := self._take()) is not None:
                 self.num_open -= delta.status is not None

@@ -24,21 +24,21 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from scheduler_service.word_finder import WordFinder
 
 # A detokenizer is primed with the end of the prompt, because some tokenizers drop a leading space at the beginning.
-# Only tokens that have a text serve for that, and they are looked for among so many.
+# Only tokens with a text are used, and only so many tokens are searched for them.
 NUM_CONTEXT_TOKENS = 6
 MOST_SEARCHED_TOKENS = 256
-# A character takes at most four tokens; more than these without one are bytes that form none.
+# A character takes at most four tokens; more tokens without a character are bytes that form none.
 MAX_PENDING_TOKENS = 8
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-# A call works on its own thread. Otherwise all of them share as many threads as there are cores, and wait for them.
+# A call works on its own thread. Otherwise all calls share as many threads as there are cores, and wait for them.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 T = TypeVar("T")
 
 
-# What is done in one call into C or Rust that may hold the interpreter's lock: a millisecond or two of it. A character
+# Work of one call into C or Rust that may hold the interpreter's lock: a millisecond or two of it. A character
 # has four tokens at most, or 33 when NFKC has made it longer.
 CHARACTERS_AT_ONCE = 1 << 12
 PIECES_AT_ONCE = 256
@@ -54,13 +54,13 @@ class TemplateError(ValueError):
 
 
 class TooManyTokensError(ValueError):
-    """A text has more tokens than were wanted of it."""
+    """A text has more tokens than the limit."""
 
 
 class Tokenizer:
     """Encodes prompts off the event loop and makes incremental detokenizers.
 
-    What is done `aside` does not keep prompts waiting: it has a thread of its own.
+    Work that is done `aside` does not delay prompts: it has a thread of its own.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -95,7 +95,7 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a text, with the prefix (such as a beginning-of-sequence token) that the model expects.
 
-        Raises TooManyTokensError where there are clearly more than `most`.
+        Raises TooManyTokensError if the text clearly has more than `most`.
         """
         tokenizer = self._parsing if parse_special_tokens else self._plain
         return await self._on_thread(lambda: _encode(tokenizer, text, most, add_special_tokens=True), aside=aside)
@@ -111,7 +111,7 @@ class Tokenizer:
         return await self._on_thread(lambda: self._encode_words(words))
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of tokens, made aside."""
+        """The text of tokens, on the thread for work aside."""
 
         def decode() -> str:
             (text,) = self._parsing.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
@@ -131,7 +131,8 @@ class Tokenizer:
 
     def _encode_chat(self, messages: Sequence[dict[str, str]], most: int) -> list[int]:
         # Special tokens in contents are swapped for marks that no text contains, and encoded as plain text where the
-        # marks come out of the template. Each mark says of which: a template may move, repeat and drop messages.
+        # marks come out of the template. Each mark has the number of its token, because a template may move, repeat and
+        # drop messages.
         mark = f"\ue000{secrets.randbelow(10**18)}:"
         marks: dict[str, str] = {}
         num_found = 0
@@ -189,15 +190,15 @@ def _load(directory: Path) -> Any:
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
-        # It names code of its own, which is never run; tokenizer.json is a whole tokenizer without it.
+        # The configuration names code of its own, which is never run; tokenizer.json is a whole tokenizer without it.
         return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
 
 
 def _encode(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, add_special_tokens: bool = False) -> list[int]:
-    """Raises TooManyTokensError where there are clearly more than `most`.
+    """Raises TooManyTokensError if the text clearly has more than `most`.
 
-    The library lets go of the interpreter's lock while it encodes, but not when the result is read or freed, at 35 ns a
-    token. So a text that may have many more is first encoded in parts.
+    The library releases the interpreter's lock while it encodes, but not while the result is read or freed, at 35 ns a
+    token. So a text that may have many more tokens is first encoded in parts.
     """
     parts = [text[start : start + CHARACTERS_AT_ONCE] for start in range(0, len(text), CHARACTERS_AT_ONCE)]
     if len(parts) > 1 and _most_tokens(tokenizer, parts) > most:
@@ -213,7 +214,7 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, add_specia
 def _pieces(text: str, mark: str, num_marks: int) -> Iterator[tuple[str, int | None]]:
     """A rendered chat cut at its marks: each piece with the number of the mark behind it, the last one with None.
 
-    It makes them as they are used: a hundred thousand strings take long to be made at once, and to be freed.
+    A generator, because a hundred thousand strings take long to be made at once, and to be freed.
     """
     start = 0
     while (found := text.find(mark, start)) >= 0:
@@ -227,14 +228,14 @@ def _pieces(text: str, mark: str, num_marks: int) -> Iterator[tuple[str, int | N
 
 
 def _most_tokens(tokenizer: tokenizers.Tokenizer, parts: Sequence[str]) -> int:
-    """One a byte, of the longest form that normalizers give a text if there is one."""
+    """At most one token a byte, of the longest form into which the normalizers, if any, turn a text."""
     if tokenizer.normalizer is not None:
         parts = [unicodedata.normalize("NFKD", part) for part in parts]
     return sum(len(part.encode()) for part in parts)
 
 
 def _anchor(tokenizer: tokenizers.Tokenizer) -> list[int]:
-    """A token to decode others behind, so that they are in the middle of a text; none if there is no such token."""
+    """A token that is put before others, so that they are decoded as the middle of a text; none if there is none."""
     for letter in "aAeE0":
         token_id = tokenizer.token_to_id(letter)
         if token_id is not None and tokenizer.decode([token_id]) == letter:
@@ -245,8 +246,8 @@ def _anchor(tokenizer: tokenizers.Tokenizer) -> list[int]:
 class Detokenizer:
     """Text of one output, a token at a time, in whole characters only.
 
-    `shown` says of every token id whether it is part of the text. The others, special tokens and ids that the tokenizer
-    does not know, are as if they were not there.
+    `shown` says of every token id whether it is part of the text. Other ids, of special tokens or unknown to the
+    tokenizer, are skipped.
     """
 
     def __init__(
@@ -273,7 +274,7 @@ class Detokenizer:
         self._pending.append(token_id)
         try:
             text = self._stream.step(self._tokenizer, token_id)
-        except Exception:  # the library's own type, for a context that decodes differently with what follows it
+        except Exception:  # of the library's own type: the context decodes differently with what follows it
             return self._begin_again()
         if text is not None:
             self._pending.clear()
@@ -298,6 +299,6 @@ class Detokenizer:
         return self._decode(head) + "".join(map(self.step, tail))
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        """What tokens mean in the middle of a text."""
+        """The text of tokens in the middle of a text."""
         text = self._tokenizer.decode([*self._anchor, *token_ids], skip_special_tokens=self._skip_special_tokens)
         return str(text[len(self._anchor) :])

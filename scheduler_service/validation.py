@@ -36,10 +36,10 @@ MAX_DETOKENIZED_CHARACTERS = 1_000_000
 MAX_MESSAGES = 4096
 IDS_AT_ONCE = 1 << 13
 MESSAGES_AT_ONCE = 512
-"""In one turn of the event loop."""
+"""Ids that are checked in one turn of the event loop."""
 ROLES = ("system", "user", "assistant", "tool")
 
-# Positive temperatures below this count as this: dividing logits by less overflows without changing the choice.
+# Lower positive temperatures count as this one: dividing logits by less overflows without changing the choice.
 MIN_TEMPERATURE = 0.01
 
 # Part of the contract, but not of this server yet.
@@ -292,7 +292,7 @@ def _check_beams(sampling: pb.SamplingParams, most_sequences: int, model: Served
             if sampling.HasField(name):
                 invalid(f"sampling.{name} is for beam search; it needs sampling.beam_width")
         return
-    num_ends = len({*model.eos_token_ids, *sampling.stop_token_ids})  # each beam must have tokens that are none
+    num_ends = len({*model.eos_token_ids, *sampling.stop_token_ids})  # each beam needs tokens that are no end
     _check_number("beam_width", sampling, sampling.n or 1, min(most_sequences, model.vocabulary_size - num_ends))
     _check_number("length_penalty", sampling, -10, 10)
     given = [name for name in NOT_WITH_BEAMS if sampling.HasField(name) and getattr(sampling, name)]

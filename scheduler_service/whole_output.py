@@ -27,11 +27,11 @@ class WholeOutput:
     stop: str | int | None = None
 
     def deltas(self, index: int, begun: Sequence[int]) -> Iterator[OutputDelta | None]:
-        """What follows the tokens that the client has; None where there is nothing yet, and others may go on.
+        """The deltas behind the tokens that the client has; None after a part of the work, to let other tasks run.
 
         Raises FAILED_PRECONDITION when the client has other tokens.
         """
-        has_ended = self.status is not SequenceStatus.FINISHED_ABORTED  # else it may not have come as far again
+        has_ended = self.status is not SequenceStatus.FINISHED_ABORTED  # otherwise it may not have come as far again
         if has_ended and self.token_ids[: len(begun)] != list(begun):
             raise RequestError(
                 grpc.StatusCode.FAILED_PRECONDITION,

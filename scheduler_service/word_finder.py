@@ -9,14 +9,14 @@ import re
 from collections.abc import Iterable, Iterator
 
 CHARACTERS_AT_ONCE = 1 << 14
-"""A millisecond or two of text that is full of beginnings."""
+"""Characters of one call: a millisecond or two for a text that is full of beginnings of words."""
 
 _Trie = dict[str, "_Trie"]
 _END = ""
 
 
 class WordFinder:
-    """Of words that begin at the same place the longest is found."""
+    """If several words begin at the same place, the longest is found."""
 
     def __init__(self, words: Iterable[str]) -> None:
         trie: _Trie = {}

@@ -17,8 +17,8 @@ from scheduler_service.codec import WorkerInfo, decode_model_output, decode_work
 from scheduler_service.core import ModelOutput, SchedulerOutput
 from scheduler_service.step_split import RoundTrips, StepSplit
 
-# A worker whose machine is gone without a word is noticed within about 20 s; one that comes back, within 2 s, where
-# gRPC's own pause between attempts would grow to two minutes.
+# The loss of a worker's machine, without a closed connection, is noticed within about 20 s. A worker that comes back is
+# noticed within 2 s; gRPC's own pause between attempts would grow to two minutes.
 OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -46,8 +46,8 @@ T = TypeVar("T")
 _WRITE_FAILED = "Internal error from Core"
 """What gRPC says when a write meets the end of the stream."""
 END_SECONDS = 1.0
-"""How long to wait for the status that a stream ended with after a write has met the end: it comes after the answers
-that were under way."""
+"""How long to wait for a stream's status after a write has failed because the stream ended: the status comes after the
+answers that were under way."""
 
 
 class WorkerError(Exception):
@@ -121,7 +121,7 @@ class Session:
             answer = await anext(self._answers)
         except (StopAsyncIteration, grpc.aio.AioRpcError):
             raise await self._end() from None
-        if answer is None:  # gRPC's way to say that it could not be read
+        if answer is None:  # so gRPC marks a message that could not be parsed
             raise WorkerError("the worker sent something that is no ModelOutput")
         if answer.epoch != self.epoch:
             raise WorkerError(f"the worker answered for epoch {answer.epoch} in the session of epoch {self.epoch}")
@@ -176,7 +176,7 @@ class WorkerClient:
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     async def reconnect(self) -> None:
-        """Have the next call make a connection of its own: the one there is may lead nowhere, and look well."""
+        """Have the next call make a connection of its own: the present one may lead nowhere although it looks well."""
         await self._channel.close()
         self._connect()
 
@@ -200,7 +200,7 @@ class WorkerClient:
             raise _unreachable(error) from None
 
     async def is_serving(self, timeout: float) -> bool:
-        """What the worker says of its health; one that says nothing about it is well."""
+        """The worker's health as it reports it; a worker without a health service is well."""
         try:
             answer = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout)
         except grpc.aio.AioRpcError as error:
@@ -210,7 +210,7 @@ class WorkerClient:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def watch_serving(self) -> AsyncIterator[bool]:
-        """What the worker says of its health, now and whenever it changes, for as long as it can be heard."""
+        """The worker's health, now and whenever it changes, until the connection breaks."""
         call = self._health.Watch(health_pb2.HealthCheckRequest())
         try:
             async for answer in call:
@@ -228,7 +228,7 @@ class WorkerClient:
 
 
 def _at_once(coroutine: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine returns that has nothing to wait for."""
+    """The result of a coroutine that has nothing to wait for."""
     try:
         coroutine.send(None)
     except StopIteration as end:

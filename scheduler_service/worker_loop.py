@@ -52,29 +52,29 @@ LAST_RETRY_SECONDS = 2.0
 RETRIES_PER_SECOND = 100
 """Of all workers together: an attempt costs 0.6 ms, and of thousands of addresses most may be dead."""
 LONG_RETRY_SECONDS = 30.0
-"""Between attempts at a worker that another scheduler has, or that fails whatever it is given while others serve."""
+"""Between attempts at a worker that another scheduler has, or that fails in every step while others serve."""
 FIRST_FAILING_RETRY_SECONDS = 5.0
 MOST_OF_A_REASON = 500
 LARGEST_STEPS_BEFORE_TIMEOUT = 10
-"""A step of long contexts may take several times as long as the one that the worker measured itself with."""
+"""A step of long contexts may take several times as long as the step that the worker measured at its start."""
 
 
 class WorkerStatus(enum.StrEnum):
-    """Where a worker stands, in one word."""
+    """The status of a worker."""
 
     CONNECTING = enum.auto()
-    """No session is open, and one is tried for again and again; `last_error` says why there is none."""
+    """No session is open, and the loop tries again and again to open one; `last_error` says why there is none."""
     SERVING = enum.auto()
     DRAINING = enum.auto()
-    """It finishes what it has and is given nothing more."""
+    """It finishes its requests and is given no more."""
     DRAINED = enum.auto()
     """An operator drained it, and it has nothing left; no session is open."""
     SUPERSEDED = enum.auto()
-    """Another scheduler has a session with it; this one waits until that has ended."""
+    """Another scheduler has a session with the worker; this scheduler waits until that session has ended."""
 
 
 class Fleet(Protocol):
-    """What the loop of one worker needs of all of them, and of the requests that they compute."""
+    """What the loop of one worker needs of all workers, and of the requests that they compute."""
 
     @property
     def settings(self) -> SchedulerSettings: ...
@@ -144,13 +144,13 @@ class WorkerLoop:
         self._is_lost_in_a_step = False
         self._undrained = asyncio.Event()
         self._undrained.set()
-        self._drained_by = float("inf")  # when what an operator's drain has left is taken elsewhere
+        self._drained_by = float("inf")  # when requests that are left after an operator's drain move elsewhere
 
     # ---- for operators and the membership
 
     @property
     def draining(self) -> bool:
-        """Whether it is given nothing more, because it is shutting down or an operator wants it so."""
+        """Whether it is given no more requests, because it shuts down or an operator has drained it."""
         return self._is_leaving or not self._undrained.is_set()
 
     @property
@@ -172,7 +172,7 @@ class WorkerLoop:
             self._wake.set()
 
     def drain(self) -> None:
-        """Give the worker nothing more; after the scheduler's grace, take what it has elsewhere and leave it alone."""
+        """Give the worker no more requests; after the grace period, move those that are left and close the session."""
         if self._undrained.is_set():
             log.info("worker drained by an operator", worker=self.client.address)
             self._undrained.clear()
@@ -181,7 +181,7 @@ class WorkerLoop:
             self._admission_changed()
 
     def undrain(self) -> None:
-        """Take that back."""
+        """Give the worker requests again."""
         if not self._undrained.is_set():
             log.info("worker undrained by an operator", worker=self.client.address)
             self._undrained.set()
@@ -189,7 +189,7 @@ class WorkerLoop:
             self._admission_changed()
 
     def leave(self) -> bool:
-        """Do not connect again. Returns whether that is all, because no session is open that still lives."""
+        """Do not connect again. Returns whether the loop is over, because no session is open."""
         self.is_wanted = False
         if self.scheduler is None and self._task is not None:
             self._task.cancel()
@@ -278,7 +278,7 @@ class WorkerLoop:
         self._fleet.serving[scheduler] = self
         log.info("worker connected", worker=self.client.address, epoch=self.epoch, blocks=info.num_device_blocks)
         self._in_flight.clear()
-        end: Exception | None = None  # as long as nothing but this scheduler ends it
+        end: Exception | None = None  # None if this scheduler itself ends it
         try:
             self._admission_changed()
             await _until_one_fails(
@@ -357,7 +357,7 @@ class WorkerLoop:
                     await self._wake.wait()
 
     def _check_drained(self, scheduler: Scheduler) -> None:
-        """Raises DrainedError when an operator drained the worker and it has nothing left, or no more time."""
+        """Raises DrainedError when an operator has drained the worker and it has no requests left, or no time."""
         if self._undrained.is_set():
             return
         if not (self._in_flight or scheduler.running or scheduler.swapped):

@@ -15,7 +15,7 @@ MAX_FAILED_CHECKS = 3
 
 
 async def watch_health(client: WorkerClient, num_steps: Callable[[], int], interval: float) -> Never:
-    """Raises WorkerError when the worker neither answers steps, which `num_steps` counts, nor says how it is.
+    """Raises WorkerError when the worker neither answers steps, which `num_steps` counts, nor reports its health.
 
     `interval` is in seconds, between checks and for each of them.
     """
@@ -57,5 +57,5 @@ async def watch_leaving(client: WorkerClient, tell: Callable[[bool], None]) -> N
     """Call `tell` with whether the worker is shutting down, now and whenever that changes."""
     async for is_serving in client.watch_serving():
         tell(not is_serving)
-    await asyncio.Event().wait()  # it cannot be heard; if that is a reason to worry, the others will tell
+    await asyncio.Event().wait()  # the connection broke; the other watches decide whether the worker is lost
     raise AssertionError

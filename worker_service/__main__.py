@@ -3,8 +3,8 @@
 import os
 import sys
 
-# torch's own threads shall not spin for milliseconds after one of its loops: our kernels have threads of their own, and
-# the scheduler may live on the same cores. The variable counts turns of some 15 ns, and is read when torch is loaded.
+# torch's own threads must not spin for milliseconds after one of its loops: our kernels have threads of their own, and
+# the scheduler may run on the same cores. The variable counts turns of some 15 ns, and is read when torch is loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 from pagewire_common.logs import configure_logging
@@ -17,7 +17,7 @@ from worker_service.settings import WorkerSettings
 
 
 def main() -> None:
-    """Serve in this process, or in as many as share the model."""
+    """Serve in this process, or start a process for each rank."""
     settings = load_settings(WorkerSettings, "worker_service")
     if settings.tensor_parallel_size == 1:
         run("worker_service", lambda: serve(settings))

@@ -11,5 +11,5 @@ def byte_progress(what: str, num_bytes: int) -> "tqdm[Never]":
 
 
 def count_progress(what: str, count: int) -> "tqdm[Never]":
-    """Likewise over `count` things."""
+    """A bar over `count` items."""
     return tqdm(desc=what, total=count, disable=None)

@@ -11,17 +11,17 @@ _SHORT.maxlist = 8
 
 
 def shown(value: object) -> str:
-    """A value as Python writes it, its middle left out where it is long."""
+    """A value as Python writes it; a long one without its middle."""
     return _SHORT.repr(value)
 
 
 def named(name: str) -> str:
-    """A tensor's or a key's name as it is, or as `shown` where it is long or would break the line."""
+    """A tensor's or a key's name as it is, or as `shown` if it is long or would break the line."""
     return name if name.isprintable() and 0 < len(name) <= _MAX_NAME else shown(name)
 
 
 def reason(error: Exception) -> str:
-    """Why a library gave up. Its own advice to trust a model's code is left out: there is no such setting here."""
+    """A library's reason for an error, without its advice to trust a model's code: there is no such setting here."""
     text = " ".join(str(error).split()) or type(error).__name__
     if "trust_remote_code" in text:
         return "it needs code of its own, and a model's code is never run"

@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 T = TypeVar("T")
-# Protobuf's two implementations of descriptors share no type that is worth naming.
+# Protobuf's two implementations of descriptors share no useful type.
 EnumDescriptor = Any
 FieldDescriptor = Any
 
 
 def encode_fields(of: type, value: object, message: Message) -> None:
-    """Write into a message what a class's constructor would need to make the value again."""
+    """Write a value's constructor arguments into a message."""
     for name in _hints(of):
         field = message.DESCRIPTOR.fields_by_name.get(name)
         if field is None:
@@ -44,7 +44,7 @@ def decode_fields(of: type[T], message: Message) -> T:
 
 
 def encode_enum(kind: EnumDescriptor, member: enum.Enum) -> int:
-    """The number of the value that is named like the member, after the enum's own prefix."""
+    """The number of protobuf's value that has the member's name behind the enum's prefix."""
     return int(kind.values_by_name[_prefix(kind) + member.name].number)
 
 

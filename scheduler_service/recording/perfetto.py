@@ -19,7 +19,7 @@ WORKERS, REQUESTS = 1, 2  # Perfetto's processes, which hold lanes together
 
 @dataclass(slots=True)
 class _Lane:
-    """Where a request stands, and since when."""
+    """The state of a request, and since when it has it."""
 
     number: int
     since: int
@@ -41,7 +41,7 @@ class TraceWriter:
         self._workers: dict[str, int] = {}
         self._lanes: dict[SequenceGroup, _Lane] = {}  # of requests that have not ended
         self._num_lanes = 0
-        self._on: dict[Session, dict[SequenceGroup, None]] = {}  # groups that a session had after its last moment
+        self._on: dict[Session, dict[SequenceGroup, None]] = {}  # groups of each session after its last event
         self._counted: dict[str, object] = {}
 
     def add(self, moment: Moment) -> None:
@@ -109,7 +109,7 @@ class TraceWriter:
         lane.has_run = True
         if status is SequenceStatus.SWAPPED:
             return "swapped"
-        if group.beams is not None:  # it gains nothing before it is over
+        if group.beams is not None:  # beam search gains nothing before it is over
             beams = group.live
             lane.has_token = beams[0].num_output_tokens > 0 and all(beam.num_uncomputed_tokens <= 1 for beam in beams)
         return "decode" if lane.has_token else "prefill"

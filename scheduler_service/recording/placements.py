@@ -14,7 +14,7 @@ def encode_placements(output: SchedulerOutput, plan: pb.RecordedPlan, session_of
 
 
 def compare_placements(recorded: pb.RecordedPlan, replayed: pb.RecordedPlan) -> str:
-    """The first choice that differs, in words; empty when none does."""
+    """The first choice that differs, in words; empty if none differs."""
     for what in ("placements", "moved"):
         ours: Sequence[pb.RecordedPlacement] = getattr(recorded, what)
         theirs: Sequence[pb.RecordedPlacement] = getattr(replayed, what)

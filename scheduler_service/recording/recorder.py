@@ -43,11 +43,11 @@ class Wire(Protocol):
 
     epoch: int
     last_answer: wire.ModelOutput
-    """As it came: it says more than the core takes in."""
+    """The answer as it came: it has more than the core reads."""
 
 
 class Sink(Protocol):
-    """Where a recording goes, as long as it is open."""
+    """Takes a recording's events, as long as it is open."""
 
     is_open: bool
 
@@ -72,11 +72,11 @@ class NoRecorder:
         """A waiting request was ended without a scheduler."""
 
     def close(self) -> None:
-        """Nothing follows."""
+        """The recording is over."""
 
 
 class Recorder(NoRecorder):
-    """Records into a sink. `clock` tells when calls are made that are not told the time."""
+    """Records into a sink. `clock` gives the time of calls that are not given one."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Recorder(NoRecorder):
             event = pb.RecordedEvent(at=self._clock() if at is None else at)
             write(event)
             self._sink.add(frame(event))
-        except Exception as error:  # a recording is never worth a request
+        except Exception as error:  # an error of the recording must not cost a request
             log.error("an event could not be recorded", exc_info=error)
             self._sink.stop("an event could not be recorded")
 
@@ -144,7 +144,7 @@ class Recorder(NoRecorder):
 
 
 class RecordedScheduler(Scheduler):
-    """A scheduler of which every call from outside is recorded; what the core calls of itself is not.
+    """A scheduler of which every call from outside is recorded, but no call of the core to itself.
 
     `update_draft_token_ids` is refused: the format has no event for it, and a replay would come out differently.
     """
@@ -175,8 +175,8 @@ class RecordedScheduler(Scheduler):
             raised = type(error).__name__
             raise
         finally:
-            # With nothing running, waiting or to be told, neither before nor after, the call changed nothing. All
-            # idle workers are asked at every arrival; that is not worth a line each.
+            # The call changed nothing if nothing ran, waited or was to be sent, before it and after it. All idle
+            # workers are asked at every arrival; such calls are not worth an event each.
             if output is None or not output.is_empty or output.ignored or self.has_work:
                 self._recorder.note(lambda event: self._write_plan(event.plan, output, raised), now)
 

@@ -45,7 +45,7 @@ class Step:
     sent_at: float
     answer: wire.ModelOutput | None = None
     began_at: float = 0.0
-    """When the worker could begin with it: it was there, and the step before it was answered."""
+    """When the worker could begin with it: it had been sent, and the step before it was answered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,9 +66,9 @@ class Moment(NamedTuple):
     at: float
     session: Session | None = None
     groups: Sequence[SequenceGroup] = ()
-    """That arrived, or were ended otherwise than by an answer."""
+    """Groups that arrived, or were ended otherwise than by an answer."""
     step: Step | None = None
-    """That was planned or answered."""
+    """The step that was planned or answered."""
     gained: Sequence[SequenceOutput] = ()
     kind: str = ""
     """The event's name in RecordedEvent."""
@@ -88,7 +88,7 @@ class Replayer:
         self.workers: dict[str, None] = {}
         self._sessions: dict[int, Session] = {}
         self._numbers: dict[object, int] = {}  # of sessions, by their schedulers
-        self._groups: dict[str, SequenceGroup] = {}  # that have not ended
+        self._groups: dict[str, SequenceGroup] = {}  # groups that have not ended
 
     def run(self, path: Path) -> Iterator[Moment]:
         """Replay a file event by event.
@@ -243,7 +243,7 @@ class _CoreError(Exception):
 
 
 def _call(session: Session, what: str, call: Callable[[], T], recorded: str = "") -> T | None:
-    """Make a call into the core; None when it raised what it raised before."""
+    """Make a call into the core; None if it raised the same error as when it was recorded."""
     raised, result, cause = "", None, None
     try:
         result = call()

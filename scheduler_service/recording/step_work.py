@@ -8,8 +8,8 @@ from scheduler_service.core import SchedulerOutput
 class StepWork(NamedTuple):
     """What the time of a step depends on.
 
-    A prefill token is one of a chunk of several, a decode token one that a sequence computes alone; context is counted
-    over the scheduled sequences, in tokens that their last token attends to.
+    A prefill token is in a chunk of several tokens; a decode token is a chunk of its own. Context is summed over the
+    scheduled sequences: the tokens that each sequence's last token attends to.
     """
 
     prefill_tokens: int

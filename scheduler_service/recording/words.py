@@ -39,7 +39,7 @@ def _list(items: Sequence[str], first: int) -> str:
 
 
 def _tokens(token_ids: Sequence[int]) -> str:
-    """How many, and a checksum in their place: what goes to a terminal may be passed on, and prompts may not."""
+    """The number of tokens and a checksum in place of them: terminal output may be passed on, and prompts may not."""
     return f"{len(token_ids)} tokens (checksum {zlib.crc32(array('I', token_ids).tobytes()):08x})"
 
 

@@ -15,7 +15,7 @@ from pagewire_common.start_error import StartError
 
 log = structlog.get_logger()
 
-FLUSH_SECONDS = 0.1  # many events a write: at 200 steps a second waking for each would cost more than encoding it
+FLUSH_SECONDS = 0.1  # many events a write: at 200 steps a second, a wake-up for each costs more than encoding it
 MAX_PENDING_BYTES = 256 << 20  # further behind than this, the disk is too slow
 CLOSE_SECONDS = 5.0
 
@@ -42,7 +42,7 @@ class FileWriter:
         self._thread.start()
 
     def add(self, data: bytes) -> None:
-        """Have bytes written; returns at once."""
+        """Queue bytes for the file; returns at once."""
         if not self.is_open:
             return
         if self._failure:
@@ -61,7 +61,7 @@ class FileWriter:
             log.error("recording stopped", file=str(self._path), reason=reason)
 
     def close(self) -> None:
-        """Write what is left, waiting for a disk that is stuck no longer than CLOSE_SECONDS."""
+        """Write what is left; waits no longer than CLOSE_SECONDS for a disk that is stuck."""
         self._closing.set()
         self._queue.put(None)
         self._thread.join(CLOSE_SECONDS)

@@ -8,7 +8,7 @@ from typing import Any
 from scheduler_service.core import SchedulerOutput
 from scheduler_service.recording.step_work import StepWork
 
-# What may cost nothing, or not be there; everything else is at least a little.
+# Fields that may be 0; all others are positive.
 MAY_BE_ZERO = frozenset(("step_us", "decode_token_us", "context_token_us", "num_host_blocks"))
 
 

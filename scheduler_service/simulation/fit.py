@@ -18,7 +18,7 @@ from scheduler_service.simulation.cost_model import CostModel
 COLUMNS = ("step", *StepWork._fields)
 OPTIONAL_COLUMNS = frozenset(("swapped_blocks",))  # a worker may never have to swap
 MIN_STEPS = 50  # ten for each coefficient
-SAME = 1e-9  # of a unit vector: what is left of a column when the others are taken out of it, and is nothing
+SAME = 1e-9  # of a unit vector: if no more is left of a column outside of the others' span, it is their sum
 SMALLEST_PREFILL_US = 1e-6  # a cost model divides by it
 
 Step = tuple[StepWork, float]
@@ -51,7 +51,7 @@ class Measurements:
 
     @property
     def config(self) -> SchedulerConfig:
-        """Of the worker, or of all of them; raises ValueError when there are several kinds, or none."""
+        """The configuration of the worker, or of all workers; raises ValueError if there are several kinds, or none."""
         if not self._configs:
             raise ValueError("the recording has no such worker" if self._worker else "the recording has no worker")
         kinds = {_sizes(config) for config in self._configs.values()}
@@ -84,7 +84,7 @@ def fit(steps: Sequence[Step], config: SchedulerConfig) -> Fit:
 
 
 def _fields(coefficients: dict[str, float], config: SchedulerConfig) -> dict[str, float]:
-    """As CostModel reads them; what the recording cannot tell is left to its defaults."""
+    """Fields as CostModel reads them; a field that the recording cannot tell keeps its default."""
     fields: dict[str, Any] = {
         "step_us": coefficients["step"],
         "prefill_token_us": max(coefficients["prefill_tokens"], SMALLEST_PREFILL_US),
@@ -116,7 +116,7 @@ def _non_negative_least_squares(rows: Sequence[Sequence[float]], times: Sequence
     for i, name in enumerate(COLUMNS):
         if i not in present and name not in OPTIONAL_COLUMNS:
             raise ValueError(f"no step has any {name.replace('_', ' ')}: record some, to tell what they cost")
-    # The normal equations, of columns of length 1 so that one bound of what is nothing fits all.
+    # The normal equations, of columns of length 1, so that one bound for zero fits all.
     gram = {
         (i, j): sum(x * y for x, y in zip(columns[i], columns[j], strict=True)) / (lengths[i] * lengths[j])
         for i, j in itertools.product(present, present)
@@ -128,7 +128,7 @@ def _non_negative_least_squares(rows: Sequence[Sequence[float]], times: Sequence
             "cost each; record prompts and batches of different sizes"
         )
     best: dict[int, float] = {}
-    least = 0.0  # the sum of squares that are left, less that of the times
+    least = 0.0  # the sum of squared errors, less the sum of squared times
     for count in range(1, len(present) + 1):
         for chosen in itertools.combinations(present, count):
             solution = _solve(chosen, gram, right)

@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter, StrMethodFormatte
 from scheduler_service.simulation.simulator import RequestTimes, Result
 from scheduler_service.simulation.summary import by_priority, by_tenant, ttft
 
-MAX_TENANTS = 10  # that get a line of their own
+MAX_TENANTS = 10  # tenants with a line of their own
 
 
 class Style(NamedTuple):
@@ -126,7 +126,7 @@ def _draw_counts(axes: Axes, title: str, styled: Sequence[tuple[str, Result, Sty
 
 
 def count(begins: Iterable[float], ends: Iterable[float]) -> tuple[list[float], list[int]]:
-    """When the number of spans that are under way changes, and what it is from then on."""
+    """The times at which the number of spans under way changes, and the number from then on."""
     changes: dict[float, int] = {0.0: 0}
     for times, change in ((begins, 1), (ends, -1)):
         for time in times:

@@ -67,7 +67,7 @@ class RequestTimes:
 
 @dataclass(slots=True)
 class Result:
-    """Everything that a simulation found out."""
+    """The results of a simulation."""
 
     requests: list[RequestTimes]
     seconds: float = 0.0
@@ -129,14 +129,14 @@ class Simulator:
         self._waiting = WaitingQueue() if waiting is None else waiting
         self._workers = [Scheduler(config, self._waiting) for _ in range(num_workers)]
         self._numbers: dict[object, int] = {scheduler: number for number, scheduler in enumerate(self._workers)}
-        self._idle = dict.fromkeys(range(num_workers - 1, -1, -1))  # the last to become so is asked first
-        self._ends: list[tuple[float, int, SchedulerOutput]] = []  # of steps that run: when, which worker, what
-        self._retries: list[tuple[float, int]] = []  # when which idle worker is asked again
+        self._idle = dict.fromkeys(range(num_workers - 1, -1, -1))  # the worker that became idle last is asked first
+        self._ends: list[tuple[float, int, SchedulerOutput]] = []  # of running steps: time, worker, step
+        self._retries: list[tuple[float, int]] = []  # time, and the idle worker that is asked again then
         self._service_gap = ServiceGap()
         self.result = Result([RequestTimes(arrival) for arrival in arrivals], busy_seconds=[0.0] * num_workers)
 
     def run(self, progress: Callable[[int], None] = lambda _: None) -> Result:
-        """Run to the end; `progress` hears how many requests have finished."""
+        """Run to the end; `progress` is called with the number of finished requests."""
         num_finished = 0
         for now, worker, output in self._events():
             if worker is None:

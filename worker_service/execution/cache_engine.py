@@ -54,7 +54,7 @@ class CacheEngine:
     def move(self, output: SchedulerOutput) -> None:
         """Do a step's moves: out, in, copy. A block swapped out may be the destination of one swapped in.
 
-        On a GPU they run on a stream of their own, after what was queued before and ahead of what is queued next.
+        On a GPU the moves run on a stream of their own, after all work queued before and ahead of all work queued next.
         """
         if not (output.blocks_to_swap_out.sources or output.blocks_to_swap_in.sources or output.blocks_to_copy.sources):
             return
@@ -89,7 +89,7 @@ class CacheEngine:
             blocks_to_swap_out=BlockMapping(blocks, blocks),
             blocks_to_swap_in=BlockMapping(blocks, blocks),
         )
-        self.move(there_and_back)  # the first touch of memory is not what later swaps cost
+        self.move(there_and_back)  # the first touch of memory costs more than later swaps
         self._synchronize()
         start = time.perf_counter()
         self.move(there_and_back)
@@ -104,7 +104,7 @@ class CacheEngine:
 
 def _move_blocks(source_pool: Tensor, destination_pool: Tensor, mapping: BlockMapping) -> None:
     """One contiguous transfer a block, by the copy engine of a GPU: a kernel that read pinned memory would take
-    processors from the ones that compute, and megabytes are no small transfers that it could gather.
+    processors from the kernels that compute, and has nothing to gain from transfers of megabytes.
     """
     for source, destination in zip(mapping.sources, mapping.destinations, strict=True):
         destination_pool[destination].copy_(source_pool[source], non_blocking=True)

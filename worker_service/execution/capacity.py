@@ -17,7 +17,7 @@ from worker_service.parallel.ranks import ALONE, Ranks
 from worker_service.settings import WorkerSettings
 
 _CPU_SHARE = 4
-"""A quarter of a machine's free memory: other workers and processes live there too."""
+"""A quarter of a machine's free memory, because other workers and processes need memory too."""
 _GIB = 2**30
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -27,12 +27,12 @@ def check_room_for_weights(
 ) -> None:
     """Raise StartError where weights of these bytes cannot be allocated, before a machine is slowed down by trying.
 
-    sizes: of this rank's weights of this dtype. On a CPU, room for those of all ranks is asked for.
+    sizes: of this rank's weights of this dtype. On a CPU there must be room for the weights of all ranks.
     """
     num_bytes = sum(sizes)
     if device.type == "cpu":
-        # Each is packed beside itself, and an embedding that is the head of logits as well stays in both forms. The
-        # head is among the largest, and may be held in float32.
+        # A weight and its packed form exist at the same time, and an embedding that is also the head of logits stays in
+        # both forms. The head is among the largest weights, and may be held in float32.
         num_bytes += max(sizes) * ops_for(device).wide_itemsize(dtype) // dtype.itemsize
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_host_bytes()
     if device.type == "cpu":
@@ -54,8 +54,8 @@ def count_device_blocks(
 ) -> int:
     """As many as the operator says, else as many as fit. Raises StartError where one sequence does not fit.
 
-    shape: of this rank's part of a block, of which every rank has as many; sliding_window: behind which the scheduler
-    gives blocks back, 0 for none.
+    shape: of this rank's part of a block; every rank has as many blocks. sliding_window: the scheduler gives back
+    blocks behind it; 0 for none.
     """
     if settings.num_device_blocks is not None:
         return settings.num_device_blocks
@@ -93,14 +93,14 @@ def _too_little(
 
 
 def _free_cuda_bytes(device: torch.device, utilization: float) -> int:
-    """What our share of the GPU leaves beside the highest use so far, ours and that of others."""
+    """The bytes of our share of the GPU that remain beside the highest use so far, our own and other processes'."""
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
     return int(utilization * total) - others - torch.cuda.max_memory_allocated(device)
 
 
 def _free_host_bytes() -> int:
-    """What the machine has available, or what the control group still allows if that is less."""
+    """The bytes that the machine has available, or that the control group still allows if these are fewer."""
     available = int(psutil.virtual_memory().available)
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()

@@ -17,7 +17,7 @@ from worker_service.session.session import ScheduledChunk
 
 
 class DecodeGraphs:
-    """Of one model over one cache, whose memory must stay where it is."""
+    """The graphs of one model over one cache; the cache's memory must stay where it is."""
 
     @torch.inference_mode()
     def __init__(self, model: CausalModel, cache: Tensor, max_num_seqs: int, max_model_len: int) -> None:
@@ -38,7 +38,7 @@ class DecodeGraphs:
                 progress.update()
 
     def fit(self, chunks: Sequence[ScheduledChunk]) -> bool:
-        """Whether a step is a decode, which one of the graphs can compute."""
+        """Whether a step is a decode that one of the graphs can compute."""
         return all(chunk.stop - chunk.start == 1 for chunk in chunks)
 
     def forward(self, chunks: Sequence[ScheduledChunk], unseen: UnseenTokens | None) -> Tensor:

@@ -32,7 +32,7 @@ class UnseenTokens:
 
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:
-    """Few sizes, of which the next one up is at most a fifth larger from 40 sequences on, and at most 7 rows before."""
+    """A few sizes. From 40 sequences on, the next size is at most a fifth larger; below, at most 7 rows larger."""
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs, 32)]
     return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
 

@@ -77,8 +77,8 @@ def _banned(sequence: SequenceState) -> list[int]:
 
 
 def _penalties(sequence: SequenceState) -> tuple[_Ids, _Floats]:
-    """The tokens seen so far, and what is subtracted from each: frequency for each time that it was output, and
-    presence once if it was at all. Repetition counts the prompt, too.
+    """The tokens seen so far, and what is subtracted from each token's logit: frequency for each time that it was
+    output, and presence once if it was output. Repetition counts the prompt, too.
     """
     params = sequence.sampling
     tokens = np.array(sequence.token_ids, dtype=np.int64)

@@ -12,8 +12,8 @@ from worker_service.session.step import SampleLogprobs
 
 
 def check_finite(logits: Tensor) -> None:
-    """Raise FloatingPointError where a row has no log-probabilities, as it has no token: a logit is NaN or +inf, or all
-    are -inf. logits: [positions, vocabulary_size]. Waits for a GPU.
+    """Raise FloatingPointError if a row has no log-probabilities, and so no token: a logit is NaN or +inf, or all are
+    -inf. logits: [positions, vocabulary_size]. Waits for a GPU.
     """
     _, largest = sampling_ops_for(logits.device).greedy(logits)
     if not largest.isfinite().all():
@@ -39,14 +39,14 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, sequence_id: int, num_top
 def sample_logprobs(
     logits: Tensor, token_ids: Sequence[int], failed: Sequence[bool], sequences: Sequence[SequenceState]
 ) -> list[SampleLogprobs]:
-    """Report the sampled token of each row that asks for it and has one. logits: [rows, vocabulary_size]."""
+    """Report each row's sampled token, if it has one and its sequence asks. logits: [rows, vocabulary_size]."""
     asking = {
         row: sequence.sampling.logprobs
         for row, sequence in enumerate(sequences)
         if sequence.sampling.logprobs is not None and not failed[row]
     }
     reports: dict[int, SampleLogprobs] = {}
-    # Rows are computed together with their equals alone: a row is the same whatever its neighbours ask for.
+    # Rows are computed together only if they ask for the same: a row's result does not depend on its neighbours.
     for num_top in set(asking.values()):
         rows = [row for row, wanted in asking.items() if wanted == num_top]
         together = gather_logprobs(

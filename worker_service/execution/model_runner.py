@@ -58,14 +58,14 @@ class RunningStep:
         return self._clock.has_stopped()
 
     def unseen_tokens(self) -> UnseenTokens:
-        """What it samples, for a step that is launched before this one has finished."""
+        """The tokens that it samples, for a step that is launched before this one has finished."""
         return UnseenTokens(
             self._token_ids, {sequence.sequence_id: row for row, sequence in enumerate(self._sequences)}
         )
 
     @torch.inference_mode()
     def finish(self) -> ModelOutput:
-        """Wait for it, and read what it found."""
+        """Wait for the device, and read the results."""
         durations = self._clock.durations()
         found = self._host_token_ids.tolist()
         logits, self._logits = self._logits, None
@@ -113,7 +113,7 @@ class ModelRunner:
     ) -> RunningStep:
         """Have a step computed. `chunks` is `output`'s work as the session returned it.
 
-        before: the step before, if it has not finished; then this one must be one that `runs_ahead`.
+        before: the previous step, if it has not finished; only a step that `runs_ahead` may then be launched.
         """
         clock = StepClock(self._device)
         self.cache_engine.move(output)
@@ -155,10 +155,10 @@ class ModelRunner:
         ), batch.query_start
 
     def recover(self) -> None:
-        """Give back what a failed step held, so that the next one has room; call it when its tensors are gone.
+        """Free the memory that a failed step held, so that the next one has room; call it when its tensors are gone.
 
-        Raises DeviceLostError where the failure has taken the device with it: after an illegal access or a failed
-        assertion in a kernel, every further call into CUDA fails in this process.
+        Raises DeviceLostError if the device is lost to this process: after an illegal access or a failed assertion in a
+        kernel, every further call into CUDA fails.
         """
         if self._device.type != "cuda":
             return
@@ -169,10 +169,11 @@ class ModelRunner:
             raise DeviceLostError(str(error).partition("\n")[0]) from None
 
     def _prompt_logprobs(self, chunk: ScheduledChunk, hidden: Tensor) -> list[SampleLogprobs]:
-        """Of the prompt tokens that the chunk's rows predict: from its second to the one behind its last.
+        """Log-probabilities of the prompt tokens that the chunk's rows predict: from its second to the one behind its
+        last.
 
-        hidden: [chunk's tokens, hidden_size]. One report, or none where none was asked for. Raises FloatingPointError
-        where there are no log-probabilities.
+        hidden: [chunk's tokens, hidden_size]. One report, or none if none was asked for. Raises FloatingPointError if
+        there are no log-probabilities.
         """
         num_top = chunk.sequence.sampling.prompt_logprobs
         first, last = chunk.start + 1, min(chunk.stop + 1, chunk.sequence.num_prompt_tokens)

@@ -16,7 +16,7 @@ from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import TOKENS, SamplingParams, SchedulerOutput
 
 _CPU_TOKENS = 256
-"""0.2 s for the default model on two cores, where 2,048 tokens take two seconds."""
+"""Tokens of the pass on a CPU: 0.2 s for the default model on two cores, where 2,048 tokens take two seconds."""
 
 
 def measure_prefill(
@@ -36,7 +36,7 @@ def measure_prefill(
     lengths = [num_tokens // num_seqs + (number < num_tokens % num_seqs) for number in range(num_seqs)]
     longest = min(max(lengths), model.config.max_model_len)
     blocks = range(-(-longest // shape.block_size))
-    # All sequences write the same blocks: what comes out does not matter.
+    # All sequences write the same blocks, because the results do not matter.
     chunks = [
         ScheduledChunk(
             SequenceState(
@@ -55,6 +55,6 @@ def measure_prefill(
     ]
     runner = ModelRunner(model, CacheEngine(shape, len(blocks), 0, device))
     nothing_to_move = SchedulerOutput(epoch=0, step_id=0)
-    runner.execute(nothing_to_move, chunks)  # the first pass also pays for what is loaded and chosen lazily
+    runner.execute(nothing_to_move, chunks)  # the first pass also pays for lazy loading and choices
     timing = runner.execute(nothing_to_move, chunks).timing
     return round(sum(chunk.stop for chunk in chunks) * 1e6 / max(timing.forward_us, 1))

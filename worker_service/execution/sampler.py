@@ -41,7 +41,7 @@ def sample(logits: Tensor, sequences: Sequence[SequenceState]) -> Tensor:
 
 
 def _choose(logits: Tensor, sequences: Sequence[SequenceState], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The token of every row, drawn where it is one of `rows` and has a temperature, and whether the row allows any."""
+    """Every row's token, drawn if the row is in `rows` and has a temperature, and whether the row allows any."""
     ops = sampling_ops_for(logits.device)
     token_ids, largest = ops.greedy(logits)
     drawing = [row for row in rows if sequences[row].sampling.temperature]

@@ -7,17 +7,17 @@ import torch
 
 
 class StepClock:
-    """Of one step, on the device's current stream."""
+    """The marks of one step, on the device's current stream."""
 
     def __init__(self, device: torch.device) -> None:
-        """With its first mark."""
+        """Sets the first mark."""
         self._is_cuda = device.type == "cuda"
         self._events: list[torch.cuda.Event] = []
         self._times: list[int] = []
         self.mark()
 
     def mark(self) -> None:
-        """What was asked of the device so far is a part of the step."""
+        """Set a mark: the work that the device has been given since the last mark is a part of the step."""
         if self._is_cuda:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
@@ -30,7 +30,7 @@ class StepClock:
         return not self._is_cuda or bool(self._events[-1].query())  # type: ignore[no-untyped-call]
 
     def durations(self) -> list[int]:
-        """Microseconds of each part, once the device has done the last."""
+        """Microseconds of each part; waits until the device has done the last."""
         if not self._is_cuda:
             return [later - earlier for earlier, later in pairwise(self._times)]
         self._events[-1].synchronize()

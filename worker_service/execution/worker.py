@@ -75,13 +75,14 @@ def load_worker(settings: WorkerSettings) -> Worker:
     block_bytes = ranks.gather_numbers(shape.block_bytes)
     num_host_blocks = int(settings.swap_space * 2**30) // sum(block_bytes)
     try:
-        # Without memory first: whatever is wrong with the weights is found before any is allocated for them.
+        # First without memory: errors in the weights are found before memory is allocated for them.
         blueprint = build_model(config, dtype, torch.device("meta"), ranks).checkpoint_tensors()
         checkpoint.check(blueprint, cuts)
         check_room_for_weights(device, dtype, [tensor.nbytes for tensor in blueprint.values()], ranks)
         _check_quantization(config, dtype, device, settings)
-        # Of the whole model, for which one rank speaks. Several threads read it, so that loading finds it in memory.
-        # Weights rounded in another way are other weights: workers that round differently do not serve together.
+        # The fingerprint is of the whole model; one rank computes it. Several threads read the files, so that loading
+        # finds them in memory. Weights that are rounded in another way count as other weights: workers that round
+        # differently do not serve together.
         scheme = f"int8 by {INT8_GROUP}" if settings.quantization == "int8" else settings.quantization
         fingerprint = checkpoint.fingerprint(tokenizer_files, dtype, scheme) if ranks.rank == 0 else ""
         model = build_model(config, dtype, device, ranks)
@@ -152,7 +153,7 @@ def _read_config(checkpoint: Checkpoint) -> AnyConfig:
 
 
 def _check_quantization(config: AnyConfig, dtype: torch.dtype, device: torch.device, settings: WorkerSettings) -> None:
-    """Weights of a few numbers tell whether such weights can be packed, before any are loaded."""
+    """Packs small weights to find out whether such weights can be packed, before any are loaded."""
     if settings.quantization == "none":
         return
     if not isinstance(config, DecoderConfig):
@@ -172,13 +173,13 @@ def _choose_max_model_len(settings: WorkerSettings, config: ModelConfig) -> int:
 
 
 def _sliding_window(config: ModelConfig, max_model_len: int) -> int:
-    """The window that makes a difference to the cache; 0 for none, which lets the scheduler cache prefixes."""
+    """The window, if it is shorter than the longest sequence; otherwise 0, which lets the scheduler cache prefixes."""
     window = config.sliding_window
     return 0 if window is None or window >= max_model_len else window
 
 
 def _slowest(bytes_per_second: int, block_bytes: Sequence[int], ranks: Ranks) -> int:
-    """Of whole blocks, which have moved when every rank has moved its part."""
+    """Bytes a second of whole blocks; a block has moved when every rank has moved its part."""
     speeds = ranks.gather_numbers(bytes_per_second)
     return 0 if 0 in speeds else round(sum(block_bytes) / max(map(truediv, block_bytes, speeds)))
 

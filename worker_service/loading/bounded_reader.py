@@ -26,7 +26,7 @@ class BoundedReader:
         return int(number)
 
     def count(self, kind: str, smallest: int, what: str) -> int:
-        """A number of things that take at least `smallest` bytes each."""
+        """A count of items that take at least `smallest` bytes each."""
         count = self.number(kind, what)
         if count * smallest > self._left:
             raise UnsoundFileError(f"{what} claims {count} entries, for which the {self._left} bytes left have no room")

@@ -38,7 +38,7 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
     partial = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
     try:
         build(partial)
-        # Readable for others, such as a container's own user; some of what was built comes out private.
+        # Readable for other users, such as a container's own; some files are made private.
         for file in partial.rglob("*"):
             file.chmod(0o755 if file.is_dir() else 0o644)
         partial.chmod(0o755)

@@ -28,17 +28,17 @@ _LARGEST = {
     "head_dim": 2**16,
     "max_position_embeddings": 2**31,
 }
-"""Beyond any network there is, and small enough that a model of these sizes can be described without its memory."""
+"""Larger than any existing network, and small enough that such a model can be described without its memory."""
 
 
 class Weights(Protocol):
     """Where the values of a model's tensors come from."""
 
     def identity(self) -> Iterator[tuple[str, bytes]]:
-        """What tells these weights from all others. Raises StartError where reading them fails."""
+        """A fingerprint of the weights. Raises StartError if reading them fails."""
 
     def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Raise StartError unless tensors of these names and shapes can be had; no memory is needed to ask."""
+        """Raise StartError unless tensors of these names and shapes can be loaded; allocates no memory."""
 
     def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
         """Fill each named place. Raises StartError as `check` does, and where reading fails."""
@@ -52,12 +52,12 @@ class Checkpoint:
         self.path = path
         self.config = _read_config(path / "config.json")
         if (path / "generation_config.json").exists():
-            read_json(path / "generation_config.json")  # its values are the scheduler's business, but damage shows here
+            read_json(path / "generation_config.json")  # the scheduler reads its values; here only damage is found
         self._weights = weights or WeightFiles(path)
 
     @property
     def dtype(self) -> torch.dtype:
-        """What config.json says the weights are; float32 where it says nothing."""
+        """The weights' dtype by config.json; float32 if it says nothing."""
         name = self.config.get("dtype") or self.config.get("torch_dtype") or "float32"
         if not isinstance(name, str) or name not in _DTYPES:
             raise StartError(
@@ -68,7 +68,7 @@ class Checkpoint:
     def fingerprint(self, tokenizer_files: Iterable[Path], dtype: torch.dtype, quantization: str) -> str:
         """SHA-256, in hexadecimal, over config, tokenizer, all of the weights, and what is made of them.
 
-        Equal whatever part of the weights is held here, and on whatever device. Raises StartError.
+        It depends neither on the part of the weights that is held here nor on the device. Raises StartError.
         """
         digest = hashlib.sha256(f"{dtype} {quantization}\n".encode())
         for file in sorted({self.path / "config.json", *tokenizer_files}, key=lambda file: file.name):
@@ -80,7 +80,7 @@ class Checkpoint:
     def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
         """Raise StartError unless the weights have tensors of these names and shapes, whatever device these are on.
 
-        cuts: which part of a tensor is wanted, by the names of those that are not wanted whole.
+        cuts: the wanted part of each tensor that is not wanted whole, by name.
         """
         self._weights.check(expected, cuts)
 

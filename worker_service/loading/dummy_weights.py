@@ -20,11 +20,11 @@ class DummyWeights:
     """Has a tensor of any name and shape."""
 
     def __init__(self, device: torch.device) -> None:
-        """device: what draws them."""
+        """device: the device that draws the numbers."""
         self._device = device
 
     def identity(self) -> Iterator[tuple[str, bytes]]:
-        """Another than that of real weights, and of numbers that another kind of device or another torch draws."""
+        """Differs from that of real weights, and between kinds of devices and versions of torch: each draws its own."""
         yield f"dummy {_SEED} {_DEVIATION} {self._device.type} {torch.__version__}", b""
 
     def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
@@ -33,7 +33,7 @@ class DummyWeights:
     def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
         """Fill matrices and biases around zero, and the vectors that scale normalised values around one.
 
-        What is cut is drawn whole, so that all of its parts are of one tensor.
+        A tensor that is cut is drawn whole, so that its parts belong together.
         """
         with byte_progress("drawing random weights", sum(place.nbytes for place in places.values())) as progress:
             generator: torch.Generator | None = None

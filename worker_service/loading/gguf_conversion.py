@@ -15,7 +15,7 @@ from worker_service.loading.gguf_header import read_gguf_header
 from worker_service.wording import reason
 
 VERSION = 1
-"""Raised when a conversion would come out differently, so that folders converted earlier are not used."""
+"""Increased when the result of a conversion changes, so that folders converted earlier are not used."""
 
 
 def convert_gguf(file: Path, folder: Path) -> None:
@@ -31,7 +31,8 @@ def convert_gguf(file: Path, folder: Path) -> None:
 
 def _main(file: Path, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as alone:
-        # Away from its neighbours, which the library would read as well: what comes out depends on the file alone.
+        # In a folder of its own: the library would also read neighbouring files, and the result shall depend on the
+        # file alone.
         link = Path(alone, "model.gguf")
         link.symlink_to(file.resolve())
         try:
@@ -54,7 +55,7 @@ def _convert(file: Path, folder: Path) -> None:
         output_loading_info=True,
         ignore_mismatched_sizes=True,
     )
-    # It makes up random values for what is missing or misshapen, and only a warning tells.
+    # It fills missing or misshapen tensors with random values, and only warns.
     if missing := sorted(loading["missing_keys"]):
         sys.exit(f"it has nothing that becomes {missing[0]}")
     if misshapen := sorted(loading["mismatched_keys"]):

@@ -20,7 +20,7 @@ from worker_service.wording import named, shown
 
 VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
-"""Types of values by their numbers, as `struct` writes them."""
+"""Types of values by their numbers, in `struct`'s notation."""
 _FRACTIONS = (6, 12)
 _STRING, _ARRAY = 8, 9
 _SMALLEST_PAIR = 8 + 4 + 1
@@ -176,7 +176,7 @@ class _TensorType(NamedTuple):
 
 @cache
 def _tensor_types() -> dict[int, _TensorType]:
-    """By number. The table is the library's: what it does not know could not be converted."""
+    """Types of tensors by number. The table is the library's, because it could not convert any other type."""
     from gguf.constants import GGML_QUANT_SIZES
 
     return {int(number): _TensorType(number.name, *sizes) for number, sizes in GGML_QUANT_SIZES.items()}

@@ -27,7 +27,7 @@ _BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-"""Of one element, for every type that the format knows; which of them can be loaded is not decided here."""
+"""Bits of one element, for every type that the format has; whether it can be loaded is not decided here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,13 @@ class StoredTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Of one step along the first dimension."""
+        """Bytes of one step along the first dimension."""
         return self.num_bytes // (self.shape[0] or 1) if self.shape else self.num_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """A header that agrees with its file: its bytes as they are, and what they say by the tensors' names."""
+    """A header that agrees with its file: its bytes, and its tensors by name."""
 
     content: bytes
     tensors: Mapping[str, StoredTensor]
@@ -140,7 +140,7 @@ def _is_counts(value: Any) -> bool:
 
 
 def _count_elements(shape: list[int], limit: int) -> int:
-    """The product of a shape, or something above `limit`: a product of many large numbers would take for ever."""
+    """The product of a shape, or a number above `limit`: a product of many large numbers would take too long."""
     if 0 in shape:
         return 0
     count = 1
@@ -152,7 +152,7 @@ def _count_elements(shape: list[int], limit: int) -> int:
 
 
 def _check_ranges(tensors: Mapping[str, StoredTensor], data_begin: int, file_bytes: int) -> None:
-    """The ranges must be the whole file: bytes that no tensor owns, or that two do, are a sign of damage or worse."""
+    """The ranges must cover the whole file: bytes of no tensor, or of two, are a sign of damage or of an attack."""
     reached, last = data_begin, "its header"
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if tensor.begin < reached:

@@ -55,7 +55,7 @@ class _Reader(threading.local):
         self._buffer = memoryview(bytearray(_PIECE_BYTES))
 
     def digest(self, piece: tuple[str, int, int]) -> bytes:
-        """Of a piece: its tensor's name, first byte and end. Raises EOFError, which carries the name."""
+        """The digest of a piece: its tensor's name, first byte and end. Raises EOFError, which carries the name."""
         name, begin, end = piece
         content = self._buffer[: end - begin]
         filled = 0

@@ -21,10 +21,10 @@ _PIECE_BYTES = 1 << 20
 
 
 def find_tokenizer_files(path: Path, cache: Path, *, may_lack: bool = False) -> list[Path]:
-    """Those of NAMES that a Hugging Face directory has, tokenizer.json among them.
+    """The files of NAMES that a Hugging Face directory has, tokenizer.json among them.
 
-    Where there is only an older kind of tokenizer, it is converted into `cache`. Raises StartError where there is none,
-    unless the model `may_lack` it: then requests must be of token ids.
+    If it has only an older kind of tokenizer, that is converted into `cache`. Raises StartError if it has none, unless
+    the model `may_lack` it: then requests must be of token ids.
     """
     files = {name: path / name for name in NAMES if (path / name).is_file()}
     if "tokenizer.json" not in files:

@@ -101,7 +101,7 @@ class WeightFiles:
         self._check_unchanged()
 
     def _check_unchanged(self) -> None:
-        """What is loaded must be what the headers describe and what is hashed, though each is read on its own."""
+        """Headers, digests and weights are read at different times, and must be of the same files."""
         for file, version in zip(self._files, self._versions, strict=True):
             if _version(file) != version:
                 raise StartError(f"{file} was changed while it was read; start again once it is complete")
@@ -112,7 +112,7 @@ class WeightFiles:
 
 
 def _version(file: Path) -> tuple[int, ...]:
-    """What is another as soon as a file's content is."""
+    """Values that change when a file's content changes."""
     try:
         found = file.stat()
     except OSError as error:

@@ -15,7 +15,7 @@ def widest(windows: Iterable[int | None]) -> int | None:
 
 
 class ModelConfig(Protocol):
-    """What decides the shape of the cache and the limits of a step."""
+    """The sizes that decide the shape of the cache and the limits of a step."""
 
     @property
     def vocabulary_size(self) -> int: ...
@@ -62,5 +62,5 @@ class CausalModel(Protocol):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden_size] of `forward`; returns [rows, vocabulary_size] float32.
 
-        Logits of 16 to 32 in bf16 are multiples of 0.125: the likeliest token would be one of several by its number.
+        bf16 is not enough: logits of 16 to 32 would be multiples of 0.125, and several tokens would share the largest.
         """

@@ -145,7 +145,7 @@ class Decoder:
         self._ranks = ranks
         shard = Shard.of(config, ranks.rank, ranks.size)
         self._tokens = shard.vocabulary
-        num_rows = -(-config.vocabulary_size // ranks.size)  # the last rank's may be more than its tokens
+        num_rows = -(-config.vocabulary_size // ranks.size)  # the last rank may have more rows than tokens
         table = partial(torch.empty, num_rows, config.hidden_size, dtype=dtype, device=device)
         self._embedding = table()
         self._layers = [DecoderLayer(config, layer, dtype, device, ranks, shard) for layer in config.layers]
@@ -199,7 +199,7 @@ class Decoder:
         logits, cap = self._lm_head(hidden), self.config.logit_soft_cap
         if cap is not None:
             logits = cap * torch.tanh(logits / cap)
-        # Every rank has all logits, and so samples the same tokens without being told.
+        # Every rank has all logits, and so samples the same tokens without communication.
         return self._ranks.all_gather(logits)[:, : self.config.vocabulary_size].contiguous()
 
     def _embed(self, token_ids: Tensor) -> Tensor:

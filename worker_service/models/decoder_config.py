@@ -9,10 +9,10 @@ from worker_service.models.rope import Rope
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What may differ from layer to layer."""
+    """Settings that may differ from layer to layer."""
 
     rope: Rope | None
-    """None in a layer that sees no positions."""
+    """None in a layer that uses no positions."""
     window: int | None
     """How many tokens up to itself a token attends to; None for all."""
 
@@ -30,11 +30,11 @@ class DecoderConfig:
     max_model_len: int
     rms_norm_eps: float
     activation: str
-    """As `gated_activation` has it."""
+    """One of `gated_activation`'s activations."""
     layers: tuple[LayerConfig, ...]
     tied_embeddings: bool
     attention_scale: float
-    """By which queries times keys are multiplied."""
+    """The factor on the products of queries and keys."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False

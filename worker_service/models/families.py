@@ -141,7 +141,7 @@ def _read(
     attention_scale: float | None = None,
     **options: Any,
 ) -> DecoderConfig:
-    """What all families write alike. `num_kv_heads`, `head_dim`, `eps` and `tied_embeddings` are defaults."""
+    """Fields that all families write alike. `num_kv_heads`, `head_dim`, `eps` and `tied_embeddings` are defaults."""
     activation = activation or json.get("hidden_act", "silu")
     if activation not in _ACTIVATIONS:
         raise ValueError(
@@ -195,11 +195,11 @@ def _read_gemma(json: Json, **options: Any) -> DecoderConfig:
 
 
 def _gemma3_rope(json: Json, kind: str, older: Json) -> Rope:
-    """Newer files have parameters for each kind of layer; `older` is what the others say of this kind."""
+    """Newer files have parameters for each kind of layer; `older` has those of older files for this kind."""
     parameters = (json.get("rope_parameters") or {}).get(kind) or older
     sizes = {name: json[name] for name in ("hidden_size", "num_attention_heads", "max_position_embeddings")}
     head_dim = _head_dim(json, 256)
-    # Scaled frequencies are those of any family with the same head.
+    # Scaled frequencies are the same as any family's with the same head.
     return read_rope(
         {"model_type": "llama", **sizes, "head_dim": head_dim, "rope_parameters": dict(parameters)}, head_dim
     )

@@ -12,8 +12,8 @@ from kernels.reference import wide_linear
 class Linear:
     """`x @ weight.T + bias`. weight: [outputs, inputs]; bias: [outputs] or None.
 
-    wide: whether the result is in float32, as it is summed, rather than in the dtype of x. Where the sum over the ranks
-    is wanted, only one of them adds the bias, though all of them load it.
+    wide: whether the result is in float32, as it is summed, rather than in the dtype of x. If the results are summed
+    over the ranks, only one rank adds the bias, though all ranks load it.
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class Linear:
         wide: bool = False,
         adds_bias: bool = True,
     ) -> "Linear":
-        """Without values yet."""
+        """Allocates the weights, without values yet."""
         bias = torch.empty(outputs, dtype=dtype, device=device) if biased else None
         return cls(torch.empty(outputs, inputs, dtype=dtype, device=device), bias, wide=wide, adds_bias=adds_bias)
 
     def pack(self, int8: bool = False) -> None:
-        """Take the weights as they are now, where packing helps, and let go of them then."""
+        """Pack the weights as they are now, if packing helps, and free the unpacked ones."""
         ops = ops_for(self.weight.device)
         self._product = (ops.pack_int8 if int8 else ops.pack)(self.weight, self._wide)
         if self._product is not None:

@@ -12,7 +12,7 @@ from worker_service.models.families import FAMILIES
 from worker_service.parallel.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
-    # Imported where it is needed otherwise: transformers takes two seconds.
+    # Otherwise imported only where it is needed: transformers takes two seconds.
     from worker_service.models.transformers_config import TransformersConfig
 
 AnyConfig: TypeAlias = "DecoderConfig | TransformersConfig"
@@ -28,7 +28,7 @@ def read_config(json: Mapping[str, Any]) -> AnyConfig:
 
 
 def build_model(config: AnyConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks = ALONE) -> CausalModel:
-    """A network with its weights allocated, without values yet; of several ranks, the native ones alone."""
+    """A network with its weights allocated, without values yet. Only native networks run on several ranks."""
     if isinstance(config, DecoderConfig):
         return Decoder(config, dtype, device, ranks)
     from worker_service.models.transformers_model import TransformersModel

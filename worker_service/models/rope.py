@@ -16,18 +16,17 @@ class Rope:
     """How far each pair of a head turns from one position to the next."""
 
     inverse_frequencies: Tensor
-    """[rotary_dim / 2] float32: radians a position. What of a head lies behind rotary_dim does not turn."""
+    """[rotary_dim / 2] float32: radians a position. The part of a head behind rotary_dim does not turn."""
     scale: float = 1.0
     """A factor on cosines and sines."""
     max_positions: int | None = None
-    """The length of a sequence from which on it would need other frequencies, for its cached keys too; None for never.
-    """
+    """The sequence length from which on other frequencies would be needed, also for cached keys; None for never."""
 
 
 def read_rope(config: Mapping[str, Any], head_dim: int, default_theta: float = 10_000.0) -> Rope:
     """Understands `rope_parameters` and the older pair of `rope_theta` and `rope_scaling`.
 
-    `default_theta` is what the family has where the file says nothing. Raises ValueError for a kind that is not
+    `default_theta` is the family's default. Raises ValueError for a kind that is not
     supported.
     """
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}

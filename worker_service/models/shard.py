@@ -16,7 +16,7 @@ from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.parallel.ranks import Ranks
 
 _ALIGNMENT = 16
-"""Inner units that stay together where that is possible: products of odd lengths are slow."""
+"""Inner units that stay together if possible: products of odd lengths are slow."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Shard:
     heads: range
     kv_heads: range
     inner: range
-    """Of the intermediate size."""
+    """A stretch of the intermediate size."""
     vocabulary: range
 
     @classmethod
@@ -51,7 +51,7 @@ class Shard:
         first = group * kv_heads.start + of_a_head.start
         together = gcd(_ALIGNMENT, config.intermediate_size) if config.intermediate_size >= _ALIGNMENT * size else 1
         inner = _stretch(config.intermediate_size // together, rank, size)
-        tokens = -(-config.vocabulary_size // size)  # as many in each rank but the last, so that logits can be joined
+        tokens = -(-config.vocabulary_size // size)  # equal in all ranks but the last, so that logits can be joined
         return cls(
             range(first, first + len(of_a_head)),
             kv_heads,
@@ -92,7 +92,7 @@ class Shard:
 
 
 def part_of(config: ModelConfig, ranks: Ranks) -> tuple[int, Mapping[str, Cut]]:
-    """How many key-value heads this rank holds, and what of the checkpoint. Raises StartError where no part can be."""
+    """This rank's number of key-value heads, and its part of the checkpoint. Raises StartError if there can be none."""
     if ranks.size == 1:
         return config.num_kv_heads, UNCUT
     if not isinstance(config, DecoderConfig):
@@ -105,7 +105,7 @@ def part_of(config: ModelConfig, ranks: Ranks) -> tuple[int, Mapping[str, Cut]]:
 
 
 def _stretch(total: int, part: int, parts: int) -> range:
-    """Of as nearly equal parts as can be, one."""
+    """One of parts that are as nearly equal as possible."""
     return range(total * part // parts, total * (part + 1) // parts)
 
 
@@ -114,7 +114,7 @@ def _times(stretch: range, factor: int) -> range:
 
 
 def _joined(parts: Sequence[tuple[int, range]]) -> tuple[int, list[range]]:
-    """Stretches of tensors as stretches of the tensor that has these, of the given lengths, one behind the other."""
+    """Stretches of tensors of the given lengths, as stretches of the tensor that joins them one behind the other."""
     total, stretches = 0, []
     for length, stretch in parts:
         stretches.append(range(total + stretch.start, total + stretch.stop))

@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 NAME = "pagewire"
-"""What to give as a network's `attn_implementation`."""
+"""The value for a network's `attn_implementation`."""
 
 _WITHOUT_EFFECT = frozenset(
     {"cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
      "position_ids", "return_dict", "sliding_window", "use_cache"}
 )  # fmt: skip
-"""What layers hand over besides, and the mask says already or inference has no use for."""
+"""Further arguments that layers pass, and that the mask already says or inference does not use."""
 
 
 class Attention(Protocol):
-    """What computes the attention of one layer after the other."""
+    """Computes the attention of one layer after the other."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, soft_cap: float | None
@@ -61,7 +61,10 @@ class _CausalMask:
 
 
 def _describe_mask(*, config: Any, use_vmap: bool, local_size: int | None = None, **kwargs: Any) -> _CausalMask:
-    """Stands in for what would fill a mask. `local_size` is a window or a chunk; `use_vmap` tells of additions."""
+    """Takes the place of the function that fills a mask.
+
+    `local_size` is a window or a chunk; with `use_vmap` the mask has additions.
+    """
     if "allow_is_causal_skip" not in kwargs:
         raise ValueError("its tokens attend to later ones")
     if use_vmap or (local_size is not None and local_size != getattr(config, "sliding_window", None)):

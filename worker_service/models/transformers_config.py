@@ -48,12 +48,12 @@ class TransformersConfig:
 
     @property
     def num_kv_heads(self) -> int:
-        """Of each layer."""
+        """The window of each layer."""
         return self.needs.num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        """Of keys and values alike."""
+        """The dimension of keys and of values."""
         return self.needs.head_dim
 
     @property
@@ -63,7 +63,7 @@ class TransformersConfig:
 
 
 def _why_not(network: Any, network_class: Any) -> str | None:
-    """Why a network cannot run, as far as its configuration tells; None where nothing speaks against it."""
+    """The reason why a network cannot run, as far as its configuration tells; None if there is none."""
     if network_class is None:
         return "it does not continue text"
     if network.is_encoder_decoder:
@@ -85,7 +85,7 @@ def _why_not(network: Any, network_class: Any) -> str | None:
 
 
 def _lengths_of_equal_frequencies(network: Any) -> Iterator[int]:
-    """Up to which lengths rotary frequencies stay as they are: cached keys cannot change theirs as a sequence grows."""
+    """The lengths up to which rotary frequencies stay the same, because cached keys cannot change theirs."""
     yield int(network.max_position_embeddings)
     parameters = getattr(network, "rope_parameters", None) or {}
     for rope in (parameters, *parameters.values()):

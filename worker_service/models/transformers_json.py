@@ -7,13 +7,13 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
-# The service has a log of its own, and says what matters in it.
+# The service has a log of its own for what matters.
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 _IGNORED = frozenset({"attn_implementation", "auto_map", "experts_implementation", "fusion_config", "kernel_config",
                       "transformers_weights", "trust_remote_code"})  # fmt: skip
-"""By these a config.json could have code fetched or other files read; the library's own classes need none of them."""
+"""With these keys a config.json could have code fetched or other files read; the library's own classes need none."""
 
 
 def parse(json: Mapping[str, Any]) -> Any:
@@ -25,5 +25,5 @@ def parse(json: Mapping[str, Any]) -> Any:
     try:
         return AutoConfig.for_model(**wanted)
     except Exception as error:
-        # Each family has checks of its own; what one does not check may fail in any way.
+        # Each family has checks of its own; a value that is not checked may raise any error.
         raise ValueError(f"it describes no model {family}: {' '.join(str(error).split())}") from error

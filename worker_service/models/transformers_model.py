@@ -26,7 +26,7 @@ class TransformersModel:
     """The network from token ids to logits."""
 
     def __init__(self, config: TransformersConfig, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the weights, without values yet; what is computed from the configuration is there."""
+        """Allocate the weights, without values yet; tensors that the configuration determines have theirs."""
         self.config = config
         with device, no_init_weights():
             network = config.network_class._from_config(
@@ -46,7 +46,7 @@ class TransformersModel:
         return checkpoint_places(self._network)
 
     def pack(self, int8: bool = False) -> None:
-        """As `CausalModel` has it, but these networks know nothing of int8."""
+        """As `CausalModel` has it, but without int8."""
         assert not int8
         if self._logits is not None:
             self._logits.pack()
@@ -59,7 +59,7 @@ class TransformersModel:
             output = self._body(
                 input_ids=token_ids[None],
                 position_ids=positions[None],
-                # Without it, transformers would look in the positions for where one text ends and the next begins.
+                # Without it, transformers would search the positions for the ends of texts.
                 attention_mask=token_ids.new_ones((1, len(token_ids))),
                 use_cache=False,
             )
@@ -97,7 +97,7 @@ class _GivenBody(nn.Module):
 
 
 class _GivenProduct(nn.Module):
-    """Stands where a network multiplies hidden states by the head's weights."""
+    """Takes the place of the module that multiplies hidden states by the head's weights."""
 
     def __init__(self, weight: Tensor, product: Linear) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class _GivenProduct(nn.Module):
 
 
 class _Output:
-    """The output of any body: hidden states, and None for whatever else heads look for."""
+    """The output of any body: hidden states, and None for all other fields that heads read."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         self.last_hidden_state = last_hidden_state

@@ -19,7 +19,7 @@ from worker_service.models.transformers_weights import checkpoint_places
 
 @dataclass(frozen=True)
 class Survey:
-    """What a network was seen to need."""
+    """What the survey found that a network needs."""
 
     num_layers: int
     num_kv_heads: int
@@ -29,7 +29,7 @@ class Survey:
 
 
 class _Observer:
-    """An attention that only looks at what it is given."""
+    """An attention that only notes its arguments."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, int]] = []
@@ -54,7 +54,7 @@ def survey(network_class: Any, config: Any) -> Survey:
     observer = _Observer()
     try:
         with torch.device("meta"), torch.inference_mode():
-            # Of the ways to compute experts, this one does not look at data.
+            # Of the ways to compute experts, this one reads no data.
             network = network_class._from_config(
                 _without_data(config), attn_implementation=NAME, experts_implementation="batched_mm"
             )
@@ -70,7 +70,7 @@ def survey(network_class: Any, config: Any) -> Survey:
     except ValueError:
         raise
     except Exception as error:
-        # It is foreign code, in a place that it was not written for: anything may come out.
+        # Foreign code runs where it was not written for, and may raise any error.
         raise ValueError(f"its code does not run with our attention: {error or type(error).__name__}") from error
     if not observer.shapes:
         raise ValueError("it has no layer with attention")
@@ -85,7 +85,7 @@ def survey(network_class: Any, config: Any) -> Survey:
 
 
 def _without_data(config: Any) -> Any:
-    """A copy whose rotary frequencies do not depend on the positions that there are, which shapes never do."""
+    """A copy whose rotary frequencies do not depend on the positions; shapes never do."""
     other = copy.deepcopy(config)
     parameters = getattr(other, "rope_parameters", None) or {}
     for rope in (parameters, *parameters.values()):

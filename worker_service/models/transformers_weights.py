@@ -19,7 +19,7 @@ class _View(Tensor):
 
 
 def checkpoint_places(network: Any) -> dict[str, Tensor]:
-    """By the checkpoint's names. Raises ValueError where a tensor has no place of its own in the network's memory."""
+    """Places by the checkpoint's names. Raises ValueError if a tensor has no place of its own in memory."""
     # Tied weights have several names, of which a checkpoint has the first.
     weights: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in network.state_dict(keep_vars=True).items():

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 _FOREVER = timedelta(days=365)
 _PACKET_BYTES = 4096
-"""What goes to the other ranks at once; a steady step of 256 sequences is under 2 KB."""
+"""Bytes that are sent to the other ranks at once; a steady step of 256 sequences is under 2 KB."""
 _HEADER_BYTES = 16
 
 
@@ -49,7 +49,7 @@ class Ranks:
         return torch.cat(parts, dim=1)
 
     def gather_numbers(self, number: int) -> list[int]:
-        """Each rank's number."""
+        """The numbers that the ranks pass, in the order of the ranks."""
         if self.size == 1:
             return [number]
         numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -57,7 +57,7 @@ class Ranks:
         return [int(other) for other in numbers]
 
     def send(self, epoch: int, message: bytes) -> None:
-        """From the first rank to all others, of which there is one at least."""
+        """Send a step from the first rank to all others, of which there is at least one."""
         header = epoch.to_bytes(8, "little") + len(message).to_bytes(8, "little")
         first = _PACKET_BYTES - _HEADER_BYTES
         packet = (header + message[:first]).ljust(_PACKET_BYTES, b"\0")
@@ -67,7 +67,7 @@ class Ranks:
                 dist.broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8), 0)
 
     def receive(self) -> tuple[int, bytes] | None:
-        """What the first rank sends, when it does; None once it is gone."""
+        """Wait for the first rank's next step; None once it is gone."""
         packet = torch.empty(_PACKET_BYTES, dtype=torch.uint8)
         try:
             dist.broadcast(packet, 0)
@@ -84,7 +84,7 @@ class Ranks:
 
     @contextmanager
     def alike(self) -> Iterator[None]:
-        """Around what all ranks do together. One that fails has lost its place, so it ends, and the others with it."""
+        """Around work that all ranks do together. A rank that fails is out of step: it ends, and the others with it."""
         if self.size == 1:
             yield
             return
@@ -101,7 +101,7 @@ ALONE = Ranks(0, 1)
 
 
 def join_ranks(size: int, device: torch.device) -> Ranks:
-    """Meet the others; returns when all are there. Raises StartError where they are not as many.
+    """Meet the other ranks; returns when all are there. Raises StartError if their number is wrong.
 
     device: where this rank's tensors lie.
     """

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 Result = TypeVar("Result")
 
 _LOOK_SECONDS = 1e-4
-"""How often it is seen whether a device has come to the end of something."""
+"""How often to look whether the device has finished."""
 
 
 class Later(Generic[Result]):

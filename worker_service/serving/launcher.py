@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 _HOST = "127.0.0.1"
 _LOOK_SECONDS = 0.1
 _FAREWELL_SECONDS = 0.5
-"""For the first rank, when another has failed: it may be on its way out itself."""
+"""Time for the first rank when another has failed: it may be ending by itself."""
 _STOPPED = (0, -signal.SIGTERM, -signal.SIGINT)
-"""The first rank's status where it was told to stop, perhaps before it knew how to drain."""
+"""The first rank's status if it was told to stop, perhaps before it could drain."""
 _EXPLAINED = (0, 1)
 """A rank that ends itself says why."""
 
@@ -71,7 +71,7 @@ def launch(command: Sequence[str], size: int) -> int:
 
 
 def wait_for_end(ranks: Sequence["subprocess.Popen[bytes]"]) -> int:
-    """Wait until the first rank ends or another fails, and end what is left; returns the exit status of the worker."""
+    """Wait until the first rank ends or another fails, and end the rest; returns the exit status of the worker."""
     # The others end with status 0 because the first rank has gone, even where its own end takes longer.
     while ranks[0].poll() is None and not any(process.poll() for process in ranks):
         time.sleep(_LOOK_SECONDS)
@@ -89,7 +89,7 @@ def wait_for_end(ranks: Sequence["subprocess.Popen[bytes]"]) -> int:
 
 
 def _open_store() -> TCPStore:
-    """Where the ranks meet, on a free port. It would listen on all addresses of the machine if left to itself."""
+    """The store where the ranks meet, on a free port. By default it would listen on all addresses of the machine."""
     listening = socket.create_server((_HOST, 0))
     port = listening.getsockname()[1]
     return TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
@@ -100,7 +100,7 @@ def _loopback() -> str:
 
 
 class _OwnStreams(LogsSpecs):
-    """Ranks write to the streams of the process that started them, without files between."""
+    """Ranks write to the streams of the process that started them, without files in between."""
 
     @property
     def root_log_dir(self) -> str:

@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 async def run_rank(settings: WorkerSettings) -> None:
-    """Serve, or follow the rank that does. Raises StartError in the one rank that shall say why the worker cannot."""
+    """Serve, or follow the rank that serves. Raises StartError in only one rank, which reports it."""
     _die_with_launcher()
     try:
         if int(os.environ["RANK"]) == 0:
@@ -36,13 +36,13 @@ async def run_rank(settings: WorkerSettings) -> None:
         if not _is_first_to_fail():
             threading.Event().wait()  # until the launcher has seen the end of the first
         raise
-    # Nothing is left to be done, and what torch would tidy up waits for other ranks, or complains that they have gone.
+    # Nothing is left to do, and torch's own clean-up would wait for other ranks, or report that they are gone.
     logging.shutdown()
     os._exit(0)
 
 
 def _die_with_launcher() -> None:
-    """Ranks do not outlive the process that would end them together, even if it is killed."""
+    """Ranks do not outlive the launcher, even if that is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
@@ -73,7 +73,7 @@ def _follow(settings: WorkerSettings) -> None:
 
 
 def _is_first_to_fail() -> bool:
-    """Where a model cannot be had, every rank finds out."""
+    """If a model cannot be loaded, every rank finds out by itself."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)

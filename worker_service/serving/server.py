@@ -46,9 +46,9 @@ async def serve(settings: WorkerSettings) -> None:
     if servicer.device_lost.is_set():
         log.error("the device takes no more work; this process ends, for another to take its place")
         logging.shutdown()
-        os._exit(1)  # what is left of CUDA may hang on its way out
+        os._exit(1)  # CUDA's own clean-up may hang
     if not device_thread.idle:
-        # A model still loading, or a step that outlasted the grace, cannot be interrupted; leave without it.
+        # A model that still loads, or a step that takes longer than the grace, cannot be interrupted: exit at once.
         logging.shutdown()
         os._exit(0)
 

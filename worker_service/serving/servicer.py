@@ -55,14 +55,14 @@ class _Stream:
 
     session: Session
     answers: "asyncio.Queue[asyncio.Future[ModelOutput] | None]" = field(default_factory=asyncio.Queue)
-    """In the order of the steps; None after the last."""
+    """Answers in the order of the steps; None after the last."""
     awaited: "asyncio.Future[ModelOutput] | None" = None
     """The answer that the call is waiting for."""
     room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_STEPS_IN_HAND))
     last: "tuple[RunningStep, Later[ModelOutput]] | None" = None
-    """The step that was launched last, where the worker runs ahead. Of the device thread."""
+    """The step that was launched last, if the worker runs ahead. Only the device thread uses it."""
     end: RequestError | None = None
-    """Why no further step of it may be started. Set on either thread."""
+    """Why no further step of the session may be started. Set on either thread."""
 
 
 _FAILURES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT)
@@ -88,7 +88,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         self._idle.set()
 
     def set_ready(self, worker: "Worker") -> None:
-        """From now on sessions can be opened."""
+        """Have sessions opened from now on."""
         self._worker = worker
 
     async def drain(self, grace: float) -> None:
@@ -101,7 +101,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             self._close(self._stream, _SHUTTING_DOWN)
 
     def metrics(self) -> Iterator[Metric]:
-        """What a scrape of this moment finds."""
+        """The metrics of this moment."""
         limits = self._worker.limits if self._worker is not None else None
         return families(
             self._statistics,
@@ -281,7 +281,7 @@ def _finish(computation: Computation, stream: _Stream) -> ModelOutput:
 
 @contextlib.contextmanager
 def _failures_end(worker: "Worker", stream: _Stream) -> Iterator[None]:
-    """Around what a session does on the device thread: nothing once it has ended, and errors end it."""
+    """Around a session's work on the device thread: it does nothing once the session has ended, and errors end it."""
     if stream.end is not None:
         raise stream.end
     try:

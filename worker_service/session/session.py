@@ -27,7 +27,7 @@ class SequenceState:
 
     sequence_id: int
     token_ids: "array[int]"
-    """Prompt, then output; the worker appends what it samples."""
+    """Prompt, then output; the worker appends the tokens that it samples."""
     num_prompt_tokens: int
     num_computed_tokens: int
     """How many tokens, from the first on, have their keys and values in the blocks."""
@@ -36,7 +36,7 @@ class SequenceState:
 
     @property
     def reports_logprobs(self) -> bool:
-        """Whether its next step reports some, of what it samples or of its prompt."""
+        """Whether its next step reports log-probabilities, of sampled tokens or of its prompt."""
         in_prompt = self.num_computed_tokens + 1 < self.num_prompt_tokens
         return self.sampling.logprobs is not None or (self.sampling.prompt_logprobs is not None and in_prompt)
 
@@ -52,7 +52,7 @@ class ScheduledChunk(NamedTuple):
 
 
 PLACEHOLDER = 0
-"""Stands for a token that is being sampled, and stays for one that could not be."""
+"""In place of a token that is being sampled; stays if the token could not be sampled."""
 
 
 class Session:
@@ -70,7 +70,7 @@ class Session:
     def apply(self, output: SchedulerOutput) -> list[ScheduledChunk]:
         """Take over a step's differences and return its work, in the order of `output.sequence_ids`.
 
-        Sequences leave before others come, except that the finished leave last, for they may be parents of forks.
+        Preempted sequences leave before new ones come; finished ones leave last, because they may be parents of forks.
         Raises FencingError for a step out of turn and InvalidStepError for one that makes no sense.
         """
         if output.epoch != self.epoch:

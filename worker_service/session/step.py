@@ -14,7 +14,7 @@ TOKENS = "q"
 
 @dataclass(frozen=True)
 class Limits:
-    """What a step must keep within."""
+    """The limits of a step."""
 
     block_size: int
     num_device_blocks: int
@@ -35,7 +35,7 @@ class WorkerInfo:
     device: str
     features: tuple[str, ...]
     sliding_window: int
-    """Blocks behind so many tokens are never read again; 0 where all are."""
+    """Blocks more than so many tokens behind are never read again; 0 if all are read."""
     swap_bytes_per_second: int
     prefill_tokens_per_second: int
     block_bytes: int
@@ -78,7 +78,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class NewSequence:
-    """Everything to know of a sequence."""
+    """A sequence that is new to the worker, complete."""
 
     sequence_id: int
     token_ids: "array[int]"
@@ -146,7 +146,7 @@ class SampleLogprobs:
     token_ids: list[int]
     logprobs: list[float]
     ranks: list[int]
-    """One a position: the first entry's rank, 1 for the likeliest."""
+    """The rank of each position's first entry, 1 for the likeliest."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class ModelOutput:
     """What one step produced."""
 
     token_ids: list[int]
-    """One for each sequence that sampled, in the order of the step; 0 for one that failed."""
+    """One token for each sequence that samples, in the order of the step; 0 for a sequence that failed."""
     timing: StepTiming
     logprobs: list[SampleLogprobs] = field(default_factory=list)
     prompt_logprobs: list[SampleLogprobs] = field(default_factory=list)
