@@ -91,6 +91,25 @@ class Mirror:
     index: int
     num_computed: int
     num_draft: int = 0
+    known_prefixes: list[int] = field(default_factory=list)
+
+    def prefixes(self, end: int) -> list[int]:
+        """The hashes of the prefixes that end with each of the first `end` tokens, and perhaps of more."""
+        known = self.known_prefixes  # tokens come and go at the end only
+        prefix = known[-1] if known else 0
+        for token in self.tokens[len(known) : end]:
+            prefix = extend(prefix, token)
+            known.append(prefix)
+        return known
+
+    def next_token(self) -> int:
+        return sample(self.prefixes(len(self.tokens))[-1], self.index)
+
+    def cut(self, length: int) -> list[int]:
+        """Take the tokens from there on away, and return them."""
+        tokens = self.tokens[length:]
+        del self.tokens[length:], self.known_prefixes[length:]
+        return tokens
 
 
 @dataclass
@@ -144,8 +163,9 @@ class FakeWorker:
             answer.num_tokens = [len(tokens) for tokens in sampled if tokens]
         for sequence, _, samples in output.scheduled:
             if samples and (num_logprobs := sequence.sampling.num_logprobs) is not None:
-                *before, token = self.mirrors[sequence.id].tokens
-                ranked = candidates(prefix_of(before))[:num_logprobs]
+                mirror = self.mirrors[sequence.id]
+                token, before = mirror.tokens[-1], len(mirror.tokens) - 1
+                ranked = candidates(mirror.prefixes(before)[before - 1])[:num_logprobs]
                 answer.logprobs[sequence.id] = TokenLogprobs(
                     [token, *(t for t, _ in ranked)], [0.0, *(p for _, p in ranked)], 1
                 )
@@ -157,41 +177,33 @@ class FakeWorker:
         assert samples == (end == len(mirror.tokens))
         room = len(mirror.table) * self.config.block_size - self.config.num_lookahead_slots
         assert end <= room, "the block table is too short for the chunk and what may follow it"
-        for position, prefix in enumerate(self._prefixes(mirror, end)):
-            if position >= mirror.num_computed:
-                self._slot(mirror, position)[position % self.config.block_size] = prefix
+        prefixes = mirror.prefixes(end)
+        for position in range(mirror.num_computed, end):
+            self._slot(mirror, position)[position % self.config.block_size] = prefixes[position]
 
     def _attend(self, mirror: Mirror, num_tokens: int, samples: bool) -> list[int]:
         """The sampled token, after those guesses that are what would have been sampled."""
         end = mirror.num_computed + num_tokens
-        prefix = 0
-        window = self.config.sliding_window
-        first_read = max(0, mirror.num_computed - window + 1) if window else 0
-        for position, prefix in enumerate(self._prefixes(mirror, end)):
-            if position < first_read:
-                continue
-            stored = self._slot(mirror, position)[position % self.config.block_size]
-            assert stored == prefix, f"position {position} holds another prefix's keys and values"
+        window, block_size = self.config.sliding_window, self.config.block_size
+        start = max(0, mirror.num_computed - window + 1) if window else 0
+        prefixes = mirror.prefixes(end)
+        while start < end:
+            stop = min(end, start - start % block_size + block_size)
+            stored = self._slot(mirror, start)[start % block_size : start % block_size + stop - start]
+            assert stored == prefixes[start:stop], f"positions {start} to {stop - 1} hold others' keys and values"
+            start = stop
         mirror.num_computed = end
         if not samples:
             return []
         num_draft, mirror.num_draft = mirror.num_draft, 0
-        draft = mirror.tokens[end - num_draft :]
-        del mirror.tokens[end - num_draft :]
-        sampled = [sample(prefix_of(mirror.tokens), mirror.index)]
+        draft = mirror.cut(end - num_draft)
+        sampled = [mirror.next_token()]
         while draft and draft.pop(0) == sampled[-1]:
             mirror.tokens.append(sampled[-1])
-            sampled.append(sample(prefix_of(mirror.tokens), mirror.index))
+            sampled.append(mirror.next_token())
         mirror.num_computed = len(mirror.tokens)
         mirror.tokens.append(sampled[-1])
         return sampled
-
-    def _prefixes(self, mirror: Mirror, end: int) -> list[int]:
-        prefixes, prefix = [], 0
-        for token in mirror.tokens[:end]:
-            prefix = extend(prefix, token)
-            prefixes.append(prefix)
-        return prefixes
 
     def _slot(self, mirror: Mirror, position: int) -> list[int]:
         block = mirror.table[position // self.config.block_size]
