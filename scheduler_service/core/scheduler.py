@@ -279,8 +279,11 @@ class Scheduler(StepWriter):
         return chunks, num_long
 
     def _hand_out_rest(self, step: Step) -> None:
-        """Let prompts compute more than the first chunk that they were given, in order, with what all others left."""
-        if not step.budget.num_tokens or self._max_chunk >= self.config.max_num_batched_tokens:
+        """Let prompts compute more than the first chunk that they were given, in order, with what all others left.
+
+        Also where no prompt is too long for the step: a group that was preempted after its turn gives tokens back.
+        """
+        if not step.budget.num_tokens:
             return
         for group in step.prompts:
             for chunk in step.chunks.get(group, ()):
