@@ -74,7 +74,7 @@ def _positive_int(text: str) -> int:
 
 
 def choose(names: str | None, loads: list[Load]) -> list[Load]:
-    """The loads of these names. Raises ValueError for one that there is not."""
+    """The loads of these names. Raises ValueError for an unknown name."""
     if names is None:
         return loads
     by_name = {load.name: load for load in loads}
@@ -135,13 +135,13 @@ def compare_with_transformers(report: Report, loads: list[Load], directory: Path
 
 def main() -> None:
     arguments = parse_arguments()
-    for number in (signal.SIGTERM, signal.SIGHUP):  # leave by the same way as for Ctrl-C, and stop what was started
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end as for Ctrl-C, and stop the processes that were started
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         report = run(arguments)
     except (BenchError, ServerError, StartError, TraceError, ValueError, OSError) as error:
         sys.exit(f"bench: {error}")
-    except (grpc.RpcError, aiohttp.ClientError, psutil.Error) as error:  # a system fell over under its load
+    except (grpc.RpcError, aiohttp.ClientError, psutil.Error) as error:  # a system failed under its load
         sys.exit(f"bench: {type(error).__name__}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -11,11 +11,11 @@ from bench.load import Load
 from scheduler_service.simulation.trace import Arrival
 
 Stream = Callable[[Sequence[int], int], AsyncIterator[int]]
-"""Has a prompt continued, greedily and past any end, by so many tokens; yields how many each message brought."""
+"""Generates so many tokens after a prompt, greedily and past any end; yields the number that each message brought."""
 
 
 class BenchError(Exception):
-    """Nothing can be measured, or what was measured does not count; the message says why."""
+    """Nothing can be measured, or the measurement is invalid; the message says why."""
 
 
 class System(Protocol):
@@ -25,7 +25,7 @@ class System(Protocol):
     start_seconds: float
 
     def pids(self) -> Sequence[int]:
-        """Of the processes that were started; theirs in turn are not named."""
+        """Process ids of the processes that were started, without their children."""
 
     def connect(self) -> AbstractAsyncContextManager[Stream]: ...
 

@@ -47,7 +47,7 @@ BASE = "transformers, bfloat16"
 
 @dataclass(frozen=True)
 class Scores:
-    """What a system says of the tokens of one text but the first."""
+    """A system's log-probabilities of the tokens of one text, without the first token."""
 
     logprobs: list[float]
     likeliest: list[int]
@@ -58,9 +58,9 @@ class Fidelity:
     """How far scores are from exact ones, over the tokens of all texts."""
 
     mean_difference: float
-    """Of log-probabilities, absolute."""
+    """The mean absolute difference of log-probabilities."""
     same_likeliest: float
-    """Of all tokens, in percent."""
+    """In percent of all tokens."""
 
 
 def compare(found: Sequence[Scores], exact: Sequence[Scores]) -> Fidelity:
@@ -87,7 +87,7 @@ def transformers_scores(directory: Path, texts: Iterable[list[int]], dtype: torc
 
 
 def our_scores(directory: Path, texts: Sequence[list[int]], *flags: str) -> list[Scores]:
-    """Served by a scheduler and a worker of their own, one text after the other."""
+    """Scores from a scheduler and a worker of their own, one text after the other."""
 
     async def ask() -> list[Scores]:
         sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)

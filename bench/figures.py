@@ -56,12 +56,12 @@ class Figures:
     total_tokens_per_second: float
     """Prompts, cached or not, and outputs."""
     ttft_ms: float
-    """The median, as all that is not named otherwise."""
+    """The median, as all figures that are not named otherwise."""
     ttft_p99_ms: float
     tpot_ms: float
     itl_p99_ms: float
     memory_mib: float
-    """Of all processes, after the load."""
+    """Memory of all processes, after the load."""
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -70,13 +70,13 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def median_interval(values: Sequence[float], coverage: float = 0.95) -> tuple[float, float]:
-    """Between which of the values the median of what they were drawn from lies, at least so surely.
+    """The two values between which the median of their distribution lies, with at least this coverage.
 
-    It assumes no distribution (the sign test's interval): of 12 values, the third smallest and the third largest.
-    Raises ValueError when there are too few of them for that.
+    No distribution is assumed (the sign test's interval): of 12 values, the third smallest and the third largest.
+    Raises ValueError if there are too few values.
     """
     size, rank = len(values), 0
-    beyond = 2 * 0.5**size  # how likely the median is outside the values of this rank
+    beyond = 2 * 0.5**size  # the probability that the median is outside of the values of this rank
     while beyond <= 1 - coverage:
         rank += 1
         beyond += 2 * math.comb(size, rank) * 0.5**size

@@ -34,7 +34,7 @@ SCALE = HEAD_DIM**-0.5
 DECODES = [(batch, context) for context in (1024, 8192) for batch in (1, 32, 256)]
 PROMPTS = [2048, 8192]
 COLD_BYTES = 2**29
-"""What the layers of one measurement take together, at least: several times any level 2 cache."""
+"""The least bytes of all layers of one measurement: several times any level 2 cache."""
 TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * DTYPE.itemsize
 NUM_CALLS = 20
 NUM_REPLAYS = 10
@@ -144,7 +144,7 @@ def sdpa_microseconds(setting: Setting) -> tuple[Tensor, float]:
 
 
 def flashinfer_microseconds(setting: Setting, expected: Tensor, flashinfer: Any) -> float | None:
-    """None where FlashInfer is absent or fails, which may be for want of a compiler; why, is said."""
+    """None if FlashInfer is absent or fails, for example without a compiler; the reason is printed."""
     if flashinfer is None:
         return None
     try:
@@ -193,7 +193,7 @@ def matmul_rate(device: torch.device) -> float:
 
 
 def seconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Of one call: the median over replays of a graph that makes each of them at least once."""
+    """The time of one call: the median over replays of a graph that makes each call at least once."""
     for call in calls[:3]:
         call()  # what is compiled, chosen or allocated lazily
     torch.cuda.synchronize()

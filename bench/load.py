@@ -25,7 +25,7 @@ class Load:
     arrivals: Sequence[Arrival]
     concurrency: int
     shared_tokens: int = 0
-    """So many first tokens of all prompts are the same."""
+    """The number of first tokens that all prompts share."""
 
     def prompts(self, vocabulary_size: int, seed: object) -> list[list[int]]:
         draw = random.Random(f"{self.name} {seed}")
@@ -61,7 +61,7 @@ def shared_prefix(shared_tokens: int, own_tokens: int, output_tokens: int, num_r
 
 
 def replayed(trace: Sequence[Arrival], speedup: float) -> Load:
-    """A trace at its own times, however many requests that puts under way, each cut to the context."""
+    """A trace at its own times, with no limit on concurrent requests; each request is cut to the context."""
     return Load("trace", f"trace x {speedup:g}", [capped(arrival) for arrival in trace], len(trace))
 
 

@@ -24,14 +24,14 @@ class Measurement:
     runs: dict[str, list[Run]] = field(default_factory=dict)
     figures: dict[str, Figures] = field(default_factory=dict)
     idle_cpu_percent: dict[str, float] = field(default_factory=dict)
-    """Of one core, while the others were under load: the most of all runs."""
+    """The share of one core that a system took while the others were under load: the largest of all runs."""
     split: Split | None = None
 
 
 async def measure(systems: Sequence[System], load: Load, vocabulary_size: int, rounds: int) -> Measurement:
     """Warm all systems up, then run the load `rounds` times on each, every other round in reverse order.
 
-    So the machine's drift, which is the same for neighbours, comes to all of them alike. Each round has prompts of its
+    So the machine's drift, which is the same for neighbours, affects all systems alike. Each round has prompts of its
     own, and all systems get the same.
     """
     result = Measurement(runs={system.name: [] for system in systems})

@@ -8,7 +8,7 @@ from pagewire.v1.admin_service_pb2 import StepSplit
 PHASES = ("schedule", "encode", "wire", "move", "forward", "sample", "decode", "update", "publish")
 """In the order in which a step passes through them."""
 MODEL_PHASES = frozenset(("move", "forward", "sample"))
-"""The worker's; all others are scheduler, codec and gRPC."""
+"""The worker's phases; all others are scheduler, codec and gRPC."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Split:
 
 
 def split_between(readings: Sequence[tuple[StepSplit, StepSplit]]) -> Split:
-    """From what was read before and after each run of a load."""
+    """The split over all runs of a load, from a reading before and one after each run."""
     num_steps = sum(after.num_steps - before.num_steps for before, after in readings)
 
     us = {

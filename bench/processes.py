@@ -12,7 +12,7 @@ def _family(pids: Sequence[int]) -> Iterator[psutil.Process]:
 
 
 def memory_mib(pids: Sequence[int]) -> float:
-    """What is resident, in MiB. A page that several processes share counts once, where the system can tell."""
+    """Resident memory in MiB. A page that several processes share counts once, if the system can tell."""
     infos = [process.memory_full_info() for process in _family(pids)]
     return sum(getattr(info, "pss", info.rss) for info in infos) / 2**20
 

@@ -43,7 +43,7 @@ class Report:
             (self.ours if name == OURS else self.theirs)[load.title] = asdict(figures)
 
     def ratios(self, load: str) -> dict[str, float]:
-        """Ours over theirs, for whatever both have."""
+        """Ours over theirs, for all figures that both have."""
         theirs = self.theirs.get(load, {})
         return {column: ours / theirs[column] for column, ours in self.ours[load].items() if theirs.get(column)}
 
@@ -93,7 +93,7 @@ class Report:
         return table
 
     def sentences(self) -> list[str]:
-        """What the tables do not say."""
+        """Figures that are not in the tables."""
         lines = [f"{name} was ready after {seconds:.1f} s." for name, seconds in self.start_seconds.items()]
         measurement = self.measurements.get(TARGET_LOAD)
         if measurement and (split := measurement.split):

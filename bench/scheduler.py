@@ -42,7 +42,7 @@ from scheduler_service.core import (
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What our scheduler and the peer's are measured with."""
+    """The load with which our scheduler and the peer's are measured."""
 
     prompt_tokens: int = 64
     block_size: int = 16
@@ -57,7 +57,7 @@ NUM_ROUNDS = 5
 NUM_WORKERS = 1000
 SEQS_A_WORKER = 32
 NUM_EARLIER_SEQUENCES = 1_000_000  # of a session that has run for a while: small ids would make small messages
-# It fetches nothing, and says nothing that could be taken for an answer.
+# It fetches nothing, and prints nothing that could be taken for an answer.
 PEER_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -144,7 +144,7 @@ def us_of_steps(scheduler: Scheduler, num_steps: int) -> float:
 
 
 def fastest(*measures: Callable[[], float]) -> list[float]:
-    """Of each the fastest of several rounds, in turn: noise only ever adds, and comes to all."""
+    """The fastest of several rounds of each, in turn: noise only adds time, and affects all."""
     rounds = [[measure() for measure in measures] for _ in range(NUM_ROUNDS)]
     return [min(figures) for figures in zip(*rounds, strict=True)]
 

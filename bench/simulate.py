@@ -51,7 +51,7 @@ TENANTS = {HEAVY: 0.8, "light 1": 0.05, "light 2": 0.05, "light 3": 0.05, "light
 URGENT = -100  # so urgent that ageing does not even it out
 PRIORITIES = {0: 0.9, URGENT: 0.1}
 
-# Slow enough that workers have room most of the time: else there is little to choose.
+# Slow enough that workers have room most of the time: otherwise placement has little choice.
 PLACEMENT_SPEEDUP = 0.8
 PLACEMENT_REQUESTS = 6_000
 SLOWNESS = {7: 4.0}

@@ -122,7 +122,7 @@ def measure(runner: ModelRunner, limits: Limits, batch: int, ahead: bool = False
 
 
 def finish(session: Session, running: RunningStep) -> float:
-    """Returns when it was."""
+    """Returns the time at which the step ended."""
     session.fill_in(running.chunks, running.finish().token_ids)
     return time.perf_counter()
 

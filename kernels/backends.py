@@ -14,7 +14,7 @@ _BACKENDS = {"cpu": "kernels.cpu.ops", "cuda": "kernels.triton"}
 
 
 def backend_name(device: torch.device) -> str:
-    """What computes on a device, in words for a log."""
+    """The backend of a device, in words for a log."""
     backend = ops_for(device)
     if backend is reference:
         return EAGER

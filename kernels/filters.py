@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 _CANDIDATES = 1024
-"""How many of the largest logits are looked at before all are sorted. A sort of 49,152 costs milliseconds."""
+"""The number of largest logits that are searched before all are sorted. A sort of 49,152 costs milliseconds."""
 
 
 def filter_thresholds(scaled: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

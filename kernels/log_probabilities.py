@@ -8,7 +8,7 @@ _PART = 2**17
 
 
 def log_probabilities(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one token in each row, and of the likeliest.
+    """Log-probabilities of one token in each row, and of the likeliest tokens.
 
     logits: [rows, vocabulary_size], any float type; token_ids: [rows] int64. Returns the token and the num_top
     likeliest, [rows, 1 + num_top] int64, equally likely ones in the order of their ids; their log-probabilities,

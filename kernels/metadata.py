@@ -22,7 +22,7 @@ class AttentionMetadata:
     """[num_sequences, width] int32: their blocks; entries that the context does not need, past its end or
     behind a sliding window, may be anything."""
     max_query_len: int
-    """Of all sequences; 0 where there is none. Known to the host, so that nothing has to be read from a device."""
+    """The largest of all sequences; 0 without any. It is known to the host, so nothing has to be read from a device."""
     max_context_len: int
     """Likewise."""
 

@@ -18,7 +18,7 @@ from kernels.metadata import AttentionMetadata
 from kernels.ops import Ops, Product
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
-"""What `gated_activation` can apply to the gate."""
+"""The functions that `gated_activation` can apply to the gate."""
 
 WIDE_PRODUCTS = False
 
@@ -38,8 +38,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """Add x to `residual` in place, and return the `rms_norm` of that sum in the weight's dtype.
 
-    x: [num_tokens, hidden_size], of the weight's dtype or float32; residual: the same shape, float32, so that what many
-    layers add is rounded in none of them.
+    x: [num_tokens, hidden_size], of the weight's dtype or float32; residual: the same shape, float32, so that the sum
+    over many layers is not rounded in any of them.
     """
     residual += x
     return rms_norm(residual, weight, eps, offset)
@@ -175,7 +175,7 @@ INT8_GROUP = 32
 
 
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest int8 numbers, and for each group of an output the scale that makes them weights again.
+    """The nearest int8 numbers, and for each group of an output the scale that turns them into weights again.
 
     weight: [outputs, inputs]; returns [outputs, inputs] int8 within ±127 and [outputs, groups] bf16, where the last
     group may have fewer inputs.
@@ -192,7 +192,7 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack_int8(weight: Tensor, wide: bool = False) -> Product | None:  # noqa: ARG001 (others use it)
-    """As `pack`, with the weight in int8 and so in half the memory. None where that would not be faster."""
+    """As `pack`, with the weight in int8 and so in half the memory. None if that would not be faster."""
     return None
 
 

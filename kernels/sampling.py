@@ -56,7 +56,8 @@ def draw(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
 
 
 def _draw(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
-    # The largest becomes 0 first, so that the tiniest temperature overflows to -inf elsewhere and to nothing worse.
+    # The largest logit becomes 0 first, so that with a tiny temperature all others overflow to -inf, and none to +inf
+    # or NaN.
     scaled = logits[draws.rows].float()
     scaled -= largest[draws.rows].float()[:, None]
     scaled /= draws.temperature[:, None]

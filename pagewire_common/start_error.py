@@ -1,4 +1,4 @@
-"""The kind of error that is meant for the operator who starts a service."""
+"""The kind of error that is meant for the operator of a service."""
 
 
 class StartError(Exception):

@@ -322,7 +322,7 @@ class Engine:
         if info.model_id != self._model_name:
             raise WorkerError(f"the worker serves the model {info.model_id!r}, this scheduler {self._model_name!r}")
         if (num_blocks := info.num_device_blocks + info.num_host_blocks) > MAX_BLOCKS:
-            raise WorkerError(f"the worker has {num_blocks} blocks; at most {MAX_BLOCKS} can be kept account of")
+            raise WorkerError(f"the worker has {num_blocks} blocks; this scheduler manages at most {MAX_BLOCKS}")
         async with self._model_lock:
             if not self._model.done():
                 with tempfile.TemporaryDirectory(prefix="pagewire-") as directory:

@@ -363,7 +363,7 @@ class WorkerLoop:
         if not (self._in_flight or scheduler.running or scheduler.swapped):
             raise DrainedError("drained by an operator")
         if time.monotonic() >= self._drained_by:
-            raise DrainedError("drained by an operator; what it had left goes on elsewhere")
+            raise DrainedError("drained by an operator; its remaining requests go on elsewhere")
 
     async def _receive_answers(self, scheduler: Scheduler, session: Session, vocabulary_size: int) -> None:
         while True:

@@ -29,7 +29,7 @@ def is_busy(worker: WorkerState) -> bool:
 
 
 def holds_blocks(worker: WorkerState) -> bool:
-    """Whether any of its blocks is held by a sequence."""
+    """Whether a sequence holds any of the worker's blocks."""
     return (worker.num_free_device_blocks, worker.num_free_host_blocks) != (
         worker.num_device_blocks,
         worker.num_host_blocks,

@@ -17,7 +17,7 @@ except ImportError:  # a GPU machine that runs the tests of kernels alone may no
     pass
 else:
     # The examples follow from the test's code, so that a commit has one verdict; `make fuzz` draws others and keeps
-    # those that fail. How long an example takes says more about the machine than about the code.
+    # those that fail. There is no deadline for an example: its time depends on the machine more than on the code.
     settings.register_profile("pagewire", deadline=None, derandomize=True, database=None, print_blob=True)
     storage = Path(os.environ.get("HYPOTHESIS_STORAGE_DIRECTORY", ".hypothesis"))
     found = DirectoryBasedExampleDatabase(storage / "examples")
@@ -27,8 +27,8 @@ else:
 # One thread for each process of tests: several processes with a thread for each core would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell has what it starts in the background ignore SIGINT, and every child would inherit that: tests that interrupt
-# one would wait for ever.
+# A process that a shell starts in the background ignores SIGINT, and every child would inherit that: tests that
+# interrupt a child would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Without a GPU, Triton's kernels run in its interpreter. It must know before anything imports triton, and transformers
@@ -78,7 +78,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture(autouse=True)
 def _same_numbers_every_time() -> None:
-    """Random numbers that a test draws without a seed are those of every other run."""
+    """Random numbers that a test draws without a seed are the same in every run."""
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)

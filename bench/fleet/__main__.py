@@ -31,7 +31,7 @@ from worker_service.settings import WorkerSettings
 
 PARTS = ("failover", "feeding", "overhead", "bystanders")
 OVERHEAD_WORKERS = (1, 2, 3)
-"""Of one worker both sides are alike, so that their difference is what the measurement itself is worth."""
+"""With one worker both sides are alike: their difference is the error of the measurement."""
 OVERHEAD_COLUMNS = (
     "workers", "apart, tok/s", "together, tok/s", "overhead, %", "at least", "at most", "scheduler apart, µs a token",
     "together, µs a token",
@@ -91,7 +91,7 @@ def main() -> None:
     if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"there is no part {unknown[0]!r}, but {', '.join(PARTS)}")
     raise_open_files_limit()  # a thousand connections end in this process
-    for number in (signal.SIGTERM, signal.SIGHUP):  # leave by the same way as for Ctrl-C, and stop what was started
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end as for Ctrl-C, and stop the processes that were started
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         model = find_model("default", load_settings(WorkerSettings, "bench", []).cache.expanduser()).path

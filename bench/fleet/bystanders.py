@@ -34,7 +34,7 @@ class Bystanders:
     alone: float
     """Beside calls that are read."""
     beside: float
-    """Beside calls that are not, and silent connections."""
+    """Beside calls that are not read, and silent connections."""
     slowed_percent: float
     """The median over pairs of runs."""
     at_least_percent: float

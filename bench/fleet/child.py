@@ -33,7 +33,7 @@ class Child:
         self.first = self._read()
 
     def ask(self) -> Any:
-        """What it counts, now. Raises BenchError when it is gone."""
+        """The child's counters, now. Raises BenchError when it is gone."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write("\n")

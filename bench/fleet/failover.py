@@ -28,7 +28,7 @@ WORKER_ARGUMENTS = ("--threads", "1", "--kv-cache-memory", "0.5", "--max-model-l
 
 @dataclass(slots=True)
 class Failover:
-    """Milliseconds, one of each stream and kill."""
+    """Milliseconds, one value for each stream and kill."""
 
     pauses: list[float] = field(default_factory=list)
     """From SIGKILL to the next token."""

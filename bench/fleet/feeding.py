@@ -30,17 +30,17 @@ WINDOW_SECONDS = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Feeding:
-    """What was seen of so many workers."""
+    """The measurement of so many workers."""
 
     num_workers: int
     idle_percent: float
-    """Of the workers' time, what is not steps."""
+    """The share of the workers' time that is not steps."""
     sequences_a_step: float
     tokens_per_second: float
-    """Delivered to clients, of streams that ended in the window."""
+    """Tokens a second delivered to clients, of streams that ended in the window."""
     messages_per_second: float
     tokens_a_message: float
-    """The more of them, the less often a stream says something."""
+    """Tokens a message: the more, the less often a stream sends."""
     scheduler_cores: float
     """CPU seconds a second; gRPC's own threads run beside Python's."""
     workers_cores: float
@@ -48,7 +48,7 @@ class Feeding:
 
     @property
     def is_fed(self) -> bool:
-        """Not idle, and with full steps: a worker that is given half a step is half idle."""
+        """Whether workers are not idle, and their steps full: a worker that is given half a step is half idle."""
         return self.idle_percent < MOST_IDLE_PERCENT and self.sequences_a_step > 0.95 * MAX_NUM_SEQS
 
 
@@ -118,9 +118,9 @@ def _ramp_up(read: Callable[[], dict[str, float]]) -> None:
 
 
 def search(model: Path, most: int, tell: Callable[[Feeding], None]) -> list[Feeding]:
-    """Double the workers until they are not fed, then halve the distance to the last number that was.
+    """Double the workers until they are not fed, then halve the distance to the last number that was fed.
 
-    Raises BenchError when not even one is. What was seen comes in the order of workers.
+    Raises BenchError if not even one is fed. Measurements are in the order of the number of workers.
     """
     seen: dict[int, Feeding] = {}
 

@@ -92,7 +92,7 @@ class Fleet:
             await AdminServiceStub(channel).DrainWorker(DrainWorkerRequest(address=address))
 
     async def give_again_to(self, address: str) -> None:
-        """Take that back. Raises BenchError when the worker has not come back within a minute."""
+        """Undrain a worker. Raises BenchError when it has not come back within a minute."""
         async with grpc.aio.insecure_channel(self.target) as channel:
             await AdminServiceStub(channel).UndrainWorker(UndrainWorkerRequest(address=address))
         assert self._scheduler is not None

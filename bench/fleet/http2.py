@@ -14,7 +14,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 ACK = END_STREAM = 0x1
 END_HEADERS = 0x4
-INITIAL_WINDOW_SIZE = 0x4  # of SETTINGS
+INITIAL_WINDOW_SIZE = 0x4  # a parameter of SETTINGS frames
 WIDEST = (1 << 31) - 1
 PREFIX = 5
 """Bytes before each message: whether it is compressed, and its length."""
@@ -45,7 +45,7 @@ def call_headers(path: str) -> bytes:
 
 
 class Connection(asyncio.Protocol):
-    """Server-streaming calls to one method, as many at once as are begun.
+    """Server-streaming calls to one method, any number at once.
 
     `ended` is called with each one's last message and its trailers, undecoded; `failed` when nothing more will come.
     `window` is how many bytes a call may send unread: with 0 it is a client that never reads.
@@ -87,7 +87,7 @@ class Connection(asyncio.Protocol):
         )
 
     def widen(self, num_bytes: int) -> None:
-        """Let every call send so many bytes more."""
+        """Let the server send so many more bytes on every call."""
         payload = struct.pack(">I", num_bytes)
         self._transport.write(
             b"".join(frame(WINDOW_UPDATE, 0, stream, payload) for stream in range(1, self._next_stream, 2))

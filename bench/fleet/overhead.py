@@ -71,7 +71,7 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Of so many workers; each with a scheduler of its own, or all together with one."""
+    """Output rates of so many workers: each with a scheduler of its own, or all together with one."""
 
     num_workers: int
     apart: float

@@ -28,7 +28,7 @@ class RawLoad:
         self.num_streams = num_streams
         self.num_completed = 0
         self.num_tokens = 0
-        """Of completed streams."""
+        """Of completed streams only."""
         self.connections: list[Connection] = []
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._draw = random.Random(0)

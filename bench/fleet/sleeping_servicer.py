@@ -28,11 +28,11 @@ FIRST_WORD, LAST_WORD = 1_000, 40_000
 
 @dataclass(slots=True)
 class Counters:
-    """Since the worker began."""
+    """Totals since the worker began."""
 
     num_steps: int = 0
     num_sequences: int = 0
-    """Of all steps together."""
+    """Summed over all steps."""
 
 
 class SleepingWorkerService(WorkerServiceServicer):

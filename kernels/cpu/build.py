@@ -22,9 +22,10 @@ def main() -> None:
         sys.stderr.write(f"There is no {missing}: the CPU kernels are not built, and a worker runs on eager torch.\n")
         return
     FOLDER.mkdir(exist_ok=True)
-    places = {name: library_path(name) for name in INSTRUCTION_SETS}  # of the sources as they are before they are read
+    places = {name: library_path(name) for name in INSTRUCTION_SETS}  # hashed before the sources are read
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-        # Processes of their own: torch also loads what it has built, and dies of it where the instructions are missing.
+        # In processes of their own: torch also loads the library that it has built, and dies if the instructions are
+        # missing.
         children = {
             name: subprocess.Popen(
                 [sys.executable, "-m", "kernels.cpu.build", name, str(Path(folder, name))],

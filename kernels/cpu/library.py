@@ -32,7 +32,7 @@ _NEEDED = {
     "avx2": _AVX2_FEATURES,
     "default": (),
 }
-"""What a machine must have for each, as torch names it."""
+"""The features that a machine must have for each, by torch's names."""
 FOLDER = Path(__file__).parent / "lib"
 SOURCES = Path(__file__).parent / "csrc"
 
@@ -49,7 +49,7 @@ def library_path(instruction_set: str) -> Path:
 
 
 def what_is_missing() -> str:
-    """In words for a log, where this machine runs none of what is built."""
+    """What is missing, in words for a log, if this machine can run no library that is built."""
     if not supported():
         return f"a processor with the instructions of {' or of '.join(INSTRUCTION_SETS)}"
     if any(FOLDER.glob("*.so")):
@@ -59,13 +59,13 @@ def what_is_missing() -> str:
 
 
 def supported() -> list[str]:
-    """What this machine can run, the best first."""
+    """The instruction sets that this machine can run, the best first."""
     have = torch.cpu.get_capabilities()
     return [name for name in INSTRUCTION_SETS if all(have.get(feature) for feature in _NEEDED[name])]
 
 
 def load_library(instruction_set: str) -> ModuleType:
-    """Raises ImportError where it is not built."""
+    """Raises ImportError if the library is not built."""
     path = str(library_path(instruction_set))
     spec = spec_from_file_location("pagewire_cpu", path, loader=ExtensionFileLoader("pagewire_cpu", path))
     assert spec is not None

@@ -92,7 +92,7 @@ def _search(start, top, temperature, limit, wanted, vocabulary_size, by_mass: tl
     """The largest K with weight(K) < wanted, over logits whose distance has bits up to `limit`."""
     low = tl.full([], 0, tl.int32)
     high = tl.full([], 0x7F800001, tl.int32)  # past every distance
-    while high - low > 1:  # weight(low) < wanted, and not weight(high) < wanted unless nothing limits
+    while high - low > 1:  # weight(low) < wanted <= weight(high), unless nothing limits
         step = (high - low + 3) // 4
         cuts = low + step, low + 2 * step, low + 3 * step
         first, second, third = _weights(

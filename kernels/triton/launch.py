@@ -1,7 +1,7 @@
 """What all launches share: how many warps a tile gets, and the options that do not differ between kernels."""
 
 OPTIONS = {"enable_fp_fusion": True}
-"""Multiply-adds may be fused, said aloud: Triton 3.9 warns that the default is going to change."""
+"""Multiply-adds may be fused. It is set explicitly because Triton 3.9 warns that the default will change."""
 
 
 def num_warps(elements: int) -> int:

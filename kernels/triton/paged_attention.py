@@ -60,7 +60,7 @@ def paged_attention(
     visible = metadata.max_context_len if window is None else min(metadata.max_context_len, window + tile_keys)
     num_splits = _num_splits(num_tiles * num_kv_heads, triton.cdiv(visible, tile_keys), query.device)
     if num_splits == 1:
-        partial, log_sums = output, output  # the second is not touched
+        partial, log_sums = output, output  # log_sums is not used then
     else:
         partial = torch.empty((num_tokens, num_heads, num_splits, head_dim), device=query.device)
         log_sums = torch.empty((num_tokens, num_heads, num_splits), device=query.device)

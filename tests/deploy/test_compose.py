@@ -72,7 +72,7 @@ def test_a_scheduler_may_take_what_its_requests_may_take_and_what_the_process_ta
 
 @pytest.mark.parametrize(("file", "name"), [one for one in OURS if "worker" in str(one.id)])
 def test_workers_can_be_scaled(file: Path, name: str) -> None:
-    """A name or a port of the host is there but once, and of the memory that is free later ones find less."""
+    """A container's name or a port of the host can be used only once, and later workers find less free memory."""
     service = services(file)[name]
     assert not {"container_name", "ports"} & set(service)
     assert "PAGEWIRE_KV_CACHE_MEMORY" in service["environment"] or service["image"] == "pagewire-worker-gpu"

@@ -64,7 +64,7 @@ def find(resources: list[Resource], kind: str, name: str) -> Resource:
 
 
 def settings_of(deployment: Resource, resources: list[Resource], monkeypatch: pytest.MonkeyPatch) -> ServiceSettings:
-    """The settings that a pod's flags and environment come to; a bad or unknown one ends the test."""
+    """The settings from a pod's flags and environment; a bad or unknown one ends the test."""
     for name in [name for name in os.environ if name.startswith("PAGEWIRE_")]:
         monkeypatch.delenv(name)
     of_pod = container(deployment)
@@ -92,7 +92,7 @@ def test_the_schemas_refuse_what_is_wrong() -> None:
 
 
 def test_kubectl_renders_the_same(overlay: Path, resources: list[Resource]) -> None:
-    """Only where it is installed: that the renderer of these tests does what kustomize does."""
+    """The renderer of these tests does what kustomize does. Runs only where kustomize is installed."""
     try:
         run = subprocess.run(["kubectl", "kustomize", overlay], capture_output=True, text=True, timeout=60)
     except FileNotFoundError:

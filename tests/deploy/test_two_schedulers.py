@@ -130,7 +130,7 @@ async def test_streams_spread_over_both_and_a_scheduler_that_drains_gets_no_more
         before = await num_running(draining)
         draining.processes[1].process.send_signal(signal.SIGTERM)
         await asyncio.to_thread(draining.processes[1].wait_for, "stopping", 30)
-        # Its health may not have been asked since: what it refuses is tried at the other.
+        # Its health may not have been checked since: a call that it refuses is tried at the other scheduler.
         streams += [await begin(client, cleanup) for _ in range(8)]
         assert await num_running(other) == len(streams) - before
         for stream in streams:

@@ -52,7 +52,7 @@ def requests(scale: Scale) -> list[Request]:
 
 @pytest.fixture(scope="session")
 def expected(model: Path, workers: Workers, requests: list[Request]) -> dict[str, Outcome]:
-    """What each request gives where nothing happens."""
+    """The outcome of each request on an undisturbed worker."""
     (worker,) = workers.up(1)
     member = scheduler(model, [worker.address]).start()
 
@@ -71,7 +71,7 @@ def expected(model: Path, workers: Workers, requests: list[Request]) -> dict[str
 async def serve(model: Path, requests: list[Request], expected: dict[str, Outcome]) -> AsyncIterator[Serve]:
     """Starts a scheduler with further arguments for the workers at these addresses; ready when it is awaited.
 
-    Its client tries nothing again, unless it is told to, so that no error of the server goes unnoticed.
+    Its client does not retry unless a test says so, so that no error of the server goes unnoticed.
     """
     async with AsyncExitStack() as stack:
 

@@ -16,7 +16,7 @@ from pagewire_client import Client
 
 @dataclass(frozen=True)
 class Scale:
-    """How much of everything: a little for every day, or all of it with --chaos."""
+    """The size of a test: small for every day, full with --chaos."""
 
     is_full: bool
 

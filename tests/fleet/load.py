@@ -47,7 +47,7 @@ def make_requests(count: int, scale: float = 1.0) -> list[Request]:
 
 @dataclass
 class Output:
-    """Everything that one output's messages said."""
+    """The contents of one output's messages."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -58,7 +58,7 @@ class Output:
 
 @dataclass
 class Outcome:
-    """What came of one stream that the server closed without an error."""
+    """The outputs of one stream that the server closed without an error."""
 
     outputs: dict[int, Output] = field(default_factory=dict)
 
@@ -82,15 +82,14 @@ class Outcome:
 class Load:
     """One stream for each request, begun anew as often as it ends, until the block is left; then the last ones end.
 
-    Every one of them must give exactly what `expected` has for its prompt. Leaving the block raises what any of them
-    raised.
+    Every stream must give exactly what `expected` has for its prompt. Leaving the block raises what any stream raised.
     """
 
     def __init__(self, client: Client, requests: Sequence[Request], expected: Mapping[str, Outcome]) -> None:
         self.num_completed = 0
         self.num_tokens = 0
         self.num_messages = 0
-        """Those that brought tokens."""
+        """The outputs that have tokens."""
         self._client = client
         self.requests = requests
         self._expected = expected

@@ -20,7 +20,7 @@ SERVICE = worker_pb.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 
 class Meddler:
-    """Passes everything on as it is, unless told otherwise."""
+    """Passes every message on as it is, unless a test changes `on_step` or `on_answer`."""
 
     def __init__(self, worker: str) -> None:
         self.address = ""
@@ -28,7 +28,7 @@ class Meddler:
         self.num_lies = 0
         """Messages that were changed or dropped."""
         self.session_errors: list[tuple[grpc.StatusCode, str]] = []
-        """How the worker ended sessions, where it did."""
+        """The statuses with which the worker ended sessions."""
         self.on_step: Callable[[pb.SchedulerOutput], pb.SchedulerOutput | None] = lambda step: step
         """Returns None to drop the step."""
         self.on_answer: Callable[[pb.ModelOutput], pb.ModelOutput | bytes] = lambda answer: answer

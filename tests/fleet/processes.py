@@ -21,7 +21,7 @@ _ports = random.SystemRandom()  # a seed would have every process of tests try t
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that no outgoing connection can be given while a process that listened on it is down."""
+    """A port that no outgoing connection can take while the process that listened on it is down."""
     while True:
         port = _ports.randrange(20_000, 32_000)  # below Linux's range for outgoing connections
         with socket.socket() as probe:
@@ -147,7 +147,7 @@ def worker(model: Path, *arguments: str) -> Member:
 
 
 def faulty_worker(model: Path, *arguments: str, **faults: object) -> Member:
-    """One with faults: `poison`, a token; `step_seconds`; see faulty_worker.py."""
+    """A worker with faults: `poison`, a token; `step_seconds`; see faulty_worker.py."""
     environment = {f"PAGEWIRE_TEST_{name.upper()}": str(value) for name, value in faults.items()}
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))

@@ -19,7 +19,7 @@ from pagewire_client import SamplingParams
 
 POISON = "~"
 MOST_LOSSES = 16
-"""Of workers, before a request that kills each of them is ended in a storm of kills: 8 to 11 were seen."""
+"""Losses until a request that kills every worker is ended, while other requests kill workers too: 8 to 11 were seen."""
 
 
 @pytest.fixture(scope="session")
@@ -76,7 +76,7 @@ async def test_a_slow_worker_does_not_set_the_pace_of_fast_ones(
             await asyncio.to_thread(slow.start().wait_for, "ready")
             await fleet.until(lambda state: state.workers[0].connected)
             beside, _ = await load.rates(scale(400, 4000))
-            slow.signal(signal.SIGUSR2)  # that the last streams do not take so long
+            slow.signal(signal.SIGUSR2)  # so that the last streams take less time
         state = await fleet.check_empty()
     finally:
         slow.kill()

@@ -11,7 +11,7 @@ from fleet_helpers import Fleet, Scale, Serve, storm
 from processes import Member, Supervisor, Workers
 
 MEMORY_GROWTH = 16 << 20
-"""Bytes that the scheduler may have more at the end than halfway: its heaps breathe."""
+"""Bytes that the scheduler may have more at the end than halfway, because its heaps grow and shrink."""
 
 
 async def kill_one(fleet: Fleet, members: list[Member], draw: random.Random) -> Member:
@@ -79,7 +79,7 @@ async def test_all_workers_are_killed_at_once(workers: Workers, serve: Serve) ->
 async def test_no_request_is_ended_in_a_storm_of_kills(workers: Workers, serve: Serve, scale: Scale) -> None:
     """Every three seconds a worker that serves is killed, and a start takes longer: few steps get through.
 
-    Any error would end a stream, and what the streams gain is what an undisturbed run gave.
+    Any error would end a stream, and the streams must gain the tokens of an undisturbed run.
     """
     members = workers.up(2)
     fleet = await serve([member.address for member in members], "--no-worker-timeout", "600")

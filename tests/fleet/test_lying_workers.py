@@ -36,7 +36,7 @@ LIES: dict[str, Callable[[pb.ModelOutput], pb.ModelOutput | bytes]] = {
 async def tell(meddler: Meddler, name: str) -> None:
     """Tell a lie once, in an answer that carries tokens, and return when the next session has begun.
 
-    It is not the session's first: a worker that answers nothing it is given is left alone for seconds.
+    It is not the session's first answer: a worker that answers no step at all is left alone for seconds.
     """
     num_honest = 0
 

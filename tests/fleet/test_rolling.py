@@ -11,13 +11,13 @@ from load import Load
 from processes import Member, Workers, faulty_worker
 
 STEP_SECONDS = 0.15
-"""So long that what else a step takes hardly counts, on a busy machine too."""
+"""So long that the other costs of a step hardly count, even on a busy machine."""
 FEW_SEQS = 4
 
 
 @pytest.fixture
 def slow_workers(model: Path) -> Iterator[list[Member]]:
-    """Three that take a known time for a step, so that two cores are no limit to three of them. None is started."""
+    """Three workers whose steps take a known time, so that two cores do not limit them. None is started."""
     members = [faulty_worker(model, "--grace", grace, step_seconds=STEP_SECONDS) for grace in ("30", "30", "0.1")]
     yield members
     for member in members:
@@ -40,7 +40,7 @@ async def end(member: Member, grace: float = 60.0) -> None:
 async def test_throughput_follows_the_number_of_workers_up_and_down(
     slow_workers: list[Member], serve: Serve, scale: Scale
 ) -> None:
-    """One leaves when its streams have ended, the other moves what outlasts its short grace; both exit 0."""
+    """One worker leaves when its streams have ended; the other's streams move after its short grace. Both exit 0."""
     first, *others = slow_workers
     await start(first)
     fleet = await serve([member.address for member in slow_workers], "--max-num-seqs", str(FEW_SEQS))
@@ -61,7 +61,7 @@ async def test_throughput_follows_the_number_of_workers_up_and_down(
 async def test_every_worker_is_restarted_in_turn_and_no_caller_notices(
     workers: Workers, serve: Serve, scale: Scale
 ) -> None:
-    """Each by SIGTERM. Callers try nothing again: there is no error to hide."""
+    """Each process by SIGTERM. Clients do not retry, so an error would show."""
     members = workers.up(scale(2, 3))
     fleet = await serve([member.address for member in members])
     async with fleet.load() as load:

@@ -11,7 +11,8 @@ PATIENT = ("--no-worker-timeout", "600")
 
 
 async def test_the_newer_takes_the_worker_and_the_older_waits_and_says_so(workers: Workers, serve: Serve) -> None:
-    """No token is computed for both: while the newer one's session lasts, nothing comes of the older one's streams."""
+    """No token is computed for both: while the newer scheduler's session lasts, the older one's streams gain
+    nothing."""
     (member,) = workers.up(1)
     older = await serve([member.address], *PATIENT)
     async with older.load(8) as waiting:

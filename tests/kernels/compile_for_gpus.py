@@ -72,7 +72,7 @@ def qkv_attention(norms: tuple[Tensor, Tensor] | None) -> None:
 
 
 def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Everything for one GPU, and for others what differs most: products and shared memory."""
+    """All kernels for one GPU; for others only kernels that differ most: products and shared memory."""
     yield "decode", lambda: attention(1, 100)
     yield "chunk and decode", lambda: attention(2000, 2000)
     if capability != 90:

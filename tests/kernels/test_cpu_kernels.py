@@ -286,7 +286,7 @@ def test_int8_weights_give_the_product_of_the_numbers_that_they_are(
     kernels: ModuleType, outputs: int, inputs: int, biased: bool, generator: torch.Generator
 ) -> None:
     weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
-    weight[:, ::40] *= 30  # what is large costs the weights of its group alone their digits
+    weight[:, ::40] *= 30  # a large weight costs only the weights of its own group digits
     weight[0] = 0  # groups whose numbers are all 0
     bias = torch.randn(outputs, generator=generator).bfloat16() if biased else None
     product = kernels.pack_int8(weight)

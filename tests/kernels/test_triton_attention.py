@@ -146,7 +146,7 @@ def test_a_long_prompt_is_not_split() -> None:
 
 
 def test_a_padding_row_becomes_zero() -> None:
-    """Decodes of a captured graph: what a replay finds may be shorter than what the capture was told."""
+    """Decodes of a captured graph: contexts at a replay may be shorter than at the capture."""
     for longest in (33, 5000):  # not split, and split
         case = make_case([(1, 32), (1, 4), (1, 0), (1, 0)])
         expected = case.run()

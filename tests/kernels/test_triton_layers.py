@@ -153,7 +153,7 @@ def test_qkv_attention(
     expected[5, 1, :, 0] = kept[:, 0]
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     torch.testing.assert_close(found, expected, equal_nan=True, **tolerance)
-    rows = [0, 1, 2, 3]  # the others see what is not finite, and what is stored in one of the caches alone
+    rows = [0, 1, 2, 3]  # the others see values that are not finite, or are stored in only one of the caches
     torch.testing.assert_close(attended[rows], again[rows], **tolerance)
 
 

@@ -24,7 +24,7 @@ def byte_tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A suspect in this process waits for three seconds at most; on a busy machine it may take a loss or two more."""
+    """A suspect waits for three seconds at most here; on a busy machine it may be ended after a loss or two more."""
     monkeypatch.setattr(suspicion, "MOST_CONTROL_SECONDS", 3.0)
 
 

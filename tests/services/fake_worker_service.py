@@ -19,8 +19,8 @@ TOKEN = 73  # "g" of the byte tokenizer
 class FakeWorkerService(WorkerServiceServicer, health.aio.HealthServicer):
     """Ends the session when it is asked to compute a prompt that contains `poison`.
 
-    Steps are computed while `runs` is set, and health is told while `is_well` is. `spoil` changes answers,
-    to bytes that are none if need be.
+    Steps are computed while `runs` is set, and health is answered while `is_well` is set. `spoil` changes answers, also
+    to bytes that are no message.
     """
 
     def __init__(self, tokenizer_directory: Path, *, poison: int | None = None, num_device_blocks: int = 64) -> None:
@@ -81,7 +81,7 @@ class FakeWorkerService(WorkerServiceServicer, health.aio.HealthServicer):
 
 
 def _methods(worker: FakeWorkerService) -> dict[str, Any]:
-    """As the generated code has them, but that spoiled answers pass."""
+    """As the generated code adds them, except that spoiled answers pass."""
     return {
         "GetWorkerInfo": grpc.unary_unary_rpc_method_handler(
             worker.GetWorkerInfo,

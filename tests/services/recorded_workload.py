@@ -46,7 +46,7 @@ class MemorySink:
 
 
 class Clock:
-    """Seconds that pass with every look."""
+    """A clock that advances with every reading."""
 
     def __init__(self, first: float = 1000.0) -> None:
         self._ticks = itertools.count()

@@ -31,7 +31,7 @@ async def stub(one: InProcess) -> AsyncIterator[AdminServiceStub]:
 
 
 async def until(stub: AdminServiceStub, status: "pb.WorkerStatus") -> pb.ClusterState:
-    """The first state in which the only worker stands there."""
+    """The first state in which the only worker has this status."""
     async for response in (watch := stub.WatchClusterState(pb.WatchClusterStateRequest(interval_ms=100), timeout=30)):
         if response.state.workers[0].status == status:
             watch.cancel()
@@ -112,7 +112,7 @@ async def test_a_drained_worker_is_given_nothing_until_it_is_undrained(one: InPr
         await stub.DrainWorker(pb.DrainWorkerRequest(address=address))
         await stub.DrainWorker(pb.DrainWorkerRequest(address=address))
         waiting = asyncio.create_task(collect(client, [5], SamplingParams(max_tokens=3)))
-        async for message in before:  # what it has been given it finishes
+        async for message in before:  # it finishes the requests that it has
             num_tokens += len(message.token_ids)
         assert num_tokens == 200
         state = await until(stub, pb.WORKER_STATUS_DRAINED)

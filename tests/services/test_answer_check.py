@@ -6,7 +6,7 @@ from scheduler_service.core.outputs import TokenLogprobs
 
 
 def test_an_answer_about_sequences_that_have_left_the_worker_is_no_lie() -> None:
-    """Two of them run out of blocks while a step is in flight: the later one is preempted, and loses its id."""
+    """Two requests run out of blocks while a step is in flight: the later one is preempted, and loses its id."""
     config = SchedulerConfig(
         block_size=4, num_device_blocks=4, max_num_batched_tokens=16, max_num_seqs=2, max_model_len=16, watermark=0
     )
@@ -25,7 +25,7 @@ def test_an_answer_about_sequences_that_have_left_the_worker_is_no_lie() -> None
 
 
 def test_what_is_said_of_log_probabilities_that_are_none_names_no_tokens() -> None:
-    """It is logged, and they may be those of a prompt."""
+    """The error is logged, and the tokens may be a prompt's."""
     config = SchedulerConfig(
         block_size=4, num_device_blocks=4, max_num_batched_tokens=16, max_num_seqs=2, max_model_len=16
     )

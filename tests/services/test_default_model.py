@@ -55,16 +55,16 @@ def small_server(request: pytest.FixtureRequest) -> Iterator[LocalServer]:
 
 @pytest.fixture(scope="module")
 def concurrent_tokens(server: LocalServer) -> list[list[int]]:
-    """What the server says to all prompts at once."""
+    """The server's outputs for all prompts, sent at once."""
     return asyncio.run(together(server.target, [GREEDY] * len(PROMPTS)))
 
 
 @pytest.fixture(scope="module")
 def greedy_tokens(model_directory: Path, concurrent_tokens: list[list[int]]) -> list[list[int]]:
-    """What transformers thinks likeliest in float32 after each prompt, and after each token of the server's output.
+    """The likeliest token by transformers in float32 after each prompt, and after each token of the server's output.
 
-    Where that is the output itself, it is what transformers generates: after the same tokens the same one is likeliest.
-    One pass for each prompt takes a tenth of the time of generating.
+    If these are the output itself, transformers generates the same: after equal tokens the same token is likeliest. One
+    pass for each prompt takes a tenth of the time of generating.
     """
     tokenizer = AutoTokenizer.from_pretrained(model_directory)
     model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32).eval()

@@ -24,7 +24,7 @@ SOON = 0.001
 
 
 class Names:
-    """A resolver with one name, behind which is what a test says."""
+    """A resolver with one name, whose addresses a test sets."""
 
     def __init__(self, *addresses: str) -> None:
         self.addresses = frozenset(addresses)
@@ -240,6 +240,6 @@ async def test_a_worker_that_differs_is_refused_and_shown_with_both_values(
             assert refused in logs
             assert await shown() == (False, reason)
             assert not other.num_sessions
-            other.info.CopyFrom(first.info)  # an operator puts it right
+            other.info.CopyFrom(first.info)  # an operator corrects it
             await until(lambda: all(loop.admits for loop in one.engine.workers))
             assert await shown() == (True, "")

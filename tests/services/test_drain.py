@@ -53,7 +53,7 @@ async def test_what_outlasts_the_grace_goes_on_elsewhere(byte_tokenizer_director
         drained.drain()
         assert await text_of(engine, state) == "g" * 10
         assert drained.state is WorkerStatus.DRAINED
-        assert drained.last_error == "drained by an operator; what it had left goes on elsewhere"
+        assert drained.last_error == "drained by an operator; its remaining requests go on elsewhere"
         assert (state.group.suspicion, drained.num_losses, drained.num_preemptions) == (None, 0, 1)
 
 
@@ -84,7 +84,7 @@ async def test_an_unknown_address_is_not_found_and_the_known_ones_are_named(byte
 
 
 async def test_a_worker_that_says_it_is_leaving_is_given_nothing_more(byte_tokenizer_directory: Path) -> None:
-    """Its health tells at once, long before the next check."""
+    """Its health stream reports it at once, long before the next check."""
     worker, other = FakeWorkerService(byte_tokenizer_directory), FakeWorkerService(byte_tokenizer_directory)
     async with (
         serving(worker) as address,
@@ -120,7 +120,7 @@ async def test_a_worker_that_does_not_serve_yet_is_not_connected(byte_tokenizer_
 async def test_without_a_worker_that_takes_requests_those_that_wait_do_so_for_a_limited_time(
     byte_tokenizer_directory: Path,
 ) -> None:
-    """And those that run on a worker that is drained are left in peace."""
+    """Requests that run on a drained worker are not ended."""
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address, running(address, no_worker_timeout=0.1) as engine:
         (loop,) = engine.workers

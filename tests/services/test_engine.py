@@ -64,7 +64,7 @@ async def test_a_worker_with_less_room_than_was_promised_is_refused(byte_tokeniz
 async def test_a_worker_with_a_somewhat_smaller_cache_than_the_first_ones_is_welcome(
     byte_tokenizer_directory: Path,
 ) -> None:
-    """Workers on one machine find less memory free the later they start."""
+    """A worker that starts later on the same machine finds less free memory."""
     first = FakeWorkerService(byte_tokenizer_directory, num_device_blocks=200)
     async with serving(first) as address, running(address) as engine:
         await engine.model()
@@ -134,7 +134,7 @@ async def test_a_worker_with_more_blocks_than_a_scheduler_can_manage_is_refused(
     async with serving(worker) as address, running(address) as engine:
         await engine.model()
         worker.info.num_host_blocks = 2**31 - 1
-        with pytest.raises(WorkerError, match=r"has 2147483711 blocks; at most"):
+        with pytest.raises(WorkerError, match=r"has 2147483711 blocks; this scheduler manages at most"):
             await engine.accept(engine.workers[0].client, decode_worker_info(worker.info))
 
 

@@ -49,7 +49,8 @@ async def serving(interceptor: ErrorInterceptor, handler: Any) -> AsyncIterator[
 
 @pytest.mark.parametrize("letter", ["x", " ", "\n", "%", "é", "\U0001f600"])
 async def test_a_sentence_with_a_clients_own_words_is_cut_to_what_fits_into_a_status(letter: str) -> None:
-    """gRPC ends calls whose status is larger with one of its own, RESOURCE_EXHAUSTED: so an invalid request seemed."""
+    """gRPC replaces a larger status by one of its own, RESOURCE_EXHAUSTED, which would be wrong for an invalid
+    request."""
 
     async def find(request: Any, context: Any) -> None:
         raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, f"there is no worker {letter * int(request)}")

@@ -12,7 +12,7 @@ from pagewire_common.server import GrpcServer
 
 
 async def test_the_answer_that_a_frozen_client_does_not_read_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a tenth of a second each, instead of a minute until it is pinged and another to answer.
+    """A tenth of a second until it is pinged and another to answer, instead of a minute each.
 
     Pings that measure the connection are off: this client would not answer them either.
     """

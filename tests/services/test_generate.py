@@ -105,7 +105,7 @@ async def test_abort_closes_the_stream_with_what_it_has(tiny_server: LocalServer
 async def test_a_request_that_allows_no_token_after_its_output_ends_with_its_parameters(
     tiny_server: LocalServer,
 ) -> None:
-    """Which nothing can tell at the door: the bad word is forbidden only where its beginning was generated."""
+    """No check of the request can find it: the bad word is forbidden only where its beginning was generated."""
     async with Client(tiny_server.target) as client:
         letter = (await client.tokenize("g"))[-1]
         given: dict[str, Any] = {"allowed_token_ids": [letter], "bad_words": ["ggg"]}

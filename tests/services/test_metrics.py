@@ -97,7 +97,7 @@ async def test_requests_are_counted_from_arrival_to_their_end(byte_tokenizer_dir
 
 
 async def test_every_placement_choice_is_in_the_metrics_and_in_the_state() -> None:
-    """The numbers differ, so that none can stand for another."""
+    """All numbers differ, so that a mix-up shows."""
     placed, left = ({reason: base + number for number, reason in enumerate(PlacementReason)} for base in (10, 20))
     async with scheduler("127.0.0.1:1") as one, grpc.aio.insecure_channel(one.target) as channel:
         balancer = one.engine.waiting.balancer

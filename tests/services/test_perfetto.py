@@ -151,7 +151,7 @@ def test_a_beam_search_decodes_as_soon_as_it_has_beams(tmp_path: Path) -> None:
 def test_a_swapped_request_and_its_steps_are_drawn_as_they_were(tmp_path: Path) -> None:
     """Two requests outgrow a pool of 4 blocks; the later one is swapped out until the other has ended.
 
-    It has two blocks, of which the other one takes one: the prompt's first block is still there when it comes back.
+    It has two blocks, and the other request takes one of them: its prompt's first block is still there at its return.
     """
     path, sink, clock = tmp_path / "recording", MemorySink(), Clock()
     recorder = Recorder(sink, policy="fcfs", overtakes=1, tenant_weights={}, clock=clock)

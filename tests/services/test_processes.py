@@ -193,7 +193,7 @@ async def test_an_idle_worker_that_stops_exits_0_and_its_successor_is_found(
 
 
 async def test_killing_the_worker_is_a_pause_not_an_error(start: Start, tiny_model_directory: Path) -> None:
-    """Its successor computes the tokens so far anew and goes on; the streams never learn of it."""
+    """Its successor computes the tokens so far anew and goes on; the streams see only a pause."""
     model = str(tiny_model_directory)
     worker, address = start("worker_service", "--model", model, *WORKER_SIZES)
     _, target = start("scheduler_service", "--model", model, "--workers", address)

@@ -113,7 +113,7 @@ def record_a_poison(path: Path) -> SequenceGroup:
 
 
 def test_what_a_request_is_ended_for_is_in_the_recording(tmp_path: Path) -> None:
-    """The rule weighs times, of sessions as well as of steps; another one makes another replay."""
+    """Suspicion depends on times, of sessions as well as of steps; another time gives another replay."""
     path = tmp_path / "recording"
     poison = record_a_poison(path)
     assert poison.is_finished

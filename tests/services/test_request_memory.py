@@ -30,7 +30,7 @@ LIMIT = 4  # MiB
 
 @pytest.fixture
 async def one(byte_tokenizer_directory: Path) -> AsyncIterator[InProcess]:
-    """In front of a worker that answers nothing yet, so that whatever comes stays in flight."""
+    """A scheduler in front of a worker that answers nothing yet, so that all requests stay in flight."""
     worker = FakeWorkerService(byte_tokenizer_directory)
     worker.runs.clear()
     async with serving(worker) as address, scheduler(address, request_memory=LIMIT / 1024) as one:

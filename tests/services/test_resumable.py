@@ -28,7 +28,7 @@ HANGS = None
 
 
 class BreakingServer(InferenceServiceServicer):
-    """Ends its first calls with these codes after so many messages; what comes then is served to the end."""
+    """Ends its first calls with these codes after so many messages; later calls are served to the end."""
 
     def __init__(self, *breaks: tuple[int, grpc.StatusCode | None]) -> None:
         self.breaks = list(breaks)
@@ -111,7 +111,7 @@ async def test_no_token_is_lost_or_comes_twice_wherever_the_stream_breaks(length
 
 
 async def test_a_stream_that_breaks_again_and_again_is_mended_every_time() -> None:
-    """After each message: what succeeds in between gives the next attempt its full time."""
+    """After each message: a success in between gives the next attempt its full time."""
     servicer = BreakingServer(*[(1, grpc.StatusCode.UNAVAILABLE)] * 8)
     async with serving(servicer) as target, Client(target) as client:
         assert_whole(await collect(client, "x", SamplingParams(n=2)), 2)

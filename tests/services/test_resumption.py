@@ -143,7 +143,8 @@ async def test_greedy_with_log_probabilities_of_prompt_and_output(caller: Caller
 
 
 async def test_several_outputs_with_a_seed_that_the_server_drew(caller: Caller) -> None:
-    """Characters of several bytes break anywhere, outputs end at different times, and penalties count what came."""
+    """Characters of several bytes break anywhere, outputs end at different times, and penalties count earlier
+    tokens."""
     whole = await caller.mend_every_break(
         request("hello", n=3, max_tokens=20, temperature=1.0, frequency_penalty=0.5, repetition_penalty=1.2)
     )
@@ -159,7 +160,7 @@ async def test_a_stop_string_is_found_across_the_break(caller: Caller) -> None:
     stopped = await caller.mend_every_break(request("hello", stop=[stop], **given))
     assert stopped.outputs[0].last is not None
     assert stopped.outputs[0].last[1] == stop
-    # What could be its beginning is held back at the end of the text, and comes in the end.
+    # Text that could be its beginning is held back until the output ends.
     held = await caller.mend_every_break(request("hello", stop=[whole.outputs[0].text[37:] + "!"], **given))
     assert held.outputs[0].text == whole.outputs[0].text
 
@@ -215,7 +216,7 @@ async def test_a_stream_that_breaks_again_is_resumed_again(caller: Caller) -> No
 
 
 async def test_the_broken_stream_of_the_same_request_makes_way(tiny_server: LocalServer, caller: Caller) -> None:
-    """Its connection may be gone without the server's knowledge; here it still reads, and is told."""
+    """The server may not know that a connection is gone. Here the first client still reads, and gets an error."""
     sampling = SamplingParams(max_tokens=400, ignore_eos=True)
     message, broken = pb.GenerateRequest(request_id="mine", text="a", sampling=sampling), Stream()
     first = aiter(caller.stub.Generate(message))

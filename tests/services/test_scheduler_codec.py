@@ -150,7 +150,7 @@ def test_no_sequence_takes_more_bytes_on_the_wire_than_the_core_counts(data: st.
 
 @pytest.mark.parametrize("what", ["long cached prompts", "allowed tokens", "followers without their leader"])
 def test_no_step_comes_near_the_largest_message(what: str) -> None:
-    """Whatever is told of them at once would be more than 64 MiB."""
+    """In one message they would be more than 64 MiB."""
     config = SchedulerConfig(
         block_size=64,
         num_device_blocks=4_000,

@@ -128,7 +128,7 @@ async def test_a_scheduler_that_is_stopped_hands_its_callers_to_the_next_one(
     tiny_model_directory: Path,
     grace: str,
 ) -> None:
-    """Within the grace it finishes what runs; what does not fit in, and what comes too late, the next one serves."""
+    """Within the grace it finishes running requests; the next scheduler serves those that take longer or come later."""
     scheduler = Restartable(start, tiny_model_directory, worker)
     scheduler.process.stop()
     first = await asyncio.to_thread(scheduler.start_again, "--grace", grace)

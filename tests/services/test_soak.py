@@ -27,7 +27,7 @@ GROWTH = 32 << 20  # bytes: what the allocator keeps of large requests, which ne
 
 
 async def request(client: Client, draw: random.Random, number: int) -> None:
-    """One that is read to its end, given up before or after its first message, aborted, or refused."""
+    """A request that is read to its end, given up before or after its first message, aborted, or refused."""
     prompt = [draw.randrange(256)] * draw.choice([1, 20, 300, 2000, 8000])
     n, max_tokens = draw.choice([(1, 1), (1, 20), (1, 200), (4, 20), (1, 100_000)])
     sampling = SamplingParams(max_tokens=max_tokens, n=n)
@@ -56,7 +56,7 @@ async def request(client: Client, draw: random.Random, number: int) -> None:
 
 
 def sizes(one: InProcess) -> dict[str, int]:
-    """Of everything that grows with requests, while there are none."""
+    """The sizes of everything that grows with requests, while there are none."""
     engine, waiting = one.engine, one.engine.waiting
     (core,) = engine.serving
     found = {

@@ -103,7 +103,7 @@ async def test_an_abort_finds_no_request_of_another_tenant(byte_tokenizer_direct
 async def test_an_abort_ends_a_call_that_is_still_being_checked(
     resumes: bool, byte_tokenizer_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here it waits for the first worker, which tells what there is to check it against."""
+    """Here the request waits for the first worker, because only that tells the model's limits."""
     worker = FakeWorkerService(byte_tokenizer_directory)
     tells = asyncio.Event()
 

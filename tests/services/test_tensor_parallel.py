@@ -19,7 +19,7 @@ TWO_RANKS = ("--tensor-parallel-size", "2")
 
 
 async def completions(target: str) -> list[list[list[int]]]:
-    """What becomes of short prompts that all run at once: the tokens of each output, greedy and drawn."""
+    """The tokens of each output, greedy and drawn, of short prompts that all run at once."""
 
     def sampling(number: int) -> SamplingParams:
         drawn = {"n": 2, "temperature": 0.8, "top_p": 0.95, "seed": number} if number % 2 else {"temperature": 0}

@@ -46,7 +46,7 @@ async def hung_up_while_it_read(client: Client, one: InProcess) -> None:
 
 
 async def hung_up_without_reading(client: Client, one: InProcess) -> None:
-    """It opens no window, so that a write is under way for as long as it is there."""
+    """Its client opens no window, so a write is under way for as long as the client is there."""
     host, _, port = one.target.rpartition(":")
     transport, connection = await asyncio.get_running_loop().create_connection(
         lambda: Connection(PATH, lambda *_: None, lambda _: None, window=0), host, int(port)
@@ -90,7 +90,7 @@ def kept() -> list[str]:
 async def test_a_call_that_is_over_leaves_nothing_to_the_collector(
     one: InProcess, call: Callable[[Client, InProcess], Awaitable[None]]
 ) -> None:
-    """Prompts may be long: memory must not depend on when Python's collector comes."""
+    """Prompts may be long: memory must not depend on when Python's collector runs."""
     async with Client(one.target) as client:
         await call(client, one)
         await until(lambda: not one.engine.requests)

@@ -99,7 +99,7 @@ async def test_a_watch_goes_on_when_the_scheduler_is_back(byte_tokenizer_directo
             pass
         assert event.reason
         other = await second.enter_async_context(scheduler(address, listen=one.target))
-        after = await anext(events)  # that it was lost is told once, however long it takes
+        after = await anext(events)  # the loss is reported once, however long it lasts
         assert isinstance(after, Sample)
         assert after.state.start_time_ms != before.state.start_time_ms
         await other.engine.model()  # the fake worker cannot be interrupted while it sends the tokenizer

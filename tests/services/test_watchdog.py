@@ -42,7 +42,7 @@ class Watchdog:
     def __init__(self) -> None:
         self.longest_turn = 0.0
         self.longest_gap = 0.0
-        self.idle_gap = 0.0  # of all times without a request so far
+        self.idle_gap = 0.0  # the longest gap without a request so far
         self.is_over = False
 
     async def rest(self, seconds: float) -> None:
@@ -74,7 +74,7 @@ def watchdog(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watchdog]:
     watchdog, interval = Watchdog(), sys.getswitchinterval()
     run = asyncio.Handle._run
     monkeypatch.setattr(asyncio.Handle, "_run", lambda handle: watchdog.run_turn(lambda: run(handle)))
-    sys.setswitchinterval(0.0005)  # threads that would let go of the lock do so at once; those that cannot show
+    sys.setswitchinterval(0.0005)  # a thread that can release the lock does so at once
     thread = threading.Thread(target=watchdog.tick)
     thread.start()
     yield watchdog
@@ -100,7 +100,7 @@ async def serving_shape(shape: str, directory: Path) -> AsyncIterator[tuple[int,
 
 
 async def call(channel: grpc.aio.Channel, method: str, data: bytes) -> None:
-    """Bytes to bytes, so that this side of the call costs little; whether it is refused does not matter here."""
+    """A call from bytes to bytes, so that the client's side costs little; it may be refused."""
     path = f"/pagewire.v1.InferenceService/{method}"
     with suppress(grpc.aio.AioRpcError):
         if method == "Generate":

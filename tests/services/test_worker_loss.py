@@ -178,7 +178,7 @@ async def test_an_answer_that_makes_no_sense_costs_its_worker_the_session_and_no
 async def test_a_prompt_without_log_probabilities_costs_its_request_alone(
     says: str, sampling: dict[str, Any], byte_tokenizer_directory: Path
 ) -> None:
-    """The prompt is of two steps, and the first of them says so, before there is a token."""
+    """The prompt takes two steps, and the answer to the first, before there is a token, already reports it."""
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address, running(address) as engine:
         await until(lambda: engine.admits)
@@ -254,7 +254,7 @@ async def test_losing_workers_that_do_nothing_makes_no_request_a_suspect(byte_to
 async def test_a_session_that_the_worker_ends_in_good_order_makes_no_request_a_suspect(
     code: grpc.StatusCode, byte_tokenizer_directory: Path
 ) -> None:
-    """It is shut down, or another scheduler has it now."""
+    """The worker is shut down, or another scheduler has it now."""
     worker = FakeWorkerService(byte_tokenizer_directory, poison=99)
     worker.poison_status = code
     async with serving(worker) as address, running(address) as engine:

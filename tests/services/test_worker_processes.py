@@ -159,7 +159,7 @@ async def test_workers_are_restarted_one_after_the_other_and_no_token_changes(wo
 
 
 async def test_an_idle_worker_leaves_at_once(workers: Workers) -> None:
-    """Its session ends with the drain, not with the grace."""
+    """The worker's session ends when it is drained, not after the grace."""
     address = workers.up("127.0.0.1:0", "--grace", "1000")
     async with workers.engine(address) as engine:
         assert len(await text_of(engine, await submit(engine, "a", [5]))) == 5
@@ -171,7 +171,7 @@ async def test_an_idle_worker_leaves_at_once(workers: Workers) -> None:
 
 
 async def test_the_newer_of_two_schedulers_has_the_worker_and_the_older_waits(workers: Workers) -> None:
-    """No token is produced by both, and they do not take it from each other in turns."""
+    """No token is computed for both schedulers, and they do not take the worker from each other in turns."""
     address = workers.up()
     prompt, most = [*range(3, 30)], {"max_tokens": 300}
     async with workers.engine(address) as older:

@@ -36,7 +36,7 @@ class Job:
     int8: bool = False
 
     def run(self, ranks: Ranks = ALONE) -> dict[str, Any]:
-        """What the steps gave: `logprobs` [positions, vocabulary_size] and `token_ids`."""
+        """The results of the steps: `logprobs` [positions, vocabulary_size] and `token_ids`."""
         runner = load_runner(Path(self.path), _has_gpu_each(), getattr(torch, self.dtype), self.int8, ranks)
         logprobs = SteppedWorker(runner).prompt_logprobs([5, 1, 17, 13])
         return {"logprobs": logprobs, "token_ids": _generate(runner)}

@@ -94,7 +94,7 @@ class SteppedWorker:
 
 
 class Oracle:
-    """What transformers makes of a checkpoint."""
+    """A checkpoint's network as transformers computes it."""
 
     def __init__(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
         from transformers import AutoModelForCausalLM

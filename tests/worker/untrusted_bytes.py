@@ -18,7 +18,7 @@ were believed would take 2^31 and more."""
 
 
 class _WatchedFile(io.FileIO):
-    """Asked for no more than it has left, and for none of it twice, or the assertion fails."""
+    """Fails the assertion if it is asked for more bytes than it has left, or for any byte twice."""
 
     def read(self, size: int | None = -1) -> bytes:
         left = Path(str(self.name)).stat().st_size - self.tell()

@@ -61,7 +61,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
     kernels = backend_name(device)
     if kernels == EAGER:
         missing = "triton" if device.type == "cuda" else what_is_missing()
-        log.warning(f"eager torch computes, slower than need be, for want of {missing}")
+        log.warning(f"eager torch computes, more slowly; missing: {missing}")
     cache = settings.cache.expanduser()
     is_dummy = settings.load_format == "dummy"
     source = find_model(settings.model, cache, with_weights=not is_dummy)

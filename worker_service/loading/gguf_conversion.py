@@ -57,10 +57,10 @@ def _convert(file: Path, folder: Path) -> None:
     )
     # It fills missing or misshapen tensors with random values, and only warns.
     if missing := sorted(loading["missing_keys"]):
-        sys.exit(f"it has nothing that becomes {missing[0]}")
+        sys.exit(f"it has no tensor for {missing[0]}")
     if misshapen := sorted(loading["mismatched_keys"]):
         name, stored, needed = misshapen[0]
-        sys.exit(f"what becomes {name} is {list(stored)} where its sizes ask for {list(needed)}")
+        sys.exit(f"its tensor for {name} is {list(stored)} where its sizes ask for {list(needed)}")
     model = model.to(torch.bfloat16)
     # The weights are no longer quantised, and must not be saved as if they were.
     if hasattr(model.config, "quantization_config"):

@@ -159,8 +159,8 @@ def _check_ranges(tensors: Mapping[str, StoredTensor], data_begin: int, file_byt
             raise UnsoundFileError(f"tensor {named(name)} overlaps {last}")
         if tensor.begin > reached:
             raise UnsoundFileError(
-                f"{tensor.begin - reached} bytes between {last} and tensor {named(name)} are no one's"
+                f"{tensor.begin - reached} bytes between {last} and tensor {named(name)} belong to no tensor"
             )
         reached, last = tensor.end, f"tensor {named(name)}"
     if reached < file_bytes:
-        raise UnsoundFileError(f"{file_bytes - reached} bytes behind {last} are no one's")
+        raise UnsoundFileError(f"{file_bytes - reached} bytes behind {last} belong to no tensor")

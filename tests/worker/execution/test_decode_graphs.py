@@ -34,7 +34,7 @@ def _generate(worker: SteppedWorker) -> list[list[int]]:
         live.append(number)
         if number % 4 == 3:
             worker.step(finished=(live.pop(1),))
-        if number == 7:  # a block table that is other than it was, of the same length
+        if number == 7:  # a block table that has changed, with the same length
             cache = worker.runner.cache_engine.device_blocks
             cache[60:64] = cache[28:32]
             cache[28:32] = float("nan")

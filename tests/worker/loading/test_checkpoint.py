@@ -150,7 +150,7 @@ def test_the_fingerprint_is_of_what_weights_are_and_not_of_how_they_are_kept(pat
 
 
 def test_files_that_change_while_they_are_read_are_refused(path: Path) -> None:
-    """What is loaded and what is hashed could be two models."""
+    """Otherwise the loaded and the hashed weights could be two models."""
     checkpoint, places = Checkpoint(path), load(path)
     checkpoint.check(places)
     tensors = load_file(path / "model.safetensors")
@@ -248,7 +248,7 @@ def test_a_spoiled_directory_is_refused_with_a_sentence(name: str, path: Path) -
 
 
 def test_weights_are_found_wrong_before_memory_is_asked_for(path: Path, tmp_path: Path) -> None:
-    """Otherwise 400 exabytes of weights would be what is wrong."""
+    """Otherwise the error would be about 400 exabytes of weights."""
     change_config(path, hidden_size=2**20, num_hidden_layers=9_999, intermediate_size=2**24)
     with pytest.raises(StartError, match=r"model\.embed_tokens\.weight is \[131, 48\] of F32 .* \[131, 1048576\]"):
         load_worker(WorkerSettings(model=str(path), device="cpu", cache=tmp_path))

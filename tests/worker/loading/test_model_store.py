@@ -48,12 +48,12 @@ def test_the_hub_is_asked_for_data_files_only(tmp_path: Path, monkeypatch: pytes
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fake_download)
-    source = find_model("someone/some-model", tmp_path)
-    assert (source.model_id, source.path) == ("someone/some-model", tmp_path)
-    patterns = asked["someone/some-model"]
+    source = find_model("an-author/some-model", tmp_path)
+    assert (source.model_id, source.path) == ("an-author/some-model", tmp_path)
+    patterns = asked["an-author/some-model"]
     assert not any(pattern.endswith((".bin", ".py", ".pt", "*")) for pattern in patterns)
-    find_model("someone/some-model", tmp_path, with_weights=False)
-    assert set(patterns) - set(asked["someone/some-model"]) == {"*.safetensors"}
+    find_model("an-author/some-model", tmp_path, with_weights=False)
+    assert set(patterns) - set(asked["an-author/some-model"]) == {"*.safetensors"}
 
 
 def test_an_unreachable_hub_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,8 +61,8 @@ def test_an_unreachable_hub_is_one_sentence(tmp_path: Path, monkeypatch: pytest.
         raise OSError("no route\nand a long explanation")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fake_download)
-    with pytest.raises(StartError, match=r"'someone/some-model' is no file or folder here, .*: no route$"):
-        find_model("someone/some-model", tmp_path)
+    with pytest.raises(StartError, match=r"'an-author/some-model' is no file or folder here, .*: no route$"):
+        find_model("an-author/some-model", tmp_path)
 
 
 def test_a_gguf_file_is_converted_once(tmp_path: Path) -> None:
@@ -89,10 +89,10 @@ def test_a_broken_gguf_file_is_refused_with_its_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"blk.1.ffn_up": None}, r"it has nothing that becomes model\.layers\.1\.mlp\.up_proj"),
+        ({"blk.1.ffn_up": None}, r"it has no tensor for model\.layers\.1\.mlp\.up_proj"),
         (
             {"blk.1.ffn_up": (47, 32)},
-            r"what becomes .*up_proj\.weight is \[47, 32\] where its sizes ask for \[48, 32\]",
+            r"its tensor for .*up_proj\.weight is \[47, 32\] where its sizes ask for \[48, 32\]",
         ),
     ],
 )

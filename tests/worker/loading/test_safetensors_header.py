@@ -81,8 +81,11 @@ UNSOUND = {
     ),
     "half a byte": (pack({"a": entry("F4", [1], [0, 1])}, b"1"), "tensor a has 1 bytes, not those of F4"),
     "an overlap": (pack({"a": entry(), "b": entry(offsets=[4, 12])}, bytes(12)), "tensor b overlaps tensor a"),
-    "a gap": (pack({"a": entry(offsets=[8, 16])}, bytes(16)), "8 bytes between its header and tensor a are no one's"),
-    "more than tensors": (pack({"a": entry()}, bytes(9)), "1 bytes behind tensor a are no one's"),
+    "a gap": (
+        pack({"a": entry(offsets=[8, 16])}, bytes(16)),
+        "8 bytes between its header and tensor a belong to no tensor",
+    ),
+    "more than tensors": (pack({"a": entry()}, bytes(9)), "1 bytes behind tensor a belong to no tensor"),
     "a name of two lines": (pack({"a\nb": 3}), r"describes tensor 'a\\nb' by 3"),
     "a name of endless length": (pack({"a" * 10_000: 3}), r"describes tensor 'a+\.\.\.a+' by 3"),
 }

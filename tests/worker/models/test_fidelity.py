@@ -53,7 +53,7 @@ def test_log_probabilities_are_nearer_to_float32_than_those_of_transformers(
 
 @pytest.mark.parametrize("model_type", ["llama", "starcoder2"])
 def test_large_logits_keep_their_differences(model_type: str, make_rounded: Callable[..., Path]) -> None:
-    """The second network runs in transformers' own code, but for the product that makes logits."""
+    """The second network runs in transformers' own code, except for the product that makes logits."""
     checkpoint = make_rounded(COMMON_TO_ALL_TOKENS, model_type=model_type, tie_word_embeddings=False)
     ours, theirs = errors(checkpoint)
     assert 0 < ours < 0.7 * theirs

@@ -68,7 +68,7 @@ def test_every_place_has_the_shape_of_its_part(case: tuple[DecoderConfig, int]) 
 
 
 def test_the_parts_are_the_whole(case: tuple[DecoderConfig, int]) -> None:
-    """Key and value heads may be held by several ranks; whatever else is cut, by one."""
+    """Several ranks may hold the same key and value heads; every other part has one rank."""
     network, size = case
     held = {
         name: torch.zeros(cut.shape, dtype=torch.int64) for name, cut in shards(network, size)[0].cuts(network).items()

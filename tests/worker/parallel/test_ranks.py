@@ -41,7 +41,7 @@ def jobs(make_checkpoint: Callable[..., Path]) -> dict[str, Job]:
 
 @pytest.fixture(scope="module")
 def of_ranks(jobs: dict[str, Job], tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
-    """What each rank found."""
+    """The results of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
     subprocess.run(run_in_ranks(jobs, folder), env=environment, check=True, timeout=300)
@@ -56,7 +56,7 @@ def test_two_ranks_compute_what_one_computes(name: str, jobs: dict[str, Job], of
 
 
 def test_ranks_agree_to_the_bit(jobs: dict[str, Job], of_ranks: list[Results]) -> None:
-    """So that each can sample for itself."""
+    """All ranks have the same logits, so that each can sample for itself."""
     first, second = of_ranks
     for name in jobs:
         assert torch.equal(first[name]["logprobs"], second[name]["logprobs"]), name

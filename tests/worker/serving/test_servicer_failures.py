@@ -89,7 +89,7 @@ async def test_a_malformed_step_ends_the_session_with_a_sentence_and_the_worker_
     client = service.session()
     await client.step(**prompt_step(new_message(1, PROMPT, range(6))))
     await client.send(**malformed)
-    await client.send()  # what was sent ahead is not computed
+    await client.send()  # steps that were sent ahead are not computed
     code, details = await client.status()
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert sentence in details
