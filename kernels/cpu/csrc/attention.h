@@ -9,7 +9,7 @@
 //
 // How a tile of keys is multiplied is left to an engine: `FloatTiles` for every type, `Bf16Tiles` with the bf16 dot
 // product. Both take keys as [dim][key] and values as [key][dim], so that no sum ever runs across a vector's lanes. A
-// value that is not finite reaches all rows of its item, those before it included, and no other sequence.
+// value that is not finite reaches all rows of its item, also earlier ones, and no other sequence.
 #pragma once
 
 #include <atomic>
@@ -42,7 +42,7 @@ struct Attention {
   int64_t window;         // 0: none
 };
 
-// Where the keys and values of a tile lie. Behind the last there are zeros, so that none has to be asked for.
+// Where the keys and values of a tile lie. Zeros follow the last, so that no code has to check how many there are.
 template <typename T>
 struct Tile {
   int64_t count = 0;
@@ -81,7 +81,7 @@ class FloatTiles {
     });
   }
 
-  // scores: [rows, 64]; those of keys that are not there may be anything.
+  // scores: [rows, 64]; scores of keys that do not exist may be anything.
   void score(int64_t rows, const Tile<T>& tile, float* scores) {
     fill_tile(tile.keys);
     transpose(tile_.data(), head_dim_, turned_.data(), kTileKeys, head_dim_);
@@ -319,7 +319,7 @@ class Bf16Tiles {
 template <typename T, typename Tiles>
 class Attender {
  public:
-  // Says which item `attend` is called with next, so that its first tile is on its way from memory.
+  // Names the item that `attend` is called with next, so that its first tile is on its way from memory.
   void expect(const Attention<T>& a, const Item& item) {
     if (item.keys_begin < item.keys_end) locate(a, item, item.keys_begin, *coming_);
   }
@@ -383,7 +383,7 @@ class Attender {
       ((Vec::loadu(&scores_[i]) * Vec(a.scale / a.soft_cap)).tanh() * Vec(a.soft_cap)).store(&scores_[i]);
   }
 
-  // Takes what a row does not see out of its scores. distance: from the tile's first key to the first row's token.
+  // Masks the scores of keys that a row does not see. distance: from the tile's first key to the first row's token.
   void hide(const Attention<T>& a, int64_t distance, int64_t rows, int64_t group) {
     const int64_t last_token = (rows - 1) / group;
     const bool all_behind = distance + 1 >= kTileKeys && current_->count == kTileKeys;
@@ -406,7 +406,7 @@ class Attender {
         best = at::vec::maximum(best, Vec::loadu(&scores_[row * kTileKeys + i]));
       const float found = largest(best) * scale, before = maxima_[row];  // as powers of the base
       maxima_[row] = before > found ? before : found;  // NaN where it is found, and then corrections are NaN for good
-      // Where nothing has been seen yet, 0 instead of -inf: what is subtracted from -inf must be finite.
+      // Before any key is seen, 0 instead of -inf: the number that is subtracted from -inf must be finite.
       offsets_[row] = maxima_[row] == -kInfinity ? 0.0f : maxima_[row];
       corrections_[row] = before - offsets_[row];
     }

@@ -1,4 +1,4 @@
-// What Python sees: tensors in, tensors out. Shapes are checked here, since what is behind trusts its pointers.
+// What Python sees: tensors in, tensors out. Shapes are checked here, because the code behind trusts its pointers.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

@@ -96,9 +96,9 @@ inline void store_kv(
   });
 }
 
-// What happens to a fused projection before its queries attend: query and key heads are normalised (if there are
-// weights) and rotated (if there are angles), in float32; then queries are rounded into a tensor of their own, and keys
-// and values into their slots.
+// Prepares a fused projection for attention: query and key heads are normalised (if there are weights) and rotated (if
+// there are angles), in float32; then queries are rounded into a tensor of their own, and keys and values into their
+// slots.
 template <typename T>
 struct Projection {
   const T* qkv;  // [tokens, num_heads + 2 * num_kv_heads, head_dim]

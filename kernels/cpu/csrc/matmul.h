@@ -6,9 +6,10 @@
 // vector registers and streams the panel once; 12 rows are what keeps two dot products a cycle fed with one broadcast
 // each. Rows are taken 192 at a time, so that they stay in a core's second cache while panels pass by.
 //
-// int8 weights have a scale for every 32 inputs of an output. What is multiplied is the number times its scale, rounded
-// to bf16, whatever the number of rows, so that a row's sums are the same alone and among others. One or two tiles make
-// these products as they read, which dot products of 8 rows or more hide; for more tiles a panel is widened once.
+// int8 weights have a scale for every 32 inputs of an output. The factor is the number times its scale, rounded to
+// bf16, whatever the number of rows, so that a row's sums are the same alone and among others. For one or two tiles
+// these products are made while reading, which dot products of 8 rows or more hide; for more tiles a panel is widened
+// once.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,12 +1,12 @@
 // Threads that help with a loop when they can, and are not waited for when they cannot.
 //
-// A barrier waits for every thread to arrive, so one that has lost its core to another process, here the scheduler or a
-// client, stalls the others for as long as the kernel likes; on two cores a step of 6 ms then took 150. Here the caller
-// hands out pieces of a loop and works on them itself. A helper takes pieces when it gets to run; the caller only waits
-// for one that is at work or just looking for some.
+// A barrier waits for every thread to arrive. A thread that has lost its core to another process, here the scheduler or
+// a client, stalls all threads until the kernel runs it again; on two cores a step of 6 ms then took 150. Here the
+// caller hands out pieces of a loop and works on them itself. A helper takes pieces when it gets to run. The caller
+// only waits for a helper that works on a piece or is looking for one.
 //
 // Each thread has a stretch of the loop for itself, whose pieces it takes in order, so that memory is read in order;
-// then it takes what is left of the others' stretches.
+// then it takes pieces that are left of other threads' stretches.
 //
 // Idle helpers spin for as long as the pause between two operations of a step lasts, then yield, then sleep, which
 // leaves their cores to others between steps.
@@ -76,7 +76,7 @@ class Team {
     }
   }
 
-  // A piece that throws ends the process: others may be at work on what its caller holds.
+  // A piece that throws ends the process: other threads may still use objects of its caller.
   void work(int number, int threads) noexcept {
     for (int i = 0; i < threads; ++i) {
       Stretch& stretch = stretches_[(number + i) % threads];
@@ -89,7 +89,7 @@ class Team {
     for (;;) {
       seen = wait_for_another(seen);
       if (seen % 2 == 0) continue;
-      // Either this sees that the round is closed, or the caller sees that somebody is inside and waits.
+      // Either this helper sees that the round is closed, or the caller sees that a helper is inside, and waits.
       ++inside_;
       if (const int threads = threads_.load(); round_.load() == seen && number < threads) work(number, threads);
       --inside_;
@@ -124,7 +124,7 @@ class Team {
   std::atomic<int> threads_{0};
 };
 
-// Elements that are worth a second thread: what comes of waking one is as much as 16,384 of them take, 2 to 5 µs.
+// Elements that are worth a second thread: waking one costs as much as 16,384 elements, 2 to 5 µs.
 inline int64_t rows_a_thread(int64_t row_length) {
   return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, row_length));
 }
@@ -132,7 +132,7 @@ inline int64_t rows_a_thread(int64_t row_length) {
 // Calls piece(begin, end) for consecutive stretches of [0, count) that are at least `grain` long, but for the last.
 template <typename F>
 void parallel_for(int64_t count, int64_t grain, const F& piece) {
-  // Several pieces a thread, so that one that is slow or away leaves some of its share to the others.
+  // Several pieces a thread, so that a thread that is slow or not running leaves some of its share to others.
   const int64_t length = std::max(grain, count / (16 * at::get_num_threads()));
   Team::run((count + length - 1) / length, [&](int64_t i) { piece(i * length, std::min(count, (i + 1) * length)); });
 }
