@@ -20,9 +20,15 @@ import structlog
 
 from pagewire_common.errors import RequestError
 from scheduler_service.codec import PROTOCOL_VERSION, WorkerInfo
-from scheduler_service.core import Scheduler, SchedulerOutput, SequenceGroup, SequenceOutput, SequenceStatus
-from scheduler_service.core.ledger import GroupLedger
-from scheduler_service.core.prefix_key import block_keys, root_key
+from scheduler_service.core import (
+    Scheduler,
+    SchedulerOutput,
+    SequenceGroup,
+    SequenceOutput,
+    SequenceStatus,
+    WorkerScheduler,
+)
+from scheduler_service.core.blocks.prefix_key import block_keys, root_key
 from scheduler_service.discovery import Resolve, resolve_by_dns
 from scheduler_service.finished_requests import FinishedRequests
 from scheduler_service.membership import Departed, Membership
@@ -69,7 +75,7 @@ class Engine:
         self.settings = settings
         self.waiting = waiting_queue(settings.policy, settings.overtakes, settings.tenant_weights)
         self.requests: dict[str, RequestState] = {}  # by their keys
-        self.serving: dict[GroupLedger, WorkerLoop] = {}  # by the schedulers of open sessions
+        self.serving: dict[WorkerScheduler, WorkerLoop] = {}  # by the schedulers of open sessions
         self.statistics = Statistics()
         self.finished = FinishedRequests()
         self._members = Membership(self, resolve)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from scheduler_service.core import SamplingParams, SequenceGroup, SequenceOutput, SequenceStatus
-from scheduler_service.core.beam_search import Hypothesis
+from scheduler_service.core.groups.beam_search import Hypothesis
 from scheduler_service.finished_requests import RequestMetrics
 from scheduler_service.output_text import OutputText
 from scheduler_service.request_memory import STRING_BYTES, UnreadOutput

@@ -13,7 +13,7 @@ import grpc
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.errors import RequestError
 from scheduler_service.core import SamplingParams
-from scheduler_service.core.sampling_params import NOTHING_ALLOWED
+from scheduler_service.core.groups.sampling_params import NOTHING_ALLOWED
 from scheduler_service.generation_defaults import BOUNDS, Bounds
 from scheduler_service.model import ServedModel
 from scheduler_service.request import GenerationRequest

@@ -28,9 +28,9 @@ from scheduler_service.core import (
     SequenceGroup,
     SequenceOutput,
     WaitingQueue,
+    WorkerScheduler,
 )
 from scheduler_service.core.config import default_prefill_chunk
-from scheduler_service.core.ledger import GroupLedger
 from scheduler_service.model import max_num_seqs
 from scheduler_service.recording.recorder import NoRecorder
 from scheduler_service.settings import SchedulerSettings
@@ -86,7 +86,7 @@ class Fleet(Protocol):
     def recorder(self) -> NoRecorder: ...
 
     @property
-    def serving(self) -> "dict[GroupLedger, WorkerLoop]":
+    def serving(self) -> "dict[WorkerScheduler, WorkerLoop]":
         """By the schedulers of open sessions."""
 
     @property

@@ -3,18 +3,20 @@
 A `Scheduler` plans the steps of one worker; several share one `WaitingQueue`.
 """
 
-from scheduler_service.core.block_allocator import BlockAllocator
-from scheduler_service.core.block_manager import AllocStatus, BlockManager
-from scheduler_service.core.budget import SchedulingBudget
+from scheduler_service.core.blocks.allocator import BlockAllocator
+from scheduler_service.core.blocks.manager import AllocStatus, BlockManager
 from scheduler_service.core.config import PhaseRule, PreemptionMode, SchedulerConfig
-from scheduler_service.core.fair_queue import FairQueue
+from scheduler_service.core.groups.sampling_params import SamplingParams
+from scheduler_service.core.groups.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.core.outputs import ModelOutput, ScheduledSequence, SchedulerOutput, SequenceOutput
-from scheduler_service.core.placement import Balancer, Placement, PlacementReason
-from scheduler_service.core.priority_queue import PriorityQueue
-from scheduler_service.core.queue import WaitingQueue
-from scheduler_service.core.sampling_params import SamplingParams
-from scheduler_service.core.scheduler import Scheduler
-from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_service.core.placement.balancer import Balancer
+from scheduler_service.core.placement.choice import Placement, PlacementReason
+from scheduler_service.core.placement.worker import WorkerScheduler
+from scheduler_service.core.planning.budget import SchedulingBudget
+from scheduler_service.core.planning.scheduler import Scheduler
+from scheduler_service.core.queues.fair_queue import FairQueue
+from scheduler_service.core.queues.priority_queue import PriorityQueue
+from scheduler_service.core.queues.waiting_queue import WaitingQueue
 
 __all__ = [
     "AllocStatus",
@@ -39,4 +41,5 @@ __all__ = [
     "SequenceOutput",
     "SequenceStatus",
     "WaitingQueue",
+    "WorkerScheduler",
 ]

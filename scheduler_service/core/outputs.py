@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from scheduler_service.core.placement import Placement
-from scheduler_service.core.sequence import Sequence, SequenceGroup
+from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
+from scheduler_service.core.placement.choice import Placement
 
 
 class ScheduledSequence(NamedTuple):

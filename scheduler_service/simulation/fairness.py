@@ -6,7 +6,7 @@ claim equal service only as long as both have requests waiting; a tenant that as
 
 from collections import Counter, defaultdict
 
-from scheduler_service.core.fair_queue import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
+from scheduler_service.core.queues.fair_queue import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 
 PAIRS_A_STEP = 16
 

@@ -7,7 +7,7 @@ the right prefix. The token it samples is a function of the prefix, so the right
 from dataclasses import dataclass, field
 
 from scheduler_service.core import ModelOutput, SchedulerConfig, SchedulerOutput, SequenceGroup
-from scheduler_service.core.block_manager import NO_BLOCK
+from scheduler_service.core.blocks.pool import NO_BLOCK
 from scheduler_service.core.outputs import TokenLogprobs
 
 VOCABULARY = 50

@@ -14,7 +14,7 @@ from scheduler_service.core import (
     SequenceGroup,
     WaitingQueue,
 )
-from scheduler_service.core.suspicion import Background, Suspicion
+from scheduler_service.core.suspects.suspicion import Background, Suspicion
 
 _numbers = itertools.count()
 

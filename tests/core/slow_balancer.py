@@ -4,7 +4,8 @@ Nothing is kept in heaps, sums or directories: each worker's scheduler and alloc
 """
 
 from scheduler_service.core import Balancer, SequenceGroup
-from scheduler_service.core.placement import MOST_CANDIDATES, SEQUENCE_TOKENS, Member
+from scheduler_service.core.placement.balancer import MOST_CANDIDATES
+from scheduler_service.core.placement.worker import SEQUENCE_TOKENS, Member
 
 
 class CheckedBalancer(Balancer):

@@ -3,7 +3,7 @@
 import itertools
 
 from scheduler_service.core import SamplingParams, SequenceStatus
-from scheduler_service.core.beam_search import BeamSearch
+from scheduler_service.core.groups.beam_search import BeamSearch
 
 Key = tuple[bytes, tuple[int, ...]]
 """A salt, and all the tokens up to a block's end."""

@@ -171,7 +171,7 @@ def test_can_append_slots_counts_copies_exactly() -> None:
 def test_a_group_needs_its_shared_prompt_blocks_once(num_tokens: int, num_shared: int) -> None:
     """The block with the last prompt token is never shared: each follower computes that token itself."""
     blocks = BlockManager(block_size=4, num_device_blocks=100)
-    assert blocks.num_blocks_of(make_group(num_tokens, n=3)) == num_shared + 3
+    assert blocks.sizes.blocks_of_group(make_group(num_tokens, n=3)) == num_shared + 3
 
 
 def test_a_block_that_is_written_to_leaves_the_cache() -> None:

@@ -18,7 +18,7 @@ from scheduler_service.core import (
     SequenceStatus,
     WaitingQueue,
 )
-from scheduler_service.core.placement import MAX_OVERTAKES, MOST_LEFT
+from scheduler_service.core.placement.balancer import MAX_OVERTAKES, MOST_LEFT
 
 
 def test_a_group_is_left_for_no_longer_than_that_would_save() -> None:

@@ -28,7 +28,7 @@ from scheduler_service.core import (
     SequenceStatus,
     WaitingQueue,
 )
-from scheduler_service.core.placement import MAX_OVERTAKES
+from scheduler_service.core.placement.balancer import MAX_OVERTAKES
 
 WEIGHTS = {"x": 2.0}
 ANY = st.integers(0, 2**16)

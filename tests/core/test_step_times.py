@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler_service.core.step_times import Slowness, StepTimes
+from scheduler_service.core.placement.step_times import Slowness, StepTimes
 
 
 def test_the_fixed_part_and_that_of_a_token_are_told_apart() -> None:

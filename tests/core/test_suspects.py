@@ -15,8 +15,8 @@ from scheduler_service.core import (
     SequenceStatus,
     WaitingQueue,
 )
-from scheduler_service.core.placement import MAX_OVERTAKES
-from scheduler_service.core.suspicion import CLEARING_TOKENS, CONTROL, MOST_CONTROL_SECONDS, NOTICE_SECONDS
+from scheduler_service.core.placement.balancer import MAX_OVERTAKES
+from scheduler_service.core.suspects.suspicion import CLEARING_TOKENS, CONTROL, MOST_CONTROL_SECONDS, NOTICE_SECONDS
 
 
 def immediately(poison: SequenceGroup) -> Kills:

@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from scheduler_service.core import suspicion
-from scheduler_service.core.suspicion import CLEARING_TOKENS, Background, Suspicion, chance
+from scheduler_service.core.suspects import suspicion
+from scheduler_service.core.suspects.suspicion import CLEARING_TOKENS, Background, Suspicion, chance
 
 
 @pytest.mark.parametrize("num_losses", [1, 2, 3, 7])

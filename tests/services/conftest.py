@@ -5,7 +5,7 @@ import pytest
 from tiny_model import write_byte_tokenizer, write_tiny_llama
 
 from pagewire_client import LocalServer
-from scheduler_service.core import suspicion
+from scheduler_service.core.suspects import suspicion
 from scheduler_service.model import ServedModel
 from scheduler_service.tokenization import Tokenizer
 

@@ -14,7 +14,7 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.errors import RequestError
 from scheduler_service import streams, whole_output
 from scheduler_service.core import SequenceOutput, SequenceStatus
-from scheduler_service.core.beam_search import Hypothesis
+from scheduler_service.core.groups.beam_search import Hypothesis
 from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.model import ServedModel
 from scheduler_service.request import RequestState

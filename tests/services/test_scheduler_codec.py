@@ -16,9 +16,9 @@ from scheduler_service.core import (
     SequenceStatus,
     WaitingQueue,
 )
-from scheduler_service.core.block_manager import NO_BLOCK
+from scheduler_service.core.blocks.pool import NO_BLOCK
 from scheduler_service.core.outputs import BlockTableUpdate, Fork, NewSequence, TokenLogprobs
-from scheduler_service.core.step_bytes import bytes_to_tell
+from scheduler_service.core.planning.step_bytes import bytes_to_tell
 
 
 def test_a_steady_decode_step_of_256_sequences_is_under_2_kb() -> None:

@@ -24,7 +24,7 @@ from tokenizer_shapes import SHAPES, SPECIAL, worst_texts, write
 
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.core import SequenceOutput, SequenceStatus
-from scheduler_service.core.beam_search import Hypothesis
+from scheduler_service.core.groups.beam_search import Hypothesis
 from scheduler_service.model import ServedModel
 from scheduler_service.servicer import encode_delta
 

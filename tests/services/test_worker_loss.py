@@ -14,7 +14,8 @@ from fake_worker_service import FakeWorkerService, serving
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire_common.errors import RequestError
 from scheduler_service import worker_loop
-from scheduler_service.core import SchedulerConfig, SchedulerOutput, ledger
+from scheduler_service.core import SchedulerConfig, SchedulerOutput
+from scheduler_service.core.planning import ledger
 from scheduler_service.engine import Engine
 from scheduler_service.request import RequestState
 from scheduler_service.settings import SchedulerSettings

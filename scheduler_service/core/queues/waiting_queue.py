@@ -9,9 +9,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 
-from scheduler_service.core.group_heap import GroupHeap
-from scheduler_service.core.placement import Balancer
-from scheduler_service.core.sequence import SequenceGroup
+from scheduler_service.core.groups.sequence import SequenceGroup
+from scheduler_service.core.placement.balancer import Balancer
+from scheduler_service.core.queues.group_heap import GroupHeap
 
 
 def insert_by_rank(queue: OrderedDict[str, SequenceGroup], groups: Iterable[SequenceGroup]) -> None:

@@ -13,10 +13,9 @@ from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
-from scheduler_service.core.beam_search import BeamSearch
-from scheduler_service.core.prefix_key import root_key
-from scheduler_service.core.sampling_params import SamplingParams
-from scheduler_service.core.suspicion import Suspicion
+from scheduler_service.core.groups.beam_search import BeamSearch
+from scheduler_service.core.groups.sampling_params import SamplingParams
+from scheduler_service.core.suspects.suspicion import Suspicion
 
 
 class SequenceStatus(enum.Enum):
@@ -257,11 +256,6 @@ class SequenceGroup:
         """The outputs so far by index, or nothing as long as none has any."""
         outputs = tuple(sequence.output_token_ids for sequence in self.sequences)
         return outputs if any(outputs) else ()
-
-    @property
-    def first_key(self) -> bytes:
-        """What the chain of its prefix cache keys begins with: keys and values differ from adapter to adapter."""
-        return root_key(self.cache_root, self.lora_name.encode()) if self.lora_name else self.cache_root
 
     @property
     def live(self) -> list[Sequence]:

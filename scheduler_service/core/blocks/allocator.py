@@ -8,7 +8,7 @@ held again, until the pool has nothing else to hand out.
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
-from scheduler_service.core.prefix_directory import PrefixDirectory
+from scheduler_service.core.blocks.prefix_directory import PrefixDirectory
 
 Content = bytes | int
 """What a block holds: its key, or where it carries none its number, because then no other is known to hold the same."""

@@ -19,84 +19,21 @@ All that a scheduler reports is as of its last step. Everything costs O(log work
 all workers are looked through.
 """
 
-import enum
 import heapq
 import itertools
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Collection
 
-from scheduler_service.core.prefix_directory import PrefixDirectory
-from scheduler_service.core.step_times import Slowness, StepTimes
-from scheduler_service.core.suspicion import Background
+from scheduler_service.core.blocks.prefix_directory import PrefixDirectory
+from scheduler_service.core.groups.sequence import SequenceGroup
+from scheduler_service.core.placement.choice import Placement, PlacementReason
+from scheduler_service.core.placement.step_times import StepTimes
+from scheduler_service.core.placement.worker import SEQUENCE_TOKENS, Member, WorkerScheduler
+from scheduler_service.core.suspects.suspicion import Background
 
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from scheduler_service.core.ledger import GroupLedger
-    from scheduler_service.core.sequence import SequenceGroup
-
-# What a running sequence goes on for, in tokens: about half of those of public traces stop before this.
-SEQUENCE_TOKENS = 128
 MAX_OVERTAKES = 16
 MOST_LEFT = 8  # groups that a worker looks past in one step
 MOST_SLOTLESS = 32  # groups without a slot for their adapter that it looks past as well
 MOST_CANDIDATES = 4  # of each kind that are looked at closely
-
-
-class PlacementReason(enum.Enum):
-    """Why a worker took a group, or left it to another one."""
-
-    ALONE = enum.auto()
-    """Nobody else had room."""
-    LOAD = enum.auto()
-    """It is done sooner there, by what the workers have to do and how fast they are."""
-    AFFINITY = enum.auto()
-    """It is done sooner there, because more of it is cached there."""
-    SHARE = enum.auto()
-    """Another worker has less to do, and will find enough that waits."""
-    OVERDUE = enum.auto()
-    """It has been left, or overtaken, for long enough."""
-    ROOM = enum.auto()
-    """It was left because another worker has room for it."""
-    SUSPECT = enum.auto()
-    """Workers may be lost to it, so it went where there is least to lose."""
-
-
-class Placement(NamedTuple):
-    """One choice: a group was taken by the worker whose step it is in, or left `to` another one.
-
-    Seconds are those that it was expected to take here and there, 0 where nobody asked; tokens those that are cached.
-    """
-
-    group: "SequenceGroup"
-    reason: PlacementReason
-    seconds: float = 0.0
-    cached_tokens: int = 0
-    to: "GroupLedger | None" = None
-    seconds_there: float = 0.0
-    cached_tokens_there: int = 0
-    num_overtaken: int = 0
-
-
-class Member:
-    """One worker, as its scheduler reported it last."""
-
-    __slots__ = ("backlog", "bit", "entry", "is_open", "num_seqs", "scheduler", "slot", "slowness", "speed")
-
-    def __init__(self, scheduler: "GroupLedger", slot: int) -> None:
-        self.scheduler = scheduler
-        self.slot = slot
-        self.bit = 1 << slot
-        self.backlog = 0  # prompt tokens under way, not computed by any step yet
-        self.num_seqs = 0  # that run
-        self.is_open = False  # for waiting groups
-        self.slowness = Slowness()
-        self.speed = self.slowness.speed  # that its work is counted with
-        self.entry = -1  # in the heap that counts; the others are stale
-
-    @property
-    def work(self) -> int:
-        """In tokens."""
-        return self.backlog + SEQUENCE_TOKENS * self.num_seqs
 
 
 class Balancer:
@@ -127,7 +64,7 @@ class Balancer:
 
     # ---- who is there
 
-    def join(self, scheduler: "GroupLedger") -> Member:
+    def join(self, scheduler: WorkerScheduler) -> Member:
         """A worker's session begins."""
         slot = next(slot for slot in itertools.count() if slot not in self._members)
         member = self._members[slot] = Member(scheduler, slot)
@@ -180,11 +117,11 @@ class Balancer:
         """Whether there is any choice now."""
         return self._num_open > member.is_open
 
-    def other_workers(self, member: Member) -> "list[GroupLedger]":
+    def other_workers(self, member: Member) -> list[WorkerScheduler]:
         """Those that take waiting groups, if not now, while they have some swapped out. All are looked through."""
         return [other.scheduler for other in self._members.values() if other is not member and other.scheduler.admits]
 
-    def place(self, member: Member, group: "SequenceGroup", num_waiting: int, now: float) -> Placement:
+    def place(self, member: Member, group: SequenceGroup, num_waiting: int, now: float) -> Placement:
         """Whether to take a group that the worker has room for, or to whom to leave it.
 
         `num_waiting` counts those that wait, this one included.
@@ -211,7 +148,7 @@ class Balancer:
             reason = PlacementReason.LOAD
         return placement._replace(reason=reason, to=better.scheduler)
 
-    def place_untried(self, member: Member, suspect: "SequenceGroup") -> Placement | None:
+    def place_untried(self, member: Member, suspect: SequenceGroup) -> Placement | None:
         """The worker that a suspect is left to, because it says more there; None when it may as well run here.
 
         That is one that was not lost with it or, where all were, one that was not the last: so that no single worker is
@@ -229,7 +166,7 @@ class Balancer:
         to = next((other for other in better if other.room_for(suspect) is not None), better[0])
         return Placement(suspect, PlacementReason.SUSPECT, to=to, num_overtaken=suspect.num_overtaken)
 
-    def place_elsewhere(self, member: Member, group: "SequenceGroup", now: float) -> Placement | None:
+    def place_elsewhere(self, member: Member, group: SequenceGroup, now: float) -> Placement | None:
         """Whom to leave a group to that has no room here; None when that is nobody."""
         if not self.has_others(member) or group.num_overtaken >= MAX_OVERTAKES:
             return None
@@ -237,7 +174,7 @@ class Balancer:
             return None
         return self._best_elsewhere(member, group, now)
 
-    def resume_elsewhere(self, member: Member, group: "SequenceGroup", now: float) -> Placement | None:
+    def resume_elsewhere(self, member: Member, group: SequenceGroup, now: float) -> Placement | None:
         """Who could compute a group that is swapped out here anew, in less time than it has been waiting for by now.
 
         Whatever is left of its wait here, that is at most twice what it had to wait. Each time it has moved it must
@@ -250,7 +187,7 @@ class Balancer:
             return None
         return placement
 
-    def _best_elsewhere(self, member: Member, group: "SequenceGroup", now: float) -> Placement | None:
+    def _best_elsewhere(self, member: Member, group: SequenceGroup, now: float) -> Placement | None:
         lightest = self._next_lightest(member, group)
         if not lightest:
             return None  # and so it is in most steps while many wait
@@ -268,7 +205,7 @@ class Balancer:
         )
 
     def _others(
-        self, member: Member, group: "SequenceGroup", now: float, lightest: list[Member]
+        self, member: Member, group: SequenceGroup, now: float, lightest: list[Member]
     ) -> list[tuple[float, int, Member, int]]:
         """Those that a group might rather go to: the `lightest`, and those that hold the longest prefix and have room.
 
@@ -286,7 +223,7 @@ class Balancer:
                 found.append((self._seconds(other, group, cached, now), other.entry, other, cached))
         return found
 
-    def _next_lightest(self, member: Member, group: "SequenceGroup") -> list[Member]:
+    def _next_lightest(self, member: Member, group: SequenceGroup) -> list[Member]:
         """The other worker with the least to do that has room, in a list, or none.
 
         One that has no room is not asked again before there is another amount to do there. One that only has no slot
@@ -314,7 +251,7 @@ class Balancer:
             heapq.heappush(self._lightest, entry)
         return found
 
-    def _holders(self, member: Member, group: "SequenceGroup") -> list[Member]:
+    def _holders(self, member: Member, group: SequenceGroup) -> list[Member]:
         """Others that hold at least as long a prefix as this one."""
         leader = group.live[0]
         keys = member.scheduler.blocks.cacheable_keys(leader)
@@ -327,7 +264,7 @@ class Balancer:
             holders.append(self._members[slot])
         return holders
 
-    def _is_share(self, member: Member, group: "SequenceGroup", cached: int, num_waiting: int) -> bool:
+    def _is_share(self, member: Member, group: SequenceGroup, cached: int, num_waiting: int) -> bool:
         """Whether the worker has no more to do with this group than all will have when all that wait are like it.
 
         To the nearest group: half of this one may be too much.
@@ -335,7 +272,7 @@ class Balancer:
         tokens = group.live[0].num_tokens - cached + SEQUENCE_TOKENS * group.num_seqs
         return (2 * member.work + tokens) * self._speed <= 2 * (self._work + num_waiting * tokens) * member.speed
 
-    def _seconds(self, member: Member, group: "SequenceGroup", cached: int, now: float) -> float:
+    def _seconds(self, member: Member, group: SequenceGroup, cached: int, now: float) -> float:
         """Until what a group brings were done, if all that the worker has were done one after the other."""
         tokens = group.live[0].num_tokens - cached + SEQUENCE_TOKENS * group.num_seqs
         factor = 1000 / member.speed
@@ -369,7 +306,7 @@ class Balancer:
         if group.left_until is None:
             group.left_until = now + abs(placement.seconds - placement.seconds_there)
 
-    def overtook(self, groups: "Collection[SequenceGroup]") -> None:
+    def overtook(self, groups: Collection[SequenceGroup]) -> None:
         """A later group was taken before these."""
         self.num_overtakes += len(groups)
         for group in groups:

@@ -9,6 +9,8 @@ import hashlib
 from array import array
 from collections.abc import Iterator
 
+from scheduler_service.core.groups.sequence import SequenceGroup
+
 
 def root_key(*parts: bytes) -> bytes:
     """The beginning of a chain that only equal parts share."""
@@ -16,6 +18,11 @@ def root_key(*parts: bytes) -> bytes:
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.digest()
+
+
+def first_key(group: SequenceGroup) -> bytes:
+    """What the chain of a group's keys begins with: keys and values differ from adapter to adapter."""
+    return root_key(group.cache_root, group.lora_name.encode()) if group.lora_name else group.cache_root
 
 
 def block_keys(first: bytes, token_ids: "array[int]", block_size: int) -> Iterator[bytes]:

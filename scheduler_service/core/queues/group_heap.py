@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
-from scheduler_service.core.sequence import SequenceGroup
+from scheduler_service.core.groups.sequence import SequenceGroup
 
 MOST_STALE = 64  # entries, besides as many as there are groups that wait
 

@@ -12,9 +12,9 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
-from scheduler_service.core.group_heap import MOST_STALE
-from scheduler_service.core.queue import WaitingQueue, insert_by_rank
-from scheduler_service.core.sequence import SequenceGroup
+from scheduler_service.core.groups.sequence import SequenceGroup
+from scheduler_service.core.queues.group_heap import MOST_STALE
+from scheduler_service.core.queues.waiting_queue import WaitingQueue, insert_by_rank
 
 PROMPT_TOKEN_COST = 1.0
 OUTPUT_TOKEN_COST = 2.0

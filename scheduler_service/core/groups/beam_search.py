@@ -9,18 +9,41 @@ The search is over when no running beam can still be better than the worst of `b
 
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from scheduler_service.core.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from scheduler_service.core.sequence import Sequence
+from scheduler_service.core.groups.sampling_params import SamplingParams
 
 
-class Continuation(NamedTuple):
+class Beam(Protocol):
+    """A sequence of the search; `score` is the sum of its tokens' log-probabilities."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_output_tokens(self) -> int: ...
+
+    @property
+    def max_num_tokens(self) -> int: ...
+
+    @property
+    def output_token_ids(self) -> SequenceOf[int]: ...
+
+    @property
+    def score(self) -> float: ...
+
+    @property
+    def candidates(self) -> list[tuple[int, float]] | None:
+        """The likeliest next tokens with their log-probabilities, once they are known."""
+
+
+B = TypeVar("B", bound=Beam)
+
+
+class Continuation(NamedTuple, Generic[B]):
     """A beam and a token that may follow it; `score` is the sum of log-probabilities."""
 
-    parent: "Sequence"
+    parent: B
     token_id: int
     score: float
 
@@ -45,14 +68,14 @@ class BeamSearch:
     def width(self) -> int:
         return self._sampling.beam_width
 
-    def advance(self, beams: SequenceOf["Sequence"]) -> list[Continuation]:
+    def advance(self, beams: SequenceOf[B]) -> list[Continuation[B]]:
         """The next beams, best first, or none when the search is over. Every beam must have its `candidates`."""
         sampling = self._sampling
         num_output_tokens = beams[0].num_output_tokens + 1  # beams are equally long
         may_end = num_output_tokens > sampling.min_tokens
         is_last = beams[0].num_tokens + 1 >= beams[0].max_num_tokens
         ranked = sorted(self._continuations(beams, may_end=may_end), key=lambda c: -c.score)
-        running: list[Continuation] = []
+        running: list[Continuation[B]] = []
         for place, continuation in enumerate(ranked):
             if is_last or continuation.token_id in sampling.end_token_ids:
                 if place < self.width:
@@ -63,14 +86,14 @@ class BeamSearch:
         del self.hypotheses[self.width :]
         return running if running and not self._is_over(running[0], num_output_tokens) else []
 
-    def _continuations(self, beams: SequenceOf["Sequence"], *, may_end: bool) -> Iterator[Continuation]:
+    def _continuations(self, beams: SequenceOf[B], *, may_end: bool) -> Iterator[Continuation[B]]:
         for beam in beams:
             assert beam.candidates is not None
             for token_id, logprob in beam.candidates:
                 if may_end or token_id not in self._sampling.end_token_ids:
                     yield Continuation(beam, token_id, beam.score + logprob)
 
-    def _complete(self, continuation: Continuation, num_output_tokens: int) -> None:
+    def _complete(self, continuation: Continuation[B], num_output_tokens: int) -> None:
         parent, token_id, score = continuation
         self.hypotheses.append(
             Hypothesis(
@@ -81,7 +104,7 @@ class BeamSearch:
             )
         )
 
-    def _is_over(self, best: Continuation, num_output_tokens: int) -> bool:
+    def _is_over(self, best: Continuation[B], num_output_tokens: int) -> bool:
         if len(self.hypotheses) < self.width:
             return False
         best_possible = self._penalized(best.score, num_output_tokens)  # transformers' estimate, not a bound

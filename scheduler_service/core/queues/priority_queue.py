@@ -7,9 +7,9 @@ changes, and one number fixed at arrival says it: priority x overtakes + arrival
 
 from collections.abc import Sequence as SequenceOf
 
-from scheduler_service.core.group_heap import GroupHeap
-from scheduler_service.core.queue import WaitingQueue
-from scheduler_service.core.sequence import SequenceGroup
+from scheduler_service.core.groups.sequence import SequenceGroup
+from scheduler_service.core.queues.group_heap import GroupHeap
+from scheduler_service.core.queues.waiting_queue import WaitingQueue
 
 
 class PriorityQueue(WaitingQueue):

@@ -4,13 +4,13 @@ Everything is said once. A sequence's first step carries it whole, or as a fork 
 block table's new entries are sent, and what has left since the step before.
 """
 
-from scheduler_service.core.budget import SchedulingBudget
 from scheduler_service.core.config import SchedulerConfig
-from scheduler_service.core.ledger import GroupLedger
+from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
 from scheduler_service.core.outputs import BlockTableUpdate, Fork, NewSequence, ScheduledSequence, SchedulerOutput
-from scheduler_service.core.placement import Placement
-from scheduler_service.core.queue import WaitingQueue
-from scheduler_service.core.sequence import Sequence, SequenceGroup
+from scheduler_service.core.placement.choice import Placement
+from scheduler_service.core.planning.budget import SchedulingBudget
+from scheduler_service.core.planning.ledger import GroupLedger
+from scheduler_service.core.queues.waiting_queue import WaitingQueue
 
 
 class Chunk:

@@ -13,8 +13,8 @@ log-probabilities besides its own, which makes 194 bytes, and a beam less than 2
 in a step, the most that the settings allow, make 42 MB.
 """
 
-from scheduler_service.core.sampling_params import SamplingParams
-from scheduler_service.core.sequence import Sequence
+from scheduler_service.core.groups.sampling_params import SamplingParams
+from scheduler_service.core.groups.sequence import Sequence
 
 NUMBER_BYTES = 5
 """The most that a number of 32 bits takes in a column."""

@@ -17,13 +17,12 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
-from scheduler_service.core.block_allocator import BlockAllocator, Content
-from scheduler_service.core.prefix_directory import PrefixDirectory
-from scheduler_service.core.prefix_key import next_key
-from scheduler_service.core.sequence import Sequence, SequenceGroup
-
-NO_BLOCK = -1
-"""Stands in a table where a block was let go of."""
+from scheduler_service.core.blocks.allocator import BlockAllocator, Content
+from scheduler_service.core.blocks.pool import NO_BLOCK, Pool, move, own_contents
+from scheduler_service.core.blocks.prefix_directory import PrefixDirectory
+from scheduler_service.core.blocks.prefix_key import first_key, next_key
+from scheduler_service.core.blocks.sizes import TableSizes
+from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
 
 
 class AllocStatus(enum.Enum):
@@ -52,64 +51,27 @@ class BlockManager:
         directory: PrefixDirectory | None = None,
         bit: int = 1,
     ) -> None:
-        self.num_lookahead_slots = num_lookahead_slots
-        self.sliding_window = sliding_window
-        self.max_blocks_per_sequence = max_blocks_per_sequence or num_device_blocks
-        self.max_sequence_tokens = max_sequence_tokens or num_device_blocks * block_size - num_lookahead_slots
+        self.sizes = TableSizes(
+            block_size,
+            num_device_blocks,
+            num_lookahead_slots,
+            sliding_window,
+            max_blocks_per_sequence or num_device_blocks,
+            max_sequence_tokens or num_device_blocks * block_size - num_lookahead_slots,
+        )
         self.block_size = block_size
         self.device = BlockAllocator(num_device_blocks, directory, bit)
         self.host = BlockAllocator(num_host_blocks)
         self.num_watermark_blocks = int(watermark * num_device_blocks)
         self.prefix_caching = prefix_caching
-        self.tables: dict[int, list[int]] = {}
-        self.host_tables: dict[int, list[int]] = {}
-        self._pools = ((self.device, self.tables), (self.host, self.host_tables))
-
-    def num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
-    def _num_blocks_ahead(self, num_tokens: int) -> int:
-        """Entries of a table with room for so many tokens and what may follow them."""
-        return self.num_blocks(num_tokens + self.num_lookahead_slots)
+        self._on_device, self._on_host = Pool(self.device), Pool(self.host)
+        self.tables = self._on_device.tables
+        self.host_tables = self._on_host.tables
 
     def num_table_entries(self, sequence: Sequence, num_tokens: int) -> int:
         """Entries of a table on the device, once it has room for so many tokens past the computed ones."""
-        num_ahead = self._num_blocks_ahead(sequence.num_computed_tokens + num_tokens)
+        num_ahead = self.sizes.blocks_ahead(sequence.num_computed_tokens + num_tokens)
         return max(num_ahead, len(self.tables[sequence.id]))
-
-    def _within_window(self, num_blocks: int, num_sequences: int = 1) -> int:
-        """Of so many blocks those that sequences hold at a time: with a sliding window each lets go of some in time."""
-        return min(num_blocks, num_sequences * self.max_blocks_per_sequence) if self.sliding_window else num_blocks
-
-    def _num_first_blocks(self, sequence: Sequence) -> int:
-        """Blocks that a sequence without any is given: for all its tokens, or the most that it ever holds."""
-        return self._within_window(self._num_blocks_ahead(sequence.num_tokens))
-
-    def num_blocks_of(self, group: SequenceGroup) -> int:
-        """Blocks that the group needs to reach the state it is in, those of the prompt shared if only read."""
-        leader, *followers = group.live
-        lengths = [follower.num_tokens for follower in followers]
-        return self._num_first_blocks(leader) + sum(self._num_own_blocks(group, length, length) for length in lengths)
-
-    def never_fits(self, group: SequenceGroup) -> bool:
-        """Whether a waiting group outgrows the whole pool, at the latest with its longest outputs."""
-        most = group.max_num_tokens(self.max_sequence_tokens) - 1  # the last token is never computed
-        num_prompt = len(group.prompt_token_ids)
-        leader, *followers = [sequence.num_tokens for sequence in group.live]
-        followers += [num_prompt + 1] * (group.num_seqs - 1 - len(followers))  # beams to come
-        shared = num_prompt // self.block_size
-        needed = self._within_window(shared)
-        needed += self._within_window(self._num_blocks_ahead(max(leader, most)) - shared)
-        needed += sum(self._num_own_blocks(group, length, max(length, most)) for length in followers)
-        return self._within_window(needed, 1 + len(followers)) > self.device.num_blocks
-
-    def _num_own_blocks(self, group: SequenceGroup, num_forked_with: int, num_tokens: int) -> int:
-        """Blocks that a follower, which forks with so many tokens, shares with none when it has `num_tokens`.
-
-        Without an output it computes the last prompt token itself: so a block that ends with the prompt is not shared.
-        """
-        shared = min(len(group.prompt_token_ids), num_forked_with - 1) // self.block_size
-        return self._within_window(self._num_blocks_ahead(num_tokens) - shared)
 
     def can_allocate(
         self, group: SequenceGroup, *, leave_watermark: bool, without: Iterable[SequenceGroup] = ()
@@ -118,13 +80,13 @@ class BlockManager:
 
         `leave_watermark` keeps blocks free for those that go on running.
         """
-        if self.never_fits(group):
+        if self.sizes.never_fits(group):
             return AllocStatus.NEVER
         leaving = Counter(block for other in without for s in other.live for block in self.tables.get(s.id, ()))
         del leaving[NO_BLOCK]
         num_free = self.device.num_free + sum(self.device.ref_count(b) == n for b, n in leaving.items())
         # A cached block that somebody goes on holding costs nothing.
-        needed = self.num_blocks_of(group)
+        needed = self.sizes.blocks_of_group(group)
         needed -= self.device.num_held(self._cached_blocks(group.live[0]), leaving)
         reserve = self.num_watermark_blocks if leave_watermark else 0
         return AllocStatus.OK if needed + reserve <= num_free else AllocStatus.LATER
@@ -137,28 +99,28 @@ class BlockManager:
             self.device.share(block)
         leader.num_computed_tokens = leader.num_stored_tokens = len(table) * self.block_size
         leader.num_published_blocks = len(table)
-        table.extend(self.device.allocate() for _ in range(self._num_first_blocks(leader) - len(table)))
+        table.extend(self.device.allocate() for _ in range(self.sizes.first_blocks(leader) - len(table)))
         self.tables[leader.id] = table
-        leader.num_slots = len(table) * self.block_size - self.num_lookahead_slots
+        leader.num_slots = self.sizes.slots(len(table))
 
     def publish(self, sequence: Sequence) -> None:
         """Make the full blocks of a sequence's stored tokens findable, on the device or where they were swapped out."""
         num_full = sequence.num_stored_tokens // self.block_size
         if self.prefix_caching and num_full > sequence.num_published_blocks:
-            for pool, tables in self._pools:
-                if (table := tables.get(sequence.id)) is not None:
+            for pool in (self._on_device, self._on_host):
+                if (table := pool.tables.get(sequence.id)) is not None:
                     keys = self._keys(sequence, num_full)
                     for index in range(sequence.num_published_blocks, num_full):
-                        pool.publish(table[index], keys[index])
+                        pool.blocks.publish(table[index], keys[index])
                     sequence.num_published_blocks = num_full
 
     def withdraw(self, sequence: Sequence) -> None:
         """Take what the sequence's blocks hold out of the prefix cache, because it is not sound."""
-        for pool, tables in self._pools:
-            for block in tables.get(sequence.id, ()):
-                if block != NO_BLOCK and (key := pool.key(block)) is not None:
-                    pool.withdraw(block)
-                    for other, _ in self._pools:
+        for pool in (self._on_device, self._on_host):
+            for block in pool.tables.get(sequence.id, ()):
+                if block != NO_BLOCK and (key := pool.blocks.key(block)) is not None:
+                    pool.blocks.withdraw(block)
+                    for other in (self.device, self.host):
                         if (copy := other.find(key)) is not None:
                             other.withdraw(copy)
 
@@ -186,13 +148,13 @@ class BlockManager:
         keys = sequence.block_keys
         for index in range(len(keys), num_blocks):
             tokens = sequence.tokens_between(index * self.block_size, (index + 1) * self.block_size)
-            keys.append(next_key(keys[-1] if keys else sequence.group.first_key, tokens))
+            keys.append(next_key(keys[-1] if keys else first_key(sequence.group), tokens))
         return keys
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let a sequence without a table go on from the parent's first `num_tokens` tokens, and share their blocks."""
         assert child.id not in self.tables
-        blocks = self.tables[parent.id][: self.num_blocks(num_tokens)]
+        blocks = self.tables[parent.id][: self.sizes.blocks_of(num_tokens)]
         for block in blocks:
             if block != NO_BLOCK:
                 self.device.share(block)
@@ -201,14 +163,14 @@ class BlockManager:
             child.block_keys = parent.block_keys[: num_tokens // self.block_size]
         child.forked_from = parent
         child.num_computed_tokens = child.num_stored_tokens = num_tokens
-        child.num_slots = len(blocks) * self.block_size - self.num_lookahead_slots
+        child.num_slots = self.sizes.slots(len(blocks))
         child.num_published_blocks = min(parent.num_published_blocks, num_tokens // self.block_size)
 
     def release_behind_window(self, sequence: Sequence) -> None:
         """Let go of the blocks that no token to come attends to; nothing happens without a sliding window."""
-        if self.sliding_window and (table := self.tables.get(sequence.id)):
+        if self.sizes.sliding_window and (table := self.tables.get(sequence.id)):
             num_certain = sequence.num_computed_tokens - sequence.num_draft_tokens  # guesses may be taken back
-            end = max(0, num_certain - self.sliding_window + 1) // self.block_size
+            end = max(0, num_certain - self.sizes.sliding_window + 1) // self.block_size
             for index in range(end - 1, -1, -1):
                 if table[index] == NO_BLOCK:
                     break  # and so are those before it
@@ -226,7 +188,7 @@ class BlockManager:
         """
         table = self.tables[sequence.id]
         first = sequence.num_computed_tokens // self.block_size
-        end = self._num_blocks_ahead(sequence.num_computed_tokens + num_tokens)
+        end = self.sizes.blocks_ahead(sequence.num_computed_tokens + num_tokens)
         copies: list[tuple[int, int]] = []
         for index in range(first, min(end, len(table))):
             block = table[index]
@@ -239,7 +201,7 @@ class BlockManager:
                 # A fork may write, after its own tokens, to a block that was published with its parent's.
                 self.device.withdraw(block)
         table.extend(self.device.allocate() for _ in range(end - len(table)))
-        sequence.num_slots = len(table) * self.block_size - self.num_lookahead_slots
+        sequence.num_slots = self.sizes.slots(len(table))
         return copies
 
     def _num_new_blocks(
@@ -253,7 +215,7 @@ class BlockManager:
         writers: Counter[Content] = Counter()  # of shared blocks
         for sequence, num_tokens in chunks:
             table = tables[sequence.id]
-            end = self._num_blocks_ahead(sequence.num_computed_tokens + num_tokens)
+            end = self.sizes.blocks_ahead(sequence.num_computed_tokens + num_tokens)
             num_new += max(0, end - len(table))
             for block in table[sequence.num_computed_tokens // self.block_size : end]:
                 if num_holders(block) > 1:
@@ -265,20 +227,20 @@ class BlockManager:
 
     def can_swap_out(self, group: SequenceGroup) -> bool:
         """Whether host memory has room for those of a running group's blocks that are not held there already."""
-        own = self._own_contents(self._contents(group, self.device, self.tables))
+        own = own_contents(self._on_device.contents(group))
         return self.host.num_taken(own) <= self.host.num_free
 
     def swap_out(self, group: SequenceGroup) -> list[tuple[int, int]]:
         """Move a group's tables to host blocks; returns the pairs of device and host block to copy."""
-        return self._move(group, self.device, self.tables, self.host, self.host_tables)
+        return move(group, self._on_device, self._on_host, self._num_filled)
 
     def can_swap_in(self, group: SequenceGroup, step_tokens: int, *, leave_watermark: bool) -> AllocStatus:
         """Whether a swapped group fits, with room for what each sequence could compute in a step of so many tokens.
 
         There need not be room for a whole prompt at a time: with a sliding window it may be larger than the pool.
         """
-        tables = self._contents(group, self.host, self.host_tables)
-        own = self._own_contents(tables)
+        tables = self._on_host.contents(group)
+        own = own_contents(tables)
         next_tokens = [(s, min(s.num_uncomputed_tokens, step_tokens)) for s in group.live if s.id in tables]
         if len(own) + self._num_new_blocks(next_tokens, tables, own.__getitem__) > self.device.num_blocks:
             return AllocStatus.NEVER
@@ -291,7 +253,7 @@ class BlockManager:
         """Move a group's tables back to device blocks; returns the pairs of host and device block to copy."""
         for sequence in group.live:
             sequence.num_known_blocks = 0
-        return self._move(group, self.host, self.host_tables, self.device, self.tables)
+        return move(group, self._on_host, self._on_device, self._num_filled)
 
     def num_swap_copies(self, group: SequenceGroup) -> int:
         """Blocks to copy if a running group is swapped out and comes back.
@@ -299,17 +261,17 @@ class BlockManager:
         What other groups hold on the device need not come back. What only this one holds must: even where it can be
         found for now, the group makes room because others need those blocks.
         """
-        contents = self._contents(group, self.device, self.tables)
-        filled = {c for s in group.live for c in contents.get(s.id, ())[: self.num_blocks(s.num_computed_tokens)]}
+        contents = self._on_device.contents(group)
+        filled = {c for s in group.live for c in contents.get(s.id, ())[: self._num_filled(s)]}
         filled.discard(NO_BLOCK)
-        held = Counter(itertools.chain(*(self.tables.get(s.id, ()) for s in group.live)))
+        held = self._on_device.held_by(group)
         num_out = sum(self.host.find(content) is None for content in filled)
         return num_out + sum(not self._is_held_by_others(content, held) for content in filled)
 
     def num_tokens_to_recompute(self, group: SequenceGroup) -> int:
         """Computed tokens that a running group would compute again: those that no other group holds for it to find."""
         leader, *followers = group.live
-        held = Counter(itertools.chain(*(self.tables.get(s.id, ()) for s in group.live)))
+        held = self._on_device.held_by(group)
         kept = itertools.takewhile(lambda key: self._is_held_by_others(key, held), self.cacheable_keys(leader))
         num_tokens = max(0, leader.num_computed_tokens - sum(self.block_size for _ in kept))
         return num_tokens + sum(max(0, f.num_computed_tokens - f.num_prompt_tokens) for f in followers)
@@ -319,76 +281,18 @@ class BlockManager:
         block = self.device.find(content)
         return block is not None and self.device.ref_count(block) > held[block]
 
-    def _contents(
-        self, group: SequenceGroup, pool: BlockAllocator, tables: Mapping[int, SequenceOf[int]]
-    ) -> dict[int, list[Content]]:
-        """A group's tables in one pool, with what the blocks hold instead of their numbers."""
-        return {s.id: pool.contents(tables[s.id]) for s in group.live if s.id in tables}
-
-    def _own_contents(self, tables: Mapping[int, SequenceOf[Content]]) -> Counter[Content]:
-        """What a group's tables hold, and how often it stands in them."""
-        own = Counter(itertools.chain(*tables.values()))
-        del own[NO_BLOCK]
-        return own
-
-    def _move(
-        self,
-        group: SequenceGroup,
-        pool_from: BlockAllocator,
-        tables_from: dict[int, list[int]],
-        pool_to: BlockAllocator,
-        tables_to: dict[int, list[int]],
-    ) -> list[tuple[int, int]]:
-        """Each content arrives once, and is copied if it is not found there; a block without any tokens is not copied.
-
-        What is found is held before any block is allocated, because that may give up what could be found.
-        """
-        contents = self._contents(group, pool_from, tables_from)
-        arrived: dict[Content, int] = {}
-        for content in self._own_contents(contents):
-            if (block := pool_to.find(content)) is not None:
-                pool_to.share(block)
-                arrived[content] = block
-        copies: list[tuple[int, int]] = []
-        for sequence in group.live:
-            if sequence.id not in contents:
-                continue
-            table = tables_from.pop(sequence.id)
-            num_filled = self.num_blocks(sequence.num_computed_tokens)
-            for index, content in enumerate(contents[sequence.id]):
-                if content != NO_BLOCK and content not in arrived:
-                    block = arrived[content] = pool_to.allocate()
-                    if isinstance(content, bytes):
-                        pool_to.publish(block, content)
-                    if index < num_filled:
-                        copies.append((table[index], block))
-            tables_to[sequence.id] = [arrived.get(content, NO_BLOCK) for content in contents[sequence.id]]
-            for block in tables_to[sequence.id]:
-                if block != NO_BLOCK:
-                    pool_to.share(block)
-            self._free(table, pool_from)
-        for block in arrived.values():  # the tables hold them now
-            pool_to.free(block)
-        return copies
+    def _num_filled(self, sequence: Sequence) -> int:
+        """Leading blocks of a table that have tokens in them."""
+        return self.sizes.blocks_of(sequence.num_computed_tokens)
 
     # ---- ends
 
     def free(self, sequence: Sequence) -> None:
         """Let go of a sequence's blocks, wherever they are; nothing happens when it has none."""
-        for pool, tables in self._pools:
-            self._free(tables.pop(sequence.id, []), pool)
-
-    def _free(self, table: list[int], pool: BlockAllocator) -> None:
-        for block in reversed(table):
-            if block != NO_BLOCK:
-                pool.free(block)
+        for pool in (self._on_device, self._on_host):
+            pool.free(pool.tables.pop(sequence.id, []))
 
     def check(self) -> None:
         """Assert on both pools that free + held = total and that reference counts equal the tables."""
-        for pool, tables in self._pools:
-            pool.check()
-            held = Counter(block for table in tables.values() for block in table)
-            for block in range(pool.num_blocks):
-                assert pool.ref_count(block) == held[block], (
-                    f"block {block} is counted {pool.ref_count(block)} times and stands in {held[block]} tables"
-                )
+        self._on_device.check()
+        self._on_host.check()

@@ -30,14 +30,19 @@ and is not ended before that.
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
-from scheduler_service.core.block_manager import AllocStatus
-from scheduler_service.core.budget import SchedulingBudget
+from scheduler_service.core.blocks.manager import AllocStatus
 from scheduler_service.core.config import PhaseRule, PreemptionMode
+from scheduler_service.core.groups.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.core.outputs import ScheduledSequence, SchedulerOutput
-from scheduler_service.core.placement import MAX_OVERTAKES, MOST_LEFT, MOST_SLOTLESS, Placement, PlacementReason
-from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from scheduler_service.core.step_bytes import bytes_to_tell, swap_bytes
-from scheduler_service.core.step_writer import Chunk, Step, StepWriter
+from scheduler_service.core.placement.balancer import (
+    MAX_OVERTAKES,
+    MOST_LEFT,
+    MOST_SLOTLESS,
+)
+from scheduler_service.core.placement.choice import Placement, PlacementReason
+from scheduler_service.core.planning.budget import SchedulingBudget
+from scheduler_service.core.planning.step_bytes import bytes_to_tell, swap_bytes
+from scheduler_service.core.planning.step_writer import Chunk, Step, StepWriter
 
 
 class Scheduler(StepWriter):
@@ -443,7 +448,7 @@ class Scheduler(StepWriter):
         return True
 
     def _status(self, group: SequenceGroup, budget: SchedulingBudget) -> AllocStatus:
-        if group.num_seqs > self.config.max_num_seqs or self.blocks.never_fits(group):
+        if group.num_seqs > self.config.max_num_seqs or self.blocks.sizes.never_fits(group):
             return AllocStatus.NEVER  # before anybody is preempted for it
         if not budget.num_tokens or group.num_seqs > budget.num_seqs or not self.has_lora_slot(group):
             return AllocStatus.LATER
@@ -464,7 +469,7 @@ class Scheduler(StepWriter):
         leader = sequences[0]
         for sequence in sequences:
             sequence.id = next(self._sequence_ids)
-            sequence.max_num_tokens = group.max_num_tokens(self.blocks.max_sequence_tokens)
+            sequence.max_num_tokens = group.max_num_tokens(self.blocks.sizes.max_sequence_tokens)
         group.num_worker_changes += group.worker not in (None, self.worker)
         group.worker = self.worker
         self.blocks.allocate(leader)
@@ -580,7 +585,7 @@ class Scheduler(StepWriter):
     def _ignore(self, group: SequenceGroup, step: Step) -> None:
         group.error = (
             f"the request's {group.num_seqs} sequence(s) of up to "
-            f"{group.max_num_tokens(self.blocks.max_sequence_tokens)} tokens do not fit the worker, which has "
+            f"{group.max_num_tokens(self.blocks.sizes.max_sequence_tokens)} tokens do not fit the worker, which has "
             f"{self.config.num_device_blocks} blocks of {self.config.block_size} tokens and "
             f"{self.config.max_num_seqs} sequences; ask for fewer or shorter outputs"
         )

@@ -10,14 +10,14 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
-from scheduler_service.core.beam_search import Continuation
-from scheduler_service.core.block_manager import AllocStatus, BlockManager
+from scheduler_service.core.blocks.manager import AllocStatus, BlockManager
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
+from scheduler_service.core.groups.beam_search import Continuation
+from scheduler_service.core.groups.sampling_params import NOTHING_ALLOWED
+from scheduler_service.core.groups.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.core.outputs import ModelOutput, ScheduledSequence, SchedulerOutput, SequenceOutput
-from scheduler_service.core.queue import WaitingQueue
-from scheduler_service.core.sampling_params import NOTHING_ALLOWED
-from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from scheduler_service.core.suspicion import Suspicion
+from scheduler_service.core.queues.waiting_queue import WaitingQueue
+from scheduler_service.core.suspects.suspicion import Suspicion
 
 # A worker that has not answered a step after MOST_OVERDUE times what it should take, and after OVERDUE_SECONDS, has
 # failed by then: however much later it counts as lost, it did not serve in that time.
@@ -329,7 +329,7 @@ class GroupLedger:
             self.finish_sequence(beam, SequenceStatus.FINISHED_STOPPED)
         return [] if children else [SequenceOutput(beams[0], None)]
 
-    def _child(self, continuation: Continuation) -> Sequence:
+    def _child(self, continuation: Continuation[Sequence]) -> Sequence:
         parent = continuation.parent
         child = Sequence(parent.group, 0, parent.output_token_ids)
         child.output_token_ids.append(continuation.token_id)
