@@ -30,7 +30,7 @@ class SchedulerConfig:
 
     `max_num_batched_tokens` and `max_num_seqs` bound one step; `max_model_len` bounds prompt and output of one
     sequence; `watermark` is the share of device blocks that admission leaves free so that running sequences can
-    grow before anyone has to be preempted. AUTO compares `block_bytes` of each block that is copied, out or back in, at
+    grow before one has to be preempted. AUTO compares `block_bytes` of each block that is copied, out or back in, at
     `swap_bytes_per_second` with the tokens to compute anew at `prefill_tokens_per_second`; what the other pool has, or
     other groups hold in the prefix cache, costs neither. Where a speed is 0, that way counts as never finishing.
     While others want a share of the step, a sequence computes at most `max_prefill_chunk` tokens of it, each further

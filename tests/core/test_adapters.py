@@ -13,7 +13,8 @@ from scheduler_service.core import (
     SequenceStatus,
     WaitingQueue,
 )
-from scheduler_service.core.placement.balancer import MAX_OVERTAKES, MOST_SLOTLESS
+from scheduler_service.core.placement.balancer import MAX_OVERTAKES
+from scheduler_service.core.planning.queue_view import MOST_SLOTLESS
 
 
 def test_no_more_adapters_run_together_than_allowed() -> None:

@@ -18,7 +18,8 @@ from scheduler_service.core import (
     SequenceStatus,
     WaitingQueue,
 )
-from scheduler_service.core.placement.balancer import MAX_OVERTAKES, MOST_LEFT
+from scheduler_service.core.placement.balancer import MAX_OVERTAKES
+from scheduler_service.core.planning.queue_view import MOST_LEFT
 
 
 def test_a_group_is_left_for_no_longer_than_that_would_save() -> None:
@@ -180,6 +181,9 @@ def test_somebody_always_takes_a_group_that_there_is_room_for(
             if not any(sequence.group.beams for sequence, *_ in output.scheduled):
                 answer(scheduler, output, now + 0.01 * rng.random())
             else:
-                scheduler.finish_requests(list(scheduler._by_id), SequenceStatus.FINISHED_ABORTED)
+                scheduler.finish_requests(
+                    [group.request_id for group in (*scheduler.running, *scheduler.swapped)],
+                    SequenceStatus.FINISHED_ABORTED,
+                )
                 answer(scheduler, output, now)
         balancer.check()

@@ -21,6 +21,7 @@ from scheduler_service.core import (
     SequenceStatus,
     WaitingQueue,
 )
+from scheduler_service.core.planning.step_writer import StepWriter
 from scheduler_service.recording import writer
 from scheduler_service.recording.fields import decode_enum, decode_fields, encode_enum, encode_fields
 from scheduler_service.recording.format import MAX_EVENT_BYTES, ReadEvent, RecordingError, frame, read_events
@@ -240,7 +241,7 @@ def test_a_call_that_raises_is_recorded_and_raises_all_the_same(
     sink = MemorySink()
     scheduler = recorder(sink).scheduler(CONFIG, WaitingQueue(), "worker", Connection(1))
     scheduler.add_request(SequenceGroup("a", [1], SamplingParams(max_tokens=1)))
-    monkeypatch.setattr(scheduler, "write", lambda step: 1 / 0)
+    monkeypatch.setattr(StepWriter, "write", lambda self, step: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         scheduler.schedule(1.0)
     (tmp_path / "recording").write_bytes(sink.data)

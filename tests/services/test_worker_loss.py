@@ -15,7 +15,7 @@ from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire_common.errors import RequestError
 from scheduler_service import worker_loop
 from scheduler_service.core import SchedulerConfig, SchedulerOutput
-from scheduler_service.core.planning import ledger
+from scheduler_service.core.planning import scheduler as planner
 from scheduler_service.engine import Engine
 from scheduler_service.request import RequestState
 from scheduler_service.settings import SchedulerSettings
@@ -389,7 +389,7 @@ async def test_a_session_that_cannot_begin_leaves_nothing_behind_that_breaks_the
         closed: list[Session] = []
         close = Session.close
         with monkeypatch.context() as patch:
-            patch.setattr(ledger, "BlockManager", lambda *_, **__: 1 / 0)
+            patch.setattr(planner, "BlockManager", lambda *_, **__: 1 / 0)
             patch.setattr(Session, "close", lambda session: closed.append(session) or close(session))
             loop.undrain()
             await until(lambda: closed)

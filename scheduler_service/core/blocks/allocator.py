@@ -2,7 +2,7 @@
 
 A block that was computed may carry a key that stands for its tokens and everything before them. Of the blocks that
 carry one key, one is found by it. When its last holder lets go, that one keeps key and contents, and can be found and
-held again, until the pool has nothing else to hand out.
+held again, until the pool has no other block to hand out.
 """
 
 from collections import OrderedDict
@@ -58,7 +58,7 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds, findable or not."""
+        """Unreferenced blocks, whether in the prefix cache or not."""
         return len(self._free) + len(self._evictor)
 
     def allocate(self) -> int:
@@ -80,7 +80,7 @@ class BlockAllocator:
         self._ref_counts[block] += 1
 
     def free(self, block: int) -> None:
-        """Let go of a block once; raises ValueError when nobody holds it."""
+        """Let go of a block once; raises ValueError when it is free."""
         if self._ref_counts[block] == 0:
             raise ValueError(f"block {block} is free already")
         self._ref_counts[block] -= 1
@@ -115,7 +115,7 @@ class BlockAllocator:
             self._forget(block)
 
     def withdraw_all(self) -> None:
-        """Make every block unfindable: the worker is gone. Nobody may hold any."""
+        """Make every block unfindable: the worker is gone. None may be held."""
         assert self.num_free == self.num_blocks
         for block in range(self.num_blocks):
             self._forget(block)

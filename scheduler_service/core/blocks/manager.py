@@ -85,7 +85,7 @@ class BlockManager:
         leaving = Counter(block for other in without for s in other.live for block in self.tables.get(s.id, ()))
         del leaving[NO_BLOCK]
         num_free = self.device.num_free + sum(self.device.ref_count(b) == n for b, n in leaving.items())
-        # A cached block that somebody goes on holding costs nothing.
+        # A cached block that a sequence goes on holding costs nothing.
         needed = self.sizes.blocks_of_group(group)
         needed -= self.device.num_held(self._cached_blocks(group.live[0]), leaving)
         reserve = self.num_watermark_blocks if leave_watermark else 0
@@ -182,7 +182,7 @@ class BlockManager:
         return self._num_new_blocks(chunks, self.tables, self.device.ref_count) <= self.device.num_free
 
     def append_slots(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]]:
-        """Make room for `num_tokens` tokens past the computed ones, in blocks that nobody else holds.
+        """Make room for `num_tokens` tokens past the computed ones, in blocks that no other sequence holds.
 
         Returns the blocks to copy, as pairs of source and destination.
         """

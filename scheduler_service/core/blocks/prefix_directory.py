@@ -18,7 +18,7 @@ class PrefixDirectory:
         self._holders[key] = self._holders.get(key, 0) | bit
 
     def remove(self, key: bytes, bit: int) -> None:
-        """Raises KeyError when nobody holds the key."""
+        """Raises KeyError when no worker holds the key."""
         if holders := self._holders[key] & ~bit:
             self._holders[key] = holders
         else:

@@ -131,6 +131,20 @@ class Sequence:
             return max(0, num_left)
         return 1 if self.num_computed_tokens + 1 < self.max_num_tokens else 0  # the last token is never computed
 
+    def leave_worker(self) -> None:
+        """Wait again: it will be new to the worker that takes it next, and its blocks are gone."""
+        self.id = 0
+        self.status = SequenceStatus.WAITING
+        self.num_computed_tokens = 0
+        self.num_stored_tokens = 0
+        self.is_known = False
+        self.forked_from = None
+        self.candidates = None
+        self.draft_token_ids = []
+        self.num_draft_tokens = 0
+        self.num_known_blocks = 0
+        self.num_published_blocks = 0
+
     def __repr__(self) -> str:
         return f"Sequence({self.id}, {self.status.name}, {self.num_computed_tokens}/{self.num_tokens})"
 

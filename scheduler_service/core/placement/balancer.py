@@ -1,9 +1,9 @@
-"""Which worker takes a waiting group: those who share a queue, and what each of them has to do.
+"""Which worker takes a waiting group: the workers that share a queue, and what each of them has to do.
 
 A worker's scheduler that has room for a group asks whether to take it or to leave it to a better worker. Better is
 where it would be done sooner: what is under way there, what it could skip because its prefix is cached there, and how
-fast that worker is, all count in seconds. Only a worker that has room at this very moment is better, so one of those
-who are asked always takes it; and because much can happen until then, a group is left
+fast that worker is, all count in seconds. Only a worker that has room at this very moment is better, so one of the
+workers that are asked always takes it; and because much can happen until then, a group is left
 
 - for no longer than the better worker would have saved it, counted from when it was left first, so that at worst it
   waits twice as long as it had to;
@@ -11,11 +11,11 @@ who are asked always takes it; and because much can happen until then, a group i
 
 A group whose adapter has no slot on a worker is passed over there and overtaken within the same bound.
 
-After that whoever comes first takes it, but for a suspect: while there are workers that were not lost with it, it waits
-for one of those. Where nothing is cached and many wait, a worker takes its share of them at once, as much as brings it
-to where all will be when nobody waits any more, instead of one at a time in turns.
+After that the first worker that asks takes it. A suspect is the exception: while there are workers that were not lost
+with it, it waits for one of those. Where nothing is cached and many wait, a worker takes its share of them at once, as
+much as brings it to where all will be when none waits any more, instead of one at a time in turns.
 
-All that a scheduler reports is as of its last step. Everything costs O(log workers) or less, but for suspects, for whom
+All that a scheduler reports is as of its last step. Everything costs O(log workers) or less; for suspects
 all workers are looked through.
 """
 
@@ -31,8 +31,6 @@ from scheduler_service.core.placement.worker import SEQUENCE_TOKENS, Member, Wor
 from scheduler_service.core.suspects.suspicion import Background
 
 MAX_OVERTAKES = 16
-MOST_LEFT = 8  # groups that a worker looks past in one step
-MOST_SLOTLESS = 32  # groups without a slot for their adapter that it looks past as well
 MOST_CANDIDATES = 4  # of each kind that are looked at closely
 
 
@@ -62,7 +60,7 @@ class Balancer:
     def __len__(self) -> int:
         return len(self._members)
 
-    # ---- who is there
+    # ---- membership
 
     def join(self, scheduler: WorkerScheduler) -> Member:
         """A worker's session begins."""
@@ -107,7 +105,7 @@ class Balancer:
             heapq.heapify(self._lightest)
 
     def _member_of(self, entry: tuple[float, int, int]) -> Member | None:
-        """Whose entry it is; None for a stale one."""
+        """The worker that an entry is of; None for a stale one."""
         member = self._members.get(entry[2])
         return member if member is not None and member.entry == entry[1] else None
 
@@ -122,7 +120,7 @@ class Balancer:
         return [other.scheduler for other in self._members.values() if other is not member and other.scheduler.admits]
 
     def place(self, member: Member, group: SequenceGroup, num_waiting: int, now: float) -> Placement:
-        """Whether to take a group that the worker has room for, or to whom to leave it.
+        """Whether to take a group that the worker has room for, or to which other worker to leave it.
 
         `num_waiting` counts those that wait, this one included.
         """
@@ -167,7 +165,7 @@ class Balancer:
         return Placement(suspect, PlacementReason.SUSPECT, to=to, num_overtaken=suspect.num_overtaken)
 
     def place_elsewhere(self, member: Member, group: SequenceGroup, now: float) -> Placement | None:
-        """Whom to leave a group to that has no room here; None when that is nobody."""
+        """The worker to which a group is left that has no room here; None when there is none."""
         if not self.has_others(member) or group.num_overtaken >= MAX_OVERTAKES:
             return None
         if group.left_until is not None and now > group.left_until:
@@ -175,7 +173,7 @@ class Balancer:
         return self._best_elsewhere(member, group, now)
 
     def resume_elsewhere(self, member: Member, group: SequenceGroup, now: float) -> Placement | None:
-        """Who could compute a group that is swapped out here anew, in less time than it has been waiting for by now.
+        """The worker that could compute a swapped group anew in less time than the group has been waiting for by now.
 
         Whatever is left of its wait here, that is at most twice what it had to wait. Each time it has moved it must
         have waited for twice as long.
@@ -313,6 +311,6 @@ class Balancer:
             group.num_overtaken += 1
 
     def stepped(self, member: Member, num_tokens: int, seconds: float) -> None:
-        """A worker's step is done; one that is alone is not compared with anybody."""
+        """A worker's step is done; a worker that is alone is compared with none."""
         if len(self._members) > 1 and seconds > 0 and num_tokens:
             member.slowness.observe(self.times.observe(num_tokens, seconds))

@@ -11,7 +11,7 @@ class PlacementReason(enum.Enum):
     """Why a worker took a group, or left it to another one."""
 
     ALONE = enum.auto()
-    """Nobody else had room."""
+    """No other worker had room."""
     LOAD = enum.auto()
     """It is done sooner there, by what the workers have to do and how fast they are."""
     AFFINITY = enum.auto()
@@ -29,7 +29,7 @@ class PlacementReason(enum.Enum):
 class Placement(NamedTuple):
     """One choice: a group was taken by the worker whose step it is in, or left `to` another one.
 
-    Seconds are those that it was expected to take here and there, 0 where nobody asked; tokens those that are cached.
+    Seconds are those that it was expected to take here and there, 0 without a comparison; tokens those that are cached.
     """
 
     group: SequenceGroup

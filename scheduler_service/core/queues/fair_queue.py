@@ -1,9 +1,9 @@
 """Tenants share by virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
 
 Every tenant has a counter of the service it was given: prompt tokens, and output tokens at twice their number, divided
-by its weight. The tenant of the lowest counter is next; within a tenant, first come, first served. Who comes back after
-a pause starts at the lowest counter of those waiting, or at that of who waited last, so that nobody saves up service by
-being idle.
+by its weight. The tenant of the lowest counter is next; within a tenant, first come, first served. A tenant that
+comes back after a pause starts at the lowest counter of those that wait, or at that of the tenant that waited last, so
+that no tenant saves up service by being idle.
 """
 
 import heapq
@@ -53,7 +53,7 @@ class FairQueue(WaitingQueue):
         return next(iter(self._tenants[self._next_tenant()].values()))
 
     def upcoming(self, most: int, *, equals: bool = True) -> list[SequenceGroup]:  # noqa: ARG002
-        """A tenant after the other, the one served least first: who is passed over stays first, and loses no share."""
+        """A tenant after the other, the one served least first: a tenant that is passed over stays first."""
         tenants: list[str] = []
         groups: list[SequenceGroup] = []
         while self._heap and len(groups) < most and len(tenants) < len(self._tenants):

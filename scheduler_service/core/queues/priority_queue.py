@@ -1,4 +1,4 @@
-"""Lower numbers run first, and ageing bounds how often anybody is overtaken.
+"""Lower numbers run first, and ageing bounds how often a request is overtaken.
 
 The longer a request has waited, the more later arrivals of a better priority it has let pass; after `overtakes` of them
 for each level of difference it goes before the next one. All requests age alike, so their order among each other never
@@ -48,7 +48,7 @@ class PriorityQueue(WaitingQueue):
         return groups
 
     def victim(self, running: dict[SequenceGroup, None]) -> SequenceGroup:
-        """Who would be the last to go first; always the same of any two, or they could preempt each other for ever."""
+        """The last in rank; of any two always the same one, or they could preempt each other for ever."""
         return max(running, key=lambda group: group.rank)
 
     def outranks(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:

@@ -1,7 +1,7 @@
 """The one queue of requests that no worker has been given yet, shared by every worker's scheduler.
 
 A policy is an order of this queue and a choice of victims. First come, first served is the plain queue; the others are
-`PriorityQueue` and `FairQueue`. Which of the workers takes who is next is the balancer's to say.
+`PriorityQueue` and `FairQueue`. Which of the workers takes the next group is the balancer's decision.
 """
 
 import itertools
@@ -28,8 +28,8 @@ def insert_by_rank(queue: OrderedDict[str, SequenceGroup], groups: Iterable[Sequ
 class WaitingQueue:
     """First come, first served. Preempted groups go back to the head. Every operation is O(log n) or less.
 
-    `balancer` places its groups among those who share it. `live` are the ids of all that came and have not ended,
-    whether they wait or are with one of the workers that share the queue.
+    `balancer` places its groups among the workers that share it. `live` are the ids of all that came and have not
+    ended, whether they wait or are with one of the workers that share the queue.
     """
 
     charges = False
@@ -82,7 +82,7 @@ class WaitingQueue:
 
     @property
     def head(self) -> SequenceGroup:
-        """Who is next; the queue must not be empty."""
+        """The group that is next; the queue must not be empty."""
         return next(iter(self._groups.values()))
 
     def upcoming(self, most: int, *, equals: bool = True) -> list[SequenceGroup]:  # noqa: ARG002
@@ -102,7 +102,7 @@ class WaitingQueue:
         self.live.discard(request_id)
 
     def victim(self, running: dict[SequenceGroup, None]) -> SequenceGroup:
-        """Who makes room when blocks run out: of groups in the order of admission, the last."""
+        """The group that makes room when blocks run out: the one that was admitted last."""
         return next(reversed(running))
 
     def outranks(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:  # noqa: ARG002

@@ -1,0 +1,168 @@
+"""Takes a worker's answers in: what each sequence gained, and which of them thereby ended."""
+
+import itertools
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+
+from scheduler_service.core.groups.beam_search import Continuation
+from scheduler_service.core.groups.sampling_params import NOTHING_ALLOWED
+from scheduler_service.core.groups.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_service.core.outputs import ModelOutput, SchedulerOutput, SequenceOutput
+from scheduler_service.core.planning.evidence import Evidence
+from scheduler_service.core.planning.session import Session
+
+
+class Answers:
+    """Appends tokens, verifies drafts and goes on with beams."""
+
+    def __init__(self, session: Session, evidence: Evidence) -> None:
+        self._config = session.config
+        self._waiting = session.waiting
+        self._balancer = session.balancer
+        self._member = session.member
+        self._blocks = session.blocks
+        self._groups = session.groups
+        self._in_flight = session.in_flight
+        self._evidence = evidence
+
+    def take_in(self, output: SchedulerOutput, answer: ModelOutput, now: float) -> list[SequenceOutput]:
+        """Account for a step's computed tokens and append the sampled ones; see `Scheduler.update_from_output`."""
+        seconds = self._in_flight.answer(output, answer, now)
+        self._balancer.stepped(self._member, output.num_tokens, seconds)
+        if self._groups.accused:
+            self._evidence.answered(output, seconds)
+        searches: dict[SequenceGroup, None] = {}
+        gained: list[SequenceOutput] = []
+        sampled = iter(self._accept_drafts(output, answer, gained) if output.draft_tokens else answer.token_ids)
+        block_size, dropped, failed = self._config.block_size, output.dropped, answer.failed_sequence_ids
+        reports = bool(answer.logprobs or answer.prompt_logprobs)
+        for sequence, num_tokens, samples in output.scheduled:
+            token_id = next(sampled) if samples else None
+            status = sequence.status
+            if (status is not SequenceStatus.RUNNING and status.is_finished) or (dropped and sequence in dropped):
+                continue
+            start = sequence.num_stored_tokens + 1
+            sequence.num_stored_tokens += num_tokens
+            if num_tokens > 1 or sequence.num_stored_tokens % block_size == 0:
+                self._blocks.publish(sequence)
+            if failed and sequence.id in failed:
+                self._fail(sequence)
+                token_id = None
+            elif token_id is not None and sequence.group.beams is not None:
+                sequence.candidates = _candidates(sequence, answer)
+                searches[sequence.group] = None
+                continue
+            elif token_id is not None:
+                self._append_token(sequence, token_id)
+            if reports:
+                logprobs, prompt_logprobs = answer.logprobs.get(sequence.id), answer.prompt_logprobs.get(sequence.id)
+                gained.append(SequenceOutput(sequence, token_id, logprobs, prompt_logprobs, start))
+            else:
+                gained.append(SequenceOutput(sequence, token_id))
+        for group in searches:
+            if group.error is None and all(beam.candidates is not None for beam in group.live):
+                gained += self._advance_beams(group)
+        return gained
+
+    def _append_token(self, sequence: Sequence, token_id: int) -> None:
+        sampling, output_token_ids = sequence.sampling, sequence.output_token_ids
+        output_token_ids.append(token_id)
+        num_output_tokens = len(output_token_ids)
+        if (suspicion := sequence.group.suspicion) is not None:
+            suspicion.gain_token()
+        if self._waiting.charges:
+            self._waiting.charge(sequence.group, 0, 1)
+        if num_output_tokens > sampling.min_tokens:
+            if token_id in sampling.stop_token_ids:
+                sequence.stop_token_id = token_id
+                return self._groups.finish_sequence(sequence, SequenceStatus.FINISHED_STOPPED)
+            if token_id in sampling.eos_token_ids:
+                return self._groups.finish_sequence(sequence, SequenceStatus.FINISHED_STOPPED)
+        if sequence.num_prompt_tokens + num_output_tokens >= sequence.max_num_tokens:
+            self._groups.finish_sequence(sequence, SequenceStatus.FINISHED_LENGTH_CAPPED)
+        return None
+
+    def _fail(self, sequence: Sequence) -> None:
+        """End a sequence for which no token could be chosen."""
+        self._blocks.withdraw(sequence)
+        if sequence.sampling.allows_some(sequence.token_ids, sequence.num_output_tokens):
+            sequence.group.error = "no token could be chosen: the model's output was not finite"
+            self._groups.finish_sequence(sequence, SequenceStatus.FINISHED_ABORTED)
+        else:
+            sequence.group.error = NOTHING_ALLOWED
+            self._groups.finish_sequence(sequence, SequenceStatus.FINISHED_IGNORED)
+
+    # ---- drafts
+
+    def guess(self, drafts: Mapping[int, SequenceOf[int]]) -> bool:
+        """Take drafts of running sequences; returns whether any was taken. See `Scheduler.update_draft_token_ids`."""
+        any_taken = False
+        for group in self._groups.running:
+            for sequence in group.live:
+                if sequence.id in drafts and sequence.num_stored_tokens == sequence.num_computed_tokens:
+                    if sequence.sampling.num_logprobs is not None:
+                        continue  # they are reported for sampled tokens only
+                    room = sequence.max_num_tokens - sequence.num_tokens - 1
+                    most = max(0, min(self._config.num_lookahead_slots, room))
+                    sequence.draft_token_ids = list(drafts[sequence.id][:most])
+                    any_taken = True
+        return any_taken
+
+    def _accept_drafts(self, output: SchedulerOutput, answer: ModelOutput, gained: list[SequenceOutput]) -> list[int]:
+        """Append the guesses that were right, and return what was sampled after the last of each sequence."""
+        num_gained = iter(answer.num_tokens or [1] * output.num_samples)
+        token_ids = iter(answer.token_ids)
+        last: list[int] = []
+        for sequence, num_tokens, samples in output.scheduled:
+            if not samples:
+                continue
+            *accepted, token_id = itertools.islice(token_ids, next(num_gained))
+            last.append(token_id)
+            if sequence.id not in output.draft_tokens or sequence.status.is_finished or sequence in output.dropped:
+                continue
+            sequence.num_draft_tokens = 0
+            for guess in accepted:
+                if not sequence.status.is_finished:
+                    self._append_token(sequence, guess)
+                    gained.append(SequenceOutput(sequence, guess))
+            # Keys and values of the guesses that were wrong do not count; the caller adds num_tokens.
+            num_wrong = num_tokens - 1 - len(accepted)
+            sequence.num_stored_tokens -= num_wrong
+            sequence.num_computed_tokens -= num_wrong
+        return last
+
+    # ---- beams
+
+    def _advance_beams(self, group: SequenceGroup) -> list[SequenceOutput]:
+        """Replace a group's beams by those that follow; what they share stays shared."""
+        assert group.beams is not None
+        if group.suspicion is not None:
+            group.suspicion.gain_token()
+        beams = group.live
+        children = [self._child(continuation) for continuation in group.beams.advance(beams)]
+        if children:
+            group.sequences = children
+        if self._waiting.charges:
+            self._waiting.charge(group, 0, len(beams))
+        for beam in beams:
+            self._groups.finish_sequence(beam, SequenceStatus.FINISHED_STOPPED)
+        return [] if children else [SequenceOutput(beams[0], None)]
+
+    def _child(self, continuation: Continuation[Sequence]) -> Sequence:
+        parent = continuation.parent
+        child = Sequence(parent.group, 0, parent.output_token_ids)
+        child.output_token_ids.append(continuation.token_id)
+        child.id = self._groups.new_sequence_id()
+        child.status = SequenceStatus.RUNNING
+        child.score = continuation.score
+        child.max_num_tokens = parent.max_num_tokens
+        self._blocks.fork(parent, child, parent.num_stored_tokens)
+        child.num_forked_tokens = parent.num_tokens
+        return child
+
+
+def _candidates(beam: Sequence, answer: ModelOutput) -> list[tuple[int, float]]:
+    """The likeliest tokens after a beam; raises ValueError when the worker did not report them."""
+    if (logprobs := answer.logprobs.get(beam.id)) is None:
+        raise ValueError(f"the worker returned no log-probabilities for sequence {beam.id}, which is a beam")
+    return list(zip(logprobs.token_ids[1:], logprobs.logprobs[1:], strict=True))

@@ -1,0 +1,86 @@
+"""Takes running groups off the worker when blocks run out, or when a waiting group outranks them.
+
+A preempted group is freed and computes its tokens anew later (recompute), or is copied to host memory (swap).
+"""
+
+from scheduler_service.core.blocks.manager import AllocStatus
+from scheduler_service.core.config import PreemptionMode
+from scheduler_service.core.groups.sequence import SequenceGroup
+from scheduler_service.core.planning.session import Session
+from scheduler_service.core.planning.step import Step
+
+
+class Preemption:
+    """`counts` says how many groups were preempted, by mode."""
+
+    def __init__(self, session: Session) -> None:
+        self._config = session.config
+        self._waiting = session.waiting
+        self._blocks = session.blocks
+        self._groups = session.groups
+        self.counts = {PreemptionMode.RECOMPUTE: 0, PreemptionMode.SWAP: 0}
+
+    def preempt_one(self, step: Step) -> SequenceGroup:
+        """Preempt the group that is to make room first; returns it."""
+        victim = self._waiting.victim(self._groups.running)
+        self._preempt(victim, step)
+        return victim
+
+    def make_room(self, group: SequenceGroup, step: Step) -> bool:
+        """Preempt running groups that a waiting one outranks, if that gives it the room that it needs.
+
+        Tokens of the step are part of that room; for those nothing is preempted that takes none of them.
+        """
+        victims: list[SequenceGroup] = []
+        candidates = dict(self._groups.running)
+        num_tokens, num_seqs = step.budget.num_tokens, step.budget.num_seqs
+        while (
+            not num_tokens
+            or num_seqs < group.num_seqs
+            or not self._groups.has_lora_slot(group, without=victims)
+            or self._blocks.can_allocate(group, leave_watermark=bool(candidates), without=victims) is not AllocStatus.OK
+        ):
+            victim = self._waiting.victim(candidates)
+            # Blocks that were swapped in within this step are not in their place yet, and cannot be swapped out.
+            if step.swap_in or not self._waiting.outranks(group, victim):
+                return False
+            num_tokens += step.num_tokens_of(victim)
+            if not num_tokens:
+                return False
+            del candidates[victim]
+            victims.append(victim)
+            num_seqs += victim.num_seqs
+        step.unfold()
+        for victim in victims:
+            self._preempt(victim, step)
+        return True
+
+    def _preempt(self, group: SequenceGroup, step: Step) -> None:
+        chunks = step.give_back(group)
+        step.num_preempted += 1
+        # Blocks that were to be copied on write in this step have nothing in them yet that could be swapped out, and
+        # beams that are swapped out could not be forked when the answer to their step in flight comes. A suspect would
+        # come back from there among the others.
+        is_bound = (
+            group.is_suspect
+            or any(chunk.copies for chunk in chunks)
+            or (group.beams is not None and any(s.num_stored_tokens < s.num_computed_tokens for s in group.live))
+        )
+        mode = PreemptionMode.RECOMPUTE if is_bound else self._mode(group)
+        self.counts[mode] += 1
+        if mode is PreemptionMode.SWAP:
+            group.num_swaps += 1
+            step.swap_out += self._groups.swap_out(group, step.now)
+        else:
+            group.num_recomputes += 1
+            self._groups.give_back(group)
+
+    def _mode(self, group: SequenceGroup) -> PreemptionMode:
+        config = self._config
+        if config.preemption_mode is PreemptionMode.RECOMPUTE or not self._blocks.can_swap_out(group):
+            return PreemptionMode.RECOMPUTE
+        if config.preemption_mode is PreemptionMode.SWAP:
+            return PreemptionMode.SWAP
+        swap = self._blocks.num_swap_copies(group) * config.block_bytes * config.prefill_tokens_per_second
+        recompute = self._blocks.num_tokens_to_recompute(group) * config.swap_bytes_per_second
+        return PreemptionMode.SWAP if swap < recompute else PreemptionMode.RECOMPUTE

@@ -1,0 +1,91 @@
+"""The waiting queue as one step of one worker sees it: which groups it looks past, and which of the others is next.
+
+A group is passed over while a better worker is there for it (`left`), while its adapter has no slot here (`slotless`),
+or while it is a suspect that must wait (`held`). Later groups may overtake it, within bounds.
+"""
+
+from scheduler_service.core.groups.sequence import SequenceGroup
+from scheduler_service.core.placement.balancer import MAX_OVERTAKES
+from scheduler_service.core.placement.choice import Placement
+from scheduler_service.core.queues.waiting_queue import WaitingQueue
+
+MOST_LEFT = 8  # groups left to other workers that a step looks past
+MOST_SLOTLESS = 32  # groups without a slot for their adapter that it looks past as well
+
+
+class QueueView:
+    """Made anew for every step. `slotless` may hold swapped groups too."""
+
+    __slots__ = ("_upcoming", "_waiting", "_worker", "held", "left", "slotless")
+
+    def __init__(self, waiting: WaitingQueue, worker: str) -> None:
+        self._waiting = waiting
+        self._worker = worker
+        self.left: dict[SequenceGroup, Placement] = {}
+        self.slotless: dict[SequenceGroup, None] = {}
+        self.held: dict[SequenceGroup, float] = {}  # and until when
+        self._upcoming: list[SequenceGroup] = []  # those that are next, as far as they are known, the first one last
+
+    @property
+    def next(self) -> SequenceGroup | None:
+        """The first group that is not passed over; the queue must not be empty.
+
+        None when those that are left or without a slot have been overtaken often enough.
+        """
+        if not self.left and not self.slotless and not self.held:
+            return self._waiting.head
+        if not self._upcoming:
+            if self._is_looked_past_enough:
+                return None
+            most = 2 * (len(self.left) + len(self.slotless) + len(self.held)) + 1  # each refill asks for twice as many
+            passed = self.left.keys() | self.slotless.keys() | self.held.keys()
+            groups = self._waiting.upcoming(most, equals=bool(self.left))
+            self._upcoming = [group for group in reversed(groups) if group not in passed]
+        return self._upcoming[-1] if self._upcoming else None
+
+    @property
+    def is_at_head(self) -> bool:
+        """Whether no group is left or without a slot, so that the next group overtakes none."""
+        return not self.left and not self.slotless
+
+    @property
+    def overtaken(self) -> list[SequenceGroup]:
+        """The groups that are overtaken when the next one is admitted."""
+        return [*self.left, *self.slotless]
+
+    @property
+    def is_slotless_overdue(self) -> bool:
+        """Whether a group without a slot has been overtaken as often as it may be."""
+        return any(group.num_overtaken >= MAX_OVERTAKES for group in self.slotless)
+
+    @property
+    def _is_looked_past_enough(self) -> bool:
+        return (
+            len(self.left) > MOST_LEFT
+            or any(group.num_overtaken >= MAX_OVERTAKES and self._worker not in group.lost_on for group in self.left)
+            or self.is_slotless_overdue
+        )
+
+    def leave(self, placement: Placement) -> None:
+        """Look past a group that is for another worker."""
+        self.left[placement.group] = placement
+        self.renew()  # others may go past it than past those without a slot
+
+    def pass_slotless(self, group: SequenceGroup) -> bool:
+        """Look past a waiting or swapped group without a slot, if others may overtake it; returns whether they may."""
+        if group in self.left or group.num_overtaken >= MAX_OVERTAKES or len(self.slotless) >= MOST_SLOTLESS:
+            return False
+        self.slotless[group] = None
+        if self._upcoming and self._upcoming[-1] is group:
+            self._upcoming.pop()
+        return True
+
+    def renew(self) -> None:
+        """Ask the queue again for what is next, because it has changed."""
+        self._upcoming = []
+
+    def ask_again_at(self, now: float) -> float | None:
+        """When the first of those that are left or held may be taken here after all; None without any."""
+        until = [group.left_until for group in self.left if group.left_until is not None and group.left_until >= now]
+        until += self.held.values()
+        return min(until) if until else None

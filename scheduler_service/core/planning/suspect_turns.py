@@ -1,0 +1,81 @@
+"""Gives a suspect a step of its own, and decides when it gets one.
+
+A request that brings workers down must not take all other streams with it. A request that was in flight twice in a row
+when a worker was lost is a suspect and is scheduled alone, with nothing else in flight, until it has gained a token, or
+more of them the more workers were lost; when these losses cannot be coincidence it is ended: suspicion.py has the rule.
+But the worker may be to blame: a suspect goes to another one than it was lost on, if there is any, and is not ended
+before that.
+"""
+
+from scheduler_service.core.blocks.manager import AllocStatus
+from scheduler_service.core.groups.sequence import SequenceGroup
+from scheduler_service.core.planning.budget import SchedulingBudget
+from scheduler_service.core.planning.queue_view import MOST_LEFT
+from scheduler_service.core.planning.running import RunningPlanner
+from scheduler_service.core.planning.session import Session
+from scheduler_service.core.planning.step import Step
+from scheduler_service.core.planning.waiting import WaitingPlanner
+
+
+class SuspectTurns:
+    """Which suspect has its turn, and what is planned for it."""
+
+    def __init__(self, session: Session, running: RunningPlanner, admission: WaitingPlanner) -> None:
+        self._waiting = session.waiting
+        self._balancer = session.balancer
+        self._member = session.member
+        self._groups = session.groups
+        self._running = running
+        self._admission = admission
+
+    def next(self, step: Step) -> SequenceGroup | None:
+        """The suspect that runs here, or else the first of those next in the queue that is not for another worker."""
+        if self._groups.accused and (running := self._groups.suspect) is not None:
+            return running
+        if not (self._admission.admits and self._waiting and self._waiting.head.is_suspect):
+            return None
+        for group in self._waiting.upcoming(MOST_LEFT, equals=False):
+            if not group.is_suspect:
+                break
+            if not self._hold(group, step) and not self._leave(group, step):
+                return group if step.queue.next is group and self._can_start(group, step) else None
+        return None
+
+    def schedule(self, suspect: SequenceGroup, step: Step) -> bool:
+        """Give the step to a suspect alone, if it has room; returns whether that was done."""
+        if suspect in self._groups.running:
+            step.prompts.append(suspect)
+            self._running.schedule_one(suspect, step)
+        else:
+            self._admission.schedule(step, suspect)
+        return bool(step.chunks)
+
+    def _hold(self, suspect: SequenceGroup, step: Step) -> bool:
+        """Let a suspect wait, while what may come of it would prove nothing."""
+        background = self._balancer.background
+        missing = suspect.suspicion.missing_control(background, step.now) if suspect.suspicion is not None else 0.0
+        if missing:
+            step.queue.held[suspect] = background.ahead(step.now, missing)
+        return missing > 0.0
+
+    def _leave(self, suspect: SequenceGroup, step: Step) -> bool:
+        """Leave a suspect to another worker, if a step there says more; returns whether that was done."""
+        if (placement := self._balancer.place_untried(self._member, suspect)) is not None:
+            # No time limit: after losses on one worker only, request and worker are equally suspect.
+            step.queue.leave(placement)
+            return True
+        if not self._balancer.has_others(self._member):
+            return False
+        if self._admission.room_for(suspect) is None:
+            placement = self._balancer.place_elsewhere(self._member, suspect, step.now)
+        else:
+            placement = self._balancer.place(self._member, suspect, len(self._waiting), step.now)
+        return placement is not None and self._admission.leave(placement, step)
+
+    def _can_start(self, suspect: SequenceGroup, step: Step) -> bool:
+        """Whether a waiting suspect would start in a step of its own; else no other group need wait for it."""
+        budget = SchedulingBudget(step.budget.num_tokens, step.budget.num_seqs, step.budget.num_bytes)
+        budget.take(num_seqs=self._groups.num_running_seqs)
+        if self._admission.status(suspect, budget) is not AllocStatus.LATER:
+            return True
+        return bool(self._groups.running) and self._admission.could_make_room(suspect)

@@ -1,0 +1,79 @@
+"""Lets swapped groups run again, in turn, while there is room for them."""
+
+from scheduler_service.core.blocks.manager import AllocStatus
+from scheduler_service.core.groups.sequence import SequenceGroup
+from scheduler_service.core.planning.running import RunningPlanner
+from scheduler_service.core.planning.session import Session
+from scheduler_service.core.planning.step import Step
+from scheduler_service.core.planning.step_bytes import swap_bytes
+from scheduler_service.core.planning.waiting import WaitingPlanner
+
+
+class SwappedPlanner:
+    """Decides which swapped groups resume here, and which go back to the queue for another worker."""
+
+    def __init__(self, session: Session, running: RunningPlanner, admission: WaitingPlanner) -> None:
+        self._config = session.config
+        self._waiting = session.waiting
+        self._balancer = session.balancer
+        self._member = session.member
+        self._blocks = session.blocks
+        self._groups = session.groups
+        self._running = running
+        self._admission = admission
+
+    def schedule(self, step: Step, *, are_behind: bool | None = None) -> None:
+        """Resume groups in turn while there is room, and while they are behind or not, as it is asked for.
+
+        A group that a waiting one outranks comes after that: else it would take the room that the other waits for. One
+        whose adapter has no slot is passed over as in the waiting queue.
+        """
+        groups = self._groups
+        for group in list(groups.swapped):
+            if step.num_preempted or step.budget.is_spent:
+                return
+            if group in step.queue.slotless:
+                continue
+            has_lora_slot = groups.has_lora_slot(group)
+            if has_lora_slot and are_behind is (not group.is_behind):
+                return
+            status = self._blocks.can_swap_in(
+                group, self._config.max_num_batched_tokens, leave_watermark=bool(groups.running)
+            )
+            if status is AllocStatus.NEVER:
+                groups.ignore(group)
+                step.ignored.append(group)
+                continue
+            has_slots = group.num_seqs <= step.budget.num_seqs and has_lora_slot
+            if status is AllocStatus.LATER or not has_slots or self._is_outranked(group, step):
+                if not (self._move(group, step) or self._admission.pass_over(group, step)):
+                    return
+                continue
+            if step.queue.is_slotless_overdue:
+                return
+            self._resume(group, step)
+
+    def _resume(self, group: SequenceGroup, step: Step) -> None:
+        self._balancer.overtook(step.queue.slotless)
+        step.budget.take(num_seqs=group.num_seqs)
+        pairs = self._groups.swap_in(group)
+        step.swap_in += pairs
+        step.prompts.append(group)
+        self._running.schedule_one(group, step)
+        step.budget.take(num_bytes=swap_bytes(len(pairs)))
+
+    def _is_outranked(self, swapped: SequenceGroup, step: Step) -> bool:
+        """Whether the next waiting group goes before a swapped one; a suspect goes by rules of its own."""
+        group = step.queue.next if self._admission.admits and self._waiting else None
+        return group is not None and not group.is_suspect and self._waiting.outranks(group, swapped)
+
+    def _move(self, group: SequenceGroup, step: Step) -> bool:
+        """Give a swapped group back to the queue, if another worker would compute it anew sooner."""
+        placement = self._balancer.resume_elsewhere(self._member, group, step.now)
+        if placement is None:
+            return False
+        group.num_moves += 1
+        self._groups.give_back(group)
+        self._balancer.num_moved += 1
+        step.moved.append(placement)
+        return True

@@ -1,0 +1,186 @@
+"""The groups that one worker's session has been given: how they come, are swapped, leave and end.
+
+A group is running or swapped here, or it waits in the queue that is shared. Whatever ends a sequence, its blocks are
+free afterwards. Which group is given to the worker, swapped or preempted is decided elsewhere.
+"""
+
+import itertools
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
+from scheduler_service.core.blocks.manager import BlockManager
+from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.groups.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_service.core.planning.steps_in_flight import StepsInFlight
+from scheduler_service.core.queues.waiting_queue import WaitingQueue
+
+
+class WorkerGroups:
+    """Running and swapped groups, and what the worker has yet to be told of sequences that left.
+
+    `running` is in the order of admission; of `swapped` the first is to resume first. `accused` are those of the
+    running groups that a worker was lost with.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, waiting: WaitingQueue, blocks: BlockManager, in_flight: StepsInFlight
+    ) -> None:
+        self._config = config
+        self._waiting = waiting
+        self._blocks = blocks
+        self._in_flight = in_flight
+        self.running: dict[SequenceGroup, None] = {}
+        self.num_running_seqs = 0  # of the running groups together, counted as budgets count them
+        self.running_loras: Counter[str] = Counter()  # adapters, and how many running groups need each
+        self.swapped: OrderedDict[SequenceGroup, None] = OrderedDict()
+        self.accused: dict[SequenceGroup, None] = {}
+        self._by_id: dict[str, SequenceGroup] = {}  # running and swapped ones
+        self._sequence_ids = itertools.count(1)
+        self._finished: list[Sequence] = []  # to tell the worker
+        self._preempted: list[int] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a group is here, or the worker has yet to be told of one that was."""
+        return bool(self.running or self.swapped or self._finished or self._preempted)
+
+    @property
+    def suspect(self) -> SequenceGroup | None:
+        """The running group that is scheduled alone. There is one at most: it is admitted when no other runs."""
+        return next((group for group in self.accused if group.is_suspect), None) if self.accused else None
+
+    def find(self, request_id: str) -> SequenceGroup | None:
+        """The group of this id, if it is here or waits."""
+        return self._by_id.get(request_id) or self._waiting.get(request_id)
+
+    def has_lora_slot(self, group: SequenceGroup, *, without: Iterable[SequenceGroup] = ()) -> bool:
+        """Whether the group's adapter can join those of the running groups, `without` those that would make room."""
+        if not group.lora_name or group.lora_name in self.running_loras:
+            return True
+        leaving = Counter(other.lora_name for other in without)
+        return sum(count > leaving[name] for name, count in self.running_loras.items()) < self._config.max_loras
+
+    def new_sequence_id(self) -> int:
+        return next(self._sequence_ids)
+
+    def departures(self) -> tuple[list[int], list[int]]:
+        """Ids of the known sequences that finished, and of those that were preempted; each is returned once."""
+        departures = [sequence.id for sequence in self._finished], self._preempted
+        for sequence in self._finished:
+            sequence.is_known = False
+        self._finished, self._preempted = [], []
+        return departures
+
+    # ---- coming and going
+
+    def admit(self, group: SequenceGroup) -> None:
+        """Take a group out of the queue, and let it run."""
+        self._waiting.remove(group.request_id)
+        for sequence in group.live:
+            sequence.id = self.new_sequence_id()
+            sequence.max_num_tokens = group.max_num_tokens(self._blocks.sizes.max_sequence_tokens)
+        self._blocks.allocate(group.live[0])
+        self._start_running(group)
+        self._by_id[group.request_id] = group
+
+    def swap_out(self, group: SequenceGroup, now: float) -> list[tuple[int, int]]:
+        """Swap a running group out, to be the first to resume; returns the blocks to copy."""
+        pairs = self._blocks.swap_out(group)
+        self._stop_running(group)
+        self.swapped[group] = None
+        self.swapped.move_to_end(group, last=False)
+        group.swapped_at = now
+        for sequence in group.live:
+            sequence.status = SequenceStatus.SWAPPED
+            sequence.draft_token_ids = []  # what it takes to come back must not depend on guesses
+        return pairs
+
+    def swap_in(self, group: SequenceGroup) -> list[tuple[int, int]]:
+        """Let a swapped group run again; returns the blocks to copy."""
+        pairs = self._blocks.swap_in(group)
+        del self.swapped[group]
+        self._start_running(group)
+        return pairs
+
+    def give_back(self, group: SequenceGroup) -> None:
+        """Return a group to the head of the queue: it will be new on the worker that takes it next."""
+        self._preempted.extend(sequence.id for sequence in group.live if sequence.is_known)
+        self._release(group)
+        self._waiting.put_back([group])
+
+    def give_all_back(self) -> list[SequenceGroup]:
+        """The worker is gone: return all its groups to the head of the queue."""
+        groups = [*self.running, *self.swapped]
+        for group in groups:
+            self._release(group)
+        self._waiting.put_back(groups)
+        return groups
+
+    def _release(self, group: SequenceGroup) -> None:
+        self._forget(group)
+        self._in_flight.drop(group.live)
+        for sequence in group.live:
+            self._blocks.free(sequence)
+            sequence.leave_worker()
+        group.has_unforked = len(group.sequences) > 1
+
+    def _forget(self, group: SequenceGroup) -> None:
+        if group in self.running:
+            self._stop_running(group)
+        self.swapped.pop(group, None)
+        del self._by_id[group.request_id]
+
+    def _start_running(self, group: SequenceGroup) -> None:
+        for sequence in group.live:
+            sequence.status = SequenceStatus.RUNNING
+        self.running[group] = None
+        self.num_running_seqs += group.num_seqs
+        if group.lora_name:
+            self.running_loras[group.lora_name] += 1
+        if group.suspicion is not None:
+            self.accused[group] = None
+
+    def _stop_running(self, group: SequenceGroup) -> None:
+        del self.running[group]
+        self.accused.pop(group, None)
+        self.num_running_seqs -= group.num_seqs
+        if group.lora_name:
+            self.running_loras[group.lora_name] -= 1
+            if not self.running_loras[group.lora_name]:
+                del self.running_loras[group.lora_name]
+
+    # ---- ending
+
+    def finish_sequence(self, sequence: Sequence, status: SequenceStatus) -> None:
+        """End one sequence and free its blocks; nothing happens when it has ended already."""
+        if sequence.status.is_finished:
+            return
+        group = sequence.group
+        if sequence.status is SequenceStatus.RUNNING and group.beams is None:
+            self.num_running_seqs -= 1
+        sequence.status = status
+        self._blocks.free(sequence)
+        if sequence.is_known:
+            self._finished.append(sequence)
+        if group.is_finished:
+            if group.request_id in self._by_id:
+                self._forget(group)
+            self._waiting.end(group.request_id)
+
+    def finish(self, group: SequenceGroup, status: SequenceStatus, error: str | None = None) -> None:
+        """End all sequences of a group that is here or waits; an `error` is a sentence for the client."""
+        if error is not None:
+            group.error = error
+        for sequence in group.live:
+            self.finish_sequence(sequence, status)
+
+    def ignore(self, group: SequenceGroup) -> None:
+        """End a group that does not fit the worker, and say so."""
+        config = self._config
+        error = (
+            f"the request's {group.num_seqs} sequence(s) of up to "
+            f"{group.max_num_tokens(self._blocks.sizes.max_sequence_tokens)} tokens do not fit the worker, which has "
+            f"{config.num_device_blocks} blocks of {config.block_size} tokens and "
+            f"{config.max_num_seqs} sequences; ask for fewer or shorter outputs"
+        )
+        self.finish(group, SequenceStatus.FINISHED_IGNORED, error)
