@@ -57,7 +57,7 @@ def test_a_find_is_reported_kept_and_seen_again(promises: Path) -> None:
 
 
 def test_where_every_promise_holds_it_ends_well_once_the_time_is_over(promises: Path) -> None:
-    ended = fuzz(str(TESTS / "core" / "test_block_manager.py"), cores=2)
+    ended = fuzz(str(TESTS / "core" / "blocks" / "test_block_manager.py"), cores=2)
     assert ended.returncode == 0, ended.stdout
     assert ended.stdout.count("1 runs of 2 tests") == 2
     assert "nothing was found" in ended.stdout

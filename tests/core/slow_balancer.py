@@ -1,4 +1,4 @@
-"""A balancer that finds every candidate again by looking at everybody, and compares.
+"""A balancer that finds every candidate again by looking at all workers, and compares.
 
 Nothing is kept in heaps, sums or directories: each worker's scheduler and allocator are asked, and the best is taken.
 """

@@ -1,7 +1,7 @@
-"""The blocks of the slow scheduler: objects without numbers, and nobody counts who holds one; all tables are asked.
+"""The blocks of the slow scheduler: objects without numbers or counts of their holders; all tables are asked.
 
 There are two pools, the "device" and the "host". A block may have a key, the salt and all the tokens that it can be
-found by. Free ones that are found are kept in a list, and the first is given up when nothing else is free: the one let
+found by. Free ones that are found are kept in a list, and the first is given up when no other is free: the one let
 go of longest ago.
 """
 
@@ -44,7 +44,7 @@ class SlowBlocks:
 
     @property
     def num_reserved(self) -> int:
-        """What admission leaves free for those who run already."""
+        """What admission leaves free for groups that run already."""
         return int(self.config.watermark * self.config.num_device_blocks) if self.running else 0
 
     def new_block(self, pool: str) -> Block:

@@ -103,7 +103,7 @@ class SlowQueue:
         self.groups.append(group)
 
     def put_back(self, group: SlowGroup) -> None:
-        """Before all that came later, and before those that came earlier but were not given to anybody since."""
+        """Before all that came later, and before those that came earlier but were given to no worker since."""
         self.raise_counter(group.tenant)
         others = [other for other in self.groups if self.policy != "fair" or other.tenant == group.tenant]
         older = list(itertools.takewhile(lambda other: other.number < group.number, others))
@@ -114,7 +114,7 @@ class SlowQueue:
         self.last_to_leave = group.tenant
 
     def raise_counter(self, tenant: str) -> None:
-        """Who has nothing waiting comes back at the lowest counter of those who have, or else of who had last."""
+        """A tenant that returns has at least the lowest counter of those that wait, or else of the last one."""
         waiting = [self.served[group.tenant] for group in self.groups]
         lowest = min(waiting, default=self.served.get(self.last_to_leave, 0.0))
         self.served[tenant] = max(self.served.get(tenant, 0.0), lowest)

@@ -1,8 +1,8 @@
 """The scheduler in its most obvious form: plain lists, linear scans, and everything found out anew in every step.
 
 Nothing is counted, cached or repeated. The decisions are those of `scheduler_service.core.Scheduler`, except that
-nobody is a suspect here, because no worker is ever lost. Which beams live on is `BeamSearch`'s to say; it has an oracle
-of its own.
+no request is a suspect here, because no worker is ever lost. `BeamSearch` decides which beams live on; it has an
+oracle of its own.
 """
 
 from dataclasses import dataclass

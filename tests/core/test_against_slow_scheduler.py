@@ -149,7 +149,7 @@ class Both:
 @given(st.integers(0, 2**32), st.lists(st.booleans(), min_size=18, max_size=18))
 @example(7300, [i in (4, 11, 12) for i in range(18)])  # tokens that a preempted group gives back are handed out
 def test_every_decision_is_that_of_the_slow_scheduler(seed: int, takes_part: list[bool]) -> None:
-    """What may happen follows from the seed; who takes part is chosen, so that a failure shrinks to few requests."""
+    """What may happen follows from the seed; which requests take part is chosen, so that a failure shrinks to few."""
     rng = Random(seed)
     config = random_config(rng, (2, 5, 7, 8, 9, 10, 11, 12, 14, 16, 20))
     both = Both(config, rng.choice(["fcfs", "priority", "priority", "fair"]), overtakes=rng.randint(1, 6))

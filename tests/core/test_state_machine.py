@@ -1,7 +1,7 @@
 """Whatever is done to the schedulers of a few workers that share a queue, in whatever order, they keep their promises.
 
 Requests come, are aborted and cut short; steps are planned ahead and answered late; workers are drained and lost.
-After everything that is done nobody has a block too many, a step too large or a place that another one was before at.
+After every operation no sequence has a block too many, no step is too large, and no place is taken out of turn.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ ANY = st.integers(0, 2**16)
 
 
 class Session:
-    """A scheduler, its worker, and the steps between them that nobody has answered."""
+    """A scheduler, its worker, and the steps between them without an answer."""
 
     def __init__(self, config: SchedulerConfig, waiting: WaitingQueue) -> None:
         self.scheduler = Scheduler(config, waiting)
@@ -90,7 +90,7 @@ class Fleet(RuleBasedStateMachine):
             return
         served = dict(self.waiting.counters) if self.policy == "fair" else {}
         output = session.scheduler.schedule(self.now)
-        self.see_who_started(output, served)
+        self.see_which_started(output, served)
         for group in output.ignored:
             assert group.error
             self.see_end_of(group, SequenceStatus.FINISHED_IGNORED)
@@ -122,7 +122,7 @@ class Fleet(RuleBasedStateMachine):
     @precondition(lambda self: self.groups)
     @rule(which=ANY, times=st.integers(1, 2))
     def abort(self, which: int, times: int) -> None:
-        """A request that waits, runs, is swapped out or has ended, on every worker, as nobody knows where it is."""
+        """A request that waits, runs, is swapped out or has ended, on every worker: its place need not be known."""
         on_workers = [g for s in self.sessions for g in (*s.scheduler.swapped, *s.scheduler.running)]
         there = on_workers if which % 2 and on_workers else self.groups
         group = there[which // 2 % len(there)]
@@ -140,7 +140,7 @@ class Fleet(RuleBasedStateMachine):
     @rule(which=ANY)
     def abort_unknown(self, which: int) -> None:
         scheduler = self.sessions[which % len(self.sessions)].scheduler
-        assert scheduler.finish_requests(["nobody"], SequenceStatus.FINISHED_ABORTED) == []
+        assert scheduler.finish_requests(["unknown"], SequenceStatus.FINISHED_ABORTED) == []
 
     @precondition(lambda self: any(session.sequences for session in self.sessions))
     @rule(which=ANY, times=st.integers(1, 2))
@@ -184,7 +184,7 @@ class Fleet(RuleBasedStateMachine):
         else:
             self.ends.update(sequence for sequence in group.sequences if sequence.status is status)
 
-    def see_who_started(self, output: SchedulerOutput, served: dict[str, float]) -> None:
+    def see_which_started(self, output: SchedulerOutput, served: dict[str, float]) -> None:
         """Few groups start before others whose turn it was, because another worker is better or has a slot for those.
 
         `served` is what each tenant had been given before this step; the first admission of a group adds its prompt.

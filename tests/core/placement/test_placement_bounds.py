@@ -47,7 +47,7 @@ def test_a_group_that_comes_back_may_be_left_anew() -> None:
     assert left(third.schedule(30.0)) == {"again": holder}
 
 
-def test_nobody_is_overtaken_more_than_a_bounded_number_of_times() -> None:
+def test_no_group_is_overtaken_more_than_a_bounded_number_of_times() -> None:
     """The worker with its prefix never asks, and time stands still."""
     other, holder = fleet = make_fleet(2)
     warm(holder, make_group("first", 600))
@@ -74,7 +74,7 @@ def test_a_worker_looks_past_a_bounded_number_of_groups() -> None:
     assert taken(output) == []
 
 
-def test_nobody_is_preempted_for_an_urgent_group_that_another_worker_has_room_for() -> None:
+def test_no_group_is_preempted_for_an_urgent_one_that_another_worker_has_room_for() -> None:
     full, free = fleet = make_fleet(2, PriorityQueue(), num_device_blocks=24, max_model_len=90)
     free.set_admission(False)
     add(fleet, unlike("patient", 60, max_tokens=20))
@@ -92,7 +92,7 @@ def test_nobody_is_preempted_for_an_urgent_group_that_another_worker_has_room_fo
     assert taken(output) == ["urgent"]
 
 
-def test_nobody_looks_past_a_head_that_no_worker_has_room_for() -> None:
+def test_no_worker_looks_past_a_head_that_none_has_room_for() -> None:
     fleet = make_fleet(2, num_device_blocks=24, max_model_len=90)
     add(fleet, *(unlike(name, 60, max_tokens=20) for name in ("a", "b")))
     assert [len(taken(scheduler.schedule())) for scheduler in fleet] == [1, 1]
@@ -102,7 +102,7 @@ def test_nobody_looks_past_a_head_that_no_worker_has_room_for() -> None:
     assert fleet[0].waiting.head.request_id == "large"
 
 
-def test_nobody_of_another_priority_is_overtaken() -> None:
+def test_no_group_of_another_priority_is_overtaken() -> None:
     other, holder = fleet = make_fleet(2, PriorityQueue())
     warm(holder, make_group("first", 600))
     add(fleet, make_group("urgent", 700, priority=-5), unlike("patient", priority=0))
@@ -123,7 +123,7 @@ def test_a_tenant_whose_group_is_left_stays_next() -> None:
     assert fleet[0].waiting.head.request_id == "left"
 
 
-def test_tenants_that_were_served_less_overtake_nobody_however_many_groups_they_bring() -> None:
+def test_tenants_that_were_served_less_overtake_no_other_however_many_groups_they_bring() -> None:
     """It is their turn. Only what goes before a group because that was left to another worker counts as an overtake."""
     other, holder = fleet = make_fleet(2, FairQueue(), max_num_seqs=2)
     warm(holder, make_group("first", 600, tenant="a"))
@@ -147,10 +147,10 @@ def test_tenants_that_were_served_less_overtake_nobody_however_many_groups_they_
 
 @settings(deadline=None, max_examples=300)
 @given(st.integers(0, 2**32), st.integers(2, 5), st.sampled_from([WaitingQueue, PriorityQueue, FairQueue]))
-def test_somebody_always_takes_a_group_that_there_is_room_for(
+def test_some_worker_always_takes_a_group_that_there_is_room_for(
     seed: int, num_workers: int, policy: type[WaitingQueue]
 ) -> None:
-    """If all who have room declined, nothing would ever go on; from one better worker to the next somebody takes it."""
+    """If all workers with room declined, nothing would ever go on; from one better worker to the next, one takes it."""
     rng = Random(seed)
     waiting = policy()
     waiting.balancer = balancer = CheckedBalancer()

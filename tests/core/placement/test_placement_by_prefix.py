@@ -66,7 +66,7 @@ def test_of_several_that_hold_the_prefix_the_one_with_less_to_do_is_better() -> 
     assert taken(second.schedule()) == ["again"]
 
 
-def test_a_prefix_that_was_evicted_attracts_nobody() -> None:
+def test_a_prefix_that_was_evicted_attracts_no_group() -> None:
     other, holder = fleet = make_fleet(2, num_device_blocks=30, max_model_len=120)
     warm(holder, make_group("first", 100))
     warm(holder, unlike("evicts", 119))
@@ -76,7 +76,7 @@ def test_a_prefix_that_was_evicted_attracts_nobody() -> None:
     assert PlacementReason.AFFINITY not in reasons(output).values()
 
 
-def test_who_looks_past_a_group_takes_those_after_it() -> None:
+def test_a_worker_that_looks_past_a_group_takes_those_after_it() -> None:
     other, holder = fleet = make_fleet(2)
     warm(holder, make_group("first", 600))
     add(fleet, make_group("again", 700), *(unlike(str(i), 4) for i in range(2)))

@@ -19,8 +19,8 @@ def test_blocks_behind_a_sliding_window_are_used_again() -> None:
     assert sum(scheduler.num_preemptions.values()) == 0
 
 
-def test_blocks_behind_a_sliding_window_are_free_before_anybody_needs_one() -> None:
-    """A window of 2 in blocks of 4: while position 5 is computed nobody attends to the first block any more."""
+def test_blocks_behind_a_sliding_window_are_free_before_a_sequence_needs_one() -> None:
+    """A window of 2 in blocks of 4: while position 5 is computed no token attends to the first block any more."""
     scheduler = make_scheduler(sliding_window=2, max_num_batched_tokens=8)
     worker = FakeWorker(scheduler.config)
     scheduler.add_request(make_group("a", 3, max_tokens=20))

@@ -1,4 +1,4 @@
-"""Which of several workers a waiting group goes to where no prefix counts: to who has least to do, or least to lose."""
+"""Which worker a waiting group goes to where no prefix counts: the one with least to do, or with least to lose."""
 
 from random import Random
 
@@ -32,7 +32,7 @@ def test_a_request_that_is_the_only_one_waits_for_the_worker_that_has_had_nothin
     assert taken(fresh.schedule()) == ["new"]
 
 
-def test_what_does_not_divide_goes_to_whoever_comes_first() -> None:
+def test_what_does_not_divide_goes_to_the_worker_that_comes_first() -> None:
     fleet = make_fleet(3)
     add(fleet, *(unlike(str(i)) for i in range(7)))
     rounds = [[len(taken(scheduler.schedule())) for scheduler in fleet] for _ in range(2)]

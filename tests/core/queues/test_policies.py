@@ -17,7 +17,7 @@ def take(queue: WaitingQueue) -> SequenceGroup:
 
 @pytest.mark.parametrize("policy", [WaitingQueue, PriorityQueue, FairQueue])
 @given(operations=st.lists(st.tuples(st.sampled_from(["append", "pop", "put back", "remove"]), st.integers(0, 9))))
-def test_a_queue_gives_everybody_exactly_once_and_knows_who_came_first(
+def test_a_queue_gives_every_group_exactly_once_and_knows_which_came_first(
     policy: type[WaitingQueue], operations: list[tuple[str, int]]
 ) -> None:
     queue, waiting, popped, count = policy(), {}, [], 0
@@ -57,7 +57,7 @@ def test_lower_numbers_go_first_and_equal_ones_in_the_order_of_arrival() -> None
 
 
 @given(st.lists(st.tuples(st.integers(-2, 2), st.booleans()), max_size=200), st.integers(1, 8))
-def test_nobody_is_overtaken_more_often_than_ageing_allows(arrivals: list[tuple[int, bool]], overtakes: int) -> None:
+def test_no_group_is_overtaken_more_often_than_ageing_allows(arrivals: list[tuple[int, bool]], overtakes: int) -> None:
     """At most `overtakes` later arrivals for each level of priority between the two."""
     queue = PriorityQueue(overtakes)
     number_of: dict[SequenceGroup, int] = {}
@@ -164,7 +164,7 @@ def test_a_victim_of_priority_keeps_its_blocks_in_host_memory_and_waits_among_th
     assert output_of(low) == reference_output(low, 0, 64)
 
 
-def test_nobody_is_preempted_when_that_would_not_make_enough_room() -> None:
+def test_no_group_is_preempted_when_that_would_not_make_enough_room() -> None:
     queue = PriorityQueue()
     scheduler = make_scheduler(queue, num_device_blocks=8)
     worker = FakeWorker(scheduler.config)
@@ -254,7 +254,7 @@ def test_arrivals_that_have_left_do_not_fill_the_memory(policy: type[WaitingQueu
     assert len(queue._arrivals) < 100
 
 
-def test_nobody_saves_up_service_by_being_idle() -> None:
+def test_no_tenant_saves_up_service_by_being_idle() -> None:
     queue = FairQueue()
     queue.append(make_group("busy", 1, tenant="busy"))
     queue.charge(take(queue), 1000, 0)
@@ -263,7 +263,7 @@ def test_nobody_saves_up_service_by_being_idle() -> None:
     assert queue.counters["newcomer"] == queue.counters["busy"] == 1000
 
 
-def test_a_newcomer_does_not_make_up_for_what_others_were_served_while_nobody_waited() -> None:
+def test_a_newcomer_does_not_make_up_for_what_others_were_served_while_none_waited() -> None:
     queue = FairQueue()
     queue.append(make_group("alone", 1, tenant="busy"))
     queue.charge(take(queue), 1000, 0)

@@ -173,7 +173,7 @@ def test_a_group_that_makes_room_a_second_time_copies_only_what_is_new_since_the
     blocks.check()
 
 
-def test_host_memory_gives_up_copies_that_nobody_holds_before_a_group_has_to_recompute() -> None:
+def test_host_memory_gives_up_unreferenced_copies_before_a_group_has_to_recompute() -> None:
     blocks = make_blocks(16, num_host_blocks=3)
     first, second = (computed_group(blocks, number, 12, 0) for number in (1, 2))
     blocks.swap_out(first)

@@ -1,4 +1,4 @@
-"""Who makes room, how, and how they come back."""
+"""Which groups make room, how, and how they come back."""
 
 from collections import Counter
 from dataclasses import replace
@@ -231,7 +231,7 @@ def test_auto_takes_whichever_is_cheaper(swap_speed: int, mode: PreemptionMode) 
 
 
 def test_victims_tokens_return_to_the_budget() -> None:
-    """What a victim had been planned for goes to those who are planned after it, token for token.
+    """What a victim had been planned for goes to the groups that are planned after it, token for token.
 
     Two groups of two come back from a lost worker with 12 output tokens each, and a single one joins them. In the
     second step the single one is planned first (1 token), then the first group (1 + 12); the second group needs

@@ -1,4 +1,4 @@
-"""What was computed once is found again, by those who may and as long as it is there."""
+"""What was computed once is found again, by requests that may, as long as it is there."""
 
 import pytest
 from fake_worker import FakeWorker, reference_output
@@ -11,7 +11,7 @@ from scheduler_service.core import (
 )
 
 
-def test_a_prompt_that_was_computed_is_found_while_and_after_somebody_holds_it() -> None:
+def test_a_prompt_that_was_computed_is_found_while_and_after_a_sequence_holds_it() -> None:
     scheduler = make_scheduler()
     worker = FakeWorker(scheduler.config)
     first, second, third = (make_group(name, 11) for name in ("first", "second", "third"))

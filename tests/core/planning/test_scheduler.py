@@ -1,4 +1,4 @@
-"""Who is scheduled for what, and how requests end."""
+"""Which sequences are scheduled for how many tokens, and how requests end."""
 
 from collections.abc import Callable
 
@@ -111,7 +111,7 @@ def test_a_delay_factor_lets_prompts_batch_up() -> None:
 
 
 @pytest.mark.parametrize(("policy", "next_one"), [(PriorityQueue, "urgent"), (FairQueue, "of the first tenant")])
-def test_a_delay_ends_when_the_earliest_arrival_has_waited_for_long_enough_whoever_is_next(
+def test_a_delay_ends_when_the_earliest_arrival_has_waited_for_long_enough_whichever_is_next(
     policy: Callable[[], WaitingQueue], next_one: str
 ) -> None:
     """The prompt step took 1 s; when the first to come has waited 3 s, one that came just now goes before it."""
@@ -159,7 +159,7 @@ def test_sequences_are_counted_not_groups() -> None:
 
 
 @pytest.mark.parametrize("policy", [WaitingQueue, FairQueue])
-def test_a_blocked_head_is_overtaken_by_nobody(policy: Callable[[], WaitingQueue]) -> None:
+def test_a_blocked_head_is_overtaken_by_no_group(policy: Callable[[], WaitingQueue]) -> None:
     scheduler = make_scheduler(policy(), num_device_blocks=8)
     worker = FakeWorker(scheduler.config)
     scheduler.add_request(make_group("running", 16, root=b"1", max_tokens=9))
@@ -233,8 +233,8 @@ def test_a_group_that_can_never_run_is_ignored_with_a_reason_and_the_next_one_ru
     assert plan(output) == {"small": [4]}
 
 
-def test_nobody_makes_room_for_a_group_that_can_never_run() -> None:
-    """Its outputs need more than the pool; all places are taken, so that nobody can tell before looking."""
+def test_no_group_makes_room_for_one_that_can_never_run() -> None:
+    """Its outputs need more than the pool; all places are taken, so that it is not known before looking."""
     scheduler = make_scheduler(PriorityQueue(), max_num_seqs=2, num_device_blocks=4)
     worker = FakeWorker(scheduler.config)
     scheduler.add_request(make_group("running", 4, priority=5, n=2, max_tokens=5))

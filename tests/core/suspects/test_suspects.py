@@ -158,7 +158,7 @@ def test_a_suspect_that_waits_does_not_hold_up_a_drained_worker() -> None:
 
 
 def test_a_suspect_that_is_preempted_does_not_come_back_among_the_others() -> None:
-    """Swapped out, it would be resumed in a step with those who run."""
+    """Swapped out, it would be resumed in a step with groups that run."""
     scheduler = make_scheduler(
         num_device_blocks=6, num_host_blocks=16, preemption_mode=PreemptionMode.SWAP, max_model_len=64
     )
@@ -181,8 +181,8 @@ def test_a_suspect_that_is_preempted_does_not_come_back_among_the_others() -> No
     assert output_of(suspected) == reference_output(suspected, 0, 64)
 
 
-def test_a_suspect_that_there_is_no_room_for_holds_nobody_up() -> None:
-    """Those who run go on ahead of the answers, as long as it could not take their place."""
+def test_a_suspect_that_there_is_no_room_for_holds_no_group_up() -> None:
+    """Groups that run go on ahead of the answers, as long as it could not take their place."""
     scheduler = make_scheduler(max_num_seqs=1)
     worker = FakeWorker(scheduler.config)
     running, suspected = make_group("running", 6, max_tokens=5), suspect(make_group("suspect", 6, root=b"s"))
@@ -198,10 +198,10 @@ def test_a_suspect_that_there_is_no_room_for_holds_nobody_up() -> None:
 
 
 @pytest.mark.parametrize("num_device_blocks", [400, 120])
-def test_a_flaky_worker_ends_nobody_while_a_sound_one_is_there(num_device_blocks: int) -> None:
+def test_a_flaky_worker_ends_no_request_while_a_sound_one_is_there(num_device_blocks: int) -> None:
     """It answers one step and is lost in the next, again and again, and has room whenever the sound one has none.
 
-    In the smaller pool the sound one has swapped groups most of the time, and takes nobody then.
+    In the smaller pool the sound one has swapped groups most of the time, and takes no group then.
     """
     waiting = WaitingQueue()
 
@@ -243,7 +243,7 @@ def test_a_flaky_worker_ends_nobody_while_a_sound_one_is_there(num_device_blocks
         assert output_of(group) == reference_output(group, 0, 400)
 
 
-def test_a_suspect_waits_for_a_worker_that_was_not_lost_with_it_and_holds_nobody_up_meanwhile() -> None:
+def test_a_suspect_waits_for_a_worker_that_was_not_lost_with_it_and_holds_no_group_up() -> None:
     waiting = WaitingQueue()
     tried, untried = make_scheduler(waiting, "tried"), make_scheduler(waiting, "untried", max_num_seqs=1)
     tried.set_admission(False)
@@ -253,7 +253,7 @@ def test_a_suspect_waits_for_a_worker_that_was_not_lost_with_it_and_holds_nobody
     step(untried, worker)
     tried.set_admission(True)
     waiting.append(suspected)
-    for number in range(2 * MAX_OVERTAKES):  # more than may overtake anybody else
+    for number in range(2 * MAX_OVERTAKES):  # more than may overtake any other group
         waiting.append(make_group(str(number), 6, root=bytes([number]), max_tokens=1))
     run_until_idle(tried)
     assert list(waiting) == [suspected]
@@ -291,7 +291,7 @@ def test_a_suspect_that_was_lost_with_all_workers_goes_to_any_but_the_last() -> 
 
 
 @pytest.mark.parametrize("seconds", [0.01, 0.5])
-def test_a_suspect_waits_until_another_loss_would_prove_something_and_holds_nobody_up_meanwhile(seconds: float) -> None:
+def test_a_suspect_waits_until_another_loss_would_prove_something_and_holds_no_group_up(seconds: float) -> None:
     """That is a time of other steps, in proportion to its own, and of not too long a time."""
     waiting = WaitingQueue()
     group = make_group("suspect", 6, root=b"s")

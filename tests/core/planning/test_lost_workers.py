@@ -26,7 +26,7 @@ def test_a_lost_worker_gives_its_groups_back_in_order_and_another_goes_on_from_t
             assert output_of(group, index) == reference_output(group, index, 64)
 
 
-def test_a_session_that_ends_for_reasons_of_its_own_makes_nobody_a_suspect() -> None:
+def test_a_session_that_ends_for_reasons_of_its_own_makes_no_request_a_suspect() -> None:
     waiting = WaitingQueue()
     group = make_group("a", 6, max_tokens=2)
     waiting.append(group)
