@@ -2,7 +2,8 @@
 
 The loop is watched by the processor time of its turns, and the lock by a thread that does nothing but tick. Other
 programs take processors away at times; so the best of a few attempts counts, and the gaps that there are without a
-request are not blamed on it. With this context the worst request takes 8 ms; half as much again is for slower machines.
+request are not blamed on it. With this context the worst request, all ids allowed beside the longest prompt, takes 6 to
+10 ms on one and the same machine; the limit here is twice that, for slower and busier ones.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from scheduler_service.servicer import encode_delta
 
 pytestmark = pytest.mark.alone
 
-LIMIT = 0.012
+LIMIT = 0.02
 ATTEMPTS = 8
 CONTEXT = 131_072
 VOCABULARY = 128_256
