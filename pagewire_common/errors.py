@@ -34,7 +34,7 @@ MOST_FIELDS = 6 << 10
 """Fields of a request: more than all its lists together may have, and few enough to be counted and parsed quickly."""
 
 
-request_bytes: ContextVar[int] = ContextVar("request_bytes", default=0)
+request_size: ContextVar[int] = ContextVar("request_size", default=0)
 """Bytes of this call's request as it came. The parsed message may show fewer: of a field that comes twice protobuf
 shows the last value only, and the first stays in memory for as long as the call is open.
 """
@@ -92,7 +92,7 @@ def _bounded(parse: Any, max_request_bytes: Callable[[], int]) -> Callable[[byte
                 f"the request has more than {MOST_FIELDS} fields, entries of lists such as chat.messages among them; "
                 "send shorter lists, and packed ones of numbers"
             )
-        request_bytes.set(len(data))
+        request_size.set(len(data))
         return parse(data)
 
     return bounded

@@ -74,7 +74,7 @@ class InferenceServicer(InferenceServiceServicer):
         request_id = request.request_id or uuid.uuid4().hex
         resumes = request.HasField("resume")
         key = request_key(request.tenant, request_id)
-        with self._engine.admission(key, request_bytes(request, errors.request_bytes.get()), resumes=resumes):
+        with self._engine.admission(key, request_bytes(request, errors.request_size.get()), resumes=resumes):
             model = await self._engine.model()
             checked = await check_resumption(request, await check_request(request, request_id, model), model)
             self._engine.hold(
@@ -174,7 +174,7 @@ class InferenceServicer(InferenceServiceServicer):
 
 
 def _num_bytes(request: pb.TokenizeRequest | pb.DetokenizeRequest) -> int:
-    return max(errors.request_bytes.get(), request.ByteSize())
+    return max(errors.request_size.get(), request.ByteSize())
 
 
 def encode_delta(state: RequestState, delta: OutputDelta) -> pb.GenerateResponse:
