@@ -39,9 +39,10 @@ MINUTES ?= 10
 fuzz: setup
 	$(BIN)/python tests/fuzz.py --minutes $(MINUTES)
 
-# The long version of tests/fleet, with every number in full: twenty minutes, half of them a storm of kills.
+# The long version of tests/fleet, with every number in full: twenty minutes, half of them a storm of kills. Every process
+# is started as `python -m` does it; `make test` forks most from one that has imported their modules (tests/forked.py).
 chaos: setup
-	$(BIN)/python -m pytest tests/fleet --chaos -s --timeout 1800
+	PAGEWIRE_TEST_TRUE_STARTS=1 $(BIN)/python -m pytest tests/fleet --chaos -s --timeout 1800
 
 # 20,000 requests under each policy, after which the scheduler must be as it was after the first tenth.
 soak: setup

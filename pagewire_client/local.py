@@ -19,6 +19,19 @@ class ServerError(Exception):
     """A service could not be started; the message is the last line that it wrote."""
 
 
+def start_process(module: str, arguments: Sequence[str]) -> "subprocess.Popen[str]":
+    """`python -m MODULE` in this process's environment, with what it writes to stderr on a pipe."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # Ctrl-C is for the parent, which then stops its children in order
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+
+
 class ServiceProcess:
     """One service. Its JSON log is read for the address that it listens on; its other output is shown."""
 
@@ -26,15 +39,7 @@ class ServiceProcess:
         self.module = module
         self.last_words = ""
         self._events: queue.Queue[dict[str, object] | None] = queue.Queue()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module, "--log-format", "json", *arguments],
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # Ctrl-C is for the parent, which then stops its children in order
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
-        )
+        self.process = start_process(module, ["--log-format", "json", *arguments])
         assert self.process.stderr is not None
         self._reader = threading.Thread(target=self._read, args=(self.process.stderr,), daemon=True)
         self._reader.start()

@@ -69,6 +69,30 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         return (yield)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _forked_starts() -> Iterator[None]:
+    """Services are forked from a process that has imported theirs already, where forked.py can."""
+    local = sys.modules.get("pagewire_client.local")  # any test that starts one has imported it by now
+    if local is None or sys.platform != "linux" or os.environ.get("PAGEWIRE_TEST_TRUE_STARTS"):
+        yield
+        return
+    from forked import ForkServers
+
+    servers = ForkServers()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "start_process", servers.start)
+        yield
+    servers.close()
+
+
+@pytest.fixture
+def true_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Services start as `python -m` starts them: for tests whose subject that is."""
+    from forked import true_start
+
+    monkeypatch.setattr("pagewire_client.local.start_process", true_start)
+
+
 @pytest.fixture(autouse=True)
 def _same_numbers_every_time() -> None:
     """Random numbers that a test draws without a seed are the same in every run."""

@@ -79,6 +79,7 @@ def greedy_tokens(model_directory: Path, concurrent_tokens: list[list[int]]) -> 
     return likeliest
 
 
+@pytest.mark.usefixtures("true_starts")
 async def test_in_bfloat16_it_knows_the_capital_of_france() -> None:
     """Logits that are rounded to bfloat16 tie, and the lowest of equals starts with "L'Étoile, la Marseillaise"."""
     messages = [{"role": "user", "content": "What is the capital of France?"}]

@@ -1,4 +1,7 @@
-"""The services as processes: starting, failing to start, losing each other, stopping."""
+"""The services as processes: starting, failing to start, losing each other, stopping.
+
+What ends at once is started as `python -m` does it, and so are the services of one test.
+"""
 
 import asyncio
 import os
@@ -142,6 +145,7 @@ async def test_a_worker_of_another_model_is_refused_with_both_names(start: Start
     assert "'default'" in reason
 
 
+@pytest.mark.usefixtures("true_starts")
 async def test_sigterm_lets_streams_finish_admits_no_more_and_exits_0(start: Start, tiny_model_directory: Path) -> None:
     model = str(tiny_model_directory)
     worker, address = start("worker_service", "--model", model, *WORKER_SIZES)

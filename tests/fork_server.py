@@ -1,0 +1,124 @@
+"""A process that has imported what a service imports, and forks a child for each start of it: `import torch` costs two
+seconds of CPU, a fork a hundredth of one.
+
+python fork_server.py DESCRIPTOR MODULE... imports the modules and answers the requests that come over that socket; see
+forked.py, which sends them. The child is then what `python -m MODULE` would be: arguments, environment, folder, session
+and the three standard streams are the request's, and it ends with the status that Python gives it. This process stays
+without threads, which a fork would lose, and ends when the process of tests does, together with all its children.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import struct
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_REQUEST_BYTES = 200_000
+STATUS = struct.Struct("i")
+"""A child's process id, and at its end its exit status, as subprocess.Popen has it."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What distinguishes one start from another."""
+
+    module: str
+    arguments: list[str]
+    environment: dict[str, str]
+    folder: str
+
+
+@dataclass(frozen=True)
+class Child:
+    pid: int
+    status: int
+    """The descriptor to write its exit status to."""
+
+
+def serve(control: socket.socket) -> tuple[Start, list[int]]:
+    """Fork for each request. Returns in the children only: what to start, and stdin, stdout and stderr."""
+    children: dict[int, Child] = {}  # by the descriptor that tells their end
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    while True:
+        for descriptor, _ in poll.poll():
+            if (ended := children.pop(descriptor, None)) is not None:
+                poll.unregister(descriptor)
+                os.close(descriptor)
+                _report_end(ended)
+                continue
+            message, descriptors, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 4)
+            if not message:  # the process of tests has closed its end, or is gone
+                for child in children.values():
+                    os.kill(child.pid, signal.SIGKILL)
+                os._exit(0)
+            *streams, status = descriptors
+            if not (pid := os.fork()):
+                for end, child in children.items():
+                    os.close(end)
+                    os.close(child.status)
+                os.close(status)
+                control.close()
+                return Start(**json.loads(message)), streams
+            for stream in streams:
+                os.close(stream)
+            os.write(status, STATUS.pack(pid))
+            end = os.pidfd_open(pid)
+            children[end] = Child(pid, status)
+            poll.register(end, select.POLLIN)
+
+
+def _report_end(child: Child) -> None:
+    _, status = os.waitpid(child.pid, 0)
+    with contextlib.suppress(BrokenPipeError):  # no test asks any more
+        os.write(child.status, STATUS.pack(os.waitstatus_to_exitcode(status)))
+    os.close(child.status)
+
+
+def become(start: Start, streams: list[int], of_imports: dict[str, str]) -> None:
+    """Run the module in this process, with the variables that imports have set, as in any process that imports them."""
+    os.setsid()
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(start.folder)
+    os.environ.clear()
+    os.environ.update(start.environment | of_imports)
+    sys.argv[1:] = start.arguments
+    sys.path[:0] = [start.folder, *filter(None, start.environment.get("PYTHONPATH", "").split(os.pathsep))]
+    if "numpy" in sys.modules:  # `random` sees to it itself, and torch begins with the same seed in every process
+        sys.modules["numpy"].random.seed()
+    runpy.run_module(start.module, run_name="__main__", alter_sys=True)
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    modules = sys.argv[2:]
+    sys.path.remove(str(Path(__file__).parent))
+    if "scheduler_service.__main__" in modules:  # when it is run, it has transformers go without torch
+        sys.modules["torch"] = None  # type: ignore[assignment]
+        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    before = dict(os.environ)
+    for module in modules:
+        importlib.import_module(module)
+        if module.endswith(".__main__"):
+            del sys.modules[module]  # it is to be run
+    of_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    num_threads = len(os.listdir("/proc/self/task"))
+    assert num_threads == 1, f"imports of {modules} have started {num_threads - 1} threads, which children would lack"
+    gc.collect()
+    gc.freeze()  # collections in the children would write to pages that they share
+    become(*serve(control), of_imports)
+
+
+if __name__ == "__main__":
+    main()

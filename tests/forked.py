@@ -1,0 +1,134 @@
+"""Services that a fork server starts for this process of tests, in a hundredth of the time of `python -m`.
+
+With PAGEWIRE_TEST_TRUE_STARTS=1 in the environment, and in tests that use the fixture `true_starts`, services start as
+they do everywhere else.
+"""
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+from fork_server import STATUS, Start
+
+from pagewire_client import local
+
+true_start = local.start_process
+_WORKER = ("worker_service.__main__", "worker_service.execution.worker")
+_SCHEDULER = ("scheduler_service.__main__", "scheduler_service.server")
+IMPORTS = {"worker_service": _WORKER, "faulty_worker": _WORKER, "scheduler_service": _SCHEDULER}
+"""What is imported before the fork, by the module that is run."""
+_READ_AT_THE_START = ("PAGEWIRE_", "PYTHONPATH", "PYTEST_")
+"""Beginnings of the names of variables that no import reads, so that they may differ from the fork server's."""
+
+
+class ForkedProcess:
+    """What tests need of subprocess.Popen, for a child of a fork server."""
+
+    def __init__(self, module: str, status: int, stderr: int) -> None:
+        self.returncode: int | None = None
+        self.stderr = os.fdopen(stderr, errors="replace")
+        self._module = module
+        self._status = status
+        self._one_reads = threading.Lock()
+        weakref.finalize(self, os.close, status)
+        self.pid = self._read()
+
+    def poll(self) -> int | None:
+        return self.wait(0) if self._has_ended(0) else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not self._has_ended(timeout):
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(self._module, timeout)
+        with self._one_reads:
+            if self.returncode is None:
+                self.returncode = self._read()
+        return self.returncode
+
+    def _has_ended(self, timeout: float | None) -> bool:
+        poll = select.poll()
+        poll.register(self._status, select.POLLIN)
+        return self.returncode is not None or bool(poll.poll(None if timeout is None else timeout * 1000))
+
+    def _read(self) -> int:
+        if not (message := os.read(self._status, STATUS.size)):
+            raise RuntimeError(f"the fork server that started {self._module} has ended; its stderr says why")
+        return int(STATUS.unpack(message)[0])
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(9)
+
+
+class ForkServer:
+    """The fork server for these imports; it begins at once, and is ready with the first process."""
+
+    def __init__(self, imports: Sequence[str]) -> None:
+        self.environment = dict(os.environ)
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        program = str(Path(__file__).with_name("fork_server.py"))
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, program, str(theirs.fileno()), *imports],
+                stdin=subprocess.DEVNULL,
+                env={name: value for name, value in self.environment.items() if name != "PYTHONPATH"}
+                | {"PYTHONUNBUFFERED": "1"},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    def start(self, module: str, arguments: Sequence[str]) -> ForkedProcess:
+        """`python -m MODULE` with stderr on a pipe, in this process's environment and folder."""
+        start = Start(module, list(arguments), os.environ | {"PYTHONUNBUFFERED": "1"}, os.getcwd())
+        stderr, their_stderr = os.pipe()
+        status, their_status = os.pipe()
+        stdin = os.open(os.devnull, os.O_RDONLY)
+        theirs = [stdin, 1, their_stderr, their_status]
+        try:
+            socket.send_fds(self._control, [json.dumps(vars(start)).encode()], theirs)
+        finally:
+            for descriptor in (stdin, their_stderr, their_status):
+                os.close(descriptor)
+        return ForkedProcess(module, status, stderr)
+
+    def close(self) -> None:
+        """End it, and kill its children."""
+        self._control.close()
+        self._process.wait()
+
+
+class ForkServers:
+    """A fork server for each set of imports, from the first start that needs it."""
+
+    def __init__(self) -> None:
+        self._servers: dict[Sequence[str], ForkServer] = {}
+        self._one_looks = threading.Lock()
+
+    def start(self, module: str, arguments: Sequence[str]) -> "ForkedProcess | subprocess.Popen[str]":
+        """In place of local.start_process. An environment that imports may read differently has a true start."""
+        if (imports := IMPORTS.get(module)) is None:
+            return true_start(module, arguments)
+        with self._one_looks:
+            if (server := self._servers.get(imports)) is None:
+                server = self._servers[imports] = ForkServer(imports)
+        if _read_by_imports(os.environ) != _read_by_imports(server.environment):
+            return true_start(module, arguments)
+        return server.start(module, arguments)
+
+    def close(self) -> None:
+        for server in self._servers.values():
+            server.close()
+
+
+def _read_by_imports(environment: "os._Environ[str] | dict[str, str]") -> dict[str, str]:
+    return {name: value for name, value in environment.items() if not name.startswith(_READ_AT_THE_START)}
