@@ -7,6 +7,7 @@ and the three standard streams are the request's, and it ends with the status th
 without threads, which a fork would lose, and ends when the process of tests does, together with all its children.
 """
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -89,6 +90,7 @@ def become(start: Start, streams: list[int], of_imports: dict[str, str]) -> None
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    atexit.register(gc.unfreeze)  # what was imported is cleared away at the end as always
     os.chdir(start.folder)
     os.environ.clear()
     os.environ.update(start.environment | of_imports)

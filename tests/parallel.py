@@ -14,15 +14,24 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 LONGEST = (
-    "tests/fleet",
     "tests/services/test_default_model.py",
-    "tests/worker/loading/test_repository_code.py",
-    "tests/core/test_against_slow_scheduler.py",
-    "tests/worker/serving/test_rank_processes.py",
-    "tests/worker/parallel/test_ranks.py",
-    "tests/worker/serving/test_worker_process.py",
+    "tests/fleet",
+    "tests/services/test_tensor_parallel.py",
     "tests/services/test_processes.py",
-    "tests/core/test_state_machine.py",
+    "tests/worker/models/test_perplexity.py",
+    "tests/services/test_worker_processes.py",
+    "tests/services/test_scheduler_loss.py",
+    "tests/services/test_turns_of_calls.py",
+    "tests/worker/loading/test_model_store.py",
+    "tests/kernels/test_triton_compiles.py",
+    "tests/worker/serving/test_worker_process.py",
+    "tests/worker/serving/test_rank_processes.py",
+    "tests/core/test_against_slow_scheduler.py",
+    "tests/core/suspects/test_suspects.py",
+    "tests/worker/parallel/test_ranks.py",
+    "tests/worker/loading/test_repository_code.py",
+    "tests/deploy/test_two_schedulers.py",
+    "tests/services/test_generate.py",
 )
 """Groups by the time that they take, the longest first."""
 _GATE, _MACHINE = Path(__file__), Path(__file__).with_name("conftest.py")
