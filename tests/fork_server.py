@@ -7,7 +7,6 @@ and the three standard streams are the request's, and it ends with the status th
 without threads, which a fork would lose, and ends when the process of tests does, together with all its children.
 """
 
-import atexit
 import contextlib
 import gc
 import importlib
@@ -90,7 +89,6 @@ def become(start: Start, streams: list[int], of_imports: dict[str, str]) -> None
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
-    atexit.register(gc.unfreeze)  # what was imported is cleared away at the end as always
     os.chdir(start.folder)
     os.environ.clear()
     os.environ.update(start.environment | of_imports)
@@ -118,7 +116,8 @@ def main() -> None:
     num_threads = len(os.listdir("/proc/self/task"))
     assert num_threads == 1, f"imports of {modules} have started {num_threads - 1} threads, which children would lack"
     gc.collect()
-    gc.freeze()  # collections in the children would write to pages that they share
+    # Collections in the children would write to pages that they share; the one at the end of each costs 0.5 s.
+    gc.freeze()
     become(*serve(control), of_imports)
 
 

@@ -24,8 +24,10 @@ _WORKER = ("worker_service.__main__", "worker_service.execution.worker")
 _SCHEDULER = ("scheduler_service.__main__", "scheduler_service.server")
 IMPORTS = {"worker_service": _WORKER, "faulty_worker": _WORKER, "scheduler_service": _SCHEDULER}
 """What is imported before the fork, by the module that is run."""
-_READ_AT_THE_START = ("PAGEWIRE_", "PYTHONPATH", "PYTEST_")
-"""Beginnings of the names of variables that no import reads, so that they may differ from the fork server's."""
+_READ_AT_THE_START = ("PAGEWIRE_", "PYTHONPATH", "PYTEST_", "TORCHINDUCTOR_CACHE_DIR")
+"""Beginnings of the names of variables that no import reads, so that they may differ from the fork server's. torch sets
+the last in a process of tests that asks more of it.
+"""
 
 
 class ForkedProcess:

@@ -23,6 +23,7 @@ AUTO_MAP = {
     "AutoTokenizer": ["trap.TrapTokenizer", "trap.TrapTokenizer"],
 }
 LOAD = """
+import gc
 import sys
 from pathlib import Path
 import structlog
@@ -30,6 +31,7 @@ from scheduler_service.tokenization import Tokenizer
 from worker_service.settings import WorkerSettings
 from worker_service.execution.worker import load_worker
 
+gc.unfreeze()  # triton reports what is never collected, as a fork server's imports would be
 structlog.configure(logger_factory=structlog.ReturnLoggerFactory())  # nothing is said of missing kernels
 settings = WorkerSettings(model=sys.argv[1], device="cpu", num_device_blocks=4, cache=sys.argv[2])
 worker = load_worker(settings)
