@@ -17,5 +17,6 @@ def memory_mib(pids: Sequence[int]) -> float:
     return sum(getattr(info, "pss", info.rss) for info in infos) / 2**20
 
 
-def cpu_seconds(pids: Sequence[int]) -> float:
-    return sum(times.user + times.system for times in (process.cpu_times() for process in _family(pids)))
+def cpu_seconds(pids: Sequence[int], *, descendants: bool = True) -> float:
+    processes = _family(pids) if descendants else map(psutil.Process, pids)
+    return sum(times.user + times.system for times in (process.cpu_times() for process in processes))

@@ -28,7 +28,6 @@ from rich.console import Console
 from rich.table import Table
 
 from pagewire.v1 import scheduler_output_pb2 as pb
-from scheduler_service.codec import decode_model_output, encode_scheduler_output
 from scheduler_service.core import (
     ModelOutput,
     SamplingParams,
@@ -38,6 +37,7 @@ from scheduler_service.core import (
     SequenceGroup,
     WaitingQueue,
 )
+from scheduler_service.wire.codec import decode_model_output, encode_scheduler_output
 
 
 @dataclass(frozen=True, slots=True)

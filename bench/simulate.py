@@ -36,7 +36,7 @@ from rich.table import Table
 from scheduler_service.core import Balancer, PreemptionMode, WaitingQueue
 from scheduler_service.core.config import default_prefill_chunk
 from scheduler_service.core.placement.worker import Member
-from scheduler_service.policy import POLICIES, waiting_queue
+from scheduler_service.core.queues.policy import POLICIES, waiting_queue
 from scheduler_service.simulation.cost_model import CostModel
 from scheduler_service.simulation.senders import converse, deal
 from scheduler_service.simulation.simulator import RequestTimes, Simulator

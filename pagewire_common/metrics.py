@@ -9,7 +9,7 @@ import concurrent.futures
 import contextlib
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from socketserver import ThreadingMixIn
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -24,7 +24,7 @@ log = structlog.get_logger()
 
 SCRAPE_SECONDS = 10.0
 
-Families = Callable[[], Iterable[Metric]]
+Families = Callable[[], Awaitable[Iterable[Metric]]]
 
 
 @contextlib.asynccontextmanager
@@ -68,7 +68,7 @@ class _OnLoop(Collector):
 
     def collect(self) -> Iterable[Metric]:
         async def read() -> list[Metric]:
-            return list(self._families())
+            return list(await self._families())
 
         reading = read()
         try:

@@ -19,14 +19,13 @@ log = structlog.get_logger()
 
 # Clients may ping every 10 s, also between calls. The server pings them every minute as well, and closes a connection
 # from which it hears nothing for another minute: otherwise the answers that a frozen client has not read stay in
-# memory, 1.5 MB for a text of 131,000 tokens. Two servers on one port are an error, not a load balancer. New calls are
-# taken one by one, as the event loop gets round to it. Of the calls that wait meanwhile, gRPC's defaults would end,
-# CANCELLED, any that is 30 s old and some from the thousandth on; but the services decide how many may be in flight.
+# memory, 1.5 MB for a text of 131,000 tokens. New calls are taken one by one, as the event loop gets round to it. Of
+# the calls that wait meanwhile, gRPC's defaults would end, CANCELLED, any that is 30 s old and some from the thousandth
+# on; but the services decide how many may be in flight.
 OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.server_max_unrequested_time_in_server", 86_400),
     ("grpc.server.max_pending_requests", 1 << 16),
     ("grpc.server.max_pending_requests_hard_limit", 1 << 16),
-    ("grpc.so_reuseport", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.keepalive_time_ms", 60_000),
@@ -43,7 +42,8 @@ class GrpcServer:
 
     Every named service, and the server as a whole (""), is NOT_SERVING until `set_serving`; `LIVENESS` is not.
     Messages beyond `max_receive_bytes` are refused by gRPC itself, and requests beyond what `max_request_bytes` says at
-    the time with a sentence. Create it inside the running event loop.
+    the time with a sentence. Two servers on one port are an error, unless both say that each `shares_port`: then every
+    connection goes to one of them. Create it inside the running event loop.
     """
 
     def __init__(
@@ -52,10 +52,16 @@ class GrpcServer:
         *,
         max_receive_bytes: int,
         max_request_bytes: Callable[[], int] | None = None,
+        shares_port: bool = False,
     ) -> None:
-        options = (*OPTIONS, ("grpc.max_receive_message_length", max_receive_bytes))
+        options = (
+            *OPTIONS,
+            ("grpc.max_receive_message_length", max_receive_bytes),
+            ("grpc.so_reuseport", int(shares_port)),
+        )
         interceptors = [ErrorInterceptor(max_request_bytes=max_request_bytes)]
         self.server = grpc.aio.server(interceptors=interceptors, options=options)
+        self._shares_port = shares_port
         self._names = ("", *service_names)
         self._is_stopping = False
         self._health = health.aio.HealthServicer()
@@ -72,7 +78,7 @@ class GrpcServer:
             raise StartError(f"cannot listen on {listen}: the port is in use, or the address is not ours") from error
         await self.server.start()
         address = f"{listen.rpartition(':')[0]}:{port}"
-        log.info("listening", address=address)
+        log.info("front end listening" if self._shares_port else "listening", address=address)
         return address
 
     async def set_serving(self, serving: bool) -> None:

@@ -8,7 +8,7 @@ from pydantic_settings import NoDecode
 
 from pagewire_common.settings import Address, ServiceSettings
 from scheduler_service.core import PhaseRule, PreemptionMode
-from scheduler_service.discovery import parse_target
+from scheduler_service.targets import parse_target
 
 Target = Annotated[str, AfterValidator(parse_target)]
 
@@ -23,6 +23,12 @@ class SchedulerSettings(ServiceSettings):
     """Plans the steps of the workers and streams their tokens to clients."""
 
     listen: Address = Field("127.0.0.1:50051", description="HOST:PORT to serve clients on")
+    frontends: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="processes that end clients' connections, tokenize and write text, on the same port",
+    )
     workers: Annotated[list[Target], NoDecode, BeforeValidator(_split), Field(min_length=1)] = Field(
         ["127.0.0.1:50052"],
         description="where the workers are, separated by commas: HOST:PORT of one, dns:///NAME:PORT for all addresses "

@@ -16,7 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from scheduler_service.core import PhaseRule, PreemptionMode
-from scheduler_service.policy import POLICIES, waiting_queue
+from scheduler_service.core.queues.policy import POLICIES, waiting_queue
 from scheduler_service.simulation.cost_model import CostModel
 from scheduler_service.simulation.senders import deal
 from scheduler_service.simulation.simulator import Result, Simulator

@@ -1,4 +1,4 @@
-"""Services that a fork server starts for this process of tests, in a hundredth of the time of `python -m`.
+"""Services that a fork server starts for this process of tests, in a tenth of the time of `python -m`.
 
 With PAGEWIRE_TEST_TRUE_STARTS=1 in the environment, and in tests that use the fixture `true_starts`, services start as
 they do everywhere else.

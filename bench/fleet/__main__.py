@@ -38,7 +38,8 @@ OVERHEAD_COLUMNS = (
 )  # fmt: skip
 FEEDING_COLUMNS = (
     "workers", "idle, %", "sequences a step", "tok/s", "messages/s", "tokens a message",
-    "scheduler, cores", "workers, cores", "client, cores",
+    "engine, µs a token", "front ends, µs a token", "engine, cores", "front ends, cores", "workers, cores",
+    "client, cores",
 )  # fmt: skip
 
 
@@ -95,7 +96,7 @@ def main() -> None:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         model = find_model("default", load_settings(WorkerSettings, "bench", []).cache.expanduser()).path
-        report = run(parts, arguments.most, model, Console(file=sys.stdout, width=160))
+        report = run(parts, arguments.most, model, Console(file=sys.stdout, width=200))
     except (BenchError, ServerError, StartError, OSError) as error:
         sys.exit(f"bench.fleet: {error}")
     except (grpc.RpcError, psutil.Error) as error:

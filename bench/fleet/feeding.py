@@ -41,8 +41,12 @@ class Feeding:
     messages_per_second: float
     tokens_a_message: float
     """Tokens a message: the more, the less often a stream sends."""
-    scheduler_cores: float
+    engine_us: float
+    front_ends_us: float
+    """CPU time of these processes for each token, everything in it counted."""
+    engine_cores: float
     """CPU seconds a second; gRPC's own threads run beside Python's."""
+    front_ends_cores: float
     workers_cores: float
     client_cores: float
 
@@ -79,6 +83,7 @@ def measure(num_workers: int, model: Path, scheduler_arguments: Sequence[str] = 
             return {
                 **load.ask(),
                 **{name: sum(worker[name] for worker in workers) for name in workers[0]},
+                "engine_cpu": cpu_seconds([scheduler.process.pid], descendants=False),
                 "scheduler_cpu": cpu_seconds([scheduler.process.pid]),
                 "workers_cpu": cpu_seconds([group.process.pid for group in groups]),
                 "now": time.monotonic(),
@@ -90,6 +95,8 @@ def measure(num_workers: int, model: Path, scheduler_arguments: Sequence[str] = 
         after = read()
         gained = {name: after[name] - before[name] for name in after}
         seconds = gained["now"]
+        front_ends_cpu = gained["scheduler_cpu"] - gained["engine_cpu"]
+        num_tokens = max(gained["num_sequences"], 1)
         return Feeding(
             num_workers,
             idle_percent=max(0.0, 100 * (1 - gained["num_steps"] * STEP_MS / 1e3 / (seconds * num_workers))),
@@ -97,7 +104,10 @@ def measure(num_workers: int, model: Path, scheduler_arguments: Sequence[str] = 
             tokens_per_second=gained["num_tokens"] / seconds,
             messages_per_second=gained["num_messages"] / seconds,
             tokens_a_message=gained["num_tokens"] / max(gained["num_messages"], 1),
-            scheduler_cores=gained["scheduler_cpu"] / seconds,
+            engine_us=gained["engine_cpu"] * 1e6 / num_tokens,
+            front_ends_us=front_ends_cpu * 1e6 / num_tokens,
+            engine_cores=gained["engine_cpu"] / seconds,
+            front_ends_cores=front_ends_cpu / seconds,
             workers_cores=gained["workers_cpu"] / seconds,
             client_cores=gained["cpu_seconds"] / seconds,
         )

@@ -18,7 +18,7 @@ import structlog
 
 from pagewire.v1 import recording_pb2 as pb
 from pagewire.v1 import scheduler_output_pb2 as wire
-from scheduler_service.codec import encode_scheduler_output
+from pagewire.v1 import sequence_group_pb2 as group_pb
 from scheduler_service.core import (
     ModelOutput,
     Scheduler,
@@ -30,9 +30,10 @@ from scheduler_service.core import (
     SequenceStatus,
     WaitingQueue,
 )
-from scheduler_service.recording.fields import encode_enum, encode_fields
 from scheduler_service.recording.format import FORMAT, VERSION, frame
 from scheduler_service.recording.placements import encode_placements
+from scheduler_service.wire.codec import encode_scheduler_output
+from scheduler_service.wire.fields import encode_enum, encode_fields
 
 log = structlog.get_logger()
 
@@ -67,8 +68,8 @@ class NoRecorder:
     def arrived(self, group: SequenceGroup) -> None:
         """A request has joined the waiting queue."""
 
-    def withdrawn(self, group: SequenceGroup, status: SequenceStatus) -> None:
-        """A waiting request was ended without a scheduler."""
+    def withdrawn(self, group: SequenceGroup, status: SequenceStatus, index: int | None = None) -> None:
+        """A waiting request, or the output of this `index`, was ended without a scheduler."""
 
     def close(self) -> None:
         """The recording is over."""
@@ -131,10 +132,10 @@ class Recorder(NoRecorder):
     def arrived(self, group: SequenceGroup) -> None:
         self.note(lambda event: encode_fields(SequenceGroup, group, event.arrival))
 
-    def withdrawn(self, group: SequenceGroup, status: SequenceStatus) -> None:
+    def withdrawn(self, group: SequenceGroup, status: SequenceStatus, index: int | None = None) -> None:
         self.note(
             lambda event: event.withdrawal.MergeFrom(
-                pb.RecordedWithdrawal(request_id=group.request_id, status=_status(status))
+                pb.RecordedWithdrawal(request_id=group.request_id, status=_status(status), index=index)
             )
         )
 
@@ -252,4 +253,4 @@ class RecordedScheduler(Scheduler):
 
 
 def _status(status: SequenceStatus) -> Any:
-    return encode_enum(pb.RecordedStatus.DESCRIPTOR, status)
+    return encode_enum(group_pb.SequenceStatus.DESCRIPTOR, status)

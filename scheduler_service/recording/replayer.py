@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from pagewire.v1 import recording_pb2 as pb
 from pagewire.v1 import scheduler_output_pb2 as wire
-from scheduler_service.codec import decode_model_output, encode_scheduler_output
+from pagewire.v1 import sequence_group_pb2 as group_pb
 from scheduler_service.core import (
     Scheduler,
     SchedulerConfig,
@@ -22,12 +22,13 @@ from scheduler_service.core import (
     SequenceStatus,
     WaitingQueue,
 )
-from scheduler_service.policy import waiting_queue
-from scheduler_service.recording.fields import decode_enum, decode_fields
+from scheduler_service.core.queues.policy import waiting_queue
 from scheduler_service.recording.format import ReadEvent, RecordingError, read_events
 from scheduler_service.recording.placements import compare_placements, encode_placements
 from scheduler_service.recording.step_work import StepWork
 from scheduler_service.recording.words import compare_steps
+from scheduler_service.wire.codec import decode_model_output, encode_scheduler_output
+from scheduler_service.wire.fields import decode_enum, decode_fields
 
 T = TypeVar("T")
 
@@ -128,12 +129,11 @@ class Replayer:
         return Moment(at, groups=[group])
 
     def _withdrawal(self, withdrawal: pb.RecordedWithdrawal, at: float) -> Moment:
-        group, status = self._groups.pop(withdrawal.request_id), _status(withdrawal.status)
+        group, status = self._groups[withdrawal.request_id], _status(withdrawal.status)
         if group.request_id not in self.waiting:
             raise _CoreError(f"withdrawal of request {group.request_id!r}: it does not wait")
-        self.waiting.end(group.request_id)
-        for sequence in group.live:
-            sequence.status = status
+        self.waiting.withdraw(group, status, withdrawal.index if withdrawal.HasField("index") else None)
+        self._forget_if_finished(group)
         return Moment(at, groups=[group])
 
     def _session_start(self, start: pb.RecordedSessionStart, at: float) -> Moment:
@@ -264,4 +264,4 @@ def _bytes(step: wire.SchedulerOutput | None) -> bytes:
 
 
 def _status(number: int) -> SequenceStatus:
-    return decode_enum(SequenceStatus, pb.RecordedStatus.DESCRIPTOR, number)
+    return decode_enum(SequenceStatus, group_pb.SequenceStatus.DESCRIPTOR, number)

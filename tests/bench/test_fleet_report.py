@@ -22,8 +22,8 @@ Rows = list[dict[str, str]]
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model's directory. No part measures it."""
     (tmp_path / "config.json").write_text('{"vocab_size": 259}')
-    fed = Feeding(8, 1.5, 255.0, 90_000.0, 30_000.0, 3.0, 1.1, 1.2, 1.3)
-    hungry = Feeding(9, 20.0, 180.0, 95_000.0, 20_000.0, 4.75, 1.4, 1.6, 1.7)
+    fed = Feeding(8, 1.5, 255.0, 90_000.0, 30_000.0, 3.0, 2.5, 9.5, 1.1, 0.9, 1.2, 1.3)
+    hungry = Feeding(9, 20.0, 180.0, 95_000.0, 20_000.0, 4.75, 2.6, 9.6, 1.4, 0.8, 1.6, 1.7)
     monkeypatch.setattr(failover, "run", lambda *_: Failover([30.0, 10.0, 20.0], [3.0, 1.0, 2.5]))
     monkeypatch.setattr(feeding, "search", lambda *_: [fed, hungry])
     monkeypatch.setattr(overhead, "run", lambda *given: Overhead(given[2], 100.0, 98.0, 2.0, -1.0, 3.0, 60.0, 50.0))
@@ -34,7 +34,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(model: Path, *parts: str) -> tuple[dict[str, Any], list[str]]:
     """The report, and the lines that were printed and are not blank."""
     printed = io.StringIO()
-    report = fleet.run(list(parts), 32, model, Console(file=printed, width=160))
+    report = fleet.run(list(parts), 32, model, Console(file=printed, width=200))
     return report, [line.strip() for line in printed.getvalue().splitlines() if line.strip()]
 
 
@@ -60,12 +60,14 @@ def rows_of(lines: list[str]) -> Rows:
             [
                 {
                     "workers": "8", "idle, %": "1.5", "sequences a step": "255.0", "tok/s": "90,000.0",
-                    "messages/s": "30,000.0", "tokens a message": "3.0", "scheduler, cores": "1.1",
+                    "messages/s": "30,000.0", "tokens a message": "3.0", "engine, µs a token": "2.5",
+                    "front ends, µs a token": "9.5", "engine, cores": "1.1", "front ends, cores": "0.9",
                     "workers, cores": "1.2", "client, cores": "1.3",
                 },
                 {
                     "workers": "9", "idle, %": "20.0", "sequences a step": "180.0", "tok/s": "95,000.0",
-                    "messages/s": "20,000.0", "tokens a message": "4.8", "scheduler, cores": "1.4",
+                    "messages/s": "20,000.0", "tokens a message": "4.8", "engine, µs a token": "2.6",
+                    "front ends, µs a token": "9.6", "engine, cores": "1.4", "front ends, cores": "0.8",
                     "workers, cores": "1.6", "client, cores": "1.7",
                 },
             ],

@@ -8,7 +8,7 @@ import yaml
 from kustomize import KUBERNETES, container, render
 
 from pagewire_common.settings import ServiceSettings
-from scheduler_service.request_memory import UNREAD_SHARE
+from scheduler_service.engine.admission import UNREAD_SHARE
 from scheduler_service.settings import SchedulerSettings
 from worker_service.settings import WorkerSettings
 
@@ -61,13 +61,14 @@ def test_a_scheduler_finds_workers_by_their_service(file: Path, name: str) -> No
 
 
 @pytest.mark.parametrize(("file", "name"), [one for one in OURS if "scheduler" in str(one.id)])
-def test_a_scheduler_may_take_what_its_requests_may_take_and_what_the_process_takes_besides(
+def test_a_scheduler_may_take_what_its_requests_may_take_and_what_its_processes_take_besides(
     file: Path, name: str
 ) -> None:
-    limit = services(file)[name]["mem_limit"]
-    requests = SchedulerSettings.model_fields["request_memory"].default
-    assert limit.endswith("g")
-    assert requests * (1 + 1 / UNREAD_SHARE) + 0.6 <= float(limit[:-1])
+    service, fields = services(file)[name], SchedulerSettings.model_fields
+    requests = service["environment"].get("PAGEWIRE_REQUEST_MEMORY", fields["request_memory"].default)
+    engine, front_ends = 0.2, 0.4 * service["environment"].get("PAGEWIRE_FRONTENDS", fields["frontends"].default)
+    assert service["mem_limit"].endswith("g")
+    assert requests * (1 + 1 / UNREAD_SHARE) + engine + front_ends <= float(service["mem_limit"][:-1])
 
 
 @pytest.mark.parametrize(("file", "name"), [one for one in OURS if "worker" in str(one.id)])

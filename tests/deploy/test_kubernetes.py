@@ -13,8 +13,9 @@ import yaml
 from kustomize import KUBERNETES, Resource, container, read, render
 
 from pagewire_common.settings import ServiceSettings, load_settings
-from scheduler_service.engine import Engine
-from scheduler_service.metrics import SchedulerMetrics
+from scheduler_service.engine.engine import Engine
+from scheduler_service.engine.engine_servicer import FrontEnds
+from scheduler_service.operations.metrics import SchedulerMetrics
 from scheduler_service.settings import SchedulerSettings
 from worker_service.settings import WorkerSettings
 
@@ -256,7 +257,8 @@ def test_metrics_are_served_where_they_are_scraped(
 
 async def test_workers_are_scaled_on_metrics_that_the_scheduler_has() -> None:
     engine = Engine(SchedulerSettings())
-    known = {metric.name for metric in SchedulerMetrics(engine, "default", vllm_names=False).families()}
+    metrics = SchedulerMetrics(FrontEnds(engine, 1), "default", vllm_names=False)
+    known = {metric.name for metric in await metrics.families()}
     (scaled,) = read(KUBERNETES / "autoscaling" / "worker-scaledobject.yaml")
     assert scaled["spec"]["scaleTargetRef"]["name"] == "worker"
     assert "replicas" not in find(render(KUBERNETES / "cpu"), "Deployment", "worker")["spec"]

@@ -6,8 +6,8 @@ from tiny_model import write_byte_tokenizer, write_tiny_llama
 
 from pagewire_client import LocalServer
 from scheduler_service.core.suspects import suspicion
-from scheduler_service.model import ServedModel
-from scheduler_service.tokenization import Tokenizer
+from scheduler_service.frontend.model import ServedModel
+from scheduler_service.frontend.tokenization import Tokenizer
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,46 +1,97 @@
-"""An engine in this process, and what its clients do with it."""
+"""An engine and a front end in this process, joined by their real wire, and what clients do with them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from scheduler_service.core import SamplingParams
-from scheduler_service.discovery import resolve_by_dns
-from scheduler_service.engine import Engine
-from scheduler_service.request import GenerationRequest, RequestState
+from scheduler_service.core import SamplingParams, SequenceGroup
+from scheduler_service.engine.discovery import resolve_by_dns
+from scheduler_service.engine.engine import Engine
+from scheduler_service.engine.engine_servicer import FrontEnds
+from scheduler_service.frontend.engine_call import EngineCall
+from scheduler_service.frontend.engine_link import EngineLink
+from scheduler_service.frontend.model import ServedModel
+from scheduler_service.frontend.request import GenerationRequest, RequestState
+from scheduler_service.operations.admin_servicer import AdminServicer
+from scheduler_service.server import engine_server
 from scheduler_service.settings import SchedulerSettings
+
+
+class OneProcess:
+    """Whatever it does not have itself is the engine's."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.front_ends = FrontEnds(engine, 1)
+        self.admin = AdminServicer(engine)
+        self.link: EngineLink
+        self.target = ""  # of the engine, for front ends
+        self._calls: dict[RequestState, EngineCall] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    async def model(self) -> ServedModel:
+        return await self.link.model()
+
+    async def submit(self, request: GenerationRequest, num_bytes: int = 0) -> RequestState:
+        """Admit and queue a request; `close` it in the end."""
+        call = EngineCall(self.link)
+        try:
+            await call.admit(request.key, num_bytes, resumes=request.resumes)
+            state = await call.submit(request, await self.model())
+        except BaseException:
+            call.__exit__()
+            raise
+        self._calls[state] = call
+        return state
+
+    def group(self, state: RequestState) -> SequenceGroup:
+        """The request's group, as long as it is in flight."""
+        group = self.engine.requests[state.request.key].group
+        assert group is not None
+        return group
+
+    async def close(self, state: RequestState) -> None:
+        """The reader is gone or done; returns when the engine knows."""
+        state.stream.leave()
+        self._calls.pop(state).__exit__()
+        await until(lambda: all(state.call not in session._calls for session in self.front_ends.sessions))
 
 
 @asynccontextmanager
 async def running(
     *workers: str, resolve: Any = resolve_by_dns, time_limit: float = 60, **settings: object
-) -> AsyncIterator[Engine]:
+) -> AsyncIterator[OneProcess]:
     options = {"workers": list(workers), "model": "fake", "check_invariants": True, **settings}
     engine = Engine(SchedulerSettings(**options), resolve)  # type: ignore[arg-type]
-    task = asyncio.create_task(engine.run())
-    try:
-        async with asyncio.timeout(time_limit):
-            yield engine
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+    one = OneProcess(engine)
+    async with asyncio.timeout(time_limit), engine_server(one.front_ends, one.admin) as target:
+        one.target, one.link = target, EngineLink(target)
+        tasks = [asyncio.create_task(engine.run()), asyncio.create_task(one.link.run())]
+        try:
+            await one.link.welcome
+            yield one
+        finally:
+            for task in tasks:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+            await one.link.close()
 
 
-async def submit(engine: Engine, name: str, prompt: list[int], **sampling: Any) -> RequestState:
+async def submit(one: OneProcess, name: str, prompt: list[int], **sampling: Any) -> RequestState:
     """Greedy, five tokens, unless told otherwise."""
     parameters = SamplingParams(**{"max_tokens": 5, **sampling})
-    with engine.admission(name):
-        model = await engine.model()
-        return engine.submit(GenerationRequest(request_id=name, prompt_token_ids=prompt, sampling=parameters), model)
+    return await one.submit(GenerationRequest(request_id=name, prompt_token_ids=prompt, sampling=parameters))
 
 
-async def text_of(engine: Engine, state: RequestState) -> str:
+async def text_of(one: OneProcess, state: RequestState) -> str:
     try:
         return "".join([delta.text async for delta in state.stream])
     finally:
-        engine.close(state)
+        await one.close(state)
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from random import Random
 
 from pagewire.v1 import scheduler_output_pb2 as wire
-from scheduler_service.codec import decode_model_output
 from scheduler_service.core import (
     PhaseRule,
     PreemptionMode,
@@ -16,11 +15,13 @@ from scheduler_service.core import (
     Scheduler,
     SchedulerConfig,
     SchedulerOutput,
+    Sequence,
     SequenceGroup,
     SequenceStatus,
 )
-from scheduler_service.policy import waiting_queue
+from scheduler_service.core.queues.policy import waiting_queue
 from scheduler_service.recording.recorder import NoRecorder, Recorder
+from scheduler_service.wire.codec import decode_model_output
 
 OVERTAKES = 3
 WEIGHTS = {"0": 2.0, "1": 0.5}
@@ -180,7 +181,7 @@ class Workload:
             case "abort":
                 self._abort()
             case "stop":
-                self._stop(number)
+                self._stop()
             case "lose":
                 self._lose(number)
             case "connect":
@@ -245,22 +246,29 @@ class Workload:
         workers = [worker for worker in self.workers if worker is not None]
         if any(worker.scheduler.finish_requests([group.request_id], status) for worker in workers):
             return
-        if self.waiting.get(group.request_id) is not None:
-            self.waiting.end(group.request_id)
-            for sequence in group.live:
-                sequence.status = status
+        if group.request_id in self.waiting:
+            self.waiting.withdraw(group, status)
             self.recorder.withdrawn(group, status)
 
-    def _stop(self, number: int) -> None:
-        """As the engine does it: an output that has text, so never the leader of a prompt that is not computed yet."""
-        worker = self.workers[number]
-        if worker is None:
-            return
-        groups = [group for group in worker.scheduler.running if not group.has_unforked and group.beams is None]
+    def _stop(self) -> None:
+        """As the engine does it: an output that has text, which may wait by now, or be computed again."""
+        groups = [group for group in self.groups if group.beams is None and any(self._with_text(group))]
         if not groups:
             return
-        group = self.random.choice(groups)
-        worker.scheduler.finish_sequence(self.random.choice(group.sequences), SequenceStatus.FINISHED_STOPPED)
+        group, status = self.random.choice(groups), SequenceStatus.FINISHED_STOPPED
+        sequence = self.random.choice(self._with_text(group))
+        waits = group.request_id in self.waiting
+        for worker in filter(None, self.workers):
+            scheduler = worker.scheduler
+            if waits or group in scheduler.running or group in scheduler.swapped:
+                scheduler.finish_sequence(sequence, status)
+                return
+        self.waiting.withdraw(group, status, sequence.index)
+        self.recorder.withdrawn(group, status, sequence.index)
+
+    @staticmethod
+    def _with_text(group: SequenceGroup) -> list[Sequence]:
+        return [sequence for sequence in group.live if sequence.output_token_ids]
 
     def _lose(self, number: int) -> None:
         if worker := self.workers[number]:

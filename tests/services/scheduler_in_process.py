@@ -1,35 +1,38 @@
 """The scheduler's services in this process, on a free port, in front of fake workers."""
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
-from engines import running
+from engines import OneProcess, running
 
-from pagewire.v1.admin_service_pb2_grpc import add_AdminServiceServicer_to_server
-from pagewire.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
-from pagewire_common.server import GrpcServer
-from scheduler_service.admin_servicer import AdminServicer
-from scheduler_service.engine import Engine
-from scheduler_service.servicer import InferenceServicer
+from scheduler_service.frontend.engine_link import EngineLink
+from scheduler_service.frontend.server import front_end_server, show_health
+from scheduler_service.operations.admin_servicer import AdminServicer
 
 
 @dataclass
 class InProcess:
-    engine: Engine
+    engine: OneProcess
     admin: AdminServicer
     target: str
+
+    @property
+    def link(self) -> EngineLink:
+        return self.engine.link
 
 
 @asynccontextmanager
 async def scheduler(*workers: str, listen: str = "127.0.0.1:0", **settings: object) -> AsyncIterator[InProcess]:
-    async with running(*workers, **settings) as engine:
-        server = GrpcServer([], max_receive_bytes=16 << 20, max_request_bytes=lambda: engine.max_request_bytes)
-        admin = AdminServicer(engine)
-        add_AdminServiceServicer_to_server(admin, server.server)
-        add_InferenceServiceServicer_to_server(InferenceServicer(engine), server.server)
+    async with running(*workers, **settings) as one:
+        server = front_end_server(one.link, shares_port=False)
         target = await server.start(listen)
+        showing = asyncio.create_task(show_health(one.link, server))
         try:
-            yield InProcess(engine, admin, target)
+            yield InProcess(one, one.admin, target)
         finally:
+            showing.cancel()
+            with suppress(asyncio.CancelledError):
+                await showing
             await server.server.stop(None)

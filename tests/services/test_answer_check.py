@@ -1,8 +1,8 @@
 import pytest
 
-from scheduler_service.answer_check import check_answer
 from scheduler_service.core import ModelOutput, SamplingParams, Scheduler, SchedulerConfig, SequenceGroup, WaitingQueue
 from scheduler_service.core.outputs import TokenLogprobs
+from scheduler_service.engine.answer_check import check_answer
 
 
 def test_an_answer_about_sequences_that_have_left_the_worker_is_no_lie() -> None:

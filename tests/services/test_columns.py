@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.v1 import scheduler_output_pb2 as pb
-from scheduler_service.columns import SHORT, fill_column
+from scheduler_service.wire.columns import SHORT, fill_column
 
 NUMBERS = st.integers(0, 2**32 - 1) | st.integers(0, 35).map(lambda bits: min(2**bits, 2**32 - 1))
 

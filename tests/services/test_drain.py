@@ -10,7 +10,7 @@ from fake_worker_service import FakeWorkerService, serving
 from grpc_health.v1 import health_pb2
 
 from pagewire_common.errors import RequestError
-from scheduler_service.worker_loop import WorkerStatus
+from scheduler_service.engine.worker_loop import WorkerStatus
 
 LEAVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -48,13 +48,14 @@ async def test_what_outlasts_the_grace_goes_on_elsewhere(byte_tokenizer_director
         await until(lambda: drained.admits)
         worker.runs.clear()
         state = await submit(engine, "a", [5], n=2)
+        group = engine.group(state)
         await until(lambda: not engine.waiting)
         free.undrain()
         drained.drain()
         assert await text_of(engine, state) == "g" * 10
         assert drained.state is WorkerStatus.DRAINED
         assert drained.last_error == "drained by an operator; its remaining requests go on elsewhere"
-        assert (state.group.suspicion, drained.num_losses, drained.num_preemptions) == (None, 0, 1)
+        assert (group.suspicion, drained.num_losses, drained.num_preemptions) == (None, 0, 1)
 
 
 async def test_a_drain_that_is_taken_back_before_it_is_over_changes_nothing(byte_tokenizer_directory: Path) -> None:

@@ -10,13 +10,15 @@ from fake_worker_service import FakeWorkerService, serving
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.errors import RequestError
-from scheduler_service.codec import decode_worker_info
 from scheduler_service.core import SamplingParams
-from scheduler_service.engine import Engine
-from scheduler_service.request import GenerationRequest
-from scheduler_service.servicer import InferenceServicer
+from scheduler_service.engine import engine as engine_module
+from scheduler_service.engine.engine import Engine
+from scheduler_service.engine.worker_client import WorkerError
+from scheduler_service.frontend.engine_call import EngineCall
+from scheduler_service.frontend.request import GenerationRequest
+from scheduler_service.frontend.servicer import InferenceServicer
 from scheduler_service.settings import SchedulerSettings
-from scheduler_service.worker_client import WorkerError
+from scheduler_service.wire.codec import decode_worker_info
 
 
 @pytest.mark.usefixtures("impatient")
@@ -89,7 +91,6 @@ async def test_two_workers_share_one_queue_and_a_request_does_not_care_which(byt
 async def test_every_policy_serves_every_request(byte_tokenizer_directory: Path, policy: str) -> None:
     worker = FakeWorkerService(byte_tokenizer_directory, num_device_blocks=16)
     async with serving(worker) as address, running(address, policy=policy, tenant_weights={"0": 2.0}) as engine:
-        model = await engine.model()
         states = []
         for number in range(30):
             request = GenerationRequest(
@@ -99,32 +100,57 @@ async def test_every_policy_serves_every_request(byte_tokenizer_directory: Path,
                 priority=number % 3,
                 tenant=str(number % 2),
             )
-            states.append(engine.submit(request, model))
+            states.append(await engine.submit(request))
         assert await asyncio.gather(*(text_of(engine, state) for state in states)) == ["g" * 20] * 30
 
 
 async def test_a_full_server_refuses_before_it_tokenizes(byte_tokenizer_directory: Path) -> None:
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address, running(address, max_num_requests=1) as engine:
-        with engine.admission("first"), pytest.raises(RequestError) as error, engine.admission("second"):
-            pass
+        with EngineCall(engine.link) as first, EngineCall(engine.link) as second:
+            await first.admit("first", 0)
+            with pytest.raises(RequestError) as error:
+                await second.admit("second", 0)
         assert error.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        with engine.admission("second"):  # the first has gone
-            pass
+        with EngineCall(engine.link) as second:  # the first has gone
+            await second.admit("second", 0)
 
 
+@pytest.mark.parametrize("method", ["gain_token", "gain"])
 async def test_one_requests_broken_text_does_not_cost_the_others_their_tokens(
-    byte_tokenizer_directory: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, byte_tokenizer_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with serving(FakeWorkerService(byte_tokenizer_directory)) as address, running(address) as engine:
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    async with serving(worker) as address, running(address) as engine:
+        await until(lambda: engine.admits)
+        worker.runs.clear()
         broken = await submit(engine, "broken", [5])
-        monkeypatch.setattr(broken, "process", lambda gained, now: 1 / 0)
+        monkeypatch.setattr(broken, method, lambda *_: 1 / 0)
         well = await submit(engine, "well", [5])
+        worker.runs.set()
         with pytest.raises(RequestError) as error:
             await text_of(engine, broken)
         assert error.value.code is grpc.StatusCode.INTERNAL
         assert await text_of(engine, well) == "ggggg"
         assert engine.workers[0].num_preemptions == 0
+
+
+async def test_a_request_that_cannot_be_queued_costs_no_other_its_stream(
+    byte_tokenizer_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    async with serving(worker) as address, running(address) as engine:
+        worker.runs.clear()
+        well = await submit(engine, "well", [5])
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_module, "decode_group", lambda *_: 1 / 0)
+            with pytest.raises(RequestError, match="internal error") as error:
+                await submit(engine, "broken", [5])
+        assert error.value.code is grpc.StatusCode.INTERNAL
+        worker.runs.set()
+        assert await text_of(engine, well) == "ggggg"
+        await until(lambda: not engine.requests and not engine.admission.being_checked)
+        assert engine.admission.num_bytes == 0
 
 
 async def test_a_worker_with_more_blocks_than_a_scheduler_can_manage_is_refused(
@@ -176,20 +202,21 @@ async def test_a_request_has_one_timer_while_there_is_no_worker_and_none_after_i
         await until(lambda: loop.admits)
         worker.runs.clear()
         state = await submit(engine, "a", [5])
-        assert state.expiry is None
+        call = engine.requests["a"]
+        assert call.expiry is None
         for _ in range(3):
             loop.drain()
-            first = state.expiry
+            first = call.expiry
             assert first is not None
             engine.workers_changed()
-            assert state.expiry is first
+            assert call.expiry is first
             loop.undrain()
-            assert state.expiry is None
+            assert call.expiry is None
             assert first.cancelled()
         loop.drain()
-        engine.close(state)
-        assert state.expiry is not None
-        assert state.expiry.cancelled()
+        await engine.close(state)
+        assert call.expiry is not None
+        assert call.expiry.cancelled()
 
 
 async def test_no_scheduler_is_asked_for_a_request_that_ended_by_itself(
@@ -198,22 +225,24 @@ async def test_no_scheduler_is_asked_for_a_request_that_ended_by_itself(
     async with serving(FakeWorkerService(byte_tokenizer_directory)) as address, running(address) as engine:
         state = await submit(engine, "a", [5])
         assert "".join([delta.text async for delta in state.stream]) == "ggggg"
+        call = engine.requests["a"]
         with monkeypatch.context() as patch:
             patch.setattr(Engine, "workers", property(lambda _: 1 / 0))
-            engine.close(state)
+            engine.engine.close(call)
+        await engine.close(state)
         assert not engine.requests
 
 
 async def test_calls_that_wait_for_the_first_worker_count_as_requests() -> None:
     async with running("127.0.0.1:1", max_num_requests=1, no_worker_timeout=5) as engine:
-        servicer = InferenceServicer(engine)
+        servicer = InferenceServicer(engine.link)
         first = asyncio.create_task(servicer.Generate(pb.GenerateRequest(), None))  # type: ignore[arg-type]
-        await asyncio.sleep(0)
+        await until(lambda: engine.admission.being_checked)
         with pytest.raises(RequestError) as error:
             await servicer.Generate(pb.GenerateRequest(), None)  # type: ignore[arg-type]
         assert error.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
-        with engine.admission("its place is free again"):
-            pass
+        with EngineCall(engine.link) as call:
+            await call.admit("its place is free again", 0)

@@ -11,7 +11,6 @@ import pytest
 from recorded_workload import Connection, MemorySink, record
 
 from pagewire.v1 import scheduler_output_pb2 as wire
-from scheduler_service.codec import decode_model_output
 from scheduler_service.core import (
     PreemptionMode,
     SamplingParams,
@@ -25,6 +24,7 @@ from scheduler_service.recording.replayer import Replayer
 from scheduler_service.recording.step_work import StepWork
 from scheduler_service.simulation.cost_model import CostModel
 from scheduler_service.simulation.fit import MIN_STEPS, Fit, Measurements, fit
+from scheduler_service.wire.codec import decode_model_output
 
 COSTS = CostModel(
     step_us=1_500.0,

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from pagewire.v1.worker_service_pb2 import GetWorkerInfoResponse
-from scheduler_service.codec import decode_worker_info
-from scheduler_service.generation_defaults import GenerationDefaults, eos_token_ids
-from scheduler_service.model import ServedModel
+from pagewire.v1.engine_service_pb2 import ModelLimits
+from scheduler_service.frontend.generation_defaults import GenerationDefaults, eos_token_ids
+from scheduler_service.frontend.model import ServedModel
 
 SOUND = {
     "do_sample": True,
@@ -92,9 +91,9 @@ def test_only_token_ids_end_an_output(
 def test_a_model_with_a_spoiled_generation_config_is_served(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
     (tmp_path / "generation_config.json").write_text('{"do_sample": true, "temperature": NaN, "top_p": 0.5}')
-    message = GetWorkerInfoResponse(block_size=4, num_device_blocks=8, max_model_len=9, vocabulary_size=5)
+    limits = ModelLimits(block_size=4, context_length=9, pool_tokens=32, vocabulary_size=5, max_num_seqs=1)
     with capture_logs() as logs:
-        model = ServedModel.load(decode_worker_info(message), tmp_path, max_num_seqs=1, has_priorities=False)
+        model = ServedModel.load(limits, tmp_path)
     assert model.defaults == GenerationDefaults(temperature=1.0, top_p=0.5)
     assert model.eos_token_ids == (2,)
     assert [warning["name"] for warning in logs] == ["temperature"]

@@ -11,18 +11,19 @@ from test_resumption import Stream, check
 from test_validation import request
 
 from pagewire.v1 import inference_service_pb2 as pb
+from pagewire.v1.engine_service_pb2 import Hypothesis
 from pagewire_common.errors import RequestError
-from scheduler_service import streams, whole_output
-from scheduler_service.core import SequenceOutput, SequenceStatus
-from scheduler_service.core.groups.beam_search import Hypothesis
+from scheduler_service.core import SequenceStatus
 from scheduler_service.core.outputs import TokenLogprobs
-from scheduler_service.model import ServedModel
-from scheduler_service.request import RequestState
-from scheduler_service.request_memory import UnreadOutput
-from scheduler_service.servicer import encode_delta
-from scheduler_service.statistics import Statistics
-from scheduler_service.streams import OutputDelta, OutputStream
-from scheduler_service.turns import Turns
+from scheduler_service.frontend import streams, whole_output
+from scheduler_service.frontend.gained import Gained
+from scheduler_service.frontend.model import ServedModel
+from scheduler_service.frontend.request import RequestState
+from scheduler_service.frontend.request_memory import UnreadOutput
+from scheduler_service.frontend.servicer import encode_delta
+from scheduler_service.frontend.streams import OutputDelta, OutputStream
+from scheduler_service.frontend.turns import Turns
+from scheduler_service.statistics.counts import FrontendCounts
 
 LARGEST = 1 << 20
 LARGE_ID = 2**28 - 1
@@ -34,7 +35,7 @@ def entry(token_id: int, width: int) -> TokenLogprobs:
 
 
 async def begin(message: pb.GenerateRequest, model: ServedModel) -> RequestState:
-    return RequestState(await check(message, model), model.tokenizer, b"", Statistics(), Turns(), UnreadOutput(1 << 30))
+    return RequestState(await check(message, model), model.tokenizer, FrontendCounts(), Turns(), UnreadOutput(1 << 30))
 
 
 async def read(state: RequestState) -> list[pb.GenerateResponse]:
@@ -73,11 +74,10 @@ async def test_what_a_slow_reader_left_comes_in_messages_of_bounded_size(byte_mo
 async def test_a_whole_output_comes_in_messages_of_bounded_size(byte_model: ServedModel) -> None:
     state = await begin(request(best_of=2, logprobs=20, prompt_logprobs=20), byte_model)
     entries = [entry(5, 21)] * 4
-    for sequence in state.group.sequences:
+    for index in range(2):
         for count in range(1, 8_001):
-            sequence.token_ids.append(70)
-            sequence.status = ENDED if count == 8_000 else SequenceStatus.RUNNING
-            state.process(SequenceOutput(sequence, 70, entry(70, 21), entries, 1), 0.0)
+            status = ENDED if count == 8_000 else None
+            state.gain(Gained(index, 70, status, None, entry(70, 21), entries, 1), 0.0)
             entries = []
     received = Stream()
     for message in await read(state):
@@ -92,19 +92,14 @@ async def test_a_whole_output_comes_in_messages_of_bounded_size(byte_model: Serv
 
 
 def best_of(state: RequestState, outputs: list[list[int]]) -> None:
-    for sequence, token_ids in zip(state.group.sequences, outputs, strict=True):
+    for index, token_ids in enumerate(outputs):
         for count, token_id in enumerate(token_ids, 1):
-            sequence.token_ids.append(token_id)
-            sequence.status = ENDED if count == len(token_ids) else SequenceStatus.RUNNING
-            state.process(SequenceOutput(sequence, token_id, entry(token_id, 1), [], 1), 0.0)
+            status = ENDED if count == len(token_ids) else None
+            state.gain(Gained(index, token_id, status, logprobs=entry(token_id, 1)), 0.0)
 
 
 def beams(state: RequestState, outputs: list[list[int]]) -> None:
-    assert state.group.beams is not None
-    state.group.beams.hypotheses = [Hypothesis(token_ids, 0.0, False, None) for token_ids in outputs]
-    (sequence,) = state.group.sequences
-    sequence.status = ENDED
-    state.process(SequenceOutput(sequence, None, None, [], 1), 0.0)
+    state.gain_hypotheses([Hypothesis(token_ids=token_ids) for token_ids in outputs], 0.0)
 
 
 SEARCHES = {"best of": ({"best_of": 4, "logprobs": 0}, best_of), "beams": ({"beam_width": 4}, beams)}

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from recorded_workload import Clock, Connection, MemorySink, Worker, record
 
 from pagewire.v1 import scheduler_output_pb2 as wire
-from scheduler_service.codec import decode_model_output
 from scheduler_service.core import (
     PreemptionMode,
     SamplingParams,
@@ -28,6 +27,7 @@ from scheduler_service.recording.format import read_events
 from scheduler_service.recording.perfetto import REQUESTS, WORKERS, TraceWriter
 from scheduler_service.recording.recorder import Recorder
 from scheduler_service.recording.replayer import Replayer
+from scheduler_service.wire.codec import decode_model_output
 
 Event = dict[str, Any]
 STATES = {"queued", "prefill", "decode", "preempted", "swapped"}

@@ -7,8 +7,7 @@ from pathlib import Path
 from engines import running, submit, text_of, until
 from fake_worker_service import FakeWorkerService, serving
 
-from scheduler_service.core import PlacementReason, SamplingParams
-from scheduler_service.request import GenerationRequest
+from scheduler_service.core import PlacementReason
 
 
 async def test_a_burst_is_shared_among_workers_that_compute_nothing_yet(byte_tokenizer_directory: Path) -> None:
@@ -17,16 +16,9 @@ async def test_a_burst_is_shared_among_workers_that_compute_nothing_yet(byte_tok
         addresses = [await stack.enter_async_context(serving(worker)) for worker in workers]
         engine = await stack.enter_async_context(running(*addresses))
         await until(lambda: len(engine.serving) == 3)
-        model = await engine.model()
-        states = [
-            engine.submit(
-                GenerationRequest(
-                    request_id=str(number), prompt_token_ids=[number] * 20, sampling=SamplingParams(max_tokens=20)
-                ),
-                model,
-            )
-            for number in range(12)
-        ]
+        states = await asyncio.gather(
+            *(submit(engine, str(number), [number] * 20, max_tokens=20) for number in range(12))
+        )
         await until(lambda: not engine.waiting)
         assert await asyncio.gather(*(text_of(engine, state) for state in states)) == ["g" * 20] * 12
     assert [worker.num_prompts for worker in workers] == [4, 4, 4]
@@ -45,9 +37,11 @@ async def test_turns_of_a_conversation_go_to_the_worker_that_has_them_cached(byt
         for turn in range(4):
             for number, prompt in enumerate(prompts):
                 state = await submit(engine, f"{turn}.{number}", prompt, max_tokens=8)
+                group = engine.group(state)
+                (sequence,) = group.sequences
                 assert await text_of(engine, state) == "g" * 8
-                cached.append(state.group.num_cached_tokens)
-                prompt += state.group.sequences[0].token_ids[len(prompt) :] + [number] * 8
+                cached.append(group.num_cached_tokens)
+                prompt += sequence.token_ids[len(prompt) :] + [number] * 8
     assert cached[:3] == [0, 0, 0]
     assert all(tokens is not None and tokens >= 40 for tokens in cached[3:])
     assert balancer.num_placed[PlacementReason.AFFINITY] == 9

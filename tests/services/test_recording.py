@@ -10,6 +10,7 @@ import structlog
 from recorded_workload import OVERTAKES, WEIGHTS, Connection, MemorySink, Worker, Workload, record
 
 from pagewire.v1 import recording_pb2 as pb
+from pagewire.v1 import sequence_group_pb2 as group_pb
 from pagewire_common.start_error import StartError
 from scheduler_service.core import (
     PhaseRule,
@@ -23,10 +24,10 @@ from scheduler_service.core import (
 )
 from scheduler_service.core.planning.step_writer import StepWriter
 from scheduler_service.recording import writer
-from scheduler_service.recording.fields import decode_enum, decode_fields, encode_enum, encode_fields
 from scheduler_service.recording.format import MAX_EVENT_BYTES, ReadEvent, RecordingError, frame, read_events
 from scheduler_service.recording.recorder import NoRecorder, RecordedScheduler, Recorder
 from scheduler_service.recording.writer import FileWriter
+from scheduler_service.wire.fields import decode_enum, decode_fields, encode_enum, encode_fields
 
 SAMPLING = SamplingParams(
     max_tokens=9,
@@ -103,7 +104,7 @@ def read_all(path: Path) -> tuple[list[ReadEvent], str]:
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [(SAMPLING, pb.RecordedSampling()), (CONFIG, pb.RecordedConfig())],
+    [(SAMPLING, group_pb.GroupSampling()), (CONFIG, pb.RecordedConfig())],
     ids=["sampling", "config"],
 )
 def test_every_field_is_carried_and_comes_back(value: SamplingParams | SchedulerConfig, message: object) -> None:
@@ -114,7 +115,7 @@ def test_every_field_is_carried_and_comes_back(value: SamplingParams | Scheduler
 
 
 def test_values_that_are_none_come_back_as_none() -> None:
-    message = pb.RecordedSampling()
+    message = group_pb.GroupSampling()
     encode_fields(SamplingParams, SamplingParams(max_tokens=1), message)
     assert decode_fields(SamplingParams, message) == SamplingParams(max_tokens=1)
 
@@ -140,7 +141,7 @@ def test_a_group_comes_back_as_it_was_made() -> None:
 
 
 def test_a_recording_from_before_a_field_was_made_has_the_fields_default() -> None:
-    message = pb.RecordedSampling(max_tokens=5)
+    message = group_pb.GroupSampling(max_tokens=5)
     assert decode_fields(SamplingParams, message) == SamplingParams(max_tokens=5)
 
 
@@ -150,16 +151,16 @@ def test_a_field_that_the_format_does_not_know_is_an_error_and_not_forgotten() -
         max_tokens: int
         novelty: int
 
-    with pytest.raises(ValueError, match=r"RecordedSampling has no field for Params\.novelty"):
-        encode_fields(Params, Params(1, 2), pb.RecordedSampling())
+    with pytest.raises(ValueError, match=r"GroupSampling has no field for Params\.novelty"):
+        encode_fields(Params, Params(1, 2), group_pb.GroupSampling())
 
 
 def test_every_way_to_end_has_a_number() -> None:
-    kind = pb.RecordedStatus.DESCRIPTOR
+    kind = group_pb.SequenceStatus.DESCRIPTOR
     ends = [status for status in SequenceStatus if status.is_finished]
     assert [decode_enum(SequenceStatus, kind, encode_enum(kind, status)) for status in ends] == ends
     for number in (0, 99):
-        with pytest.raises(ValueError, match=f"{number} is no RecordedStatus"):
+        with pytest.raises(ValueError, match=f"{number} is no SequenceStatus"):
             decode_enum(SequenceStatus, kind, number)
 
 

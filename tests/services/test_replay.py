@@ -352,7 +352,7 @@ async def test_a_request_that_ends_while_no_worker_is_there_is_recorded_too(
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with running("127.0.0.1:1", record=path) as engine:
         async with serving(worker) as address:
-            from scheduler_service.worker_client import WorkerClient
+            from scheduler_service.engine.worker_client import WorkerClient
 
             client = WorkerClient(address)
             await engine.accept(client, await client.get_info())

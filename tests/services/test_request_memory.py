@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import sys
 import tracemalloc
 from array import array
 from collections.abc import AsyncIterator
@@ -19,10 +20,11 @@ from pagewire_client.llm import collect
 from pagewire_common.errors import RequestError
 from scheduler_service.core import SamplingParams as CoreSamplingParams
 from scheduler_service.core.outputs import TokenLogprobs
-from scheduler_service.request import GenerationRequest
-from scheduler_service.request_memory import UnreadOutput, request_bytes
-from scheduler_service.streams import OutputDelta, OutputStream
-from scheduler_service.turns import Turns
+from scheduler_service.frontend.request import GenerationRequest
+from scheduler_service.frontend.request_memory import UnreadOutput, request_bytes
+from scheduler_service.frontend.streams import OutputDelta, OutputStream
+from scheduler_service.frontend.turns import Turns
+from scheduler_service.wire.submission import KEY_BYTES
 
 MIB = 1 << 20
 LIMIT = 4  # MiB
@@ -73,7 +75,10 @@ def test_whatever_makes_a_request_large_counts(large: pb.GenerateRequest, least:
 
 def test_a_request_counts_more_than_its_numbers_take() -> None:
     large = message(100_000)
-    held = len(large.SerializeToString()) + 8 * 100_000 + len(array("I", large.token_ids.ids).tobytes())
+    packed = array("I", large.token_ids.ids).tobytes()
+    in_front_end = len(large.SerializeToString()) + 8 * 100_000 + 2 * len(packed)  # one of them on its way
+    in_engine = len(packed) + 100_000 // 16 * sys.getsizeof(bytes(KEY_BYTES))
+    held = in_front_end + in_engine
     assert held < request_bytes(large) < 2 * held
 
 
@@ -85,9 +90,9 @@ async def test_what_a_message_hides_counts(one: InProcess) -> None:
     async with grpc.aio.insecure_channel(one.target) as channel:
         call = channel.unary_stream("/pagewire.v1.InferenceService/Generate")(hidden)
         await until(lambda: bool(one.engine.requests))
-        assert one.engine._held_bytes > 2 * len(hidden)
+        assert one.engine.admission.num_bytes > 2 * len(hidden)
         call.cancel()
-        await until(lambda: not one.engine._held_bytes)
+        await until(lambda: not one.engine.admission.num_bytes)
 
 
 async def test_requests_beyond_the_memory_are_refused_and_taken_when_others_have_left(one: InProcess) -> None:
@@ -98,17 +103,17 @@ async def test_requests_beyond_the_memory_are_refused_and_taken_when_others_have
         assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "--request-memory allows all together 4.0 MiB, of which requests in flight hold" in error.value.details()
         await until(lambda: sum(call.done() for call in calls) + len(one.engine.requests) == 60)
-        assert 0.9 * LIMIT * MIB < one.engine._held_bytes <= LIMIT * MIB
+        assert 0.9 * LIMIT * MIB < one.engine.admission.num_bytes <= LIMIT * MIB
         left = next(call for call in calls if not call.done())
         left.cancel()
-        await until(lambda: one.engine._held_bytes < 0.99 * LIMIT * MIB)
+        await until(lambda: one.engine.admission.num_bytes < 0.99 * LIMIT * MIB)
         again = asyncio.create_task(stay(client, "again"))
         await until(lambda: "again" in one.engine.requests)
         for call in (*calls, again):
             call.cancel()
         await asyncio.gather(*calls, again, return_exceptions=True)
         await until(lambda: not one.engine.requests)
-    assert one.engine._held_bytes == 0
+    assert one.engine.admission.num_bytes == 0
 
 
 async def test_a_request_that_there_is_never_room_for_is_invalid(one: InProcess) -> None:
@@ -116,14 +121,14 @@ async def test_a_request_that_there_is_never_room_for_is_invalid(one: InProcess)
         with pytest.raises(grpc.aio.AioRpcError, match=r"send a smaller one") as error:
             await collect(client, [5] * 300_000)
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert one.engine._held_bytes == 0
+    assert one.engine.admission.num_bytes == 0
 
 
 async def test_a_request_that_is_refused_for_something_else_holds_no_memory(one: InProcess) -> None:
     async with Client(one.target) as client:
         with pytest.raises(grpc.aio.AioRpcError, match="the vocabulary has"):
             await collect(client, [1_000_000])
-    assert one.engine._held_bytes == 0
+    await until(lambda: not one.engine.admission.num_bytes)
 
 
 async def test_outputs_that_no_model_gives_are_refused_by_their_name_and_hold_no_memory(one: InProcess) -> None:
@@ -134,6 +139,7 @@ async def test_outputs_that_no_model_gives_are_refused_by_their_name_and_hold_no
             ) as error:
                 await collect(client, [5], SamplingParams(**{name: 100_000}))  # type: ignore[arg-type]
             assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert one.engine.admission.num_bytes == 0
 
 
 async def test_log_probabilities_of_a_prompt_count_because_their_client_may_read_slowly(one: InProcess) -> None:
@@ -148,7 +154,7 @@ async def test_log_probabilities_of_a_prompt_count_because_their_client_may_read
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
         await until(lambda: not one.engine.requests)
-    assert one.engine._held_bytes == 0
+    assert one.engine.admission.num_bytes == 0
 
 
 async def test_a_stream_that_another_call_goes_on_with_counts_until_it_is_closed(
@@ -156,19 +162,19 @@ async def test_a_stream_that_another_call_goes_on_with_counts_until_it_is_closed
 ) -> None:
     """Its client may have left a message unread, and break and resume as often as it likes."""
     async with serving(FakeWorkerService(byte_tokenizer_directory)) as address, running(address) as engine:
-        model = await engine.model()
-        request = GenerationRequest(request_id="r", prompt_token_ids=[5], sampling=CoreSamplingParams(max_tokens=5))
-        streams = []
+        sampling = CoreSamplingParams(max_tokens=5)
+        request = GenerationRequest(request_id="r", prompt_token_ids=[5], sampling=sampling, resumes=True)
+        streams, calls = [], []
         for number in range(3):
-            with engine.admission("r", 1000, resumes=True):
-                engine.supersede(request)
-                streams.append(engine.submit(request, model))
-            assert engine._held_bytes == 1000 * (number + 1)
+            streams.append(await engine.submit(request, 1000))
+            calls.append(engine.requests["r"])
+            assert engine.admission.num_bytes == 1000 * (number + 1)
         assert list(engine.requests) == ["r"]
-        for state in streams:
-            engine.close(state)
-            engine.close(state)
-        assert engine._held_bytes == 0
+        for state, call in zip(streams, calls, strict=True):
+            await engine.close(state)
+            await until(lambda call=call: not call.num_bytes)
+            engine.engine.close(call)
+        assert engine.admission.num_bytes == 0
 
 
 @pytest.mark.parametrize("num_logprobs", [0, 1, 21])
@@ -211,7 +217,7 @@ async def test_of_all_requests_the_one_with_the_most_unread_output_ends_when_tog
 
         def note(answer: object) -> object:
             nonlocal most
-            most = max(most, engine.unread.num_bytes)
+            most = max(most, engine.link.unread.num_bytes)
             return answer
 
         worker.spoil = note
@@ -221,8 +227,8 @@ async def test_of_all_requests_the_one_with_the_most_unread_output_ends_when_tog
         assert len(await text_of(engine, read)) == 480
         assert len(await text_of(engine, late)) == 480
         assert 0.9 * MIB / 4 < most <= MIB / 4
-        assert engine.unread.num_bytes == 0
+        assert engine.link.unread.num_bytes == 0
         with pytest.raises(RequestError, match=r"0\.2 MiB of output that its client has not read, or") as error:
             await anext(unread.stream)
         assert error.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        engine.close(unread)
+        await engine.close(unread)

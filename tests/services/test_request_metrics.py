@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -14,16 +15,24 @@ from scheduler_in_process import InProcess, scheduler
 from structlog.testing import capture_logs
 
 from pagewire.v1 import inference_service_pb2 as pb
+from pagewire.v1.admin_service_pb2 import FinishedRequest
+from pagewire.v1.engine_service_pb2 import Standing
 from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.admin import Admin
 from pagewire_client.llm import collect
 from scheduler_service import core
-from scheduler_service.core import SequenceOutput, SequenceStatus
-from scheduler_service.finished_requests import FinishedRequests, RequestMetrics
-from scheduler_service.request import GenerationRequest, RequestState, Resumption
-from scheduler_service.request_memory import UnreadOutput
-from scheduler_service.statistics import Statistics
-from scheduler_service.turns import Turns
+from scheduler_service.core import SchedulerOutput
+from scheduler_service.core.outputs import NewSequence
+from scheduler_service.engine import engine as engine_module
+from scheduler_service.engine.calls import Call
+from scheduler_service.engine.engine import Engine
+from scheduler_service.engine.outbox import Outbox
+from scheduler_service.frontend.request import GenerationRequest, RequestState, Resumption
+from scheduler_service.frontend.request_memory import UnreadOutput
+from scheduler_service.frontend.turns import Turns
+from scheduler_service.settings import SchedulerSettings
+from scheduler_service.statistics.counts import FrontendCounts
+from scheduler_service.statistics.finished_requests import FinishedRequests, RequestMetrics
 
 
 @pytest.fixture
@@ -34,20 +43,16 @@ async def one(byte_tokenizer_directory: Path) -> AsyncIterator[InProcess]:
 
 
 def state_of(resumption: Resumption, **sampling: object) -> RequestState:
-    """A request that arrived at second 100, and runs."""
+    """A request that arrived at second 100."""
     parameters = core.SamplingParams(max_tokens=9, **sampling)  # type: ignore[arg-type]
     request = GenerationRequest(request_id="a", prompt_token_ids=[1, 2, 3], sampling=parameters, resumption=resumption)
-    state = RequestState(request, None, b"", Statistics(), Turns(), UnreadOutput(1 << 30))
-    state.group.arrived_at = 100.0
-    for sequence in state.group.live:
-        sequence.status = SequenceStatus.RUNNING
+    state = RequestState(request, None, FrontendCounts(), Turns(), UnreadOutput(1 << 30))
+    state.arrived_at = 100.0
     return state
 
 
 def gain(state: RequestState, index: int, now: float) -> None:
-    sequence = state.group.sequences[index]
-    sequence.output_token_ids.append(7)
-    state.process(SequenceOutput(sequence, 7), now)
+    assert not state.gain_token(index, 7, now)
 
 
 def figures(
@@ -64,8 +69,7 @@ def figures(
 async def test_pauses_are_between_tokens_of_one_output_and_waits_count_from_the_arrival() -> None:
     state = state_of(Resumption(), n=2)
     assert state.metrics(120.0) == figures()
-    state.admitted(101.5)
-    state.admitted(104.0)  # again, after a preemption
+    state.standing = Standing(queued_seconds=1.5)
     assert state.metrics(120.0) == figures(1.5)
     gain(state, 0, 103.0)
     assert state.metrics(120.0) == figures(1.5, 3.0)
@@ -74,6 +78,22 @@ async def test_pauses_are_between_tokens_of_one_output_and_waits_count_from_the_
         gain(state, 0, now)
     gain(state, 1, 109.0)
     assert state.metrics(120.0) == figures(1.5, 3.0, (3 + 1 + 5) / 3, 5.0)
+
+
+async def test_a_request_was_queued_until_a_worker_took_it_for_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, outbox = Engine(SchedulerSettings(workers=["gone:1"], model="fake")), Outbox()
+    call = engine.requests["a"] = Call(outbox, 1, "a")
+    call.group = core.SequenceGroup("a", [1, 2, 3], core.SamplingParams(max_tokens=9), arrived_at=100.0)
+    taken = SchedulerOutput(step_id=1, new_sequences=[NewSequence(call.group.sequences[0], [], 0)])
+    call.tell_standing()
+    for now in (101.5, 104.0):  # again, after a preemption
+        monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda now=now: now))
+        engine.admitted(taken)
+    before, *told = [event.standing for event in outbox.take().events]
+    assert not before.HasField("queued_seconds")
+    assert [standing.queued_seconds for standing in told] == [1.5, 1.5]
+    assert sum(engine.statistics.queue_seconds.counts) == 1
+    await engine.workers[0].client.close()
 
 
 async def test_tokens_that_an_earlier_stream_brought_make_no_pauses() -> None:
@@ -190,14 +210,25 @@ async def test_a_limit_out_of_bounds_is_refused(one: InProcess, limit: int) -> N
             await admin.finished_requests(limit)
 
 
+def ended(name: str, tenant: str = "") -> FinishedRequest:
+    return FinishedRequest(
+        request_id=name,
+        tenant=tenant,
+        finish_reasons=["stop"],
+        prompt_tokens=1,
+        output_tokens=1,
+        metrics=figures().encode(),
+    )
+
+
 def test_what_is_remembered_is_bounded_in_number_and_in_bytes_and_the_oldest_goes_first() -> None:
     finished = FinishedRequests(max_requests=10, max_bytes=3000)
     for number in range(100):
-        finished.add(str(number), "", ["stop"], 1, 1, figures())
+        finished.add(ended(str(number)))
     assert [request.request_id for request in finished.newest(1000)] == [str(n) for n in range(99, 89, -1)]
     assert [request.request_id for request in finished.newest(2)] == ["99", "98"]
     for number in range(100):
-        finished.add(str(number), "t" * 900, ["stop"], 1, 1, figures())
+        finished.add(ended(str(number), tenant="t" * 900))
         assert finished.num_bytes == sum(request.ByteSize() for request in finished.newest(1000)) <= 3000
     assert [request.request_id for request in finished.newest(1000)] == ["99", "98", "97"]
 

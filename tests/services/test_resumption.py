@@ -1,7 +1,7 @@
 """Streams that go on where a broken one stopped: the rest is to the letter what the first would have brought."""
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,15 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client import LocalServer, SamplingParams
 from pagewire_common.errors import RequestError
-from scheduler_service.core import SequenceOutput
 from scheduler_service.core.outputs import TokenLogprobs
-from scheduler_service.model import ServedModel
-from scheduler_service.request import GenerationRequest, RequestState
-from scheduler_service.request_memory import UnreadOutput
-from scheduler_service.resumption import check_resumption
-from scheduler_service.statistics import Statistics
-from scheduler_service.turns import Turns
-from scheduler_service.validation import check_request
+from scheduler_service.frontend.gained import Gained
+from scheduler_service.frontend.model import ServedModel
+from scheduler_service.frontend.request import GenerationRequest, RequestState
+from scheduler_service.frontend.request_memory import UnreadOutput
+from scheduler_service.frontend.resumption import check_resumption
+from scheduler_service.frontend.turns import Turns
+from scheduler_service.frontend.validation import check_request
+from scheduler_service.statistics.counts import FrontendCounts
 
 
 @dataclass
@@ -247,9 +247,8 @@ async def test_a_broken_stream_that_closes_late_leaves_the_one_that_goes_on_alon
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address, running(address) as engine:
         first = await submit(engine, "same", [5], max_tokens=20)
-        engine.supersede(first.request)
-        second = await submit(engine, "same", [5], max_tokens=20)
-        engine.close(first)
+        second = await engine.submit(replace(first.request, resumes=True))
+        await engine.close(first)
         assert await text_of(engine, second) == "g" * 20
         assert not engine.requests
 
@@ -258,13 +257,12 @@ async def test_prompt_log_probabilities_go_on_where_they_broke(byte_model: Serve
     """They come in pieces, as the prompt is computed, whose borders need not be those of the first stream."""
     message = resuming(request("hello you", prompt_logprobs=0), num_prompt_logprobs=3)
     state = RequestState(
-        await check(message, byte_model), byte_model.tokenizer, b"", Statistics(), Turns(), UnreadOutput(1 << 30)
+        await check(message, byte_model), byte_model.tokenizer, FrontendCounts(), Turns(), UnreadOutput(1 << 30)
     )
     entries = [TokenLogprobs([token_id], [-1.0], 1) for token_id in range(1, 9)]
-    (sequence,) = state.group.sequences
-    state.process(SequenceOutput(sequence, None, None, entries[:2], 1), 0.0)
-    state.process(SequenceOutput(sequence, None, None, entries[2:5], 3), 0.0)
-    state.process(SequenceOutput(sequence, 70, None, entries[5:], 6), 0.0)
+    state.gain(Gained(0, None, prompt_logprobs=entries[:2], prompt_start=1), 0.0)
+    state.gain(Gained(0, None, prompt_logprobs=entries[2:5], prompt_start=3), 0.0)
+    state.gain(Gained(0, 70, prompt_logprobs=entries[5:], prompt_start=6), 0.0)
     assert (await anext(state.stream)).prompt_logprobs == entries[3:]
 
 

@@ -3,7 +3,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.v1 import scheduler_output_pb2 as pb
-from scheduler_service.codec import decode_model_output, encode_scheduler_output
 from scheduler_service.core import (
     ModelOutput,
     PhaseRule,
@@ -19,6 +18,7 @@ from scheduler_service.core import (
 from scheduler_service.core.blocks.pool import NO_BLOCK
 from scheduler_service.core.outputs import BlockTableUpdate, Fork, NewSequence, TokenLogprobs
 from scheduler_service.core.planning.step_bytes import bytes_to_tell
+from scheduler_service.wire.codec import decode_model_output, encode_scheduler_output
 
 
 def test_a_steady_decode_step_of_256_sequences_is_under_2_kb() -> None:

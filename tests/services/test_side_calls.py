@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from engines import running
+from engines import running, until
 from fake_worker_service import FakeWorkerService, serving
 from scheduler_in_process import InProcess, scheduler
 
@@ -18,10 +18,12 @@ from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
 from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
 from pagewire_common.errors import RequestError
-from scheduler_service import servicer as servicer_module
-from scheduler_service.admin_servicer import MAX_WATCHES, AdminServicer
-from scheduler_service.servicer import InferenceServicer
-from scheduler_service.side_calls import SideCalls
+from scheduler_service.engine import admission
+from scheduler_service.engine.side_calls import SideCalls
+from scheduler_service.frontend.engine_call import EngineCall
+from scheduler_service.frontend.forwarding_servicer import AdminForwarder
+from scheduler_service.frontend.servicer import InferenceServicer
+from scheduler_service.operations.admin_servicer import MAX_WATCHES
 
 CALLS: dict[str, Callable[[InferenceServicer], Any]] = {
     "Tokenize": lambda servicer: servicer.Tokenize(pb.TokenizeRequest(text="hello"), None),  # type: ignore[arg-type]
@@ -34,19 +36,21 @@ CALLS: dict[str, Callable[[InferenceServicer], Any]] = {
 async def test_calls_that_wait_for_the_first_worker_are_limited_in_number(
     call: Callable[[InferenceServicer], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servicer_module, "MAX_SIDE_CALLS", 2)
+    monkeypatch.setattr(admission, "MAX_SIDE_CALLS", 2)
     async with running("127.0.0.1:1", no_worker_timeout=50) as engine:
-        servicer = InferenceServicer(engine)
+        servicer = InferenceServicer(engine.link)
         waiting = [asyncio.create_task(other(servicer)) for other in list(CALLS.values())[:2]]
-        await asyncio.sleep(0)
-        with pytest.raises(RequestError, match="2 Tokenize, Detokenize and GetModel calls are in flight") as error:
-            await call(servicer)
-        assert error.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await until(lambda: engine.admission._side_calls._num_calls == 2)
+        for _ in range(2):  # one that was refused gives no place back, as it had none
+            with pytest.raises(RequestError, match="2 Tokenize, Detokenize and GetModel calls are in flight") as error:
+                await call(servicer)
+            assert error.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        with servicer._side_calls.place(), servicer._side_calls.place():  # their places are free again
-            pass
+        with EngineCall(engine.link) as one, EngineCall(engine.link) as other:  # their places are free again
+            await one.admit("", 0)
+            await other.admit("", 0)
 
 
 def test_bytes_count_as_well_as_calls_and_a_call_alone_is_never_too_large() -> None:
@@ -97,10 +101,11 @@ class NeverReads:
 
 async def test_a_watch_that_is_not_read_ends_and_gives_its_place_back() -> None:
     async with running("127.0.0.1:1", stall_timeout=0.01) as engine:
-        servicer = AdminServicer(engine)
+        servicer = AdminForwarder(engine.link)
         for _ in range(MAX_WATCHES + 1):
             with pytest.raises(RequestError, match=r"the client read nothing for 0\.01 s"):
                 await servicer.WatchClusterState(admin_pb.WatchClusterStateRequest(), NeverReads())  # type: ignore[arg-type]
+            await until(lambda: not engine.admin._watches._num_calls)
 
 
 async def test_a_prompt_is_encoded_while_every_side_call_waits_for_its_thread(one: InProcess) -> None:

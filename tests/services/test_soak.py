@@ -57,12 +57,22 @@ async def request(client: Client, draw: random.Random, number: int) -> None:
 
 def sizes(one: InProcess) -> dict[str, int]:
     """The sizes of everything that grows with requests, while there are none."""
-    engine, waiting = one.engine, one.engine.waiting
+    engine, link, waiting = one.engine, one.link, one.engine.waiting
+    sessions = engine.front_ends.sessions
     (core,) = engine.serving
     found = {
         "requests": len(engine.requests),
-        "requests being checked": len(engine._being_checked),
-        "bytes held": engine._held_bytes,
+        "requests being checked": len(engine.admission.being_checked),
+        "bytes held": engine.admission.num_bytes,
+        "calls beside Generate": engine.admission._side_calls._num_calls,
+        "requests of the front end": len(link.requests),
+        "outputs of the front end": len(link._by_output),
+        "answers that are awaited": len(link._answers),
+        "said and not sent": len(link._events),
+        "unread bytes": link.unread.num_bytes,
+        "front ends": len(sessions),
+        "calls of front ends": sum(len(session._calls) for session in sessions),
+        "told and not sent": sum(len(session.outbox) for session in sessions),
         "waiting": len(waiting),
         "running": len(core.running),
         "swapped": len(core.swapped),
@@ -70,13 +80,13 @@ def sizes(one: InProcess) -> dict[str, int]:
         "ends to tell": len(core._groups._finished) + len(core._groups._preempted),
         "tables": len(core.blocks.tables) + len(core.blocks.host_tables),
         "blocks held": core.blocks.device.num_blocks - core.blocks.device.num_free,
-        "turns": engine.turns.num_held + len(engine.turns._asking),
+        "turns": link.turns.num_held + len(link.turns._asking),
         "sessions": len(engine.serving) + len(waiting.balancer),
         "tasks": len(asyncio.all_tasks()),
         "open files": len(os.listdir("/proc/self/fd")),
         "arrivals": max(0, len(waiting._arrivals) - MOST_STALE),
         "entries of workers": max(0, len(waiting.balancer._lightest) - MOST_STALE),
-        "kinds of ends": len(engine.statistics.num_outputs),
+        "kinds of ends": len(link.counts.num_outputs),
     }
     if isinstance(waiting, FairQueue):
         found["tenants"] = max(0, len(waiting.counters) - NUM_TENANTS) + len(waiting._tenants)
@@ -117,7 +127,7 @@ async def test_requests_that_are_over_leave_nothing(
         for tenth in range(1, 11):
             last = tenth * num_requests // 10 - 1
             await asyncio.gather(*(send(last) for _ in range(NUM_CLIENTS)))
-            await until(lambda: not one.engine.requests and not one.engine.turns.num_held)
+            await until(lambda: not one.engine.requests and not one.link.turns.num_held)
             (core,) = one.engine.serving
             await until(lambda core=core: not core.has_work and not core.steps_in_flight)
             now = sizes(one), resident_bytes()

@@ -16,7 +16,7 @@ from scheduler_in_process import InProcess, scheduler
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client import Client, SamplingParams
-from scheduler_service.request import request_key
+from scheduler_service.frontend.request import request_key
 
 LONG = SamplingParams(max_tokens=200)
 RESUMES = pb.ResumeState()
@@ -37,8 +37,8 @@ async def standing_still(directory: Path) -> AsyncIterator[tuple[InProcess, Any]
         while not server.engine.requests:
             await stub.Abort(pb.AbortRequest(request_id="unknown"))
         yield server, stub
-        (state,) = [s for s in server.engine.requests.values() if s.request.tenant == "gold"]
-        assert list(state.request.prompt_token_ids) == [5, 6]
+        (group,) = [call.group for call in server.engine.requests.values() if call.group.tenant == "gold"]
+        assert list(group.prompt_token_ids) == [5, 6]
         worker.runs.set()
         assert sum([len(message.token_ids) async for message in first]) == 200
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from scheduler_service.tokenization import MAX_PENDING_TOKENS, TemplateError, Tokenizer
+from scheduler_service.frontend.tokenization import MAX_PENDING_TOKENS, TemplateError, Tokenizer
 
 
 @given(text=st.text(max_size=30))

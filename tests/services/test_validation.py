@@ -7,10 +7,10 @@ import pytest
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.errors import RequestError
 from scheduler_service.core import BlockManager, SamplingParams, SequenceGroup
-from scheduler_service.generation_defaults import GenerationDefaults
-from scheduler_service.model import ServedModel
-from scheduler_service.request import GenerationRequest
-from scheduler_service.validation import check_names, check_request, check_sizes, decode_tokens, encode_prompt
+from scheduler_service.frontend.generation_defaults import GenerationDefaults
+from scheduler_service.frontend.model import ServedModel
+from scheduler_service.frontend.request import GenerationRequest
+from scheduler_service.frontend.validation import check_names, check_request, check_sizes, decode_tokens, encode_prompt
 
 
 def request(text: str = "hello", **sampling: object) -> pb.GenerateRequest:

@@ -23,11 +23,21 @@ from test_message_sizes import begin, entry
 from test_validation import request
 from tokenizer_shapes import SHAPES, SPECIAL, worst_texts, write
 
+from pagewire.v1 import engine_service_pb2 as pb_engine
 from pagewire.v1 import inference_service_pb2 as pb
-from scheduler_service.core import SequenceOutput, SequenceStatus
+from pagewire.v1.admin_service_pb2 import FinishedRequest
+from scheduler_service.core import SamplingParams, SequenceGroup, SequenceOutput, SequenceStatus
 from scheduler_service.core.groups.beam_search import Hypothesis
-from scheduler_service.model import ServedModel
-from scheduler_service.servicer import encode_delta
+from scheduler_service.engine.calls import Call
+from scheduler_service.engine.engine import Engine
+from scheduler_service.engine.engine_servicer import FrontEnds, Session
+from scheduler_service.engine.outbox import Outbox
+from scheduler_service.frontend.engine_link import EngineLink
+from scheduler_service.frontend.model import ServedModel
+from scheduler_service.frontend.request import RequestState
+from scheduler_service.frontend.servicer import encode_delta
+from scheduler_service.settings import SchedulerSettings
+from scheduler_service.wire.submission import encode_sampling, pack
 
 pytestmark = pytest.mark.alone
 
@@ -97,7 +107,7 @@ async def serving_shape(shape: str, directory: Path) -> AsyncIterator[tuple[int,
         grpc.aio.insecure_channel(server.target, options=[("grpc.max_send_message_length", -1)]) as channel,
     ):
         await server.engine.model()
-        yield server.engine.max_request_bytes - 200, channel
+        yield server.link.max_request_bytes - 200, channel
 
 
 async def call(channel: grpc.aio.Channel, method: str, data: bytes) -> None:
@@ -202,6 +212,34 @@ async def test_no_list_holds_the_loop_or_the_lock(watchdog: Watchdog, tmp_path: 
             await assert_harmless(watchdog, name, lambda: call(channel, method, data))  # noqa: B023
 
 
+async def test_calls_that_come_and_go_together_are_taken_in_in_many_turns(watchdog: Watchdog) -> None:
+    """As many as there may be, in messages as the front end sends them."""
+    numbers = range(1, 2001)
+    submission = pb_engine.Submit(prompt_token_ids=pack([5] * 20))
+    encode_sampling(SamplingParams(max_tokens=5), submission)
+    messages = [
+        pb_engine.AttachRequest(events=[pb_engine.FrontendEvent(call=number, **event(number)) for number in numbers])
+        for event in (
+            lambda number: {"admit": pb_engine.Admit(key=str(number))},
+            lambda _: {"submit": submission},
+            lambda _: {"close": pb_engine.CloseCall(finished=FinishedRequest(request_id="x" * 100))},
+        )
+    ]
+
+    async def said() -> AsyncIterator[pb_engine.AttachRequest]:
+        for message in messages:
+            yield message
+
+    async def come_and_go() -> None:
+        engine = Engine(SchedulerSettings(workers=["gone:1"], model="fake"))
+        await asyncio.create_task(Session(FrontEnds(engine, 1)).read(said()))
+        assert len(engine.finished) == 1000
+        assert not engine.requests
+        await engine.workers[0].client.close()
+
+    await assert_harmless(watchdog, "calls that come and go", come_and_go)
+
+
 # ---- what has to be encoded
 
 
@@ -212,14 +250,46 @@ def timed(turns: list[float]) -> Iterator[None]:
     turns.append(time.thread_time() - began)
 
 
+class Wire:
+    """Both ends of the wire between engine and front end, for one request: every turn of both is timed."""
+
+    def __init__(self, state: RequestState, turns: list[float]) -> None:
+        self._turns = turns
+        self._link = EngineLink("unix:/of-no-engine")
+        self._link.unread.most = 1 << 40
+        self._link.register(1, state)
+        self._call = Call(Outbox(), 1, "a")
+        self._call.first_output = state.first_output
+        self._call.group = SequenceGroup("a", state.request.prompt_token_ids, state.request.sampling)
+        self.sequences = self._call.group.sequences
+        for sequence in self.sequences:
+            sequence.status = SequenceStatus.RUNNING
+
+    def gain(self, *gained: SequenceOutput) -> None:
+        """What a step brings to the engine."""
+        with timed(self._turns):
+            for output in gained:
+                self._call.tell_gained(output)
+
+    async def close(self) -> None:
+        """Send everything that was gained, as if the front end had not listened for so long."""
+        while len(self._call.outbox):
+            with timed(self._turns):
+                data = self._call.outbox.take().SerializeToString()
+            with timed(self._turns):
+                self._link._take(pb_engine.AttachResponse.FromString(data), 0.0)
+        await self._link.close()
+
+
 async def prompt_log_probabilities(model: ServedModel, turns: list[float]) -> None:
     """Of a step of 2,048 tokens."""
     state = await begin(request(prompt_logprobs=20), model)
-    (sequence,) = state.group.sequences
-    with timed(turns):
-        state.process(SequenceOutput(sequence, None, None, [entry(5, 21)] * 2048, 1), 0.0)
+    wire = Wire(state, turns)
+    (sequence,) = wire.sequences
+    wire.gain(SequenceOutput(sequence, None, None, [entry(5, 21)] * 2048, 1))
     sequence.status = SequenceStatus.FINISHED_LENGTH_CAPPED
-    state.process(SequenceOutput(sequence, 70, None, [], 1), 0.0)
+    wire.gain(SequenceOutput(sequence, 70, None, [], 1))
+    await wire.close()
     async for delta in state.stream:
         with timed(turns):
             encode_delta(state, delta)
@@ -227,11 +297,12 @@ async def prompt_log_probabilities(model: ServedModel, turns: list[float]) -> No
 
 async def best_of_with_log_probabilities(model: ServedModel, turns: list[float]) -> None:
     state = await begin(request(n=4, best_of=8, logprobs=20), model)
-    for sequence in state.group.sequences:
-        for count in range(1, 1001):
+    wire = Wire(state, turns)
+    for count in range(1, 1001):
+        for sequence in wire.sequences:
             sequence.status = SequenceStatus.FINISHED_LENGTH_CAPPED if count == 1000 else SequenceStatus.RUNNING
-            with timed(turns):
-                state.process(SequenceOutput(sequence, 70, entry(70, 21), [], 1), 0.0)
+        wire.gain(*(SequenceOutput(sequence, 70, entry(70, 21), [], 1) for sequence in wire.sequences))
+    await wire.close()
     while state.stream.num_open:
         with timed(turns):
             encode_delta(state, await anext(state.stream))
@@ -239,12 +310,13 @@ async def best_of_with_log_probabilities(model: ServedModel, turns: list[float])
 
 async def long_beams(model: ServedModel, turns: list[float]) -> None:
     state = await begin(request(n=4, beam_width=4), model)
-    assert state.group.beams is not None
-    state.group.beams.hypotheses = [Hypothesis([70] * 30_000, 0.0, False, None) for _ in range(4)]
-    (sequence,) = state.group.sequences
+    wire = Wire(state, turns)
+    (sequence,) = wire.sequences
+    assert sequence.group.beams is not None
+    sequence.group.beams.hypotheses = [Hypothesis([70] * 30_000, 0.0, False, None) for _ in range(4)]
     sequence.status = SequenceStatus.FINISHED_LENGTH_CAPPED
-    with timed(turns):
-        state.process(SequenceOutput(sequence, None, None, [], 1), 0.0)
+    wire.gain(SequenceOutput(sequence, None, None, [], 1))
+    await wire.close()
     while state.stream.num_open:
         with timed(turns):
             encode_delta(state, await anext(state.stream))

@@ -8,29 +8,30 @@ from typing import Any
 
 import grpc
 import pytest
-from engines import running, submit, text_of, until
+from engines import OneProcess, running, submit, text_of, until
 from fake_worker_service import FakeWorkerService, serving
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire_common.errors import RequestError
-from scheduler_service import worker_loop
 from scheduler_service.core import SchedulerConfig, SchedulerOutput
 from scheduler_service.core.planning import scheduler as planner
-from scheduler_service.engine import Engine
-from scheduler_service.request import RequestState
+from scheduler_service.engine import worker_loop
+from scheduler_service.engine.engine import Engine
+from scheduler_service.engine.limits import step_timeout
+from scheduler_service.engine.step_split import RoundTrips, StepSplit
+from scheduler_service.engine.worker_client import DrainedError, Session, WorkerClient, WorkerError
+from scheduler_service.engine.worker_loop import WorkerLoop, WorkerStatus
+from scheduler_service.frontend.request import RequestState
 from scheduler_service.settings import SchedulerSettings
-from scheduler_service.step_split import RoundTrips, StepSplit
-from scheduler_service.worker_client import DrainedError, Session, WorkerClient, WorkerError
-from scheduler_service.worker_loop import WorkerLoop, WorkerStatus, _step_timeout
 
 NEVER = 1000.0
 
 
-def loop_of(engine: Engine, address: str) -> WorkerLoop:
+def loop_of(engine: OneProcess, address: str) -> WorkerLoop:
     return next(loop for loop in engine.workers if loop.client.address == address)
 
 
-async def start_on(worker: FakeWorkerService, engine: Engine, address: str, **sampling: Any) -> RequestState:
+async def start_on(worker: FakeWorkerService, engine: OneProcess, address: str, **sampling: Any) -> RequestState:
     """A request that one worker has begun to compute and not answered; the other workers serve again."""
     others = [loop for loop in engine.workers if loop.client.address != address]
     await until(lambda: all(loop.admits for loop in engine.workers))
@@ -58,7 +59,7 @@ async def test_a_worker_that_hangs_is_noticed_by_its_health_also_in_a_step(byte_
         state = await start_on(bad, engine, first)
         bad.is_well.clear()
         assert await text_of(engine, state) == "ggggg"
-        assert good.num_steps == 5
+        assert good.num_steps - 5 in (0, 1)  # a last one may tell it that the request has ended
         assert "failed 3 health checks in a row, of 0.05 s each" in loop_of(engine, first).last_error
         assert loop_of(engine, first).num_losses == 1
 
@@ -110,11 +111,11 @@ def test_a_worker_whose_largest_step_takes_long_is_given_ten_times_that() -> Non
     config = SchedulerConfig(
         block_size=16, num_device_blocks=64, max_num_batched_tokens=2048, max_num_seqs=8, max_model_len=64
     )
-    assert _step_timeout(settings, config) == 60
+    assert step_timeout(settings, config) == 60
     quick = SchedulerConfig(**{**_fields(config), "prefill_tokens_per_second": 5000})
-    assert _step_timeout(settings, quick) == 60
+    assert step_timeout(settings, quick) == 60
     slow = SchedulerConfig(**{**_fields(config), "prefill_tokens_per_second": 32})
-    assert _step_timeout(settings, slow) == 640
+    assert step_timeout(settings, slow) == 640
 
 
 def _fields(config: SchedulerConfig) -> dict[str, Any]:
@@ -171,7 +172,7 @@ async def test_an_answer_that_makes_no_sense_costs_its_worker_the_session_and_no
         assert tokens == [73] * 5
         assert reason in loop_of(engine, first).last_error
         assert loop_of(engine, first).num_losses >= 1
-        engine.close(state)
+        await engine.close(state)
 
 
 @pytest.mark.parametrize("says", ["failed", "nan", "inf"])
@@ -247,7 +248,7 @@ async def test_losing_workers_that_do_nothing_makes_no_request_a_suspect(byte_to
             await until(lambda number=number: loop.num_losses == number)  # type: ignore[misc]
             worker.is_well.set()
         state = await submit(engine, "a", [5])
-        assert state.group.suspicion is None
+        assert engine.group(state).suspicion is None
         assert await text_of(engine, state) == "ggggg"
 
 
@@ -261,7 +262,7 @@ async def test_a_session_that_the_worker_ends_in_good_order_makes_no_request_a_s
     async with serving(worker) as address, running(address) as engine:
         state = await submit(engine, "a", [5, 99])
         await until(lambda: worker.num_sessions == 5)
-        assert state.group.suspicion is None
+        assert engine.group(state).suspicion is None
         worker.poison = None
         assert await text_of(engine, state) == "ggggg"
 
@@ -300,8 +301,9 @@ async def test_the_servers_own_end_makes_no_request_a_suspect(byte_tokenizer_dir
         async with running(address) as engine:
             worker.runs.clear()
             state = await submit(engine, "a", [5])
+            group = engine.group(state)
             await until(lambda: not engine.waiting)
-        assert state.group.suspicion is None
+        assert group.suspicion is None
 
 
 async def test_a_worker_that_spoils_everything_is_tried_less_and_less_while_others_serve(

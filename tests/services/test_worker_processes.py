@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import running, submit, text_of, until
+from engines import OneProcess, running, submit, text_of, until
 from test_processes import WORKER_SIZES, Start
 from test_processes import start as start
 
 from pagewire_client.local import ServiceProcess
-from scheduler_service.engine import Engine
-from scheduler_service.request import RequestState
-from scheduler_service.worker_loop import WorkerLoop, WorkerStatus
+from scheduler_service.engine.worker_loop import WorkerLoop, WorkerStatus
+from scheduler_service.frontend.request import RequestState
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -47,7 +46,7 @@ class Workers:
         return await asyncio.to_thread(self._processes[address].process.wait, 60)
 
     @asynccontextmanager
-    async def engine(self, *addresses: str, **settings: object) -> AsyncIterator[Engine]:
+    async def engine(self, *addresses: str, **settings: object) -> AsyncIterator[OneProcess]:
         async with running(*addresses, model=str(self._model), **settings) as engine:
             await until(lambda: all(loop.admits for loop in engine.workers))
             yield engine
@@ -58,11 +57,11 @@ def workers(start: Start, tiny_model_directory: Path) -> Workers:
     return Workers(start, tiny_model_directory)
 
 
-def loop_of(engine: Engine, address: str) -> WorkerLoop:
+def loop_of(engine: OneProcess, address: str) -> WorkerLoop:
     return next(loop for loop in engine.workers if loop.client.address == address)
 
 
-async def tokens_of(engine: Engine, state: RequestState) -> Any:
+async def tokens_of(engine: OneProcess, state: RequestState) -> Any:
     """Token ids and log-probabilities of each output."""
     outputs: dict[int, tuple[list[int], list[float], list[float]]] = {}
     try:
@@ -72,11 +71,11 @@ async def tokens_of(engine: Engine, state: RequestState) -> Any:
             logprobs += [entry.logprobs[0] for entry in delta.logprobs]
             prompt += [entry.logprobs[0] for entry in delta.prompt_logprobs]
     finally:
-        engine.close(state)
+        await engine.close(state)
     return outputs
 
 
-async def load(engine: Engine) -> dict[str, asyncio.Task[Any]]:
+async def load(engine: OneProcess) -> dict[str, asyncio.Task[Any]]:
     """A request of every kind."""
     return {
         name: asyncio.create_task(
@@ -99,7 +98,7 @@ async def check(streams: dict[str, asyncio.Task[Any]], expected: dict[str, Any])
         assert_equal(await stream, expected[name])
 
 
-async def gain(engine: Engine, loop: WorkerLoop) -> None:
+async def gain(engine: OneProcess, loop: WorkerLoop) -> None:
     """Until a worker has answered steps that it runs groups in, and has some left."""
     steps = loop.num_steps
     await until(lambda: loop.num_steps > steps + 5 and loop.scheduler is not None and loop.scheduler.running)
@@ -187,6 +186,6 @@ async def test_the_newer_of_two_schedulers_has_the_worker_and_the_older_waits(wo
             steps = was.num_steps
             assert_equal(await tokens_of(newer, await submit(newer, "third", prompt, **most)), expected)
             assert (was.num_steps, now.num_losses) == (steps, 0)
-            assert first.group.suspicion is None
+            assert older.group(first).suspicion is None
         assert_equal(await tokens_of(older, first), expected)  # the other one has gone
         assert was.state is WorkerStatus.SERVING

@@ -100,7 +100,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         if self._stream is not None:
             self._close(self._stream, _SHUTTING_DOWN)
 
-    def metrics(self) -> Iterator[Metric]:
+    async def metrics(self) -> Iterator[Metric]:
         """The metrics of this moment."""
         limits = self._worker.limits if self._worker is not None else None
         return families(

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 
-from scheduler_service.core.groups.sequence import SequenceGroup
+from scheduler_service.core.groups.sequence import SequenceGroup, SequenceStatus
 from scheduler_service.core.placement.balancer import Balancer
 from scheduler_service.core.queues.group_heap import GroupHeap
 
@@ -100,6 +100,14 @@ class WaitingQueue:
         """Forget a request that has ended, wherever it was: its id is free."""
         self.remove(request_id)
         self.live.discard(request_id)
+
+    def withdraw(self, group: SequenceGroup, status: SequenceStatus, index: int | None = None) -> None:
+        """End a group that waits here, or one of its outputs, for which no worker need be asked."""
+        for sequence in group.live:
+            if index is None or sequence.index == index:
+                sequence.status = status
+        if group.is_finished:
+            self.end(group.request_id)
 
     def victim(self, running: dict[SequenceGroup, None]) -> SequenceGroup:
         """The group that makes room when blocks run out: the one that was admitted last."""

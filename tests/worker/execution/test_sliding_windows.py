@@ -7,7 +7,6 @@ import pytest
 from stepped_worker import PROMPT, Oracle, SteppedWorker, load_runner
 from worker_helpers import LIMITS
 
-from scheduler_service.codec import decode_model_output, decode_worker_info, encode_scheduler_output
 from scheduler_service.core import (
     PreemptionMode,
     SamplingParams,
@@ -16,6 +15,7 @@ from scheduler_service.core import (
     SequenceGroup,
     WaitingQueue,
 )
+from scheduler_service.wire.codec import decode_model_output, decode_worker_info, encode_scheduler_output
 from worker_service.execution.worker import load_worker
 from worker_service.serving.codec import decode_scheduler_output, encode_model_output, encode_worker_info
 from worker_service.settings import WorkerSettings

@@ -1,0 +1,100 @@
+"""Places and memory of the calls in flight, of all front ends together: counted before any work is done for a call."""
+
+from collections.abc import Mapping
+
+import grpc
+
+from pagewire_common.errors import RequestError
+from scheduler_service.engine.calls import Call
+from scheduler_service.engine.side_calls import SideCalls
+from scheduler_service.settings import SchedulerSettings
+
+MAX_SIDE_CALLS = 256
+MAX_SIDE_BYTES = 16 << 20
+"""Bytes of calls other than Generate: some seconds of tokenizing."""
+UNREAD_SHARE = 4
+"""The part of the memory that unread output may take besides is a quarter: 60 s of 50 streams that each gain 50 tokens
+a second, with 20 likeliest tokens beside each of these."""
+
+
+def unread_bytes(settings: SchedulerSettings) -> int:
+    """What all output that no client has read may take, of all front ends together."""
+    return int(settings.request_memory * 2**30) // UNREAD_SHARE
+
+
+class Admission:
+    """What is in flight: requests that are being checked, and those that were submitted (`requests`, by their keys).
+
+    A request that is resumed may be both, in two calls. The memory of a call counts until the call is closed.
+    """
+
+    def __init__(self, settings: SchedulerSettings, requests: dict[str, Call]) -> None:
+        self._requests = requests
+        self._max_num_requests = settings.max_num_requests
+        self._memory = int(settings.request_memory * 2**30)
+        self._being_checked: dict[str, Call] = {}
+        self._side_calls = SideCalls(
+            "Tokenize, Detokenize and GetModel", max_calls=MAX_SIDE_CALLS, max_bytes=MAX_SIDE_BYTES
+        )
+        self.num_bytes = 0
+        """Of all requests, also after they were superseded."""
+
+    @property
+    def being_checked(self) -> Mapping[str, Call]:
+        return self._being_checked
+
+    def admit(self, call: Call, num_bytes: int, *, resumes: bool) -> None:
+        """Hold a place. A request that resumes a request in flight takes its place. Raises RequestError."""
+        key = call.key
+        if not key:
+            self._side_calls.enter(num_bytes)
+            call.num_bytes = num_bytes
+            return
+        has_place = resumes and key in self._requests
+        in_flight = len(self._requests) + len(self._being_checked)
+        if in_flight >= self._max_num_requests and not has_place:
+            raise RequestError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{in_flight} requests are in flight; try again later"
+            )
+        if key in self._being_checked or (key in self._requests and not has_place):
+            raise RequestError(
+                grpc.StatusCode.ALREADY_EXISTS,
+                "request_id is in flight already; choose another one, or set resume to go on with a broken stream",
+            )
+        self.hold(call, num_bytes)
+        self._being_checked[key] = call
+
+    def hold(self, call: Call, num_bytes: int) -> None:
+        """Count memory of a request, in addition to what it holds. Raises RequestError."""
+        in_all, most = call.num_bytes + num_bytes, self._memory
+        sizes = f"this request takes {in_all / 2**20:.1f} MiB of memory, and --request-memory allows all together "
+        sizes += f"{most / 2**20:.1f} MiB"
+        if in_all > most:
+            raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, f"{sizes}; send a smaller one")
+        if num_bytes > most - self.num_bytes:
+            held = f"requests in flight hold {self.num_bytes / 2**20:.1f} MiB"
+            raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{sizes}, of which {held}; try again later")
+        call.num_bytes = in_all
+        self.num_bytes += num_bytes
+
+    def submitted(self, call: Call) -> None:
+        """The call has been checked, and its request is in flight from now on."""
+        del self._being_checked[call.key]
+        self._requests[call.key] = call
+
+    def abort(self, key: str) -> bool:
+        """Have a request end as soon as it is submitted. Returns whether one of this key is being checked."""
+        if (call := self._being_checked.get(key)) is None:
+            return False
+        call.is_aborted = True
+        return True
+
+    def release(self, call: Call) -> None:
+        """The call is over. Releasing it again does nothing."""
+        if not call.key:
+            self._side_calls.leave(call.num_bytes)
+        else:
+            if self._being_checked.get(call.key) is call:
+                del self._being_checked[call.key]
+            self.num_bytes -= call.num_bytes
+        call.num_bytes = 0

@@ -1,0 +1,75 @@
+"""Calls of clients as the engine knows them: by which front end, with what memory, and with which group once queued."""
+
+import asyncio
+from typing import Any
+
+from pagewire.v1 import engine_service_pb2 as pb
+from pagewire_common.errors import RequestError
+from scheduler_service.core import SequenceGroup, SequenceOutput
+from scheduler_service.engine.outbox import Outbox
+
+
+class Call:
+    """One call of a front end, from its admission until it is closed.
+
+    `number` is its name between the two, `first_output` that of its first output. `key` is empty for calls other than
+    Generate.
+    """
+
+    __slots__ = (
+        "expiry",
+        "first_output",
+        "group",
+        "is_aborted",
+        "key",
+        "num_bytes",
+        "number",
+        "outbox",
+        "queued_seconds",
+    )
+
+    def __init__(self, outbox: Outbox, number: int, key: str) -> None:
+        self.outbox = outbox
+        self.number = number
+        self.key = key
+        self.num_bytes = 0  # of the server's memory
+        self.group: SequenceGroup | None = None
+        self.first_output = 0
+        self.is_aborted = False  # while it was checked
+        self.queued_seconds: float | None = None  # until a worker took it for the first time
+        self.expiry: asyncio.TimerHandle | None = None  # while no worker takes requests
+
+    def tell(self, **event: Any) -> None:
+        self.outbox.tell(self.number, **event)
+
+    def tell_error(self, error: RequestError, *, at_once: bool = False) -> None:
+        """End its stream with an error: after what its client has not read yet, or `at_once`."""
+        self.tell(failed=pb.Failed(code=error.code.value[0], message=str(error), at_once=at_once))
+
+    def tell_gained(self, gained: SequenceOutput) -> None:
+        """What an output gained, if it is more than a token."""
+        group = gained.sequence.group
+        if group.is_finished:
+            self.tell_standing()
+        if group.beams is None:
+            self.outbox.tell_gained(self.number, gained)
+        elif group.is_finished:
+            found = [
+                pb.Hypothesis(token_ids=h.token_ids, is_stopped=h.is_stopped, stop_token_id=h.stop_token_id)
+                for h in group.beams.hypotheses
+            ]
+            self.tell(hypotheses=pb.Hypotheses(hypotheses=found))
+
+    def tell_standing(self) -> None:
+        """Where the request stands, for its client."""
+        group = self.group
+        assert group is not None
+        self.tell(
+            standing=pb.Standing(
+                queued_seconds=self.queued_seconds,
+                cached_tokens=group.num_cached_tokens or 0,
+                num_recomputes=group.num_recomputes,
+                num_swaps=group.num_swaps,
+                num_worker_changes=group.num_worker_changes,
+            )
+        )

@@ -1,0 +1,59 @@
+"""Where the workers are: given addresses, and all addresses behind a name, which is looked up again and again.
+
+A name is what Compose gives the containers of a scaled service and Kubernetes the pods of a headless one. Whether a
+worker answers at an address, and which one, is left to the code that connects.
+"""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import structlog
+
+from scheduler_service.targets import SCHEME
+
+log = structlog.get_logger()
+
+_NO_ADDRESS = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
+
+Resolve = Callable[[str, int], Awaitable[frozenset[str]]]
+"""Gives the addresses, each HOST:PORT, that are behind a name and a port. Raises OSError where that cannot be told."""
+
+
+async def resolve_by_dns(name: str, port: int) -> frozenset[str]:
+    """Ask the system's resolver. A name without addresses, or that no longer has any, is no error."""
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        if error.errno in _NO_ADDRESS:
+            return frozenset()
+        raise
+    return frozenset(
+        f"[{address[0]}]:{port}" if family is socket.AF_INET6 else f"{address[0]}:{port}"
+        for family, _, _, _, address in found
+    )
+
+
+async def watch_name(target: str, resolve: Resolve, interval: float) -> AsyncIterator[frozenset[str]]:
+    """The addresses behind dns:///NAME:PORT, whenever they changed; looked up every `interval` seconds, for ever.
+
+    A look-up that fails changes nothing: resolvers have outages too.
+    """
+    name, _, port = target.removeprefix(SCHEME).rpartition(":")
+    known: frozenset[str] | None = None
+    reason = ""
+    while True:
+        try:
+            found = await resolve(name.strip("[]"), int(port))
+        except (OSError, UnicodeError) as error:  # of an unreachable resolver, or a name that cannot be one
+            if str(error) != reason:
+                reason = str(error)
+                log.warning("workers' name cannot be looked up", name=name, reason=reason)
+        else:
+            reason = ""
+            if found != known:
+                log.info("workers found", name=name, addresses=sorted(found))
+                known = found
+                yield found
+        await asyncio.sleep(interval)

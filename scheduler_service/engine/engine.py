@@ -1,0 +1,393 @@
+"""The requests in flight, and the workers that serve them.
+
+A request lives here from the moment a front end submits it until its call is closed. Code outside does not see which
+worker computes it, or that this changes. Each worker has a `WorkerLoop`; when its session is over, its groups go back
+to the head of the shared waiting queue. What the requests gain goes to the front ends that their calls came through.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+
+import grpc
+import structlog
+
+from pagewire.v1 import engine_service_pb2 as pb
+from pagewire.v1.admin_service_pb2 import FinishedRequest
+from pagewire_common.errors import RequestError
+from scheduler_service.core import (
+    Scheduler,
+    SchedulerOutput,
+    SequenceGroup,
+    SequenceOutput,
+    SequenceStatus,
+    WorkerScheduler,
+)
+from scheduler_service.core.queues.policy import waiting_queue
+from scheduler_service.engine.admission import Admission
+from scheduler_service.engine.calls import Call
+from scheduler_service.engine.discovery import Resolve, resolve_by_dns
+from scheduler_service.engine.limits import check_limits, model_limits, model_name
+from scheduler_service.engine.membership import Departed, Membership
+from scheduler_service.engine.outage import Outage
+from scheduler_service.engine.outbox import MOST_WAITING, Outbox
+from scheduler_service.engine.worker_client import WorkerClient, WorkerError
+from scheduler_service.engine.worker_loop import WorkerLoop
+from scheduler_service.recording.recorder import NoRecorder, Recorder
+from scheduler_service.recording.writer import FileWriter
+from scheduler_service.settings import SchedulerSettings
+from scheduler_service.statistics.counts import Statistics
+from scheduler_service.statistics.finished_requests import FinishedRequests
+from scheduler_service.wire.codec import PROTOCOL_VERSION, WorkerInfo
+from scheduler_service.wire.submission import decode_group
+
+log = structlog.get_logger()
+
+MAX_BLOCKS = 2**22
+"""Blocks of one worker: many times what the largest devices hold, and as many as the scheduler has memory to manage."""
+
+SHUTTING_DOWN = RequestError(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
+_RESUMED = RequestError(grpc.StatusCode.ABORTED, "another call goes on with this request")
+
+
+class Engine:
+    """Accepts requests of front ends and keeps every worker busy with them. Create it inside its event loop.
+
+    `resolve` looks up names among the workers. Raises StartError when the settings name a model file that does not
+    exist, or a recording that exists.
+    """
+
+    def __init__(self, settings: SchedulerSettings, resolve: Resolve = resolve_by_dns) -> None:
+        self.settings = settings
+        self.waiting = waiting_queue(settings.policy, settings.overtakes, settings.tenant_weights)
+        self.requests: dict[str, Call] = {}  # those that were submitted, by their keys
+        self.serving: dict[WorkerScheduler, WorkerLoop] = {}  # by the schedulers of open sessions
+        self.outboxes: set[Outbox] = set()  # of the front ends
+        self.statistics = Statistics()
+        self.finished = FinishedRequests()
+        self.admission = Admission(settings, self.requests)
+        self.cache_secret = secrets.token_bytes(32)  # keys of the prefix cache cannot be guessed from outside
+        self.model_files: dict[str, bytes] = {}
+        self._members = Membership(self, resolve)
+        self._model_name = model_name(settings.model)
+        self.recorder = _recorder(settings)
+        self._limits: asyncio.Future[pb.ModelLimits] = asyncio.get_running_loop().create_future()
+        self._limits_lock = asyncio.Lock()
+        self._is_draining = False
+        self._is_empty = asyncio.Event()
+        self._outage = Outage(settings.no_worker_timeout)
+
+    # ---- for front ends
+
+    def admit(self, call: Call, num_bytes: int, *, resumes: bool = False) -> None:
+        """Hold a place for a call while it is checked, so that a flood is refused before any work is done.
+
+        Raises UNAVAILABLE, RESOURCE_EXHAUSTED, ALREADY_EXISTS, or INVALID_ARGUMENT for a request that never fits into
+        memory.
+        """
+        if self._is_draining and call.key:
+            raise SHUTTING_DOWN
+        self.admission.admit(call, num_bytes, resumes=resumes)
+
+    def submit(self, call: Call, submission: pb.Submit) -> None:
+        """Queue a request that was admitted.
+
+        Raises UNAVAILABLE when the server began to shut down meanwhile, ALREADY_EXISTS when it would supersede a
+        request of another prompt, and what `admit` raises for its memory.
+        """
+        if self._is_draining:
+            raise SHUTTING_DOWN
+        self.admission.hold(call, submission.num_bytes)
+        if submission.supersedes:
+            self._supersede(call.key, submission)
+        if submission.is_complete:
+            return
+        call.first_output = submission.first_output
+        call.group = decode_group(call.key, submission, time.monotonic())
+        self.admission.submitted(call)
+        self._is_empty.clear()
+        self.waiting.append(call.group)
+        self.recorder.arrived(call.group)
+        self._expire_later(call)
+        self.wake()
+        if call.is_aborted:
+            self.abort(call.key)
+
+    def stop_output(self, call: Call, index: int) -> None:
+        """A stop string ended an output. Nothing happens when it has ended otherwise by now."""
+        group = call.group
+        if group is None or group.beams is not None or index >= len(group.sequences):
+            return
+        sequence = group.sequences[index]
+        if sequence.status.is_finished:
+            return
+        for scheduler in self._schedulers:
+            if group in scheduler.running or group in scheduler.swapped or group.request_id in self.waiting:
+                scheduler.finish_sequence(sequence, SequenceStatus.FINISHED_STOPPED)
+                break
+        else:  # it waits, and no worker is connected
+            self.waiting.withdraw(group, SequenceStatus.FINISHED_STOPPED, index)
+            self.recorder.withdrawn(group, SequenceStatus.FINISHED_STOPPED, index)
+        self.wake()
+
+    def abort(self, key: str) -> bool:
+        """End a request; its stream closes with what it has. Returns whether the request exists.
+
+        A request that is being checked ends after the check.
+        """
+        is_being_checked = self.admission.abort(key)
+        call = self.requests.get(key)
+        if call is None:
+            return is_being_checked
+        if self._finish(call, SequenceStatus.FINISHED_ABORTED):
+            call.tell_standing()
+            call.tell(aborted=pb.Aborted())
+        return True
+
+    def close(self, call: Call, finished: FinishedRequest | None = None) -> None:
+        """The call is over: free everything that it still holds."""
+        self.admission.release(call)
+        if call.group is not None:
+            self._leave(call)
+            call.group.disband()
+        if finished is not None:
+            self.finished.add(finished)
+
+    def _leave(self, call: Call) -> None:
+        if self.requests.get(call.key) is call:
+            del self.requests[call.key]
+            if call.expiry is not None:
+                call.expiry.cancel()
+            self._finish(call, SequenceStatus.FINISHED_ABORTED)
+        if not self.requests:
+            self._is_empty.set()
+
+    def _supersede(self, key: str, submission: pb.Submit) -> None:
+        """End what is left of the same request's broken stream, because another call goes on with it.
+
+        The stream's memory counts until its call is closed: its client may have left a message unread.
+        """
+        call = self.requests.get(key)
+        if call is None:
+            return
+        assert call.group is not None
+        if call.group.prompt_token_ids.tobytes() != submission.prompt_token_ids:
+            raise RequestError(
+                grpc.StatusCode.ALREADY_EXISTS,
+                "request_id is in flight already, with another prompt; a request that resumes is sent again as it was",
+            )
+        self._leave(call)
+        call.tell_error(_RESUMED, at_once=True)
+
+    def _finish(self, call: Call, status: SequenceStatus) -> bool:
+        group = call.group
+        assert group is not None
+        if group.is_finished:
+            return False  # by itself, as most do: no scheduler need be asked
+        ended = any(scheduler.finish_requests([group.request_id], status) for scheduler in self._schedulers)
+        if not ended and group.request_id in self.waiting:  # and no worker is connected
+            self.waiting.withdraw(group, status)
+            self.recorder.withdrawn(group, status)
+            ended = True
+        self.wake()
+        return ended
+
+    @property
+    def _schedulers(self) -> list[Scheduler]:
+        return [worker.scheduler for worker in self.workers if worker.scheduler is not None]
+
+    # ---- for the service
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        try:
+            await self._members.run()
+        finally:
+            self.recorder.close()
+
+    async def wait_for_model(self) -> pb.ModelLimits:
+        """What the served model allows, however long it takes until a worker tells of it."""
+        return await asyncio.shield(self._limits)
+
+    def watch_health(self) -> AsyncIterator[bool]:
+        """Whether requests are worth sending here, from the first worker on and whenever that changes."""
+        return self._outage.watch_health()
+
+    async def drain(self, grace: float) -> None:
+        """Admit nothing more, wait until every call has been closed, and end those left after `grace` seconds."""
+        self._is_draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace):
+                if self.requests:
+                    await self._is_empty.wait()
+        for call in self.requests.values():
+            self._finish(call, SequenceStatus.FINISHED_ABORTED)
+            call.tell_error(SHUTTING_DOWN)
+
+    # ---- for operators
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether nothing more is admitted, because the server is shutting down."""
+        return self._is_draining
+
+    @property
+    def departed(self) -> Departed:
+        """Sums over the workers that have left."""
+        return self._members.departed
+
+    @property
+    def workers(self) -> list[WorkerLoop]:
+        """The workers that are known at the moment, connected or not."""
+        return self._members.workers
+
+    def drain_worker(self, address: str) -> None:
+        """Give a worker no more requests; its own finish there, or move. Raises NOT_FOUND for an unknown address."""
+        self._members.find(address).drain()
+
+    def undrain_worker(self, address: str) -> None:
+        """Give a worker work again. Raises NOT_FOUND for an unknown address."""
+        self._members.find(address).undrain()
+
+    # ---- for the worker loops
+
+    @property
+    def admits(self) -> bool:
+        """Whether any worker takes requests."""
+        return self._members.admits
+
+    def wake(self) -> None:
+        self._members.wake()
+
+    def wake_for(self, output: SchedulerOutput) -> None:
+        """Wake the workers that a step has left groups to."""
+        for placement in (*output.moved, *output.placements):
+            if placement.to is not None:
+                self.serving[placement.to].wake()
+
+    async def accept(self, client: WorkerClient, info: WorkerInfo) -> None:
+        """Check that a worker serves what the others serve; the first one decides. Raises WorkerError."""
+        if info.protocol_version != PROTOCOL_VERSION:
+            raise WorkerError(f"the worker speaks protocol {info.protocol_version}, this scheduler {PROTOCOL_VERSION}")
+        if info.model_id != self._model_name:
+            raise WorkerError(f"the worker serves the model {info.model_id!r}, this scheduler {self._model_name!r}")
+        if (num_blocks := info.num_device_blocks + info.num_host_blocks) > MAX_BLOCKS:
+            raise WorkerError(f"the worker has {num_blocks} blocks; this scheduler manages at most {MAX_BLOCKS}")
+        async with self._limits_lock:
+            if not self._limits.done():
+                self.model_files = await client.fetch_tokenizer()
+                self._limits.set_result(model_limits(self.settings, info))
+        try:
+            check_limits(self._limits.result(), self.settings, info)
+        except ValueError as error:
+            raise WorkerError(str(error)) from None
+
+    def admitted(self, output: SchedulerOutput) -> None:
+        """Take note of the requests that came to a worker with this step."""
+        now = time.monotonic()
+        for group in {new.sequence.group: None for new in output.new_sequences}:
+            if (call := self.requests.get(group.request_id)) is None or call.group is not group:
+                continue
+            if call.queued_seconds is None:
+                call.queued_seconds = now - group.arrived_at
+                self.statistics.queue_seconds.observe(call.queued_seconds)
+                self.statistics.num_prompt_tokens += len(group.prompt_token_ids)
+                self.statistics.num_cached_tokens += min(group.num_cached_tokens or 0, len(group.prompt_token_ids))
+            call.tell_standing()
+
+    def swapped(self, groups: Sequence[SequenceGroup]) -> None:
+        """Take note of requests that are swapped out."""
+        for group in groups:
+            if (call := self.requests.get(group.request_id)) is not None and call.group is group:
+                call.tell_standing()
+
+    def publish(self, gained: Sequence[SequenceOutput]) -> None:
+        """Bring what sequences gained to the front ends of their requests."""
+        requests, running, num_tokens = self.requests, SequenceStatus.RUNNING, 0
+        for item in gained:
+            sequence, token_id, logprobs, prompt_logprobs, _ = item
+            group = sequence.group
+            call = requests.get(group.request_id)
+            if call is None or call.group is not group:
+                continue
+            if group.error is not None:
+                self.fail(group)
+                continue
+            if group.beams is not None and group.is_finished:
+                num_tokens += sum(len(hypothesis.token_ids) for hypothesis in group.beams.hypotheses)
+            num_tokens += token_id is not None
+            if (
+                token_id is None
+                or sequence.status is not running
+                or logprobs is not None
+                or prompt_logprobs is not None
+            ):
+                call.tell_gained(item)
+            else:
+                call.outbox.outputs.append(call.first_output + sequence.index)
+                call.outbox.token_ids.append(token_id)
+        self.statistics.num_output_tokens += num_tokens
+        for outbox in self.outboxes:
+            if outbox.outputs:
+                outbox.has_some.set()
+
+    async def room(self) -> None:
+        """Wait while front ends have too much to take."""
+        for outbox in list(self.outboxes):
+            if len(outbox.outputs) > MOST_WAITING:
+                await outbox.room()
+
+    def fail(self, group: SequenceGroup) -> None:
+        """End a request that the scheduler or the worker gave up on."""
+        if call := self.requests.get(group.request_id):
+            self._finish(call, SequenceStatus.FINISHED_ABORTED)
+            is_ignored = any(sequence.status is SequenceStatus.FINISHED_IGNORED for sequence in group.sequences)
+            code = grpc.StatusCode.INVALID_ARGUMENT if is_ignored else grpc.StatusCode.INTERNAL
+            call.tell_error(RequestError(code, group.error or "the request could not be served"))
+
+    def workers_changed(self) -> None:
+        """A session began or ended, or a worker was drained or undrained.
+
+        While no worker takes requests, waiting requests have limited time.
+        """
+        was_on = self._outage.is_on
+        self._outage.set(not self.admits)
+        if self._outage.is_on != was_on:
+            for call in self.requests.values():
+                self._expire_later(call)
+        self.wake()
+
+    # ---- waiting without a worker
+
+    def _expire_later(self, call: Call) -> None:
+        """Limit how long a request waits through this outage, if there is one."""
+        if call.expiry is not None:
+            call.expiry.cancel()
+            call.expiry = None
+        if self._outage.is_on:
+            loop = asyncio.get_running_loop()
+            call.expiry = loop.call_later(self.settings.no_worker_timeout, self._expire, call)
+
+    def _expire(self, call: Call) -> None:
+        if call.key not in self.waiting:
+            self._expire_later(call)  # a worker that is drained computes it, and may yet give it back
+            return
+        self._finish(call, SequenceStatus.FINISHED_ABORTED)
+        call.tell_error(
+            RequestError(
+                grpc.StatusCode.UNAVAILABLE, f"no worker took requests for {self.settings.no_worker_timeout:g} s"
+            )
+        )
+
+
+def _recorder(settings: SchedulerSettings) -> NoRecorder:
+    if settings.record is None:
+        return NoRecorder()
+    return Recorder(
+        FileWriter(settings.record),
+        policy=settings.policy,
+        overtakes=settings.overtakes,
+        tenant_weights=settings.tenant_weights,
+    )

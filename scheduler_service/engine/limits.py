@@ -1,0 +1,110 @@
+"""What the served model and its workers allow: the first worker decides, and every later one must offer as much."""
+
+import os
+import re
+from pathlib import Path
+
+from pagewire.v1.engine_service_pb2 import ModelLimits
+from pagewire_common.start_error import StartError
+from scheduler_service.core import SchedulerConfig
+from scheduler_service.core.config import blocks_within_window, default_prefill_chunk
+from scheduler_service.settings import SchedulerSettings
+from scheduler_service.wire.codec import WorkerInfo
+
+LARGEST_STEPS_BEFORE_TIMEOUT = 10
+"""A step of long contexts may take several times as long as the step that the worker measured at its start."""
+
+
+def model_name(model: str) -> str:
+    """The name that a worker gives the model of this --model value: a folder's name, a GGUF file's stem.
+
+    Raises StartError when the value is a path to nothing.
+    """
+    path = Path(os.path.expanduser(model))
+    if path.exists():
+        return path.stem if path.suffix == ".gguf" and path.is_file() else path.resolve().name
+    if path.suffix == ".gguf" or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model):
+        raise StartError(f"there is no file or folder {path}")
+    return model
+
+
+def max_sequence_tokens(info: WorkerInfo) -> int:
+    """The most tokens of one sequence on this worker: the model's limit, or its pool if that must hold them all."""
+    if info.sliding_window:
+        held = blocks_within_window(info.sliding_window, info.max_num_batched_tokens, info.block_size)
+        if held <= info.num_device_blocks:
+            return info.max_model_len
+    return min(info.max_model_len, info.num_device_blocks * info.block_size)
+
+
+def max_num_seqs(settings: SchedulerSettings, info: WorkerInfo) -> int:
+    """The most sequences in one step of this worker; each takes at least one token of the step."""
+    return min(settings.max_num_seqs, info.max_num_seqs, settings.max_num_batched_tokens, info.max_num_batched_tokens)
+
+
+def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
+    """What requests are promised, by what the first worker has."""
+    context_length = max_sequence_tokens(info)
+    return ModelLimits(
+        name=info.model_id,
+        fingerprint=info.model_fingerprint,
+        dtype=info.dtype,
+        context_length=context_length,
+        block_size=info.block_size,
+        # A promised size must fit into every worker, and a worker that joins later may have less room than the
+        # first one, because its machine held other things when it started. So the size is half of the first
+        # worker's room, or the longest sequence.
+        pool_tokens=max(context_length, info.num_device_blocks // 2 * info.block_size),
+        vocabulary_size=info.vocabulary_size,
+        max_num_seqs=max_num_seqs(settings, info),
+        has_priorities=settings.policy == "priority",
+    )
+
+
+def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerInfo) -> None:
+    """Raises ValueError when a worker serves another model, or has less room than requests were promised."""
+    for name, ours, theirs in (
+        ("model fingerprint", limits.fingerprint, info.model_fingerprint),
+        ("dtype", limits.dtype, info.dtype),
+        ("block size", limits.block_size, info.block_size),
+    ):
+        if ours != theirs:
+            raise ValueError(f"the worker's {name} is {theirs}; that of earlier workers is {ours}")
+    for name, promised, offered in (
+        ("longest sequence", limits.context_length, max_sequence_tokens(info)),
+        ("pool", limits.pool_tokens, info.num_device_blocks * info.block_size),
+        ("largest step", limits.max_num_seqs, max_num_seqs(settings, info)),
+    ):
+        if offered < promised:
+            raise ValueError(f"the worker's {name} is {offered}; requests were promised {promised}")
+
+
+def step_timeout(settings: SchedulerSettings, config: SchedulerConfig) -> float:
+    """Seconds that a step may take before its worker counts as lost."""
+    if not config.prefill_tokens_per_second:
+        return settings.step_timeout
+    largest_step = config.max_num_batched_tokens / config.prefill_tokens_per_second
+    return max(settings.step_timeout, LARGEST_STEPS_BEFORE_TIMEOUT * largest_step)
+
+
+def scheduler_config(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerConfig:
+    """What the core is told of a worker. Raises ValueError for a worker that it cannot schedule."""
+    max_num_batched_tokens = min(settings.max_num_batched_tokens, info.max_num_batched_tokens)
+    return SchedulerConfig(
+        block_size=info.block_size,
+        num_device_blocks=info.num_device_blocks,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_prefill_chunk=settings.max_prefill_chunk or default_prefill_chunk(max_num_batched_tokens),
+        max_num_seqs=max_num_seqs(settings, info),
+        max_model_len=info.max_model_len,
+        watermark=settings.watermark,
+        num_host_blocks=info.num_host_blocks,
+        sliding_window=info.sliding_window,
+        prefix_caching=settings.prefix_caching,
+        phase_rule=settings.phase_rule,
+        delay_factor=settings.delay_factor,
+        preemption_mode=settings.preemption_mode,
+        block_bytes=info.block_bytes,
+        swap_bytes_per_second=info.swap_bytes_per_second,
+        prefill_tokens_per_second=info.prefill_tokens_per_second,
+    )

@@ -1,0 +1,140 @@
+"""What one front end is to be told: tokens in two columns, everything else as events between their rows.
+
+All that is told while a message is written goes into the next one, so that a message holds a step, or several when
+there are more steps than time: a message costs about as much as the rows of 100 tokens.
+"""
+
+import asyncio
+from collections import deque
+from typing import Any, NamedTuple
+
+from pagewire.v1 import engine_service_pb2 as pb
+from pagewire.v1 import scheduler_output_pb2 as wire
+from pagewire.v1.sequence_group_pb2 import SequenceStatus
+from scheduler_service.core import SequenceOutput
+from scheduler_service.core.outputs import TokenLogprobs
+from scheduler_service.wire.fields import encode_enum
+
+MOST_ROWS = 512
+MOST_LOGPROBS = 1 << 13
+EVENT_WEIGHT = 8
+"""Rows and log-probabilities of one message, among which any other event counts as so many: 5 ms of a front end to take
+in, and at most 0.1 MiB."""
+MOST_WAITING = 1 << 13
+STUCK_SECONDS = 0.1
+"""While more rows wait, no further step's answer is taken in, so that workers are as fast as front ends take tokens. A
+front end that takes nothing for so long is not waited for: it has stopped, and the others have not.
+"""
+
+
+class _Logprobs(NamedTuple):
+    """Log-probabilities of an event, which are encoded when the event's message is made."""
+
+    sampled: list[TokenLogprobs]
+    prompt: list[TokenLogprobs]
+
+    @property
+    def number(self) -> int:
+        return sum(len(positions) * len(positions[0].token_ids) for positions in self if positions)
+
+
+_NONE = _Logprobs([], [])
+
+
+class Outbox:
+    """Takes what the engine tells in order, and gives it in messages of bounded size."""
+
+    __slots__ = ("_events", "_is_stuck", "_num_taken", "_taken", "has_some", "outputs", "token_ids")
+
+    def __init__(self) -> None:
+        self.has_some = asyncio.Event()
+        """To be set after rows were appended."""
+        self.outputs: list[int] = []
+        self.token_ids: list[int] = []
+        self._events: deque[tuple[int, pb.EngineEvent, _Logprobs]] = deque()  # each after so many rows of all
+        self._num_taken = 0  # rows of earlier messages
+        self._taken = asyncio.Event()  # some, since this was cleared
+        self._is_stuck = False
+
+    def __len__(self) -> int:
+        """Rows and events that are not taken yet."""
+        return len(self.outputs) + len(self._events)
+
+    def tell(self, call: int, **event: Any) -> None:
+        """Append an event, by its name among the fields of `EngineEvent`."""
+        self._append(pb.EngineEvent(call=call, **event))
+        self.has_some.set()
+
+    def tell_gained(self, call: int, gained: SequenceOutput) -> None:
+        """Append what an output gained; many positions of a prompt become several events."""
+        event, positions = _encode_gained(call, gained), gained.prompt_logprobs or []
+        at_once = max(1, MOST_LOGPROBS // len(positions[0].token_ids)) if positions else 1
+        start = 0
+        while len(positions) - start > at_once:
+            part = pb.OutputGained(index=gained.sequence.index, prompt_start=gained.prompt_start + start)
+            self._append(pb.EngineEvent(call=call, gained=part), _Logprobs([], positions[start : start + at_once]))
+            start += at_once
+        event.gained.prompt_start = gained.prompt_start + start
+        self._append(event, _Logprobs([gained.logprobs] if gained.logprobs else [], positions[start:]))
+        self.has_some.set()
+
+    def _append(self, event: pb.EngineEvent, logprobs: _Logprobs = _NONE) -> None:
+        self._events.append((self._num_taken + len(self.outputs), event, logprobs))
+
+    async def room(self) -> None:
+        """Wait while too much waits, as long as the front end takes something now and then."""
+        while len(self.outputs) > MOST_WAITING and not self._is_stuck:
+            self._taken.clear()
+            try:
+                await asyncio.wait_for(self._taken.wait(), STUCK_SECONDS)
+            except TimeoutError:
+                self._is_stuck = True
+
+    def take(self) -> pb.AttachResponse:
+        """The next message; an empty one when there is nothing more."""
+        self._taken.set()
+        self._is_stuck = False
+        message, num_rows, left = pb.AttachResponse(), min(MOST_ROWS, len(self.outputs)), MOST_LOGPROBS
+        while self._events and (row := self._events[0][0] - self._num_taken) <= num_rows:
+            _, event, logprobs = self._events[0]
+            left -= EVENT_WEIGHT + logprobs.number
+            if left < 0 and message.events:
+                num_rows = row
+                break
+            self._events.popleft()
+            event.row = row
+            if logprobs is not _NONE:
+                _fill_logprobs(event.gained.logprobs, logprobs.sampled)
+                _fill_logprobs(event.gained.prompt_logprobs, logprobs.prompt)
+            message.events.append(event)
+        message.outputs.extend(self.outputs[:num_rows])
+        message.token_ids.extend(self.token_ids[:num_rows])
+        del self.outputs[:num_rows], self.token_ids[:num_rows]
+        self._num_taken += num_rows
+        if not len(self):
+            self.has_some.clear()
+        return message
+
+
+def _encode_gained(call: int, gained: SequenceOutput) -> pb.EngineEvent:
+    """Without log-probabilities. The status is that of now: the sequence may end before the message is made."""
+    sequence, status = gained.sequence, gained.sequence.status
+    event = pb.EngineEvent(call=call)
+    message = event.gained
+    message.index = sequence.index
+    if gained.token_id is not None:
+        message.token_id = gained.token_id
+    if status.is_finished:
+        message.status = encode_enum(SequenceStatus.DESCRIPTOR, status)  # type: ignore[assignment]
+        if sequence.stop_token_id is not None:
+            message.stop_token_id = sequence.stop_token_id
+    return event
+
+
+def _fill_logprobs(message: wire.SampleLogprobs, positions: list[TokenLogprobs]) -> None:
+    if positions:
+        message.width = len(positions[0].token_ids)
+        message.ranks.extend(position.rank for position in positions)
+        for position in positions:
+            message.token_ids.extend(position.token_ids)
+            message.logprobs.extend(position.logprobs)

@@ -1,0 +1,37 @@
+"""A front end of a running engine, which starts it: `python -m scheduler_service.frontend --engine … --listen …`."""
+
+import argparse
+import os
+import signal
+import sys
+
+from pagewire_common.logs import configure_logging
+from pagewire_common.server import run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="scheduler_service.frontend", description=__doc__)
+    parser.add_argument("--engine", required=True, help="where the engine listens for front ends")
+    parser.add_argument("--listen", required=True, help="HOST:PORT to serve clients on, shared with other front ends")
+    parser.add_argument("--log-level", default="info")
+    parser.add_argument("--log-format", default="auto")
+    arguments = parser.parse_args()
+    configure_logging(arguments.log_level, arguments.log_format)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which then stops its front ends in order
+    # For a tokenizer transformers would load torch wherever it finds it: 3.0 s and 459 MiB instead of 0.9 and 126.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would say that there is none
+    from scheduler_service.frontend.server import serve
+
+    status = 0
+
+    async def main() -> None:
+        nonlocal status
+        status = await serve(arguments.engine, arguments.listen)
+
+    run("scheduler_service.frontend", main)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,290 @@
+"""A front end's end of the wire to the engine: what calls ask of it, and what it tells of their requests."""
+
+import asyncio
+import itertools
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+
+from pagewire.v1 import engine_service_pb2 as pb
+from pagewire.v1.engine_service_pb2_grpc import EngineServiceStub
+from pagewire_common.errors import RequestError
+from scheduler_service.frontend.gained import decode_gained
+from scheduler_service.frontend.model import ServedModel
+from scheduler_service.frontend.request import RequestState
+from scheduler_service.frontend.request_memory import UnreadOutput
+from scheduler_service.frontend.turns import Turns
+from scheduler_service.statistics.counts import FrontendCounts
+from scheduler_service.wire.pace import Pace
+
+log = structlog.get_logger()
+
+# What the engine has sent and we have not read is kept small, so that the engine knows when we cannot keep up.
+OPTIONS = (
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 64 << 10),
+)
+MOST_BYTES = 1 << 20
+"""Of one message to the engine, if it is not a single event: 1 ms to parse."""
+
+MIN_REQUEST_BYTES = 1 << 20
+BYTES_PER_TOKEN = 12
+"""Of the largest prompt. A token id takes at most 3 bytes of a message, a token of text 4 or 5, and of code up to 10. A
+MiB takes 3 to 7 ms to parse.
+"""
+
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+_GONE = RequestError(grpc.StatusCode.UNAVAILABLE, "the engine is gone; resume the request when the server is back")
+
+
+class EngineLink:
+    """One session with the engine. Create it inside the running event loop; `run` keeps it up until either side ends.
+
+    `welcome` and `model` are resolved by what the engine tells first.
+    """
+
+    def __init__(self, target: str) -> None:
+        self.channel = grpc.aio.insecure_channel(target, options=OPTIONS)
+        loop = asyncio.get_running_loop()
+        self.welcome: asyncio.Future[pb.Welcome] = loop.create_future()
+        self._model: asyncio.Future[ServedModel] = loop.create_future()
+        self.serving = False
+        self.serving_changed = asyncio.Event()
+        self.counts = FrontendCounts()
+        self.turns = Turns()
+        self.unread = UnreadOutput(0)
+        self.requests: dict[int, RequestState] = {}  # by the numbers of their calls
+        self._by_output: dict[int, RequestState] = {}  # by the numbers of their outputs
+        self._answers: dict[int, asyncio.Future[pb.Answer]] = {}  # by the numbers of the calls that wait for them
+        self._numbers = itertools.count(1)
+        self._output_numbers = 1
+        self._events: list[pb.FrontendEvent] = []
+        self._has_events = asyncio.Event()
+        self._files: dict[str, bytearray] = {}
+        self._loading: asyncio.Task[None] | None = None
+
+    # ---- for servicers
+
+    async def wait_for_model(self) -> ServedModel:
+        """The served model, however long it takes. Raises what loading it raised."""
+        return await asyncio.shield(self._model)
+
+    async def model(self) -> ServedModel:
+        """The served model; raises UNAVAILABLE when no worker tells of one in time."""
+        timeout = self.welcome.result().no_worker_timeout
+        try:
+            return await asyncio.wait_for(self.wait_for_model(), timeout)
+        except TimeoutError:
+            reason = f"no worker took requests for {timeout:g} s"
+            raise RequestError(grpc.StatusCode.UNAVAILABLE, reason) from None
+
+    @property
+    def stall_timeout(self) -> float:
+        """Seconds that a client may leave a message unread."""
+        return self.welcome.result().stall_timeout
+
+    @property
+    def max_request_bytes(self) -> int:
+        """The largest message of a request: for the model's longest prompts and no more, as parsing blocks the loop."""
+        context_length = self._model.result().context_length if self._model.done() else 0
+        return max(MIN_REQUEST_BYTES, context_length * BYTES_PER_TOKEN)
+
+    def new_number(self) -> int:
+        """The number of a call that begins."""
+        return next(self._numbers)
+
+    async def abort(self, key: str) -> bool:
+        """End a request of any front end. Returns whether there is one."""
+        answer = await self.ask(next(self._numbers), abort=pb.AbortRequestByKey(key=key))
+        return answer.found
+
+    # ---- the session
+
+    async def run(self) -> bool:
+        """Take in what the engine tells, until it says goodbye or is gone; then every request that is left fails.
+
+        Returns whether it said goodbye.
+        """
+        call = EngineServiceStub(self.channel).Attach(self._said())
+        try:
+            async for message in call:
+                self._take(message, time.monotonic())
+                if message.events and message.events[-1].HasField("goodbye"):
+                    return True
+            log.error("the engine is gone", reason="it ended the session")
+        except grpc.aio.AioRpcError as error:
+            log.error("the engine is gone", reason=error.details())
+        finally:
+            call.cancel()
+            if self._loading is not None:
+                self._loading.cancel()
+            for state in self.requests.values():
+                state.stream.fail(_GONE)
+            for answer in self._answers.values():
+                if not answer.done():
+                    answer.set_result(pb.Answer(code=_GONE.code.value[0], message=str(_GONE)))
+        return False
+
+    async def close(self) -> None:
+        await self.channel.close()
+
+    def say(self, call: int, **event: Any) -> None:
+        """Tell the engine something, by its name among the fields of `FrontendEvent`."""
+        self._events.append(pb.FrontendEvent(call=call, **event))
+        self._has_events.set()
+
+    async def ask(self, call: int, **event: Any) -> pb.Answer:
+        """Tell the engine something that it answers. Raises the RequestError that it answers with."""
+        self._answers[call] = future = asyncio.get_running_loop().create_future()
+        try:
+            self.say(call, **event)
+            answer: pb.Answer = await future
+        finally:
+            del self._answers[call]
+        if answer.code:
+            raise RequestError(_CODES[answer.code], answer.message)
+        return answer
+
+    async def _said(self) -> AsyncIterator[pb.AttachRequest]:
+        pace = Pace()
+        while True:
+            await self._has_events.wait()
+            await pace.wait()
+            num_bytes = num_events = 0
+            for event in self._events:
+                num_bytes += event.ByteSize()
+                if num_bytes > MOST_BYTES and num_events:
+                    break
+                num_events += 1
+            message = pb.AttachRequest(events=self._events[:num_events])
+            del self._events[:num_events]
+            if not self._events:
+                self._has_events.clear()
+            yield message
+
+    # ---- what the engine tells
+
+    def _take(self, message: pb.AttachResponse, now: float) -> None:
+        outputs, token_ids = list(message.outputs), list(message.token_ids)
+        row = 0
+        for event in message.events:
+            if event.row > row:
+                self._gain_tokens(outputs[row : event.row], token_ids[row : event.row], now)
+                row = event.row
+            state = self.requests.get(event.call)
+            try:
+                self._event(event, state, now)
+            except Exception as error:  # one request's text must not cost the others their tokens
+                if state is None:
+                    raise
+                self._fail(event.call, state, error)
+        self._gain_tokens(outputs[row:], token_ids[row:], now)
+        if self.unread.is_too_much:
+            self._cut_largest()
+
+    def _gain_tokens(self, outputs: Sequence[int], token_ids: Sequence[int], now: float) -> None:
+        by_output = self._by_output
+        for output, token_id in zip(outputs, token_ids, strict=True):
+            state = by_output.get(output)
+            if state is None:  # closed, and the engine is being told
+                continue
+            index = output - state.first_output
+            try:
+                if state.gain_token(index, token_id, now):
+                    self.say(state.call, stop_output=pb.StopOutput(index=index))
+            except Exception as error:
+                self._fail(state.call, state, error)
+
+    def _event(self, event: pb.EngineEvent, state: RequestState | None, now: float) -> None:
+        kind = event.WhichOneof("event")
+        if kind == "answer":
+            future = self._answers.get(event.call)
+            if future is not None and not future.done():
+                future.set_result(event.answer)
+        elif event.call:
+            if state is not None:
+                self._request_event(kind, event, state, now)
+        elif kind == "welcome":
+            self.unread.most = event.welcome.unread_bytes
+            self.welcome.set_result(event.welcome)
+        elif kind == "model_file":
+            self._files.setdefault(event.model_file.name, bytearray()).extend(event.model_file.data)
+        elif kind == "model":
+            self._loading = asyncio.create_task(self._load(event.model))
+        elif kind == "health":
+            self.serving = event.health.serving
+            self.serving_changed.set()
+        elif kind == "statistics_wanted":
+            self.say(0, statistics=self.counts.encode())
+
+    def _request_event(self, kind: str | None, event: pb.EngineEvent, state: RequestState, now: float) -> None:
+        if kind == "standing":
+            state.standing = event.standing
+        elif kind == "gained":
+            if state.gain(decode_gained(event.gained), now):
+                self.say(event.call, stop_output=pb.StopOutput(index=event.gained.index))
+        elif kind == "hypotheses":
+            state.gain_hypotheses(event.hypotheses.hypotheses, now)
+        elif kind == "aborted":
+            state.abort()
+        elif kind == "failed":
+            error = RequestError(_CODES[event.failed.code], event.failed.message)
+            if event.failed.at_once:
+                state.stream.cut(error)
+            else:
+                state.stream.fail(error)
+
+    def _fail(self, call: int, state: RequestState, error: Exception) -> None:
+        log.error("request failed", request_id=state.request.request_id, exc_info=error)
+        state.stream.fail(RequestError(grpc.StatusCode.INTERNAL, "the request could not be served"))
+        self.forget(call)
+
+    def _cut_largest(self) -> None:
+        """End requests for the output that their clients have not read, until the rest may stay."""
+        for state in sorted(self.requests.values(), key=lambda state: -state.stream.num_unread):
+            if not self.unread.is_too_much:
+                return
+            reason = (
+                f"this request has {state.stream.num_unread / 2**20:.1f} MiB of output that its client has not read, "
+                "or that waits until the best outputs are known: the most of all requests, which together may have "
+                f"{self.unread.most / 2**20:.1f} MiB (a part of --request-memory); read faster, or ask for fewer "
+                "log-probabilities or outputs"
+            )
+            self.forget(state.call)
+            state.stream.cut(RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, reason))
+
+    async def _load(self, limits: pb.ModelLimits) -> None:
+        def load() -> ServedModel:
+            with tempfile.TemporaryDirectory(prefix="pagewire-") as directory:
+                for name, data in self._files.items():
+                    (Path(directory) / name).write_bytes(data)
+                return ServedModel.load(limits, Path(directory))
+
+        try:
+            self._model.set_result(await asyncio.to_thread(load))
+        except Exception as error:
+            self._model.set_exception(error)
+        self._files.clear()
+
+    # ---- for calls
+
+    def register(self, call: int, state: RequestState) -> None:
+        """Have what the engine tells of this call reach its request; gives its outputs their numbers."""
+        state.call, state.first_output = call, self._output_numbers
+        self._output_numbers += state.request.sampling.n
+        self.requests[call] = state
+        for index in range(state.request.sampling.n):
+            self._by_output[state.first_output + index] = state
+
+    def forget(self, call: int) -> None:
+        """Pass over what the engine tells of this call from now on."""
+        if (state := self.requests.pop(call, None)) is not None:
+            for index in range(state.request.sampling.n):
+                del self._by_output[state.first_output + index]

@@ -1,0 +1,48 @@
+"""What an output gained in a step, as the engine tells it when it is more than a token."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pagewire.v1 import engine_service_pb2 as pb
+from pagewire.v1 import scheduler_output_pb2 as wire
+from pagewire.v1.sequence_group_pb2 import SequenceStatus as Status
+from scheduler_service.core import SequenceStatus
+from scheduler_service.core.outputs import TokenLogprobs
+from scheduler_service.wire.fields import decode_enum
+
+
+@dataclass(slots=True)
+class Gained:
+    """What an output gained: nothing (`token_id` None) while its prompt is computed, else one token.
+
+    `status` is set if it ended with it. `prompt_logprobs` belong to the positions from `prompt_start` on.
+    """
+
+    index: int
+    token_id: int | None
+    status: SequenceStatus | None = None
+    stop_token_id: int | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    prompt_start: int = 0
+
+
+def decode_gained(message: pb.OutputGained) -> Gained:
+    logprobs = _decode_logprobs(message.logprobs)
+    return Gained(
+        message.index,
+        message.token_id if message.HasField("token_id") else None,
+        decode_enum(SequenceStatus, Status.DESCRIPTOR, message.status) if message.status else None,
+        message.stop_token_id if message.HasField("stop_token_id") else None,
+        logprobs[0] if logprobs else None,
+        _decode_logprobs(message.prompt_logprobs),
+        message.prompt_start,
+    )
+
+
+def _decode_logprobs(columns: wire.SampleLogprobs) -> list[TokenLogprobs]:
+    width, token_ids, logprobs = columns.width, list(columns.token_ids), list(columns.logprobs)
+    return [
+        TokenLogprobs(token_ids[at * width : (at + 1) * width], logprobs[at * width : (at + 1) * width], rank)
+        for at, rank in enumerate(columns.ranks)
+    ]

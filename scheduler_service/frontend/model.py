@@ -1,0 +1,49 @@
+"""The model that is served: its limits as the engine tells them, and what its own files say."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pagewire.v1.engine_service_pb2 import ModelLimits
+from scheduler_service.frontend.generation_defaults import GenerationDefaults, eos_token_ids
+from scheduler_service.frontend.tokenization import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Name, limits, defaults and tokenizer of the model.
+
+    `pool_tokens` is what all outputs of one request may take of a worker's KV cache.
+
+    Random weights may come without a tokenizer; then requests are of token ids, and outputs have no text.
+    """
+
+    name: str
+    fingerprint: str
+    dtype: str
+    context_length: int
+    block_size: int
+    pool_tokens: int
+    vocabulary_size: int
+    max_num_seqs: int
+    has_priorities: bool
+    eos_token_ids: tuple[int, ...]
+    tokenizer: Tokenizer | None
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+
+    @classmethod
+    def load(cls, limits: ModelLimits, directory: Path) -> "ServedModel":
+        """Read the files that a worker sent. Takes about a second; call it on a thread."""
+        config = _read_json(directory / "config.json")
+        generation = _read_json(directory / "generation_config.json")
+        return cls(
+            **{name: getattr(limits, name) for name in limits.DESCRIPTOR.fields_by_name},
+            eos_token_ids=eos_token_ids(config, generation, limits.vocabulary_size),
+            tokenizer=Tokenizer(directory) if (directory / "tokenizer.json").exists() else None,
+            defaults=GenerationDefaults.from_config(generation),
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}

@@ -1,0 +1,92 @@
+"""One front-end process: its server, on a port that it shares with others, and its link to the engine."""
+
+import asyncio
+import gc
+import os
+
+import structlog
+
+from pagewire.v1 import admin_service_pb2, inference_service_pb2
+from pagewire.v1 import engine_service_pb2 as pb
+from pagewire.v1.admin_service_pb2_grpc import add_AdminServiceServicer_to_server
+from pagewire.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
+from pagewire_common.server import GrpcServer
+from scheduler_service.frontend.engine_link import EngineLink
+from scheduler_service.frontend.forwarding_servicer import AdminForwarder
+from scheduler_service.frontend.servicer import InferenceServicer
+
+log = structlog.get_logger()
+
+SERVICES = [
+    inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
+    admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
+]
+LONGEST_MESSAGE = 16 << 20
+"""Bytes: prompts of contexts of more than a million tokens."""
+
+
+def front_end_server(link: EngineLink, *, shares_port: bool) -> GrpcServer:
+    """The server of a front end, which is not started yet."""
+    server = GrpcServer(
+        SERVICES,
+        max_receive_bytes=LONGEST_MESSAGE,
+        max_request_bytes=lambda: link.max_request_bytes,
+        shares_port=shares_port,
+    )
+    add_InferenceServiceServicer_to_server(InferenceServicer(link), server.server)
+    add_AdminServiceServicer_to_server(AdminForwarder(link), server.server)
+    return server
+
+
+async def serve(engine: str, listen: str) -> int:
+    """Serve until the engine says goodbye, or is gone; returns the exit status.
+
+    Without the engine there is nothing to wait for: the queue and all that workers computed are gone with it, and
+    clients resume their requests wherever a scheduler is.
+    """
+    link = EngineLink(engine)
+    running = asyncio.create_task(link.run())
+    showing = None
+    try:
+        await asyncio.wait((running, link.welcome), return_when=asyncio.FIRST_COMPLETED)
+        if link.welcome.done():
+            server = front_end_server(link, shares_port=True)
+            address = await server.start(listen)
+            link.say(0, listening=pb.Listening(address=address, process_id=os.getpid()))
+            showing = asyncio.create_task(show_health(link, server))
+            await asyncio.wait((running, showing), return_when=asyncio.FIRST_COMPLETED)
+            await server.stop(_nothing, 0)
+        return 0 if await running else 1
+    finally:
+        if showing is not None:
+            showing.cancel()
+        await link.close()
+
+
+async def show_health(link: EngineLink, server: GrpcServer) -> None:
+    """Show what the engine says, once the model is there. Raises what the loading of the model raised."""
+    await link.wait_for_model()
+    _spare_the_collector()
+    while True:
+        link.serving_changed.clear()
+        serving = link.serving
+        await server.set_serving(serving)
+        link.say(0, health_shown=pb.HealthShown(serving=serving))
+        await link.serving_changed.wait()
+
+
+async def _nothing(_: float) -> None:
+    """Every stream has ended already, or cannot go on."""
+
+
+def _spare_the_collector() -> None:
+    """Have Python's cycle collector ignore the objects that exist at the start.
+
+    The tokenizer library alone brings half a million objects that live as long as the process. Collecting them again
+    and again took a third of the process's time under load, in pauses of a tenth of a second. Requests are not left to
+    the collector: they are freed when their call ends. What is left are small cycles, such as those of gRPC's
+    exceptions. The last generation is collected about once in 100,000 new objects.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(5_000, 10, 1)

@@ -1,0 +1,304 @@
+"""Text to token ids and back, with the tokenizer that the worker's weights were trained with.
+
+Text that a user wrote is data: special tokens spelled out in it are encoded as ordinary characters, so that a message
+cannot close its chat turn. Encoding runs on threads, through the library's batch calls, because its single calls keep
+the GIL (630,000 characters: 239 ms of it, against 6). Decoding a token takes 1.3 µs and stays on the event loop. Other
+work that holds the GIL is done in slices: a thread that runs Python gives it to others every 5 ms.
+"""
+
+import asyncio
+import os
+import secrets
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jinja2
+import tokenizers
+from tokenizers.decoders import DecodeStream
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from scheduler_service.frontend.word_finder import WordFinder
+
+# A detokenizer is primed with the end of the prompt, because some tokenizers drop a leading space at the beginning.
+# Only tokens with a text are used, and only so many tokens are searched for them.
+NUM_CONTEXT_TOKENS = 6
+MOST_SEARCHED_TOKENS = 256
+# A character takes at most four tokens; more tokens without a character are bytes that form none.
+MAX_PENDING_TOKENS = 8
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+# A call works on its own thread. Otherwise all calls share as many threads as there are cores, and wait for them.
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+T = TypeVar("T")
+
+
+# Work of one call into C or Rust that may hold the interpreter's lock: a millisecond or two of it. A character
+# has four tokens at most, or 33 when NFKC has made it longer.
+CHARACTERS_AT_ONCE = 1 << 12
+PIECES_AT_ONCE = 256
+
+# Of the mark that a special token in a chat's message is swapped for.
+END_OF_MARK = "\ue001"
+
+MOST_TOKENS = 1 << 20
+
+
+class TemplateError(ValueError):
+    """The chat template refused the messages."""
+
+
+class TooManyTokensError(ValueError):
+    """A text has more tokens than the limit."""
+
+
+class Tokenizer:
+    """Encodes prompts off the event loop and makes incremental detokenizers.
+
+    Work that is done `aside` does not delay prompts: it has a thread of its own.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._transformers = _load(directory)
+        self._parsing: tokenizers.Tokenizer = self._transformers.backend_tokenizer
+        self._plain: tokenizers.Tokenizer = tokenizers.Tokenizer.from_str(self._parsing.to_str())
+        self._plain.encode_special_tokens = True
+        for backend in (self._parsing, self._plain):  # a prompt is never cut or filled up in silence
+            backend.no_truncation()
+            backend.no_padding()
+        special = [*filter(None, self._transformers.all_special_tokens)]
+        special += [token.content for token in self._transformers.added_tokens_decoder.values() if token.special]
+        self._special = WordFinder(special)
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
+        self._side_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-aside")
+        vocabulary = self._parsing.get_vocab(with_added_tokens=True)
+        self.longest_token = max(map(len, vocabulary), default=1)
+        self._known = bytearray(max(vocabulary.values(), default=-1) + 1)
+        for token_id in vocabulary.values():
+            self._known[token_id] = True
+        self._not_special = self._known[:]
+        for token_id, token in self._parsing.get_added_tokens_decoder().items():
+            self._not_special[token_id] = not token.special
+        self._anchor = _anchor(self._parsing)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._transformers.chat_template)
+
+    async def encode(
+        self, text: str, *, most: int = MOST_TOKENS, parse_special_tokens: bool = False, aside: bool = False
+    ) -> list[int]:
+        """Token ids of a text, with the prefix (such as a beginning-of-sequence token) that the model expects.
+
+        Raises TooManyTokensError if the text clearly has more than `most`.
+        """
+        tokenizer = self._parsing if parse_special_tokens else self._plain
+        return await self._on_thread(lambda: _encode(tokenizer, text, most, add_special_tokens=True), aside=aside)
+
+    async def encode_chat(
+        self, messages: Sequence[dict[str, str]], *, most: int = MOST_TOKENS, aside: bool = False
+    ) -> list[int]:
+        """Token ids of a conversation up to where the assistant speaks. Raises TemplateError, TooManyTokensError."""
+        return await self._on_thread(lambda: self._encode_chat(messages, most), aside=aside)
+
+    async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word's tokens at the start of a text and after a space, without any prefix."""
+        return await self._on_thread(lambda: self._encode_words(words))
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of tokens, on the thread for work aside."""
+
+        def decode() -> str:
+            (text,) = self._parsing.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
+            return str(text)
+
+        return await self._on_thread(decode, aside=True)
+
+    def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> "Detokenizer":
+        shown = self._not_special if skip_special_tokens else self._known
+        end = prompt_token_ids[-MOST_SEARCHED_TOKENS:]
+        context = [token_id for token_id in end if token_id < len(shown) and shown[token_id]][-NUM_CONTEXT_TOKENS:]
+        return Detokenizer(self._parsing, context, shown, self._anchor, skip_special_tokens)
+
+    async def _on_thread(self, function: Callable[[], T], *, aside: bool = False) -> T:
+        threads = self._side_thread if aside else self._threads
+        return await asyncio.get_running_loop().run_in_executor(threads, function)
+
+    def _encode_chat(self, messages: Sequence[dict[str, str]], most: int) -> list[int]:
+        # Special tokens in contents are swapped for marks that no text contains, and encoded as plain text where the
+        # marks come out of the template. Each mark has the number of its token, because a template may move, repeat and
+        # drop messages.
+        mark = f"\ue000{secrets.randbelow(10**18)}:"
+        marks: dict[str, str] = {}
+        num_found = 0
+
+        def hide(text: str) -> str:
+            nonlocal num_found
+            parts: list[str] = []
+            for before, word in self._special.find(text):
+                parts.append(before)
+                if word:
+                    parts.append(marks.setdefault(word, f"{mark}{len(marks)}{END_OF_MARK}"))
+                    num_found += 1
+                    if num_found > most:  # each is a token at least
+                        raise TooManyTokensError
+            return "".join(parts)
+
+        hidden = [{**message, "content": hide(message["content"])} for message in messages]
+        try:
+            text = self._transformers.apply_chat_template(hidden, tokenize=False, add_generation_prompt=True)
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            reason = str(error)
+            for word, its_mark in marks.items():
+                reason = reason.replace(its_mark, word)
+            raise TemplateError(f"the model's chat template refuses these messages: {reason}") from error
+        plain = [_encode(self._plain, word, most) for word in marks]
+        pieces = _pieces(text, mark, len(marks))
+        ids: list[int] = []
+        while some := list(islice(pieces, PIECES_AT_ONCE)):
+            encoded = self._encode_pieces([piece for piece, _ in some], most)
+            for (_, number), piece_ids in zip(some, encoded, strict=True):
+                ids += piece_ids
+                if number is not None:
+                    ids += plain[number]
+                if len(ids) > 2 * most:
+                    raise TooManyTokensError
+        return ids
+
+    def _encode_pieces(self, pieces: list[str], most: int) -> Iterator[list[int]]:
+        """The token ids of pieces of a rendered chat. Raises TooManyTokensError."""
+        if sum(map(len, pieces)) > CHARACTERS_AT_ONCE:
+            for piece in pieces:
+                yield _encode(self._parsing, piece, most)
+        else:
+            for encoding in self._parsing.encode_batch_fast(pieces, add_special_tokens=False):
+                yield encoding.ids
+
+    def _encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        variants = dict.fromkeys(variant for word in words for variant in (word, f" {word.lstrip()}"))
+        return tuple(filter(None, (tuple(_encode(self._plain, text, len(text))) for text in variants)))
+
+
+def _load(directory: Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        # The configuration names code of its own, which is never run; tokenizer.json is a whole tokenizer without it.
+        return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, add_special_tokens: bool = False) -> list[int]:
+    """Raises TooManyTokensError if the text clearly has more than `most`.
+
+    The library releases the interpreter's lock while it encodes, but not while the result is read or freed, at 35 ns a
+    token. So a text that may have many more tokens is first encoded in parts.
+    """
+    parts = [text[start : start + CHARACTERS_AT_ONCE] for start in range(0, len(text), CHARACTERS_AT_ONCE)]
+    if len(parts) > 1 and _most_tokens(tokenizer, parts) > most:
+        num_tokens = 0
+        for part in parts:
+            num_tokens += len(tokenizer.encode_batch_fast([part], add_special_tokens=False)[0])
+            if num_tokens > most + most // 8:  # cuts make a few more of them
+                raise TooManyTokensError
+    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return list(encoding.ids)
+
+
+def _pieces(text: str, mark: str, num_marks: int) -> Iterator[tuple[str, int | None]]:
+    """A rendered chat cut at its marks: each piece with the number of the mark behind it, the last one with None.
+
+    A generator, because a hundred thousand strings take long to be made at once, and to be freed.
+    """
+    start = 0
+    while (found := text.find(mark, start)) >= 0:
+        end = text.find(END_OF_MARK, found)
+        number = text[found + len(mark) : max(end, 0)]
+        if not (number.isdecimal() and int(number) < num_marks):
+            raise TemplateError("the model's chat template cuts messages that spell out special tokens")
+        yield text[start:found], int(number)
+        start = end + len(END_OF_MARK)
+    yield text[start:], None
+
+
+def _most_tokens(tokenizer: tokenizers.Tokenizer, parts: Sequence[str]) -> int:
+    """At most one token a byte, of the longest form into which the normalizers, if any, turn a text."""
+    if tokenizer.normalizer is not None:
+        parts = [unicodedata.normalize("NFKD", part) for part in parts]
+    return sum(len(part.encode()) for part in parts)
+
+
+def _anchor(tokenizer: tokenizers.Tokenizer) -> list[int]:
+    """A token that is put before others, so that they are decoded as the middle of a text; none if there is none."""
+    for letter in "aAeE0":
+        token_id = tokenizer.token_to_id(letter)
+        if token_id is not None and tokenizer.decode([token_id]) == letter:
+            return [token_id]
+    return []
+
+
+class Detokenizer:
+    """Text of one output, a token at a time, in whole characters only.
+
+    `shown` says of every token id whether it is part of the text. Other ids, of special tokens or unknown to the
+    tokenizer, are skipped.
+    """
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        context: Sequence[int],
+        shown: Sequence[int],
+        anchor: list[int],
+        skip_special_tokens: bool,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._shown = shown
+        self._anchor = anchor
+        self._skip_special_tokens = skip_special_tokens
+        # A context that ends inside a character would come out again as output.
+        ends_whole = not self._decode(context).endswith(REPLACEMENT)
+        self._stream = DecodeStream(list(context) if ends_whole else list(anchor), skip_special_tokens)
+        self._pending: list[int] = []
+
+    def step(self, token_id: int) -> str:
+        """The characters that this token completes; empty while one is incomplete."""
+        if token_id >= len(self._shown) or not self._shown[token_id]:
+            return ""
+        self._pending.append(token_id)
+        try:
+            text = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # of the library's own type: the context decodes differently with what follows it
+            return self._begin_again()
+        if text is not None:
+            self._pending.clear()
+        elif len(self._pending) >= MAX_PENDING_TOKENS:
+            return self._begin_again()
+        return text or ""
+
+    def _begin_again(self) -> str:
+        """Give up on bytes that form no character, so that waiting for the rest of it never becomes expensive.
+
+        Up to three bytes at the end may still be the beginning of one, and stay.
+        """
+        whole = self._decode(self._pending)
+        for kept in range(min(3, len(self._pending) - 1), 0, -1):
+            head, tail = self._pending[:-kept], self._pending[-kept:]
+            if self._decode(head) + self._decode(tail) == whole:
+                break
+        else:
+            head, tail = self._pending, []
+        self._stream = DecodeStream(list(self._anchor), self._skip_special_tokens)
+        self._pending = []
+        return self._decode(head) + "".join(map(self.step, tail))
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens in the middle of a text."""
+        text = self._tokenizer.decode([*self._anchor, *token_ids], skip_special_tokens=self._skip_special_tokens)
+        return str(text[len(self._anchor) :])

@@ -1,0 +1,71 @@
+"""AdminService: shows operators the cluster, and drains workers."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from pagewire.v1 import admin_service_pb2 as pb
+from pagewire.v1.admin_service_pb2_grpc import AdminServiceServicer
+from pagewire_common.errors import RequestError
+from scheduler_service.engine.engine import Engine
+from scheduler_service.engine.side_calls import SideCalls
+from scheduler_service.operations.cluster_state import cluster_state
+from scheduler_service.statistics.finished_requests import MAX_REQUESTS
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+INTERVAL_MS = 1000
+MIN_INTERVAL_MS = 100
+MAX_INTERVAL_MS = 60_000
+MAX_WATCHES = 64
+NUM_FINISHED = 100
+
+
+class AdminServicer(AdminServiceServicer):
+    """See the .proto for the service's contract. `close` ends the watches, which would otherwise go on for ever."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._closed = asyncio.Event()
+        self._watches = SideCalls("WatchClusterState", max_calls=MAX_WATCHES, max_bytes=0)
+
+    def close(self) -> None:
+        self._closed.set()
+
+    async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.GetClusterStateResponse:
+        return pb.GetClusterStateResponse(state=cluster_state(self._engine))
+
+    async def WatchClusterState(
+        self, request: pb.WatchClusterStateRequest, context: Context
+    ) -> AsyncIterator[pb.WatchClusterStateResponse]:
+        interval_ms = request.interval_ms if request.HasField("interval_ms") else INTERVAL_MS
+        if not MIN_INTERVAL_MS <= interval_ms <= MAX_INTERVAL_MS:
+            raise RequestError(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"interval_ms is {interval_ms}; it must be in [{MIN_INTERVAL_MS}, {MAX_INTERVAL_MS}]",
+            )
+        with self._watches.place():
+            while not self._closed.is_set():
+                yield pb.WatchClusterStateResponse(state=cluster_state(self._engine))
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._closed.wait(), interval_ms / 1000)
+        raise RequestError(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
+
+    async def ListFinishedRequests(
+        self, request: pb.ListFinishedRequestsRequest, context: Context
+    ) -> pb.ListFinishedRequestsResponse:
+        limit = request.limit if request.HasField("limit") else NUM_FINISHED
+        if not 1 <= limit <= MAX_REQUESTS:
+            raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, f"limit is {limit}; it must be in [1, {MAX_REQUESTS}]")
+        return pb.ListFinishedRequestsResponse(requests=self._engine.finished.newest(limit))
+
+    async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:
+        self._engine.drain_worker(request.address)
+        return pb.DrainWorkerResponse()
+
+    async def UndrainWorker(self, request: pb.UndrainWorkerRequest, context: Context) -> pb.UndrainWorkerResponse:
+        self._engine.undrain_worker(request.address)
+        return pb.UndrainWorkerResponse()

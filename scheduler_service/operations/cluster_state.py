@@ -1,0 +1,75 @@
+"""The scheduler's state at one moment as a message, for operators."""
+
+from pagewire.v1 import admin_service_pb2 as pb
+from scheduler_service.core import Balancer
+from scheduler_service.engine.engine import Engine
+from scheduler_service.engine.step_split import StepSplit
+from scheduler_service.engine.worker_loop import WorkerLoop
+
+
+def cluster_state(engine: Engine) -> pb.ClusterState:
+    """Everything in it is of the same moment: nothing is awaited on the way."""
+    statistics, departed = engine.statistics, engine.departed
+    workers = [_encode_worker(worker) for worker in engine.workers]
+    return pb.ClusterState(
+        start_time_ms=statistics.start_time_ms,
+        draining=engine.is_draining,
+        num_requests=len(engine.requests),
+        num_waiting=len(engine.waiting),
+        num_prompt_tokens=statistics.num_prompt_tokens,
+        num_cached_tokens=statistics.num_cached_tokens,
+        num_output_tokens=statistics.num_output_tokens,
+        num_losses=departed.num_losses + sum(worker.num_losses for worker in workers),
+        num_preemptions=departed.num_preemptions + sum(worker.num_preemptions for worker in workers),
+        placement=_encode_placement(engine.waiting.balancer),
+        workers=workers,
+    )
+
+
+def _encode_placement(balancer: Balancer) -> pb.PlacementCounts:
+    return pb.PlacementCounts(
+        placed={reason.name.lower(): count for reason, count in balancer.num_placed.items()},
+        left={reason.name.lower(): count for reason, count in balancer.num_left.items()},
+        num_overtakes=balancer.num_overtakes,
+        num_moved=balancer.num_moved,
+    )
+
+
+def _encode_worker(worker: WorkerLoop) -> pb.WorkerState:
+    state = pb.WorkerState(
+        address=worker.client.address,
+        status=f"WORKER_STATUS_{worker.state.name}",
+        draining=worker.draining,
+        epoch=worker.epoch,
+        num_steps=worker.num_steps,
+        num_losses=worker.num_losses,
+        num_preemptions=worker.num_preemptions,
+        last_error=worker.last_error,
+        step_split=_encode_split(worker.split),
+    )
+    if (scheduler := worker.scheduler) is not None:
+        state.connected = True
+        state.last_error = ""
+        state.num_running = len(scheduler.running)
+        state.num_swapped = len(scheduler.swapped)
+        state.num_device_blocks = scheduler.blocks.device.num_blocks
+        state.num_free_device_blocks = scheduler.blocks.device.num_free
+        state.num_host_blocks = scheduler.blocks.host.num_blocks
+        state.num_free_host_blocks = scheduler.blocks.host.num_free
+        state.num_preemptions += sum(scheduler.num_preemptions.values())
+    return state
+
+
+def _encode_split(split: StepSplit) -> pb.StepSplit:
+    return pb.StepSplit(
+        num_steps=split.num_steps,
+        schedule_us=split.schedule // 1000,
+        encode_us=split.encode // 1000,
+        wire_us=max(split.wire, 0) // 1000,
+        move_us=split.move // 1000,
+        forward_us=split.forward // 1000,
+        sample_us=split.sample // 1000,
+        decode_us=split.decode // 1000,
+        update_us=split.update // 1000,
+        publish_us=split.publish // 1000,
+    )

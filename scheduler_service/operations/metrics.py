@@ -1,0 +1,172 @@
+"""The scheduler's state and statistics as Prometheus metrics.
+
+Where vLLM has a metric of the kind, name and meaning are vLLM's, with `pagewire_` for `vllm:`. With `vllm_names` these
+metrics are written a second time under vLLM's own names, for dashboards and gateways that read them.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from pagewire.v1 import admin_service_pb2 as pb
+from scheduler_service.engine.engine_servicer import FrontEnds
+from scheduler_service.operations.cluster_state import cluster_state
+from scheduler_service.statistics.counts import FrontendCounts, Histogram
+
+PHASES = ("schedule", "encode", "wire", "move", "forward", "sample", "decode", "update", "publish")
+STATUSES = [name.removeprefix("WORKER_STATUS_").lower() for name, number in pb.WorkerStatus.items() if number]
+REASONS = ("stop", "length", "abort", "error")
+
+
+class SchedulerMetrics:
+    """Makes the families of one scrape, on the event loop of the engine: sums over all front ends."""
+
+    def __init__(self, front_ends: FrontEnds, model_name: str, *, vllm_names: bool) -> None:
+        self._front_ends = front_ends
+        self._model_name = model_name
+        self._vllm_names = vllm_names
+
+    async def families(self) -> list[Metric]:
+        counts = await self._front_ends.counts()
+        state = cluster_state(self._front_ends.engine)
+        families = [*self._like_vllm("pagewire_", "worker", state, counts, {})]
+        if self._vllm_names:
+            families += self._like_vllm("vllm:", "engine", state, counts, {"engine": "0"})
+        return [*families, *self._own(state)]
+
+    def _like_vllm(
+        self,
+        prefix: str,
+        worker_label: str,
+        state: pb.ClusterState,
+        counts: FrontendCounts,
+        labels: Mapping[str, str],
+    ) -> Iterator[Metric]:
+        family = _Families(prefix, {"model_name": self._model_name, **labels})
+        queue_seconds = self._front_ends.engine.statistics.queue_seconds
+        num_running = sum(worker.num_running for worker in state.workers)
+        num_swapped = sum(worker.num_swapped for worker in state.workers)
+        yield family.gauge("num_requests_running", "Requests that workers are computing.", num_running)
+        yield family.gauge("num_requests_waiting", "Requests that no worker has been given.", state.num_waiting)
+        yield family.gauge("num_requests_swapped", "Requests swapped out to workers' host memory.", num_swapped)
+        yield family.gauges(
+            "kv_cache_usage_perc",
+            "Share of a worker's device blocks that sequences hold, in [0, 1].",
+            worker_label,
+            {
+                worker.address: 1 - worker.num_free_device_blocks / worker.num_device_blocks
+                for worker in state.workers
+                if worker.num_device_blocks
+            },
+        )
+        for name, text, count in (
+            ("num_preemptions", "Requests that had to leave a worker.", state.num_preemptions),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", state.num_prompt_tokens),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", state.num_cached_tokens),
+            ("prompt_tokens", "Tokens of the prompts that workers were given.", state.num_prompt_tokens),
+            ("generation_tokens", "Tokens generated.", state.num_output_tokens),
+        ):
+            yield family.counter(name, text, count)
+        yield family.counters(
+            "request_success",
+            "Outputs that ended, by reason.",
+            "finished_reason",
+            {reason: counts.num_outputs[reason] for reason in REASONS},
+        )
+        for name, text, histogram in (
+            ("time_to_first_token_seconds", "From arrival to the first token.", counts.first_token_seconds),
+            ("inter_token_latency_seconds", "Between two tokens of an output.", counts.token_seconds),
+            ("e2e_request_latency_seconds", "From arrival to the end of the last output.", counts.request_seconds),
+            ("request_queue_time_seconds", "From arrival to a worker.", queue_seconds),
+        ):
+            yield family.histogram(name, text, histogram)
+
+    def _own(self, state: pb.ClusterState) -> Iterator[Metric]:
+        family = _Families("pagewire_", {"model_name": self._model_name})
+        num_serving = sum(worker.status == pb.WORKER_STATUS_SERVING for worker in state.workers)
+        statuses = Counter(_status(worker) for worker in state.workers)
+        yield family.gauge(
+            "queued_requests_per_worker",
+            "Waiting requests divided by the workers that take requests, at least one: what to scale workers on.",
+            state.num_waiting / max(1, num_serving),
+        )
+        yield family.gauges(
+            "workers",
+            "Workers by status.",
+            "status",
+            {status: statuses[status] for status in STATUSES},
+        )
+        yield family.gauge("draining", "1 while the scheduler is shutting down.", state.draining)
+        yield family.counter("worker_losses", "Sessions with workers that broke.", state.num_losses)
+        for name, text, gauges in (
+            ("worker_requests_running", "Requests that a worker is computing.", "num_running"),
+            ("worker_requests_swapped", "Requests swapped out to a worker's host memory.", "num_swapped"),
+        ):
+            yield family.gauges(name, text, "worker", {w.address: getattr(w, gauges) for w in state.workers})
+        yield family.counters(
+            "steps", "Steps that a worker has answered.", "worker", {w.address: w.num_steps for w in state.workers}
+        )
+        phases = CounterMetricFamily(
+            "pagewire_step_phase_seconds",
+            "Where the time of a worker's steps went; phases of steps in flight overlap.",
+            labels=["model_name", "worker", "phase"],
+        )
+        for worker in state.workers:
+            for phase in PHASES:
+                seconds = getattr(worker.step_split, f"{phase}_us") / 1e6
+                phases.add_metric([self._model_name, worker.address, phase], seconds)
+        yield phases
+        placement = state.placement
+        yield family.counters("placements", "Requests that a worker took, by reason.", "reason", placement.placed)
+        yield family.counters(
+            "placements_left", "Requests left to another worker, by reason.", "reason", placement.left
+        )
+        yield family.counter("placement_overtakes", "Requests taken before an earlier one.", placement.num_overtakes)
+        yield family.counter("placement_moves", "Swapped requests that went on elsewhere.", placement.num_moved)
+
+
+def _status(worker: pb.WorkerState) -> str:
+    return pb.WorkerStatus.Name(worker.status).removeprefix("WORKER_STATUS_").lower()
+
+
+class _Families:
+    """Makes families of one prefix, which have these labels in common."""
+
+    def __init__(self, prefix: str, labels: Mapping[str, str]) -> None:
+        self._prefix = prefix
+        self._labels = labels
+
+    def gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(self._prefix + name, text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(self._prefix + name, text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def gauges(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        family = GaugeMetricFamily(self._prefix + name, text, labels=self._with(label))
+        for key, value in values.items():
+            family.add_metric(list({**self._labels, label: key}.values()), value)
+        return family
+
+    def counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        family = CounterMetricFamily(self._prefix + name, text, labels=self._with(label))
+        for key, value in values.items():
+            family.add_metric(list({**self._labels, label: key}.values()), value)
+        return family
+
+    def histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
+        buckets, count = [], 0
+        for bound, more in zip([*map(str, histogram.bounds), "+Inf"], histogram.counts, strict=True):
+            count += more
+            buckets.append((bound, count))
+        family = HistogramMetricFamily(self._prefix + name, text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), buckets, histogram.total)
+        return family
+
+    def _with(self, label: str) -> list[str]:
+        return list({**self._labels, label: ""})

@@ -1,0 +1,67 @@
+"""The requests that ended last, with the times that each spent waiting: for operators, bounded in number and in bytes.
+
+Ids and tenants come from clients, so a count alone would bound nothing. Prompts and texts are never kept.
+"""
+
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from itertools import islice
+
+from pagewire.v1 import admin_service_pb2 as admin_pb
+from pagewire.v1 import inference_service_pb2 as pb
+
+MAX_REQUESTS = 1000
+MAX_BYTES = 1 << 20  # serialized; a request takes about 120
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Figures of one request on this server; RequestMetrics in inference_service.proto says what each of them means."""
+
+    queued_seconds: float | None
+    first_token_seconds: float | None
+    mean_pause_seconds: float | None
+    longest_pause_seconds: float | None
+    total_seconds: float
+    num_recompute_preemptions: int
+    num_swap_preemptions: int
+    num_worker_changes: int
+    cached_tokens: int
+
+    def known(self) -> dict[str, float | int]:
+        """The figures that are known, by name; seconds to the microsecond."""
+        return {name: round(figure, 6) for name, figure in asdict(self).items() if figure is not None}
+
+    def encode(self) -> pb.RequestMetrics:
+        return pb.RequestMetrics(**self.known())  # type: ignore[arg-type]
+
+
+class FinishedRequests:
+    """Adding takes O(1); the oldest requests are dropped."""
+
+    def __init__(self, max_requests: int = MAX_REQUESTS, max_bytes: int = MAX_BYTES) -> None:
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._requests: deque[bytes] = deque()  # serialized: small, and no work for the cycle collector
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def add(self, finished: admin_pb.FinishedRequest) -> None:
+        """It ended now."""
+        finished.end_time_ms = time.time_ns() // 1_000_000
+        request = finished.SerializeToString()
+        self._requests.append(request)
+        self._num_bytes += len(request)
+        while len(self._requests) > self._max_requests or self._num_bytes > self._max_bytes:
+            self._num_bytes -= len(self._requests.popleft())
+
+    def newest(self, limit: int) -> list[admin_pb.FinishedRequest]:
+        """The last to end comes first."""
+        return [admin_pb.FinishedRequest.FromString(request) for request in islice(reversed(self._requests), limit)]

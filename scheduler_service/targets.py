@@ -1,0 +1,21 @@
+"""How --workers names them: given addresses, and names of which every address is a worker's."""
+
+from pagewire_common.settings import parse_address
+
+SCHEME = "dns:///"
+
+
+def parse_target(target: str) -> str:
+    """Check that it is HOST:PORT or dns:///NAME:PORT; raises ValueError otherwise."""
+    address = target.removeprefix(SCHEME)
+    try:
+        parse_address(address)
+    except ValueError:
+        address = ""
+    if not address or "/" in address:
+        raise ValueError(f"'{target}' is neither HOST:PORT nor {SCHEME}NAME:PORT")
+    return target
+
+
+def is_name(target: str) -> bool:
+    return target.startswith(SCHEME)

@@ -1,0 +1,155 @@
+"""Between the core's types and the worker's protobufs; pure, and the only place where the two meet."""
+
+import math
+from typing import NamedTuple
+
+from pagewire.v1 import scheduler_output_pb2 as pb
+from pagewire.v1 import worker_service_pb2 as worker_pb
+from scheduler_service.core import ModelOutput, SamplingParams, SchedulerOutput
+from scheduler_service.core.outputs import Fork, NewSequence, TokenLogprobs
+from scheduler_service.wire.columns import fill_column
+
+PROTOCOL_VERSION = 1
+
+
+class WorkerInfo(NamedTuple):
+    """What a worker reports about itself."""
+
+    protocol_version: int
+    model_id: str
+    model_fingerprint: str
+    dtype: str
+    device: str
+    block_size: int
+    num_device_blocks: int
+    num_host_blocks: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    vocabulary_size: int
+    swap_bytes_per_second: int
+    prefill_tokens_per_second: int
+    block_bytes: int
+    sliding_window: int
+    epoch: int
+    in_session: bool
+    instance_id: str
+
+
+def decode_worker_info(message: worker_pb.GetWorkerInfoResponse) -> WorkerInfo:
+    return WorkerInfo(**{name: getattr(message, name) for name in WorkerInfo._fields})
+
+
+def _fill_sampling(message: pb.SequenceSampling, sampling: SamplingParams, index: int) -> None:
+    message.MergeFrom(
+        pb.SequenceSampling(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            seed=sampling.seed,
+            index=index,
+            min_tokens=sampling.min_tokens,
+            eos_token_ids=sorted(sampling.end_token_ids),
+            logprobs=sampling.num_logprobs,
+            prompt_logprobs=sampling.prompt_logprobs,
+            logit_bias=sampling.logit_bias,
+            bad_words=[pb.TokenSequence(token_ids=word) for word in sampling.bad_words],
+        )
+    )
+    fill_column(message, "allowed_token_ids", sampling.allowed_token_ids)
+
+
+def _encode_table(block_ids: list[int]) -> list[int]:
+    """Entries behind a sliding window are never read: any number will do."""
+    return [block if block > 0 else 0 for block in block_ids]
+
+
+def _fill_new_sequence(message: pb.NewSequence, new: NewSequence) -> None:
+    sequence = new.sequence
+    message.sequence_id = sequence.id
+    fill_column(message, "token_ids", sequence.tokens_between(0, sequence.num_tokens))
+    message.num_prompt_tokens = sequence.num_prompt_tokens
+    message.num_computed_tokens = new.num_computed_tokens
+    fill_column(message, "block_ids", _encode_table(new.block_ids))
+    _fill_sampling(message.sampling, sequence.sampling, sequence.index)
+    message.lora_name = sequence.group.lora_name
+
+
+def _fill_fork(message: pb.Fork, fork: Fork) -> None:
+    message.parent_sequence_id = fork.parent_id
+    message.child_sequence_id = fork.child.id
+    message.num_tokens = fork.num_tokens
+    fill_column(message, "token_ids", fork.child.tokens_between(fork.num_tokens, fork.child.num_tokens))
+    message.num_computed_tokens = fork.num_computed_tokens
+    fill_column(message, "block_ids", _encode_table(fork.block_ids))
+    message.index = fork.child.index
+
+
+def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.SchedulerOutput:
+    """A step as a message to the worker. A step of decodes only leaves the second and third column out."""
+    message = pb.SchedulerOutput(
+        epoch=epoch,
+        step_id=output.step_id,
+        sequence_ids=[scheduled.sequence.id for scheduled in output.scheduled],
+        block_table_updates=[
+            pb.BlockTableUpdate(sequence_id=sequence_id, start=start, block_ids=_encode_table(block_ids))
+            for sequence_id, start, block_ids in output.block_table_updates
+        ],
+        draft_tokens=[
+            pb.DraftTokens(sequence_id=sequence_id, token_ids=token_ids)
+            for sequence_id, token_ids in output.draft_tokens.items()
+        ],
+        finished=output.finished,
+        preempted=output.preempted,
+    )
+    for new in output.new_sequences:  # in place: a message that is passed in would be serialized and parsed again
+        _fill_new_sequence(message.new_sequences.add(), new)
+    for fork in output.forks:
+        _fill_fork(message.forks.add(), fork)
+    if any(scheduled.num_tokens != 1 for scheduled in output.scheduled):
+        message.num_scheduled_tokens.extend(scheduled.num_tokens for scheduled in output.scheduled)
+    if not all(scheduled.samples for scheduled in output.scheduled):
+        message.samples.extend(scheduled.samples for scheduled in output.scheduled)
+    for pairs, mapping in (
+        (output.blocks_to_swap_out, message.blocks_to_swap_out),
+        (output.blocks_to_swap_in, message.blocks_to_swap_in),
+        (output.blocks_to_copy, message.blocks_to_copy),
+    ):
+        mapping.sources.extend(source for source, _ in pairs)
+        mapping.destinations.extend(destination for _, destination in pairs)
+    return message
+
+
+def _decode_logprobs(columns: pb.SampleLogprobs) -> list[TokenLogprobs]:
+    """Cut the columns of one sequence into positions; raises ValueError when they do not fit together."""
+    width, positions = columns.width, len(columns.ranks)
+    if not len(columns.token_ids) == len(columns.logprobs) == width * positions:
+        raise ValueError(f"log-probabilities of sequence {columns.sequence_id} have columns of different lengths")
+    token_ids, logprobs = list(columns.token_ids), list(columns.logprobs)
+    return [
+        TokenLogprobs(token_ids[i * width : (i + 1) * width], logprobs[i * width : (i + 1) * width], columns.ranks[i])
+        for i in range(positions)
+    ]
+
+
+def decode_model_output(message: pb.ModelOutput) -> ModelOutput:
+    """A worker's answer; raises ValueError when it contradicts itself."""
+    # A prompt's tokens were not sampled: NaN or +inf means that the model has no log-probabilities for them.
+    without = [columns.sequence_id for columns in message.prompt_logprobs if not sum(columns.logprobs) < math.inf]
+    output = ModelOutput(
+        message.step_id,
+        list(message.token_ids),
+        list(message.num_tokens),
+        failed_sequence_ids=frozenset((*message.failed_sequence_ids, *without)),
+    )
+    if output.num_tokens and not (min(output.num_tokens) >= 1 and sum(output.num_tokens) == len(output.token_ids)):
+        raise ValueError(f"{len(output.token_ids)} tokens do not divide into {len(output.num_tokens)} shares")
+    for columns in message.logprobs:
+        (output.logprobs[columns.sequence_id],) = _decode_logprobs(columns)
+    for columns in message.prompt_logprobs:
+        output.prompt_logprobs[columns.sequence_id] = _decode_logprobs(columns)
+    return output

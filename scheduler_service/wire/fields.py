@@ -1,0 +1,116 @@
+"""The core's types as messages with fields of the same names, so that a new field needs a line of protobuf alone.
+
+Encoding a type raises an error if one of its fields has no message field of its name. Single values are always written.
+A value that is missing, because the recording is older than the field, has the default that the code gives it.
+"""
+
+import enum
+import functools
+import inspect
+import types
+import typing
+from array import array
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+T = TypeVar("T")
+# Protobuf's two implementations of descriptors share no useful type.
+EnumDescriptor = Any
+FieldDescriptor = Any
+
+
+def encode_fields(of: type, value: object, message: Message) -> None:
+    """Write a value's constructor arguments into a message."""
+    for name in _hints(of):
+        field = message.DESCRIPTOR.fields_by_name.get(name)
+        if field is None:
+            raise ValueError(f"{message.DESCRIPTOR.name} has no field for {of.__name__}.{name}")
+        _write(message, field, getattr(value, name))
+
+
+def decode_fields(of: type[T], message: Message) -> T:
+    """Make a value from its message; raises ValueError when the message lacks something or the class refuses it."""
+    readers = _readers(of, message.DESCRIPTOR)  # type: ignore[arg-type]
+    try:
+        return of(**{field.name: readers[field.name](value) for field, value in message.ListFields()})
+    except TypeError as error:
+        raise ValueError(f"{message.DESCRIPTOR.name} is incomplete: {error}") from error
+
+
+def encode_enum(kind: EnumDescriptor, member: enum.Enum) -> int:
+    """The number of protobuf's value that has the member's name behind the enum's prefix."""
+    return int(kind.values_by_name[_prefix(kind) + member.name].number)
+
+
+def decode_enum(of: type[T], kind: EnumDescriptor, number: int) -> T:
+    """The member of that number; raises ValueError when there is none."""
+    value = kind.values_by_number.get(number)
+    name = value.name.removeprefix(_prefix(kind)) if value else ""
+    if name not in of.__members__:  # type: ignore[attr-defined]
+        raise ValueError(f"{number} is no {kind.name}")
+    return of[name]  # type: ignore[index, no-any-return]
+
+
+@functools.cache  # 20 µs a request otherwise
+def _hints(of: type) -> dict[str, Any]:
+    """The parameters of a class's constructor, and their types."""
+    hints = typing.get_type_hints(of.__init__)  # type: ignore[misc]
+    return {name: hints[name] for name in inspect.signature(of).parameters}
+
+
+def _prefix(kind: EnumDescriptor) -> str:
+    return str(kind.values[0].name).removesuffix("UNSPECIFIED")
+
+
+def _write(message: Message, field: FieldDescriptor, value: Any) -> None:
+    name = field.name
+    if value is None:
+        return
+    if isinstance(value, enum.Enum):
+        setattr(message, name, encode_enum(field.enum_type, value))
+    elif isinstance(value, Mapping):
+        getattr(message, name).update(value)
+    elif isinstance(value, frozenset):
+        getattr(message, name).extend(sorted(value))
+    elif isinstance(value, tuple | list | array):
+        column = getattr(message, name)
+        if field.message_type is None:
+            column.extend(value)
+        else:  # of TokenSequence
+            for item in value:
+                column.add(token_ids=item)
+    elif field.message_type is not None:
+        encode_fields(type(value), value, getattr(message, name))
+    else:
+        setattr(message, name, value)
+
+
+@functools.cache
+def _readers(of: type, descriptor: Any) -> dict[str, Callable[[Any], Any]]:
+    """How to read each field of a message that is there."""
+    return {name: _reader(descriptor.fields_by_name[name], hint) for name, hint in _hints(of).items()}
+
+
+def _reader(field: FieldDescriptor, hint: Any) -> Callable[[Any], Any]:
+    if isinstance(hint, types.UnionType):  # X | None, and it is there
+        hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
+    origin = typing.get_origin(hint)
+    if origin is not None and issubclass(origin, Mapping):
+        return dict
+    if origin is frozenset:
+        return frozenset
+    if origin is not None:  # tuples and lists
+        return tuple if field.message_type is None else _read_sequences
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return lambda number: decode_enum(hint, field.enum_type, number)
+    return _read_plain if field.message_type is None else lambda message: decode_fields(hint, message)
+
+
+def _read_plain(value: Any) -> Any:
+    return value
+
+
+def _read_sequences(messages: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(item.token_ids) for item in messages)

@@ -1,0 +1,234 @@
+"""Front ends are processes of their own: each loses only what it holds, and together they are one service."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from cluster import cluster_state, until_idle
+from engines import running, submit, until
+from fake_worker_service import FakeWorkerService, serving
+
+from pagewire.v1 import engine_service_pb2 as pb_engine
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire.v1.engine_service_pb2_grpc import EngineServiceStub
+from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
+from pagewire_client import Client, LocalServer, SamplingParams
+from pagewire_client.llm import collect
+from scheduler_service.engine import engine_servicer
+from scheduler_service.frontend.request import RequestState
+from scheduler_service.frontend.streams import OutputDelta
+
+LONG = SamplingParams(max_tokens=400, ignore_eos=True, temperature=0)
+LOCAL = (("grpc.use_local_subchannel_pool", 1),)  # a connection of its own
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model_directory: Path) -> Iterator[LocalServer]:
+    """Two front ends, and an engine that admits four requests."""
+    with LocalServer(
+        str(tiny_model_directory),
+        worker_arguments=["--num-device-blocks", "256", "--block-size", "8", "--threads", "1", "--swap-space", "0"],
+        scheduler_arguments=["--frontends", "2", "--max-num-requests", "4", "--check-invariants"],
+    ) as server:
+        yield server
+
+
+def front_ends(server: LocalServer) -> list[psutil.Process]:
+    return psutil.Process(server.processes[1].process.pid).children()
+
+
+@asynccontextmanager
+async def connected_to_each(server: LocalServer) -> AsyncIterator[dict[int, InferenceServiceStub]]:
+    """A connection to each front end, by its process id."""
+    stubs: dict[int, InferenceServiceStub] = {}
+    channels = []
+    try:
+        async with asyncio.timeout(60):
+            while len(stubs) < 2:
+                before = {process.pid: _num_connections(process) for process in front_ends(server)}
+                channel = grpc.aio.insecure_channel(server.target, options=LOCAL)
+                channels.append(channel)
+                stub = InferenceServiceStub(channel)
+                await stub.GetModel(pb.GetModelRequest(), wait_for_ready=True)
+                for process in front_ends(server):
+                    if _num_connections(process) > before.get(process.pid, 0):
+                        stubs.setdefault(process.pid, stub)
+        yield stubs
+    finally:
+        for channel in channels:
+            await channel.close()
+
+
+def _num_connections(process: psutil.Process) -> int:
+    return sum(connection.status == "ESTABLISHED" for connection in process.net_connections("tcp"))
+
+
+def request(name: str, text: str = "a prompt", **fields: object) -> pb.GenerateRequest:
+    return pb.GenerateRequest(request_id=name, text=text, sampling=LONG, **fields)
+
+
+Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
+
+
+async def rest_of(call: Call) -> list[pb.GenerateResponse]:
+    messages = []
+    while (message := await call.read()) is not grpc.aio.EOF:
+        messages.append(message)
+    assert await call.code() is grpc.StatusCode.OK
+    return messages
+
+
+async def outputs(call: Call) -> list[int]:
+    return [token_id for message in await rest_of(call) for token_id in message.token_ids]
+
+
+async def expected(server: LocalServer, text: str = "a prompt") -> list[int]:
+    async with Client(server.target) as client:
+        return (await collect(client, text, LONG)).outputs[0].token_ids
+
+
+async def test_a_front_end_that_is_killed_takes_only_its_own_streams_and_is_started_again(server: LocalServer) -> None:
+    tokens = await expected(server)
+    async with connected_to_each(server) as stubs:
+        (victim, doomed), (_, other) = stubs.items()
+        lost, kept = doomed.Generate(request("lost")), other.Generate(request("kept"))
+        first = await lost.read()
+        held = list(first.token_ids)
+        keeping = asyncio.create_task(outputs(kept))
+        psutil.Process(victim).send_signal(signal.SIGKILL)
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            while True:
+                held += (await lost.read()).token_ids
+        assert await lost.code() is grpc.StatusCode.UNAVAILABLE
+        resume = pb.ResumeState(outputs=[pb.ResumedOutput(token_ids=held)], seed=first.seed)
+        assert held + await outputs(other.Generate(request("lost", resume=resume))) == tokens
+        assert await keeping == tokens
+    await until_idle(server.target)
+    async with asyncio.timeout(30):
+        await until(lambda: len(front_ends(server)) == 2)
+    async with connected_to_each(server) as stubs:
+        assert victim not in stubs
+
+
+async def test_a_front_end_that_stands_still_costs_the_streams_of_others_nothing(server: LocalServer) -> None:
+    """As a loop in a tokenizer would make it, or a thousand clients that read slowly."""
+    tokens = await expected(server)
+    async with connected_to_each(server) as stubs:
+        (stopped, still), (_, other) = stubs.items()
+        held = still.Generate(request("held"))
+        first = await held.read()
+        psutil.Process(stopped).send_signal(signal.SIGSTOP)
+        try:
+            for number in range(3):
+                assert await outputs(other.Generate(request(str(number)))) == tokens
+        finally:
+            psutil.Process(stopped).send_signal(signal.SIGCONT)
+        assert [*first.token_ids, *await outputs(held)] == tokens
+
+
+async def test_a_front_end_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_servicer, "MOST_SILENT_SECONDS", 0.01)
+    killed: list[int] = []
+    async with running("127.0.0.1:1") as one:
+        one.front_ends.kill = killed.append
+        async with grpc.aio.insecure_channel(one.target) as channel:
+            call = EngineServiceStub(channel).Attach()
+            listening = pb_engine.Listening(address="127.0.0.1:1", process_id=123)
+            await call.write(pb_engine.AttachRequest(events=[pb_engine.FrontendEvent(listening=listening)]))
+            while await call.read() is not grpc.aio.EOF:  # it answers nothing
+                pass
+    assert 123 in killed
+
+
+async def test_a_stop_string_ends_its_output_wherever_the_request_is(byte_tokenizer_directory: Path) -> None:
+    """The engine hears of it when the request may be waiting again, with no worker left; the others go on."""
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    async with serving(worker) as address, running(address) as one:
+        state = await submit(one, "a", [5, 6], n=3, max_tokens=40)
+        group = one.group(state)
+        worker.runs.clear()
+        (loop,) = one.workers
+        loop.drain()
+        loop._drained_by = 0.0
+        await until(lambda: loop.scheduler is None)
+        assert "a" in one.waiting
+        one.engine.stop_output(one.requests["a"], 1)
+        one.engine.stop_output(one.requests["a"], 1)  # again, which does nothing
+        assert [sequence.status.is_finished for sequence in group.sequences] == [False, True, False]
+        worker.runs.set()
+        loop.undrain()
+        ended = {delta.index async for delta in _until_two_end(state)}
+        assert ended == {0, 2}
+        await one.close(state)
+
+
+async def _until_two_end(state: RequestState) -> AsyncIterator[OutputDelta]:
+    num_open = 2
+    async for delta in state.stream:
+        if delta.status is not None:
+            yield delta
+            num_open -= 1
+            if not num_open:
+                return
+
+
+async def test_request_ids_aborts_and_limits_are_of_the_whole(server: LocalServer) -> None:
+    async with connected_to_each(server) as stubs:
+        one, other = stubs.values()
+        calls = [one.Generate(request("first")), other.Generate(request("second"))]
+        for call in calls:
+            await call.read()
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await other.Generate(request("first")).read()
+        assert error.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        calls += [one.Generate(request("third")), one.Generate(request("fourth"))]
+        for call in calls[2:]:
+            await call.read()
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await other.Generate(request("fifth")).read()
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await other.Abort(pb.AbortRequest(request_id="first"))).aborted
+        assert not (await other.Abort(pb.AbortRequest(request_id="no such request"))).aborted
+        *_, last = await rest_of(calls[0])
+        assert last.finish_reason == pb.FINISH_REASON_ABORT
+        for call in calls:
+            call.cancel()
+    await until_idle(server.target)
+
+
+async def test_operators_see_the_whole_through_any_front_end(server: LocalServer) -> None:
+    before = await cluster_state(server.target)
+    async with connected_to_each(server) as stubs:
+        for number, stub in enumerate(stubs.values()):
+            await outputs(stub.Generate(request(str(number))))
+    after = await until_idle(server.target)
+    assert after.num_output_tokens - before.num_output_tokens == 2 * LONG.max_tokens
+
+
+def test_the_whole_drains_and_ends_with_the_engine(tiny_model_directory: Path) -> None:
+    server = LocalServer(str(tiny_model_directory), scheduler_arguments=["--frontends", "2"])
+    children = front_ends(server)
+    assert len(children) == 2
+    assert server.stop() == [0, 0]
+    assert not [child for child in children if child.is_running()]
+
+
+async def test_front_ends_end_with_an_engine_that_is_killed(tiny_model_directory: Path) -> None:
+    with LocalServer(str(tiny_model_directory), scheduler_arguments=["--frontends", "2"]) as server:
+        children = front_ends(server)
+        async with Client(server.target, retry_for=0) as client:
+            stream = client.generate("a prompt", LONG)
+            await anext(stream)
+            server.processes[1].process.kill()
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                async for _ in stream:
+                    pass
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        gone, alive = await asyncio.to_thread(psutil.wait_procs, children, 30)
+        assert (len(gone), alive) == (2, [])
