@@ -41,6 +41,10 @@ class EngineCall:
         """Have a place held, so that a flood is refused before any work is done. Raises RequestError."""
         await self._link.ask(self._number, admit=pb.Admit(key=key, num_bytes=num_bytes, resumes=resumes))
 
+    async def admit_side_call(self, num_bytes: int = 0) -> None:
+        """The same for a call other than Generate, which has no key; they have limits of their own."""
+        await self.admit("", num_bytes)
+
     async def submit(self, request: GenerationRequest, model: ServedModel, num_bytes: int = 0) -> RequestState:
         """Queue the request, in place of one that it goes on with. `num_bytes` is further memory that it takes.
 

@@ -123,7 +123,7 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         with EngineCall(self._link) as call:
-            await call.admit("", 0)  # it may wait for the first worker
+            await call.admit_side_call()  # it may wait for the first worker
             model = await self._link.model()
         return pb.GetModelResponse(
             name=model.name,
@@ -139,14 +139,14 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         with EngineCall(self._link) as call:
-            await call.admit("", _num_bytes(request))
+            await call.admit_side_call(_num_bytes(request))
             response = pb.TokenizeResponse()
             fill_column(response, "token_ids", await encode_prompt(request, await self._link.model()))
             return response
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         with EngineCall(self._link) as call:
-            await call.admit("", _num_bytes(request))
+            await call.admit_side_call(_num_bytes(request))
             return pb.DetokenizeResponse(text=await decode_tokens(request, await self._link.model()))
 
 
