@@ -110,9 +110,9 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
         _fill_new_sequence(message.new_sequences.add(), new)
     for fork in output.forks:
         _fill_fork(message.forks.add(), fork)
-    if any(scheduled.num_tokens != 1 for scheduled in output.scheduled):
+    if output.num_tokens != len(output.scheduled):
         message.num_scheduled_tokens.extend(scheduled.num_tokens for scheduled in output.scheduled)
-    if not all(scheduled.samples for scheduled in output.scheduled):
+    if output.num_samples != len(output.scheduled):
         message.samples.extend(scheduled.samples for scheduled in output.scheduled)
     for pairs, mapping in (
         (output.blocks_to_swap_out, message.blocks_to_swap_out),

@@ -24,7 +24,8 @@ from scheduler_service.wire.codec import decode_model_output, encode_scheduler_o
 def test_a_steady_decode_step_of_256_sequences_is_under_2_kb() -> None:
     """One in sixteen sequences gets a new block in every step."""
     group = SequenceGroup("r", [1, 2, 3], SamplingParams(n=256, max_tokens=10))
-    output = SchedulerOutput(step_id=1_000_000, scheduled=[ScheduledSequence(s, 1, True) for s in group.sequences])
+    scheduled = [ScheduledSequence(s, 1, True) for s in group.sequences]
+    output = SchedulerOutput(step_id=1_000_000, scheduled=scheduled, num_tokens=256, num_samples=256)
     for sequence in group.sequences:
         sequence.id = 1_000_000 + sequence.index
     for sequence in group.sequences[::16]:
