@@ -9,10 +9,10 @@ import grpc
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.errors import RequestError
+from scheduler_service.frontend.checks import check_token_ids, invalid, take_token_ids
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output_text import OutputText
 from scheduler_service.frontend.request import GenerationRequest, Resumption
-from scheduler_service.frontend.validation import check_token_ids, invalid, take_token_ids
 
 
 async def check_resumption(

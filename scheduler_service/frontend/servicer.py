@@ -20,20 +20,13 @@ from scheduler_service.frontend.engine_call import EngineCall
 from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.patient_writer import PatientWriter
+from scheduler_service.frontend.prompt import decode_tokens, encode_prompt
 from scheduler_service.frontend.request import RequestState, request_key
 from scheduler_service.frontend.request_memory import prompt_logprob_bytes, request_bytes
 from scheduler_service.frontend.resumption import check_resumption
+from scheduler_service.frontend.sampling_validation import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
 from scheduler_service.frontend.streams import OutputDelta
-from scheduler_service.frontend.validation import (
-    MAX_LOGPROBS,
-    MAX_N,
-    MAX_STOP_STRINGS,
-    check_names,
-    check_request,
-    check_sizes,
-    decode_tokens,
-    encode_prompt,
-)
+from scheduler_service.frontend.validation import check_names, check_request, check_sizes
 from scheduler_service.wire.columns import fill_column
 
 log = structlog.get_logger()

@@ -9,8 +9,9 @@ from pagewire_common.errors import RequestError
 from scheduler_service.core import BlockManager, SamplingParams, SequenceGroup
 from scheduler_service.frontend.generation_defaults import GenerationDefaults
 from scheduler_service.frontend.model import ServedModel
+from scheduler_service.frontend.prompt import decode_tokens, encode_prompt
 from scheduler_service.frontend.request import GenerationRequest
-from scheduler_service.frontend.validation import check_names, check_request, check_sizes, decode_tokens, encode_prompt
+from scheduler_service.frontend.validation import check_names, check_request, check_sizes
 
 
 def request(text: str = "hello", **sampling: object) -> pb.GenerateRequest:

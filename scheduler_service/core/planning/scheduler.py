@@ -7,8 +7,8 @@ adapter are back, the head of the waiting queue, which goes before one of them o
 no more than `max_prefill_chunk` tokens are taken at first, so that those behind it get into the step as well. What is
 left of the budget after that goes to the long ones in the same order, so that a lone prompt is computed as fast as it
 can be. What the worker has to be told of sequences is counted as their tokens are: see step_bytes.py. When blocks run
-out, the policy's victim is preempted: the group admitted last, or last in rank. Within a step all swapping out is planned before any swapping in,
-which is the order in which the worker does it.
+out, the policy's victim is preempted: the group admitted last, or last in rank. Within a step all swapping out is
+planned before any swapping in, which is the order in which the worker does it.
 
 Steps may be planned ahead of the answers to earlier ones; the worker works in step order and feeds the tokens that it
 sampled, so a plan needs to know only how many there will be. Blocks that are let go of while steps are in flight may
