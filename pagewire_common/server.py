@@ -81,6 +81,11 @@ class GrpcServer:
         log.info("front end listening" if self._shares_port else "listening", address=address)
         return address
 
+    async def set_alive(self, alive: bool) -> None:
+        """What a liveness probe is shown; SERVING from the start."""
+        status = health_pb2.HealthCheckResponse.SERVING if alive else health_pb2.HealthCheckResponse.NOT_SERVING
+        await self._health.set(LIVENESS, status)
+
     async def set_serving(self, serving: bool) -> None:
         """Report SERVING or NOT_SERVING for every service; has no effect once the server stops."""
         if self._is_stopping:

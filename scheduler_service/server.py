@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import socket
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,17 +16,31 @@ from pagewire.v1.engine_service_pb2_grpc import add_EngineServiceServicer_to_ser
 from pagewire_common.errors import ErrorInterceptor
 from pagewire_common.metrics import serve_metrics
 from pagewire_common.server import stop_event
+from pagewire_common.start_error import StartError
 from scheduler_service.engine.engine import Engine
 from scheduler_service.engine.engine_servicer import FrontEnds
-from scheduler_service.engine.front_end_processes import FrontEndProcesses, reserve_port
+from scheduler_service.engine.front_end_processes import FrontEndProcesses
 from scheduler_service.engine.limits import model_name
+from scheduler_service.engine.port import reserved
 from scheduler_service.operations.admin_servicer import AdminServicer
 from scheduler_service.operations.metrics import SchedulerMetrics
 from scheduler_service.settings import SchedulerSettings
 
 log = structlog.get_logger()
 
+_PREFIX = "pagewire-"
 OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20))
+
+
+def _remove_dead_sockets() -> None:
+    """Remove the sockets of engines that were killed: nothing else would."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/engine"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:  # another user's are passed over
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
+                path.parent.rmdir()
 
 
 @contextlib.asynccontextmanager
@@ -34,9 +49,13 @@ async def engine_server(front_ends: FrontEnds, admin: AdminServicer) -> AsyncIte
     server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=OPTIONS)
     add_EngineServiceServicer_to_server(front_ends, server)
     add_AdminServiceServicer_to_server(admin, server)
-    with tempfile.TemporaryDirectory(prefix="pagewire-") as directory:  # only its owner may enter it
+    _remove_dead_sockets()
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as directory:  # only its owner may enter it
         target = f"unix:{Path(directory) / 'engine'}"
-        server.add_insecure_port(target)
+        try:
+            server.add_insecure_port(target)
+        except RuntimeError as error:  # its path has more than 107 bytes
+            raise StartError(f"cannot make a socket in {directory}: set TMPDIR to a shorter path") from error
         await server.start()
         try:
             yield target
@@ -51,8 +70,7 @@ async def serve(settings: SchedulerSettings) -> None:
     processes = FrontEndProcesses(settings.frontends)
     front_ends, admin = FrontEnds(engine, settings.frontends, processes.kill), AdminServicer(engine)
     metrics = SchedulerMetrics(front_ends, model_name(settings.model), vllm_names=settings.vllm_metric_names)
-    with contextlib.closing(reserve_port(settings.listen)) as port:
-        listen = f"{settings.listen.rpartition(':')[0]}:{port.getsockname()[1]}"
+    with reserved(settings.listen) as listen:
         async with (
             serve_metrics(settings.metrics_listen, metrics.families),
             engine_server(front_ends, admin) as target,
@@ -61,7 +79,7 @@ async def serve(settings: SchedulerSettings) -> None:
             arguments += ["--log-level", settings.log_level, "--log-format", settings.log_format]
             keeping = asyncio.create_task(processes.run(arguments))
             await _run(settings, engine, front_ends, admin, stop, keeping)
-            await processes.stop()
+            await processes.stop(front_ends.say_goodbye())
             keeping.cancel()
     log.info("stopped")
 
@@ -81,8 +99,12 @@ async def _run(
     async def announce() -> None:
         model = await engine.wait_for_model()
         _spare_the_collector()
+        is_first = True
         async for serving in engine.watch_health():
-            await front_ends.set_serving(serving)
+            front_ends.tell_serving(serving=serving)
+            if is_first:
+                await front_ends.until_serving()
+                is_first = False
             if serving:
                 log.info("ready", model=model.name, context_length=model.context_length)
             else:
@@ -97,7 +119,6 @@ async def _run(
     front_ends.tell_serving(serving=False)
     await engine.drain(settings.grace)
     admin.close()
-    front_ends.say_goodbye()
     tasks = (announcing, running, stopping)
     for task in tasks:
         task.cancel()

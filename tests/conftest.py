@@ -25,7 +25,7 @@ else:
     settings.load_profile("pagewire")
 
 # One thread for each process of tests: several processes with a thread for each core would wait for each other.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # A process that a shell starts in the background ignores SIGINT, and every child would inherit that: tests that
 # interrupt a child would wait for ever.

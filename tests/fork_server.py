@@ -104,9 +104,6 @@ def main() -> None:
     control.set_inheritable(False)
     modules = sys.argv[2:]
     sys.path.remove(str(Path(__file__).parent))
-    if "scheduler_service.__main__" in modules:  # when it is run, it has transformers go without torch
-        sys.modules["torch"] = None  # type: ignore[assignment]
-        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     before = dict(os.environ)
     for module in modules:
         importlib.import_module(module)

@@ -1,8 +1,17 @@
 """Which package may import which: pyproject.toml has the rules."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 from importlinter.cli import EXIT_STATUS_SUCCESS, lint_imports
+
+
+def test_the_engine_needs_no_tokenizer_and_no_torch() -> None:
+    """Both take hundreds of MiB, and seconds of a start."""
+    script = "import sys, scheduler_service.server; print({'torch', 'transformers', 'tokenizers'} & {*sys.modules})"
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert child.stdout.strip() == "set()"
 
 
 def test_no_import_makes_a_circle_or_leads_upward() -> None:

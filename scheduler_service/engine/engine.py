@@ -32,7 +32,7 @@ from scheduler_service.engine.discovery import Resolve, resolve_by_dns
 from scheduler_service.engine.limits import check_limits, model_limits, model_name
 from scheduler_service.engine.membership import Departed, Membership
 from scheduler_service.engine.outage import Outage
-from scheduler_service.engine.outbox import MOST_WAITING, Outbox
+from scheduler_service.engine.outbox import Outbox
 from scheduler_service.engine.worker_client import WorkerClient, WorkerError
 from scheduler_service.engine.worker_loop import WorkerLoop
 from scheduler_service.recording.recorder import NoRecorder, Recorder
@@ -336,7 +336,7 @@ class Engine:
     async def room(self) -> None:
         """Wait while front ends have too much to take."""
         for outbox in list(self.outboxes):
-            if len(outbox.outputs) > MOST_WAITING:
+            if not outbox.has_room:
                 await outbox.room()
 
     def fail(self, group: SequenceGroup) -> None:

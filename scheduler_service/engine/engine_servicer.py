@@ -28,6 +28,8 @@ EVENTS_AT_ONCE = 64
 _INTERNAL = RequestError(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
 STATISTICS_SECONDS = 1.0
 """How long a scrape waits for what front ends have counted."""
+SHOW_SECONDS = 10.0
+"""How long the service waits to call itself ready until every front end shows it."""
 BEAT_SECONDS = 5.0
 MOST_SILENT_SECONDS = 30.0
 """A front end is asked that often for what it has counted, so that little is lost if it is killed; one that does not
@@ -51,6 +53,7 @@ class FrontEnds(EngineServiceServicer):
         self.num_expected = num_expected
         self.sessions: set[Session] = set()
         self.is_serving = False
+        self.is_over = False
         self._changed = asyncio.Event()
         self._gone = FrontendCounts()  # of those that are not attached any more
 
@@ -64,10 +67,11 @@ class FrontEnds(EngineServiceServicer):
             asyncio.create_task(session.read(request_iterator)),
             asyncio.create_task(session.write(context)),
             asyncio.create_task(session.watch()),
+            asyncio.create_task(session.watch_backlog()),
             asyncio.create_task(session.tell_model()),
         ]
         try:
-            await asyncio.wait(tasks[:3], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks[:4], return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
                 task.cancel()
@@ -84,10 +88,11 @@ class FrontEnds(EngineServiceServicer):
         """A front end came, went, or shows something else."""
         self._changed.set()
 
-    async def set_serving(self, serving: bool) -> None:
-        """Have every front end show SERVING, or not; returns when all of them do."""
-        self.tell_serving(serving=serving)
-        await self._until(lambda session: session.shows_serving is serving)
+    async def until_serving(self) -> None:
+        """Wait until every front end shows SERVING, or one of them takes too long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SHOW_SECONDS):
+                await self._until(lambda session: session.shows_serving)
 
     def tell_serving(self, *, serving: bool) -> None:
         """Have every front end show SERVING, or not, in a moment."""
@@ -114,35 +119,40 @@ class FrontEnds(EngineServiceServicer):
             total.add(counts)
         return total
 
-    def say_goodbye(self) -> None:
-        """The service shuts down: have the front ends end."""
+    def say_goodbye(self) -> set[int]:
+        """The service shuts down: have the front ends end. Returns the process ids of those that are told."""
+        self.is_over = True
         for session in self.sessions:
             session.outbox.tell(0, goodbye=pb.Goodbye())
+        return {session.process_id for session in self.sessions}
 
 
 class Session:
     """One front end, from when it attaches until its stream ends."""
 
     def __init__(self, front_ends: FrontEnds) -> None:
-        self.outbox = Outbox()
+        self._front_ends = front_ends
+        self._engine = engine = front_ends.engine
+        most_bytes = unread_bytes(engine.settings) // front_ends.num_expected
+        self.outbox = Outbox(most_bytes)
         self.address = ""
         self.process_id = 0
         self.shows_serving = False
         self.counts = FrontendCounts()
         self._counts_came = asyncio.Event()
-        self._front_ends = front_ends
-        self._engine = engine = front_ends.engine
         self._calls: dict[int, Call] = {}  # by their numbers
         self.outbox.tell(
             0,
             welcome=pb.Welcome(
                 no_worker_timeout=engine.settings.no_worker_timeout,
                 stall_timeout=engine.settings.stall_timeout,
-                unread_bytes=unread_bytes(engine.settings) // front_ends.num_expected,
+                unread_bytes=most_bytes,
                 cache_secret=engine.cache_secret,
                 prefix_caching=engine.settings.prefix_caching,
             ),
         )
+        if front_ends.is_over:
+            self.outbox.tell(0, goodbye=pb.Goodbye())
 
     def close(self) -> None:
         """The front end is gone, and the clients of its calls with it."""
@@ -154,15 +164,23 @@ class Session:
         """Have `counts` be those of now; returns whether they came in so many seconds."""
         self._counts_came.clear()
         self.outbox.tell(0, statistics_wanted=pb.StatisticsWanted())
-        with contextlib.suppress(TimeoutError):
+        try:
             await asyncio.wait_for(self._counts_came.wait(), seconds)
-        return self._counts_came.is_set()
+        except TimeoutError:
+            return False
+        return True  # whether or not they are asked for again by now
 
     async def watch(self) -> None:
         """Return when the front end hangs, and end its process."""
         while await self.ask_counts(MOST_SILENT_SECONDS):  # noqa: ASYNC110
             await asyncio.sleep(BEAT_SECONDS)
         log.error("front end hangs and is ended", seconds=MOST_SILENT_SECONDS)
+        self._front_ends.kill(self.process_id)
+
+    async def watch_backlog(self) -> None:
+        """Return when the front end has left too much untaken, and end its process."""
+        await self.outbox.is_overfull.wait()
+        log.error("front end takes nothing and is ended", waiting=len(self.outbox))
         self._front_ends.kill(self.process_id)
 
     # ---- what the engine tells
@@ -220,6 +238,8 @@ class Session:
             case "close":
                 if (closed := self._calls.pop(event.call, None)) is not None:
                     self._engine.close(closed, event.close.finished if event.close.HasField("finished") else None)
+                if event.close.is_answered:
+                    self.outbox.tell(event.call, answer=pb.Answer())
             case "listening":
                 self.address, self.process_id = event.listening.address, event.listening.process_id
                 self._front_ends.note_change()

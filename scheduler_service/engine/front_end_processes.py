@@ -1,41 +1,16 @@
 """The front ends' processes: started with the engine, and again when one ends."""
 
 import asyncio
-import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import structlog
-
-from pagewire_common.start_error import StartError
 
 log = structlog.get_logger()
 
 FIRST_PAUSE_SECONDS = 0.1
 LAST_PAUSE_SECONDS = 5.0
 END_SECONDS = 5.0
-
-
-def reserve_port(listen: str) -> socket.socket:
-    """Take a port that sockets of this user may share; nothing listens on it yet, so no connection comes.
-
-    Raises StartError when the address cannot be had, or another server has it.
-    """
-    host, _, port = listen.rpartition(":")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as alone:
-            alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            alone.bind(address)
-            address = alone.getsockname()
-        shared = socket.socket(family, kind, protocol)
-        shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        shared.bind(address)
-    except OSError as error:
-        raise StartError(f"cannot listen on {listen}: the port is in use, or the address is not ours") from error
-    return shared
 
 
 class FrontEndProcesses:
@@ -55,15 +30,19 @@ class FrontEndProcesses:
         pause, loop = FIRST_PAUSE_SECONDS, asyncio.get_running_loop()
         while not self._is_over:
             began = loop.time()
-            process = await asyncio.create_subprocess_exec(
-                *command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
-            )
-            self._processes.add(process)
-            status = await process.wait()
-            self._processes.discard(process)
-            if self._is_over:
-                return
-            log.warning("front end ended and is started again", status=status)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+                )
+            except OSError as error:  # no memory, or too many processes
+                log.error("front end could not be started", reason=error.strerror or str(error))
+            else:
+                self._processes.add(process)
+                status = await process.wait()
+                self._processes.discard(process)
+                if self._is_over:
+                    return
+                log.warning("front end ended and is started again", status=status)
             pause = (
                 FIRST_PAUSE_SECONDS if loop.time() - began > LAST_PAUSE_SECONDS else min(2 * pause, LAST_PAUSE_SECONDS)
             )
@@ -75,10 +54,13 @@ class FrontEndProcesses:
             if process.pid == process_id:
                 process.kill()
 
-    async def stop(self) -> None:
-        """Wait until those that were told to have ended, and kill the others."""
+    async def stop(self, told: Set[int]) -> None:
+        """Wait until those that were `told` to have ended, and kill the others: they have no calls yet, or hang."""
         self._is_over = True
         processes = list(self._processes)
+        for process in processes:
+            if process.pid not in told:
+                process.kill()
         if processes:
             await asyncio.wait([asyncio.ensure_future(p.wait()) for p in processes], timeout=END_SECONDS)
         for process in processes:

@@ -18,12 +18,14 @@ from scheduler_service.wire.fields import encode_enum
 MOST_ROWS = 512
 MOST_LOGPROBS = 1 << 13
 EVENT_WEIGHT = 8
+ROW_BYTES = 72
 """Rows and log-probabilities of one message, among which any other event counts as so many: 5 ms of a front end to take
 in, and at most 0.1 MiB."""
-MOST_WAITING = 1 << 13
+MOST_WAITING = 1 << 14
 STUCK_SECONDS = 0.1
-"""While more rows wait, no further step's answer is taken in, so that workers are as fast as front ends take tokens. A
-front end that takes nothing for so long is not waited for: it has stopped, and the others have not.
+"""While more rows wait, or events that weigh as much, no further step's answer is taken in, so that workers are as fast
+as front ends take tokens. A front end that takes nothing for so long is not waited for: it has stopped, and the others
+have not.
 """
 
 
@@ -44,14 +46,29 @@ _NONE = _Logprobs([], [])
 class Outbox:
     """Takes what the engine tells in order, and gives it in messages of bounded size."""
 
-    __slots__ = ("_events", "_is_stuck", "_num_taken", "_taken", "has_some", "outputs", "token_ids")
+    __slots__ = (
+        "_events",
+        "_events_weight",
+        "_is_stuck",
+        "_most_weight",
+        "_num_taken",
+        "_taken",
+        "has_some",
+        "is_overfull",
+        "outputs",
+        "token_ids",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int = 1 << 26) -> None:
+        """`most_bytes`: of all that waits; a front end that leaves more has stopped."""
         self.has_some = asyncio.Event()
         """To be set after rows were appended."""
+        self.is_overfull = asyncio.Event()
+        self._most_weight = most_bytes // ROW_BYTES
         self.outputs: list[int] = []
         self.token_ids: list[int] = []
         self._events: deque[tuple[int, pb.EngineEvent, _Logprobs]] = deque()  # each after so many rows of all
+        self._events_weight = 0  # of all events, in rows
         self._num_taken = 0  # rows of earlier messages
         self._taken = asyncio.Event()  # some, since this was cleared
         self._is_stuck = False
@@ -80,10 +97,22 @@ class Outbox:
 
     def _append(self, event: pb.EngineEvent, logprobs: _Logprobs = _NONE) -> None:
         self._events.append((self._num_taken + len(self.outputs), event, logprobs))
+        self._events_weight += EVENT_WEIGHT + logprobs.number
+
+    @property
+    def _weight(self) -> int:
+        return len(self.outputs) + self._events_weight
+
+    @property
+    def has_room(self) -> bool:
+        """Whether little enough waits that a further step's answer can be taken in."""
+        return self._weight <= MOST_WAITING
 
     async def room(self) -> None:
         """Wait while too much waits, as long as the front end takes something now and then."""
-        while len(self.outputs) > MOST_WAITING and not self._is_stuck:
+        if self._weight > self._most_weight:
+            self.is_overfull.set()
+        while not self.has_room and not self._is_stuck:
             self._taken.clear()
             try:
                 await asyncio.wait_for(self._taken.wait(), STUCK_SECONDS)
@@ -97,11 +126,13 @@ class Outbox:
         message, num_rows, left = pb.AttachResponse(), min(MOST_ROWS, len(self.outputs)), MOST_LOGPROBS
         while self._events and (row := self._events[0][0] - self._num_taken) <= num_rows:
             _, event, logprobs = self._events[0]
-            left -= EVENT_WEIGHT + logprobs.number
+            weight = EVENT_WEIGHT + logprobs.number
+            left -= weight
             if left < 0 and message.events:
                 num_rows = row
                 break
             self._events.popleft()
+            self._events_weight -= weight
             event.row = row
             if logprobs is not _NONE:
                 _fill_logprobs(event.gained.logprobs, logprobs.sampled)

@@ -1,6 +1,7 @@
 """A front end of a running engine, which starts it: `python -m scheduler_service.frontend --engine … --listen …`."""
 
 import argparse
+import ctypes
 import os
 import signal
 import sys
@@ -9,6 +10,13 @@ from pagewire_common.logs import configure_logging
 from pagewire_common.server import run
 
 NICE = 5
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_the_engine() -> None:
+    """Have the system kill this process when the engine is gone, also if it hangs by then: it would keep the port."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> None:
@@ -19,7 +27,10 @@ def main() -> None:
     parser.add_argument("--log-format", default="auto")
     arguments = parser.parse_args()
     configure_logging(arguments.log_level, arguments.log_format)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which then stops its front ends in order
+    # Ctrl-C, and a SIGTERM to all processes of the service, are for the engine, which then ends front ends in order.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    _end_with_the_engine()
     # Where cores are short the engine goes first: a front end that is late merges tokens into fewer messages, while an
     # engine that is late lets workers idle.
     os.nice(NICE)

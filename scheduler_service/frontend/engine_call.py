@@ -1,6 +1,7 @@
 """One call of a client on its way through the engine: a place, then a request, then the end."""
 
 import asyncio
+import contextlib
 from array import array
 from itertools import islice
 from typing import Self
@@ -8,6 +9,7 @@ from typing import Self
 from pagewire.v1 import engine_service_pb2 as pb
 from pagewire.v1 import scheduler_output_pb2 as wire
 from pagewire.v1.admin_service_pb2 import FinishedRequest
+from pagewire_common.errors import RequestError
 from scheduler_service.core.blocks.prefix_key import block_keys, root_key
 from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
@@ -27,6 +29,8 @@ class EngineCall:
 
     def __init__(self, link: EngineLink) -> None:
         self.finished: FinishedRequest | None = None
+        self._is_closed = False
+        self._state: RequestState | None = None
         self._link = link
         self._number = link.new_number()
 
@@ -35,11 +39,24 @@ class EngineCall:
 
     def __exit__(self, *_: object) -> None:
         self._link.forget(self._number)
-        self._link.say(self._number, close=pb.CloseCall(finished=self.finished))
+        if self._state is not None:
+            self._state.stream.leave()
+        if not self._is_closed:
+            self._link.say(self._number, close=pb.CloseCall(finished=self.finished))
+
+    async def close(self) -> None:
+        """Return when the place is free, so that a client that has the status may use its request id again at once.
+
+        A call that ends in another way is closed with the block, and nothing waits for that.
+        """
+        self._is_closed = True
+        with contextlib.suppress(RequestError):  # the engine is gone, and the place with it
+            await self._link.ask(self._number, close=pb.CloseCall(finished=self.finished, is_answered=True))
 
     async def admit(self, key: str, num_bytes: int, *, resumes: bool = False) -> None:
         """Have a place held, so that a flood is refused before any work is done. Raises RequestError."""
-        await self._link.ask(self._number, admit=pb.Admit(key=key, num_bytes=num_bytes, resumes=resumes))
+        with self._link.waiting(num_bytes):
+            await self._link.ask(self._number, admit=pb.Admit(key=key, num_bytes=num_bytes, resumes=resumes))
 
     async def admit_side_call(self, num_bytes: int = 0) -> None:
         """The same for a call other than Generate, which has no key; they have limits of their own."""
@@ -53,6 +70,7 @@ class EngineCall:
         link, welcome = self._link, self._link.welcome.result()
         state = RequestState(request, model.tokenizer, link.counts, link.turns, link.unread)
         link.register(self._number, state)
+        self._state = state
         resumption = request.resumption
         root = root_key(welcome.cache_secret, request.tenant.encode(), request.cache_salt.encode())
         submission = pb.Submit(

@@ -1,10 +1,11 @@
 """A front end's end of the wire to the engine: what calls ask of it, and what it tells of their requests."""
 
 import asyncio
+import contextlib
 import itertools
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,14 @@ BYTES_PER_TOKEN = 12
 MiB takes 3 to 7 ms to parse.
 """
 
+WAITING_SHARE = 4
+MIN_WAITING = 16 << 20
+"""Calls that wait to be admitted may take a quarter of what unread output may, or so many bytes, besides: the engine
+answers in milliseconds."""
+
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
-_GONE = RequestError(grpc.StatusCode.UNAVAILABLE, "the engine is gone; resume the request when the server is back")
+SHUTTING_DOWN = RequestError(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
+GONE = RequestError(grpc.StatusCode.UNAVAILABLE, "the engine is gone; resume the request when the server is back")
 
 
 class EngineLink:
@@ -69,6 +76,10 @@ class EngineLink:
         self._has_events = asyncio.Event()
         self._files: dict[str, bytearray] = {}
         self._loading: asyncio.Task[None] | None = None
+        self._waiting_bytes = 0
+        self.heard_at = time.monotonic()
+        """When the engine said something last; it asks for statistics every few seconds."""
+        self._end: RequestError | None = None  # what calls end with once the session is over
 
     # ---- for servicers
 
@@ -96,6 +107,23 @@ class EngineLink:
         context_length = self._model.result().context_length if self._model.done() else 0
         return max(MIN_REQUEST_BYTES, context_length * BYTES_PER_TOKEN)
 
+    @contextlib.contextmanager
+    def waiting(self, num_bytes: int) -> Iterator[None]:
+        """Count memory of a call that the engine has not counted yet, because it has not answered.
+
+        Raises RESOURCE_EXHAUSTED, but not for the only one, when there is no room for it: the engine is slow, or gone.
+        """
+        if self._waiting_bytes and self._waiting_bytes + num_bytes > max(
+            MIN_WAITING, self.unread.most // WAITING_SHARE
+        ):
+            reason = "too many requests wait to be admitted; try again later"
+            raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
+        self._waiting_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self._waiting_bytes -= num_bytes
+
     def new_number(self) -> int:
         """The number of a call that begins."""
         return next(self._numbers)
@@ -115,8 +143,9 @@ class EngineLink:
         call = EngineServiceStub(self.channel).Attach(self._said())
         try:
             async for message in call:
+                self.heard_at = time.monotonic()
                 self._take(message, time.monotonic())
-                if message.events and message.events[-1].HasField("goodbye"):
+                if self._end is not None:
                     return True
             log.error("the engine is gone", reason="it ended the session")
         except grpc.aio.AioRpcError as error:
@@ -125,11 +154,12 @@ class EngineLink:
             call.cancel()
             if self._loading is not None:
                 self._loading.cancel()
+            end = self._end = self._end or GONE
             for state in self.requests.values():
-                state.stream.fail(_GONE)
+                state.stream.fail(end)
             for answer in self._answers.values():
                 if not answer.done():
-                    answer.set_result(pb.Answer(code=_GONE.code.value[0], message=str(_GONE)))
+                    answer.set_result(pb.Answer(code=end.code.value[0], message=str(end)))
         return False
 
     async def close(self) -> None:
@@ -141,7 +171,12 @@ class EngineLink:
         self._has_events.set()
 
     async def ask(self, call: int, **event: Any) -> pb.Answer:
-        """Tell the engine something that it answers. Raises the RequestError that it answers with."""
+        """Tell the engine something that it answers. Raises the RequestError that it answers with.
+
+        When the session is over, UNAVAILABLE is raised at once.
+        """
+        if self._end is not None:
+            raise RequestError(self._end.code, str(self._end))
         self._answers[call] = future = asyncio.get_running_loop().create_future()
         try:
             self.say(call, **event)
@@ -223,6 +258,8 @@ class EngineLink:
             self.serving_changed.set()
         elif kind == "statistics_wanted":
             self.say(0, statistics=self.counts.encode())
+        elif kind == "goodbye":
+            self._end = SHUTTING_DOWN
 
     def _request_event(self, kind: str | None, event: pb.EngineEvent, state: RequestState, now: float) -> None:
         if kind == "standing":

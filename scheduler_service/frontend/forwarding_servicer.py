@@ -8,8 +8,14 @@ import grpc
 from pagewire.v1 import admin_service_pb2 as pb
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceServicer, AdminServiceStub
 from pagewire_common.errors import RequestError
-from scheduler_service.frontend.engine_link import EngineLink
+from scheduler_service.frontend.engine_link import GONE, SHUTTING_DOWN, EngineLink
 from scheduler_service.frontend.patient_writer import PatientWriter
+
+_ENGINES_OWN = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
@@ -52,7 +58,7 @@ class AdminForwarder(AdminServiceServicer):
 
 async def _end(call: Any) -> None:
     if (code := await call.code()) is not grpc.StatusCode.OK:
-        raise RequestError(code, await call.details())
+        raise _error(code, await call.details())
 
 
 async def _answer(answer: Awaitable[T]) -> T:
@@ -60,4 +66,11 @@ async def _answer(answer: Awaitable[T]) -> T:
     try:
         return await answer
     except grpc.aio.AioRpcError as error:
-        raise RequestError(error.code(), error.details() or "the engine gave no reason") from None
+        raise _error(error.code(), error.details()) from None
+
+
+def _error(code: grpc.StatusCode, details: str | None) -> RequestError:
+    """What the engine says to a client; what gRPC says of the connection names the socket, which is not for clients."""
+    if details and (code in _ENGINES_OWN or details == str(SHUTTING_DOWN)):
+        return RequestError(code, details)
+    return RequestError(GONE.code, str(GONE))

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import time
 
 import structlog
 
@@ -21,6 +22,9 @@ SERVICES = [
     inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
     admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
 ]
+LOOK_SECONDS = 1.0
+MOST_SILENT_SECONDS = 30.0
+"""The engine says something every five seconds, and a step may keep it busy for milliseconds."""
 LONGEST_MESSAGE = 16 << 20
 """Bytes: prompts of contexts of more than a million tokens."""
 
@@ -46,7 +50,7 @@ async def serve(engine: str, listen: str) -> int:
     """
     link = EngineLink(engine)
     running = asyncio.create_task(link.run())
-    showing = None
+    showing = watching = None
     try:
         await asyncio.wait((running, link.welcome), return_when=asyncio.FIRST_COMPLETED)
         if link.welcome.done():
@@ -54,12 +58,17 @@ async def serve(engine: str, listen: str) -> int:
             address = await server.start(listen)
             link.say(0, listening=pb.Listening(address=address, process_id=os.getpid()))
             showing = asyncio.create_task(show_health(link, server))
+            watching = asyncio.create_task(watch_engine(link, server))
             await asyncio.wait((running, showing), return_when=asyncio.FIRST_COMPLETED)
             await server.stop(_nothing, 0)
+            if showing.done():
+                log.error("the model's tokenizer cannot be loaded", exc_info=showing.exception())
+                return 1
         return 0 if await running else 1
     finally:
-        if showing is not None:
-            showing.cancel()
+        for task in (running, showing, watching):
+            if task is not None:
+                task.cancel()
         await link.close()
 
 
@@ -73,6 +82,21 @@ async def show_health(link: EngineLink, server: GrpcServer) -> None:
         await server.set_serving(serving)
         link.say(0, health_shown=pb.HealthShown(serving=serving))
         await link.serving_changed.wait()
+
+
+async def watch_engine(link: EngineLink, server: GrpcServer) -> None:
+    """Show NOT_SERVING, to a liveness probe as well, while nothing is heard of the engine: it hangs, and so do we."""
+    is_alive = True
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        if (time.monotonic() - link.heard_at < MOST_SILENT_SECONDS) is not is_alive:
+            is_alive = not is_alive
+            if is_alive:
+                log.info("the engine answers again")
+            else:
+                log.error("the engine hangs", seconds=MOST_SILENT_SECONDS)
+            await server.set_alive(is_alive)
+            await server.set_serving(is_alive and link.serving)
 
 
 async def _nothing(_: float) -> None:

@@ -76,8 +76,8 @@ class InferenceServicer(InferenceServiceServicer):
                 with self._counting(state, ended):
                     await self._write(state, model, ended, PatientWriter(context, self._link.stall_timeout))
             finally:
-                state.stream.leave()
                 call.finished = _report(state, ended)
+            await call.close()
 
     async def _write(self, state: RequestState, model: ServedModel, ended: list[str], writer: PatientWriter) -> None:
         """Write the stream to its end, and why each output ended into `ended`."""

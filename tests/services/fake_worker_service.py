@@ -19,8 +19,8 @@ TOKEN = 73  # "g" of the byte tokenizer
 class FakeWorkerService(WorkerServiceServicer, health.aio.HealthServicer):
     """Ends the session when it is asked to compute a prompt that contains `poison`.
 
-    Steps are computed while `runs` is set, and health is answered while `is_well` is set. `spoil` changes answers, also
-    to bytes that are no message.
+    Steps are computed while `runs` is set, which step number `stops_at` clears, and health is answered while `is_well`
+    is set. `spoil` changes answers, also to bytes that are no message.
     """
 
     def __init__(self, tokenizer_directory: Path, *, poison: int | None = None, num_device_blocks: int = 64) -> None:
@@ -35,6 +35,7 @@ class FakeWorkerService(WorkerServiceServicer, health.aio.HealthServicer):
         self.num_sessions = 0
         self.num_steps = 0
         self.num_prompts = 0
+        self.stops_at: int | None = None
         self.info = worker_pb.GetWorkerInfoResponse(
             protocol_version=1,
             model_id="fake",
@@ -74,6 +75,8 @@ class FakeWorkerService(WorkerServiceServicer, health.aio.HealthServicer):
                 await context.abort(self.poison_status, "a step failed")
             num_samples = sum(output.samples) if output.samples else len(output.sequence_ids)
             self.num_steps += 1
+            if self.num_steps == self.stops_at:
+                self.runs.clear()
             self.num_prompts += len(output.new_sequences)
             yield self.spoil(
                 pb.ModelOutput(epoch=output.epoch, step_id=output.step_id, token_ids=[TOKEN] * num_samples)

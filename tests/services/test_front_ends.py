@@ -13,6 +13,7 @@ import pytest
 from cluster import cluster_state, until_idle
 from engines import running, submit, until
 from fake_worker_service import FakeWorkerService, serving
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire.v1 import engine_service_pb2 as pb_engine
 from pagewire.v1 import inference_service_pb2 as pb
@@ -20,7 +21,11 @@ from pagewire.v1.engine_service_pb2_grpc import EngineServiceStub
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.llm import collect
+from pagewire_client.local import ServiceProcess
+from pagewire_common.errors import RequestError
+from pagewire_common.server import LIVENESS
 from scheduler_service.engine import engine_servicer
+from scheduler_service.frontend import server as front_end_server
 from scheduler_service.frontend.request import RequestState
 from scheduler_service.frontend.streams import OutputDelta
 
@@ -132,6 +137,29 @@ async def test_a_front_end_that_stands_still_costs_the_streams_of_others_nothing
         assert [*first.token_ids, *await outputs(held)] == tokens
 
 
+async def test_health_and_liveness_tell_of_an_engine_that_hangs(
+    byte_tokenizer_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It alone can be restarted, by what asks for liveness."""
+    monkeypatch.setattr(front_end_server, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(front_end_server, "MOST_SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(engine_servicer, "BEAT_SECONDS", 0.05)
+    async with serving(FakeWorkerService(byte_tokenizer_directory)) as address, running(address) as one:
+        server = front_end_server.front_end_server(one.link, shares_port=False)
+        target = await server.start("127.0.0.1:0")
+        watching = asyncio.create_task(front_end_server.watch_engine(one.link, server))
+        async with grpc.aio.insecure_channel(target) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=LIVENESS))
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+            monkeypatch.setattr(engine_servicer, "BEAT_SECONDS", 1000)
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            for session in one.front_ends.sessions:
+                session.outbox.tell(0, statistics_wanted=pb_engine.StatisticsWanted())
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        watching.cancel()
+        await server.server.stop(None)
+
+
 async def test_a_front_end_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_servicer, "MOST_SILENT_SECONDS", 0.01)
     killed: list[int] = []
@@ -150,9 +178,10 @@ async def test_a_stop_string_ends_its_output_wherever_the_request_is(byte_tokeni
     """The engine hears of it when the request may be waiting again, with no worker left; the others go on."""
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address, running(address) as one:
+        await one.model()
+        worker.runs.clear()
         state = await submit(one, "a", [5, 6], n=3, max_tokens=40)
         group = one.group(state)
-        worker.runs.clear()
         (loop,) = one.workers
         loop.drain()
         loop._drained_by = 0.0
@@ -222,6 +251,8 @@ def test_the_whole_drains_and_ends_with_the_engine(tiny_model_directory: Path) -
 async def test_front_ends_end_with_an_engine_that_is_killed(tiny_model_directory: Path) -> None:
     with LocalServer(str(tiny_model_directory), scheduler_arguments=["--frontends", "2"]) as server:
         children = front_ends(server)
+        folder = Path(children[0].cmdline()[children[0].cmdline().index("--engine") + 1].removeprefix("unix:")).parent
+        assert folder.stat().st_mode & 0o777 == 0o700
         async with Client(server.target, retry_for=0) as client:
             stream = client.generate("a prompt", LONG)
             await anext(stream)
@@ -232,3 +263,54 @@ async def test_front_ends_end_with_an_engine_that_is_killed(tiny_model_directory
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
         gone, alive = await asyncio.to_thread(psutil.wait_procs, children, 30)
         assert (len(gone), alive) == (2, [])
+    LocalServer(str(tiny_model_directory)).stop()
+    assert not folder.exists()  # the next engine has removed it, if no other did
+
+
+async def test_a_tokenizer_that_cannot_be_loaded_is_said_again_and_again(tmp_path: Path) -> None:
+    """A front end that lives on without its server would hold the port for nothing."""
+    (tmp_path / "tokenizer.json").write_text("{")
+    async with serving(FakeWorkerService(tmp_path)) as address:
+        scheduler = ServiceProcess(
+            "scheduler_service", ["--listen", "127.0.0.1:0", "--workers", address, "--model", "fake"]
+        )
+        try:
+            for _ in range(2):
+                await asyncio.to_thread(scheduler.wait_for, "the model's tokenizer cannot be loaded", 60)
+                await asyncio.to_thread(scheduler.wait_for, "front end ended and is started again", 60)
+        finally:
+            assert await asyncio.to_thread(scheduler.stop) == 0
+
+
+async def test_a_request_id_is_free_when_its_stream_has_ended_whichever_front_end_comes_next(
+    server: LocalServer,
+) -> None:
+    short = SamplingParams(max_tokens=1, temperature=0)
+    async with connected_to_each(server) as stubs:
+        for stub in [*stubs.values()] * 50:
+            assert await outputs(stub.Generate(pb.GenerateRequest(request_id="again", text="a", sampling=short)))
+
+
+async def test_what_stands_behind_the_goodbye_hides_it_from_no_front_end() -> None:
+    """Answers may be told in the same moment; calls that come after it end at once."""
+    async with running("127.0.0.1:1") as one:
+        async with asyncio.timeout(30):
+            for session in one.front_ends.sessions:
+                session.outbox.tell(0, goodbye=pb_engine.Goodbye())
+                session.outbox.tell(0, statistics_wanted=pb_engine.StatisticsWanted())
+            await until(lambda: not one.front_ends.sessions)
+            with pytest.raises(RequestError, match="the server is shutting down"):
+                await one.link.abort("a")
+
+
+def test_a_sigterm_to_every_process_drains_as_one_to_the_engine_does(tiny_model_directory: Path) -> None:
+    async def drain() -> list[int]:
+        async with Client(server.target, retry_for=0) as client:
+            stream = client.generate("a prompt", LONG)
+            first = await anext(stream)
+            for process in (*front_ends(server), psutil.Process(server.processes[1].process.pid)):
+                process.send_signal(signal.SIGTERM)
+            return [*first.token_ids, *[token_id async for message in stream for token_id in message.token_ids]]
+
+    with LocalServer(str(tiny_model_directory), scheduler_arguments=["--frontends", "2"]) as server:
+        assert len(asyncio.run(drain())) == LONG.max_tokens

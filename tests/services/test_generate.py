@@ -270,3 +270,22 @@ async def test_a_thousand_requests_that_end_in_every_way_leave_no_block_in_use(t
     assert after.num_preemptions > before.num_preemptions
     # The block tables are verified after every step (--check-invariants); a violation would have cost the session.
     assert after.epoch == before.epoch
+
+
+async def test_tenants_and_salts_have_prefix_caches_of_their_own(tiny_server: LocalServer) -> None:
+    """What is cached for one must not be found by another: the time to the first token would tell what it asked."""
+
+    async def cached(tenant: str, salt: str) -> int:
+        request = pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=[*range(100, 141)]),
+            tenant=tenant,
+            cache_salt=salt,
+            sampling=SamplingParams(max_tokens=1, temperature=0),
+        )
+        async with grpc.aio.insecure_channel(tiny_server.target) as channel:
+            messages = [message async for message in InferenceServiceStub(channel).Generate(request)]
+        return messages[-1].usage.cached_tokens
+
+    owners = [("a", ""), ("b", ""), ("", "a"), ("", "b"), ("a", "a")]
+    assert [await cached(*owner) for owner in owners] == [0] * len(owners)
+    assert [await cached(*owner) for owner in owners] == [40] * len(owners)

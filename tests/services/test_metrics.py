@@ -72,9 +72,10 @@ async def test_requests_are_counted_from_arrival_to_their_end(byte_tokenizer_dir
         assert (await scrape(one))("pagewire_request_success_total", finished_reason="stop") == 0
         await collect(client, [5] * 20, SamplingParams(max_tokens=7, n=2))
         await collect(client, [5] * 20, SamplingParams(max_tokens=9, stop=["gg"]))
+        await until(lambda: not one.engine.requests and not one.engine.workers[0].scheduler.has_work)
+        worker.stops_at = worker.num_steps + 5
         stream = client.generate([5] * 20, SamplingParams(max_tokens=100, n=3))
         await anext(stream)
-        worker.runs.clear()
         found = await scrape(one)
         assert found("pagewire_num_requests_running", model_name="the-model") == 1
         assert found("pagewire_kv_cache_usage_perc", worker=address) > 0

@@ -81,6 +81,28 @@ def test_a_status_is_that_of_the_moment_at_which_it_was_told() -> None:
     assert [bool(status) for status in statuses] == [False, True]
 
 
+async def test_events_and_log_probabilities_count_as_rows_do() -> None:
+    outbox = Outbox()
+    while outbox.has_room:
+        outbox.tell_gained(1, SequenceOutput(sequence(), 7, entry(21)))
+    assert MOST_WAITING // 40 < len(outbox) < MOST_WAITING // 20
+    waiting = asyncio.create_task(outbox.room())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    take_all(outbox)
+    async with asyncio.timeout(30):
+        await waiting
+
+
+async def test_a_front_end_that_leaves_too_much_untaken_is_told_of() -> None:
+    outbox = Outbox(most_bytes=1 << 20)
+    while outbox.has_room:
+        outbox.tell_gained(1, SequenceOutput(sequence(), 7, entry(21)))
+    async with asyncio.timeout(30):
+        await outbox.room()  # nothing takes anything
+    assert outbox.is_overfull.is_set()
+
+
 async def test_a_step_waits_for_a_front_end_that_takes_and_not_for_one_that_has_stopped() -> None:
     outbox = Outbox()
     outbox.outputs += [1] * (MOST_WAITING + 2 * MOST_ROWS)

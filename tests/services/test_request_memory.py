@@ -20,6 +20,8 @@ from pagewire_client.llm import collect
 from pagewire_common.errors import RequestError
 from scheduler_service.core import SamplingParams as CoreSamplingParams
 from scheduler_service.core.outputs import TokenLogprobs
+from scheduler_service.frontend.engine_call import EngineCall
+from scheduler_service.frontend.engine_link import MIN_WAITING, WAITING_SHARE
 from scheduler_service.frontend.request import GenerationRequest
 from scheduler_service.frontend.request_memory import UnreadOutput, request_bytes
 from scheduler_service.frontend.streams import OutputDelta, OutputStream
@@ -80,6 +82,31 @@ def test_a_request_counts_more_than_its_numbers_take() -> None:
     in_engine = len(packed) + 100_000 // 16 * sys.getsizeof(bytes(KEY_BYTES))
     held = in_front_end + in_engine
     assert held < request_bytes(large) < 2 * held
+
+
+async def test_a_call_that_ends_before_its_output_is_read_gives_its_bytes_back(one: InProcess) -> None:
+    """As one that is cancelled in the turn in which its submission is answered."""
+    request = GenerationRequest(request_id="a", prompt_token_ids=[5], sampling=CoreSamplingParams(max_tokens=5))
+    with EngineCall(one.link) as call:
+        await call.admit("a", 0)
+        state = await call.submit(request, await one.link.model())
+        state.stream.put_token(0, 70, "g", 1)
+        assert one.link.unread.num_bytes
+    assert one.link.unread.num_bytes == 0
+    await until(lambda: not one.engine.requests)
+
+
+async def test_calls_that_the_engine_has_not_admitted_are_bounded_too(one: InProcess) -> None:
+    one.link.say = lambda *_, **__: None  # type: ignore[method-assign]  # the engine hears of nothing
+    most = max(MIN_WAITING, one.link.unread.most // WAITING_SHARE)
+    with EngineCall(one.link) as first, EngineCall(one.link) as second:
+        waiting = asyncio.create_task(first.admit("a", 10 * most))  # the only one may be as large as it likes
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="wait to be admitted"):
+            await second.admit("b", 1)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+    assert one.link._waiting_bytes == 0
 
 
 async def test_what_a_message_hides_counts(one: InProcess) -> None:

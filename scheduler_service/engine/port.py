@@ -1,0 +1,76 @@
+"""The port of a service whose processes share it: taken once for all of them, and refused to any other service."""
+
+import contextlib
+import socket
+import sys
+from collections.abc import Iterator
+
+from pagewire_common.start_error import StartError
+
+WILDCARDS = ("0.0.0.0", "::")  # noqa: S104
+
+
+@contextlib.contextmanager
+def reserved(listen: str) -> Iterator[str]:
+    """Take a port that sockets of this user may share, within the block; gives HOST:PORT with the port's number.
+
+    Nothing listens on it, so no connection comes. It is taken at every address that gRPC will bind for this host.
+    Raises StartError when the address cannot be had, or another server has it.
+    """
+    host, _, number = listen.rpartition(":")
+    port = int(number)
+    with contextlib.ExitStack() as stack:
+        try:
+            for family, address in _addresses(host.strip("[]")):
+                with _bound(family, address, port) as alone:  # which fails while another server listens
+                    port = alone.getsockname()[1]
+                    stack.enter_context(_claimed(f"{address}:{port}"))
+                stack.enter_context(_bound(family, address, port, shares=True))
+        except OSError as error:
+            reason = f"cannot listen on {listen}: the port is in use, or the address is not ours"
+            raise StartError(reason) from error
+        yield f"{host}:{port}"
+
+
+def _addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
+    """What gRPC binds for a host: all addresses of a name, and both families for either one's wildcard."""
+    hosts = WILDCARDS if host in WILDCARDS else (host,)
+    found = [info for name in hosts for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    usable = {family: _has_family(family) for family, *_ in found}
+    return list(dict.fromkeys((family, str(address[0])) for family, *_, address in found if usable[family]))
+
+
+def _has_family(family: socket.AddressFamily) -> bool:
+    try:
+        with socket.socket(family) as probe:
+            probe.bind(("::1" if family == socket.AF_INET6 else "127.0.0.1", 0))
+    except OSError:  # as IPv6 in many containers
+        return False
+    return True
+
+
+def _bound(family: socket.AddressFamily, address: str, port: int, *, shares: bool = False) -> socket.socket:
+    bound = socket.socket(family)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shares:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind((address, port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def _claimed(address: str) -> socket.socket:
+    """A name that one process has at a time, until it ends: sockets that share a port would not notice each other."""
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        if sys.platform == "linux":
+            claim.bind(f"\0pagewire {address}")
+    except OSError:
+        claim.close()
+        raise
+    return claim

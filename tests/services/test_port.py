@@ -1,0 +1,61 @@
+"""Front ends share their port with each other and with no other service."""
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from pagewire_common.start_error import StartError
+from scheduler_service.engine.port import reserved
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
+def test_a_port_is_taken_once(host: str) -> None:
+    with reserved(f"{host}:0") as listen, pytest.raises(StartError, match="the port is in use"), reserved(listen):
+        pass
+    with reserved(listen) as again:
+        assert again == listen
+
+
+def test_a_port_at_which_another_server_listens_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        for host in ("127.0.0.1", "localhost", "0.0.0.0"):
+            with pytest.raises(StartError, match="the port is in use"), reserved(f"{host}:{port}"):
+                pass
+
+
+def test_of_two_that_take_a_port_at_once_one_has_it() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        listen = f"127.0.0.1:{probe.getsockname()[1]}"
+
+    def take(_: int) -> bool:
+        try:
+            stack = reserved(listen)
+            stack.__enter__()
+        except StartError:
+            return False
+        held.append(stack)
+        return True
+
+    held: list[object] = []
+    with ThreadPoolExecutor(8) as threads:
+        assert sum(threads.map(take, range(64))) == 1
+    held[0].__exit__(None, None, None)
+
+
+def test_a_port_may_be_taken_again_right_after_a_server_that_does_not_share_it() -> None:
+    """Its connections linger for a minute."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        listen = f"127.0.0.1:{server.getsockname()[1]}"
+        with socket.create_connection(server.getsockname()):
+            connection, _ = server.accept()
+            connection.close()  # the side that closes first lingers
+    with reserved(listen):
+        pass
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(StartError, match="not ours"), reserved("192.0.2.1:0"):
+        pass
