@@ -48,6 +48,11 @@ class FrontEndProcesses:
             )
             await asyncio.sleep(pause)
 
+    @property
+    def process_ids(self) -> set[int]:
+        """Of those that run."""
+        return {process.pid for process in self._processes}
+
     def kill(self, process_id: int) -> None:
         """End one of them at once; another number is passed over."""
         for process in self._processes:

@@ -89,6 +89,8 @@ class EngineLink:
 
     async def model(self) -> ServedModel:
         """The served model; raises UNAVAILABLE when no worker tells of one in time."""
+        if self._model.done():
+            return self._model.result()
         timeout = self.welcome.result().no_worker_timeout
         try:
             return await asyncio.wait_for(self.wait_for_model(), timeout)

@@ -25,7 +25,10 @@ from pagewire_client.local import ServiceProcess
 from pagewire_common.errors import RequestError
 from pagewire_common.server import LIVENESS
 from scheduler_service.engine import engine_servicer
+from scheduler_service.engine.front_end_processes import FrontEndProcesses
+from scheduler_service.engine.outbox import Outbox
 from scheduler_service.frontend import server as front_end_server
+from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.request import RequestState
 from scheduler_service.frontend.streams import OutputDelta
 
@@ -158,6 +161,66 @@ async def test_health_and_liveness_tell_of_an_engine_that_hangs(
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         watching.cancel()
         await server.server.stop(None)
+
+
+async def test_front_ends_share_the_memory_of_unread_output() -> None:
+    async with running("127.0.0.1:1", request_memory=1.0) as one:
+        assert one.link.unread.most == 2**28
+        one.front_ends.num_expected = 4
+        other = EngineLink(one.target)
+        reading = asyncio.create_task(other.run())
+        assert (await other.welcome).unread_bytes == 2**26
+        reading.cancel()
+        await asyncio.wait([reading])
+        await other.close()
+
+
+async def test_what_a_front_end_has_counted_stays_when_it_is_gone() -> None:
+    async with running("127.0.0.1:1") as one:
+        other = EngineLink(one.target)
+        reading = asyncio.create_task(other.run())
+        await other.welcome
+        other.counts.num_outputs["stop"] += 3
+        other.counts.token_seconds.observe(0.5)
+        one.link.counts.num_outputs["stop"] += 1
+        for _ in range(2):
+            counts = await one.front_ends.counts()
+            assert (counts.num_outputs["stop"], counts.token_seconds.total) == (4, 0.5)
+            reading.cancel()
+            await asyncio.wait([reading])
+            await until(lambda: len(one.front_ends.sessions) == 1)
+        await other.close()
+
+
+async def test_steps_wait_while_a_front_end_has_too_much_to_take(
+    byte_tokenizer_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, goes_on = FakeWorkerService(byte_tokenizer_directory), asyncio.Event()
+    async with serving(worker) as address, running(address) as one:
+        await one.model()
+        monkeypatch.setattr(Outbox, "has_room", False)
+        monkeypatch.setattr(Outbox, "room", lambda _: goes_on.wait())
+        state = await submit(one, "a", [5], max_tokens=100)
+        await until(lambda: worker.num_steps == 1 + one.settings.max_in_flight_steps)
+        assert one.workers[0].num_steps == 1
+        monkeypatch.undo()
+        goes_on.set()
+        assert sum([len(delta.token_ids) async for delta in state.stream]) == 100
+        await one.close(state)
+
+
+async def test_a_front_end_that_is_to_be_killed_is_and_another_begins() -> None:
+    processes = FrontEndProcesses(1)
+    keeping = asyncio.create_task(processes.run(["--engine", "unix:/nowhere", "--listen", "127.0.0.1:0"]))
+    async with asyncio.timeout(60):
+        await until(lambda: processes.process_ids)
+        (first,) = processes.process_ids
+        processes.kill(first + 1)  # no child of ours
+        processes.kill(first)
+        await until(lambda: processes.process_ids not in (set(), {first}))
+        await processes.stop(set())
+    assert not processes.process_ids
+    await keeping
 
 
 async def test_a_front_end_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
