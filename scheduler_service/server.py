@@ -80,7 +80,8 @@ async def serve(settings: SchedulerSettings) -> None:
             keeping = asyncio.create_task(processes.run(arguments))
             await _run(settings, engine, front_ends, admin, stop, keeping)
             await processes.stop(front_ends.say_goodbye())
-            keeping.cancel()
+            if not keeping.cancel():
+                await keeping  # it is over already: raise why, if it failed
     log.info("stopped")
 
 

@@ -41,7 +41,7 @@ from scheduler_service.settings import SchedulerSettings
 from scheduler_service.statistics.counts import Statistics
 from scheduler_service.statistics.finished_requests import FinishedRequests
 from scheduler_service.wire.codec import PROTOCOL_VERSION, WorkerInfo
-from scheduler_service.wire.submission import decode_group
+from scheduler_service.wire.submission import decode_group, pack
 
 log = structlog.get_logger()
 
@@ -173,7 +173,7 @@ class Engine:
         if call is None:
             return
         assert call.group is not None
-        if call.group.prompt_token_ids.tobytes() != submission.prompt_token_ids:
+        if pack(call.group.prompt_token_ids) != submission.prompt_token_ids:
             raise RequestError(
                 grpc.StatusCode.ALREADY_EXISTS,
                 "request_id is in flight already, with another prompt; a request that resumes is sent again as it was",

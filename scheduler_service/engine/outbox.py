@@ -18,9 +18,10 @@ from scheduler_service.wire.fields import encode_enum
 MOST_ROWS = 512
 MOST_LOGPROBS = 1 << 13
 EVENT_WEIGHT = 8
-ROW_BYTES = 72
 """Rows and log-probabilities of one message, among which any other event counts as so many: 5 ms of a front end to take
 in, and at most 0.1 MiB."""
+ROW_BYTES = 72
+"""Of memory, until a row or a log-probability is taken."""
 MOST_WAITING = 1 << 14
 STUCK_SECONDS = 0.1
 """While more rows wait, or events that weigh as much, no further step's answer is taken in, so that workers are as fast
