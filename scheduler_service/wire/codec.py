@@ -95,18 +95,15 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
         epoch=epoch,
         step_id=output.step_id,
         sequence_ids=[scheduled.sequence.id for scheduled in output.scheduled],
-        block_table_updates=[
-            pb.BlockTableUpdate(sequence_id=sequence_id, start=start, block_ids=_encode_table(block_ids))
-            for sequence_id, start, block_ids in output.block_table_updates
-        ],
-        draft_tokens=[
-            pb.DraftTokens(sequence_id=sequence_id, token_ids=token_ids)
-            for sequence_id, token_ids in output.draft_tokens.items()
-        ],
         finished=output.finished,
         preempted=output.preempted,
     )
-    for new in output.new_sequences:  # in place: a message that is passed in would be serialized and parsed again
+    # All messages are made in place: one that is passed in would be serialized and parsed again.
+    for sequence_id, start, block_ids in output.block_table_updates:
+        message.block_table_updates.add(sequence_id=sequence_id, start=start, block_ids=_encode_table(block_ids))
+    for sequence_id, token_ids in output.draft_tokens.items():
+        message.draft_tokens.add(sequence_id=sequence_id, token_ids=token_ids)
+    for new in output.new_sequences:
         _fill_new_sequence(message.new_sequences.add(), new)
     for fork in output.forks:
         _fill_fork(message.forks.add(), fork)

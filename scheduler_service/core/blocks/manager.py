@@ -105,14 +105,17 @@ class BlockManager:
 
     def publish(self, sequence: Sequence) -> None:
         """Make the full blocks of a sequence's stored tokens findable, on the device or where they were swapped out."""
-        num_full = sequence.num_stored_tokens // self.block_size
-        if self.prefix_caching and num_full > sequence.num_published_blocks:
-            for pool in (self._on_device, self._on_host):
-                if (table := pool.tables.get(sequence.id)) is not None:
-                    keys = self._keys(sequence, num_full)
-                    for index in range(sequence.num_published_blocks, num_full):
-                        pool.blocks.publish(table[index], keys[index])
-                    sequence.num_published_blocks = num_full
+        num_full, start = sequence.num_stored_tokens // self.block_size, sequence.num_published_blocks
+        if not self.prefix_caching or num_full <= start:
+            return
+        blocks, table = self.device, self.tables.get(sequence.id)
+        if table is None:
+            blocks, table = self.host, self.host_tables.get(sequence.id)
+        if table is not None:
+            keys = self._keys(sequence, num_full)
+            for index in range(start, num_full):
+                blocks.publish(table[index], keys[index])
+            sequence.num_published_blocks = num_full
 
     def withdraw(self, sequence: Sequence) -> None:
         """Take what the sequence's blocks hold out of the prefix cache, because it is not sound."""

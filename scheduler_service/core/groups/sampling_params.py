@@ -44,7 +44,7 @@ class SamplingParams:
 
     @property
     def end_token_ids(self) -> frozenset[int]:
-        return self.eos_token_ids | self.stop_token_ids
+        return self.eos_token_ids | self.stop_token_ids if self.stop_token_ids else self.eos_token_ids
 
     @property
     def num_logprobs(self) -> int | None:

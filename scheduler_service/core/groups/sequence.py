@@ -48,6 +48,7 @@ class Sequence:
         "block_keys",
         "candidates",
         "draft_token_ids",
+        "end_token_ids",
         "forked_from",
         "group",
         "id",
@@ -76,8 +77,9 @@ class Sequence:
         self.group = group
         self.index = index
         self.sampling = group.sampling.for_index(index)
-        # Whether log-probabilities are asked for; kept, because it is asked for every sequence and step.
+        # Kept, because they are asked for every sequence and step: whether it reports log-probabilities, what ends it.
         self.reports = self.sampling.num_logprobs is not None or self.sampling.prompt_logprobs is not None
+        self.end_token_ids = self.sampling.end_token_ids
         self.prompt_token_ids = group.prompt_token_ids  # the group's own, which all its sequences share
         self.num_prompt_tokens = len(self.prompt_token_ids)
         self.output_token_ids = array("I", output_token_ids)
@@ -113,10 +115,12 @@ class Sequence:
 
     def tokens_between(self, start: int, stop: int) -> "array[int]":
         """The tokens at these positions, as far as there are any."""
-        start_of_output = max(0, start - self.num_prompt_tokens)
+        num_prompt_tokens = self.num_prompt_tokens
+        if start >= num_prompt_tokens:
+            return self.output_token_ids[start - num_prompt_tokens : stop - num_prompt_tokens]
         tokens = self.prompt_token_ids[start:stop]
-        if stop > self.num_prompt_tokens:
-            tokens += self.output_token_ids[start_of_output : stop - self.num_prompt_tokens]
+        if stop > num_prompt_tokens:
+            tokens += self.output_token_ids[: stop - num_prompt_tokens]
         return tokens
 
     @property

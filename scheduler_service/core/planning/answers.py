@@ -31,6 +31,8 @@ class Answers:
         self._balancer.stepped(self._member, output.num_tokens, seconds)
         if self._groups.accused:
             self._evidence.answered(output, seconds)
+        if self._is_plain(output, answer):
+            return self._take_in_decodes(output, answer.token_ids)
         searches: dict[SequenceGroup, None] = {}
         gained: list[SequenceOutput] = []
         sampled = iter(self._accept_drafts(output, answer, gained) if output.draft_tokens else answer.token_ids)
@@ -64,23 +66,53 @@ class Answers:
                 gained += self._advance_beams(group)
         return gained
 
+    def _is_plain(self, output: SchedulerOutput, answer: ModelOutput) -> bool:
+        """Whether tokens are all that there is to take in: one for each sequence, which computed one.
+
+        A beam's answer has log-probabilities.
+        """
+        groups = self._groups
+        return (
+            output.num_samples == len(output.scheduled) == output.num_tokens
+            and not (output.draft_tokens or output.dropped)
+            and not (answer.logprobs or answer.prompt_logprobs or answer.failed_sequence_ids)
+            and not (groups.accused or groups.swapped or self._waiting.charges)
+        )
+
+    def _take_in_decodes(self, output: SchedulerOutput, token_ids: SequenceOf[int]) -> list[SequenceOutput]:
+        """What `take_in` does with a plain answer, which most are, in half the time."""
+        running, block_size, gained = SequenceStatus.RUNNING, self._config.block_size, []
+        new = tuple.__new__  # of a named tuple's own constructor, two thirds are Python
+        for (sequence, _, _), token_id in zip(output.scheduled, token_ids, strict=True):
+            if sequence.status is not running:
+                continue
+            sequence.num_stored_tokens = num_stored = sequence.num_stored_tokens + 1
+            if num_stored % block_size == 0:
+                self._blocks.publish(sequence)
+            sequence.output_token_ids.append(token_id)
+            # All of its tokens are stored but this one.
+            if token_id in sequence.end_token_ids or num_stored + 1 >= sequence.max_num_tokens:
+                self._end_if_due(sequence, token_id)
+            gained.append(new(SequenceOutput, (sequence, token_id, None, None, 0)))
+        return gained
+
     def _append_token(self, sequence: Sequence, token_id: int) -> None:
-        sampling, output_token_ids = sequence.sampling, sequence.output_token_ids
-        output_token_ids.append(token_id)
-        num_output_tokens = len(output_token_ids)
+        sequence.output_token_ids.append(token_id)
         if (suspicion := sequence.group.suspicion) is not None:
             suspicion.gain_token()
         if self._waiting.charges:
             self._waiting.charge(sequence.group, 0, 1)
-        if num_output_tokens > sampling.min_tokens:
+        self._end_if_due(sequence, token_id)
+
+    def _end_if_due(self, sequence: Sequence, token_id: int) -> None:
+        """End a sequence if its last token, which is this one, ends it."""
+        sampling = sequence.sampling
+        if token_id in sequence.end_token_ids and sequence.num_output_tokens > sampling.min_tokens:
             if token_id in sampling.stop_token_ids:
                 sequence.stop_token_id = token_id
-                return self._groups.finish_sequence(sequence, SequenceStatus.FINISHED_STOPPED)
-            if token_id in sampling.eos_token_ids:
-                return self._groups.finish_sequence(sequence, SequenceStatus.FINISHED_STOPPED)
-        if sequence.num_prompt_tokens + num_output_tokens >= sequence.max_num_tokens:
+            self._groups.finish_sequence(sequence, SequenceStatus.FINISHED_STOPPED)
+        elif sequence.num_tokens >= sequence.max_num_tokens:
             self._groups.finish_sequence(sequence, SequenceStatus.FINISHED_LENGTH_CAPPED)
-        return None
 
     def _fail(self, sequence: Sequence) -> None:
         """End a sequence for which no token could be chosen."""

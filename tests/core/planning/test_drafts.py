@@ -33,7 +33,9 @@ def test_guesses_are_verified_and_change_nothing_but_the_number_of_steps(
         make_group(str(i), random.randint(1, 9), root=bytes(i), n=1 + i % 2, max_tokens=random.randint(1, 15))
         for i in range(4)
     ]
-    groups[2].sequences[0].sampling = replace(groups[2].sampling, stop_token_ids=frozenset(range(20)))
+    stopping = groups[2].sequences[0]  # some guesses go on, rightly, after a token that ends it
+    stopping.sampling = replace(groups[2].sampling, stop_token_ids=frozenset(range(20)))
+    stopping.end_token_ids = stopping.sampling.end_token_ids
     worker = FakeWorker(scheduler.config)
     for group in groups:
         scheduler.add_request(group)
