@@ -2,6 +2,8 @@
 
 - `failover`: from SIGKILL to the next token of a killed worker's streams, and the part of it that recomputing takes.
 - `feeding`: how many workers of 256 sequences and 20 ms a step one scheduler process keeps fed.
+- `front-ends`: what front ends take for each token with few streams and with many, over one connection and over many,
+  and what a step is on the wire to them.
 - `overhead`: one scheduler with one to three workers, beside as many schedulers with one worker each.
 - `bystanders`: streams beside calls that are never read and connections on which nothing is sent.
 """
@@ -21,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.drive import BenchError
-from bench.fleet import bystanders, failover, feeding, overhead
+from bench.fleet import bystanders, failover, feeding, front_ends, overhead
 from pagewire_client import ServerError
 from pagewire_common.open_files import raise_open_files_limit
 from pagewire_common.settings import load_settings
@@ -29,7 +31,7 @@ from pagewire_common.start_error import StartError
 from worker_service.loading.model_store import find_model
 from worker_service.settings import WorkerSettings
 
-PARTS = ("failover", "feeding", "overhead", "bystanders")
+PARTS = ("failover", "feeding", "front-ends", "overhead", "bystanders")
 OVERHEAD_WORKERS = (1, 2, 3)
 """With one worker both sides are alike: their difference is the error of the measurement."""
 OVERHEAD_COLUMNS = (
@@ -38,8 +40,12 @@ OVERHEAD_COLUMNS = (
 )  # fmt: skip
 FEEDING_COLUMNS = (
     "workers", "idle, %", "sequences a step", "tok/s", "messages/s", "tokens a message",
-    "engine, µs a token", "front ends, µs a token", "engine, cores", "front ends, cores", "workers, cores",
-    "client, cores",
+    "engine, µs a token", "front ends, µs a token", "engine, cores", "front ends, cores", "busiest of them, %",
+    "workers, cores", "client, cores",
+)  # fmt: skip
+FRONT_ENDS_COLUMNS = (
+    "streams", "front ends", "connections", "messages/s", "engine, µs a token", "front ends, µs a token",
+    "front ends, cores", "busiest of them, %",
 )  # fmt: skip
 
 
@@ -73,6 +79,11 @@ def run(parts: list[str], most: int, model: Path, console: Console) -> dict[str,
             "points": [asdict(point) for point in seen],
         }
         console.print(table(*FEEDING_COLUMNS, rows=[tuple(asdict(point).values()) for point in seen]))
+    if "front-ends" in parts:
+        costs, wire = front_ends.run(model, tell), front_ends.wire()
+        report["front-ends"] = {"costs": [asdict(cost) for cost in costs], "wire": asdict(wire)}
+        console.print(table(*FRONT_ENDS_COLUMNS, rows=[tuple(asdict(cost).values()) for cost in costs]))
+        console.print(table("bytes a step", "encode, µs", "decode, µs", rows=[tuple(asdict(wire).values())]))
     if "overhead" in parts:
         report["overhead"] = [asdict(overhead.run(model, vocabulary_size, number, tell)) for number in OVERHEAD_WORKERS]
         console.print(table(*OVERHEAD_COLUMNS, rows=[tuple(one.values()) for one in report["overhead"]]))
@@ -96,7 +107,7 @@ def main() -> None:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         model = find_model("default", load_settings(WorkerSettings, "bench", []).cache.expanduser()).path
-        report = run(parts, arguments.most, model, Console(file=sys.stdout, width=200))
+        report = run(parts, arguments.most, model, Console(file=sys.stdout, width=240))
     except (BenchError, ServerError, StartError, OSError) as error:
         sys.exit(f"bench.fleet: {error}")
     except (grpc.RpcError, psutil.Error) as error:

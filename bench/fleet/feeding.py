@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from bench.drive import BenchError
 from bench.fleet.child import Child
 from bench.fleet.sleeping_servicer import MAX_NUM_SEQS
@@ -47,6 +49,8 @@ class Feeding:
     engine_cores: float
     """CPU seconds a second; gRPC's own threads run beside Python's."""
     front_ends_cores: float
+    busiest_percent: float
+    """What the busiest front end takes of that."""
     workers_cores: float
     client_cores: float
 
@@ -56,8 +60,18 @@ class Feeding:
         return self.idle_percent < MOST_IDLE_PERCENT and self.sequences_a_step > 0.95 * MAX_NUM_SEQS
 
 
-def measure(num_workers: int, model: Path, scheduler_arguments: Sequence[str] = ()) -> Feeding:
-    """Start everything, wait until steps are full, and look for a few seconds."""
+def measure(
+    num_workers: int,
+    model: Path,
+    scheduler_arguments: Sequence[str] = (),
+    *,
+    num_streams: int | None = None,
+    num_connections: int | None = None,
+) -> Feeding:
+    """Start everything, wait until steps are full, and look for a few seconds.
+
+    By default there are more streams than run at once, and a connection for every 64 of them.
+    """
     with contextlib.ExitStack() as stack:
         groups = []
         for start in range(0, num_workers, WORKERS_A_PROCESS):
@@ -75,8 +89,13 @@ def measure(num_workers: int, model: Path, scheduler_arguments: Sequence[str] = 
         stack.callback(scheduler.stop)
         target = str(scheduler.wait_for("listening", 60)["address"])
         scheduler.wait_for("ready", 60)
-        num_streams = int(num_workers * MAX_NUM_SEQS * (1 + WAITING_SHARE))
-        load = stack.enter_context(Child("bench.fleet.raw_load", "--target", target, "--streams", str(num_streams)))
+        if num_streams is None:
+            num_streams = int(num_workers * MAX_NUM_SEQS * (1 + WAITING_SHARE))
+        of_load = ["--target", target, "--streams", str(num_streams)]
+        if num_connections is not None:
+            of_load += ["--connections", str(num_connections)]
+        load = stack.enter_context(Child("bench.fleet.raw_load", *of_load))
+        front_ends = [process.pid for process in psutil.Process(scheduler.process.pid).children()]
 
         def read() -> dict[str, float]:
             workers = [worker for group in groups for worker in group.ask().values()]
@@ -84,18 +103,19 @@ def measure(num_workers: int, model: Path, scheduler_arguments: Sequence[str] = 
                 **load.ask(),
                 **{name: sum(worker[name] for worker in workers) for name in workers[0]},
                 "engine_cpu": cpu_seconds([scheduler.process.pid], descendants=False),
-                "scheduler_cpu": cpu_seconds([scheduler.process.pid]),
+                **{f"front_end_cpu_{pid}": cpu_seconds([pid]) for pid in front_ends},
                 "workers_cpu": cpu_seconds([group.process.pid for group in groups]),
                 "now": time.monotonic(),
             }
 
-        _ramp_up(read)
+        _ramp_up(read, min(MAX_NUM_SEQS, num_streams / num_workers))
         before = read()
         time.sleep(WINDOW_SECONDS)
         after = read()
         gained = {name: after[name] - before[name] for name in after}
         seconds = gained["now"]
-        front_ends_cpu = gained["scheduler_cpu"] - gained["engine_cpu"]
+        each_cpu = [gained[f"front_end_cpu_{pid}"] for pid in front_ends]
+        front_ends_cpu = sum(each_cpu)
         num_tokens = max(gained["num_sequences"], 1)
         return Feeding(
             num_workers,
@@ -108,12 +128,13 @@ def measure(num_workers: int, model: Path, scheduler_arguments: Sequence[str] = 
             front_ends_us=front_ends_cpu * 1e6 / num_tokens,
             engine_cores=gained["engine_cpu"] / seconds,
             front_ends_cores=front_ends_cpu / seconds,
+            busiest_percent=100 * max(each_cpu) / front_ends_cpu,
             workers_cores=gained["workers_cpu"] / seconds,
             client_cores=gained["cpu_seconds"] / seconds,
         )
 
 
-def _ramp_up(read: Callable[[], dict[str, float]]) -> None:
+def _ramp_up(read: Callable[[], dict[str, float]], full: float) -> None:
     """Return when steps have been full for a while, or when they will not be."""
     until = time.monotonic() + RAMP_SECONDS
     before = read()
@@ -121,7 +142,7 @@ def _ramp_up(read: Callable[[], dict[str, float]]) -> None:
         time.sleep(1.0)
         after = read()
         steps = after["num_steps"] - before["num_steps"]
-        if steps and (after["num_sequences"] - before["num_sequences"]) / steps > 0.95 * MAX_NUM_SEQS:
+        if steps and (after["num_sequences"] - before["num_sequences"]) / steps > 0.95 * full:
             break
         before = after
     time.sleep(SETTLE_SECONDS)

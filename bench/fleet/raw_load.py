@@ -24,8 +24,9 @@ OUTPUT_TOKENS = (128, 384)
 class RawLoad:
     """`num_streams` at once, for ever."""
 
-    def __init__(self, num_streams: int) -> None:
+    def __init__(self, num_streams: int, num_connections: int | None = None) -> None:
         self.num_streams = num_streams
+        self.num_connections = num_connections or -(-num_streams // STREAMS_A_CONNECTION)
         self.num_completed = 0
         self.num_tokens = 0
         """Of completed streams only."""
@@ -37,7 +38,7 @@ class RawLoad:
         """Raises ProtocolError, ValueError or OSError when a stream or a connection fails."""
         host, _, port = target.rpartition(":")
         loop = asyncio.get_running_loop()
-        for _ in range(-(-self.num_streams // STREAMS_A_CONNECTION)):
+        for _ in range(self.num_connections):
             _, connection = await loop.create_connection(
                 lambda: Connection(PATH, self._ended, self._failed), host, int(port)
             )
@@ -78,8 +79,8 @@ class RawLoad:
             self.failure.set_exception(error)
 
 
-async def main(target: str, num_streams: int) -> None:
-    load = RawLoad(num_streams)
+async def main(target: str, num_streams: int, num_connections: int | None) -> None:
+    load = RawLoad(num_streams, num_connections)
     either = [asyncio.create_task(load.run(target)), asyncio.create_task(report(load.counters))]
     done, _ = await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     for task in either:
@@ -92,5 +93,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--target", required=True)
     parser.add_argument("--streams", type=int, required=True)
+    parser.add_argument("--connections", type=int, help=f"default: one for every {STREAMS_A_CONNECTION} streams")
     arguments = parser.parse_args()
-    asyncio.run(main(arguments.target, arguments.streams))
+    asyncio.run(main(arguments.target, arguments.streams, arguments.connections))

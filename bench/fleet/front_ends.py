@@ -1,0 +1,94 @@
+"""What front ends cost with few streams and with many, and how a client's connections divide among them."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.fleet import feeding
+from bench.fleet.sleeping_servicer import MAX_NUM_SEQS
+from pagewire.v1 import engine_service_pb2 as pb
+from scheduler_service.engine.outbox import Outbox
+
+NUM_ROUNDS = 300
+FIRST_TOKEN_ID, FIRST_OUTPUT = 30_000, 1_000_000
+"""Of a vocabulary, and of an engine that has run for a while: small numbers would make small messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Streams of one worker that sleeps 20 ms a step."""
+
+    streams: int
+    front_ends: int = 1
+    connections: int | None = None
+
+
+CASES = (Case(1), Case(8), Case(256), Case(256, 2, 1), Case(256, 2, 32))
+"""The last two are a gateway that has a single connection, and one that has many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The measurement of a case."""
+
+    streams: int
+    front_ends: int
+    connections: int
+    messages_per_second: float
+    """Of all streams; each is due 50 tokens a second."""
+    engine_us: float
+    front_ends_us: float
+    """CPU time for each token, everything in it counted."""
+    front_ends_cores: float
+    busiest_percent: float
+    """What the busiest front end takes of the CPU time of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """One step of 256 sequences on its way from the engine to a front end."""
+
+    num_bytes: int
+    encode_us: float
+    decode_us: float
+
+
+def run(model: Path, tell: Callable[[str], None]) -> list[Cost]:
+    return [_measure(case, model, tell) for case in CASES]
+
+
+def _measure(case: Case, model: Path, tell: Callable[[str], None]) -> Cost:
+    arguments = ["--frontends", str(case.front_ends)]
+    connections = case.connections or -(-case.streams // 64)
+    seen = feeding.measure(1, model, arguments, num_streams=case.streams, num_connections=connections)
+    cost = Cost(
+        case.streams,
+        case.front_ends,
+        connections,
+        seen.messages_per_second,
+        seen.engine_us,
+        seen.front_ends_us,
+        seen.front_ends_cores,
+        seen.busiest_percent,
+    )
+    tell(str(cost))
+    return cost
+
+
+def wire() -> Wire:
+    """The fastest of many rounds."""
+    outbox = Outbox()
+    encode_us, decode_us, data = [], [], b""
+    for _ in range(NUM_ROUNDS):
+        outbox.outputs += range(FIRST_OUTPUT, FIRST_OUTPUT + MAX_NUM_SEQS)
+        outbox.token_ids += range(FIRST_TOKEN_ID, FIRST_TOKEN_ID + MAX_NUM_SEQS)
+        began = time.perf_counter()
+        data = outbox.take().SerializeToString()
+        encoded = time.perf_counter()
+        message = pb.AttachResponse.FromString(data)
+        rows = list(zip(message.outputs, message.token_ids, strict=True))
+        decode_us.append(1e6 * (time.perf_counter() - encoded))
+        encode_us.append(1e6 * (encoded - began))
+        assert len(rows) == MAX_NUM_SEQS
+    return Wire(len(data), min(encode_us), min(decode_us))
