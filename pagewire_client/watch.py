@@ -99,7 +99,8 @@ class View:
         }
         words = [time.strftime("%H:%M:%S"), *(f"{name}={value}" for name, value in fields.items())]
         news = f"{self._news}\n" if self._has_news else ""
-        return news + " ".join([*words, *(["draining"] if state.draining else [])])
+        error = f"\n{state.front_end_error}" if state.front_end_error else ""
+        return news + " ".join([*words, *(["draining"] if state.draining else [])]) + error
 
     # ---- as a picture
 
@@ -108,6 +109,8 @@ class View:
             return Text(f"{self._target}: {self._news}")
         state = self._sample.state
         parts: list[RenderableType] = [self._summary(state), self._workers(state)]
+        if state.front_end_error:
+            parts.append(Text(state.front_end_error, style="red"))
         if self._news:
             parts.append(Text(self._news, style="yellow"))
         return Group(*parts)

@@ -68,7 +68,8 @@ async def serve(settings: SchedulerSettings) -> None:
     stop = stop_event()
     engine = Engine(settings)
     processes = FrontEndProcesses(settings.frontends)
-    front_ends, admin = FrontEnds(engine, settings.frontends, processes.kill), AdminServicer(engine)
+    front_ends = FrontEnds(engine, settings.frontends, processes.kill)
+    admin = AdminServicer(front_ends)
     metrics = SchedulerMetrics(front_ends, model_name(settings.model), vllm_names=settings.vllm_metric_names)
     with reserved(settings.listen) as listen:
         async with (
@@ -77,7 +78,7 @@ async def serve(settings: SchedulerSettings) -> None:
         ):
             arguments = ["--engine", target, "--listen", listen]
             arguments += ["--log-level", settings.log_level, "--log-format", settings.log_format]
-            keeping = asyncio.create_task(processes.run(arguments))
+            keeping = asyncio.create_task(processes.run(arguments, front_ends.listens))
             await _run(settings, engine, front_ends, admin, stop, keeping)
             await processes.stop(front_ends.say_goodbye())
             if not keeping.cancel():
@@ -97,22 +98,8 @@ async def _run(
         log.info("listening", address=await front_ends.wait_until_listening())
         await engine.run()
 
-    async def announce() -> None:
-        model = await engine.wait_for_model()
-        _spare_the_collector()
-        is_first = True
-        async for serving in engine.watch_health():
-            front_ends.tell_serving(serving=serving)
-            if is_first:
-                await front_ends.until_serving()
-                is_first = False
-            if serving:
-                log.info("ready", model=model.name, context_length=model.context_length)
-            else:
-                log.warning("not serving: no worker takes requests", seconds=settings.no_worker_timeout)
-
     running = asyncio.create_task(run_engine())
-    announcing = asyncio.create_task(announce())
+    announcing = asyncio.create_task(announce(engine, front_ends))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((running, keeping, stopping), return_when=asyncio.FIRST_COMPLETED)
     log.info("stopping", requests=len(engine.requests))
@@ -126,6 +113,25 @@ async def _run(
     for result in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(result, Exception):
             raise result
+
+
+async def announce(engine: Engine, front_ends: FrontEnds) -> None:
+    """Have front ends show whether requests are worth sending here, and log it, until cancelled."""
+    model = await engine.wait_for_model()
+    _spare_the_collector()
+
+    async def say_ready() -> None:
+        await front_ends.until_serving()
+        log.info("ready", model=model.name, context_length=model.context_length)
+
+    async with asyncio.TaskGroup() as tasks:
+        async for serving in engine.watch_health():  # the first is that it is so
+            front_ends.tell_serving(serving=serving)
+            if serving:
+                saying = tasks.create_task(say_ready())
+            else:
+                saying.cancel()
+                log.warning("not serving: no worker takes requests", seconds=engine.settings.no_worker_timeout)
 
 
 def _spare_the_collector() -> None:

@@ -1,11 +1,19 @@
 """Looks at a running scheduler from outside."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import grpc
+import psutil
 
 from pagewire.v1.admin_service_pb2 import ClusterState, GetClusterStateRequest, WorkerState
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
+from pagewire.v1.inference_service_pb2 import GetModelRequest
+from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
+
+OWN = (("grpc.use_local_subchannel_pool", 1),)
+"""Options of a channel that has a connection of its own."""
 
 
 async def cluster_state(target: str) -> ClusterState:
@@ -21,6 +29,41 @@ async def until_idle(target: str) -> ClusterState:
             if not state.num_waiting and not any(map(is_busy, state.workers)):
                 return state
             await asyncio.sleep(0.01)
+
+
+def front_ends(target: str) -> list[psutil.Process]:
+    """The processes that listen on the scheduler's port. (Its children are other ones: see forked_front_ends.py.)"""
+    _, _, port = target.rpartition(":")
+    sockets = psutil.net_connections("tcp")
+    listening = {one.pid for one in sockets if one.status == psutil.CONN_LISTEN and one.laddr.port == int(port)}
+    return [process for process in psutil.process_iter() if process.pid in listening]
+
+
+@asynccontextmanager
+async def connected_to_each(target: str) -> AsyncIterator[dict[int, InferenceServiceStub]]:
+    """A connection to each front end, by its process id."""
+    stubs: dict[int, InferenceServiceStub] = {}
+    channels = []
+    try:
+        async with asyncio.timeout(60):
+            while len(stubs) < 2:
+                before = {process.pid: num_connections(process) for process in front_ends(target)}
+                channel = grpc.aio.insecure_channel(target, options=OWN)
+                channels.append(channel)
+                stub = InferenceServiceStub(channel)
+                await stub.GetModel(GetModelRequest(), wait_for_ready=True)
+                for process in front_ends(target):
+                    if num_connections(process) > before.get(process.pid, 0):
+                        stubs.setdefault(process.pid, stub)
+        yield stubs
+    finally:
+        for channel in channels:
+            await channel.close()
+
+
+def num_connections(process: psutil.Process) -> int:
+    """Those of clients, and whatever else is TCP."""
+    return sum(connection.status == "ESTABLISHED" for connection in process.net_connections("tcp"))
 
 
 def is_busy(worker: WorkerState) -> bool:

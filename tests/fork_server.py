@@ -4,9 +4,11 @@ seconds of CPU, a fork a hundredth of one.
 python fork_server.py DESCRIPTOR MODULE... imports the modules and answers the requests that come over that socket; see
 forked.py, which sends them. The child is then what `python -m MODULE` would be: arguments, environment, folder, session
 and the three standard streams are the request's, and it ends with the status that Python gives it. This process stays
-without threads, which a fork would lose, and ends when the process of tests does, together with all its children.
+without threads, which a fork would lose, and ends when all processes have that may ask it, together with all its
+children. With --front-ends, its children are schedulers, and they ask over that other socket for their front ends.
 """
 
+import argparse
 import contextlib
 import gc
 import importlib
@@ -18,6 +20,7 @@ import signal
 import socket
 import struct
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +37,8 @@ class Start:
     arguments: list[str]
     environment: dict[str, str]
     folder: str
+    ends_with_reader: bool = False
+    """Whether it is killed when its status cannot be read any more, as the process that asked for it has ended."""
 
 
 @dataclass(frozen=True)
@@ -43,44 +48,72 @@ class Child:
     """The descriptor to write its exit status to."""
 
 
+def ask(control: socket.socket, start: Start, streams: Sequence[int]) -> int:
+    """Request a start with these as stdin, stdout and stderr; returns where the child's status is to be read."""
+    status, theirs = os.pipe()
+    try:
+        socket.send_fds(control, [json.dumps(vars(start)).encode()], [*streams, theirs])
+    except OSError:
+        os.close(status)
+        raise
+    finally:
+        os.close(theirs)
+    return status
+
+
 def serve(control: socket.socket) -> tuple[Start, list[int]]:
     """Fork for each request. Returns in the children only: what to start, and stdin, stdout and stderr."""
     children: dict[int, Child] = {}  # by the descriptor that tells their end
+    watched: dict[int, Child] = {}  # those that end with their reader, by the descriptor of their status
     poll = select.poll()
     poll.register(control, select.POLLIN)
     while True:
-        for descriptor, _ in poll.poll():
-            if (ended := children.pop(descriptor, None)) is not None:
-                poll.unregister(descriptor)
-                os.close(descriptor)
-                _report_end(ended)
-                continue
-            message, descriptors, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 4)
-            if not message:  # the process of tests has closed its end, or is gone
-                for child in children.values():
-                    os.kill(child.pid, signal.SIGKILL)
-                os._exit(0)
-            *streams, status = descriptors
-            if not (pid := os.fork()):
-                for end, child in children.items():
-                    os.close(end)
-                    os.close(child.status)
-                os.close(status)
-                control.close()
-                return Start(**json.loads(message)), streams
-            for stream in streams:
-                os.close(stream)
-            os.write(status, STATUS.pack(pid))
-            end = os.pidfd_open(pid)
-            children[end] = Child(pid, status)
-            poll.register(end, select.POLLIN)
+        (descriptor, _), *_ = poll.poll()  # one, for the others may be closed after it
+        if (left := watched.pop(descriptor, None)) is not None:
+            poll.unregister(descriptor)
+            os.kill(left.pid, signal.SIGKILL)
+            continue
+        if (ended := children.pop(descriptor, None)) is not None:
+            poll.unregister(descriptor)
+            os.close(descriptor)
+            if watched.pop(ended.status, None) is not None:
+                poll.unregister(ended.status)
+            _report_end(ended)
+            continue
+        message, descriptors, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 4)
+        if not message:  # every process that had the other end has closed it, or is gone
+            for child in children.values():
+                os.kill(child.pid, signal.SIGKILL)
+            os._exit(0)
+        start = Start(**json.loads(message))
+        *streams, status = descriptors
+        if not (pid := os.fork()):
+            for end, child in children.items():
+                os.close(end)
+                os.close(child.status)
+            os.close(status)
+            control.close()
+            return start, streams
+        for stream in streams:
+            os.close(stream)
+        _tell(status, pid)
+        end = os.pidfd_open(pid)
+        children[end] = Child(pid, status)
+        poll.register(end, select.POLLIN)
+        if start.ends_with_reader:
+            watched[status] = children[end]
+            poll.register(status, 0)  # that the reader is gone is told unasked
 
 
 def _report_end(child: Child) -> None:
     _, status = os.waitpid(child.pid, 0)
-    with contextlib.suppress(BrokenPipeError):  # no test asks any more
-        os.write(child.status, STATUS.pack(os.waitstatus_to_exitcode(status)))
+    _tell(child.status, os.waitstatus_to_exitcode(status))
     os.close(child.status)
+
+
+def _tell(status: int, number: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # what asked for the start is gone, or does not ask any more
+        os.write(status, STATUS.pack(number))
 
 
 def become(start: Start, streams: list[int], of_imports: dict[str, str]) -> None:
@@ -100,11 +133,17 @@ def become(start: Start, streams: list[int], of_imports: dict[str, str]) -> None
 
 
 def main() -> None:
-    control = socket.socket(fileno=int(sys.argv[1]))
-    control.set_inheritable(False)
-    modules = sys.argv[2:]
-    sys.path.remove(str(Path(__file__).parent))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--front-ends", type=int)
+    parser.add_argument("control", type=int)
+    parser.add_argument("modules", nargs="+")
+    arguments = parser.parse_args()
+    control = _socket(arguments.control)
     before = dict(os.environ)
+    if arguments.front_ends is not None:
+        importlib.import_module("forked_front_ends").fork_front_ends(_socket(arguments.front_ends))
+    sys.path.remove(str(Path(__file__).parent))
+    modules = arguments.modules
     for module in modules:
         importlib.import_module(module)
         if module.endswith(".__main__"):
@@ -116,6 +155,12 @@ def main() -> None:
     # Collections in the children would write to pages that they share; the one at the end of each costs 0.5 s.
     gc.freeze()
     become(*serve(control), of_imports)
+
+
+def _socket(descriptor: int) -> socket.socket:
+    inherited = socket.socket(fileno=descriptor)
+    inherited.set_inheritable(False)
+    return inherited
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ With PAGEWIRE_TEST_TRUE_STARTS=1 in the environment, and in tests that use the f
 they do everywhere else.
 """
 
-import json
+import contextlib
 import os
 import select
 import socket
@@ -15,15 +15,20 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
-from fork_server import STATUS, Start
+from fork_server import STATUS, Start, ask
 
 from pagewire_client import local
 
 true_start = local.start_process
 _WORKER = ("worker_service.__main__", "worker_service.execution.worker")
 _SCHEDULER = ("scheduler_service.__main__", "scheduler_service.server")
+FRONT_END = (
+    "scheduler_service.frontend.without_torch",
+    "scheduler_service.frontend.__main__",
+    "scheduler_service.frontend.server",
+)
 IMPORTS = {"worker_service": _WORKER, "faulty_worker": _WORKER, "scheduler_service": _SCHEDULER}
-"""What is imported before the fork, by the module that is run."""
+"""What is imported before the fork, by the module that is run. Front ends are forked for the schedulers among them."""
 _READ_AT_THE_START = ("PAGEWIRE_", "PYTHONPATH", "PYTEST_", "TORCHINDUCTOR_CACHE_DIR")
 """Beginnings of the names of variables that no import reads, so that they may differ from the fork server's. torch sets
 the last in a process of tests that asks more of it.
@@ -66,26 +71,34 @@ class ForkedProcess:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, which is told in a moment
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(9)
 
 
 class ForkServer:
-    """The fork server for these imports; it begins at once, and is ready with the first process."""
+    """The fork server for these imports; it begins at once, and is ready with the first process.
 
-    def __init__(self, imports: Sequence[str]) -> None:
+    Its children have their front ends from another one, if there is one for `front_ends`.
+    """
+
+    def __init__(self, imports: Sequence[str], front_ends: "ForkServer | None" = None) -> None:
         self.environment = dict(os.environ)
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        program = str(Path(__file__).with_name("fork_server.py"))
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, str(Path(__file__).with_name("fork_server.py")), str(theirs.fileno()), *imports]
+        inherited = [theirs.fileno()]
+        if front_ends is not None:
+            inherited.append(front_ends.control.fileno())
+            command.append(f"--front-ends={inherited[-1]}")
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, program, str(theirs.fileno()), *imports],
+                command,
                 stdin=subprocess.DEVNULL,
                 env={name: value for name, value in self.environment.items() if name != "PYTHONPATH"}
                 | {"PYTHONUNBUFFERED": "1"},
-                pass_fds=[theirs.fileno()],
+                pass_fds=inherited,
                 start_new_session=True,
             )
 
@@ -93,19 +106,17 @@ class ForkServer:
         """`python -m MODULE` with stderr on a pipe, in this process's environment and folder."""
         start = Start(module, list(arguments), os.environ | {"PYTHONUNBUFFERED": "1"}, os.getcwd())
         stderr, their_stderr = os.pipe()
-        status, their_status = os.pipe()
         stdin = os.open(os.devnull, os.O_RDONLY)
-        theirs = [stdin, 1, their_stderr, their_status]
         try:
-            socket.send_fds(self._control, [json.dumps(vars(start)).encode()], theirs)
+            status = ask(self.control, start, [stdin, 1, their_stderr])
         finally:
-            for descriptor in (stdin, their_stderr, their_status):
+            for descriptor in (stdin, their_stderr):
                 os.close(descriptor)
         return ForkedProcess(module, status, stderr)
 
     def close(self) -> None:
         """End it, and kill its children."""
-        self._control.close()
+        self.control.close()
         self._process.wait()
 
 
@@ -121,14 +132,19 @@ class ForkServers:
         if (imports := IMPORTS.get(module)) is None:
             return true_start(module, arguments)
         with self._one_looks:
-            if (server := self._servers.get(imports)) is None:
-                server = self._servers[imports] = ForkServer(imports)
+            server = self._server(imports)
         if _read_by_imports(os.environ) != _read_by_imports(server.environment):
             return true_start(module, arguments)
         return server.start(module, arguments)
 
+    def _server(self, imports: Sequence[str]) -> ForkServer:
+        if (server := self._servers.get(imports)) is None:
+            front_ends = self._server(FRONT_END) if imports == _SCHEDULER else None
+            server = self._servers[imports] = ForkServer(imports, front_ends)
+        return server
+
     def close(self) -> None:
-        for server in self._servers.values():
+        for server in reversed(self._servers.values()):  # that of front ends ends when no scheduler may ask it
             server.close()
 
 

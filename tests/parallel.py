@@ -15,25 +15,30 @@ from xdist.scheduler import LoadScopeScheduling
 
 LONGEST = (
     "tests/services/test_default_model.py",
-    "tests/fleet",
     "tests/services/test_tensor_parallel.py",
-    "tests/services/test_processes.py",
-    "tests/worker/models/test_perplexity.py",
-    "tests/services/test_worker_processes.py",
-    "tests/services/test_scheduler_loss.py",
-    "tests/services/test_turns_of_calls.py",
-    "tests/worker/loading/test_model_store.py",
     "tests/kernels/test_triton_compiles.py",
+    "tests/core/test_against_slow_scheduler.py",
+    "tests/worker/models/test_perplexity.py",
+    "tests/fleet",
     "tests/worker/serving/test_worker_process.py",
     "tests/worker/serving/test_rank_processes.py",
-    "tests/core/test_against_slow_scheduler.py",
-    "tests/core/suspects/test_suspects.py",
-    "tests/worker/parallel/test_ranks.py",
     "tests/worker/loading/test_repository_code.py",
-    "tests/deploy/test_two_schedulers.py",
+    "tests/services/test_processes.py",
+    "tests/core/suspects/test_suspects.py",
+    "tests/services/test_front_ends.py",
+    "tests/kernels/test_triton_attention.py",
+    "tests/worker/parallel/test_ranks.py",
+    "tests/services/test_worker_loss.py",
+    "tests/worker/loading/test_model_store.py",
+    "tests/services/test_watchdog.py",
     "tests/services/test_generate.py",
+    "tests/kernels/test_triton_layers.py",
+    "tests/core/test_state_machine.py",
+    "tests/deploy/test_two_schedulers.py",
 )
-"""Groups by the time that they take, the longest first."""
+"""Groups by the time that they take, the longest first, but those whose single tests take half a minute before the
+fleet's: a test that is to be alone waits for the end of another process's test.
+"""
 _GATE, _MACHINE = Path(__file__), Path(__file__).with_name("conftest.py")
 """Files that every process finds, for their locks."""
 

@@ -1,5 +1,6 @@
 """A forked start is the true start: what the module sees, and how it ends."""
 
+import contextlib
 import json
 import os
 import signal
@@ -11,7 +12,11 @@ from typing import Any
 
 import psutil
 import pytest
-from forked import ForkedProcess, ForkServer, true_start
+from cluster import front_ends
+from fork_server import STATUS, Start, ask
+from forked import FRONT_END, ForkedProcess, ForkServer, ForkServers, true_start
+
+from pagewire_client.local import ServiceProcess
 
 TESTS = Path(__file__).parent
 SEEN = """
@@ -121,3 +126,65 @@ def test_neither_server_nor_children_outlive_the_process_of_tests(write: Write) 
     parents = [psutil.Process(child)] if psutil.pid_exists(child) else []
     psutil.wait_procs(parents, timeout=30)
     assert not psutil.pid_exists(child)
+
+
+@pytest.mark.parametrize("ends_with_reader", [False, True])
+def test_only_what_is_to_end_with_its_reader_does(ends_with_reader: bool, server: ForkServer, write: Write) -> None:
+    """It does so even if it is stopped, as the system ends a child with its parent."""
+    with open(os.devnull, "r+b") as null:
+        start = Start(write(SLEEPS), [], dict(os.environ), os.getcwd(), ends_with_reader)
+        status = ask(server.control, start, [null.fileno()] * 3)
+    (process_id,) = STATUS.unpack(os.read(status, STATUS.size))
+    child = psutil.Process(process_id)
+    child.suspend()
+    os.close(status)
+    end(server.start(write("", "started_later"), []))  # so the server knows that the reader is gone
+    if ends_with_reader:
+        psutil.wait_procs([child], timeout=30)
+    assert child.is_running() is not ends_with_reader
+    with contextlib.suppress(psutil.NoSuchProcess):
+        child.kill()
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServiceProcess]:
+    """A forked one, whose workers are nowhere."""
+    servers = ForkServers()
+    monkeypatch.setattr("pagewire_client.local.start_process", servers.start)
+    scheduler = ServiceProcess("scheduler_service", ["--listen", "127.0.0.1:0", "--workers", "127.0.0.1:1"])
+    yield scheduler
+    scheduler.process.kill()
+    scheduler.stop()
+    servers.close()
+
+
+def front_end(address: object) -> psutil.Process:
+    (process,) = front_ends(str(address))
+    return process
+
+
+def test_a_forked_scheduler_has_front_ends_that_are_forked_without_torch(scheduler: ServiceProcess) -> None:
+    process = front_end(scheduler.wait_for("listening", 60)["address"])
+    parent = process.parent()
+    assert parent is not None
+    assert parent.cmdline()[-len(FRONT_END) :] == list(FRONT_END)
+    assert not [file.path for file in process.memory_maps() if "torch" in file.path]
+    assert [file.path for file in process.memory_maps() if "tokenizers" in file.path]
+
+
+def test_a_front_end_that_ends_is_started_again_and_the_last_one_ends_in_order(scheduler: ServiceProcess) -> None:
+    address = scheduler.wait_for("listening", 60)["address"]
+    front_end(address).kill()
+    assert scheduler.wait_for("front end ended and is started again", 60)["status"] == -signal.SIGKILL
+    scheduler.wait_for("front end listening", 60)
+    process = front_end(address)
+    assert scheduler.stop() == 0
+    assert not process.is_running()
+
+
+def test_a_front_end_ends_with_a_scheduler_that_is_killed_even_if_it_is_stopped(scheduler: ServiceProcess) -> None:
+    process = front_end(scheduler.wait_for("listening", 60)["address"])
+    process.suspend()
+    scheduler.process.kill()
+    _, alive = psutil.wait_procs([process], timeout=30)
+    assert not alive

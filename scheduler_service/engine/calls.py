@@ -43,14 +43,17 @@ class Call:
         self.outbox.tell(self.number, **event)
 
     def tell_error(self, error: RequestError, *, at_once: bool = False) -> None:
-        """End its stream with an error: after what its client has not read yet, or `at_once`."""
+        """End its stream with an error: after what its client has not read yet, or `at_once`.
+
+        A request that ends so may have been preempted, or have lost its worker, since it was told where it stands.
+        """
+        if self.group is not None:
+            self.tell_standing()
         self.tell(failed=pb.Failed(code=error.code.value[0], message=str(error), at_once=at_once))
 
     def tell_gained(self, gained: SequenceOutput) -> None:
         """What an output gained, if it is more than a token."""
         group = gained.sequence.group
-        if group.is_finished:
-            self.tell_standing()
         if group.beams is None:
             self.outbox.tell_gained(self.number, gained)
         elif group.is_finished:

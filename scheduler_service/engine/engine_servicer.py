@@ -56,6 +56,8 @@ class FrontEnds(EngineServiceServicer):
         self.is_over = False
         self._changed = asyncio.Event()
         self._gone = FrontendCounts()  # of those that are not attached any more
+        self.error = ""
+        """Why one of them shows NOT_SERVING, in words, from when it says so until all have loaded the model."""
 
     async def Attach(  # type: ignore[override]  # it writes itself
         self, request_iterator: AsyncIterator[pb.AttachRequest], context: Context
@@ -88,11 +90,25 @@ class FrontEnds(EngineServiceServicer):
         """A front end came, went, or shows something else."""
         self._changed.set()
 
+    def note_loaded(self) -> None:
+        """A front end has loaded the model."""
+        if len(self.sessions) >= self.num_expected and all(session.has_loaded for session in self.sessions):
+            self.error = ""
+
     async def until_serving(self) -> None:
-        """Wait until every front end shows SERVING, or one of them takes too long."""
+        """Wait until every front end shows SERVING. Where one of them takes too long, the others are enough."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SHOW_SECONDS):
                 await self._until(lambda session: session.shows_serving)
+        if not self._shows_serving:
+            log.error("not ready: no front end shows SERVING", reason=self.error)
+        while not self._shows_serving:
+            self._changed.clear()
+            await self._changed.wait()
+
+    @property
+    def _shows_serving(self) -> bool:
+        return any(session.shows_serving for session in self.sessions)
 
     def tell_serving(self, *, serving: bool) -> None:
         """Have every front end show SERVING, or not, in a moment."""
@@ -104,6 +120,10 @@ class FrontEnds(EngineServiceServicer):
         """Wait until all that are expected listen; returns the address."""
         await self._until(lambda session: bool(session.address))
         return next(iter(self.sessions)).address
+
+    def listens(self, process_id: int) -> bool:
+        """Whether the front end of this process listens; whether it hangs by now, its session finds out."""
+        return any(session.process_id == process_id for session in self.sessions)
 
     async def _until(self, holds: Any) -> None:
         while len(self.sessions) < self.num_expected or not all(map(holds, self.sessions)):
@@ -137,6 +157,7 @@ class Session:
         self.outbox = Outbox(most_bytes)
         self.address = ""
         self.process_id = 0
+        self.has_loaded = False
         self.shows_serving = False
         self.counts = FrontendCounts()
         self._counts_came = asyncio.Event()
@@ -244,8 +265,12 @@ class Session:
                 self.address, self.process_id = event.listening.address, event.listening.process_id
                 self._front_ends.note_change()
             case "health_shown":
-                self.shows_serving = event.health_shown.serving
+                self.has_loaded, self.shows_serving = True, event.health_shown.serving
+                self._front_ends.note_loaded()
                 self._front_ends.note_change()
+            case "load_failed":
+                reason = event.load_failed.reason
+                self._front_ends.error = f"a front end cannot load the model's tokenizer, and tries again: {reason}"
             case "statistics":
                 self.counts = FrontendCounts.decode(event.statistics)
                 self._counts_came.set()

@@ -1,8 +1,9 @@
 """The front ends' processes: started with the engine, and again when one ends."""
 
 import asyncio
+import contextlib
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 
 import structlog
 
@@ -11,6 +12,15 @@ log = structlog.get_logger()
 FIRST_PAUSE_SECONDS = 0.1
 LAST_PAUSE_SECONDS = 5.0
 END_SECONDS = 5.0
+MOST_DEAF_SECONDS = 60.0
+"""How often it is seen whether a process listens. On a busy machine it starts in seconds; before it listens the engine
+does not know its process id, and so could not end it if it hangs."""
+
+
+async def start_process(arguments: Sequence[str]) -> asyncio.subprocess.Process:
+    """Start a front end with these arguments."""
+    command = [sys.executable, "-m", "scheduler_service.frontend", *arguments]
+    return await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True)
 
 
 class FrontEndProcesses:
@@ -21,24 +31,21 @@ class FrontEndProcesses:
         self._processes: set[asyncio.subprocess.Process] = set()
         self._is_over = False
 
-    async def run(self, arguments: Sequence[str]) -> None:
-        """Keep them running until cancelled, or until `stop`."""
-        command = [sys.executable, "-m", "scheduler_service.frontend", *arguments]
-        await asyncio.gather(*(self._keep(command) for _ in range(self._count)))
+    async def run(self, arguments: Sequence[str], listens: Callable[[int], bool]) -> None:
+        """Keep them running until cancelled, or until `stop`. `listens` knows process ids of those that do."""
+        await asyncio.gather(*(self._keep(arguments, listens) for _ in range(self._count)))
 
-    async def _keep(self, command: Sequence[str]) -> None:
+    async def _keep(self, arguments: Sequence[str], listens: Callable[[int], bool]) -> None:
         pause, loop = FIRST_PAUSE_SECONDS, asyncio.get_running_loop()
         while not self._is_over:
             began = loop.time()
             try:
-                process = await asyncio.create_subprocess_exec(
-                    *command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
-                )
+                process = await start_process(arguments)
             except OSError as error:  # no memory, or too many processes
                 log.error("front end could not be started", reason=error.strerror or str(error))
             else:
                 self._processes.add(process)
-                status = await process.wait()
+                status = await _end(process, listens)
                 self._processes.discard(process)
                 if self._is_over:
                     return
@@ -57,7 +64,7 @@ class FrontEndProcesses:
         """End one of them at once; another number is passed over."""
         for process in self._processes:
             if process.pid == process_id:
-                process.kill()
+                _kill(process)
 
     async def stop(self, told: Set[int]) -> None:
         """Wait until those that were `told` to have ended, and kill the others: they have no calls yet, or hang."""
@@ -65,10 +72,27 @@ class FrontEndProcesses:
         processes = list(self._processes)
         for process in processes:
             if process.pid not in told:
-                process.kill()
+                _kill(process)
         if processes:
             await asyncio.wait([asyncio.ensure_future(p.wait()) for p in processes], timeout=END_SECONDS)
         for process in processes:
             if process.returncode is None:
-                process.kill()
+                _kill(process)
                 await process.wait()
+
+
+async def _end(process: asyncio.subprocess.Process, listens: Callable[[int], bool]) -> int:
+    """Wait for its end, and bring it about when it does not listen: it hangs on its way there, or on its way out."""
+    while True:
+        try:
+            return await asyncio.wait_for(process.wait(), MOST_DEAF_SECONDS)
+        except TimeoutError:
+            if not listens(process.pid):
+                log.error("front end does not listen and is ended", seconds=MOST_DEAF_SECONDS)
+                _kill(process)
+                return await process.wait()
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended, which is told in a moment
+        process.kill()

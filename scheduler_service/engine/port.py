@@ -1,4 +1,8 @@
-"""The port of a service whose processes share it: taken once for all of them, and refused to any other service."""
+"""The port of a service whose processes share it: taken once for all of them, and refused to any other service.
+
+Only two services that start within the same fraction of a millisecond, one at an address and one at all addresses,
+may both have it.
+"""
 
 import contextlib
 import socket
@@ -25,7 +29,7 @@ def reserved(listen: str) -> Iterator[str]:
                 with _bound(family, address, port) as alone:  # which fails while another server listens
                     port = alone.getsockname()[1]
                     stack.enter_context(_claimed(f"{address}:{port}"))
-                stack.enter_context(_bound(family, address, port, shares=True))
+                stack.enter_context(_held(family, address, port))
         except OSError as error:
             reason = f"cannot listen on {listen}: the port is in use, or the address is not ours"
             raise StartError(reason) from error
@@ -49,10 +53,27 @@ def _has_family(family: socket.AddressFamily) -> bool:
     return True
 
 
-def _bound(family: socket.AddressFamily, address: str, port: int, *, shares: bool = False) -> socket.socket:
+def _held(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
+    """A socket that front ends share the port with, and no other service, also before any of them listens.
+
+    Where connections of a server linger that did not share the port, another service is refused only once they listen.
+    """
+    try:
+        return _bound(family, address, port, shares=True, lingers=False)
+    except OSError:
+        return _bound(family, address, port, shares=True)
+
+
+def _bound(
+    family: socket.AddressFamily, address: str, port: int, *, shares: bool = False, lingers: bool = True
+) -> socket.socket:
+    """A socket that may share the port, and may have it while a former server's connections linger.
+
+    Two that may do the latter are both bound, as long as neither listens.
+    """
     bound = socket.socket(family)
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, lingers)
         if shares:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:

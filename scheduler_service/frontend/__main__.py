@@ -34,9 +34,7 @@ def main() -> None:
     # Where cores are short the engine goes first: a front end that is late merges tokens into fewer messages, while an
     # engine that is late lets workers idle.
     os.nice(NICE)
-    # For a tokenizer transformers would load torch wherever it finds it: 3.0 s and 459 MiB instead of 0.9 and 126.
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would say that there is none
+    import scheduler_service.frontend.without_torch  # noqa: F401
     from scheduler_service.frontend.server import serve
 
     status = 0

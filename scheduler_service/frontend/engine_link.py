@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import re
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -19,6 +20,7 @@ from scheduler_service.frontend.gained import decode_gained
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.request import RequestState
 from scheduler_service.frontend.request_memory import UnreadOutput
+from scheduler_service.frontend.tokenization import without_panic
 from scheduler_service.frontend.turns import Turns
 from scheduler_service.statistics.counts import FrontendCounts
 from scheduler_service.wire.pace import Pace
@@ -49,6 +51,9 @@ answers in milliseconds."""
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 SHUTTING_DOWN = RequestError(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
 GONE = RequestError(grpc.StatusCode.UNAVAILABLE, "the engine is gone; resume the request when the server is back")
+_NO_TOKENIZER = "the model's tokenizer cannot be loaded; the server's log and GetClusterState say why"
+MOST_REASON = 300
+"""Characters of why the model cannot be loaded."""
 
 
 class EngineLink:
@@ -88,8 +93,8 @@ class EngineLink:
         return await asyncio.shield(self._model)
 
     async def model(self) -> ServedModel:
-        """The served model; raises UNAVAILABLE when no worker tells of one in time."""
-        if self._model.done():
+        """The served model; raises UNAVAILABLE when no worker tells of one in time, or it cannot be loaded."""
+        if self._has_model:
             return self._model.result()
         timeout = self.welcome.result().no_worker_timeout
         try:
@@ -97,6 +102,12 @@ class EngineLink:
         except TimeoutError:
             reason = f"no worker took requests for {timeout:g} s"
             raise RequestError(grpc.StatusCode.UNAVAILABLE, reason) from None
+        except Exception:
+            raise RequestError(grpc.StatusCode.UNAVAILABLE, _NO_TOKENIZER) from None
+
+    @property
+    def _has_model(self) -> bool:
+        return self._model.done() and self._model.exception() is None
 
     @property
     def stall_timeout(self) -> float:
@@ -106,7 +117,7 @@ class EngineLink:
     @property
     def max_request_bytes(self) -> int:
         """The largest message of a request: for the model's longest prompts and no more, as parsing blocks the loop."""
-        context_length = self._model.result().context_length if self._model.done() else 0
+        context_length = self._model.result().context_length if self._has_model else 0
         return max(MIN_REQUEST_BYTES, context_length * BYTES_PER_TOKEN)
 
     @contextlib.contextmanager
@@ -307,9 +318,10 @@ class EngineLink:
                 return ServedModel.load(limits, Path(directory))
 
         try:
-            self._model.set_result(await asyncio.to_thread(load))
+            self._model.set_result(await asyncio.to_thread(without_panic, load))
         except Exception as error:
             self._model.set_exception(error)
+            self.say(0, load_failed=pb.LoadFailed(reason=_reason(error)))
         self._files.clear()
 
     # ---- for calls
@@ -327,3 +339,10 @@ class EngineLink:
         if (state := self.requests.pop(call, None)) is not None:
             for index in range(state.request.sampling.n):
                 del self._by_output[state.first_output + index]
+
+
+def _reason(error: Exception) -> str:
+    """Of an error in loading, in one line, without the folder that the files were in."""
+    text = re.sub(r"[^\s'\"]*/pagewire-[^/\s'\"]*/?", "", str(error))
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split()) or type(error).__name__
+    return line if len(line) <= MOST_REASON else f"{line[:MOST_REASON]}…"

@@ -23,6 +23,9 @@ SERVICES = [
     admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
 ]
 LOOK_SECONDS = 1.0
+UNLOADED_SECONDS = 5.0
+"""How long a front end that cannot load the model serves AdminService, which says so, until it ends and is started
+again."""
 MOST_SILENT_SECONDS = 30.0
 """The engine says something every five seconds, and a step may keep it busy for milliseconds."""
 LONGEST_MESSAGE = 16 << 20
@@ -60,9 +63,11 @@ async def serve(engine: str, listen: str) -> int:
             showing = asyncio.create_task(show_health(link, server))
             watching = asyncio.create_task(watch_engine(link, server))
             await asyncio.wait((running, showing), return_when=asyncio.FIRST_COMPLETED)
-            await server.stop(_nothing, 0)
             if showing.done():
                 log.error("the model's tokenizer cannot be loaded", exc_info=showing.exception())
+                await asyncio.wait((running,), timeout=UNLOADED_SECONDS)
+            await server.stop(_nothing, 0)
+            if showing.done():
                 return 1
         return 0 if await running else 1
     finally:

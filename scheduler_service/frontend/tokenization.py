@@ -57,6 +57,21 @@ class TooManyTokensError(ValueError):
     """A text has more tokens than the limit."""
 
 
+class PanicError(RuntimeError):
+    """The tokenizer's library has failed inside."""
+
+
+def without_panic(function: Callable[[], T]) -> T:
+    """Call a function of Rust. Where that panics it raises an exception that is no `Exception`, and that would end
+    whatever takes care of one request's errors."""
+    try:
+        return function()
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":  # a class that cannot be imported
+            raise PanicError(f"the tokenizer's library has failed inside: {error}") from None
+        raise
+
+
 class Tokenizer:
     """Encodes prompts off the event loop and makes incremental detokenizers.
 
@@ -127,7 +142,7 @@ class Tokenizer:
 
     async def _on_thread(self, function: Callable[[], T], *, aside: bool = False) -> T:
         threads = self._side_thread if aside else self._threads
-        return await asyncio.get_running_loop().run_in_executor(threads, function)
+        return await asyncio.get_running_loop().run_in_executor(threads, without_panic, function)
 
     def _encode_chat(self, messages: Sequence[dict[str, str]], most: int) -> list[int]:
         # Special tokens in contents are swapped for marks that no text contains, and encoded as plain text where the
@@ -273,7 +288,7 @@ class Detokenizer:
             return ""
         self._pending.append(token_id)
         try:
-            text = self._stream.step(self._tokenizer, token_id)
+            text = without_panic(lambda: self._stream.step(self._tokenizer, token_id))
         except Exception:  # of the library's own type: the context decodes differently with what follows it
             return self._begin_again()
         if text is not None:
@@ -300,5 +315,6 @@ class Detokenizer:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens in the middle of a text."""
-        text = self._tokenizer.decode([*self._anchor, *token_ids], skip_special_tokens=self._skip_special_tokens)
+        ids = [*self._anchor, *token_ids]
+        text = without_panic(lambda: self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens))
         return str(text[len(self._anchor) :])

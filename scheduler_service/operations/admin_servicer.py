@@ -10,7 +10,7 @@ import grpc
 from pagewire.v1 import admin_service_pb2 as pb
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceServicer
 from pagewire_common.errors import RequestError
-from scheduler_service.engine.engine import Engine
+from scheduler_service.engine.engine_servicer import FrontEnds
 from scheduler_service.engine.side_calls import SideCalls
 from scheduler_service.operations.cluster_state import cluster_state
 from scheduler_service.statistics.finished_requests import MAX_REQUESTS
@@ -27,8 +27,9 @@ NUM_FINISHED = 100
 class AdminServicer(AdminServiceServicer):
     """See the .proto for the service's contract. `close` ends the watches, which would otherwise go on for ever."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, front_ends: FrontEnds) -> None:
+        self._front_ends = front_ends
+        self._engine = front_ends.engine
         self._closed = asyncio.Event()
         self._watches = SideCalls("WatchClusterState", max_calls=MAX_WATCHES, max_bytes=0)
 
@@ -36,7 +37,7 @@ class AdminServicer(AdminServiceServicer):
         self._closed.set()
 
     async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.GetClusterStateResponse:
-        return pb.GetClusterStateResponse(state=cluster_state(self._engine))
+        return pb.GetClusterStateResponse(state=cluster_state(self._front_ends))
 
     async def WatchClusterState(
         self, request: pb.WatchClusterStateRequest, context: Context
@@ -49,7 +50,7 @@ class AdminServicer(AdminServiceServicer):
             )
         with self._watches.place():
             while not self._closed.is_set():
-                yield pb.WatchClusterStateResponse(state=cluster_state(self._engine))
+                yield pb.WatchClusterStateResponse(state=cluster_state(self._front_ends))
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._closed.wait(), interval_ms / 1000)
         raise RequestError(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")

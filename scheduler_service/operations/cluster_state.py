@@ -2,13 +2,14 @@
 
 from pagewire.v1 import admin_service_pb2 as pb
 from scheduler_service.core import Balancer
-from scheduler_service.engine.engine import Engine
+from scheduler_service.engine.engine_servicer import FrontEnds
 from scheduler_service.engine.step_split import StepSplit
 from scheduler_service.engine.worker_loop import WorkerLoop
 
 
-def cluster_state(engine: Engine) -> pb.ClusterState:
+def cluster_state(front_ends: FrontEnds) -> pb.ClusterState:
     """Everything in it is of the same moment: nothing is awaited on the way."""
+    engine = front_ends.engine
     statistics, departed = engine.statistics, engine.departed
     workers = [_encode_worker(worker) for worker in engine.workers]
     return pb.ClusterState(
@@ -23,6 +24,7 @@ def cluster_state(engine: Engine) -> pb.ClusterState:
         num_preemptions=departed.num_preemptions + sum(worker.num_preemptions for worker in workers),
         placement=_encode_placement(engine.waiting.balancer),
         workers=workers,
+        front_end_error=front_ends.error,
     )
 
 

@@ -29,7 +29,7 @@ class SchedulerMetrics:
 
     async def families(self) -> list[Metric]:
         counts = await self._front_ends.counts()
-        state = cluster_state(self._front_ends.engine)
+        state = cluster_state(self._front_ends)
         families = [*self._like_vllm("pagewire_", "worker", state, counts, {})]
         if self._vllm_names:
             families += self._like_vllm("vllm:", "engine", state, counts, {"engine": "0"})

@@ -40,7 +40,8 @@ async def test_others_are_served_beside_readers_that_never_read_and_connections_
 ) -> None:
     """An unread stream ends after the stall limit, or is small enough to be kept; either way its blocks are free."""
     members = workers.up(2)
-    fleet = await serve([member.address for member in members], "--stall-timeout", "1")
+    # Long enough that on a slow machine all of them are seen in flight at once before the first ends.
+    fleet = await serve([member.address for member in members], "--stall-timeout", "5")
     async with AsyncExitStack() as stack:
         never_send(stack, fleet.scheduler.address, scale(300, 1000))
         never_send(stack, members[0].address, scale(100, 1000))

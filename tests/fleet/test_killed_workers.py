@@ -6,7 +6,7 @@ import signal
 import time
 
 import psutil
-from cluster import is_busy
+from cluster import front_ends, is_busy
 from fleet_helpers import Fleet, Scale, Serve, storm
 from processes import Member, Supervisor, Workers
 
@@ -40,7 +40,7 @@ async def test_workers_are_killed_one_after_the_other_and_no_stream_notices(
             await load.gain(scale(200, 4000))  # on the others
             victim.start()
             await asyncio.to_thread(victim.wait_for, "ready")
-            memory.append(sum(one.memory_info().rss for one in (process, *process.children(recursive=True))))
+            memory.append(sum(one.memory_info().rss for one in (process, *front_ends(fleet.scheduler.address))))
     await fleet.check_empty()
     state = await fleet.until(lambda state: all(worker.connected for worker in state.workers))
     assert sum(worker.num_preemptions for worker in state.workers) >= num_kills

@@ -6,6 +6,7 @@ from tiny_model import write_byte_tokenizer, write_tiny_llama
 
 from pagewire_client import LocalServer
 from scheduler_service.core.suspects import suspicion
+from scheduler_service.engine import worker_loop
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.tokenization import Tokenizer
 
@@ -24,8 +25,13 @@ def byte_tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A suspect waits for three seconds at most here; on a busy machine it may be ended after a loss or two more."""
+    """A suspect waits for half a second here, and a lost worker for a tenth of one.
+
+    A suspect may wait for three seconds on a busy machine, and it may be ended there after a loss or two more.
+    """
+    monkeypatch.setattr(worker_loop, "LAST_RETRY_SECONDS", 0.1)
     monkeypatch.setattr(suspicion, "MOST_CONTROL_SECONDS", 3.0)
+    monkeypatch.setattr(suspicion, "NOTICE_SECONDS", 0.001)
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ class OneProcess:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.front_ends = FrontEnds(engine, 1)
-        self.admin = AdminServicer(engine)
+        self.admin = AdminServicer(self.front_ends)
         self.link: EngineLink
         self.target = ""  # of the engine, for front ends
         self._calls: dict[RequestState, EngineCall] = {}

@@ -2,29 +2,34 @@
 
 import asyncio
 import contextlib
+import json
 import signal
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
 import pytest
-from cluster import cluster_state, until_idle
+from cluster import cluster_state, connected_to_each, front_ends, until_idle
 from engines import running, submit, until
 from fake_worker_service import FakeWorkerService, serving
+from forked import true_start
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from structlog.testing import capture_logs
 
 from pagewire.v1 import engine_service_pb2 as pb_engine
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.engine_service_pb2_grpc import EngineServiceStub
-from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
-from pagewire_client import Client, LocalServer, SamplingParams
+from pagewire_client import Client, LocalServer, SamplingParams, local
+from pagewire_client.admin import Admin, Sample
 from pagewire_client.llm import collect
 from pagewire_client.local import ServiceProcess
 from pagewire_common.errors import RequestError
 from pagewire_common.server import LIVENESS
-from scheduler_service.engine import engine_servicer
+from scheduler_service import server as engine_server
+from scheduler_service.engine import engine_servicer, front_end_processes
 from scheduler_service.engine.front_end_processes import FrontEndProcesses
 from scheduler_service.engine.outbox import Outbox
 from scheduler_service.frontend import server as front_end_server
@@ -33,7 +38,6 @@ from scheduler_service.frontend.request import RequestState
 from scheduler_service.frontend.streams import OutputDelta
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True, temperature=0)
-LOCAL = (("grpc.use_local_subchannel_pool", 1),)  # a connection of its own
 
 
 @pytest.fixture(scope="module")
@@ -47,34 +51,15 @@ def server(tiny_model_directory: Path) -> Iterator[LocalServer]:
         yield server
 
 
-def front_ends(server: LocalServer) -> list[psutil.Process]:
-    return psutil.Process(server.processes[1].process.pid).children()
+@pytest.fixture
+def true_schedulers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system ends front ends with their scheduler, and not a fork server in its place."""
+    start = local.start_process
 
+    def start_process(module: str, arguments: Sequence[str]) -> Any:
+        return (true_start if module == "scheduler_service" else start)(module, arguments)
 
-@asynccontextmanager
-async def connected_to_each(server: LocalServer) -> AsyncIterator[dict[int, InferenceServiceStub]]:
-    """A connection to each front end, by its process id."""
-    stubs: dict[int, InferenceServiceStub] = {}
-    channels = []
-    try:
-        async with asyncio.timeout(60):
-            while len(stubs) < 2:
-                before = {process.pid: _num_connections(process) for process in front_ends(server)}
-                channel = grpc.aio.insecure_channel(server.target, options=LOCAL)
-                channels.append(channel)
-                stub = InferenceServiceStub(channel)
-                await stub.GetModel(pb.GetModelRequest(), wait_for_ready=True)
-                for process in front_ends(server):
-                    if _num_connections(process) > before.get(process.pid, 0):
-                        stubs.setdefault(process.pid, stub)
-        yield stubs
-    finally:
-        for channel in channels:
-            await channel.close()
-
-
-def _num_connections(process: psutil.Process) -> int:
-    return sum(connection.status == "ESTABLISHED" for connection in process.net_connections("tcp"))
+    monkeypatch.setattr(local, "start_process", start_process)
 
 
 def request(name: str, text: str = "a prompt", **fields: object) -> pb.GenerateRequest:
@@ -103,7 +88,7 @@ async def expected(server: LocalServer, text: str = "a prompt") -> list[int]:
 
 async def test_a_front_end_that_is_killed_takes_only_its_own_streams_and_is_started_again(server: LocalServer) -> None:
     tokens = await expected(server)
-    async with connected_to_each(server) as stubs:
+    async with connected_to_each(server.target) as stubs:
         (victim, doomed), (_, other) = stubs.items()
         lost, kept = doomed.Generate(request("lost")), other.Generate(request("kept"))
         first = await lost.read()
@@ -119,15 +104,15 @@ async def test_a_front_end_that_is_killed_takes_only_its_own_streams_and_is_star
         assert await keeping == tokens
     await until_idle(server.target)
     async with asyncio.timeout(30):
-        await until(lambda: len(front_ends(server)) == 2)
-    async with connected_to_each(server) as stubs:
+        await until(lambda: len(front_ends(server.target)) == 2)
+    async with connected_to_each(server.target) as stubs:
         assert victim not in stubs
 
 
 async def test_a_front_end_that_stands_still_costs_the_streams_of_others_nothing(server: LocalServer) -> None:
     """As a loop in a tokenizer would make it, or a thousand clients that read slowly."""
     tokens = await expected(server)
-    async with connected_to_each(server) as stubs:
+    async with connected_to_each(server.target) as stubs:
         (stopped, still), (_, other) = stubs.items()
         held = still.Generate(request("held"))
         first = await held.read()
@@ -209,9 +194,12 @@ async def test_steps_wait_while_a_front_end_has_too_much_to_take(
         await one.close(state)
 
 
+NOWHERE = ["--engine", "unix:/nowhere", "--listen", "127.0.0.1:0"]
+
+
 async def test_a_front_end_that_is_to_be_killed_is_and_another_begins() -> None:
     processes = FrontEndProcesses(1)
-    keeping = asyncio.create_task(processes.run(["--engine", "unix:/nowhere", "--listen", "127.0.0.1:0"]))
+    keeping = asyncio.create_task(processes.run(NOWHERE, lambda _: False))
     async with asyncio.timeout(60):
         await until(lambda: processes.process_ids)
         (first,) = processes.process_ids
@@ -221,6 +209,78 @@ async def test_a_front_end_that_is_to_be_killed_is_and_another_begins() -> None:
         await processes.stop(set())
     assert not processes.process_ids
     await keeping
+
+
+async def test_a_front_end_that_hangs_before_it_listens_is_ended_and_another_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(front_end_processes, "MOST_DEAF_SECONDS", 0.01)
+    processes, listening = FrontEndProcesses(1), set[int]()
+
+    def listens(process_id: int) -> bool:
+        """The second one does."""
+        if not hung:
+            psutil.Process(process_id).send_signal(signal.SIGSTOP)
+            hung.append(process_id)
+        elif process_id not in hung:
+            listening.add(process_id)
+        return process_id in listening
+
+    hung: list[int] = []
+    with capture_logs() as logs:
+        keeping = asyncio.create_task(processes.run(NOWHERE, listens))
+        async with asyncio.timeout(60):
+            await until(lambda: listening)
+            assert processes.process_ids == listening
+            await processes.stop(set())
+            await keeping
+    assert [log["event"] for log in logs if log["log_level"] == "error"] == ["front end does not listen and is ended"]
+    assert next(log["status"] for log in logs if "status" in log) == -signal.SIGKILL
+
+
+class Ended:
+    """A process that has ended, which is told only after it was looked whether it listens."""
+
+    pid = 2**22 + 1
+    returncode: int | None = None
+
+    def __init__(self) -> None:
+        self._is_told = asyncio.Event()
+
+    def kill(self) -> None:
+        self._is_told.set()
+        raise ProcessLookupError
+
+    async def wait(self) -> int:
+        await self._is_told.wait()
+        self.returncode = 0
+        return self.returncode
+
+
+async def test_a_front_end_that_ends_as_it_is_to_be_killed_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front_end_processes, "MOST_DEAF_SECONDS", 0.01)
+    monkeypatch.setattr(front_end_processes, "FIRST_PAUSE_SECONDS", 0.0)
+    started: list[Ended] = []
+
+    async def start(_: Sequence[str]) -> Ended:
+        started.append(Ended())
+        return started[-1]
+
+    monkeypatch.setattr(front_end_processes, "start_process", start)
+    processes = FrontEndProcesses(1)
+    keeping = asyncio.create_task(processes.run(NOWHERE, lambda _: False))
+    async with asyncio.timeout(60):
+        await until(lambda: len(started) > 1 or keeping.done())
+        await processes.stop(set())
+        await keeping
+
+
+async def test_the_engine_knows_of_each_front_end_whether_it_listens() -> None:
+    async with running("127.0.0.1:1") as one:
+        assert not one.front_ends.listens(123)
+        one.link.say(0, listening=pb_engine.Listening(address="127.0.0.1:1", process_id=123))
+        await until(lambda: one.front_ends.listens(123))
+        assert not one.front_ends.listens(124)
 
 
 async def test_a_front_end_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +331,7 @@ async def _until_two_end(state: RequestState) -> AsyncIterator[OutputDelta]:
 
 
 async def test_request_ids_aborts_and_limits_are_of_the_whole(server: LocalServer) -> None:
-    async with connected_to_each(server) as stubs:
+    async with connected_to_each(server.target) as stubs:
         one, other = stubs.values()
         calls = [one.Generate(request("first")), other.Generate(request("second"))]
         for call in calls:
@@ -296,24 +356,26 @@ async def test_request_ids_aborts_and_limits_are_of_the_whole(server: LocalServe
 
 async def test_operators_see_the_whole_through_any_front_end(server: LocalServer) -> None:
     before = await cluster_state(server.target)
-    async with connected_to_each(server) as stubs:
+    async with connected_to_each(server.target) as stubs:
         for number, stub in enumerate(stubs.values()):
             await outputs(stub.Generate(request(str(number))))
     after = await until_idle(server.target)
     assert after.num_output_tokens - before.num_output_tokens == 2 * LONG.max_tokens
 
 
+@pytest.mark.usefixtures("true_schedulers")
 def test_the_whole_drains_and_ends_with_the_engine(tiny_model_directory: Path) -> None:
     server = LocalServer(str(tiny_model_directory), scheduler_arguments=["--frontends", "2"])
-    children = front_ends(server)
+    children = front_ends(server.target)
     assert len(children) == 2
     assert server.stop() == [0, 0]
     assert not [child for child in children if child.is_running()]
 
 
+@pytest.mark.usefixtures("true_schedulers")
 async def test_front_ends_end_with_an_engine_that_is_killed(tiny_model_directory: Path) -> None:
     with LocalServer(str(tiny_model_directory), scheduler_arguments=["--frontends", "2"]) as server:
-        children = front_ends(server)
+        children = front_ends(server.target)
         folder = Path(children[0].cmdline()[children[0].cmdline().index("--engine") + 1].removeprefix("unix:")).parent
         assert folder.stat().st_mode & 0o777 == 0o700
         async with Client(server.target, retry_for=0) as client:
@@ -338,18 +400,95 @@ async def test_a_tokenizer_that_cannot_be_loaded_is_said_again_and_again(tmp_pat
             "scheduler_service", ["--listen", "127.0.0.1:0", "--workers", address, "--model", "fake"]
         )
         try:
+            target = str((await asyncio.to_thread(scheduler.wait_for, "listening", 60))["address"])
             for _ in range(2):
                 await asyncio.to_thread(scheduler.wait_for, "the model's tokenizer cannot be loaded", 60)
+                async with Admin(target) as admin, aclosing(admin.watch(0.1)) as events:
+                    async for event in events:
+                        if isinstance(event, Sample) and event.state.front_end_error:
+                            break
+                assert event.state.front_end_error.startswith(
+                    "a front end cannot load the model's tokenizer, and tries"
+                )
+                assert "line 1 column" in event.state.front_end_error
                 await asyncio.to_thread(scheduler.wait_for, "front end ended and is started again", 60)
         finally:
             assert await asyncio.to_thread(scheduler.stop) == 0
+
+
+PANICKING = {
+    "version": "1.0",
+    "added_tokens": [],
+    "model": {"type": "BPE", "continuing_subword_prefix": "##", "vocab": {"a": 0, "b": 1}, "merges": ["a b"]},
+}
+"""A tokenizer at which the library itself fails: half of a merge is shorter than what it should begin with."""
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "reason"),
+    [("{", "line 1 column"), (json.dumps(PANICKING), "the tokenizer's library has failed inside")],
+    ids=["no JSON", "panic"],
+)
+async def test_why_no_front_end_is_serving_is_known_until_all_have_loaded_the_model(
+    tokenizer: str, reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(tokenizer)
+    async with serving(FakeWorkerService(tmp_path)) as address, running(address) as one:
+        with pytest.raises(RequestError, match="the model's tokenizer cannot be loaded") as error:
+            await one.link.model()
+        assert error.value.code is grpc.StatusCode.UNAVAILABLE
+        assert one.link.max_request_bytes
+        await until(lambda: one.front_ends.error)
+        assert reason in one.front_ends.error
+        assert "pagewire-" not in one.front_ends.error
+        with capture_logs() as logs, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine_servicer, "SHOW_SECONDS", 0.01)
+            waiting = asyncio.create_task(one.front_ends.until_serving())
+            await until(lambda: logs)
+        assert (logs[0]["event"], logs[0]["reason"]) == (
+            "not ready: no front end shows SERVING",
+            one.front_ends.error,
+        )
+        one.front_ends.num_expected = 2
+        one.link.say(0, health_shown=pb_engine.HealthShown(serving=True))
+        await waiting
+        assert one.front_ends.error
+        one.front_ends.num_expected = 1
+        one.link.say(0, health_shown=pb_engine.HealthShown(serving=True))
+        await until(lambda: not one.front_ends.error)
+
+
+async def test_that_no_worker_takes_requests_is_told_also_while_no_front_end_can_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ready it is when both are there."""
+    monkeypatch.setattr(engine_server, "_spare_the_collector", lambda: None)
+    (tmp_path / "tokenizer.json").write_text("{")
+    no_worker = "not serving: no worker takes requests"
+    async with (
+        serving(FakeWorkerService(tmp_path)) as address,
+        running(address, no_worker_timeout=0.05, time_limit=30) as one,
+    ):
+        with capture_logs() as logs:
+            announcing = asyncio.create_task(engine_server.announce(one.engine, one.front_ends))
+            with pytest.raises(json.JSONDecodeError):
+                await one.link.wait_for_model()
+            await until(lambda: one.front_ends.is_serving)
+            one.engine.workers[0].drain()
+            await until(lambda: not one.front_ends.is_serving)
+            one.link.say(0, health_shown=pb_engine.HealthShown(serving=True))
+            await until(lambda: one.front_ends._shows_serving)
+            one.engine.workers[0].undrain()
+            await until(lambda: logs[-1]["event"] == "ready")
+            announcing.cancel()
+    assert [log["event"] for log in logs if log["event"] in (no_worker, "ready")] == [no_worker, "ready"]
 
 
 async def test_a_request_id_is_free_when_its_stream_has_ended_whichever_front_end_comes_next(
     server: LocalServer,
 ) -> None:
     short = SamplingParams(max_tokens=1, temperature=0)
-    async with connected_to_each(server) as stubs:
+    async with connected_to_each(server.target) as stubs:
         for stub in [*stubs.values()] * 50:
             assert await outputs(stub.Generate(pb.GenerateRequest(request_id="again", text="a", sampling=short)))
 
@@ -371,7 +510,7 @@ def test_a_sigterm_to_every_process_drains_as_one_to_the_engine_does(tiny_model_
         async with Client(server.target, retry_for=0) as client:
             stream = client.generate("a prompt", LONG)
             first = await anext(stream)
-            for process in (*front_ends(server), psutil.Process(server.processes[1].process.pid)):
+            for process in (*front_ends(server.target), psutil.Process(server.processes[1].process.pid)):
                 process.send_signal(signal.SIGTERM)
             return [*first.token_ids, *[token_id async for message in stream for token_id in message.token_ids]]
 

@@ -25,7 +25,7 @@ from scheduler_service.frontend.streams import OutputDelta, OutputStream
 from scheduler_service.frontend.turns import Turns
 from scheduler_service.statistics.counts import FrontendCounts
 
-LARGEST = 1 << 20
+LARGEST = 300 << 10
 LARGE_ID = 2**28 - 1
 ENDED = SequenceStatus.FINISHED_LENGTH_CAPPED
 

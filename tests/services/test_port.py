@@ -1,5 +1,6 @@
 """Front ends share their port with each other and with no other service."""
 
+import contextlib
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,6 +24,16 @@ def test_a_port_at_which_another_server_listens_is_refused() -> None:
         for host in ("127.0.0.1", "localhost", "0.0.0.0"):
             with pytest.raises(StartError, match="the port is in use"), reserved(f"{host}:{port}"):
                 pass
+
+
+@pytest.mark.parametrize(("one", "other"), [("127.0.0.1", "0.0.0.0"), ("0.0.0.0", "127.0.0.1")])
+def test_a_port_is_taken_at_every_address_before_anything_listens(one: str, other: str) -> None:
+    with reserved(f"{one}:0") as listen:
+        port = listen.rpartition(":")[2]
+        with pytest.raises(StartError, match="the port is in use"), reserved(f"{other}:{port}"):
+            pass
+        with reserved(f"127.0.0.2:{port}") if one == "127.0.0.1" else contextlib.nullcontext():
+            pass  # another address is another service's
 
 
 def test_of_two_that_take_a_port_at_once_one_has_it() -> None:

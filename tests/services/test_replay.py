@@ -331,15 +331,17 @@ async def test_a_service_with_workers_that_fail_is_replayed_from_its_recording(
         states.append(await submit(engine, "poison", [5, 99]))
         await anext(aiter(states[1].stream))  # a worker is there
         streams = [asyncio.create_task(text_of(engine, state)) for state in states]
-        await until(lambda: any(worker.scheduler is not None for worker in engine.workers))
-        for number in range(0, 20, 5):
-            engine.abort(str(number))
-        *_, poison = await asyncio.gather(*streams, return_exceptions=True)
-        assert isinstance(poison, RequestError)
+        for number in range(4):  # each new, so that it cannot have ended by itself
+            aborted = await submit(engine, f"aborted {number}", [5] * 20, max_tokens=30)
+            await until(lambda: any(worker.scheduler is not None for worker in engine.workers))
+            assert engine.abort(aborted.request.key)
+            streams.append(asyncio.create_task(text_of(engine, aborted)))
+        results = await asyncio.gather(*streams, return_exceptions=True)
+        assert isinstance(results[20], RequestError)
     result = await asyncio.to_thread(command, path)
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout.splitlines()[-1])
-    assert (report["requests"], report["workers"]) == (21, 2)
+    assert (report["requests"], report["workers"]) == (25, 2)
     assert report["steps"] > 30
     kinds = {read.event.WhichOneof("event") for read in read_events(path)}
     assert kinds >= {"header", "arrival", "session_start", "session_end", "plan", "answer", "finish"}

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
-from engines import until
+from cluster import until_idle
+from engines import running, submit, until
 from fake_worker_service import FakeWorkerService, serving
 from scheduler_in_process import InProcess, scheduler
 from structlog.testing import capture_logs
@@ -20,6 +21,7 @@ from pagewire.v1.engine_service_pb2 import Standing
 from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.admin import Admin
 from pagewire_client.llm import collect
+from pagewire_common.errors import RequestError
 from scheduler_service import core
 from scheduler_service.core import SchedulerOutput
 from scheduler_service.core.outputs import NewSequence
@@ -96,6 +98,42 @@ async def test_a_request_was_queued_until_a_worker_took_it_for_the_first_time(mo
     await engine.workers[0].client.close()
 
 
+@pytest.mark.parametrize("is_aborted", [True, False])
+async def test_a_request_that_ends_without_a_worker_has_lost_the_one_it_had(
+    is_aborted: bool, byte_tokenizer_directory: Path
+) -> None:
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    async with serving(worker) as address, running(address) as engine:
+        await until(lambda: engine.admits)
+        worker.runs.clear()
+        state = await submit(engine, "a", [5])
+        await until(lambda: state.standing.HasField("queued_seconds"))
+        engine.settings.no_worker_timeout = 1000 if is_aborted else 0.01
+        engine.workers[0].drain()
+        engine.workers[0]._drained_by = 0.0
+        if is_aborted:
+            await until(lambda: "a" in engine.waiting)
+            engine.abort("a")
+            assert (await anext(state.stream)).status is core.SequenceStatus.FINISHED_ABORTED
+        else:
+            with pytest.raises(RequestError, match=r"no worker took requests for 0\.01 s"):
+                await anext(state.stream)
+        assert state.standing.num_recomputes == 1
+        await engine.close(state)
+
+
+async def test_the_tokens_of_a_beam_search_are_those_of_everything_that_it_found(tiny_server: LocalServer) -> None:
+    before = await until_idle(tiny_server.target)
+    async with Client(tiny_server.target) as client, Admin(tiny_server.target) as admin:
+        sampling = SamplingParams(max_tokens=6, ignore_eos=True, beam_width=4, n=2)
+        messages = [message async for message in client.generate("hello", sampling, request_id="beams")]
+        after = await until_idle(tiny_server.target)
+        (finished,) = await admin.finished_requests(1)
+    assert [message.usage.output_tokens for message in messages if message.finish_reason] == [6, 6]
+    assert (finished.request_id, finished.output_tokens) == ("beams", 4 * 6)
+    assert after.num_output_tokens - before.num_output_tokens == 4 * 6
+
+
 async def test_tokens_that_an_earlier_stream_brought_make_no_pauses() -> None:
     state = state_of(Resumption(token_ids=((7, 7, 7), (7,))), n=2)
     gain(state, 0, 103.0)
@@ -136,11 +174,11 @@ async def test_outputs_that_are_chosen_at_the_end_come_with_the_figures_of_all(
 async def test_a_request_that_waits_for_room_says_so_and_how_often_it_was_preempted(
     tiny_model_directory: Path,
 ) -> None:
-    """Two of 100 tokens in a pool of 144: the later one has to make room."""
+    """Six of 100 tokens in a pool of 144, of which some always wait: whenever they come, later ones make room."""
     arguments = ["--num-device-blocks", "18", "--block-size", "8", "--threads", "1", "--swap-space", "0"]
     with LocalServer(str(tiny_model_directory), worker_arguments=arguments) as server:
         async with Client(server.target) as client, Admin(server.target) as admin:
-            prompts = [[5] * 30, [6] * 30]
+            prompts = [[token_id] * 30 for token_id in range(5, 11)]
             sampling = SamplingParams(max_tokens=70, ignore_eos=True)
             completions = await asyncio.gather(*(collect(client, prompt, sampling) for prompt in prompts))
             finished = await admin.finished_requests()

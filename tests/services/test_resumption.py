@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from cluster import until_idle
-from engines import running, submit, text_of
+from engines import running, submit, text_of, until
 from fake_worker_service import FakeWorkerService, serving
 from test_validation import request
 
@@ -251,6 +251,20 @@ async def test_a_broken_stream_that_closes_late_leaves_the_one_that_goes_on_alon
         await engine.close(first)
         assert await text_of(engine, second) == "g" * 20
         assert not engine.requests
+
+
+async def test_a_broken_stream_ends_without_what_its_client_left_unread(byte_tokenizer_directory: Path) -> None:
+    """Its client is most likely gone, and the output would stay in memory for as long as one may leave it unread."""
+    async with serving(FakeWorkerService(byte_tokenizer_directory)) as address, running(address) as engine:
+        first = await submit(engine, "same", [5], max_tokens=400)
+        await until(lambda: first.stream.num_unread)
+        second = await engine.submit(replace(first.request, resumes=True))
+        assert not first.stream.num_unread
+        with pytest.raises(RequestError, match="another call goes on with this request") as error:
+            await anext(first.stream)
+        assert error.value.code is grpc.StatusCode.ABORTED
+        await engine.close(first)
+        assert await text_of(engine, second) == "g" * 400
 
 
 async def test_prompt_log_probabilities_go_on_where_they_broke(byte_model: ServedModel) -> None:

@@ -53,6 +53,39 @@ async def test_calls_that_wait_for_the_first_worker_are_limited_in_number(
             await other.admit("", 0)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda servicer: servicer.Tokenize(pb.TokenizeRequest(text="x" * 60), None),
+        lambda servicer: servicer.Detokenize(pb.DetokenizeRequest(token_ids=[5] * 60), None),
+    ],
+    ids=["Tokenize", "Detokenize"],
+)
+async def test_calls_that_wait_for_the_first_worker_are_limited_in_bytes(
+    call: Callable[[InferenceServicer], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "MAX_SIDE_BYTES", 100)
+    async with running("127.0.0.1:1", no_worker_timeout=50) as engine:
+        servicer = InferenceServicer(engine.link)
+        first = asyncio.create_task(call(servicer))
+        await until(lambda: engine.admission._side_calls._num_calls)
+        async with asyncio.timeout(10):
+            with pytest.raises(RequestError, match="calls of 62 bytes are in flight, and this one has 62") as error:
+                await call(servicer)
+        assert error.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+
+
+async def test_requests_and_other_calls_take_no_places_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MAX_SIDE_CALLS", 1)
+    async with running("127.0.0.1:1", max_num_requests=1) as engine:
+        for keys in (("", "a request"), ("a request", "")):
+            with EngineCall(engine.link) as one, EngineCall(engine.link) as other:
+                for call, key in zip((one, other), keys, strict=True):
+                    await call.admit(key, 0)
+
+
 def test_bytes_count_as_well_as_calls_and_a_call_alone_is_never_too_large() -> None:
     calls = SideCalls("Any", max_calls=9, max_bytes=100)
     with calls.place(1000):

@@ -88,6 +88,7 @@ def kept() -> list[str]:
     return [type(item).__name__ for item in gc.get_objects() if type(item) in kinds]
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("call", WAYS_TO_END)
 async def test_a_call_that_is_over_leaves_nothing_to_the_collector(
     one: InProcess, call: Callable[[Client, InProcess], Awaitable[None]]

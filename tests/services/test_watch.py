@@ -67,6 +67,13 @@ def test_the_picture_and_the_line_tell_the_same() -> None:
         assert words in line
 
 
+def test_why_front_ends_do_not_serve_is_shown() -> None:
+    view = View("there:1")
+    view.take(sample(0.0, front_end_error="a front end [bold]cannot[/]"))
+    assert "a front end [bold]cannot[/]" in drawn(view)
+    assert view.line().endswith("\na front end [bold]cannot[/]")
+
+
 def test_a_lost_scheduler_is_news_and_one_that_was_started_again_too() -> None:
     view = View("there:1")
     assert "connecting" in drawn(view)
