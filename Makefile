@@ -29,6 +29,7 @@ $(VENV)/generated: $(VENV)/installed $(PROTOS)
 
 demo: setup
 	$(BIN)/python -m pagewire_client generate --chat "What is the capital of France? Answer in one sentence."
+	@echo "OpenAI's HTTP API: $(BIN)/python -m pagewire_client serve"
 
 # A process for each core: three for two cores took as long.
 test: setup

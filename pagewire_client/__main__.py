@@ -1,4 +1,5 @@
-"""The command line: generate and chat, against a server or one of its own; watch a cluster, drain its workers."""
+"""The command line: generate and chat, against a server or one of its own; serve OpenAI's HTTP API; watch a cluster,
+drain its workers."""
 
 import argparse
 import asyncio
@@ -16,21 +17,33 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.admin import Admin
 from pagewire_client.client import RETRY_SECONDS, Client, Prompt
 from pagewire_client.finished import print_requests
+from pagewire_client.gateway import Gateway
 from pagewire_client.local import LocalServer, ServerError
 from pagewire_client.watch import watch
 
 DEFAULT_TARGET = "localhost:50051"
+DEFAULT_HTTP_LISTEN = "127.0.0.1:8000"
+READY_SECONDS = 600.0
+
+TRY_IT = """\
+OpenAI's API is at {url}/v1; Ctrl-C ends it. Try:
+
+curl {url}/v1/chat/completions -H 'content-type: application/json' \\
+  -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+
+"""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument(
+    server = argparse.ArgumentParser(add_help=False)
+    server.add_argument(
         "--target",
         metavar="HOST:PORT",
         default=os.environ.get("PAGEWIRE_TARGET"),
         help="a running scheduler service; without one, both services are started here for this command",
     )
-    common.add_argument("--model", default="default", help="what to serve when no --target is given")
+    server.add_argument("--model", default="default", help="what to serve when no --target is given")
+    common = argparse.ArgumentParser(add_help=False, parents=[server])
     common.add_argument(
         "--retry-for",
         metavar="SECONDS",
@@ -52,9 +65,16 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     generate.add_argument("--chat", action="store_true", help="put the prompt through the model's chat template")
     chat = commands.add_parser("chat", parents=[common], help="talk with the model; Ctrl-D ends")
     chat.add_argument("--system", help="the system message")
+    serve = commands.add_parser("serve", parents=[server], help="serve OpenAI's HTTP API")
+    serve.add_argument(
+        "--listen",
+        metavar="HOST:PORT",
+        default=os.environ.get("PAGEWIRE_HTTP_LISTEN", DEFAULT_HTTP_LISTEN),
+        help=f"where HTTP is served (default {DEFAULT_HTTP_LISTEN})",
+    )
     _add_operators_commands(commands)
     parsed = parser.parse_args(arguments)
-    if not parsed.target:
+    if not parsed.target and parsed.command != "serve":
         parsed.retry_for = 0.0  # this command's own server is not restarted
     return parsed
 
@@ -145,6 +165,20 @@ def _lines() -> Iterator[str]:
                 yield line
 
 
+def serve(arguments: argparse.Namespace, target: str) -> None:
+    """Until a signal comes, or the gateway ends."""
+    with Gateway(target, arguments.listen) as gateway:
+        gateway.wait_until_ready(READY_SECONDS)
+        sys.stderr.write(TRY_IT.format(url=gateway.url, model=asyncio.run(_model_name(target))))
+        status = gateway.process.wait()
+    raise ServerError(f"the gateway ended with status {status}")
+
+
+async def _model_name(target: str) -> str:
+    async with Client(target) as client:
+        return (await client.get_model()).name
+
+
 async def requests(arguments: argparse.Namespace, target: str) -> None:
     async with Admin(target) as admin:
         print_requests(await admin.finished_requests(arguments.limit))
@@ -161,6 +195,8 @@ def run(arguments: argparse.Namespace, target: str) -> None:
             asyncio.run(generate(arguments, target))
         case "chat":
             chat(arguments, target)
+        case "serve":
+            serve(arguments, target)
         case "watch":
             logging.getLogger("pagewire_client").setLevel(logging.WARNING)  # the picture itself shows a lost connection
             asyncio.run(watch(target, interval=arguments.interval, once=arguments.once))

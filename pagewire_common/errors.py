@@ -49,6 +49,10 @@ class _Unparsed(NamedTuple):
         raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, self.reason)
 
 
+_OURS = ("/pagewire.", "/vllm.")
+"""Methods of health and reflection are their library's."""
+
+
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns RequestError into its status and anything else uncaught into INTERNAL without details.
 
@@ -56,8 +60,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     too many fields is refused before it is parsed, because the interpreter can do nothing else during parsing.
     """
 
-    def __init__(self, prefix: str = "/pagewire.", max_request_bytes: Callable[[], int] | None = None) -> None:
-        self.prefix = prefix
+    def __init__(self, max_request_bytes: Callable[[], int] | None = None) -> None:
         self._max_request_bytes = max_request_bytes
 
     async def intercept_service(
@@ -66,7 +69,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         handler = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(self.prefix):
+        if handler is None or not handler_call_details.method.startswith(_OURS):
             return handler
         kind = "_".join(
             "stream" if streams else "unary" for streams in (handler.request_streaming, handler.response_streaming)
@@ -151,6 +154,8 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) 
             raise asyncio.CancelledError from None  # the only end that gRPC accepts now
     if isinstance(error, grpc.aio.AbortError):
         raise error
+    if isinstance(error, NotImplementedError):  # a method of the contract that the servicer leaves to its base class
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server does not implement the method")
     log.error("call failed", exc_info=error)
     error.__traceback__ = error.__context__ = None
     await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")

@@ -23,7 +23,9 @@ README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "deploy/README.md", *ROOT.glob("docs/*.md")]
 SERVICES: tuple[type[ServiceSettings], ...] = (SchedulerSettings, WorkerSettings)
 COMMANDS = {
-    "client": [(client_arguments, [name]) for name in ("generate", "chat", "watch", "requests", "drain", "undrain")],
+    "client": [
+        (client_arguments, [name]) for name in ("generate", "chat", "serve", "watch", "requests", "drain", "undrain")
+    ],
     "simulate": [(simulate_arguments, [])],
     "replay": [(replay_arguments, [])],
     "fit": [(fit_arguments, [])],
@@ -132,7 +134,7 @@ def test_every_flag_that_a_page_names_exists(page: Path, capsys: pytest.CaptureF
 
 @each_page
 def test_every_variable_that_a_page_names_is_a_setting(page: Path) -> None:
-    known = {name.upper() for settings in SERVICES for name in settings.model_fields} | {"TARGET"}
+    known = {name.upper() for settings in SERVICES for name in settings.model_fields} | {"TARGET", "HTTP_LISTEN"}
     assert set(re.findall(r"\bPAGEWIRE_([A-Z_]+)", page.read_text())) <= known
 
 

@@ -5,7 +5,7 @@ with a warning: it must not keep a model from being served, nor end a step.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import structlog
@@ -64,6 +64,12 @@ class GenerationDefaults:
         if do_sample is not None and not isinstance(do_sample, bool):
             _warn("do_sample", do_sample, "true or false")
         return cls(**values | {"temperature": values.get("temperature", 1.0) if do_sample is True else 0.0})
+
+    def sampling_params(self) -> dict[str, float]:
+        """As vLLM's engine protocol names them."""
+        values = asdict(self)
+        max_tokens = values.pop("max_new_tokens")
+        return values if max_tokens is None else values | {"max_tokens": max_tokens}
 
 
 def eos_token_ids(config: dict[str, Any], generation: dict[str, Any], vocabulary_size: int) -> tuple[int, ...]:

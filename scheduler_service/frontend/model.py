@@ -1,6 +1,7 @@
 """The model that is served: its limits as the engine tells them, and what its own files say."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from scheduler_service.frontend.tokenization import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Name, limits, defaults and tokenizer of the model.
+    """Name, limits, defaults and tokenizer of the model, and the files that say so, by name.
 
     `pool_tokens` is what all outputs of one request may take of a worker's KV cache.
 
@@ -31,6 +32,7 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer | None
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
     @classmethod
     def load(cls, limits: ModelLimits, directory: Path) -> "ServedModel":
@@ -42,6 +44,7 @@ class ServedModel:
             eos_token_ids=eos_token_ids(config, generation, limits.vocabulary_size),
             tokenizer=Tokenizer(directory) if (directory / "tokenizer.json").exists() else None,
             defaults=GenerationDefaults.from_config(generation),
+            files={path.name: path.read_bytes() for path in directory.iterdir()},
         )
 
 

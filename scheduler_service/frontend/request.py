@@ -48,6 +48,7 @@ class GenerationRequest:
 
     `n` is how many outputs are wanted, None for as many as there are sequences; if it is less, the likeliest are given.
     `hides_logprobs` when log-probabilities serve that ranking alone. `resumes` if it goes on with a broken stream.
+    `is_whole` if its client is sent each output once it has ended.
     """
 
     request_id: str
@@ -63,6 +64,7 @@ class GenerationRequest:
     hides_logprobs: bool = False
     resumption: Resumption = Resumption()
     resumes: bool = False
+    is_whole: bool = False
 
     @property
     def key(self) -> str:
@@ -116,7 +118,8 @@ class RequestState:
         self._longest_pause_seconds = 0.0
         self._num_hypothesis_tokens: list[int] | None = None
         resumption, num_sequences = request.resumption, request.sampling.n
-        self.stream = OutputStream(request.num_outputs - len(resumption.finished), turns, unread)
+        num_open = request.num_outputs - len(resumption.finished)
+        self.stream = OutputStream(num_open, turns, unread, until_ended=request.is_whole)
         self._outputs = [resumption.texts.get(index) or request.text(tokenizer) for index in range(num_sequences)]
         self._num_tokens = [len(tokens) for tokens in resumption.token_ids] or [0] * num_sequences
         self._has_ended = [not request.comes_whole and index in resumption.finished for index in range(num_sequences)]

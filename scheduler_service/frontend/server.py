@@ -6,6 +6,8 @@ import os
 import time
 
 import structlog
+from smg_grpc_proto.generated import vllm_engine_pb2
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server
 
 from pagewire.v1 import admin_service_pb2, inference_service_pb2
 from pagewire.v1 import engine_service_pb2 as pb
@@ -15,12 +17,14 @@ from pagewire_common.server import GrpcServer
 from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.forwarding_servicer import AdminForwarder
 from scheduler_service.frontend.servicer import InferenceServicer
+from scheduler_service.frontend.vllm_engine_servicer import VllmEngine
 
 log = structlog.get_logger()
 
 SERVICES = [
     inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
     admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
+    vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name,
 ]
 LOOK_SECONDS = 1.0
 UNLOADED_SECONDS = 5.0
@@ -42,6 +46,7 @@ def front_end_server(link: EngineLink, *, shares_port: bool) -> GrpcServer:
     )
     add_InferenceServiceServicer_to_server(InferenceServicer(link), server.server)
     add_AdminServiceServicer_to_server(AdminForwarder(link), server.server)
+    add_VllmEngineServicer_to_server(VllmEngine(link), server.server)  # type: ignore[no-untyped-call]
     return server
 
 

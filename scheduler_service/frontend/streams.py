@@ -72,13 +72,16 @@ class OutputStream:
     """The deltas of one request. The engine puts deltas, one reader iterates until every output has ended.
 
     Streams that share `turns` take turns: a turn lasts from one delta until the reader asks for the next, or leaves.
+    With `until_ended` the reader is given an output's deltas when the output, or another one, has ended; it may keep
+    deltas, and tells how much it keeps.
     """
 
-    def __init__(self, num_outputs: int, turns: Turns, unread: UnreadOutput) -> None:
+    def __init__(self, num_outputs: int, turns: Turns, unread: UnreadOutput, *, until_ended: bool = False) -> None:
         self.num_open = num_outputs
         self.num_unread = 0  # bytes of output that the reader is not done with
         self.when_cut: Callable[[RequestError], None] | None = None
         """Called when the stream is cut: the reader may be in the middle of writing a delta then."""
+        self._until_ended = until_ended
         self._unread = unread
         self._taken = 0  # bytes of these that the reader has in hand, as a delta
         self._full: deque[OutputDelta] = deque()
@@ -98,7 +101,8 @@ class OutputStream:
             waiting.merge(delta)
         else:
             self._begin(delta)
-        self._notify()
+        if delta.status is not None or not self._until_ended:
+            self._notify()
 
     def put_token(self, index: int, token_id: int, text: str, num_output_tokens: int) -> None:
         """As `put`, for a token and its text. Most deltas are of this kind, and nearly all of them are merged."""
@@ -109,7 +113,7 @@ class OutputStream:
         delta.token_ids.append(token_id)
         delta.text += text
         delta.num_output_tokens = num_output_tokens
-        if self._is_awaited:
+        if self._is_awaited and not self._until_ended:
             self._notify()
 
     def put_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
@@ -128,6 +132,10 @@ class OutputStream:
             self._full.append(full)
         self._pending[delta.index] = delta
         return delta
+
+    def keep(self, delta: OutputDelta) -> None:
+        """The reader keeps a delta that it was given: it counts as unread until the reader leaves."""
+        self.count(delta.num_bytes)
 
     def count(self, num_bytes: int) -> None:
         """Add to the unread output; a negative number is output that has been read."""

@@ -1,5 +1,6 @@
 """The compose files say what the services and the images say."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 import yaml
 from kustomize import KUBERNETES, container, render
 
+from pagewire_client.__main__ import parse_arguments
+from pagewire_client.gateway import SHUTDOWN_SECONDS
 from pagewire_common.settings import ServiceSettings
 from scheduler_service.engine.admission import UNREAD_SHARE
 from scheduler_service.settings import SchedulerSettings
@@ -21,12 +24,14 @@ def services(file: Path) -> dict[str, dict[str, Any]]:
     return dict(yaml.safe_load(file.read_text())["services"])
 
 
-OURS = [
+BUILT = [
     pytest.param(file, name, id=f"{which}-{name}")
     for which, file in FILES.items()
     for name, service in services(file).items()
     if "build" in service
 ]
+GATEWAYS = [one for one in BUILT if "openai" in str(one.id)]
+OURS = [one for one in BUILT if one not in GATEWAYS]
 
 
 @pytest.mark.parametrize(("file", "name"), OURS)
@@ -43,7 +48,7 @@ def test_the_container_outlives_its_grace(file: Path, name: str) -> None:
     assert int(service["stop_grace_period"].removesuffix("s")) >= service["environment"]["PAGEWIRE_GRACE"] + closing
 
 
-@pytest.mark.parametrize(("file", "name"), OURS)
+@pytest.mark.parametrize(("file", "name"), BUILT)
 def test_containers_can_do_no_more_than_they_must(file: Path, name: str) -> None:
     service = services(file)[name]
     assert service["read_only"] is True
@@ -94,8 +99,32 @@ def test_dockerfiles_listen_where_they_are_looked_for(file: Path, name: str) -> 
             assert f"PAGEWIRE_CACHE={volume.rpartition(':')[2]}" in dockerfile
 
 
+@pytest.mark.parametrize(("file", "name"), GATEWAYS)
+def test_a_gateway_finds_its_scheduler_and_listens_where_it_is_published(
+    file: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = services(file)[name]
+    scheduler = name.replace("openai", "scheduler")
+    assert services(file)[scheduler].get("profiles") == service.get("profiles")
+    dockerfile = (file.parent / service["build"]["context"] / service["build"]["dockerfile"]).read_text()
+    (listen,) = re.findall(r"PAGEWIRE_HTTP_LISTEN=(\S+)", dockerfile)
+    monkeypatch.setenv("PAGEWIRE_HTTP_LISTEN", listen)
+    for variable, value in service["environment"].items():
+        monkeypatch.setenv(variable, value)
+    arguments = parse_arguments(["serve"])
+    assert arguments.target == f"{scheduler}:{SchedulerSettings.model_fields['listen'].default.rpartition(':')[2]}"
+    port = arguments.listen.rpartition(":")[2]
+    assert arguments.listen == f"0.0.0.0:{port}"
+    assert service["ports"] == [f"{port}:{port}"]
+    assert f"EXPOSE {port}\n" in dockerfile
+    assert f'"pagewire_client.gateway", "127.0.0.1:{port}"' in dockerfile
+    assert "\nUSER 10001\n" in dockerfile
+    assert int(service["stop_grace_period"].removesuffix("s")) > SHUTDOWN_SECONDS
+
+
 def test_kubernetes_runs_the_images_that_compose_builds() -> None:
-    built = {service["image"] for file in FILES.values() for service in services(file).values() if "build" in service}
+    """But the gateway's, which is Compose's alone."""
+    built = {services(file)[name]["image"] for file, name in (one.values for one in OURS)}
     run = {
         container(one)["image"]
         for overlay in ("cpu", "gpu")

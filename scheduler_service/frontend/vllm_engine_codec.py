@@ -1,0 +1,206 @@
+"""Between vLLM's engine protocol, which OpenAI gateways speak, and ours.
+
+The gateway tokenizes prompts and makes text of outputs by itself; requests and answers are of token ids. Fields of its
+request that are not optional are set by it always; where 0 is no value, it means vLLM's default.
+"""
+
+from collections.abc import Iterator
+
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+
+from pagewire.v1 import inference_service_pb2 as pb
+from scheduler_service.core import SequenceStatus
+from scheduler_service.core.outputs import TokenLogprobs
+from scheduler_service.frontend.checks import invalid
+from scheduler_service.frontend.generation import REASONS
+from scheduler_service.frontend.request import RequestState
+from scheduler_service.frontend.streams import OutputDelta
+
+MOST_BYTES = 4 << 20
+"""Of an output that is sent as one message, or of a prompt's log-probabilities: gRPC libraries read no larger messages
+unless told to. (Those of both are not limited together: gateways ask for none of prompts.)"""
+TOKEN_BYTES = 4
+LOGPROB_BYTES = 9
+POSITION_BYTES = 16
+
+_AS_THEY_ARE = (
+    "min_tokens",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+)
+_OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs")
+_NOT_ZERO = {"n": 1, "top_p": 1.0, "repetition_penalty": 1.0}
+_NOT_SERVED = ("kv_transfer_params", "mm_inputs", "kv_transfer_params_json", "media_refs")
+_FORMS = ("json_schema", "regex", "grammar")
+
+
+def decode_request(message: vllm.GenerateRequest) -> pb.GenerateRequest:
+    """The same in our protocol, where it is checked. Raises RequestError for what cannot be said in it."""
+    for name in _NOT_SERVED:
+        if message.HasField(name):
+            invalid(f"{name} is not supported by this server")
+    if message.extra_mm_inputs:
+        invalid("extra_mm_inputs is not supported by this server")
+    request = pb.GenerateRequest(
+        request_id=message.request_id, sampling=_decode_sampling_params(message.sampling_params)
+    )
+    if message.HasField("tokenized"):
+        request.token_ids.ids.extend(message.tokenized.input_ids)
+    elif message.HasField("text"):
+        request.text = message.text
+    return request
+
+
+def _decode_sampling_params(params: vllm.SamplingParams) -> pb.SamplingParams:
+    if params.HasField("truncate_prompt_tokens"):
+        invalid("sampling_params.truncate_prompt_tokens is not supported by this server")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (number := getattr(params, name)) < 0:
+            invalid(f"sampling_params.{name} is {number}; log-probabilities of all tokens are not supported")
+    if any(token_id < 0 for token_id in params.logit_bias):
+        invalid(f"sampling_params.logit_bias has the token {min(params.logit_bias)}")
+    sampling = pb.SamplingParams(
+        # Where nothing is said, vLLM's default is meant.
+        temperature=params.temperature if params.HasField("temperature") else 1.0,
+        seed=params.seed & (1 << 64) - 1 if params.HasField("seed") else None,
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        logit_bias=params.logit_bias,
+    )
+    for name in _AS_THEY_ARE:
+        setattr(sampling, name, getattr(params, name))
+    for name in _OPTIONAL:
+        if params.HasField(name):
+            setattr(sampling, name, getattr(params, name))
+    for name, default in _NOT_ZERO.items():
+        setattr(sampling, name, getattr(params, name) or default)
+    constraint = params.WhichOneof("constraint")
+    if constraint in _FORMS:
+        setattr(sampling, constraint, getattr(params, constraint))
+    elif constraint == "choice":
+        sampling.choice.options.extend(params.choice.choices)
+    elif constraint:
+        invalid(f"sampling_params.{constraint} is not supported by this server")
+    return sampling
+
+
+class StreamedAnswers:
+    """A chunk for what an output gained, and an empty completion when it has ended.
+
+    The prompt's log-probabilities come with the first tokens.
+    """
+
+    def __init__(self, state: RequestState) -> None:
+        self._state = state
+        self._prompt_logprobs = _PromptLogprobs(state)
+
+    def encode(self, delta: OutputDelta) -> Iterator[vllm.GenerateResponse]:
+        self._prompt_logprobs.add(delta)
+        if delta.token_ids:
+            chunk = vllm.GenerateStreamChunk(
+                token_ids=delta.token_ids,
+                prompt_tokens=len(self._state.request.prompt_token_ids),
+                completion_tokens=delta.num_output_tokens,
+                cached_tokens=self._state.num_cached_tokens,
+                index=delta.index,
+            )
+            if delta.logprobs:
+                _add_logprobs(chunk.output_logprobs, delta.logprobs)
+            self._prompt_logprobs.move_to(chunk)
+            yield vllm.GenerateResponse(chunk=chunk)
+        if delta.status is not None:
+            yield vllm.GenerateResponse(complete=_end(vllm.GenerateComplete(), self._state, delta, delta.status))
+
+
+class WholeAnswers:
+    """One message for each output, once it and those before it have ended: gateways number outputs as they come. It is
+    made bit by bit, so that no part takes long."""
+
+    def __init__(self, state: RequestState) -> None:
+        self._state = state
+        self._outputs = [vllm.GenerateComplete() for _ in range(state.request.num_outputs)]
+        self._num_bytes = [0] * len(self._outputs)
+        self._num_written = 0
+        self._prompt_logprobs = _PromptLogprobs(state)
+
+    def encode(self, delta: OutputDelta) -> Iterator[vllm.GenerateResponse]:
+        """Raises INVALID_ARGUMENT when an output becomes larger than a message may be."""
+        self._state.stream.keep(delta)
+        self._prompt_logprobs.add(delta)
+        self._num_bytes[delta.index] += TOKEN_BYTES * len(delta.token_ids) + _logprob_bytes(delta.logprobs)
+        _check_size(f"output {delta.index}", self._num_bytes[delta.index])
+        output = self._outputs[delta.index]
+        output.output_ids.extend(delta.token_ids)
+        if delta.logprobs:
+            _add_logprobs(output.output_logprobs, delta.logprobs)
+        if delta.status is not None:
+            self._prompt_logprobs.move_to(output)
+            _end(output, self._state, delta, delta.status)
+        while self._num_written < len(self._outputs) and self._outputs[self._num_written].finish_reason:
+            yield vllm.GenerateResponse(complete=self._outputs[self._num_written])
+            self._num_written += 1
+
+
+class _PromptLogprobs:
+    """Those of the prompt, until a message can take them."""
+
+    def __init__(self, state: RequestState) -> None:
+        self._num_bytes = 0
+        self._message = vllm.InputLogProbs()
+        if state.request.sampling.prompt_logprobs is not None:  # the first token has none
+            self._message.token_ids.extend(state.request.prompt_token_ids)
+            self._message.token_logprobs.add()
+            self._message.top_logprobs.add()
+
+    def add(self, delta: OutputDelta) -> None:
+        """Raises INVALID_ARGUMENT when they become larger than a message may be."""
+        self._num_bytes += _logprob_bytes(delta.prompt_logprobs)
+        _check_size("the list of the prompt's log-probabilities", self._num_bytes)
+        for position in delta.prompt_logprobs:
+            self._message.token_logprobs.add(value=position.logprobs[0])
+            self._message.top_logprobs.add(values=position.logprobs[1:], token_ids=position.token_ids[1:])
+
+    def move_to(self, message: vllm.GenerateStreamChunk | vllm.GenerateComplete) -> None:
+        if self._message.token_ids:
+            message.input_logprobs.CopyFrom(self._message)
+            self._message.Clear()
+
+
+def _logprob_bytes(entries: list[TokenLogprobs]) -> int:
+    return len(entries) * (POSITION_BYTES + LOGPROB_BYTES * len(entries[0].token_ids)) if entries else 0
+
+
+def _check_size(name: str, num_bytes: int) -> None:
+    if num_bytes > MOST_BYTES:
+        invalid(
+            f"{name} has more than {MOST_BYTES >> 20} MiB, which a gateway would not read; ask for fewer "
+            "log-probabilities, or for a stream"
+        )
+
+
+def _add_logprobs(message: vllm.OutputLogProbs, entries: list[TokenLogprobs]) -> None:
+    for position in entries:
+        message.token_logprobs.append(position.logprobs[0])
+        message.token_ids.append(position.token_ids[0])
+        message.top_logprobs.add(values=position.logprobs[1:], token_ids=position.token_ids[1:])
+
+
+def _end(
+    message: vllm.GenerateComplete, state: RequestState, delta: OutputDelta, status: SequenceStatus
+) -> vllm.GenerateComplete:
+    """The message with why the output ended."""
+    message.finish_reason = REASONS[status]
+    message.prompt_tokens = len(state.request.prompt_token_ids)
+    message.completion_tokens = delta.num_output_tokens
+    message.cached_tokens = state.num_cached_tokens
+    message.index = delta.index
+    if isinstance(delta.stop, str):
+        message.matched_stop_str = delta.stop
+    elif delta.stop is not None:
+        message.matched_token_id = delta.stop
+    return message

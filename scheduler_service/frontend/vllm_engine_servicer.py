@@ -1,0 +1,104 @@
+"""vLLM's engine protocol (vllm.grpc.engine.VllmEngine), for gateways that serve OpenAI's HTTP API before it."""
+
+import asyncio
+import hashlib
+import io
+import json
+import time
+import zipfile
+from collections.abc import AsyncIterator, Mapping
+
+from smg_grpc_proto.generated import common_pb2 as common
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineServicer
+
+from pagewire_common import errors
+from scheduler_service.frontend.engine_call import EngineCall
+from scheduler_service.frontend.engine_link import EngineLink
+from scheduler_service.frontend.generation import Context, generate
+from scheduler_service.frontend.request import request_key
+from scheduler_service.frontend.vllm_engine_codec import StreamedAnswers, WholeAnswers, decode_request
+
+PARSED_ID_BYTES = 8
+"""Of a token id in the request as it came, which gRPC holds for as long as the call is open."""
+CHUNK_BYTES = 1 << 20
+
+
+class VllmEngine(VllmEngineServicer):
+    """Generate, Abort and what a gateway asks before it sends requests. Other methods are UNIMPLEMENTED."""
+
+    def __init__(self, link: EngineLink) -> None:
+        self._link = link
+        self._started_at = time.monotonic()
+
+    async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:
+        await generate(
+            self._link,
+            decode_request(request),
+            context,
+            lambda state, _: StreamedAnswers(state) if request.stream else WholeAnswers(state),
+            is_whole=not request.stream,
+            num_bytes=errors.request_size.get() + PARSED_ID_BYTES * len(request.tokenized.input_ids),
+        )
+
+    async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
+        for request_id in request.request_ids:
+            await self._link.abort(request_key("", request_id))
+        return vllm.AbortResponse()
+
+    async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Context) -> vllm.HealthCheckResponse:
+        message = "" if self._link.serving else "no worker takes requests"
+        return vllm.HealthCheckResponse(healthy=self._link.serving, message=message)
+
+    async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:
+        with EngineCall(self._link) as call:
+            await call.admit_side_call()  # it may wait for the first worker
+            model = await self._link.model()
+        config = json.loads(model.files.get("config.json", b"{}"))
+        return vllm.GetModelInfoResponse(
+            model_path=model.name,
+            served_model_name=model.name,
+            is_generation=True,
+            max_context_length=model.context_length,
+            max_req_input_len=model.context_length - 1,
+            vocab_size=model.vocabulary_size,
+            model_type=config.get("model_type", ""),
+            architectures=config.get("architectures", []),
+            eos_token_ids=model.eos_token_ids,
+            default_sampling_params_json=json.dumps(model.defaults.sampling_params()),
+        )
+
+    async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.GetServerInfoResponse:
+        with EngineCall(self._link) as call:
+            await call.admit_side_call()
+            model = await self._link.model()
+        return vllm.GetServerInfoResponse(
+            active_requests=len(self._link.requests),
+            uptime_seconds=time.monotonic() - self._started_at,
+            server_type="vllm-grpc",
+            data_parallel_size=1,
+            block_size=model.block_size,
+            model_dtype=f"torch.{model.dtype}",
+            max_num_seqs=model.max_num_seqs,
+        )
+
+    async def GetTokenizer(
+        self, request: common.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[common.GetTokenizerChunk]:
+        """The model's files but its weights, zipped; the last message has the SHA-256 of the whole."""
+        with EngineCall(self._link) as call:
+            model = await self._link.model()
+            await call.admit_side_call(2 * sum(map(len, model.files.values())))
+            data, digest = await asyncio.to_thread(_zipped, model.files)
+            for start in range(0, len(data), CHUNK_BYTES):
+                is_last = start + CHUNK_BYTES >= len(data)
+                yield common.GetTokenizerChunk(data=data[start : start + CHUNK_BYTES], sha256=digest if is_last else "")
+
+
+def _zipped(files: Mapping[str, bytes]) -> tuple[bytes, str]:
+    target = io.BytesIO()
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, data in files.items():
+            archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED, compresslevel=1)
+    data = target.getvalue()
+    return data, hashlib.sha256(data).hexdigest()
