@@ -1,7 +1,7 @@
 """Bans, biases and penalties, applied to the logits of many rows at once before a token is chosen.
 
-All of it is sparse, a few places of a few rows, so that indexing costs next to nothing beside one pass over the
-vocabulary, and eager torch is good enough for every device.
+All of it but masks is sparse, a few places of a few rows, so that indexing costs next to nothing beside one pass over
+the vocabulary, and eager torch is good enough for every device.
 """
 
 from dataclasses import dataclass
@@ -17,6 +17,10 @@ class LogitEdits:
     A place may be twice in `allowed` and `banned`, in no other field.
     """
 
+    masked: Tensor
+    """Rows of which only the tokens remain that `mask` has."""
+    mask: Tensor
+    """[masked rows, vocabulary_size] bool."""
     restricted: Tensor
     """Rows of which only the places in `allowed` remain."""
     allowed: Tensor
@@ -38,6 +42,8 @@ class LogitEdits:
 def edit_logits(logits: Tensor, edits: LogitEdits) -> None:
     """Edit in place, in the order of the fields. logits: [rows, vocabulary_size] float32, contiguous."""
     places = logits.view(-1)
+    if len(edits.masked):
+        logits[edits.masked] = logits[edits.masked].masked_fill_(~edits.mask, -torch.inf)
     if len(edits.restricted):
         kept = places[edits.allowed]
         logits[edits.restricted] = -torch.inf

@@ -52,6 +52,11 @@ class WorkerSettings(ServiceSettings):
         description="on a GPU, launch the kernels of decodes one by one, without CUDA graphs captured at start, whose "
         "memory comes on top of --gpu-memory-utilization",
     )
+    forms: bool = Field(
+        False,
+        description="follow the forms that requests ask for (json_schema, regex, choice, grammar); a regular "
+        "expression that is made for it can take seconds of a step, so this is for clients that are trusted",
+    )
     threads: int | None = Field(
         None,
         ge=1,

@@ -58,6 +58,7 @@ def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
         vocabulary_size=info.vocabulary_size,
         max_num_seqs=max_num_seqs(settings, info),
         has_priorities=settings.policy == "priority",
+        has_forms="forms" in info.features,
     )
 
 
@@ -70,6 +71,8 @@ def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerI
     ):
         if ours != theirs:
             raise ValueError(f"the worker's {name} is {theirs}; that of earlier workers is {ours}")
+    if limits.has_forms and "forms" not in info.features:
+        raise ValueError("the worker does not follow forms, as earlier workers do; start it with --forms")
     for name, promised, offered in (
         ("longest sequence", limits.context_length, max_sequence_tokens(info)),
         ("pool", limits.pool_tokens, info.num_device_blocks * info.block_size),

@@ -72,19 +72,6 @@ class GenerationDefaults:
         return values if max_tokens is None else values | {"max_tokens": max_tokens}
 
 
-def eos_token_ids(config: dict[str, Any], generation: dict[str, Any], vocabulary_size: int) -> tuple[int, ...]:
-    """The tokens that end an output: from generation_config.json or, if it names none, from config.json."""
-    for source in (generation, config):
-        found = source.get("eos_token_id")
-        token_ids = found if isinstance(found, list) else [] if found is None else [found]
-        known = tuple(token_id for token_id in token_ids if type(token_id) is int and 0 <= token_id < vocabulary_size)
-        if len(known) < len(token_ids):
-            _warn("eos_token_id", found, f"token ids below {vocabulary_size}")
-        if known:
-            return known
-    return ()
-
-
 def _is_sound(name: str, value: object) -> bool:
     types = (int,) if name in _WHOLE else (int, float)
     if type(value) in types and BOUNDS[name].hold(value):  # type: ignore[arg-type]  # true and false are no numbers

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.v1.engine_service_pb2 import ModelLimits
-from scheduler_service.frontend.generation_defaults import GenerationDefaults, eos_token_ids
+from pagewire_common.eos_tokens import eos_token_ids
+from scheduler_service.frontend.forms import Forms
+from scheduler_service.frontend.generation_defaults import GenerationDefaults
 from scheduler_service.frontend.tokenization import Tokenizer
 
 
@@ -29,10 +31,12 @@ class ServedModel:
     vocabulary_size: int
     max_num_seqs: int
     has_priorities: bool
+    has_forms: bool
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer | None
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     files: Mapping[str, bytes] = field(default_factory=dict)
+    forms: Forms = field(default_factory=Forms)
 
     @classmethod
     def load(cls, limits: ModelLimits, directory: Path) -> "ServedModel":

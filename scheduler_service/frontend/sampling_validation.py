@@ -19,6 +19,7 @@ from scheduler_service.frontend.checks import (
     require_tokenizer,
     take_token_ids,
 )
+from scheduler_service.frontend.forms import FormError
 from scheduler_service.frontend.generation_defaults import BOUNDS, Bounds
 from scheduler_service.frontend.model import ServedModel
 
@@ -62,7 +63,8 @@ async def read_sampling(sampling: pb.SamplingParams, prompt: Sequence[int], mode
         check_token_ids("sampling.bad_words", word, model)
     allowed = await take_token_ids(sampling.allowed_token_ids)
     check_token_ids("sampling.allowed_token_ids", allowed, model)
-    checked = _sampling_params(sampling, model, max_tokens, bad_words, await _distinct(allowed, model))
+    form = await _read_form(sampling, model)
+    checked = _sampling_params(sampling, model, max_tokens, bad_words, await _distinct(allowed, model), form)
     if not checked.allows_some(prompt, 0):
         invalid(NOTHING_ALLOWED)
     return checked
@@ -72,6 +74,7 @@ def check_sampling(sampling: pb.SamplingParams, model: ServedModel) -> None:
     most_sequences = min(MAX_N, model.max_num_seqs)
     _check_number("n", sampling, 1, most_sequences)
     _check_number("best_of", sampling, sampling.n or 1, most_sequences)
+    _check_form(sampling, model)
     _check_beams(sampling, most_sequences, model)
     _check_number("max_tokens", sampling, 1, math.inf)
     for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
@@ -88,6 +91,19 @@ def check_sampling(sampling: pb.SamplingParams, model: ServedModel) -> None:
     for token_id, bias in sampling.logit_bias.items():
         if not -100 <= bias <= 100:  # also refuses NaN
             invalid(f"sampling.logit_bias[{token_id}] is {bias:g}; it must be in [-100, 100]")
+
+
+def _check_form(sampling: pb.SamplingParams, model: ServedModel) -> None:
+    if (kind := sampling.WhichOneof("constraint")) is None:
+        return
+    if not model.has_forms:
+        invalid(
+            f"sampling.{kind} is not possible here: workers were started without --forms, or the model has no "
+            "tokenizer of bytes or no end-of-sequence token"
+        )
+    for name in ("beam_width", "ignore_eos"):
+        if getattr(sampling, name):
+            invalid(f"sampling.{kind} cannot be combined with sampling.{name}")
 
 
 def _check_beams(sampling: pb.SamplingParams, most_sequences: int, model: ServedModel) -> None:
@@ -121,6 +137,14 @@ def _check_strings(name: str, strings: Sequence[str], most: int) -> None:
             invalid(
                 f"sampling.{name}[{position}] has {len(string)} characters; it must have between 1 and {MAX_STRING}"
             )
+
+
+async def _read_form(sampling: pb.SamplingParams, model: ServedModel) -> str:
+    """The grammar of the form that is asked for, "" for none. Raises RequestError."""
+    try:
+        return await model.forms.read(sampling)
+    except FormError as error:
+        invalid(str(error))
 
 
 async def _distinct(token_ids: "array[int]", model: ServedModel) -> "array[int]":
@@ -175,6 +199,7 @@ def _sampling_params(
     max_tokens: int,
     bad_words: tuple[Sequence[int], ...],
     allowed_token_ids: Sequence[int],
+    form: str,
 ) -> SamplingParams:
     def optional(name: str, default: Any) -> Any:
         return getattr(sampling, name) if sampling.HasField(name) else default
@@ -209,6 +234,7 @@ def _sampling_params(
         logit_bias=dict(sampling.logit_bias),
         allowed_token_ids=allowed_token_ids,
         bad_words=bad_words,
+        form=form,
         **ends,
         **given,
     )

@@ -23,7 +23,6 @@ MAX_PRIORITY = 1000
 
 # Part of the contract, but not of this server yet.
 UNIMPLEMENTED_FIELDS = ("lora_name",)
-UNIMPLEMENTED_SAMPLING = ("json_schema", "regex", "choice", "grammar")
 
 
 def check_names(message: pb.GenerateRequest | pb.AbortRequest) -> None:
@@ -80,7 +79,6 @@ async def check_request(message: pb.GenerateRequest, request_id: str, model: Ser
 
 
 def _refuse_unimplemented(message: pb.GenerateRequest) -> None:
-    names = [name for name in UNIMPLEMENTED_FIELDS if getattr(message, name)]
-    names += [f"sampling.{name}" for name in UNIMPLEMENTED_SAMPLING if message.sampling.HasField(name)]
-    if names:
-        raise RequestError(grpc.StatusCode.UNIMPLEMENTED, f"{names[0]} is not implemented by this server")
+    for name in UNIMPLEMENTED_FIELDS:
+        if getattr(message, name):
+            raise RequestError(grpc.StatusCode.UNIMPLEMENTED, f"{name} is not implemented by this server")

@@ -82,6 +82,8 @@ def _decode_sampling_params(params: vllm.SamplingParams) -> pb.SamplingParams:
     constraint = params.WhichOneof("constraint")
     if constraint in _FORMS:
         setattr(sampling, constraint, getattr(params, constraint))
+    elif constraint == "json_object":
+        sampling.json_schema = '{"type": "object"}'
     elif constraint == "choice":
         sampling.choice.options.extend(params.choice.choices)
     elif constraint:

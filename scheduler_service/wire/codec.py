@@ -1,6 +1,7 @@
 """Between the core's types and the worker's protobufs; pure, and the only place where the two meet."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pagewire.v1 import scheduler_output_pb2 as pb
@@ -34,6 +35,7 @@ class WorkerInfo(NamedTuple):
     epoch: int
     in_session: bool
     instance_id: str
+    features: Sequence[str] = ()
 
 
 def decode_worker_info(message: worker_pb.GetWorkerInfoResponse) -> WorkerInfo:
@@ -58,6 +60,7 @@ def _fill_sampling(message: pb.SequenceSampling, sampling: SamplingParams, index
             prompt_logprobs=sampling.prompt_logprobs,
             logit_bias=sampling.logit_bias,
             bad_words=[pb.TokenSequence(token_ids=word) for word in sampling.bad_words],
+            form=sampling.form,
         )
     )
     fill_column(message, "allowed_token_ids", sampling.allowed_token_ids)

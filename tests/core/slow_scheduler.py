@@ -52,7 +52,7 @@ class SlowScheduler(SlowBlocks):
         elif not sequence.is_known:
             numbers += [*sequence.token_ids, *sampling.eos_token_ids, *sampling.stop_token_ids]
             numbers += [*sampling.allowed_token_ids, *(token for word in sampling.bad_words for token in word)]
-            lists, name = [*sampling.logit_bias.items(), *sampling.bad_words], sequence.group.lora
+            lists, name = [*sampling.logit_bias.items(), *sampling.bad_words], sequence.group.lora + sampling.form
         return 256 + 5 * len(numbers) + 16 * len(lists) + 4 * len(name)
 
     def most_at_first(self, sequence: SlowSequence, before: list[SlowSequence]) -> int:

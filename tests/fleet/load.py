@@ -18,6 +18,7 @@ _SAMPLINGS = (
     {"temperature": 1.0, "seed": 4, "n": 1, "best_of": 3},
     {"beam_width": 3, "n": 2},
     {"temperature": 0.7, "seed": 5, "frequency_penalty": 0.3},
+    {"temperature": 1.0, "seed": 6, "regex": "([a-z]{1,9} ){1,40}", "ignore_eos": False},
 )
 
 
@@ -37,8 +38,7 @@ def make_requests(count: int, scale: float = 1.0) -> list[Request]:
             f"Stream {number}: " + "of many a word " * (number % 13),
             SamplingParams(
                 max_tokens=int(scale * (40 + 37 * number % 140)),
-                ignore_eos=True,
-                **_SAMPLINGS[number % len(_SAMPLINGS)],
+                **{"ignore_eos": True} | _SAMPLINGS[number % len(_SAMPLINGS)],
             ),
         )
         for number in range(count)

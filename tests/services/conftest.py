@@ -51,6 +51,7 @@ def byte_model(byte_tokenizer: Tokenizer) -> ServedModel:
         vocabulary_size=259,
         max_num_seqs=8,
         has_priorities=False,
+        has_forms=True,
         eos_token_ids=(2,),
         tokenizer=byte_tokenizer,
     )
@@ -69,7 +70,9 @@ def tiny_server(tiny_model_directory: Path) -> Iterator[LocalServer]:
     """Both services with the tiny model and a pool of 64 blocks: 512 tokens."""
     with LocalServer(
         str(tiny_model_directory),
-        worker_arguments=["--num-device-blocks", "64", "--block-size", "8", "--threads", "1", "--swap-space", "0"],
+        worker_arguments=[
+            *("--num-device-blocks", "64", "--block-size", "8", "--threads", "1", "--swap-space", "0", "--forms"),
+        ],
         scheduler_arguments=["--check-invariants"],
     ) as server:
         yield server

@@ -7,7 +7,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from pagewire.v1.engine_service_pb2 import ModelLimits
-from scheduler_service.frontend.generation_defaults import GenerationDefaults, eos_token_ids
+from pagewire_common.eos_tokens import eos_token_ids
+from scheduler_service.frontend.generation_defaults import GenerationDefaults
 from scheduler_service.frontend.model import ServedModel
 
 SOUND = {

@@ -131,22 +131,18 @@ async def test_biases_that_are_no_number_are_refused(value: float, byte_model: S
         await check(request(logit_bias={1: value}), byte_model)
 
 
-@pytest.mark.parametrize(
-    ("message", "name"),
-    [
-        (pb.GenerateRequest(text="a", lora_name="l"), "lora_name"),
-        (request(json_schema="{}"), "sampling.json_schema"),
-        (request(regex="a*"), "sampling.regex"),
-        (request(choice=pb.Choice(options=["a"])), "sampling.choice"),
-        (request(grammar="x"), "sampling.grammar"),
-    ],
-)
-async def test_fields_without_a_feature_are_refused_by_name(
-    message: pb.GenerateRequest, name: str, byte_model: ServedModel
-) -> None:
-    with pytest.raises(RequestError, match=f"^{name} is not implemented") as error:
-        await check(message, byte_model)
+async def test_a_field_without_a_feature_is_refused_by_name(byte_model: ServedModel) -> None:
+    with pytest.raises(RequestError, match=r"^lora_name is not implemented") as error:
+        await check(pb.GenerateRequest(text="a", lora_name="l"), byte_model)
     assert error.value.code is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_forms_are_refused_where_workers_follow_none(byte_model: ServedModel) -> None:
+    model = replace(byte_model, has_forms=False)
+    assert (await check(request(regex="a"), byte_model)).sampling.form
+    assert not (await check(request(), model)).sampling.form
+    with pytest.raises(RequestError, match=r"sampling.regex is not possible here: .* --forms"):
+        await check(request(regex="a"), model)
 
 
 async def test_what_is_not_set_is_the_models_own_generation_config(byte_model: ServedModel) -> None:

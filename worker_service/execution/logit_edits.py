@@ -1,7 +1,7 @@
 """What sampling parameters do to logits before a token is chosen: bans, biases and penalties.
 
-First, allowed tokens, bad words and minimum length ban tokens. Then the bias is added. Then repetition, frequency and
-presence are penalised. This file turns each row's parameters into places in the matrix of logits;
+First, forms, allowed tokens, bad words and minimum length ban tokens. Then the bias is added. Then repetition,
+frequency and presence are penalised. This file turns each row's parameters into places in the matrix of logits;
 `kernels.logit_edits` changes them, all rows at once.
 """
 
@@ -15,14 +15,22 @@ from torch import Tensor
 
 from kernels import logit_edits as kernel
 from kernels.upload import upload
+from worker_service.execution.forms import FormMasks
 from worker_service.session.session import SequenceState
 
 _Ids = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float32]
+_Bools = npt.NDArray[np.bool_]
 
 
-def edit_logits(logits: Tensor, sequences: Sequence[SequenceState]) -> None:
-    """Edit in place. logits: [rows, vocabulary_size] float32, contiguous; sequences: one a row."""
+def edit_logits(logits: Tensor, sequences: Sequence[SequenceState], masks: FormMasks | None = None) -> None:
+    """Edit in place. logits: [rows, vocabulary_size] float32, contiguous; sequences: one a row; masks: of those with a
+    form."""
+    formed = [row for row, sequence in enumerate(sequences) if sequence.sampling.form]
+    mask: _Bools = np.empty((0, logits.shape[1]), dtype=np.bool_)
+    if formed:
+        assert masks is not None
+        mask = masks.of([sequences[row] for row in formed])
     restricted: list[int] = []
     allowed: list[_Ids] = []
     banned: list[_Ids] = []
@@ -56,6 +64,8 @@ def edit_logits(logits: Tensor, sequences: Sequence[SequenceState]) -> None:
     kernel.edit_logits(
         logits,
         kernel.LogitEdits(
+            masked=upload(formed, torch.int64, logits.device),
+            mask=upload(mask, torch.bool, logits.device),
             restricted=upload(restricted, torch.int64, logits.device),
             allowed=whole(allowed),
             banned=whole(banned),

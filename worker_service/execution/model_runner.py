@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from kernels.upload import upload
-from worker_service.errors import DeviceLostError
+from worker_service.errors import DeviceLostError, InvalidStepError
 from worker_service.execution.batch import build_batch
 from worker_service.execution.cache_engine import CacheEngine
 from worker_service.execution.decode_graphs import DecodeGraphs
 from worker_service.execution.decode_inputs import UnseenTokens
+from worker_service.execution.forms import FormMasks, Forms
 from worker_service.execution.logprobs import check_finite, concatenate, gather_logprobs, sample_logprobs
 from worker_service.execution.sampler import FAILED, sample
 from worker_service.execution.step_clock import StepClock
@@ -95,9 +96,14 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: CausalModel, cache_engine: CacheEngine, decode_graphs: DecodeGraphs | None = None
+        self,
+        model: CausalModel,
+        cache_engine: CacheEngine,
+        decode_graphs: DecodeGraphs | None = None,
+        forms: Forms | None = None,
     ) -> None:
         self.model = model
+        self._forms = forms
         self.cache_engine = cache_engine
         self._decode_graphs = decode_graphs
         self._device = cache_engine.device_blocks.device
@@ -121,6 +127,7 @@ class ModelRunner:
         if not chunks:
             clock.mark()
             return RunningStep(chunks, clock, torch.empty(0), torch.empty(0, dtype=torch.int64), [], set())
+        masks = self._begin_forms(chunks)
         hidden, query_start = self._forward(chunks, before)
         rows = [stop - 1 for stop, chunk in zip(query_start[1:], chunks, strict=True) if chunk.samples]
         sampling = hidden if len(rows) == len(hidden) else hidden[upload(rows, torch.int64, self._device)]
@@ -135,12 +142,19 @@ class ModelRunner:
                 failed.add(chunk.sequence.sequence_id)
         token_ids = torch.empty(0, dtype=torch.int64)
         if rows:
-            token_ids = sample(logits, [chunk.sequence for chunk in chunks if chunk.samples])
+            token_ids = sample(logits, [chunk.sequence for chunk in chunks if chunk.samples], masks)
         return RunningStep(chunks, clock, logits, token_ids, prompt_logprobs, failed)
 
     def execute(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> ModelOutput:
         """Compute a step from beginning to end."""
         return self.launch(output, chunks).finish()
+
+    def _begin_forms(self, chunks: Sequence[ScheduledChunk]) -> FormMasks | None:
+        if self._forms is not None:
+            return self._forms.begin(chunks)
+        if any(chunk.sequence.sampling.form for chunk in chunks):
+            raise InvalidStepError("a sequence has a form, and this worker follows none")
+        return None
 
     def _forward(self, chunks: Sequence[ScheduledChunk], before: RunningStep | None) -> tuple[Tensor, Sequence[int]]:
         """The hidden states, and the first row of each chunk and behind the last one the number of rows."""

@@ -15,17 +15,18 @@ from kernels.noise import row_keys
 from kernels.sampling import Draws
 from kernels.sampling_ops import sampling_ops_for
 from kernels.upload import upload
+from worker_service.execution.forms import FormMasks
 from worker_service.execution.logit_edits import edit_logits
 from worker_service.session.session import SequenceState
 
 FAILED = -1
 
 
-def sample(logits: Tensor, sequences: Sequence[SequenceState]) -> Tensor:
+def sample(logits: Tensor, sequences: Sequence[SequenceState], masks: FormMasks | None = None) -> Tensor:
     """The new token of each row, [rows] int64 on the device of the logits; FAILED where its logits allow none.
 
-    logits: [rows, vocabulary_size], any float type, left as they are; sequences: one a row. A row fails where a logit
-    is NaN or +inf, or where its parameters leave none above -inf.
+    logits: [rows, vocabulary_size], any float type, left as they are; sequences: one a row; masks: of those that have a
+    form. A row fails where a logit is NaN or +inf, or where its parameters leave none above -inf.
     """
     plain = [row for row, sequence in enumerate(sequences) if not sequence.sampling.edits_logits]
     token_ids, finite = _choose(logits, sequences, plain)
@@ -34,7 +35,7 @@ def sample(logits: Tensor, sequences: Sequence[SequenceState]) -> Tensor:
         rows = upload(edited, torch.int64, logits.device)
         changed = logits[rows].to(torch.float32)
         choosers = [sequences[row] for row in edited]
-        edit_logits(changed, choosers)
+        edit_logits(changed, choosers, masks)
         token_ids[rows], possible = _choose(changed, choosers, range(len(choosers)))
         finite[rows] &= possible
     return token_ids.masked_fill_(~finite, FAILED)

@@ -21,6 +21,7 @@ from worker_service.errors import is_out_of_memory
 from worker_service.execution.cache_engine import CacheEngine, CacheShape
 from worker_service.execution.capacity import check_room_for_weights, count_device_blocks
 from worker_service.execution.decode_graphs import DecodeGraphs
+from worker_service.execution.forms import Forms
 from worker_service.execution.model_runner import ModelRunner
 from worker_service.execution.profiling import measure_prefill
 from worker_service.loading.checkpoint import Checkpoint
@@ -68,6 +69,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
     checkpoint = Checkpoint(source.path, DummyWeights(device) if is_dummy else None)
     tokenizer_files = find_tokenizer_files(source.path, cache, may_lack=is_dummy)
     config = _read_config(checkpoint)
+    forms = Forms.load(tokenizer_files, config.vocabulary_size) if settings.forms else None
     max_model_len = _choose_max_model_len(settings, config)
     dtype = checkpoint.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
     num_kv_heads, cuts = part_of(config, ranks)
@@ -110,7 +112,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
             model_fingerprint=fingerprint,
             dtype=str(dtype).removeprefix("torch."),
             device=f"{device.type} ({_device_name(device)}, {kernels})" + f" x {ranks.size}" * (ranks.size > 1),
-            features=("swap",) if num_host_blocks else (),
+            features=(*("swap",) * bool(num_host_blocks), *("forms",) * bool(forms)),
             sliding_window=_sliding_window(config, max_model_len),
             swap_bytes_per_second=_slowest(cache_engine.measure_swap_bandwidth(), block_bytes, ranks),
             prefill_tokens_per_second=speed,
@@ -125,7 +127,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_seqs=settings.max_num_seqs,
         ),
-        runner=ModelRunner(model, cache_engine, decode_graphs),
+        runner=ModelRunner(model, cache_engine, decode_graphs, forms),
         tokenizer_files=tokenizer_files,
     )
 

@@ -141,8 +141,6 @@ def _new_sequence(message: pb.NewSequence, limits: Limits) -> NewSequence:
 
 
 def _sampling(where: str, message: pb.SequenceSampling, limits: Limits) -> SamplingParams:
-    if message.WhichOneof("constraint"):
-        raise InvalidStepError(f"{where}: constraint: this worker has none")
     for name, value, valid, meaning in (
         ("temperature", message.temperature, message.temperature >= 0, "at least 0"),
         ("top_p", message.top_p, 0 < message.top_p <= 1, "above 0 and at most 1"),
@@ -182,6 +180,7 @@ def _sampling(where: str, message: pb.SequenceSampling, limits: Limits) -> Sampl
         ),
         allowed_token_ids=array(TOKENS, _token_ids(f"{where}: allowed_token_ids", message.allowed_token_ids, limits)),
         bad_words=tuple(tuple(_token_ids(f"{where}: bad_words", word.token_ids, limits)) for word in message.bad_words),
+        form=message.form,
     )
 
 

@@ -33,6 +33,8 @@ class SequenceState:
     """How many tokens, from the first on, have their keys and values in the blocks."""
     block_ids: "array[int]"
     sampling: SamplingParams
+    form_progress: object = None
+    """Where its output is in its form, for the code that computes steps."""
 
     @property
     def reports_logprobs(self) -> bool:

@@ -61,13 +61,14 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: "array[int]" = field(default_factory=lambda: array(TOKENS))
     bad_words: tuple[tuple[int, ...], ...] = ()
+    form: str = ""
 
     @cached_property
     def edits_logits(self) -> bool:
         """Whether anything but the temperature and its filters changes which token is likeliest."""
         return bool(
             self.penalizes or (self.min_tokens and self.eos_token_ids) or self.logit_bias
-            or self.allowed_token_ids or self.bad_words
+            or self.allowed_token_ids or self.bad_words or self.form
         )  # fmt: skip
 
     @cached_property

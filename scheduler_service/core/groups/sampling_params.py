@@ -10,6 +10,12 @@ NOTHING_ALLOWED = (
 )
 
 
+FORM_LEFT = (
+    "no token could follow: the form that the request asked for, together with its other sampling parameters, leaves "
+    "none, or it is too complex there"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens and when to stop, with every default filled in.
@@ -17,7 +23,8 @@ class SamplingParams:
     `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 are off. `eos_token_ids`
     are the tokens that end the output silently (empty with ignore_eos), `stop_token_ids` those that the request
     named. `logprobs` None asks for none, 0 for the chosen token's alone. `beam_width` 0 is no beam search; with it
-    nothing is sampled, and `n` of the `beam_width` outputs that the search ends with are wanted.
+    nothing is sampled, and `n` of the `beam_width` outputs that the search ends with are wanted. `form` is the grammar
+    that an output must follow, as the worker reads it.
     """
 
     max_tokens: int
@@ -41,6 +48,7 @@ class SamplingParams:
     beam_width: int = 0
     length_penalty: float = 1.0
     early_stopping: bool = False
+    form: str = ""
 
     @property
     def end_token_ids(self) -> frozenset[int]:

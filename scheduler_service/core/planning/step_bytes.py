@@ -20,6 +20,8 @@ NUMBER_BYTES = 5
 """The most that a number of 32 bits takes in a column."""
 FIELDS_BYTES = 256
 """The most that everything of a fixed size takes: ids, counts, parameters, and the heads of the columns."""
+CHARACTER_BYTES = 4
+"""The most that a character takes."""
 ENTRY_BYTES = 16
 """The most that the head of an entry takes: of a word, or of a biased token with its bias."""
 
@@ -39,15 +41,16 @@ def bytes_to_tell(sequence: Sequence, num_blocks: int) -> int:
         num_numbers += sequence.num_tokens - sequence.num_forked_tokens
     else:
         num_numbers += sequence.num_tokens
-        num_bytes += sampling_bytes(sequence.sampling) + 4 * len(sequence.group.lora_name)
+        num_bytes += sampling_bytes(sequence.sampling) + CHARACTER_BYTES * len(sequence.group.lora_name)
     return num_bytes + NUMBER_BYTES * num_numbers
 
 
 def sampling_bytes(sampling: SamplingParams) -> int:
-    """The most bytes that the lists of the sampling parameters take."""
+    """The most bytes that the lists and texts of the sampling parameters take."""
     num_numbers = len(sampling.eos_token_ids) + len(sampling.stop_token_ids) + len(sampling.allowed_token_ids)
     num_numbers += sum(map(len, sampling.bad_words))
-    return NUMBER_BYTES * num_numbers + ENTRY_BYTES * (len(sampling.logit_bias) + len(sampling.bad_words))
+    num_entries = len(sampling.logit_bias) + len(sampling.bad_words)
+    return NUMBER_BYTES * num_numbers + ENTRY_BYTES * num_entries + CHARACTER_BYTES * len(sampling.form)
 
 
 def swap_bytes(num_pairs: int) -> int:

@@ -111,13 +111,6 @@ def test_malformed_steps_are_refused_with_a_sentence(name: str) -> None:
         decode_scheduler_output(pb.SchedulerOutput(epoch=1, step_id=1, **fields), LIMITS)
 
 
-@pytest.mark.parametrize("constraint", ["json_schema", "regex", "grammar"])
-def test_constraints_are_refused_rather_than_ignored(constraint: str) -> None:
-    message = new_message(1, [5], [0], **{constraint: "x"})
-    with pytest.raises(InvalidStepError, match="constraint"):
-        decode_scheduler_output(pb.SchedulerOutput(new_sequences=[message]), LIMITS)
-
-
 def test_an_empty_bad_word_is_refused() -> None:
     message = new_message(1, [5], [0], bad_words=[pb.TokenSequence()])
     with pytest.raises(InvalidStepError, match="a bad word has no tokens"):

@@ -1,0 +1,200 @@
+"""Outputs have the forms that were asked for, whatever the model would rather say: its logits are random here."""
+
+import asyncio
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from form_texts import GRAMMARS, REGEXES, SCHEMAS
+from tiny_model import write_byte_tokenizer
+from tokenizers import Tokenizer
+from worker_helpers import state, tokens
+
+from pagewire.v1 import inference_service_pb2 as pb
+from scheduler_service.frontend import forms as frontend
+from worker_service.execution.forms import Forms
+from worker_service.execution.sampler import FAILED, sample
+from worker_service.session.session import ScheduledChunk, SequenceState
+
+END, VOCABULARY = 2, 259
+MOST_TOKENS = 400
+CLOSERS = '"}],:0123456789)b'
+"""Likelier than other bytes, so that most outputs end: a string that is ended by one of 200 bytes is long."""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("bytes")
+    write_byte_tokenizer(directory)
+    (directory / "config.json").write_text(json.dumps({"eos_token_id": END}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def forms(directory: Path) -> Forms:
+    found = Forms.load(sorted(directory.iterdir()), VOCABULARY)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+
+def grammars(kind: str, texts: Sequence[str]) -> list[str]:
+    async def read() -> list[str]:
+        reader = frontend.Forms()
+        return [await reader.read(pb.SamplingParams(**{kind: text})) for text in texts]  # type: ignore[arg-type]
+
+    return asyncio.run(read())
+
+
+def sequences(grammars: Sequence[str], tokenizer: Tokenizer, **sampling: Any) -> list[SequenceState]:
+    bias = tuple((tokenizer.token_to_id(closer), 3.0) for closer in CLOSERS)
+    return [
+        state([5, 6], sequence_id=number, form=grammar, seed=number, logit_bias=bias, **sampling)
+        for number, grammar in enumerate(grammars)
+    ]
+
+
+def step(forms: Forms, alive: Sequence[SequenceState]) -> list[int]:
+    """A step of the worker, with logits that depend on the sequence and its length alone."""
+    chunks = [ScheduledChunk(one, len(one.token_ids) - 1, len(one.token_ids), samples=True) for one in alive]
+    masks = forms.begin(chunks)
+    logits = torch.stack(
+        [
+            torch.randn(
+                VOCABULARY, generator=torch.Generator().manual_seed(one.sequence_id * 1009 + len(one.token_ids))
+            )
+            for one in alive
+        ]
+    )
+    token_ids: list[int] = sample(logits, alive, masks).tolist()
+    for one, token_id in zip(alive, token_ids, strict=True):
+        one.token_ids.append(token_id)
+    return token_ids
+
+
+def complete(forms: Forms, all_sequences: Sequence[SequenceState]) -> None:
+    """Until each has ended or has as many tokens as it may."""
+    alive = list(all_sequences)
+    while alive:
+        token_ids = step(forms, alive)
+        assert FAILED not in token_ids
+        alive = [
+            one
+            for one, token_id in zip(alive, token_ids, strict=True)
+            if token_id != END and len(one.token_ids) < MOST_TOKENS
+        ]
+
+
+def text(one: SequenceState, tokenizer: Tokenizer) -> str | None:
+    """Of an output that has ended."""
+    return tokenizer.decode(list(one.token_ids[2:-1])) if one.token_ids[-1] == END else None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_every_output_that_ends_is_valid_for_its_schema(forms: Forms, tokenizer: Tokenizer, temperature: float) -> None:
+    running = sequences(grammars("json_schema", SCHEMAS), tokenizer, temperature=temperature)
+    complete(forms, running)
+    num_ended = 0
+    for schema, one in zip(SCHEMAS, running, strict=True):
+        if (found := text(one, tokenizer)) is not None:
+            num_ended += 1
+            jsonschema.validate(json.loads(found), json.loads(schema), format_checker=jsonschema.FormatChecker())
+    assert num_ended >= 0.85 * len(SCHEMAS)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_every_output_that_ends_matches_its_expression(forms: Forms, tokenizer: Tokenizer, temperature: float) -> None:
+    running = sequences(grammars("regex", REGEXES), tokenizer, temperature=temperature)
+    complete(forms, running)
+    num_ended = 0
+    for expression, one in zip(REGEXES, running, strict=True):
+        if (found := text(one, tokenizer)) is not None:
+            num_ended += 1
+            assert re.fullmatch(expression, found), (expression, found)
+    assert num_ended >= 0.8 * len(REGEXES)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_every_output_that_ends_is_of_its_grammar(forms: Forms, tokenizer: Tokenizer, temperature: float) -> None:
+    running = sequences(grammars("grammar", [grammar for grammar, _ in GRAMMARS]), tokenizer, temperature=temperature)
+    complete(forms, running)
+    for (grammar, expression), one in zip(GRAMMARS, running, strict=True):
+        found = text(one, tokenizer)
+        assert found is None or re.fullmatch(expression, found), (grammar, found)
+    assert sum(one.token_ids[-1] == END for one in running) >= 0.8 * len(running)
+
+
+def test_an_output_goes_on_the_same_wherever_its_sequence_is_new(forms: Forms, tokenizer: Tokenizer) -> None:
+    """As after a preemption, the loss of a worker, or a resumed stream, in the middle of everything."""
+    some = grammars("json_schema", SCHEMAS[::10])
+    undisturbed = sequences(some, tokenizer, temperature=1.0)
+    complete(forms, undisturbed)
+    disturbed = sequences(some, tokenizer, temperature=1.0)
+    for cut in (1, 2, 5, 11, 30):
+        for one in disturbed:
+            while len(one.token_ids) < cut and one.token_ids[-1] != END:
+                step(forms, [one])
+            one.form_progress = None
+    complete(forms, [one for one in disturbed if one.token_ids[-1] != END])
+    assert [one.token_ids for one in disturbed] == [one.token_ids for one in undisturbed]
+
+
+def test_other_parameters_bend_what_the_form_allows_and_no_more(forms: Forms, tokenizer: Tokenizer) -> None:
+    (choice,) = grammars("regex", ["(one|two|three)"])
+    token_ids = {letter: tokenizer.token_to_id(letter) for letter in "onexyzw"}
+    for sampling, words in (
+        ({"logit_bias": ((token_ids["o"], 100.0), (70, 100.0))}, {"one"}),
+        ({"bad_words": ((token_ids["o"],), (token_ids["w"],))}, {"three"}),
+        ({"allowed_token_ids": tokens([*(token_ids[letter] for letter in "onexyz"), END])}, {"one"}),
+        ({"top_k": 1, "temperature": 1.0}, {"one", "two", "three"}),
+        ({"repetition_penalty": 2.0, "presence_penalty": 2.0}, {"one", "two", "three"}),
+    ):
+        running = [state([5, 6], sequence_id=number, form=choice, **sampling) for number in range(4)]
+        complete(forms, running)
+        assert {text(one, tokenizer) for one in running} <= words, sampling
+
+
+def test_where_nothing_may_follow_that_sequence_fails_alone(forms: Forms, tokenizer: Tokenizer) -> None:
+    (choice,) = grammars("regex", ["ab"])
+    banned = state([5], sequence_id=1, form=choice, bad_words=((tokenizer.token_to_id("a"),),))
+    strange = state([5], sequence_id=2, form="no grammar at all {")
+    other = state([5, 70], sequence_id=3, form=choice)  # an output that has left its form
+    other.num_prompt_tokens = 1
+    sound = state([5], sequence_id=4, form=choice)
+    plain = state([5], sequence_id=5)
+    found = step(forms, [banned, strange, other, sound, plain])
+    assert found[:4] == [FAILED, FAILED, FAILED, tokenizer.token_to_id("a")]
+    assert found[4] != FAILED
+
+
+def test_a_whole_text_is_followed_by_the_end_alone_and_nothing_is_asked_of_it_then(
+    forms: Forms, tokenizer: Tokenizer
+) -> None:
+    """A step that is planned ahead may contain a sequence that has ended."""
+    (choice,) = grammars("regex", ["ab"])
+    one = state([5], sequence_id=1, form=choice)
+    assert [step(forms, [one])[0] for _ in range(4)] == [tokenizer.token_to_id(letter) for letter in "ab"] + [END, END]
+
+
+def test_grammars_that_were_used_lately_are_kept(forms: Forms) -> None:
+    for expression in grammars("regex", [f"a{{{number}}}" for number in range(1, 50)]):
+        step(forms, [state([5], sequence_id=1, form=expression)])
+    assert len(forms._compiled) == 32
+
+
+def test_without_a_tokenizer_or_an_end_there_are_no_forms(directory: Path, tmp_path: Path) -> None:
+    assert Forms.load([directory / "config.json"], VOCABULARY) is None
+    (tmp_path / "tokenizer.json").write_text((directory / "tokenizer.json").read_text())
+    assert Forms.load([tmp_path / "tokenizer.json"], VOCABULARY) is None
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": END}))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert Forms.load(sorted(tmp_path.iterdir()), VOCABULARY) is None
