@@ -21,7 +21,7 @@ from scheduler_service.engine.engine import Engine
 from scheduler_service.engine.engine_servicer import FrontEnds
 from scheduler_service.engine.front_end_processes import FrontEndProcesses
 from scheduler_service.engine.limits import model_name
-from scheduler_service.engine.port import reserved
+from scheduler_service.engine.port import PATIENCE_SECONDS, reserved
 from scheduler_service.operations.admin_servicer import AdminServicer
 from scheduler_service.operations.metrics import SchedulerMetrics
 from scheduler_service.settings import SchedulerSettings
@@ -71,7 +71,7 @@ async def serve(settings: SchedulerSettings) -> None:
     front_ends = FrontEnds(engine, settings.frontends, processes.kill)
     admin = AdminServicer(front_ends)
     metrics = SchedulerMetrics(front_ends, model_name(settings.model), vllm_names=settings.vllm_metric_names)
-    with reserved(settings.listen) as listen:
+    with reserved(settings.listen, PATIENCE_SECONDS) as listen:
         async with (
             serve_metrics(settings.metrics_listen, metrics.families),
             engine_server(front_ends, admin) as target,

@@ -1,5 +1,6 @@
 """What must be settled before any test module is imported, and which tests one process runs."""
 
+import contextlib
 import ctypes
 import os
 import random
@@ -52,10 +53,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _draw_alike()
     if hasattr(config, "workerinput"):  # in one of several processes
         from parallel import longest_first
 
         items[:] = longest_first(items)
+
+
+def _draw_alike() -> None:
+    """Have examples follow from the test's code alone.
+
+    Hypothesis also draws constants that it finds in our modules, as far as they are imported: these are others in each
+    process, and with each order of tests. `make fuzz` draws them.
+    """
+    with contextlib.suppress(ImportError):
+        from hypothesis import settings
+        from hypothesis.internal.conjecture import providers
+
+        if settings.default is not None and settings.default.derandomize:
+            providers._get_local_constants = lambda: providers._local_constants
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before the time limit begins

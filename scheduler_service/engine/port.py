@@ -7,33 +7,48 @@ may both have it.
 import contextlib
 import socket
 import sys
+import time
 from collections.abc import Iterator
 
 from pagewire_common.start_error import StartError
 
+PATIENCE_SECONDS = 2.0
+"""The front ends of a scheduler that was killed end some milliseconds after it, and listen until then."""
+LOOK_SECONDS = 0.05
 WILDCARDS = ("0.0.0.0", "::")  # noqa: S104
 
 
 @contextlib.contextmanager
-def reserved(listen: str) -> Iterator[str]:
+def reserved(listen: str, patience: float = 0.0) -> Iterator[str]:
     """Take a port that sockets of this user may share, within the block; gives HOST:PORT with the port's number.
 
     Nothing listens on it, so no connection comes. It is taken at every address that gRPC will bind for this host.
-    Raises StartError when the address cannot be had, or another server has it.
+    Raises StartError when the address cannot be had within `patience` seconds, or another server has it.
     """
     host, _, number = listen.rpartition(":")
-    port = int(number)
-    with contextlib.ExitStack() as stack:
+    deadline = time.monotonic() + patience
+    while True:
         try:
-            for family, address in _addresses(host.strip("[]")):
-                with _bound(family, address, port) as alone:  # which fails while another server listens
-                    port = alone.getsockname()[1]
-                    stack.enter_context(_claimed(f"{address}:{port}"))
-                stack.enter_context(_held(family, address, port))
+            stack, port = _taken(host, int(number))
+            break
         except OSError as error:
-            reason = f"cannot listen on {listen}: the port is in use, or the address is not ours"
-            raise StartError(reason) from error
+            if time.monotonic() > deadline:
+                reason = f"cannot listen on {listen}: the port is in use, or the address is not ours"
+                raise StartError(reason) from error
+        time.sleep(LOOK_SECONDS)
+    with stack:
         yield f"{host}:{port}"
+
+
+def _taken(host: str, port: int) -> tuple[contextlib.ExitStack, int]:
+    """What holds the port, and its number. Raises OSError."""
+    with contextlib.ExitStack() as stack:
+        for family, address in _addresses(host.strip("[]")):
+            with _bound(family, address, port) as alone:  # which fails while another server listens
+                port = alone.getsockname()[1]
+                stack.enter_context(_claimed(f"{address}:{port}"))
+            stack.enter_context(_held(family, address, port))
+        return stack.pop_all(), port
 
 
 def _addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:

@@ -36,6 +36,18 @@ def test_a_port_is_taken_at_every_address_before_anything_listens(one: str, othe
             pass  # another address is another service's
 
 
+def test_a_port_that_is_free_in_a_moment_is_waited_for() -> None:
+    """As that of a scheduler that was killed, whose front ends end after it."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as thread:
+        listen = f"127.0.0.1:{server.getsockname()[1]}"
+        waiting = reserved(listen, patience=60)
+        entered = thread.submit(waiting.__enter__)
+        assert not entered.done()
+        server.close()
+        assert entered.result() == listen
+        waiting.__exit__(None, None, None)
+
+
 def test_of_two_that_take_a_port_at_once_one_has_it() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

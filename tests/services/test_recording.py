@@ -48,6 +48,7 @@ SAMPLING = SamplingParams(
     logit_bias={5: -0.1, 4: 100.0},
     allowed_token_ids=(9, 8, 9),
     bad_words=((1, 2), (), (3,)),
+    form="a grammar",
     beam_width=4,
     length_penalty=-0.3,
     early_stopping=True,

@@ -27,6 +27,7 @@ SAMPLING = SamplingParams(
     logit_bias={5: -1.5, 6: 2.0},
     allowed_token_ids=(5, 6, 7),
     bad_words=((8, 9), (10,)),
+    form="a grammar",
 )
 
 

@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from scheduler_service.frontend.tokenization import MAX_PENDING_TOKENS, TemplateError, Tokenizer
 
 
-@given(text=st.text(max_size=30))
+@given(text=st.text(max_size=30).filter(lambda text: not text.endswith("\ufffd")))
 def test_streamed_text_is_the_whole_text_and_never_half_a_character(byte_tokenizer: Tokenizer, text: str) -> None:
+    """But for U+FFFD itself at the end, which looks like bytes that form no character yet."""
     token_ids = byte_tokenizer._plain.encode(text).ids
     detokenizer = byte_tokenizer.detokenizer([], skip_special_tokens=True)
     pieces = [detokenizer.step(token_id) for token_id in token_ids]
