@@ -167,15 +167,18 @@ def _lines() -> Iterator[str]:
 
 def serve(arguments: argparse.Namespace, target: str) -> None:
     """Until a signal comes, or the gateway ends."""
+    model = asyncio.run(_served_model(target))
     with Gateway(target, arguments.listen) as gateway:
         gateway.wait_until_ready(READY_SECONDS)
-        sys.stderr.write(TRY_IT.format(url=gateway.url, model=asyncio.run(_model_name(target))))
+        sys.stderr.write(TRY_IT.format(url=gateway.url, model=model))
         status = gateway.process.wait()
     raise ServerError(f"the gateway ended with status {status}")
 
 
-async def _model_name(target: str) -> str:
+async def _served_model(target: str) -> str:
+    """The model's name, once there is one: the gateway looks for it only once, when it starts."""
     async with Client(target) as client:
+        await client.wait_until_serving()
         return (await client.get_model()).name
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import openai
 import pytest
 from cluster import cluster_state, until_idle
+from test_processes import WORKER_SIZES, Start
+from test_processes import start as start
 from tiny_model import SPECIAL_TOKENS
 
 from pagewire_client import Client, LocalServer, SamplingParams
@@ -162,6 +164,26 @@ def test_an_address_that_cannot_be_had_is_one_sentence() -> None:
             Gateway("127.0.0.1:1", listen)
     with pytest.raises(ServerError, match="'8000' is no HOST:PORT"):
         Gateway("127.0.0.1:1", "8000")
+
+
+def test_a_gateway_may_be_started_before_its_scheduler(start: Start, tiny_model_directory: Path) -> None:
+    """As Compose does."""
+    (listen, target), model = (free_address(), free_address()), str(tiny_model_directory)
+    command = [sys.executable, "-m", "pagewire_client", "serve", "--target", target, "--listen", listen]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        _, worker = start("worker_service", "--model", model, *WORKER_SIZES)
+        assert process.poll() is None
+        start("scheduler_service", "--model", model, "--workers", worker, listen=target)
+        assert process.stderr is not None
+        with process.stderr as words:
+            assert any(f"http://{listen}/v1" in line for line in words)
+        assert is_ready(f"http://{listen}")
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_serve_starts_everything_and_says_what_to_try(tiny_model_directory: Path) -> None:
