@@ -17,8 +17,7 @@ from scheduler_service.frontend.request import RequestState
 from scheduler_service.frontend.streams import OutputDelta
 
 MOST_BYTES = 4 << 20
-"""Of an output that is sent as one message, or of a prompt's log-probabilities: gRPC libraries read no larger messages
-unless told to. (Those of both are not limited together: gateways ask for none of prompts.)"""
+"""Of an output that is sent as one message: gRPC libraries read no larger ones unless told to."""
 TOKEN_BYTES = 4
 LOGPROB_BYTES = 9
 POSITION_BYTES = 16
@@ -33,7 +32,7 @@ _AS_THEY_ARE = (
     "include_stop_str_in_output",
     "skip_special_tokens",
 )
-_OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs")
+_OPTIONAL = ("max_tokens", "logprobs")
 _NOT_ZERO = {"n": 1, "top_p": 1.0, "repetition_penalty": 1.0}
 _NOT_SERVED = ("kv_transfer_params", "mm_inputs", "kv_transfer_params_json", "media_refs")
 _FORMS = ("json_schema", "regex", "grammar")
@@ -50,18 +49,18 @@ def decode_request(message: vllm.GenerateRequest) -> pb.GenerateRequest:
         request_id=message.request_id, sampling=_decode_sampling_params(message.sampling_params)
     )
     if message.HasField("tokenized"):
-        request.token_ids.ids.extend(message.tokenized.input_ids)
+        request.token_ids.ids.MergeFrom(message.tokenized.input_ids)
     elif message.HasField("text"):
         request.text = message.text
     return request
 
 
 def _decode_sampling_params(params: vllm.SamplingParams) -> pb.SamplingParams:
-    if params.HasField("truncate_prompt_tokens"):
-        invalid("sampling_params.truncate_prompt_tokens is not supported by this server")
-    for name in ("logprobs", "prompt_logprobs"):
-        if (number := getattr(params, name)) < 0:
-            invalid(f"sampling_params.{name} is {number}; log-probabilities of all tokens are not supported")
+    for name in ("truncate_prompt_tokens", "prompt_logprobs"):
+        if params.HasField(name):
+            invalid(f"sampling_params.{name} is not supported by this server")
+    if params.logprobs < 0:
+        invalid(f"sampling_params.logprobs is {params.logprobs}; log-probabilities of all tokens are not supported")
     if any(token_id < 0 for token_id in params.logit_bias):
         invalid(f"sampling_params.logit_bias has the token {min(params.logit_bias)}")
     sampling = pb.SamplingParams(
@@ -92,17 +91,12 @@ def _decode_sampling_params(params: vllm.SamplingParams) -> pb.SamplingParams:
 
 
 class StreamedAnswers:
-    """A chunk for what an output gained, and an empty completion when it has ended.
-
-    The prompt's log-probabilities come with the first tokens.
-    """
+    """A chunk for what an output gained, and an empty completion when it has ended."""
 
     def __init__(self, state: RequestState) -> None:
         self._state = state
-        self._prompt_logprobs = _PromptLogprobs(state)
 
     def encode(self, delta: OutputDelta) -> Iterator[vllm.GenerateResponse]:
-        self._prompt_logprobs.add(delta)
         if delta.token_ids:
             chunk = vllm.GenerateStreamChunk(
                 token_ids=delta.token_ids,
@@ -113,7 +107,6 @@ class StreamedAnswers:
             )
             if delta.logprobs:
                 _add_logprobs(chunk.output_logprobs, delta.logprobs)
-            self._prompt_logprobs.move_to(chunk)
             yield vllm.GenerateResponse(chunk=chunk)
         if delta.status is not None:
             yield vllm.GenerateResponse(complete=_end(vllm.GenerateComplete(), self._state, delta, delta.status))
@@ -128,61 +121,29 @@ class WholeAnswers:
         self._outputs = [vllm.GenerateComplete() for _ in range(state.request.num_outputs)]
         self._num_bytes = [0] * len(self._outputs)
         self._num_written = 0
-        self._prompt_logprobs = _PromptLogprobs(state)
 
     def encode(self, delta: OutputDelta) -> Iterator[vllm.GenerateResponse]:
         """Raises INVALID_ARGUMENT when an output becomes larger than a message may be."""
         self._state.stream.keep(delta)
-        self._prompt_logprobs.add(delta)
         self._num_bytes[delta.index] += TOKEN_BYTES * len(delta.token_ids) + _logprob_bytes(delta.logprobs)
-        _check_size(f"output {delta.index}", self._num_bytes[delta.index])
+        if self._num_bytes[delta.index] > MOST_BYTES:
+            invalid(
+                f"output {delta.index} has more than {MOST_BYTES >> 20} MiB, which a gateway would not read; ask for "
+                "fewer log-probabilities, or for a stream"
+            )
         output = self._outputs[delta.index]
         output.output_ids.extend(delta.token_ids)
         if delta.logprobs:
             _add_logprobs(output.output_logprobs, delta.logprobs)
         if delta.status is not None:
-            self._prompt_logprobs.move_to(output)
             _end(output, self._state, delta, delta.status)
         while self._num_written < len(self._outputs) and self._outputs[self._num_written].finish_reason:
             yield vllm.GenerateResponse(complete=self._outputs[self._num_written])
             self._num_written += 1
 
 
-class _PromptLogprobs:
-    """Those of the prompt, until a message can take them."""
-
-    def __init__(self, state: RequestState) -> None:
-        self._num_bytes = 0
-        self._message = vllm.InputLogProbs()
-        if state.request.sampling.prompt_logprobs is not None:  # the first token has none
-            self._message.token_ids.extend(state.request.prompt_token_ids)
-            self._message.token_logprobs.add()
-            self._message.top_logprobs.add()
-
-    def add(self, delta: OutputDelta) -> None:
-        """Raises INVALID_ARGUMENT when they become larger than a message may be."""
-        self._num_bytes += _logprob_bytes(delta.prompt_logprobs)
-        _check_size("the list of the prompt's log-probabilities", self._num_bytes)
-        for position in delta.prompt_logprobs:
-            self._message.token_logprobs.add(value=position.logprobs[0])
-            self._message.top_logprobs.add(values=position.logprobs[1:], token_ids=position.token_ids[1:])
-
-    def move_to(self, message: vllm.GenerateStreamChunk | vllm.GenerateComplete) -> None:
-        if self._message.token_ids:
-            message.input_logprobs.CopyFrom(self._message)
-            self._message.Clear()
-
-
 def _logprob_bytes(entries: list[TokenLogprobs]) -> int:
     return len(entries) * (POSITION_BYTES + LOGPROB_BYTES * len(entries[0].token_ids)) if entries else 0
-
-
-def _check_size(name: str, num_bytes: int) -> None:
-    if num_bytes > MOST_BYTES:
-        invalid(
-            f"{name} has more than {MOST_BYTES >> 20} MiB, which a gateway would not read; ask for fewer "
-            "log-probabilities, or for a stream"
-        )
 
 
 def _add_logprobs(message: vllm.OutputLogProbs, entries: list[TokenLogprobs]) -> None:

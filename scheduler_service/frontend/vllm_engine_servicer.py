@@ -6,7 +6,7 @@ import io
 import json
 import time
 import zipfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
@@ -16,6 +16,7 @@ from pagewire_common import errors
 from scheduler_service.frontend.engine_call import EngineCall
 from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.generation import Context, generate
+from scheduler_service.frontend.patient_writer import PatientWriter
 from scheduler_service.frontend.request import request_key
 from scheduler_service.frontend.vllm_engine_codec import StreamedAnswers, WholeAnswers, decode_request
 
@@ -30,6 +31,7 @@ class VllmEngine(VllmEngineServicer):
     def __init__(self, link: EngineLink) -> None:
         self._link = link
         self._started_at = time.monotonic()
+        self._archive: tuple[bytes, str] | None = None  # of the model's files, and its digest
 
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:
         await generate(
@@ -82,17 +84,24 @@ class VllmEngine(VllmEngineServicer):
             max_num_seqs=model.max_num_seqs,
         )
 
-    async def GetTokenizer(
+    async def GetTokenizer(  # it writes itself, to bound how long a write may take
         self, request: common.GetTokenizerRequest, context: Context
-    ) -> AsyncIterator[common.GetTokenizerChunk]:
+    ) -> None:
         """The model's files but its weights, zipped; the last message has the SHA-256 of the whole."""
         with EngineCall(self._link) as call:
+            await call.admit_side_call(2 * CHUNK_BYTES)  # what may be on its way to a client
             model = await self._link.model()
-            await call.admit_side_call(2 * sum(map(len, model.files.values())))
-            data, digest = await asyncio.to_thread(_zipped, model.files)
-            for start in range(0, len(data), CHUNK_BYTES):
-                is_last = start + CHUNK_BYTES >= len(data)
-                yield common.GetTokenizerChunk(data=data[start : start + CHUNK_BYTES], sha256=digest if is_last else "")
+            if self._archive is None:
+                self._archive = await asyncio.to_thread(_zipped, model.files)
+            data, digest = self._archive
+            writer = PatientWriter(context, self._link.stall_timeout)
+            try:
+                for start in range(0, len(data), CHUNK_BYTES):
+                    piece = data[start : start + CHUNK_BYTES]
+                    is_last = start + CHUNK_BYTES >= len(data)
+                    await writer.write(common.GetTokenizerChunk(data=piece, sha256=digest if is_last else ""))
+            finally:
+                writer.close()
 
 
 def _zipped(files: Mapping[str, bytes]) -> tuple[bytes, str]:

@@ -29,6 +29,19 @@ CHAT: list[Any] = [{"role": "user", "content": "hello"}]
 GO_ON = {"ignore_eos": True}
 WORDS: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 20}
 
+PARAMETERS: list[dict[str, Any]] = [
+    {"top_p": 0.5},
+    {"top_k": 3},
+    {"min_p": 0.3},
+    {"presence_penalty": 2.0},
+    {"frequency_penalty": 2.0},
+    {"repetition_penalty": 2.0},
+    {"ignore_eos": True},
+    {"min_tokens": 20},
+    {"stop_token_ids": list(range(60, 120))},
+    {"regex": "[a-z]{5,9}!"},
+]
+
 
 def free_address() -> str:
     with socket.socket() as probe:
@@ -88,6 +101,27 @@ async def test_completions_of_n_of_a_seed_and_up_to_a_stop(client: openai.AsyncO
     assert stopped.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+async def test_parameters_have_the_effect_that_they_have_in_our_own_protocol(
+    client: openai.AsyncOpenAI, tiny_server: LocalServer, endpoint: str
+) -> None:
+    own = ("presence_penalty", "frequency_penalty", "top_p")  # of OpenAI's API, the others are vLLM's
+    for given in PARAMETERS:
+        sampling = {"temperature": 1.0, "seed": 3, "max_tokens": 24} | given
+        async with Client(tiny_server.target) as ours:
+            prompt: Any = "hello" if endpoint == "completions" else CHAT
+            expected = (await collect(ours, prompt, SamplingParams(**sampling))).outputs[0].text
+        more = {name: value for name, value in given.items() if name not in own}
+        plain = {name: value for name, value in sampling.items() if name not in more}
+        if endpoint == "completions":
+            completion = await client.completions.create(model=MODEL, prompt="hello", extra_body=more, **plain)
+            text: str | None = completion.choices[0].text
+        else:
+            answer = await client.chat.completions.create(model=MODEL, messages=CHAT, extra_body=more, **plain)
+            text = answer.choices[0].message.content
+        assert text == expected, given
+
+
 async def test_log_probabilities_of_a_chat_are_our_own_but_of_special_tokens(
     client: openai.AsyncOpenAI, tiny_server: LocalServer
 ) -> None:
@@ -118,7 +152,7 @@ async def test_bad_input_is_400_an_unknown_model_404_and_what_is_not_built_501(c
     assert error.value.status_code == 501
 
 
-async def test_what_the_gateway_does_not_pass_on(client: openai.AsyncOpenAI) -> None:
+async def test_what_the_gateway_does_not_pass_on(client: openai.AsyncOpenAI, tiny_server: LocalServer) -> None:
     """docs/openai.md lists these limits: a test that fails here tells that one is gone."""
     with pytest.raises(openai.BadRequestError):
         await client.completions.create(model=MODEL, prompt=[72, 73])
@@ -128,6 +162,12 @@ async def test_what_the_gateway_does_not_pass_on(client: openai.AsyncOpenAI) -> 
     text = (await client.completions.create(model=MODEL, prompt="x", **forced)).choices[0].text
     chat = (await client.chat.completions.create(model=MODEL, messages=CHAT, **forced)).choices[0].message.content
     assert text != chat
+    spelled: list[Any] = [{"role": "user", "content": SPECIAL_TOKENS[1]}]
+    usage = (await client.chat.completions.create(model=MODEL, messages=spelled, max_tokens=1)).usage
+    async with Client(tiny_server.target) as ours:
+        as_data = len(await ours.tokenize(spelled))
+    assert usage is not None
+    assert usage.prompt_tokens == as_data - len(SPECIAL_TOKENS[1]) + 1
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])

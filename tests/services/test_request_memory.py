@@ -66,10 +66,25 @@ async def stay(client: Client, request_id: str) -> None:
         (message(allowed_token_ids=[2**21 - 1] * 100_000), 100_000 * (3 + 8 + 4)),
         (message(logit_bias=dict.fromkeys(range(1024), 1.0)), 1024 * 100),
         (message(bad_words=["x" * 256] * 64), 64 * 256 * 6),
+        (message(json_schema="x" * 60_000), 60_000 * 6),
+        (message(choice={"options": ["x" * 60] * 1000}), 60_000 * 6),
         (pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(content="x" * 1000)] * 100)), 100_000 * 6),
         (pb.GenerateRequest(resume=pb.ResumeState(outputs=[pb.ResumedOutput(token_ids=[7] * 9000)])), 9000 * 13),
     ],
-    ids=["prompt", "text", "n", "beams", "best_of", "allowed", "biases", "bad words", "chat", "resumed"],
+    ids=[
+        "prompt",
+        "text",
+        "n",
+        "beams",
+        "best_of",
+        "allowed",
+        "biases",
+        "bad words",
+        "schema",
+        "choice",
+        "chat",
+        "resumed",
+    ],
 )
 def test_whatever_makes_a_request_large_counts(large: pb.GenerateRequest, least: int) -> None:
     assert request_bytes(large) - request_bytes(message()) >= least * 0.99

@@ -33,10 +33,7 @@ OURS_AND_THEIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"temperature": 0.0, "presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.4},
     ),
     ({"temperature": 0.0, "logit_bias": {80: 100.0}}, {"temperature": 0.0, "logit_bias": {80: 100.0}}),
-    (
-        {"temperature": 0.0, "prompt_logprobs": 1, "logprobs": 0},
-        {"temperature": 0.0, "prompt_logprobs": 1, "logprobs": 0},
-    ),
+    ({"temperature": 0.0, "logprobs": 0}, {"temperature": 0.0, "logprobs": 0}),
     (
         {"seed": 3, "temperature": 1.0, "stop_token_ids": list(range(90, 120)), "min_tokens": 4},
         {"seed": 3, "temperature": 1.0, "stop_token_ids": list(range(90, 120)), "min_tokens": 4},
@@ -64,7 +61,6 @@ class Answer:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[tuple[int, float, list[int]]] = field(default_factory=list)
-    prompt_logprobs: list[float] = field(default_factory=list)
     end: vllm_engine_pb2.GenerateComplete | None = None
 
 
@@ -92,7 +88,6 @@ async def answers(stub: Any, request: vllm_engine_pb2.GenerateRequest) -> dict[i
             (token_id, logprob, list(top.token_ids))
             for token_id, logprob, top in zip(log.token_ids, log.token_logprobs, log.top_logprobs, strict=True)
         ]
-        answer.prompt_logprobs += [one.value for one in message.input_logprobs.token_logprobs if one.HasField("value")]
         assert message.completion_tokens == len(answer.token_ids)
         if kind == "complete":
             answer.end = message
@@ -105,7 +100,6 @@ def expected(completion: Completion) -> dict[int, Answer]:
         index: Answer(
             output.token_ids,
             [(one.chosen.token_id, one.chosen.logprob, [top.token_id for top in one.top]) for one in output.logprobs],
-            [one.chosen.logprob for one in completion.prompt_logprobs] if index == 0 else [],
         )
         for index, output in enumerate(completion.outputs)
     }
@@ -148,6 +142,7 @@ async def test_what_is_not_allowed_is_refused_with_the_status_of_our_own_protoco
         "sampling_params.logprobs is -1": theirs(stream, logprobs=-1),
         "has the token -1": theirs(stream, logit_bias={-1: 1.0}),
         "truncate_prompt_tokens": theirs(stream, truncate_prompt_tokens=3),
+        "prompt_logprobs is not supported": theirs(stream, prompt_logprobs=1),
         "structural_tag": theirs(stream, structural_tag="x"),
         "the context": theirs(stream, [72] * 600),
     }

@@ -7,6 +7,7 @@ request are not blamed on it. With this context the worst request, all ids allow
 """
 
 import asyncio
+import json
 import sys
 import threading
 import time
@@ -101,6 +102,7 @@ async def serving_shape(shape: str, directory: Path) -> AsyncIterator[tuple[int,
     worker = FakeWorkerService(directory, num_device_blocks=2 * CONTEXT // 16)
     worker.info.max_model_len, worker.info.vocabulary_size = CONTEXT, VOCABULARY
     worker.info.max_num_batched_tokens, worker.info.block_size = 8192, 16
+    worker.info.features.append("forms")
     async with (
         serving(worker) as address,
         scheduler(address, max_num_batched_tokens=8192, check_invariants=False) as server,
@@ -157,6 +159,7 @@ def field(number: int, part: bytes) -> bytes:
     return bytes([number << 3 | 2, *(length >> 7 * place & 127 | 128 for place in range(4)), length >> 28]) + part
 
 
+LONG_WORD = {"type": "string", "pattern": "^[a-z]{1,50}$"}
 LONG_FIELDS = (b"\xb8\x80\x80\x80\x00" + b"\x80" * 9 + b"\x00") * 6000
 """Numbers that have more bytes than they need, and so do their tags."""
 
@@ -168,6 +171,9 @@ def attacks(num_bytes: int) -> dict[str, tuple[str, bytes]]:
 
     def detokenize(**fields: Any) -> tuple[str, bytes]:
         return "Detokenize", pb.DetokenizeRequest(**fields).SerializeToString()
+
+    def form(**form: str) -> tuple[str, bytes]:
+        return generate(sampling={"max_tokens": 2} | form)
 
     return {
         "as many ids as there may be": generate(token_ids={"ids": [1100] * (CONTEXT - 2)}),
@@ -196,6 +202,10 @@ def attacks(num_bytes: int) -> dict[str, tuple[str, bytes]]:
             sampling={"n": 8, "max_tokens": CONTEXT // 8 - 16, "seed": 1, "ignore_eos": True},
             resume={"outputs": [pb.ResumedOutput(index=i, token_ids=[1100] * (CONTEXT // 8 - 18)) for i in range(8)]},
         ),
+        "a wide schema": form(json_schema=json.dumps({"properties": {f"k{i}": LONG_WORD for i in range(1000)}})),
+        "an expression of many parts": form(regex="(a|aa|aaa){1,1000}" * 3000),
+        "a grammar of many rules": form(grammar="root ::= r0 r1\n" + "".join(f'r{i} ::= "a"\n' for i in range(3000))),
+        "a form beyond the limit": form(regex="a" * (num_bytes - 100)),
         "tokens to decode": detokenize(token_ids=[1100] * CONTEXT),
         "long tokens to decode": detokenize(token_ids=[len(SPECIAL) - 1] * CONTEXT, skip_special_tokens=False),
         "empty choices up to the limit": generate(sampling={"choice": {"options": [""] * (num_bytes // 2 - 20)}}),

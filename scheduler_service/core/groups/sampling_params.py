@@ -8,11 +8,9 @@ NOTHING_ALLOWED = (
     "sampling.allowed_token_ids, sampling.bad_words and sampling.min_tokens together leave nothing that may come next; "
     "allow more tokens, or ban fewer"
 )
-
-
-FORM_LEFT = (
+FORM_FAILED = (
     "no token could follow: the form that the request asked for, together with its other sampling parameters, leaves "
-    "none, or it is too complex there"
+    "none, or it is too complex there, or the model's output was not finite"
 )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
 from scheduler_service.core.groups.beam_search import Continuation
-from scheduler_service.core.groups.sampling_params import FORM_LEFT, NOTHING_ALLOWED
+from scheduler_service.core.groups.sampling_params import FORM_FAILED, NOTHING_ALLOWED
 from scheduler_service.core.groups.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.core.outputs import ModelOutput, SchedulerOutput, SequenceOutput
 from scheduler_service.core.planning.evidence import Evidence
@@ -118,7 +118,7 @@ class Answers:
         """End a sequence for which no token could be chosen."""
         self._blocks.withdraw(sequence)
         if sequence.sampling.form:
-            sequence.group.error = FORM_LEFT
+            sequence.group.error = FORM_FAILED
             self._groups.finish_sequence(sequence, SequenceStatus.FINISHED_IGNORED)
         elif sequence.sampling.allows_some(sequence.token_ids, sequence.num_output_tokens):
             sequence.group.error = "no token could be chosen: the model's output was not finite"
