@@ -21,7 +21,7 @@ store_kv = _library.store_kv
 gated_activation = _library.gated_activation
 copy_blocks = reference.copy_blocks
 
-WIDE_PRODUCTS: bool = _library.can_pack(2)
+WIDE_PRODUCTS = True
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
@@ -94,11 +94,11 @@ def pack(weight: Tensor, wide: bool = False) -> Product | None:
 
 
 def wide_itemsize(dtype: torch.dtype) -> int:
-    return dtype.itemsize if dtype is torch.bfloat16 and _library.can_pack(2) else reference.wide_itemsize(dtype)
+    return dtype.itemsize if dtype is torch.bfloat16 else reference.wide_itemsize(dtype)
 
 
 def pack_int8(weight: Tensor, wide: bool = False) -> Product | None:
-    if weight.dtype is not torch.bfloat16 or not _library.can_pack(weight.shape[1]):
+    if weight.dtype is not torch.bfloat16 or not _library.can_pack_int8(weight.shape[1]):
         return None
     outputs, packed = len(weight), _library.pack_int8(*reference.quantize_int8(weight))
     return lambda x, bias: _library.linear(x, packed, bias, outputs, wide)

@@ -28,7 +28,6 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip(f"missing: {library.what_is_missing()}")
     backend = importlib.import_module("kernels.cpu.ops")
     monkeypatch.setattr(backend, "_library", library.load_library(request.param))
-    monkeypatch.setattr(backend, "WIDE_PRODUCTS", backend._library.can_pack(2))
     return backend
 
 
@@ -290,7 +289,7 @@ def test_int8_weights_give_the_product_of_the_numbers_that_they_are(
     weight[0] = 0  # groups whose numbers are all 0
     bias = torch.randn(outputs, generator=generator).bfloat16() if biased else None
     product = kernels.pack_int8(weight)
-    if not kernels._library.can_pack(2):
+    if not kernels._library.can_pack_int8(2):
         assert product is None
         return
     quantized, scales = reference.quantize_int8(weight)
@@ -342,9 +341,9 @@ def test_a_wide_product_is_the_same_before_its_sums_are_rounded(
 def test_a_row_of_a_product_is_the_same_alone_and_among_others(
     kernels: ModuleType, packing: str, wide: bool, generator: torch.Generator
 ) -> None:
-    if not kernels._library.can_pack(2):
-        pytest.skip("oneDNN's products do not promise it")
     product = getattr(kernels, packing)(torch.randn(96, 128, generator=generator).bfloat16(), wide)
+    if product is None:
+        pytest.skip("this machine has no bf16 dot products, which int8 weights need")
     x = torch.randn(30, 128, generator=generator).bfloat16()
     for rows in (13, 30):
         together = product(x[:rows], None)

@@ -251,9 +251,12 @@ Tensor qkv_attention_op(
 }
 
 // Whether there are products of packed weights with so many inputs.
-bool can_pack(int64_t inputs) {
+bool can_pack(int64_t inputs) { return inputs % 2 == 0; }
+
+// The same for int8 weights, which need bf16 dot products.
+bool can_pack_int8(int64_t inputs) {
 #if defined(__AVX512BF16__)
-  return inputs % 2 == 0;
+  return can_pack(inputs);
 #else
   return false;
 #endif
@@ -284,7 +287,7 @@ Tensor pack(const Tensor& weight) {
 // weight: [outputs, inputs] of int8; scales: [outputs, groups] of bf16; returns [panels, groups, bytes of a group]. The
 // last group of an output may have fewer weights than others.
 Tensor pack_int8(const Tensor& weight, const Tensor& scales) {
-  TORCH_CHECK(weight.device().is_cpu() && weight.dim() == 2 && can_pack(weight.size(1)) &&
+  TORCH_CHECK(weight.device().is_cpu() && weight.dim() == 2 && can_pack_int8(weight.size(1)) &&
                   weight.scalar_type() == at::kChar,
               "this weight cannot be packed");
   const int64_t outputs = weight.size(0), inputs = weight.size(1), groups = groups_of(inputs);
@@ -324,18 +327,18 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>
     TORCH_CHECK(bias->numel() == outputs, "bias must be [outputs]");
   }
   auto out = at::empty({x.size(0), outputs}, x.options().dtype(wide ? at::kFloat : at::kBFloat16));
-#if defined(__AVX512BF16__)
   const Results results{wide ? nullptr : out.data_ptr<at::BFloat16>(), wide ? out.data_ptr<float>() : nullptr};
   const auto* numbers = x.const_data_ptr<at::BFloat16>();
   const auto* added = bias.has_value() ? bias->const_data_ptr<at::BFloat16>() : nullptr;
   const Sizes sizes{x.size(0), inputs, outputs, x.stride(0)};
-  if (is_int8) {
-    multiply(Int8Weights{reinterpret_cast<const Int8Group*>(packed.const_data_ptr<int8_t>())}, numbers, sizes, added, results);
-  } else {
+  if (!is_int8) {
     multiply(Bf16Weights{packed.const_data_ptr<at::BFloat16>()}, numbers, sizes, added, results);
+    return out;
   }
+#if defined(__AVX512BF16__)
+  multiply(Int8Weights{reinterpret_cast<const Int8Group*>(packed.const_data_ptr<int8_t>())}, numbers, sizes, added, results);
 #else
-  TORCH_CHECK(false, "there are no products of packed weights without bf16 dot products");
+  TORCH_CHECK(false, "there are no products of int8 weights without bf16 dot products");
 #endif
   return out;
 }
@@ -355,6 +358,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("paged_attention", &pagewire::paged_attention_op, unlocked);
   module.def("qkv_attention", &pagewire::qkv_attention_op, unlocked);
   module.def("can_pack", &pagewire::can_pack, unlocked);
+  module.def("can_pack_int8", &pagewire::can_pack_int8, unlocked);
   module.def("pack", &pagewire::pack, unlocked);
   module.def("pack_int8", &pagewire::pack_int8, unlocked);
   module.def("linear", &pagewire::linear, unlocked);
