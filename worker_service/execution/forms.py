@@ -2,30 +2,49 @@
 
 A form is a grammar, which llguidance reads: an Earley parser above a lexer, walked along a trie of all tokens. A
 matcher has read an output's tokens so far, and knows which may follow. It is a function of these tokens, so it is made
-again wherever the sequence is: after a preemption, on another worker, in a resumed stream. A thread of its own keeps
-matchers; the device thread waits for it where it samples. The scheduler has checked the form.
+again wherever the sequence is: after a preemption, on another worker, in a resumed stream. Matchers are in a process of
+their own, form_process.py; a thread here speaks with it, and the device thread waits for that where it samples. The
+scheduler has checked the form.
+
+A form for which the process computes too long ends its own output: the process is killed, another one goes on with the
+others, and the form is not tried again. So the longest that a form keeps other outputs waiting is `MOST_SECONDS`.
 """
 
+import contextlib
+import itertools
 import json
-from collections import OrderedDict
+import socket
+import subprocess
+import sys
+import time
+from array import array
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import structlog
-from llguidance import LLMatcher, LLTokenizer
 
 from pagewire_common.eos_tokens import eos_token_ids
-from pagewire_common.forms import parser_limits
+from worker_service.execution.form_process import FORK, MOST_REASON, READY, Work
 from worker_service.session.session import ScheduledChunk, SequenceState
 
 log = structlog.get_logger()
 
-MOST_KEPT = 32
-"""Grammars that are kept compiled. One takes up to some tens of MB, most take less than one."""
+MOST_SECONDS = 0.3
+"""Of a processor's time for one output in one step, compiling its form included. Of 300 schemas, 100 expressions and 20
+grammars, with a vocabulary of 49,152, none took more than 0.003."""
+LOOK_SECONDS = 0.05
+DEAF_SECONDS = 10.0
+"""A process that neither computes nor answers for so long is stuck."""
+START_SECONDS = 60.0
+MOST_REFUSED = 1024
 
 
 class FormMasks:
@@ -43,27 +62,43 @@ class FormMasks:
         return bits.view(np.bool_)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Progress:
-    """How far an output has been read."""
+    """How far an output has been read, and by which process. When it goes, its key is among those to forget."""
 
+    key: int
+    gone: deque[int]
+    reader: Connection | None = None
     num_tokens: int = 0
-    """Given to the matcher, or on their way to it."""
-    matcher: LLMatcher | None = None
+
+    def __del__(self) -> None:
+        self.gone.append(self.key)
+
+
+class _Item(NamedTuple):
+    form: str
+    progress: _Progress
+    token_ids: "array[int]"  # all of the output
+    samples: bool
 
 
 class Forms:
-    """Compiles grammars and keeps the matchers of sequences, for one model."""
+    """Speaks with the process that follows forms, for one model."""
 
-    def __init__(self, tokenizer: LLTokenizer, vocabulary_size: int) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Path, vocabulary_size: int, ends: Sequence[int]) -> None:
+        self._command = [str(tokenizer), str(vocabulary_size), ",".join(map(str, ends))]
         self._vocabulary_size = vocabulary_size
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # the one that was used last is last
+        self._keys = itertools.count()
+        self._gone: deque[int] = deque()
+        self._refused: OrderedDict[int, None] = OrderedDict()  # by hashes: a form may have 64 KiB
         self._thread = ThreadPoolExecutor(1, "forms")
+        self._reader: Connection | None = None
+        self._process: psutil.Process  # which knows if its id is another process's by now
+        self._start()
 
     @classmethod
     def load(cls, files: Sequence[Path], vocabulary_size: int) -> "Forms | None":
-        """None for a model without tokenizer or end of sequence, or with a tokenizer whose tokens are not bytes."""
+        """None for a model without tokenizer or end of sequence. The process may still be starting: see `is_ready`."""
         by_name = {file.name: file for file in files}
         if "tokenizer.json" not in by_name:
             return None
@@ -72,14 +107,23 @@ class Forms:
             for name in ("config.json", "generation_config.json")
         ]
         ends = eos_token_ids(configs[0], configs[1], vocabulary_size)
-        if not ends:
-            return None
+        return cls(by_name["tokenizer.json"].resolve(), vocabulary_size, ends) if ends else None
+
+    def is_ready(self) -> bool:
+        """Wait for the process. False if it cannot follow forms: of a tokenizer whose tokens are not bytes, say."""
         try:
-            text = by_name["tokenizer.json"].read_text()
-            return cls(LLTokenizer(text, n_vocab=vocabulary_size, eos_token=list(ends)), vocabulary_size)
-        except Exception as error:  # of the library's own kinds
+            self._fork()
+        except OSError as error:
             log.warning("outputs cannot be held to a form", reason=str(error))
-            return None
+            return False
+        return True
+
+    def close(self) -> None:
+        """End the process; it ends with the worker anyway."""
+        self._thread.shutdown()
+        self._end()
+        self._control.close()
+        self._template.wait()
 
     def begin(self, chunks: Sequence[ScheduledChunk]) -> FormMasks | None:
         """Begin to find what may follow the tokens of those chunks that have a form; None if there are none.
@@ -89,55 +133,119 @@ class Forms:
         formed = [chunk for chunk in chunks if chunk.sequence.sampling.form]
         if not formed:
             return None
-        work = [(chunk.sequence, *self._unread(chunk.sequence), chunk.samples) for chunk in formed]
         rows = {sequence_id: row for row, sequence_id in enumerate(c.sequence.sequence_id for c in formed if c.samples)}
-        return FormMasks(rows, self._thread.submit(self._find, work, len(rows)), self._vocabulary_size)
+        items = [self._item(chunk) for chunk in formed]
+        return FormMasks(rows, self._thread.submit(self._find, items, len(rows)), self._vocabulary_size)
 
-    @staticmethod
-    def _unread(sequence: SequenceState) -> tuple[_Progress, list[int]]:
-        """The tokens of an output that its matcher has not been given."""
+    def _item(self, chunk: ScheduledChunk) -> _Item:
+        sequence = chunk.sequence
         progress = sequence.form_progress
         if not isinstance(progress, _Progress):
-            progress = sequence.form_progress = _Progress()
-        token_ids = sequence.token_ids[sequence.num_prompt_tokens + progress.num_tokens :].tolist()
-        progress.num_tokens += len(token_ids)
-        return progress, token_ids
+            progress = sequence.form_progress = _Progress(next(self._keys), self._gone)
+        return _Item(sequence.sampling.form, progress, sequence.token_ids[sequence.num_prompt_tokens :], chunk.samples)
 
     # ---- on the thread
 
-    def _find(
-        self, work: Sequence[tuple[SequenceState, _Progress, list[int], bool]], num_rows: int
-    ) -> npt.NDArray[np.uint8]:
-        """What `FormMasks` has. `work`: sequences, their unread tokens, and whether they sample."""
+    def _find(self, items: Sequence[_Item], num_rows: int) -> npt.NDArray[np.uint8]:
+        """What `FormMasks` has."""
         masks = np.zeros((num_rows, -(-self._vocabulary_size // 32) * 4), np.uint8)
         rows = iter(masks)
-        for sequence, progress, token_ids, samples in work:
-            matcher = progress.matcher = progress.matcher or self._matcher(sequence.sampling.form)
-            if not matcher.is_stopped():
-                matcher.consume_tokens(token_ids)
-            if samples:
-                self._fill(next(rows), matcher)
-                if matcher.is_error():
-                    reason = matcher.get_error().partition("\n")[0]
-                    log.warning("a form cannot go on", sequence=sequence.sequence_id, reason=reason)
+        left = deque((item, next(rows) if item.samples else None) for item in items)
+        while left := deque(pair for pair in left if hash(pair[0].form) not in self._refused):
+            try:
+                reader = self._living_reader()
+            except OSError as error:
+                log.error("forms cannot be followed now", reason=str(error))
+                break
+            try:
+                self._send(reader, [item for item, _ in left])
+                while left:
+                    _, row = left[0]
+                    answer = self._receive(reader)
+                    if row is not None:
+                        row[:] = np.frombuffer(answer, np.uint8)
+                    left.popleft()
+            except (OSError, EOFError) as error:  # it takes too long, or has died: of too much memory, perhaps
+                self._end()
+                self._refuse(left[0][0].form, error)
         return masks
 
-    def _fill(self, row: npt.NDArray[np.uint8], matcher: LLMatcher) -> None:
-        """Set the bits of the tokens that may come next, in a row of zeros; none after an error."""
-        if not matcher.is_stopped():
-            matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        if matcher.is_error():
-            row[:] = 0
-        elif matcher.is_stopped():  # the text is whole and cannot go on
-            for token_id in self._tokenizer.eos_tokens:
-                row[token_id // 8] |= 1 << token_id % 8
+    def _send(self, reader: Connection, items: Sequence[_Item]) -> None:
+        work = []
+        for form, progress, token_ids, samples in items:
+            if progress.reader is not reader:
+                progress.reader, progress.num_tokens = reader, 0
+            unread = token_ids[progress.num_tokens :]
+            work.append(Work(progress.key, "" if progress.num_tokens else form, unread, samples))
+            progress.num_tokens = len(token_ids)
+        gone = [self._gone.popleft() for _ in range(len(self._gone))]
+        reader.send((gone, work))
 
-    def _matcher(self, form: str) -> LLMatcher:
-        """One that has read nothing."""
-        compiled = self._compiled.pop(form, None)
-        if compiled is None:
-            compiled = LLMatcher(self._tokenizer, form, limits=parser_limits())
-        self._compiled[form] = compiled
-        if len(self._compiled) > MOST_KEPT:
-            self._compiled.popitem(last=False)
-        return compiled.deep_copy()
+    def _receive(self, reader: Connection) -> bytes:
+        """The next answer. Raises TimeoutError when the process computes too long for it."""
+        if not reader.poll(LOOK_SECONDS):
+            used, began = _processor_seconds(self._process), time.monotonic()
+            while not reader.poll(LOOK_SECONDS):
+                if _processor_seconds(self._process) - used > MOST_SECONDS - LOOK_SECONDS:
+                    raise TimeoutError(f"it takes more than {MOST_SECONDS:g} s")
+                if time.monotonic() - began > DEAF_SECONDS:
+                    raise TimeoutError(f"nothing was heard for {DEAF_SECONDS:g} s")
+        return reader.recv_bytes()
+
+    def _refuse(self, form: str, error: Exception) -> None:
+        """Not follow a form any more."""
+        log.warning("a form is not followed any more", reason=str(error) or type(error).__name__)
+        self._refused[hash(form)] = None
+        if len(self._refused) > MOST_REFUSED:
+            self._refused.popitem(last=False)
+
+    # ---- the processes
+
+    def _living_reader(self) -> Connection:
+        """The process that follows forms, or a new one where there is none any more. Raises OSError."""
+        if self._reader is not None and self._reader.poll(0):  # nothing was asked: it is its end
+            self._end()
+        return self._reader or self._fork()
+
+    def _end(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+            with contextlib.suppress(psutil.Error):
+                self._process.kill()
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair()
+        self._control.settimeout(START_SECONDS)
+        with theirs:
+            command = [sys.executable, "-m", "worker_service.execution.form_process", *self._command]
+            self._template = subprocess.Popen(command, stdin=theirs.fileno(), start_new_session=True)
+        self._has_started = False
+
+    def _fork(self) -> Connection:
+        """A new process that follows forms. Raises OSError."""
+        if self._template.poll() is not None and self._has_started:
+            self._control.close()
+            self._start()
+        if not self._has_started:
+            if (answer := self._control.recv(MOST_REASON)) != READY:
+                raise OSError(answer.decode(errors="replace") or "the process that follows forms has ended")
+            self._has_started = True
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [FORK], [theirs.fileno()])
+        reader = Connection(ours.detach())
+        if not reader.poll(DEAF_SECONDS):
+            raise OSError("the process that follows forms does not start")
+        with contextlib.suppress(psutil.Error):  # it has ended already, which is seen at the first message
+            self._process = psutil.Process(reader.recv())
+        self._reader = reader
+        return reader
+
+
+def _processor_seconds(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(times.user + times.system)

@@ -69,7 +69,8 @@ def load_worker(settings: WorkerSettings) -> Worker:
     checkpoint = Checkpoint(source.path, DummyWeights(device) if is_dummy else None)
     tokenizer_files = find_tokenizer_files(source.path, cache, may_lack=is_dummy)
     config = _read_config(checkpoint)
-    forms = Forms.load(tokenizer_files, config.vocabulary_size) if settings.forms else None
+    follows = settings.forms and ranks.size == 1
+    forms = Forms.load(tokenizer_files, config.vocabulary_size) if follows else None  # it starts beside what follows
     max_model_len = _choose_max_model_len(settings, config)
     dtype = checkpoint.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
     num_kv_heads, cuts = part_of(config, ranks)
@@ -105,6 +106,8 @@ def load_worker(settings: WorkerSettings) -> Worker:
         raise StartError(
             f"{settings.model} and its cache do not fit into the memory of {device.type}: {str(error).splitlines()[0]}"
         ) from error
+    if forms is not None and not forms.is_ready():
+        forms = None
     return Worker(
         ranks=ranks,
         info=WorkerInfo(

@@ -1,22 +1,27 @@
 """Outputs have the forms that were asked for, whatever the model would rather say: its logits are random here."""
 
 import asyncio
+import gc
 import json
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import psutil
 import pytest
 import torch
 from form_texts import GRAMMARS, REGEXES, SCHEMAS
+from llguidance import LLTokenizer
 from tiny_model import write_byte_tokenizer
 from tokenizers import Tokenizer
 from worker_helpers import state, tokens
 
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.frontend import forms as frontend
+from worker_service.execution.form_process import MOST_KEPT, Follower, Work
 from worker_service.execution.forms import Forms
 from worker_service.execution.sampler import FAILED, sample
 from worker_service.session.session import ScheduledChunk, SequenceState
@@ -36,10 +41,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def forms(directory: Path) -> Forms:
+def forms(directory: Path) -> Iterator[Forms]:
     found = Forms.load(sorted(directory.iterdir()), VOCABULARY)
     assert found is not None
-    return found
+    assert found.is_ready()
+    yield found
+    found.close()
 
 
 @pytest.fixture(scope="module")
@@ -185,10 +192,73 @@ def test_a_whole_text_is_followed_by_the_end_alone_and_nothing_is_asked_of_it_th
     assert [step(forms, [one])[0] for _ in range(4)] == [tokenizer.token_to_id(letter) for letter in "ab"] + [END, END]
 
 
-def test_grammars_that_were_used_lately_are_kept(forms: Forms) -> None:
-    for expression in grammars("regex", [f"a{{{number}}}" for number in range(1, 50)]):
-        step(forms, [state([5], sequence_id=1, form=expression)])
-    assert len(forms._compiled) == 32
+def test_grammars_that_were_used_lately_are_kept(directory: Path) -> None:
+    tokenizer = LLTokenizer((directory / "tokenizer.json").read_text(), n_vocab=VOCABULARY, eos_token=[END])
+    follower = Follower(tokenizer, VOCABULARY)
+    for key, expression in enumerate(grammars("regex", [f"a{{{number}}}" for number in range(1, 50)])):
+        follower.do(Work(key, expression, [], samples=True))
+    assert len(follower._compiled) == MOST_KEPT
+    assert len(follower._matchers) == 49
+    for key in range(49):
+        follower.forget(key)
+    assert not follower._matchers
+
+
+def test_outputs_that_are_gone_are_forgotten(forms: Forms) -> None:
+    (choice,) = grammars("regex", ["ab"])
+    one = state([5], sequence_id=1, form=choice)
+    step(forms, [one])
+    key = one.form_progress.key  # type: ignore[attr-defined]
+    del one
+    gc.collect()
+    assert key in forms._gone
+    step(forms, [state([5], sequence_id=2, form=choice)])
+    assert key not in forms._gone
+
+
+SCHEMA = '{"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": false}'
+SLOW = "(a|aa|aaa){1,1000}" * 300
+"""Of which the first mask takes 15 s, and the library does not count it as work."""
+
+
+def test_a_form_that_takes_too_long_ends_its_own_output_and_is_not_tried_again(
+    forms: Forms, tokenizer: Tokenizer
+) -> None:
+    some = grammars("json_schema", [SCHEMA] * 5)
+    undisturbed, others = sequences(some, tokenizer), sequences(some, tokenizer)  # none of which ends at once
+    complete(forms, undisturbed)
+    for _ in range(3):
+        step(forms, others)
+    (slow,) = grammars("regex", [SLOW])
+    began = time.monotonic()
+    found = step(forms, [*others[:2], state([5], sequence_id=90, form=slow), *others[2:]])
+    assert found[2] == FAILED
+    assert FAILED not in found[:2] + found[3:]
+    took = time.monotonic() - began
+    process = forms._process
+    assert step(forms, [state([5], sequence_id=91, form=slow)]) == [FAILED]
+    assert forms._process is process  # nothing was asked
+    complete(forms, [one for one in others if one.token_ids[-1] != END])
+    assert [one.token_ids for one in others] == [one.token_ids for one in undisturbed]
+    assert took < 10, "the mask itself takes longer"
+
+
+@pytest.mark.parametrize("ends", ["reader", "template"])
+def test_outputs_go_on_when_a_process_is_killed(forms: Forms, tokenizer: Tokenizer, ends: str) -> None:
+    some = grammars("json_schema", [SCHEMA] * 5)
+    undisturbed, disturbed = sequences(some, tokenizer), sequences(some, tokenizer)
+    complete(forms, undisturbed)
+    for _ in range(3):
+        step(forms, disturbed)
+    alive = [one for one in disturbed if END not in one.token_ids]
+    if ends == "template":
+        forms._template.kill()  # which takes the other one with it
+        forms._template.wait()
+    else:
+        forms._process.kill()
+    psutil.wait_procs([forms._process], 10)
+    complete(forms, alive)
+    assert [one.token_ids for one in disturbed] == [one.token_ids for one in undisturbed]
 
 
 def test_without_a_tokenizer_or_an_end_there_are_no_forms(directory: Path, tmp_path: Path) -> None:
@@ -197,4 +267,7 @@ def test_without_a_tokenizer_or_an_end_there_are_no_forms(directory: Path, tmp_p
     assert Forms.load([tmp_path / "tokenizer.json"], VOCABULARY) is None
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": END}))
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert Forms.load(sorted(tmp_path.iterdir()), VOCABULARY) is None
+    unreadable = Forms.load(sorted(tmp_path.iterdir()), VOCABULARY)
+    assert unreadable is not None
+    assert not unreadable.is_ready()
+    unreadable.close()
