@@ -52,7 +52,7 @@ class Pagewire:
 
     async def step_split(self) -> StepSplit:
         """Where the time of the worker's steps went so far."""
-        async with grpc.aio.insecure_channel(self._server.target) as channel:
+        async with grpc.aio.insecure_channel(self._server.admin_target) as channel:
             response = await AdminServiceStub(channel).GetClusterState(GetClusterStateRequest())
         (worker,) = response.state.workers
         return worker.step_split

@@ -4,12 +4,18 @@ drain its workers."""
 import argparse
 import asyncio
 import contextlib
+import hashlib
+import json
 import logging
 import os
+import re
+import secrets
 import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -17,25 +23,38 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.admin import Admin
 from pagewire_client.client import RETRY_SECONDS, Client, Prompt
 from pagewire_client.finished import print_requests
-from pagewire_client.gateway import Gateway
+from pagewire_client.gateway import Gateway, check_free, free_address, url_of
 from pagewire_client.local import LocalServer, ServerError
 from pagewire_client.watch import watch
 
-DEFAULT_TARGET = "localhost:50051"
+DEFAULT_ADMIN_TARGET = "localhost:50053"
 DEFAULT_HTTP_LISTEN = "127.0.0.1:8000"
 READY_SECONDS = 600.0
+MIN_BODY_BYTES = 1 << 20
+BODY_BYTES_PER_TOKEN = 12
+"""Of a request over HTTP, as the scheduler has it over gRPC."""
 
 TRY_IT = """\
 OpenAI's API is at {url}/v1; Ctrl-C ends it. Try:
 
-curl {url}/v1/chat/completions -H 'content-type: application/json' \\
+curl {url}/v1/chat/completions -H 'content-type: application/json' {key}\\
   -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
 
 """
+KEY_LINE = '-H "authorization: Bearer $PAGEWIRE_API_KEY" '
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    server = argparse.ArgumentParser(add_help=False)
+    tls = argparse.ArgumentParser(add_help=False)
+    tls.add_argument(
+        "--tls",
+        metavar="FOLDER",
+        type=Path,
+        default=os.environ.get("PAGEWIRE_TLS"),
+        help="connect by TLS, with its ca.crt, and its tls.crt and tls.key where the server wants a certificate. An "
+        "API key is taken from the environment: PAGEWIRE_API_KEY",
+    )
+    server = argparse.ArgumentParser(add_help=False, parents=[tls])
     server.add_argument(
         "--target",
         metavar="HOST:PORT",
@@ -72,20 +91,38 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default=os.environ.get("PAGEWIRE_HTTP_LISTEN", DEFAULT_HTTP_LISTEN),
         help=f"where HTTP is served (default {DEFAULT_HTTP_LISTEN})",
     )
-    _add_operators_commands(commands)
+    serve.add_argument(
+        "--http-tls",
+        metavar="FOLDER",
+        type=Path,
+        default=os.environ.get("PAGEWIRE_HTTP_TLS"),
+        help="serve HTTPS, with its tls.crt and tls.key",
+    )
+    _add_operators_commands(commands, tls)
     parsed = parser.parse_args(arguments)
-    if not parsed.target and parsed.command != "serve":
+    if parsed.command != "new-key" and not parsed.target and parsed.command != "serve":
         parsed.retry_for = 0.0  # this command's own server is not restarted
     return parsed
 
 
-def _add_operators_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    common = argparse.ArgumentParser(add_help=False)
+def access(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What a client shows to get in."""
+    return {"api_key": os.environ.get("PAGEWIRE_API_KEY", ""), "tls": arguments.tls}
+
+
+def _add_operators_commands(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", tls: argparse.ArgumentParser
+) -> None:
+    new_key = commands.add_parser("new-key", help="make an API key: it is shown once, with the lines for --api-keys")
+    new_key.add_argument("id", help="its name in the logs")
+    new_key.add_argument("--tenant", default="", help="the tenant of its requests")
+    new_key.add_argument("--admin", action="store_true", help="may administer, and read metrics")
+    common = argparse.ArgumentParser(add_help=False, parents=[tls])
     common.add_argument(
         "--target",
         metavar="HOST:PORT",
-        default=os.environ.get("PAGEWIRE_TARGET", DEFAULT_TARGET),
-        help=f"a running scheduler service (default {DEFAULT_TARGET})",
+        default=os.environ.get("PAGEWIRE_ADMIN_TARGET", DEFAULT_ADMIN_TARGET),
+        help=f"a running scheduler service, at its --admin-listen (default {DEFAULT_ADMIN_TARGET})",
     )
     watch = commands.add_parser("watch", parents=[common], help="queues, workers, blocks and rates, as they change")
     watch.add_argument(
@@ -135,7 +172,7 @@ async def stream(client: Client, prompt: Prompt, sampling: pb.SamplingParams) ->
 async def generate(arguments: argparse.Namespace, target: str) -> None:
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     prompt: Prompt = [{"role": "user", "content": text}] if arguments.chat else text
-    async with Client(target, retry_for=arguments.retry_for) as client:
+    async with Client(target, retry_for=arguments.retry_for, **access(arguments)) as client:
         await stream(client, prompt, sampling_params(arguments))
 
 
@@ -144,7 +181,7 @@ def chat(arguments: argparse.Namespace, target: str) -> None:
     messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
 
     async def answer(conversation: Prompt) -> str:
-        async with Client(target, retry_for=arguments.retry_for) as client:
+        async with Client(target, retry_for=arguments.retry_for, **access(arguments)) as client:
             return await stream(client, conversation, sampling_params(arguments))
 
     for line in _lines():
@@ -167,28 +204,68 @@ def _lines() -> Iterator[str]:
 
 def serve(arguments: argparse.Namespace, target: str) -> None:
     """Until a signal comes, or the gateway ends."""
-    model = asyncio.run(_served_model(target))
-    with Gateway(target, arguments.listen) as gateway:
-        gateway.wait_until_ready(READY_SECONDS)
-        sys.stderr.write(TRY_IT.format(url=gateway.url, model=model))
-        status = gateway.process.wait()
+    model = asyncio.run(_served_model(arguments, target))
+    if any((*access(arguments).values(), arguments.http_tls)):
+        status = asyncio.run(_serve_locked(arguments, target, model))
+    else:
+        with Gateway(target, arguments.listen) as gateway:
+            gateway.wait_until_ready(READY_SECONDS)
+            sys.stderr.write(TRY_IT.format(url=gateway.url, model=model.name, key=""))
+            status = gateway.process.wait()
     raise ServerError(f"the gateway ended with status {status}")
 
 
-async def _served_model(target: str) -> str:
-    """The model's name, once there is one: the gateway looks for it only once, when it starts."""
-    async with Client(target) as client:
+async def _serve_locked(arguments: argparse.Namespace, target: str, model: pb.GetModelResponse) -> int:
+    """With the gateway on a port that only this machine can reach; returns its exit status."""
+    from pagewire_client.edge import Edge
+    from pagewire_common.start_error import StartError
+    from pagewire_common.tls import TlsFolder
+
+    host, port = check_free(arguments.listen)
+    most_bytes = max(MIN_BODY_BYTES, model.context_length * BODY_BYTES_PER_TOKEN)
+    edge = Edge(target, most_bytes=most_bytes, **access(arguments))
+    await edge.start()
+    try:
+        tls = TlsFolder(arguments.http_tls) if arguments.http_tls else None
+        with Gateway(edge.target, free_address()) as gateway:
+            await asyncio.to_thread(gateway.wait_until_ready, READY_SECONDS)
+            await edge.serve_http(host, port, gateway.url, tls)
+            url = url_of("https" if tls else "http", "localhost" if tls else host, port)
+            sys.stderr.write(TRY_IT.format(url=url, model=model.name, key=KEY_LINE))
+            return await asyncio.to_thread(gateway.process.wait)
+    except (StartError, OSError) as error:
+        raise ServerError(str(error)) from None
+    finally:
+        await edge.close()
+
+
+async def _served_model(arguments: argparse.Namespace, target: str) -> pb.GetModelResponse:
+    """The model, once there is one: the gateway looks for it only once, when it starts."""
+    async with Client(target, **access(arguments)) as client:
         await client.wait_until_serving()
-        return (await client.get_model()).name
+        return await client.get_model()
+
+
+def new_key(arguments: argparse.Namespace) -> None:
+    """The key goes to stderr, and what may be kept to stdout: `new-key alice >> keys.toml`."""
+    for name, value in (("id", arguments.id), ("--tenant", arguments.tenant)):
+        if not re.fullmatch(r"[\w.@:-]{0,64}", value) or (name == "id" and not value):
+            raise ValueError(f"{name} is {value!r}; it may have up to 64 letters, digits and . @ : - _")
+    key = f"pw-{secrets.token_urlsafe(32)}"
+    sys.stderr.write(f"the key, which is not kept anywhere: {key}\n")
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    entry = {"id": arguments.id, "tenant": arguments.tenant, "sha256": digest, "admin": arguments.admin}
+    lines = [f"{name} = {json.dumps(value)}" for name, value in entry.items()]
+    sys.stdout.write("\n".join(["[[key]]", *lines, "", ""]))
 
 
 async def requests(arguments: argparse.Namespace, target: str) -> None:
-    async with Admin(target) as admin:
+    async with Admin(target, **access(arguments)) as admin:
         print_requests(await admin.finished_requests(arguments.limit))
 
 
 async def drain(arguments: argparse.Namespace, target: str) -> None:
-    async with Admin(target) as admin:
+    async with Admin(target, **access(arguments)) as admin:
         await (admin.drain if arguments.command == "drain" else admin.undrain)(arguments.address)
 
 
@@ -202,7 +279,7 @@ def run(arguments: argparse.Namespace, target: str) -> None:
             serve(arguments, target)
         case "watch":
             logging.getLogger("pagewire_client").setLevel(logging.WARNING)  # the picture itself shows a lost connection
-            asyncio.run(watch(target, interval=arguments.interval, once=arguments.once))
+            asyncio.run(watch(target, interval=arguments.interval, once=arguments.once, **access(arguments)))
         case "requests":
             asyncio.run(requests(arguments, target))
         case _:
@@ -219,13 +296,17 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):  # end as for Ctrl-C, and stop the processes that were started
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
-        if arguments.target:
+        if arguments.command == "new-key":
+            new_key(arguments)
+        elif arguments.target:
             run(arguments, arguments.target)
         else:
+            os.environ.pop("PAGEWIRE_TLS", None)  # which is for a server elsewhere; these two are on this machine
+            arguments.tls = None
             sys.stderr.write("starting a scheduler and a worker …\n")
             with LocalServer(arguments.model) as server:
                 run(arguments, server.target)
-    except (ServerError, ValueError) as error:
+    except (ServerError, ValueError, FileNotFoundError, PermissionError) as error:
         sys.exit(f"pagewire_client: {error}")
     except grpc.aio.AioRpcError as error:
         sys.exit(f"pagewire_client: {error.code().name}: {error.details()}")

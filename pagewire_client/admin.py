@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -11,7 +12,7 @@ import grpc
 
 from pagewire.v1 import admin_service_pb2 as pb
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
-from pagewire_client.channel import OPTIONS
+from pagewire_client.channel import connect, key_metadata
 from pagewire_client.retry import PASSING, Backoff
 
 
@@ -31,13 +32,14 @@ class Lost:
 
 
 class Admin:
-    """One connection to a scheduler. Create it inside the event loop that uses it.
+    """One connection to a scheduler's port for operators. Create it inside the event loop that uses it.
 
-    Methods raise grpc.aio.AioRpcError with the server's status and sentence.
+    `api_key` and `tls` are those of `Client`. Methods raise grpc.aio.AioRpcError with the server's status and sentence.
     """
 
-    def __init__(self, target: str) -> None:
-        self._channel = grpc.aio.insecure_channel(target, options=OPTIONS)
+    def __init__(self, target: str, *, api_key: str = "", tls: Path | None = None) -> None:
+        self._metadata = key_metadata(api_key)
+        self._channel = connect(target, tls)
         self._stub = AdminServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -49,19 +51,21 @@ class Admin:
         await self._channel.close()
 
     async def state(self) -> Sample:
-        response = await self._stub.GetClusterState(pb.GetClusterStateRequest())
+        response = await self._stub.GetClusterState(pb.GetClusterStateRequest(), metadata=self._metadata)
         return Sample(time.monotonic(), response.state)
 
     async def finished_requests(self, limit: int = 100) -> list[pb.FinishedRequest]:
         """The requests that ended last, the last one first; limit is in [1, 1000]."""
-        response = await self._stub.ListFinishedRequests(pb.ListFinishedRequestsRequest(limit=limit))
+        response = await self._stub.ListFinishedRequests(
+            pb.ListFinishedRequestsRequest(limit=limit), metadata=self._metadata
+        )
         return list(response.requests)
 
     async def drain(self, address: str) -> None:
-        await self._stub.DrainWorker(pb.DrainWorkerRequest(address=address))
+        await self._stub.DrainWorker(pb.DrainWorkerRequest(address=address), metadata=self._metadata)
 
     async def undrain(self, address: str) -> None:
-        await self._stub.UndrainWorker(pb.UndrainWorkerRequest(address=address))
+        await self._stub.UndrainWorker(pb.UndrainWorkerRequest(address=address), metadata=self._metadata)
 
     async def watch(self, interval: float) -> AsyncGenerator[Sample | Lost, None]:
         """The state every `interval` seconds, for ever; one `Lost` when the scheduler is gone, until it is back."""
@@ -69,7 +73,7 @@ class Admin:
         backoff = Backoff(float("inf"))
         is_lost = False
         while True:
-            call = self._stub.WatchClusterState(request)
+            call = self._stub.WatchClusterState(request, metadata=self._metadata)
             try:
                 async for response in call:
                     backoff.succeeded()

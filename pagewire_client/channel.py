@@ -1,4 +1,9 @@
-"""How clients connect."""
+"""How clients connect, and what they show to get in."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
 
 OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
@@ -10,3 +15,28 @@ OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 5_000),  # what one attempt to connect may take
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
 )
+
+Metadata = Sequence[tuple[str, str]] | None
+
+
+def connect(target: str, tls: Path | None = None) -> grpc.aio.Channel:
+    """A channel, in plain text unless there is a folder of certificates.
+
+    The server's must come from its ca.crt, or from an authority of the system if it has none; tls.crt and tls.key are
+    shown to servers that want a certificate. Raises OSError when they cannot be read.
+    """
+    if tls is None:
+        return grpc.aio.insecure_channel(target, options=OPTIONS)
+    authority, key, certificate = (
+        path.read_bytes() if (path := tls / name).exists() else None for name in ("ca.crt", "tls.key", "tls.crt")
+    )
+    if authority is None and certificate is None:
+        raise FileNotFoundError(f"{tls} has neither ca.crt nor tls.crt")
+    return grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(authority, key, certificate), options=OPTIONS)
+
+
+def key_metadata(api_key: str) -> Metadata:
+    """What shows a server an API key; nothing if there is none. Raises ValueError for what cannot be one."""
+    if not (api_key.isascii() and (api_key.isprintable() or not api_key)):
+        raise ValueError("an API key has printable ASCII characters only")
+    return (("authorization", f"Bearer {api_key}"),) if api_key else None

@@ -7,6 +7,7 @@ import math
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -15,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
-from pagewire_client.channel import OPTIONS
+from pagewire_client.channel import connect, key_metadata
 from pagewire_client.resumable import ResumableStream
 from pagewire_client.retry import Backoff
 
@@ -33,12 +34,17 @@ class Client:
     Every method raises grpc.aio.AioRpcError with the server's status and sentence. While the server cannot be reached,
     or is about to leave, calls are tried again for `retry_for` seconds (0: not at all); streams then go on where they
     were, with no token lost or twice. Attempts are logged as INFO by the logger `pagewire_client`.
+
+    `api_key` is for servers that want one; `tls` is a folder of certificates, as `channel.connect` has it.
     """
 
-    def __init__(self, target: str, *, retry_for: float = RETRY_SECONDS) -> None:
+    def __init__(
+        self, target: str, *, retry_for: float = RETRY_SECONDS, api_key: str = "", tls: Path | None = None
+    ) -> None:
         self._retry_for = retry_for
+        self._metadata = key_metadata(api_key)
         self._streams: dict[tuple[str, str], ResumableStream] = {}  # by tenant and request_id
-        self._channel = grpc.aio.insecure_channel(target, options=OPTIONS)
+        self._channel = connect(target, tls)
         self._stub = InferenceServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
@@ -108,7 +114,7 @@ class Client:
             request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
             request.token_ids.SetInParent()
         stream = ResumableStream(
-            lambda request, timeout: self._stub.Generate(request, timeout=timeout),
+            lambda request, timeout: self._stub.Generate(request, timeout=timeout, metadata=self._metadata),
             request,
             timeout=timeout,
             retry_for=self._retry_for if retry_for is None else retry_for,
@@ -134,7 +140,7 @@ class Client:
             return (await self._retrying(self._stub.Abort, request)).aborted
         stream.abort()
         with suppress(grpc.aio.AioRpcError):
-            if (await self._stub.Abort(request)).aborted:
+            if (await self._stub.Abort(request, metadata=self._metadata)).aborted:
                 self._streams.pop((tenant, request_id), None)  # the stream ends with what the server still sends of it
                 return True
         return stream.give_up()
@@ -151,12 +157,12 @@ class Client:
         request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         return (await self._retrying(self._stub.Detokenize, request)).text
 
-    async def _retrying(self, method: Callable[[Any], Awaitable[T]], request: Any) -> T:
+    async def _retrying(self, method: Callable[..., Awaitable[T]], request: Any) -> T:
         """Call a method that may safely be called twice."""
         backoff = Backoff(self._retry_for)
         while True:
             try:
-                return await method(request)
+                return await method(request, metadata=self._metadata)
             except grpc.aio.AioRpcError as error:
                 pause = backoff.pause(error)
             await asyncio.sleep(pause)

@@ -4,8 +4,10 @@ It has one backend, so it need not choose, and nothing of a request is kept. Req
 waits for workers itself, and what it refuses because it is full is for the client to try later.
 """
 
+import os
 import secrets
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -34,21 +36,25 @@ FLAGS = (
     "--prometheus-host=127.0.0.1",
 )
 LOOK_SECONDS = 0.1
+_LAUNCH = """
+import ctypes, runpy, signal, sys
+if sys.platform == "linux":  # the system ends it with its parent, also when that is killed
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+runpy.run_module("smg", run_name="__main__", alter_sys=True)
+"""
 
 
 class Gateway:
     """Serves HTTP at `listen`, for the scheduler at `target`, from construction until `stop`."""
 
     def __init__(self, target: str, listen: str) -> None:
-        host, _, port = listen.rpartition(":")
-        if not (host and port.isdecimal()):
-            raise ServerError(f"{listen!r} is no HOST:PORT to listen on")
-        command = [sys.executable, "-m", "smg", "launch", f"--worker-urls=grpc://{target}", *FLAGS]
-        command += [f"--host={host}", f"--port={port}", f"--prometheus-port={_free_port()}"]
+        host, port = check_free(listen)
+        command = [sys.executable, "-c", _LAUNCH, "launch", f"--worker-urls=grpc://{target}", *FLAGS]
+        command += [f"--host={host}", f"--port={port}"]
+        command.append(f"--prometheus-port={_free_port()}")  # its own metrics, which it cannot do without
         # The calls that change the gateway's backends need a key, and this one is not kept.
         command.append(f"--control-plane-api-keys=none:none:admin:{secrets.token_urlsafe()}")
-        _check_free(host, int(port))
-        self.url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"  # noqa: S104  # it is only compared
+        self.url = url_of("http", host, port)
         # What it writes to stdout is its emblem.
         self.process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
@@ -83,26 +89,48 @@ class Gateway:
 def is_ready(url: str) -> bool:
     """Whether the gateway there has a scheduler whose workers take requests."""
     try:
-        with urllib.request.urlopen(f"{url}/readiness", timeout=5) as answer:  # noqa: S310  # our own address
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # whether it serves is no secret
+        with urllib.request.urlopen(f"{url}/readiness", timeout=5, context=context) as answer:  # noqa: S310
             return bool(answer.status == 200)
     except OSError:
         return False
 
 
-def _check_free(host: str, port: int) -> None:
-    """Raises ServerError, where the gateway would show a traceback."""
+def url_of(scheme: str, host: str, port: int) -> str:
+    """Where this machine reaches what listens there."""
+    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  # it is only compared
+    return f"{scheme}://{f'[{reached}]' if ':' in reached else reached}:{port}"
+
+
+def check_free(listen: str) -> tuple[str, int]:
+    """The host and the port of HOST:PORT, or of [HOST]:PORT.
+
+    Raises ServerError when it cannot be had: the gateway shows a traceback.
+    """
+    host, _, port = listen.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not (host and port.isdecimal()):
+        raise ServerError(f"{listen!r} is no HOST:PORT to listen on")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket.create_server((host, port)).close()
+        socket.create_server((host, int(port)), family=family).close()
     except OSError:
-        raise ServerError(f"cannot listen on {host}:{port}: the port is in use, or the address is not ours") from None
+        raise ServerError(f"cannot listen on {listen}: the port is in use, or the address is not ours") from None
+    return host, int(port)
+
+
+def free_address() -> str:
+    """On this machine alone."""
+    return f"127.0.0.1:{_free_port()}"
 
 
 def _free_port() -> int:
-    """For the gateway's own metrics, which it cannot do without."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":  # a container's health check: HOST:PORT
-    sys.exit(not is_ready(f"http://{sys.argv[1]}"))
+    scheme = "https" if os.environ.get("PAGEWIRE_HTTP_TLS") else "http"
+    sys.exit(not is_ready(f"{scheme}://{sys.argv[1]}"))

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import IO, Self
 
 STOP_SECONDS = 10.0
+ADMIN = ("--admin-listen", "127.0.0.1:0")
 MAX_EVENTS = 1000
 
 
@@ -111,8 +112,10 @@ class LocalServer:
             worker = self._start("worker_service", ["--model", model, *worker_arguments])
             worker_address = str(worker.wait_for("listening", timeout)["address"])
             scheduler = self._start(
-                "scheduler_service", ["--model", model, "--workers", worker_address, *scheduler_arguments]
+                "scheduler_service",
+                [*ADMIN, "--model", model, "--workers", worker_address, *scheduler_arguments],
             )
+            self.admin_target = str(scheduler.wait_for("admin listening", timeout)["address"])
             self.target = str(scheduler.wait_for("listening", timeout)["address"])
             worker.wait_for("ready", timeout)
             scheduler.wait_for("ready", timeout)

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -169,11 +170,11 @@ class View:
 _NUMBERS = ("running", "swapped", "steps/s", "used", "host", "lost")
 
 
-async def watch(target: str, *, interval: float, once: bool) -> None:
+async def watch(target: str, *, interval: float, once: bool, api_key: str = "", tls: Path | None = None) -> None:
     """Show the cluster until cancelled, or once."""
     console = Console()
     view = View(target)
-    async with Admin(target) as admin:
+    async with Admin(target, api_key=api_key, tls=tls) as admin:
         if once:
             view.take(await admin.state())
             console.print(view) if console.is_terminal else _print_line(view)

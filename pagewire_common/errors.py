@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 
 from pagewire_common.field_count import has_more_fields
 
@@ -49,8 +50,17 @@ class _Unparsed(NamedTuple):
         raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, self.reason)
 
 
-_OURS = ("/pagewire.", "/vllm.")
-"""Methods of health and reflection are their library's."""
+def kind_of(handler: Any) -> str:
+    """The attribute of a method's handler that holds its behaviour, such as unary_stream."""
+    sides = (handler.request_streaming, handler.response_streaming)
+    return "_".join("stream" if streams else "unary" for streams in sides)
+
+
+_HEALTH = "/grpc.health."
+_OURS = ("/pagewire.", "/vllm.", _HEALTH)
+"""Methods of reflection are its library's."""
+MOST_HEALTH_BYTES = 256
+"""Of the name of a service: health is open to every caller."""
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -71,25 +81,39 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or not handler_call_details.method.startswith(_OURS):
             return handler
-        kind = "_".join(
-            "stream" if streams else "unary" for streams in (handler.request_streaming, handler.response_streaming)
-        )
-        if self._max_request_bytes is not None and not handler.request_streaming:
-            parse = _bounded(handler.request_deserializer, self._max_request_bytes)
+        kind = kind_of(handler)
+        if not handler.request_streaming and (parse := handler.request_deserializer) is not None:
+            descriptor = parse.__self__.DESCRIPTOR  # it is a generated message's FromString
+            parse = _readable(parse)
+            if handler_call_details.method.startswith(_HEALTH):
+                parse = _bounded(parse, descriptor, lambda: MOST_HEALTH_BYTES)
+            elif self._max_request_bytes is not None:
+                parse = _bounded(parse, descriptor, self._max_request_bytes)
             handler = handler._replace(request_deserializer=parse)
         behavior = getattr(handler, kind)
         guard = _guard_generator if inspect.isasyncgenfunction(behavior) else _guard_coroutine
         return handler._replace(**{kind: guard(behavior)})
 
 
-def _bounded(parse: Any, max_request_bytes: Callable[[], int]) -> Callable[[bytes], Any]:
-    """`parse` is a generated message's FromString."""
-    descriptor = parse.__self__.DESCRIPTOR
+def _readable(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """gRPC would show the parser's own words, as UNKNOWN."""
 
+    def readable(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError:
+            return _Unparsed("the request's bytes are no message of this method")
+
+    return readable
+
+
+def _bounded(
+    parse: Callable[[bytes], Any], descriptor: Any, max_request_bytes: Callable[[], int]
+) -> Callable[[bytes], Any]:
     def bounded(data: bytes) -> Any:
         most = max_request_bytes()
         if len(data) > most:
-            return _Unparsed(f"the request has {len(data)} bytes; at most {most} are allowed with this model's context")
+            return _Unparsed(f"the request has {len(data)} bytes; at most {most} are allowed here")
         if has_more_fields(data, descriptor, MOST_FIELDS):
             return _Unparsed(
                 f"the request has more than {MOST_FIELDS} fields, entries of lists such as chat.messages among them; "

@@ -1,18 +1,40 @@
-"""Exit 0 when the server at HOST:PORT reports SERVING: python -m pagewire_common.healthcheck HOST:PORT."""
+"""Exit 0 when the server at HOST:PORT reports SERVING: python -m pagewire_common.healthcheck HOST:PORT [SERVICE].
 
+It speaks TLS where the server does: with the files of PAGEWIRE_TLS, whose certificate must be for the HOST as well.
+"""
+
+import asyncio
+import os
 import sys
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pagewire_common.start_error import StartError
+from pagewire_common.tls import TlsFolder, secure_channel
+
+SECONDS = 3.0
+
+
+async def is_serving(target: str, service: str, tls: TlsFolder | None) -> bool:
+    """Raises grpc.aio.AioRpcError."""
+    async with secure_channel(target, tls) as channel:
+        request = health_pb2.HealthCheckRequest(service=service)
+        response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=SECONDS)
+    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
 
 def main() -> None:
-    with grpc.insecure_channel(sys.argv[1]) as channel:
-        try:
-            response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=3)
-        except grpc.RpcError as error:
-            sys.exit(str(error.code()))
-    sys.exit(response.status != health_pb2.HealthCheckResponse.SERVING)
+    target, service = [*sys.argv[1:], ""][:2]
+    folder = os.environ.get("PAGEWIRE_TLS")
+    try:
+        serving = asyncio.run(is_serving(target, service, TlsFolder(Path(folder)) if folder else None))
+    except grpc.RpcError as error:
+        sys.exit(str(error.code()))
+    except StartError as error:
+        sys.exit(str(error))
+    sys.exit(not serving)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import structlog
@@ -19,19 +20,31 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from pagewire_common.start_error import StartError
+from pagewire_common.tls import OPEN, Security, TlsFolder
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
 log = structlog.get_logger()
 
 SCRAPE_SECONDS = 10.0
+MOST_SECONDS = 30.0
+"""For one connection."""
+MOST_CONNECTIONS = 16
+MOST_HEAD_BYTES = 16 << 10
 
 Families = Callable[[], Awaitable[Iterable[Metric]]]
+MayRead = Callable[[str], bool]
 
 
 @contextlib.asynccontextmanager
-async def serve_metrics(listen: str | None, families: Families) -> AsyncIterator[str | None]:
+async def serve_metrics(
+    listen: str | None, families: Families, security: Security = OPEN, may_read: MayRead | None = None
+) -> AsyncIterator[str | None]:
     """Serve what `families` returns, within the block; gives HOST:PORT as bound, None when `listen` is None.
 
-    Raises StartError when the address cannot be had.
+    `may_read` is asked with the request's Authorization header, on a thread. Raises StartError when the address cannot
+    be had.
     """
     if listen is None:
         yield None
@@ -39,14 +52,17 @@ async def serve_metrics(listen: str | None, families: Families) -> AsyncIterator
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_OnLoop(families, asyncio.get_running_loop()))
     ProcessCollector(registry=registry)
+    app = make_wsgi_app(registry)
+    if may_read is not None:
+        app = _guarded(app, may_read)
     host, _, port = listen.rpartition(":")
     server_class = _ServerIPv6 if ":" in host else _Server
     try:
-        server = await asyncio.to_thread(
-            make_server, host.strip("[]"), int(port), make_wsgi_app(registry), server_class, _Handler
-        )
+        server = await asyncio.to_thread(make_server, host.strip("[]"), int(port), app, server_class, _Handler)
     except OSError as error:
         raise StartError(f"cannot serve metrics on {listen}: {error.strerror or error}") from error
+    if security.tls is not None:
+        server.speak_tls(security.tls, mutual=security.mutual)
     thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="metrics", daemon=True)
     thread.start()
     address = f"{host}:{server.server_port}"
@@ -78,16 +94,95 @@ class _OnLoop(Collector):
             return []
 
 
+def _guarded(app: "WSGIApplication", may_read: MayRead) -> "WSGIApplication":
+    def guarded(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
+        if may_read(environ.get("HTTP_AUTHORIZATION", "")):
+            return app(environ, start_response)
+        challenge = ("WWW-Authenticate", "Bearer")
+        start_response("401 Unauthorized", [("Content-Type", "text/plain; charset=utf-8"), challenge])
+        return [b"an API key that may read metrics is needed\n"]
+
+    return guarded
+
+
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+    _tls: TlsFolder | None = None
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._room = threading.Semaphore(MOST_CONNECTIONS)
+
+    def speak_tls(self, tls: TlsFolder, *, mutual: bool) -> None:
+        self._loaded = tls.refresh()
+        self._context = tls.server_context(mutual=mutual)
+        self._tls, self._mutual = tls, mutual
+
+    def _renew(self, tls: TlsFolder) -> None:
+        if (generation := tls.refresh()) != self._loaded:
+            with contextlib.suppress(OSError, StartError):  # they change at this moment: at the next connection then
+                self._context, self._loaded = tls.server_context(mutual=self._mutual), generation
+
+    def get_request(self) -> tuple[Any, Any]:
+        connection, address = super().get_request()
+        if self._tls is not None:
+            self._renew(self._tls)
+            # The handshake is for the connection's own thread, where it may take as long as a request may.
+            connection = self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return connection, address
+
+    def verify_request(self, request: object, client_address: object) -> bool:  # noqa: ARG002
+        """Whether there is room for another connection; otherwise it is closed."""
+        return self._room.acquire(blocking=False)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Each has its time as a whole: a client may send a byte now and then."""
+        end = threading.Timer(MOST_SECONDS, _cut, (request,))
+        end.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            end.cancel()
+            self._room.release()
+
+    def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002
+        """What a scraper does wrong is its own affair: a plain-text one is refused, and others go away."""
+        log.debug("scrape failed", exc_info=True)
 
 
 class _ServerIPv6(_Server):
     address_family = socket.AF_INET6
 
 
+def _cut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Head:
+    """What a client sends, until it is too much."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._left = MOST_HEAD_BYTES
+
+    def readline(self, limit: int = -1) -> bytes:
+        line: bytes = self._stream.readline(self._left if limit < 0 else min(limit, self._left))
+        self._left -= len(line)
+        if not self._left:
+            raise ConnectionAbortedError("a head that is too long")
+        return line
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class _Handler(WSGIRequestHandler):
     timeout = SCRAPE_SECONDS  # for a connection that sends nothing
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile: Any = _Head(self.rfile)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         """Scrapes are not logged."""

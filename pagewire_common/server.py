@@ -8,12 +8,15 @@ from typing import Any
 
 import grpc
 import structlog
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pagewire_common.errors import ErrorInterceptor
+from pagewire_common.health import Health
+from pagewire_common.lock import Check, Lock
 from pagewire_common.open_files import raise_open_files_limit
 from pagewire_common.start_error import StartError
+from pagewire_common.tls import OPEN, Security
 
 log = structlog.get_logger()
 
@@ -30,7 +33,11 @@ OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.max_metadata_size", 16 << 10),
+    ("grpc.max_concurrent_streams", 4096),
 )
+
+MAX_CONNECTIONS = 1024
+"""Of a server that has no setting for it."""
 
 LIVENESS = "liveness"
 """What a liveness probe asks health for: SERVING while events are handled at all, whether the service is ready or not.
@@ -43,7 +50,8 @@ class GrpcServer:
     Every named service, and the server as a whole (""), is NOT_SERVING until `set_serving`; `LIVENESS` is not.
     Messages beyond `max_receive_bytes` are refused by gRPC itself, and requests beyond what `max_request_bytes` says at
     the time with a sentence. Two servers on one port are an error, unless both say that each `shares_port`: then every
-    connection goes to one of them. Create it inside the running event loop.
+    connection goes to one of them. `security` and `check` are what callers need: see their modules. Create it inside
+    the running event loop.
     """
 
     def __init__(
@@ -53,46 +61,55 @@ class GrpcServer:
         max_receive_bytes: int,
         max_request_bytes: Callable[[], int] | None = None,
         shares_port: bool = False,
+        security: Security = OPEN,
+        check: Check | None = None,
+        max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         options = (
             *OPTIONS,
             ("grpc.max_receive_message_length", max_receive_bytes),
             ("grpc.so_reuseport", int(shares_port)),
+            ("grpc.max_allowed_incoming_connections", max_connections),
         )
-        interceptors = [ErrorInterceptor(max_request_bytes=max_request_bytes)]
-        self.server = grpc.aio.server(interceptors=interceptors, options=options)
-        self._shares_port = shares_port
+        errors = ErrorInterceptor(max_request_bytes=max_request_bytes)
+        self._security = security
+        self.server = grpc.aio.server(interceptors=[Lock(check, security.identity), errors], options=options)
         self._names = ("", *service_names)
         self._is_stopping = False
-        self._health = health.aio.HealthServicer()
+        self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         reflection.enable_server_reflection((*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
 
-    async def start(self, listen: str) -> str:
-        """Bind and serve; returns HOST:PORT as bound. Raises StartError when the address cannot be had."""
+    async def start(self, listen: str, event: str = "listening") -> str:
+        """Bind, serve, and log the address as an `event`; returns HOST:PORT as bound.
+
+        Raises StartError when the address cannot be had.
+        """
         await self.set_serving(False)
-        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
+        await self.set_alive(True)
         try:
-            port = self.server.add_insecure_port(listen)
+            if self._security.tls is None:
+                port = self.server.add_insecure_port(listen)
+            else:
+                credentials = self._security.tls.server_credentials(mutual=self._security.mutual)
+                port = self.server.add_secure_port(listen, credentials)
         except RuntimeError as error:
             raise StartError(f"cannot listen on {listen}: the port is in use, or the address is not ours") from error
         await self.server.start()
         address = f"{listen.rpartition(':')[0]}:{port}"
-        log.info("front end listening" if self._shares_port else "listening", address=address)
+        log.info(event, address=address)
         return address
 
     async def set_alive(self, alive: bool) -> None:
         """What a liveness probe is shown; SERVING from the start."""
-        status = health_pb2.HealthCheckResponse.SERVING if alive else health_pb2.HealthCheckResponse.NOT_SERVING
-        await self._health.set(LIVENESS, status)
+        self._health.set(LIVENESS, serving=alive)
 
     async def set_serving(self, serving: bool) -> None:
         """Report SERVING or NOT_SERVING for every service; has no effect once the server stops."""
         if self._is_stopping:
             return
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in self._names:
-            await self._health.set(name, status)
+            self._health.set(name, serving=serving)
 
     async def stop(self, drain: Callable[[float], Awaitable[None]], grace: float) -> None:
         """Report NOT_SERVING for good, let `drain` end the work in flight within `grace` seconds, close every call."""

@@ -5,10 +5,13 @@ Flags win over the environment, the environment over defaults. A bad value ends 
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
+
+from pagewire_common.tls import Security, TlsFolder
 
 
 def parse_address(address: str) -> str:
@@ -44,7 +47,24 @@ class ServiceSettings(BaseSettings):
     metrics_listen: Address | None = Field(
         None, description="HOST:PORT to serve Prometheus metrics on, at /metrics; by default they are not served"
     )
+    tls: Path | None = Field(
+        None,
+        description="folder of tls.crt, tls.key and ca.crt, as cert-manager names them: serve by TLS, metrics as well; "
+        "by default in plain text",
+    )
+    mutual_tls: bool = Field(False, description="with --tls: callers need a certificate that ca.crt vouches for")
     grace: float = Field(30.0, ge=0, description="seconds that work in flight is given after SIGTERM")
+
+    @field_validator("mutual_tls")
+    @classmethod
+    def _needs_a_folder(cls, mutual_tls: bool, info: ValidationInfo) -> bool:
+        if mutual_tls and info.data.get("tls") is None:
+            raise ValueError("it needs --tls, the folder of certificates")
+        return mutual_tls
+
+    def security(self, identity: str = "") -> Security:
+        """Of this service's ports. Raises StartError when the folder cannot be used."""
+        return Security(TlsFolder(self.tls) if self.tls is not None else None, self.mutual_tls, identity)
 
 
 Settings = TypeVar("Settings", bound=ServiceSettings)

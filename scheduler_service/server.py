@@ -11,12 +11,16 @@ from pathlib import Path
 import grpc
 import structlog
 
+from pagewire.v1 import admin_service_pb2
 from pagewire.v1.admin_service_pb2_grpc import add_AdminServiceServicer_to_server
 from pagewire.v1.engine_service_pb2_grpc import add_EngineServiceServicer_to_server
 from pagewire_common.errors import ErrorInterceptor
 from pagewire_common.metrics import serve_metrics
-from pagewire_common.server import stop_event
+from pagewire_common.server import GrpcServer, stop_event
 from pagewire_common.start_error import StartError
+from pagewire_common.tls import OPEN, Security
+from scheduler_service.access.caller import key_check
+from scheduler_service.access.key_file import KeyFile
 from scheduler_service.engine.engine import Engine
 from scheduler_service.engine.engine_servicer import FrontEnds
 from scheduler_service.engine.front_end_processes import FrontEndProcesses
@@ -29,6 +33,9 @@ from scheduler_service.settings import SchedulerSettings
 log = structlog.get_logger()
 
 _PREFIX = "pagewire-"
+ADMIN_SERVICE = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+ADMIN_BYTES = 64 << 10
+"""Of a request of an operator."""
 OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20))
 
 
@@ -44,11 +51,10 @@ def _remove_dead_sockets() -> None:
 
 
 @contextlib.asynccontextmanager
-async def engine_server(front_ends: FrontEnds, admin: AdminServicer) -> AsyncIterator[str]:
+async def engine_server(front_ends: FrontEnds) -> AsyncIterator[str]:
     """Serve front ends on a socket that only this user can open; gives its target."""
     server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=OPTIONS)
     add_EngineServiceServicer_to_server(front_ends, server)
-    add_AdminServiceServicer_to_server(admin, server)
     _remove_dead_sockets()
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as directory:  # only its owner may enter it
         target = f"unix:{Path(directory) / 'engine'}"
@@ -63,23 +69,49 @@ async def engine_server(front_ends: FrontEnds, admin: AdminServicer) -> AsyncIte
             await server.stop(grace=None)
 
 
+@contextlib.asynccontextmanager
+async def admin_server(admin: AdminServicer, listen: str, security: Security = OPEN) -> AsyncIterator[str]:
+    """Serve operators, on a port of their own; gives HOST:PORT as bound. Raises StartError when it cannot be had."""
+    check = key_check(lambda: admin.engine.keyring, admin=True)
+    server = GrpcServer([ADMIN_SERVICE], max_receive_bytes=ADMIN_BYTES, security=security, check=check)
+    add_AdminServiceServicer_to_server(admin, server.server)
+    address = await server.start(listen, "admin listening")
+    await server.set_serving(True)
+    try:
+        yield address
+    finally:
+        await server.server.stop(grace=None)
+
+
 async def serve(settings: SchedulerSettings) -> None:
     """Serve until SIGTERM or SIGINT: admit nothing more, let streams finish for the grace period, return."""
     stop = stop_event()
-    engine = Engine(settings)
+    keys = KeyFile(settings.api_keys, settings.api_key.get_secret_value() if settings.api_key is not None else None)
+    engine = Engine(settings, keyring=keys.keyring)
     processes = FrontEndProcesses(settings.frontends)
     front_ends = FrontEnds(engine, settings.frontends, processes.kill)
     admin = AdminServicer(front_ends)
     metrics = SchedulerMetrics(front_ends, model_name(settings.model), vllm_names=settings.vllm_metric_names)
+    security = settings.security()
+
+    def may_read_metrics(authorization: str) -> bool:
+        return engine.keyring is None or engine.keyring.opens_metrics(authorization)
+
     with reserved(settings.listen, PATIENCE_SECONDS) as listen:
         async with (
-            serve_metrics(settings.metrics_listen, metrics.families),
-            engine_server(front_ends, admin) as target,
+            serve_metrics(settings.metrics_listen, metrics.families, security, may_read_metrics),
+            admin_server(admin, settings.admin_listen, security),
+            engine_server(front_ends) as target,
         ):
             arguments = ["--engine", target, "--listen", listen]
             arguments += ["--log-level", settings.log_level, "--log-format", settings.log_format]
+            arguments += ["--max-connections", str(settings.max_connections)]
+            if settings.tls is not None:
+                arguments += ["--tls", str(settings.tls), *(["--mutual-tls"] if settings.mutual_tls else [])]
+            watching = asyncio.create_task(keys.watch(front_ends.set_keys))
             keeping = asyncio.create_task(processes.run(arguments, front_ends.listens))
             await _run(settings, engine, front_ends, admin, stop, keeping)
+            watching.cancel()
             await processes.stop(front_ends.say_goodbye())
             if not keeping.cancel():
                 await keeping  # it is over already: raise why, if it failed

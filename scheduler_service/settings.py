@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import NoDecode
 
 from pagewire_common.settings import Address, ServiceSettings
 from scheduler_service.core import PhaseRule, PreemptionMode
-from scheduler_service.targets import parse_target
+from scheduler_service.targets import is_name, parse_target
 
 Target = Annotated[str, AfterValidator(parse_target)]
 
@@ -23,6 +23,18 @@ class SchedulerSettings(ServiceSettings):
     """Plans the steps of the workers and streams their tokens to clients."""
 
     listen: Address = Field("127.0.0.1:50051", description="HOST:PORT to serve clients on")
+    admin_listen: Address = Field(
+        "127.0.0.1:50053",
+        description="HOST:PORT to serve AdminService on, for operators; by default from this machine alone",
+    )
+    api_keys: Path | None = Field(
+        None,
+        description="file of API keys, one of which every call needs then, but health; read again when it changes",
+    )
+    api_key: SecretStr | None = Field(
+        None,
+        description="one API key that may do everything; for the environment, as other users can see a command's flags",
+    )
     frontends: int = Field(
         1,
         ge=1,
@@ -33,6 +45,16 @@ class SchedulerSettings(ServiceSettings):
         ["127.0.0.1:50052"],
         description="where the workers are, separated by commas: HOST:PORT of one, dns:///NAME:PORT for all addresses "
         "behind a name",
+    )
+    worker_tls: Path | None = Field(
+        None,
+        description="folder of ca.crt, and of tls.crt and tls.key if workers want a certificate: speak to workers by "
+        "TLS; by default in plain text",
+    )
+    worker_identity: str | None = Field(
+        None,
+        validate_default=True,
+        description="name that every worker's certificate must have; by default the host that --workers names",
     )
     discovery_interval: float = Field(5.0, gt=0, description="seconds between look-ups of the names among --workers")
     # More could make an answer too large for a message: see core/step_bytes.py.
@@ -45,6 +67,9 @@ class SchedulerSettings(ServiceSettings):
         ge=0,
         description="most tokens that a prompt takes of a step while others want the rest, so that a long one does not "
         "hold up those behind it; 0 is a quarter of the step",
+    )
+    max_connections: int = Field(
+        4096, ge=1, le=1_000_000, description="connections of clients to each front end; those beyond it are closed"
     )
     max_num_requests: int = Field(4096, ge=1, description="most requests in flight before RESOURCE_EXHAUSTED")
     request_memory: float = Field(
@@ -106,6 +131,14 @@ class SchedulerSettings(ServiceSettings):
         "outputs as token ids",
     )
     check_invariants: bool = Field(False, description="verify the block tables after every step; for tests")
+
+    @field_validator("worker_identity")
+    @classmethod
+    def _needs_a_name(cls, worker_identity: str | None, info: ValidationInfo) -> str | None:
+        has_names = any(is_name(target) for target in info.data.get("workers", ()))
+        if info.data.get("worker_tls") is not None and has_names and not worker_identity:
+            raise ValueError("with --worker-tls and a dns:/// name, say which name the workers' certificates have")
+        return worker_identity
 
     @field_validator("delay_factor")
     @classmethod

@@ -28,6 +28,12 @@ else:
 # One thread for each process of tests: several processes with a thread for each core would wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# Schedulers that one machine runs at the same time cannot all have the usual port for operators.
+os.environ["PAGEWIRE_ADMIN_LISTEN"] = "127.0.0.1:0"
+
+# Most workers of tests are asked for no forms, and the process that follows them takes half a second to start.
+os.environ["PAGEWIRE_FORMS"] = "false"
+
 # A process that a shell starts in the background ignores SIGINT, and every child would inherit that: tests that
 # interrupt a child would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -11,8 +11,21 @@ import pytest
 from persons import persons_in
 
 from pagewire_client.__main__ import parse_arguments as client_arguments
+from pagewire_common.errors import MOST_FIELDS
+from pagewire_common.server import OPTIONS
 from pagewire_common.settings import ServiceSettings
+from scheduler_service.engine.admission import MAX_SIDE_CALLS
 from scheduler_service.fit import parse_arguments as fit_arguments
+from scheduler_service.frontend.engine_link import BYTES_PER_TOKEN
+from scheduler_service.frontend.prompt import MAX_MESSAGES, MAX_TOKENIZE
+from scheduler_service.frontend.sampling_validation import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    MAX_N,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+)
+from scheduler_service.operations.admin_servicer import MAX_WATCHES
 from scheduler_service.replay import parse_arguments as replay_arguments
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.simulate import parse_arguments as simulate_arguments
@@ -24,7 +37,8 @@ PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "deploy
 SERVICES: tuple[type[ServiceSettings], ...] = (SchedulerSettings, WorkerSettings)
 COMMANDS = {
     "client": [
-        (client_arguments, [name]) for name in ("generate", "chat", "serve", "watch", "requests", "drain", "undrain")
+        (client_arguments, [name])
+        for name in ("generate", "chat", "serve", "new-key", "watch", "requests", "drain", "undrain")
     ],
     "simulate": [(simulate_arguments, [])],
     "replay": [(replay_arguments, [])],
@@ -134,8 +148,20 @@ def test_every_flag_that_a_page_names_exists(page: Path, capsys: pytest.CaptureF
 
 @each_page
 def test_every_variable_that_a_page_names_is_a_setting(page: Path) -> None:
-    known = {name.upper() for settings in SERVICES for name in settings.model_fields} | {"TARGET", "HTTP_LISTEN"}
+    known = {name.upper() for settings in SERVICES for name in settings.model_fields}
+    known |= {"TARGET", "ADMIN_TARGET", "HTTP_LISTEN", "HTTP_TLS"}
     assert set(re.findall(r"\bPAGEWIRE_([A-Z_]+)", page.read_text())) <= known
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        *(MAX_N, MAX_STOP_STRINGS, MAX_STOP_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_MESSAGES, MAX_TOKENIZE),
+        *(MOST_FIELDS, BYTES_PER_TOKEN, MAX_SIDE_CALLS, MAX_WATCHES, dict(OPTIONS)["grpc.max_concurrent_streams"]),
+    ],
+)
+def test_the_page_of_limits_has_the_numbers_of_the_code(number: int) -> None:
+    assert re.search(rf"(?<!\d)(?<!\d,){number:,}(?!,?\d)", (ROOT / "docs/limits.md").read_text())
 
 
 @each_page

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from pagewire_common.settings import Address, ServiceSettings
 
@@ -12,6 +12,9 @@ class WorkerSettings(ServiceSettings):
     """The worker's settings; those without a default here are chosen at start from the model and the device."""
 
     listen: Address = Field("127.0.0.1:50052", description="HOST:PORT to serve WorkerService on")
+    scheduler_identity: str | None = Field(
+        None, description="with --mutual-tls: the name in the certificate of the scheduler, which alone may call then"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto", description="of weights and cache; auto: the checkpoint's own"
@@ -53,9 +56,9 @@ class WorkerSettings(ServiceSettings):
         "memory comes on top of --gpu-memory-utilization",
     )
     forms: bool = Field(
-        False,
-        description="follow the forms that requests ask for (json_schema, regex, choice, grammar); a regular "
-        "expression that is made for it can take seconds of a step, so this is for clients that are trusted",
+        True,
+        description="follow the forms that requests ask for (json_schema, regex, choice, grammar), in a process beside "
+        "the worker; not where several processes share the model",
     )
     threads: int | None = Field(
         None,
@@ -63,3 +66,10 @@ class WorkerSettings(ServiceSettings):
         description="CPU threads of the forward pass in each process; by default one a core, shared out among them",
     )
     cache: Path = Field(Path("~/.cache/pagewire"), description="folder for downloaded and converted models")
+
+    @field_validator("scheduler_identity")
+    @classmethod
+    def _needs_certificates(cls, scheduler_identity: str | None, info: ValidationInfo) -> str | None:
+        if scheduler_identity and not info.data.get("mutual_tls"):
+            raise ValueError("it needs --mutual-tls, without which callers show no certificate")
+        return scheduler_identity

@@ -18,7 +18,7 @@ from bench.drive import BenchError
 from bench.fleet.child import Child
 from bench.fleet.sleeping_servicer import MAX_NUM_SEQS
 from bench.processes import cpu_seconds
-from pagewire_client.local import ServiceProcess
+from pagewire_client.local import ADMIN, ServiceProcess
 
 STEP_MS = 20.0
 WORKERS_A_PROCESS = 8
@@ -82,7 +82,7 @@ def measure(
         scheduler = ServiceProcess(
             "scheduler_service",
             [
-                "--listen", "127.0.0.1:0", "--model", str(model), "--workers", addresses,
+                "--listen", "127.0.0.1:0", *ADMIN, "--model", str(model), "--workers", addresses,
                 "--max-num-requests", "1000000", *scheduler_arguments,
             ],
         )  # fmt: skip

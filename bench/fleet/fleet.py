@@ -17,7 +17,7 @@ from pagewire.v1.admin_service_pb2 import (
     UndrainWorkerRequest,
 )
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
-from pagewire_client.local import ServiceProcess
+from pagewire_client.local import ADMIN, ServiceProcess
 
 START_SECONDS = 300.0
 
@@ -48,9 +48,10 @@ class Fleet:
                 worker.wait_for("ready", START_SECONDS)
             self._scheduler = ServiceProcess(
                 "scheduler_service",
-                ["--listen", "127.0.0.1:0", "--model", str(model), "--workers", ",".join(self.workers),
+                ["--listen", "127.0.0.1:0", *ADMIN, "--model", str(model), "--workers", ",".join(self.workers),
                  *scheduler_arguments],
             )  # fmt: skip
+            self.admin_target = str(self._scheduler.wait_for("admin listening", START_SECONDS)["address"])
             self.target = str(self._scheduler.wait_for("listening", START_SECONDS)["address"])
             for _ in range(num_workers):
                 self._scheduler.wait_for("worker connected", START_SECONDS)
@@ -83,17 +84,17 @@ class Fleet:
         return self._scheduler.process.pid
 
     async def state(self) -> ClusterState:
-        async with grpc.aio.insecure_channel(self.target) as channel:
+        async with grpc.aio.insecure_channel(self.admin_target) as channel:
             return (await AdminServiceStub(channel).GetClusterState(GetClusterStateRequest())).state
 
     async def give_nothing_to(self, address: str) -> None:
         """Drain a worker."""
-        async with grpc.aio.insecure_channel(self.target) as channel:
+        async with grpc.aio.insecure_channel(self.admin_target) as channel:
             await AdminServiceStub(channel).DrainWorker(DrainWorkerRequest(address=address))
 
     async def give_again_to(self, address: str) -> None:
         """Undrain a worker. Raises BenchError when it has not come back within a minute."""
-        async with grpc.aio.insecure_channel(self.target) as channel:
+        async with grpc.aio.insecure_channel(self.admin_target) as channel:
             await AdminServiceStub(channel).UndrainWorker(UndrainWorkerRequest(address=address))
         assert self._scheduler is not None
         for _ in range(600):

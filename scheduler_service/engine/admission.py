@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import grpc
 
 from pagewire_common.errors import RequestError
+from scheduler_service.access.keys import Keyring
+from scheduler_service.access.quotas import Quotas
 from scheduler_service.engine.calls import Call
 from scheduler_service.engine.side_calls import SideCalls
 from scheduler_service.settings import SchedulerSettings
@@ -28,8 +30,9 @@ class Admission:
     A request that is resumed may be both, in two calls. The memory of a call counts until the call is closed.
     """
 
-    def __init__(self, settings: SchedulerSettings, requests: dict[str, Call]) -> None:
+    def __init__(self, settings: SchedulerSettings, requests: dict[str, Call], keyring: Keyring | None = None) -> None:
         self._requests = requests
+        self.quotas = Quotas(keyring)
         self._max_num_requests = settings.max_num_requests
         self._memory = int(settings.request_memory * 2**30)
         self._being_checked: dict[str, Call] = {}
@@ -43,8 +46,24 @@ class Admission:
     def being_checked(self) -> Mapping[str, Call]:
         return self._being_checked
 
-    def admit(self, call: Call, num_bytes: int, *, resumes: bool) -> None:
-        """Hold a place. A request that resumes a request in flight takes its place. Raises RequestError."""
+    def admit(self, call: Call, num_bytes: int, *, resumes: bool, now: float = 0.0) -> None:
+        """Hold a place. A request that resumes a request in flight takes its place. Raises RequestError.
+
+        `now`: seconds of a clock that goes on. What is refused counts as a request of its API key only if the key's
+        own limits allowed it.
+        """
+        key = call.key
+        mine = self._requests.get(key) if resumes else None
+        takes_place = mine is not None and mine.api_key_id == call.api_key_id
+        self.quotas.admit(call.api_key_id, now, is_request=bool(key), takes_place=takes_place)
+        try:
+            self._admit(call, num_bytes, resumes=resumes)
+        except RequestError:
+            if key:
+                self.quotas.leave(call.api_key_id)
+            raise
+
+    def _admit(self, call: Call, num_bytes: int, *, resumes: bool) -> None:
         key = call.key
         if not key:
             self._side_calls.enter(num_bytes)
@@ -77,8 +96,17 @@ class Admission:
         call.num_bytes = in_all
         self.num_bytes += num_bytes
 
-    def submitted(self, call: Call) -> None:
-        """The call has been checked, and its request is in flight from now on."""
+    def submitted(self, call: Call, *, goes_on: bool) -> None:
+        """The call has been checked, and its request is in flight from now on.
+
+        Its API key is charged for what is computed anew: the prompt and what is resumed, unless it `goes_on` in place
+        of a request in flight.
+        """
+        group = call.group
+        assert group is not None
+        call.num_resumed = group.num_output_tokens
+        if not goes_on:
+            self.quotas.use_tokens(call.api_key_id, len(group.prompt_token_ids) + call.num_resumed)
         del self._being_checked[call.key]
         self._requests[call.key] = call
 
@@ -97,4 +125,8 @@ class Admission:
             if self._being_checked.get(call.key) is call:
                 del self._being_checked[call.key]
             self.num_bytes -= call.num_bytes
+            if call.group is not None:
+                self.quotas.use_tokens(call.api_key_id, call.group.num_output_tokens - call.num_resumed)
+            self.quotas.leave(call.api_key_id)
+            call.api_key_id = ""
         call.num_bytes = 0

@@ -13,26 +13,30 @@ class Call:
     """One call of a front end, from its admission until it is closed.
 
     `number` is its name between the two, `first_output` that of its first output. `key` is empty for calls other than
-    Generate.
+    Generate. `api_key_id` is empty where no API keys are wanted.
     """
 
     __slots__ = (
+        "api_key_id",
         "expiry",
         "first_output",
         "group",
         "is_aborted",
         "key",
         "num_bytes",
+        "num_resumed",
         "number",
         "outbox",
         "queued_seconds",
     )
 
-    def __init__(self, outbox: Outbox, number: int, key: str) -> None:
+    def __init__(self, outbox: Outbox, number: int, key: str, api_key_id: str = "") -> None:
         self.outbox = outbox
         self.number = number
         self.key = key
+        self.api_key_id = api_key_id
         self.num_bytes = 0  # of the server's memory
+        self.num_resumed = 0  # tokens of outputs that came with the request
         self.group: SequenceGroup | None = None
         self.first_output = 0
         self.is_aborted = False  # while it was checked

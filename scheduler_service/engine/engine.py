@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import grpc
 import structlog
@@ -17,6 +17,8 @@ import structlog
 from pagewire.v1 import engine_service_pb2 as pb
 from pagewire.v1.admin_service_pb2 import FinishedRequest
 from pagewire_common.errors import RequestError
+from pagewire_common.tls import TlsFolder
+from scheduler_service.access.keys import Keyring
 from scheduler_service.core import (
     Scheduler,
     SchedulerOutput,
@@ -56,23 +58,29 @@ class Engine:
     """Accepts requests of front ends and keeps every worker busy with them. Create it inside its event loop.
 
     `resolve` looks up names among the workers. Raises StartError when the settings name a model file that does not
-    exist, or a recording that exists.
+    exist, certificates that cannot be used, or a recording that exists.
     """
 
-    def __init__(self, settings: SchedulerSettings, resolve: Resolve = resolve_by_dns) -> None:
+    def __init__(
+        self, settings: SchedulerSettings, resolve: Resolve = resolve_by_dns, keyring: Keyring | None = None
+    ) -> None:
         self.settings = settings
-        self.waiting = waiting_queue(settings.policy, settings.overtakes, settings.tenant_weights)
+        self.keyring = keyring
+        """The API keys that calls need; None where they need none."""
+        self._weights = _tenant_weights(settings, keyring)
+        self.waiting = waiting_queue(settings.policy, settings.overtakes, self._weights)
         self.requests: dict[str, Call] = {}  # those that were submitted, by their keys
         self.serving: dict[WorkerScheduler, WorkerLoop] = {}  # by the schedulers of open sessions
         self.outboxes: set[Outbox] = set()  # of the front ends
         self.statistics = Statistics()
         self.finished = FinishedRequests()
-        self.admission = Admission(settings, self.requests)
+        self.admission = Admission(settings, self.requests, keyring)
         self.cache_secret = secrets.token_bytes(32)  # keys of the prefix cache cannot be guessed from outside
         self.model_files: dict[str, bytes] = {}
+        self._worker_tls = TlsFolder(settings.worker_tls) if settings.worker_tls is not None else None
         self._members = Membership(self, resolve)
         self._model_name = model_name(settings.model)
-        self.recorder = _recorder(settings)
+        self.recorder = _recorder(settings, self._weights)
         self._limits: asyncio.Future[pb.ModelLimits] = asyncio.get_running_loop().create_future()
         self._limits_lock = asyncio.Lock()
         self._is_draining = False
@@ -89,7 +97,7 @@ class Engine:
         """
         if self._is_draining and call.key:
             raise SHUTTING_DOWN
-        self.admission.admit(call, num_bytes, resumes=resumes)
+        self.admission.admit(call, num_bytes, resumes=resumes, now=time.monotonic())
 
     def submit(self, call: Call, submission: pb.Submit) -> None:
         """Queue a request that was admitted.
@@ -100,13 +108,12 @@ class Engine:
         if self._is_draining:
             raise SHUTTING_DOWN
         self.admission.hold(call, submission.num_bytes)
-        if submission.supersedes:
-            self._supersede(call.key, submission)
+        goes_on = submission.supersedes and self._supersede(call.key, submission)
         if submission.is_complete:
             return
         call.first_output = submission.first_output
         call.group = decode_group(call.key, submission, time.monotonic())
-        self.admission.submitted(call)
+        self.admission.submitted(call, goes_on=goes_on)
         self._is_empty.clear()
         self.waiting.append(call.group)
         self.recorder.arrived(call.group)
@@ -154,6 +161,7 @@ class Engine:
             call.group.disband()
         if finished is not None:
             self.finished.add(finished)
+            self.statistics.finished(finished.tenant, finished.prompt_tokens, finished.output_tokens)
 
     def _leave(self, call: Call) -> None:
         if self.requests.get(call.key) is call:
@@ -164,14 +172,15 @@ class Engine:
         if not self.requests:
             self._is_empty.set()
 
-    def _supersede(self, key: str, submission: pb.Submit) -> None:
-        """End what is left of the same request's broken stream, because another call goes on with it.
+    def _supersede(self, key: str, submission: pb.Submit) -> bool:
+        """End what is left of the same request's broken stream, because another call goes on with it. Returns whether
+        there is any.
 
         The stream's memory counts until its call is closed: its client may have left a message unread.
         """
         call = self.requests.get(key)
         if call is None:
-            return
+            return False
         assert call.group is not None
         if pack(call.group.prompt_token_ids) != submission.prompt_token_ids:
             raise RequestError(
@@ -180,6 +189,7 @@ class Engine:
             )
         self._leave(call)
         call.tell_error(_RESUMED, at_once=True)
+        return True
 
     def _finish(self, call: Call, status: SequenceStatus) -> bool:
         group = call.group
@@ -193,6 +203,14 @@ class Engine:
             ended = True
         self.wake()
         return ended
+
+    def set_keys(self, keyring: Keyring) -> None:
+        """Have calls from now on need one of these keys. Weights stay as they are while a recording is made."""
+        self.keyring = keyring
+        self.admission.quotas.set_keys(keyring)
+        if self.settings.record is None:
+            self._weights.clear()
+            self._weights.update(_tenant_weights(self.settings, keyring))
 
     @property
     def _schedulers(self) -> list[Scheduler]:
@@ -266,6 +284,10 @@ class Engine:
         for placement in (*output.moved, *output.placements):
             if placement.to is not None:
                 self.serving[placement.to].wake()
+
+    def connect(self, address: str) -> WorkerClient:
+        """A channel to a worker, as the settings have it."""
+        return WorkerClient(address, self._worker_tls, self.settings.worker_identity or "")
 
     async def accept(self, client: WorkerClient, info: WorkerInfo) -> None:
         """Check that a worker serves what the others serve; the first one decides. Raises WorkerError."""
@@ -382,12 +404,16 @@ class Engine:
         )
 
 
-def _recorder(settings: SchedulerSettings) -> NoRecorder:
+def _tenant_weights(settings: SchedulerSettings, keyring: Keyring | None) -> dict[str, float]:
+    return {**settings.tenant_weights, **({} if keyring is None else keyring.weights)}
+
+
+def _recorder(settings: SchedulerSettings, tenant_weights: Mapping[str, float]) -> NoRecorder:
     if settings.record is None:
         return NoRecorder()
     return Recorder(
         FileWriter(settings.record),
         policy=settings.policy,
         overtakes=settings.overtakes,
-        tenant_weights=settings.tenant_weights,
+        tenant_weights=tenant_weights,
     )

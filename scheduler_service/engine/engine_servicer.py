@@ -11,6 +11,7 @@ import structlog
 from pagewire.v1 import engine_service_pb2 as pb
 from pagewire.v1.engine_service_pb2_grpc import EngineServiceServicer
 from pagewire_common.errors import RequestError
+from scheduler_service.access.keys import Keyring
 from scheduler_service.engine.admission import unread_bytes
 from scheduler_service.engine.calls import Call
 from scheduler_service.engine.engine import Engine
@@ -116,6 +117,13 @@ class FrontEnds(EngineServiceServicer):
         for session in self.sessions:
             session.outbox.tell(0, health=pb.Health(serving=serving))
 
+    def set_keys(self, keyring: Keyring) -> None:
+        """Have calls from now on need one of these keys."""
+        self.engine.set_keys(keyring)
+        keys = keyring.encode()
+        for session in self.sessions:
+            session.outbox.tell(0, keys=keys)
+
     async def wait_until_listening(self) -> str:
         """Wait until all that are expected listen; returns the address."""
         await self._until(lambda session: bool(session.address))
@@ -170,6 +178,7 @@ class Session:
                 unread_bytes=most_bytes,
                 cache_secret=engine.cache_secret,
                 prefix_caching=engine.settings.prefix_caching,
+                keys=None if engine.keyring is None else engine.keyring.encode(),
             ),
         )
         if front_ends.is_over:
@@ -241,7 +250,7 @@ class Session:
     def _do(self, event: pb.FrontendEvent) -> None:
         match event.WhichOneof("event"):
             case "admit":
-                admitted = Call(self.outbox, event.call, event.admit.key)
+                admitted = Call(self.outbox, event.call, event.admit.key, event.admit.api_key_id)
                 if self._answer(
                     admitted,
                     lambda: self._engine.admit(admitted, event.admit.num_bytes, resumes=event.admit.resumes),

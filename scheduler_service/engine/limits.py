@@ -72,7 +72,9 @@ def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerI
         if ours != theirs:
             raise ValueError(f"the worker's {name} is {theirs}; that of earlier workers is {ours}")
     if limits.has_forms and "forms" not in info.features:
-        raise ValueError("the worker does not follow forms, as earlier workers do; start it with --forms")
+        raise ValueError(
+            "the worker follows no forms, as earlier workers do; start those with --no-forms, or this one with --forms"
+        )
     for name, promised, offered in (
         ("longest sequence", limits.context_length, max_sequence_tokens(info)),
         ("pool", limits.pool_tokens, info.num_device_blocks * info.block_size),

@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
+from pagewire_common.tls import TlsFolder, secure_channel
 from scheduler_service.core import ModelOutput, SchedulerOutput
 from scheduler_service.engine.step_split import RoundTrips, StepSplit
 from scheduler_service.wire.codec import WorkerInfo, decode_model_output, decode_worker_info, encode_scheduler_output
@@ -171,12 +172,15 @@ class WorkerClient:
     Its calls raise UnreachableError when they are not answered.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, tls: TlsFolder | None = None, identity: str = "") -> None:
+        """With `tls`, the worker's certificate must have the name `identity`, or that in the address."""
         self.address = address
+        self._tls = tls
+        self._identity = identity
         self._connect()
 
     def _connect(self) -> None:
-        self._channel = grpc.aio.insecure_channel(self.address, options=OPTIONS)
+        self._channel = secure_channel(self.address, self._tls, OPTIONS, identity=self._identity)
         self._stub = WorkerServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 

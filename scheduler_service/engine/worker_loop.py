@@ -94,6 +94,9 @@ class Fleet(Protocol):
     def admits(self) -> bool:
         """Whether any worker takes requests."""
 
+    def connect(self, address: str) -> WorkerClient:
+        """A channel to a worker."""
+
     async def accept(self, client: WorkerClient, info: WorkerInfo) -> None:
         """Check that a worker serves what the others serve. Raises WorkerError."""
 
@@ -126,7 +129,7 @@ class WorkerLoop:
     """One worker: its connection and, while a session is open, its scheduler."""
 
     def __init__(self, fleet: Fleet, address: str) -> None:
-        self.client = WorkerClient(address)
+        self.client = fleet.connect(address)
         self.scheduler: Scheduler | None = None
         self.epoch = 0
         self.num_steps = 0

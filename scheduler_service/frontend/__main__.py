@@ -5,9 +5,11 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 from pagewire_common.logs import configure_logging
-from pagewire_common.server import run
+from pagewire_common.server import MAX_CONNECTIONS, run
+from pagewire_common.tls import Security, TlsFolder
 
 NICE = 5
 _PR_SET_PDEATHSIG = 1
@@ -25,6 +27,9 @@ def main() -> None:
     parser.add_argument("--listen", required=True, help="HOST:PORT to serve clients on, shared with other front ends")
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--log-format", default="auto")
+    parser.add_argument("--max-connections", type=int, default=MAX_CONNECTIONS, help="connections of clients")
+    parser.add_argument("--tls", type=Path, help="folder of certificates")
+    parser.add_argument("--mutual-tls", action="store_true", help="clients need certificates")
     arguments = parser.parse_args()
     configure_logging(arguments.log_level, arguments.log_format)
     # Ctrl-C, and a SIGTERM to all processes of the service, are for the engine, which then ends front ends in order.
@@ -41,7 +46,8 @@ def main() -> None:
 
     async def main() -> None:
         nonlocal status
-        status = await serve(arguments.engine, arguments.listen)
+        security = Security(TlsFolder(arguments.tls) if arguments.tls else None, arguments.mutual_tls)
+        status = await serve(arguments.engine, arguments.listen, security, arguments.max_connections)
 
     run("scheduler_service.frontend", main)
     sys.exit(status)

@@ -10,6 +10,7 @@ from pagewire.v1 import engine_service_pb2 as pb
 from pagewire.v1 import scheduler_output_pb2 as wire
 from pagewire.v1.admin_service_pb2 import FinishedRequest
 from pagewire_common.errors import RequestError
+from scheduler_service.access.caller import caller
 from scheduler_service.core.blocks.prefix_key import block_keys, root_key
 from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
@@ -55,8 +56,10 @@ class EngineCall:
 
     async def admit(self, key: str, num_bytes: int, *, resumes: bool = False) -> None:
         """Have a place held, so that a flood is refused before any work is done. Raises RequestError."""
+        api_key = caller.get()
+        admit = pb.Admit(key=key, num_bytes=num_bytes, resumes=resumes, api_key_id=api_key.id if api_key else "")
         with self._link.waiting(num_bytes):
-            await self._link.ask(self._number, admit=pb.Admit(key=key, num_bytes=num_bytes, resumes=resumes))
+            await self._link.ask(self._number, admit=admit)
 
     async def admit_side_call(self, num_bytes: int = 0) -> None:
         """The same for a call other than Generate, which has no key; they have limits of their own."""

@@ -16,6 +16,7 @@ import structlog
 from pagewire.v1 import engine_service_pb2 as pb
 from pagewire.v1.engine_service_pb2_grpc import EngineServiceStub
 from pagewire_common.errors import RequestError
+from scheduler_service.access.keys import Keyring
 from scheduler_service.frontend.gained import decode_gained
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.request import RequestState
@@ -67,6 +68,8 @@ class EngineLink:
         loop = asyncio.get_running_loop()
         self.welcome: asyncio.Future[pb.Welcome] = loop.create_future()
         self._model: asyncio.Future[ServedModel] = loop.create_future()
+        self.keyring: Keyring | None = None
+        """The API keys that calls need; None where they need none."""
         self.serving = False
         self.serving_changed = asyncio.Event()
         self.counts = FrontendCounts()
@@ -261,6 +264,8 @@ class EngineLink:
                 self._request_event(kind, event, state, now)
         elif kind == "welcome":
             self.unread.most = event.welcome.unread_bytes
+            if event.welcome.HasField("keys"):
+                self.keyring = Keyring.decode(event.welcome.keys)
             self.welcome.set_result(event.welcome)
         elif kind == "model_file":
             self._files.setdefault(event.model_file.name, bytearray()).extend(event.model_file.data)
@@ -271,6 +276,8 @@ class EngineLink:
             self.serving_changed.set()
         elif kind == "statistics_wanted":
             self.say(0, statistics=self.counts.encode())
+        elif kind == "keys":
+            self.keyring = Keyring.decode(event.keys)
         elif kind == "goodbye":
             self._end = SHUTTING_DOWN
 

@@ -1,9 +1,10 @@
 """A Generate call, in whatever protocol it came: a place, checks, the engine, and its outputs in that protocol."""
 
+import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -14,16 +15,19 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.admin_service_pb2 import FinishedRequest
 from pagewire_common import errors
 from pagewire_common.errors import RequestError
+from pagewire_common.patient_writer import PatientWriter
+from scheduler_service.access.caller import caller, tenant_of
 from scheduler_service.core import SequenceStatus
 from scheduler_service.frontend.engine_call import EngineCall
 from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.patient_writer import PatientWriter
 from scheduler_service.frontend.request import RequestState, request_key
 from scheduler_service.frontend.request_memory import prompt_logprob_bytes, request_bytes
 from scheduler_service.frontend.resumption import check_resumption
+from scheduler_service.frontend.sampling_validation import MAX_STRING
 from scheduler_service.frontend.streams import OutputDelta
 from scheduler_service.frontend.validation import check_names, check_request, check_sizes
+from scheduler_service.statistics.finished_requests import RequestMetrics
 
 log = structlog.get_logger()
 
@@ -59,28 +63,39 @@ async def generate(
 
     With `is_whole` the client is sent each output once it has ended. `num_bytes`: memory of the call besides `request`.
     """
-    check_names(request)
-    check_sizes(request)
-    request_id = request.request_id or uuid.uuid4().hex
-    with EngineCall(link) as call:
-        key = request_key(request.tenant, request_id)
+    with _audited(request) as record, EngineCall(link) as call:
+        check_names(request)
+        check_sizes(request)
+        request.tenant = tenant_of(request.tenant)
+        request_id = request.request_id or uuid.uuid4().hex
+        structlog.contextvars.bind_contextvars(request_id=request_id)
         admitted_bytes = request_bytes(request, errors.request_size.get()) + num_bytes
+        key = request_key(request.tenant, request_id)
         await call.admit(key, admitted_bytes, resumes=request.HasField("resume"))
-        model = await link.model()
+        model = await allowed_model(link)
         checked = await check_resumption(request, await check_request(request, request_id, model), model)
         checked = replace(checked, is_whole=is_whole)
         more_bytes = prompt_logprob_bytes(checked.sampling.prompt_logprobs, len(checked.prompt_token_ids))
         state = await call.submit(checked, model, more_bytes)
         if checked.is_complete:
             return
-        structlog.contextvars.bind_contextvars(request_id=request_id)
-        ended: list[str] = []
+        record.state = state
         try:
-            with _counting(link, state, ended):
-                await _write(state, make_answers(state, model), ended, PatientWriter(context, link.stall_timeout))
+            with _counting(link, state, record.ended):
+                await _write(
+                    state, make_answers(state, model), record.ended, PatientWriter(context, link.stall_timeout)
+                )
         finally:
-            call.finished = _report(state, ended)
+            call.finished = record.finished()
         await call.close()
+
+
+async def allowed_model(link: EngineLink) -> ServedModel:
+    """The served model. Raises PERMISSION_DENIED when the call's API key may not use it, and UNAVAILABLE."""
+    model = await link.model()
+    if (key := caller.get()) is not None:
+        key.check_model(model.name)
+    return model
 
 
 async def _write(state: RequestState, answers: Answers, ended: list[str], writer: PatientWriter) -> None:
@@ -103,6 +118,9 @@ def _counting(link: EngineLink, state: RequestState, ended: list[str]) -> Iterat
     try:
         yield
         counts.request_seconds.observe(time.monotonic() - state.arrived_at)
+        counts.prompt_tokens.observe(len(state.request.prompt_token_ids))
+        for num_tokens in state.num_output_tokens:
+            counts.output_tokens.observe(num_tokens)
     except BaseException as error:
         failed = isinstance(error, RequestError) and error.code not in _CLIENTS_OWN
         ended += ["error" if failed else "abort"] * (num_outputs - len(ended))
@@ -111,21 +129,58 @@ def _counting(link: EngineLink, state: RequestState, ended: list[str]) -> Iterat
         counts.num_outputs.update(ended)
 
 
-def _report(state: RequestState, ended: Sequence[str]) -> FinishedRequest:
-    """Log how long the request waited; returns the same for operators."""
-    metrics, num_prompt_tokens = state.metrics(time.monotonic()), len(state.request.prompt_token_ids)
-    log.info(
-        "request closed",
-        prompt_tokens=num_prompt_tokens,
-        output_tokens=state.num_output_tokens,
-        finish_reasons=ended,
-        **metrics.known(),
-    )
-    return FinishedRequest(
-        request_id=state.request.request_id,
-        tenant=state.request.tenant,
-        finish_reasons=ended,
-        prompt_tokens=num_prompt_tokens,
-        output_tokens=sum(state.num_output_tokens),
-        metrics=metrics.encode(),
-    )
+class _Record:
+    """What became of a request: why its outputs `ended`, and its `state` from its submission on."""
+
+    def __init__(self) -> None:
+        self.state: RequestState | None = None
+        self.ended: list[str] = []
+        self._metrics: RequestMetrics | None = None
+
+    def finished(self) -> FinishedRequest:
+        """For operators, at the end of its stream."""
+        state = self.state
+        assert state is not None
+        self._metrics = state.metrics(time.monotonic())
+        return FinishedRequest(
+            request_id=state.request.request_id,
+            tenant=state.request.tenant,
+            finish_reasons=self.ended,
+            prompt_tokens=len(state.request.prompt_token_ids),
+            output_tokens=sum(state.num_output_tokens),
+            metrics=self._metrics.encode(),
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """For the log; nothing of what was asked or answered."""
+        if self.state is None or self._metrics is None:
+            return {}
+        return {
+            "prompt_tokens": len(self.state.request.prompt_token_ids),
+            "output_tokens": self.state.num_output_tokens,
+            "finish_reasons": self.ended,
+            **self._metrics.known(),
+        }
+
+
+@contextlib.contextmanager
+def _audited(request: pb.GenerateRequest) -> Iterator[_Record]:
+    """Log one line of a request, however it ends."""
+    record, began, status = _Record(), time.monotonic(), "OK"
+    try:
+        yield record
+    except RequestError as error:
+        status = error.code.name
+        raise
+    except asyncio.CancelledError:
+        status = "CANCELLED"
+        raise
+    except BaseException:
+        status = "INTERNAL"
+        raise
+    finally:
+        key = caller.get()
+        tenant = request.tenant if key is None else key.tenant
+        figures = {"total_seconds": time.monotonic() - began} | record.figures()
+        names = {"api_key": key.id} if key is not None else {}
+        log.info("request closed", status=status, tenant=tenant[:MAX_STRING], **names, **figures)

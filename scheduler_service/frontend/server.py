@@ -9,13 +9,13 @@ import structlog
 from smg_grpc_proto.generated import vllm_engine_pb2
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server
 
-from pagewire.v1 import admin_service_pb2, inference_service_pb2
 from pagewire.v1 import engine_service_pb2 as pb
-from pagewire.v1.admin_service_pb2_grpc import add_AdminServiceServicer_to_server
+from pagewire.v1 import inference_service_pb2
 from pagewire.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
-from pagewire_common.server import GrpcServer
+from pagewire_common.server import MAX_CONNECTIONS, GrpcServer
+from pagewire_common.tls import OPEN, Security
+from scheduler_service.access.caller import key_check
 from scheduler_service.frontend.engine_link import EngineLink
-from scheduler_service.frontend.forwarding_servicer import AdminForwarder
 from scheduler_service.frontend.servicer import InferenceServicer
 from scheduler_service.frontend.vllm_engine_servicer import VllmEngine
 
@@ -23,34 +23,36 @@ log = structlog.get_logger()
 
 SERVICES = [
     inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
-    admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
     vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name,
 ]
 LOOK_SECONDS = 1.0
 UNLOADED_SECONDS = 5.0
-"""How long a front end that cannot load the model serves AdminService, which says so, until it ends and is started
-again."""
+"""How long a front end that cannot load the model says so to calls, until it ends and is started again."""
 MOST_SILENT_SECONDS = 30.0
 """The engine says something every five seconds, and a step may keep it busy for milliseconds."""
 LONGEST_MESSAGE = 16 << 20
 """Bytes: prompts of contexts of more than a million tokens."""
 
 
-def front_end_server(link: EngineLink, *, shares_port: bool) -> GrpcServer:
+def front_end_server(
+    link: EngineLink, *, shares_port: bool, security: Security = OPEN, max_connections: int = MAX_CONNECTIONS
+) -> GrpcServer:
     """The server of a front end, which is not started yet."""
     server = GrpcServer(
         SERVICES,
         max_receive_bytes=LONGEST_MESSAGE,
         max_request_bytes=lambda: link.max_request_bytes,
         shares_port=shares_port,
+        security=security,
+        check=key_check(lambda: link.keyring),
+        max_connections=max_connections,
     )
     add_InferenceServiceServicer_to_server(InferenceServicer(link), server.server)
-    add_AdminServiceServicer_to_server(AdminForwarder(link), server.server)
     add_VllmEngineServicer_to_server(VllmEngine(link), server.server)  # type: ignore[no-untyped-call]
     return server
 
 
-async def serve(engine: str, listen: str) -> int:
+async def serve(engine: str, listen: str, security: Security = OPEN, max_connections: int = MAX_CONNECTIONS) -> int:
     """Serve until the engine says goodbye, or is gone; returns the exit status.
 
     Without the engine there is nothing to wait for: the queue and all that workers computed are gone with it, and
@@ -62,8 +64,8 @@ async def serve(engine: str, listen: str) -> int:
     try:
         await asyncio.wait((running, link.welcome), return_when=asyncio.FIRST_COMPLETED)
         if link.welcome.done():
-            server = front_end_server(link, shares_port=True)
-            address = await server.start(listen)
+            server = front_end_server(link, shares_port=True, security=security, max_connections=max_connections)
+            address = await server.start(listen, "front end listening")
             link.say(0, listening=pb.Listening(address=address, process_id=os.getpid()))
             showing = asyncio.create_task(show_health(link, server))
             watching = asyncio.create_task(watch_engine(link, server))

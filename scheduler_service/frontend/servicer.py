@@ -5,11 +5,12 @@ import time
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceServicer
 from pagewire_common import errors
+from scheduler_service.access.caller import tenant_of
 from scheduler_service.core import SequenceStatus
 from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.frontend.engine_call import EngineCall
 from scheduler_service.frontend.engine_link import EngineLink
-from scheduler_service.frontend.generation import Context, generate
+from scheduler_service.frontend.generation import Context, allowed_model, generate
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.prompt import decode_tokens, encode_prompt
 from scheduler_service.frontend.request import RequestState, request_key
@@ -38,12 +39,15 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         check_names(request)
-        return pb.AbortResponse(aborted=await self._link.abort(request_key(request.tenant, request.request_id)))
+        key = request_key(tenant_of(request.tenant), request.request_id)
+        with EngineCall(self._link) as call:
+            await call.admit_side_call()
+            return pb.AbortResponse(aborted=await self._link.abort(key))
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         with EngineCall(self._link) as call:
             await call.admit_side_call()  # it may wait for the first worker
-            model = await self._link.model()
+            model = await allowed_model(self._link)
         return pb.GetModelResponse(
             name=model.name,
             context_length=model.context_length,
@@ -60,13 +64,13 @@ class InferenceServicer(InferenceServiceServicer):
         with EngineCall(self._link) as call:
             await call.admit_side_call(_num_bytes(request))
             response = pb.TokenizeResponse()
-            fill_column(response, "token_ids", await encode_prompt(request, await self._link.model()))
+            fill_column(response, "token_ids", await encode_prompt(request, await allowed_model(self._link)))
             return response
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         with EngineCall(self._link) as call:
             await call.admit_side_call(_num_bytes(request))
-            return pb.DetokenizeResponse(text=await decode_tokens(request, await self._link.model()))
+            return pb.DetokenizeResponse(text=await decode_tokens(request, await allowed_model(self._link)))
 
 
 def _num_bytes(request: pb.TokenizeRequest | pb.DetokenizeRequest) -> int:

@@ -13,16 +13,20 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineServicer
 
 from pagewire_common import errors
+from pagewire_common.patient_writer import PatientWriter
+from scheduler_service.access.caller import tenant_of
+from scheduler_service.frontend.checks import check_length
 from scheduler_service.frontend.engine_call import EngineCall
 from scheduler_service.frontend.engine_link import EngineLink
-from scheduler_service.frontend.generation import Context, generate
-from scheduler_service.frontend.patient_writer import PatientWriter
+from scheduler_service.frontend.generation import Context, allowed_model, generate
 from scheduler_service.frontend.request import request_key
 from scheduler_service.frontend.vllm_engine_codec import StreamedAnswers, WholeAnswers, decode_request
 
 PARSED_ID_BYTES = 8
 """Of a token id in the request as it came, which gRPC holds for as long as the call is open."""
 CHUNK_BYTES = 1 << 20
+MAX_ABORTS = 128
+"""Requests that one call may end."""
 
 
 class VllmEngine(VllmEngineServicer):
@@ -44,8 +48,11 @@ class VllmEngine(VllmEngineServicer):
         )
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
-        for request_id in request.request_ids:
-            await self._link.abort(request_key("", request_id))
+        check_length("request_ids", len(request.request_ids), MAX_ABORTS)
+        with EngineCall(self._link) as call:
+            await call.admit_side_call()
+            for request_id in request.request_ids:
+                await self._link.abort(request_key(tenant_of(""), request_id))
         return vllm.AbortResponse()
 
     async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Context) -> vllm.HealthCheckResponse:
@@ -55,7 +62,7 @@ class VllmEngine(VllmEngineServicer):
     async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:
         with EngineCall(self._link) as call:
             await call.admit_side_call()  # it may wait for the first worker
-            model = await self._link.model()
+            model = await allowed_model(self._link)
         config = json.loads(model.files.get("config.json", b"{}"))
         return vllm.GetModelInfoResponse(
             model_path=model.name,
@@ -73,7 +80,7 @@ class VllmEngine(VllmEngineServicer):
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.GetServerInfoResponse:
         with EngineCall(self._link) as call:
             await call.admit_side_call()
-            model = await self._link.model()
+            model = await allowed_model(self._link)
         return vllm.GetServerInfoResponse(
             active_requests=len(self._link.requests),
             uptime_seconds=time.monotonic() - self._started_at,
@@ -90,7 +97,7 @@ class VllmEngine(VllmEngineServicer):
         """The model's files but its weights, zipped; the last message has the SHA-256 of the whole."""
         with EngineCall(self._link) as call:
             await call.admit_side_call(2 * CHUNK_BYTES)  # what may be on its way to a client
-            model = await self._link.model()
+            model = await allowed_model(self._link)
             if self._archive is None:
                 self._archive = await asyncio.to_thread(_zipped, model.files)
             data, digest = self._archive

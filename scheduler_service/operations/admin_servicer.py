@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -10,6 +9,7 @@ import grpc
 from pagewire.v1 import admin_service_pb2 as pb
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceServicer
 from pagewire_common.errors import RequestError
+from pagewire_common.patient_writer import PatientWriter
 from scheduler_service.engine.engine_servicer import FrontEnds
 from scheduler_service.engine.side_calls import SideCalls
 from scheduler_service.operations.cluster_state import cluster_state
@@ -29,7 +29,7 @@ class AdminServicer(AdminServiceServicer):
 
     def __init__(self, front_ends: FrontEnds) -> None:
         self._front_ends = front_ends
-        self._engine = front_ends.engine
+        self.engine = front_ends.engine
         self._closed = asyncio.Event()
         self._watches = SideCalls("WatchClusterState", max_calls=MAX_WATCHES, max_bytes=0)
 
@@ -39,20 +39,24 @@ class AdminServicer(AdminServiceServicer):
     async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.GetClusterStateResponse:
         return pb.GetClusterStateResponse(state=cluster_state(self._front_ends))
 
-    async def WatchClusterState(
+    async def WatchClusterState(  # type: ignore[override]  # it writes itself, to bound how long a write may take
         self, request: pb.WatchClusterStateRequest, context: Context
-    ) -> AsyncIterator[pb.WatchClusterStateResponse]:
+    ) -> None:
         interval_ms = request.interval_ms if request.HasField("interval_ms") else INTERVAL_MS
         if not MIN_INTERVAL_MS <= interval_ms <= MAX_INTERVAL_MS:
             raise RequestError(
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"interval_ms is {interval_ms}; it must be in [{MIN_INTERVAL_MS}, {MAX_INTERVAL_MS}]",
             )
-        with self._watches.place():
-            while not self._closed.is_set():
-                yield pb.WatchClusterStateResponse(state=cluster_state(self._front_ends))
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._closed.wait(), interval_ms / 1000)
+        writer = PatientWriter(context, self.engine.settings.stall_timeout)
+        try:
+            with self._watches.place():
+                while not self._closed.is_set():
+                    await writer.write(pb.WatchClusterStateResponse(state=cluster_state(self._front_ends)))
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._closed.wait(), interval_ms / 1000)
+        finally:
+            writer.close()
         raise RequestError(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
 
     async def ListFinishedRequests(
@@ -61,12 +65,12 @@ class AdminServicer(AdminServiceServicer):
         limit = request.limit if request.HasField("limit") else NUM_FINISHED
         if not 1 <= limit <= MAX_REQUESTS:
             raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, f"limit is {limit}; it must be in [1, {MAX_REQUESTS}]")
-        return pb.ListFinishedRequestsResponse(requests=self._engine.finished.newest(limit))
+        return pb.ListFinishedRequestsResponse(requests=self.engine.finished.newest(limit))
 
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:
-        self._engine.drain_worker(request.address)
+        self.engine.drain_worker(request.address)
         return pb.DrainWorkerResponse()
 
     async def UndrainWorker(self, request: pb.UndrainWorkerRequest, context: Context) -> pb.UndrainWorkerResponse:
-        self._engine.undrain_worker(request.address)
+        self.engine.undrain_worker(request.address)
         return pb.UndrainWorkerResponse()

@@ -79,6 +79,8 @@ class SchedulerMetrics:
             ("inter_token_latency_seconds", "Between two tokens of an output.", counts.token_seconds),
             ("e2e_request_latency_seconds", "From arrival to the end of the last output.", counts.request_seconds),
             ("request_queue_time_seconds", "From arrival to a worker.", queue_seconds),
+            ("request_prompt_tokens", "Tokens of a request's prompt.", counts.prompt_tokens),
+            ("request_generation_tokens", "Tokens of an output.", counts.output_tokens),
         ):
             yield family.histogram(name, text, histogram)
 
@@ -117,6 +119,13 @@ class SchedulerMetrics:
                 seconds = getattr(worker.step_split, f"{phase}_us") / 1e6
                 phases.add_metric([self._model_name, worker.address, phase], seconds)
         yield phases
+        tenants = self._front_ends.engine.statistics.tenants
+        for metric, text, count in (
+            ("tenant_requests", "Requests of a tenant that are over.", "num_requests"),
+            ("tenant_prompt_tokens", "Tokens of their prompts.", "num_prompt_tokens"),
+            ("tenant_generation_tokens", "Tokens of their outputs.", "num_output_tokens"),
+        ):
+            yield family.counters(metric, text, "tenant", {name: getattr(of, count) for name, of in tenants.items()})
         placement = state.placement
         yield family.counters("placements", "Requests that a worker took, by reason.", "reason", placement.placed)
         yield family.counters(

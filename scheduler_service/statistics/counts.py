@@ -8,6 +8,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from pagewire.v1.engine_service_pb2 import FrontendStatistics
 
@@ -25,6 +26,11 @@ REQUEST_BOUNDS = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
     1920.0, 7680.0,
 )  # fmt: skip
+
+# In tokens: 1, 2, 5, 10 … a million.
+LENGTH_BOUNDS = (*(float(first * 10**power) for power in range(6) for first in (1, 2, 5)), 1e6)
+MOST_TENANTS = 64
+OTHER_TENANTS = "(others)"
 
 
 class Histogram:
@@ -57,6 +63,27 @@ class Statistics:
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
         self.queue_seconds = Histogram(REQUEST_BOUNDS)
+        self.tenants: dict[str, TenantCounts] = {}
+
+    def finished(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Count a request of a tenant. After the first tenants, further ones are counted together: names of tenants
+        may come from clients, and each would be a label for ever.
+        """
+        if tenant not in self.tenants and len(self.tenants) >= MOST_TENANTS:
+            tenant = OTHER_TENANTS
+        counts = self.tenants.setdefault(tenant, TenantCounts())
+        counts.num_requests += 1
+        counts.num_prompt_tokens += num_prompt_tokens
+        counts.num_output_tokens += num_output_tokens
+
+
+@dataclass(slots=True)
+class TenantCounts:
+    """Of requests that are over."""
+
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
 
 
 class FrontendCounts:
@@ -69,6 +96,8 @@ class FrontendCounts:
         self.token_seconds = Histogram(TOKEN_BOUNDS)
         """Between two tokens of an output."""
         self.request_seconds = Histogram(REQUEST_BOUNDS)
+        self.prompt_tokens = Histogram(LENGTH_BOUNDS)
+        self.output_tokens = Histogram(LENGTH_BOUNDS)
 
     def add(self, other: "FrontendCounts") -> None:
         self.num_outputs.update(other.num_outputs)
@@ -95,4 +124,4 @@ class FrontendCounts:
         return counts
 
 
-_HISTOGRAMS = ("first_token_seconds", "token_seconds", "request_seconds")
+_HISTOGRAMS = ("first_token_seconds", "token_seconds", "request_seconds", "prompt_tokens", "output_tokens")

@@ -81,7 +81,7 @@ def settings_of(deployment: Resource, resources: list[Resource], monkeypatch: py
 @pytest.mark.parametrize("version", [OLDEST, kubernetes_validate.latest_version()])
 def test_the_api_of_old_and_new_clusters_accepts_every_resource(resources: list[Resource], version: str) -> None:
     for resource in resources:
-        if not resource["apiVersion"].startswith("keda.sh/"):
+        if not resource["apiVersion"].startswith(("keda.sh/", "cert-manager.io/")):
             kubernetes_validate.validate(resource, version, strict=True)
 
 
@@ -134,9 +134,19 @@ def test_ports_are_those_that_the_service_listens_on(
     of_pod = container(deployment)
     ports = {port["name"]: port["containerPort"] for port in of_pod["ports"]}
     assert ports["grpc"] == port
-    assert {of_pod[probe]["grpc"]["port"] for probe in PROBES} == {port}
+    assert {probed(of_pod[probe]) for probe in PROBES} == {port}
     (served,) = find(resources, "Service", service)["spec"]["ports"]
     assert (served["port"], served["targetPort"]) == (port, "grpc")
+
+
+def probed(probe: dict[str, Any]) -> int:
+    """The port that a probe asks, by gRPC or by our own command where that would need TLS."""
+    if "grpc" in probe:
+        return int(probe["grpc"]["port"])
+    *command, address, service = probe["exec"]["command"]
+    assert command == ["python", "-m", "pagewire_common.healthcheck"]
+    assert service == "liveness" or service.startswith("pagewire.v1.")
+    return int(address.removeprefix("localhost:"))
 
 
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
@@ -253,6 +263,42 @@ def test_metrics_are_served_where_they_are_scraped(
     port = annotations["prometheus.io/port"]
     assert settings_of(deployment, resources, monkeypatch).metrics_listen == f"0.0.0.0:{port}"
     assert {"name": "metrics", "containerPort": int(port)} in container(deployment)["ports"]
+
+
+def test_locked_services_use_the_certificates_that_they_are_given(tmp_path: Path) -> None:
+    overlay = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [os.path.relpath(KUBERNETES / "cpu", tmp_path)],
+        "components": [os.path.relpath(KUBERNETES / "locked", tmp_path)],
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    resources = render(tmp_path)
+    folder = find(resources, "ConfigMap", "model")["data"]["PAGEWIRE_TLS"]
+    issuers = {one["metadata"]["name"] for one in resources if one["kind"] == "Issuer"}
+    for name, other in (("scheduler", "worker"), ("worker", "scheduler")):
+        certificate = find(resources, "Certificate", name)["spec"]
+        assert {name, "localhost"} <= set(certificate["dnsNames"])  # of which probes use the second
+        assert certificate["issuerRef"]["name"] in issuers
+        pod = find(resources, "Deployment", name)["spec"]["template"]["spec"]
+        secrets = {volume["name"]: volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume}
+        mounts = {mount["mountPath"]: secrets.get(mount["name"]) for mount in pod["containers"][0]["volumeMounts"]}
+        assert mounts[folder] == certificate["secretName"]
+        assert f"--{other}-identity={other}" in pod["containers"][0]["args"]
+
+
+def test_the_gateway_calls_the_scheduler_where_it_is_and_serves_where_it_is_probed(tmp_path: Path) -> None:
+    resources = read(KUBERNETES / "openai" / "openai.yaml")
+    deployment = find(resources, "Deployment", "openai")
+    (port,) = (one["port"] for one in find(resources, "Service", "openai")["spec"]["ports"])
+    variables = {variable["name"]: variable["value"] for variable in container(deployment)["env"]}
+    scheduler = find(render(KUBERNETES / "cpu"), "Service", "scheduler")
+    assert variables["PAGEWIRE_TARGET"] == f"scheduler:{scheduler['spec']['ports'][0]['port']}"
+    assert variables["PAGEWIRE_HTTP_LISTEN"] == f"0.0.0.0:{port}"
+    assert {container(deployment)[probe]["httpGet"]["port"] for probe in PROBES} == {port}
+    labels = deployment["spec"]["selector"]["matchLabels"]
+    assert list(allowed(resources, "Ingress", labels)) == [port]
+    assert list(allowed(resources, "Egress", labels)) == [scheduler["spec"]["ports"][0]["port"]]
 
 
 async def test_workers_are_scaled_on_metrics_that_the_scheduler_has() -> None:

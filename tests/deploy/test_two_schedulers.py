@@ -97,7 +97,7 @@ def _listen_on_free_port(address: dict[str, Any]) -> None:
 
 
 async def num_running(scheduler: LocalServer) -> int:
-    async with grpc.aio.insecure_channel(scheduler.target) as channel:
+    async with grpc.aio.insecure_channel(scheduler.admin_target) as channel:
         state = (await AdminServiceStub(channel).GetClusterState(GetClusterStateRequest())).state
     return sum(worker.num_running for worker in state.workers)
 

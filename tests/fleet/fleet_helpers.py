@@ -44,7 +44,7 @@ class Fleet:
         return [item for item in self.requests if not (item.sampling.best_of or item.sampling.beam_width)]
 
     async def state(self) -> ClusterState:
-        return await cluster_state(self.scheduler.address)
+        return await cluster_state(self.scheduler.admin_address)
 
     async def until(self, is_reached: Callable[[ClusterState], bool], timeout: float = 60.0) -> ClusterState:
         """The first state of the cluster in which `is_reached`."""
@@ -56,7 +56,7 @@ class Fleet:
 
     async def check_empty(self) -> ClusterState:
         """Once nothing waits or runs, no block is held on any worker."""
-        state = await until_idle(self.scheduler.address)
+        state = await until_idle(self.scheduler.admin_address)
         assert not any(map(holds_blocks, state.workers)), state
         return state
 

@@ -47,6 +47,9 @@ class Member:
         self.address = f"{host}:{free_port(host)}"
         self._environment = dict(environment or {})
         self._module = module
+        self.admin_address = f"{host}:{free_port(host)}"  # of a scheduler
+        if module == "scheduler_service":
+            arguments = ["--admin-listen", self.admin_address, *arguments]
         self._arguments = ["--listen", self.address, *arguments]
         self._service: ServiceProcess | None = None
 

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+from scheduler_service.access.keys import Keyring
 from scheduler_service.core import SamplingParams, SequenceGroup
 from scheduler_service.engine.discovery import resolve_by_dns
 from scheduler_service.engine.engine import Engine
@@ -62,12 +63,16 @@ class OneProcess:
 
 @asynccontextmanager
 async def running(
-    *workers: str, resolve: Any = resolve_by_dns, time_limit: float = 60, **settings: object
+    *workers: str,
+    resolve: Any = resolve_by_dns,
+    time_limit: float = 60,
+    keyring: Keyring | None = None,
+    **settings: object,
 ) -> AsyncIterator[OneProcess]:
     options = {"workers": list(workers), "model": "fake", "check_invariants": True, **settings}
-    engine = Engine(SchedulerSettings(**options), resolve)  # type: ignore[arg-type]
+    engine = Engine(SchedulerSettings(**options), resolve, keyring)  # type: ignore[arg-type]
     one = OneProcess(engine)
-    async with asyncio.timeout(time_limit), engine_server(one.front_ends, one.admin) as target:
+    async with asyncio.timeout(time_limit), engine_server(one.front_ends) as target:
         one.target, one.link = target, EngineLink(target)
         tasks = [asyncio.create_task(engine.run()), asyncio.create_task(one.link.run())]
         try:

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from engines import OneProcess, running
 
+from pagewire_common.tls import OPEN, Security
 from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.server import front_end_server, show_health
 from scheduler_service.operations.admin_servicer import AdminServicer
+from scheduler_service.server import admin_server
 
 
 @dataclass
@@ -17,6 +19,7 @@ class InProcess:
     engine: OneProcess
     admin: AdminServicer
     target: str
+    admin_target: str
 
     @property
     def link(self) -> EngineLink:
@@ -24,13 +27,16 @@ class InProcess:
 
 
 @asynccontextmanager
-async def scheduler(*workers: str, listen: str = "127.0.0.1:0", **settings: object) -> AsyncIterator[InProcess]:
+async def scheduler(
+    *workers: str, admin_listen: str = "127.0.0.1:0", security: Security = OPEN, **settings: object
+) -> AsyncIterator[InProcess]:
     async with running(*workers, **settings) as one:
-        server = front_end_server(one.link, shares_port=False)
-        target = await server.start(listen)
+        server = front_end_server(one.link, shares_port=False, security=security)
+        target = await server.start("127.0.0.1:0")
         showing = asyncio.create_task(show_health(one.link, server))
         try:
-            yield InProcess(one, one.admin, target)
+            async with admin_server(one.admin, admin_listen, security) as admin_target:
+                yield InProcess(one, one.admin, target, admin_target)
         finally:
             showing.cancel()
             with suppress(asyncio.CancelledError):

@@ -26,7 +26,7 @@ async def one(byte_tokenizer_directory: Path) -> AsyncIterator[InProcess]:
 
 @pytest.fixture
 async def stub(one: InProcess) -> AsyncIterator[AdminServiceStub]:
-    async with grpc.aio.insecure_channel(one.target) as channel:
+    async with grpc.aio.insecure_channel(one.admin_target) as channel:
         yield AdminServiceStub(channel)
 
 
@@ -64,7 +64,7 @@ async def test_the_state_counts_what_was_served(one: InProcess, stub: AdminServi
 
 @pytest.mark.usefixtures("impatient")
 async def test_a_lost_worker_is_counted_and_says_why(byte_tokenizer_directory: Path) -> None:
-    async with scheduler("127.0.0.1:1") as one, grpc.aio.insecure_channel(one.target) as channel:
+    async with scheduler("127.0.0.1:1") as one, grpc.aio.insecure_channel(one.admin_target) as channel:
         worker = FakeWorkerService(byte_tokenizer_directory, poison=99)
         state = await until(AdminServiceStub(channel), pb.WORKER_STATUS_CONNECTING)
         assert not state.workers[0].connected
@@ -72,7 +72,7 @@ async def test_a_lost_worker_is_counted_and_says_why(byte_tokenizer_directory: P
             async with Client(two.target) as client:
                 with pytest.raises(grpc.aio.AioRpcError, match="workers failed in a row"):
                     await collect(client, [99])
-            async with grpc.aio.insecure_channel(two.target) as other:
+            async with grpc.aio.insecure_channel(two.admin_target) as other:
                 state = (await AdminServiceStub(other).GetClusterState(pb.GetClusterStateRequest())).state
     assert state.num_losses == state.workers[0].num_losses >= 4
     assert state.num_preemptions > 0

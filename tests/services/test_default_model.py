@@ -108,12 +108,12 @@ async def preemptions(target: str) -> int:
     return worker.num_preemptions
 
 
-async def until_ten_preemptions(target: str, sampling: list[SamplingParams], expected: list[list[int]]) -> None:
+async def until_ten_preemptions(server: LocalServer, sampling: list[SamplingParams], expected: list[list[int]]) -> None:
     """Rounds of the crowd at once, every output as expected, until they have cost ten preemptions together."""
-    enough = await preemptions(target) + 10
+    enough = await preemptions(server.admin_target) + 10
     for _ in range(6):
-        assert await together(target, sampling, CROWD) == expected
-        if await preemptions(target) >= enough:
+        assert await together(server.target, sampling, CROWD) == expected
+        if await preemptions(server.admin_target) >= enough:
             return
     pytest.fail("six rounds in a pool for a fraction of the prompts cost less than ten preemptions")
 
@@ -127,7 +127,7 @@ async def test_32_concurrent_greedy_outputs_equal_transformers(
 ) -> None:
     assert all(len(tokens) == NUM_TOKENS for tokens in concurrent_tokens)
     assert concurrent_tokens == greedy_tokens
-    assert await preemptions(server.target) == 0
+    assert await preemptions(server.admin_target) == 0
 
 
 async def test_greedy_outputs_equal_transformers_without_planning_ahead(greedy_tokens: list[list[int]]) -> None:
@@ -162,8 +162,8 @@ async def test_outputs_that_share_a_prompt_by_copy_on_write_equal_transformers(
 async def test_greedy_outputs_equal_transformers_through_at_least_ten_preemptions(
     small_server: LocalServer, greedy_tokens: list[list[int]]
 ) -> None:
-    await until_ten_preemptions(small_server.target, [GREEDY] * len(CROWD), greedy_tokens[: len(CROWD)])
-    (worker,) = (await until_idle(small_server.target)).workers
+    await until_ten_preemptions(small_server, [GREEDY] * len(CROWD), greedy_tokens[: len(CROWD)])
+    (worker,) = (await until_idle(small_server.admin_target)).workers
     assert worker.num_free_device_blocks == SMALL_POOL
     assert worker.num_free_host_blocks == worker.num_host_blocks
 
@@ -231,13 +231,13 @@ async def test_beam_search_equals_transformers_among_requests_that_preempt_each_
     beam_prompts: list[list[int]],
     beam_outputs: list[list[list[int]]],
 ) -> None:
-    before = await preemptions(small_server.target)
+    before = await preemptions(small_server.admin_target)
     greedy, beams = await asyncio.gather(
         together(small_server.target, [GREEDY] * 8, CROWD[:8]), search_together(small_server.target, beam_prompts)
     )
     assert greedy == greedy_tokens[:8]
     assert beams == beam_outputs
-    assert await preemptions(small_server.target) > before
+    assert await preemptions(small_server.admin_target) > before
 
 
 @pytest.fixture(scope="module")
@@ -260,4 +260,4 @@ async def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(
 async def test_a_seed_gives_the_same_tokens_through_at_least_ten_preemptions(
     small_server: LocalServer, sampled_tokens: list[list[int]]
 ) -> None:
-    await until_ten_preemptions(small_server.target, SAMPLINGS, sampled_tokens)
+    await until_ten_preemptions(small_server, SAMPLINGS, sampled_tokens)

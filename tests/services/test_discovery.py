@@ -224,7 +224,7 @@ async def test_a_worker_that_differs_is_refused_and_shown_with_both_values(
         names = Names()
         async with (
             scheduler(address, NAME, resolve=names, discovery_interval=SOON) as one,
-            grpc.aio.insecure_channel(one.target) as channel,
+            grpc.aio.insecure_channel(one.admin_target) as channel,
         ):
 
             async def shown() -> tuple[bool, str]:

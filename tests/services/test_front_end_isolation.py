@@ -105,14 +105,14 @@ async def test_a_thousand_clients_that_do_not_read(server: LocalServer) -> None:
     ):
         for _ in range(NUM_READERS):
             connection.begin(pb.GenerateRequest(text="a prompt", sampling=few).SerializeToString())
-        async with Admin(server.target) as admin, aclosing(admin.watch(0.1)) as samples:
+        async with Admin(server.admin_target) as admin, aclosing(admin.watch(0.1)) as samples:
             async for sample in samples:
                 if isinstance(sample, Sample) and sample.state.num_requests >= NUM_READERS:
                     break
         await run_streams_beside()
         assert connection.num_messages == 0
         assert troubled in {process.pid for process in front_ends(server.target)}
-    assert (await until_idle(server.target)).num_waiting == 0
+    assert (await until_idle(server.admin_target)).num_waiting == 0
 
 
 @asynccontextmanager

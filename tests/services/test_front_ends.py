@@ -102,7 +102,7 @@ async def test_a_front_end_that_is_killed_takes_only_its_own_streams_and_is_star
         resume = pb.ResumeState(outputs=[pb.ResumedOutput(token_ids=held)], seed=first.seed)
         assert held + await outputs(other.Generate(request("lost", resume=resume))) == tokens
         assert await keeping == tokens
-    await until_idle(server.target)
+    await until_idle(server.admin_target)
     async with asyncio.timeout(30):
         await until(lambda: len(front_ends(server.target)) == 2)
     async with connected_to_each(server.target) as stubs:
@@ -351,15 +351,15 @@ async def test_request_ids_aborts_and_limits_are_of_the_whole(server: LocalServe
         assert last.finish_reason == pb.FINISH_REASON_ABORT
         for call in calls:
             call.cancel()
-    await until_idle(server.target)
+    await until_idle(server.admin_target)
 
 
 async def test_operators_see_the_whole_through_any_front_end(server: LocalServer) -> None:
-    before = await cluster_state(server.target)
+    before = await cluster_state(server.admin_target)
     async with connected_to_each(server.target) as stubs:
         for number, stub in enumerate(stubs.values()):
             await outputs(stub.Generate(request(str(number))))
-    after = await until_idle(server.target)
+    after = await until_idle(server.admin_target)
     assert after.num_output_tokens - before.num_output_tokens == 2 * LONG.max_tokens
 
 
@@ -400,7 +400,7 @@ async def test_a_tokenizer_that_cannot_be_loaded_is_said_again_and_again(tmp_pat
             "scheduler_service", ["--listen", "127.0.0.1:0", "--workers", address, "--model", "fake"]
         )
         try:
-            target = str((await asyncio.to_thread(scheduler.wait_for, "listening", 60))["address"])
+            target = str((await asyncio.to_thread(scheduler.wait_for, "admin listening", 60))["address"])
             for _ in range(2):
                 await asyncio.to_thread(scheduler.wait_for, "the model's tokenizer cannot be loaded", 60)
                 async with Admin(target) as admin, aclosing(admin.watch(0.1)) as events:

@@ -33,7 +33,7 @@ async def test_every_index_ends_with_exactly_one_message_that_has_reason_and_usa
         assert sum(len(m.token_ids) for m in mine) == 5
         assert [m.seed for m in mine if m.HasField("seed")] == [7]
     assert len({tuple(t for m in messages if m.index == i for t in m.token_ids) for i in range(3)}) == 3
-    await assert_nothing_is_held(tiny_server.target)
+    await assert_nothing_is_held(tiny_server.admin_target)
 
 
 async def test_text_token_ids_and_chat_are_the_same_prompt_when_their_tokens_are(tiny_server: LocalServer) -> None:
@@ -61,7 +61,7 @@ async def test_a_stop_string_ends_the_text_before_it_and_is_named(tiny_server: L
     assert stopped.text == whole[: whole.index(stop)]
     assert included.text == stopped.text + stop
     assert (stopped.finish_reason, stopped.stop_reason) == (pb.FINISH_REASON_STOP, stop)
-    await assert_nothing_is_held(tiny_server.target)
+    await assert_nothing_is_held(tiny_server.admin_target)
 
 
 async def test_a_stop_token_ends_the_output_and_is_named(tiny_server: LocalServer) -> None:
@@ -99,7 +99,7 @@ async def test_abort_closes_the_stream_with_what_it_has(tiny_server: LocalServer
         assert messages[-1].finish_reason == pb.FINISH_REASON_ABORT
         assert messages[-1].usage.output_tokens == sum(len(m.token_ids) for m in messages) < 500
         assert not await client.abort("mine")
-    await assert_nothing_is_held(tiny_server.target)
+    await assert_nothing_is_held(tiny_server.admin_target)
 
 
 async def test_a_request_that_allows_no_token_after_its_output_ends_with_its_parameters(
@@ -113,7 +113,7 @@ async def test_a_request_that_allows_no_token_after_its_output_ends_with_its_par
         with pytest.raises(grpc.aio.AioRpcError, match=r"allowed_token_ids, sampling.bad_words") as error:
             await collect(client, "a", SamplingParams(max_tokens=9, **given))
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    await assert_nothing_is_held(tiny_server.target)
+    await assert_nothing_is_held(tiny_server.admin_target)
 
 
 async def test_the_likeliest_of_several_outputs_are_returned(tiny_server: LocalServer) -> None:
@@ -144,7 +144,7 @@ async def test_abort_ends_every_output_of_requests_that_give_theirs_at_the_end(
             assert not reading.done()
         messages = await reading
     assert [(m.index, m.finish_reason) for m in messages] == [(i, pb.FINISH_REASON_ABORT) for i in range(2)]
-    await assert_nothing_is_held(tiny_server.target)
+    await assert_nothing_is_held(tiny_server.admin_target)
 
 
 async def test_a_beam_search_gives_its_best_outputs_with_text_and_usage(tiny_server: LocalServer) -> None:
@@ -156,7 +156,7 @@ async def test_a_beam_search_gives_its_best_outputs_with_text_and_usage(tiny_ser
     assert alone.outputs[0].text == greedy.outputs[0].text
     assert len({tuple(output.token_ids) for output in found.outputs}) == 3
     assert found.prompt_tokens == greedy.prompt_tokens
-    await assert_nothing_is_held(tiny_server.target)
+    await assert_nothing_is_held(tiny_server.admin_target)
 
 
 async def test_a_request_id_in_flight_cannot_be_used_twice(tiny_server: LocalServer) -> None:
@@ -169,7 +169,7 @@ async def test_a_request_id_in_flight_cannot_be_used_twice(tiny_server: LocalSer
         assert error.value.code() is grpc.StatusCode.ALREADY_EXISTS
         assert (await anext(first)).token_ids  # undisturbed
         await first.aclose()
-    await assert_nothing_is_held(tiny_server.target)
+    await assert_nothing_is_held(tiny_server.admin_target)
 
 
 async def test_a_deadline_frees_everything(tiny_server: LocalServer) -> None:
@@ -178,7 +178,7 @@ async def test_a_deadline_frees_everything(tiny_server: LocalServer) -> None:
             async for _ in client.generate("hello", SamplingParams(max_tokens=500, ignore_eos=True), timeout=0.05):
                 pass
     assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    await assert_nothing_is_held(tiny_server.target)
+    await assert_nothing_is_held(tiny_server.admin_target)
 
 
 BAD = {
@@ -210,7 +210,7 @@ async def test_bad_input_gets_a_sentence_and_leaves_the_neighbour_undisturbed(ti
             assert details
             assert "Traceback" not in details
         assert (await neighbour).outputs == alone.outputs
-    await assert_nothing_is_held(tiny_server.target)
+    await assert_nothing_is_held(tiny_server.admin_target)
 
 
 async def test_a_feature_that_does_not_exist_yet_is_unimplemented(tiny_server: LocalServer) -> None:
@@ -224,7 +224,7 @@ async def test_a_feature_that_does_not_exist_yet_is_unimplemented(tiny_server: L
 async def test_a_thousand_requests_that_end_in_every_way_leave_no_block_in_use(tiny_server: LocalServer) -> None:
     """Some finish, some are cancelled before or while they stream, some are aborted, some connections are cut."""
     fate = random.Random(0)
-    (before,) = (await cluster_state(tiny_server.target)).workers
+    (before,) = (await cluster_state(tiny_server.admin_target)).workers
 
     async def one(number: int, client: Client) -> str:
         sampling = SamplingParams(
@@ -265,8 +265,8 @@ async def test_a_thousand_requests_that_end_in_every_way_leave_no_block_in_use(t
     async with Client(tiny_server.target) as client:
         ends = await asyncio.gather(*(limited(number) for number in range(1000)))
     assert set(ends) == {"finish", "cancel", "leave", "abort", "cut"}
-    await assert_nothing_is_held(tiny_server.target)
-    (after,) = (await cluster_state(tiny_server.target)).workers
+    await assert_nothing_is_held(tiny_server.admin_target)
+    (after,) = (await cluster_state(tiny_server.admin_target)).workers
     assert after.num_preemptions > before.num_preemptions
     # The block tables are verified after every step (--check-invariants); a violation would have cost the session.
     assert after.epoch == before.epoch

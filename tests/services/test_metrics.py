@@ -1,6 +1,7 @@
 """What a scrape finds: names, meanings, and numbers that add up."""
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,20 +20,26 @@ from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
 from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
 from pagewire_client.local import ServiceProcess
-from pagewire_common.metrics import serve_metrics
+from pagewire_common.metrics import MOST_CONNECTIONS, MOST_HEAD_BYTES, serve_metrics
 from pagewire_common.start_error import StartError
 from scheduler_service.core import PlacementReason
 from scheduler_service.operations.metrics import SchedulerMetrics
-from scheduler_service.statistics.counts import Histogram
+from scheduler_service.statistics.counts import MOST_TENANTS, Histogram, Statistics, TenantCounts
+
+
+async def exchange(address: str, sent: str) -> str:
+    """What the server says to this until it closes the connection."""
+    reader, writer = await asyncio.open_connection(*address.rsplit(":", 1))
+    with contextlib.closing(writer), contextlib.suppress(ConnectionError):  # it may close before it has read all
+        writer.write(sent.encode())
+        return (await reader.read()).decode()
+    return ""
 
 
 async def get(address: str, path: str = "/metrics") -> str:
     """A plain HTTP request, as a scraper makes it."""
-    reader, writer = await asyncio.open_connection(*address.rsplit(":", 1))
-    writer.write(f"GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode())
-    head, _, body = (await reader.read()).decode().partition("\r\n\r\n")
-    writer.close()
-    await writer.wait_closed()
+    answer = await exchange(address, f"GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n")
+    head, _, body = answer.partition("\r\n\r\n")
     assert head.startswith("HTTP/1.0 200"), head
     assert "text/plain" in head
     return body
@@ -93,6 +100,12 @@ async def test_requests_are_counted_from_arrival_to_their_end(byte_tokenizer_dir
     assert found("pagewire_time_to_first_token_seconds_count") == 3
     assert found("pagewire_request_queue_time_seconds_count") == 3
     assert found("pagewire_e2e_request_latency_seconds_count") == 2  # of those that were not aborted
+    assert found("pagewire_request_prompt_tokens_bucket", le="20.0") == 2
+    assert found("pagewire_request_prompt_tokens_sum") == 40
+    assert found("pagewire_request_generation_tokens_bucket", le="10.0") == 3
+    assert found("pagewire_request_generation_tokens_sum") == 2 * 7 + 2
+    assert found("pagewire_tenant_requests_total", tenant="") == 3
+    assert found("pagewire_tenant_prompt_tokens_total", tenant="") == 60
     num_outputs = 2 + 1 + 3
     most_unseen = 9 - 2  # what the second request's output may gain before the engine knows of the stop string
     assert generated - num_outputs - most_unseen <= found("pagewire_inter_token_latency_seconds_count") < generated
@@ -106,7 +119,7 @@ async def test_requests_are_counted_from_arrival_to_their_end(byte_tokenizer_dir
 async def test_every_placement_choice_is_in_the_metrics_and_in_the_state() -> None:
     """All numbers differ, so that a mix-up shows."""
     placed, left = ({reason: base + number for number, reason in enumerate(PlacementReason)} for base in (10, 20))
-    async with scheduler("127.0.0.1:1") as one, grpc.aio.insecure_channel(one.target) as channel:
+    async with scheduler("127.0.0.1:1") as one, grpc.aio.insecure_channel(one.admin_target) as channel:
         balancer = one.engine.waiting.balancer
         balancer.num_placed, balancer.num_left = placed, left
         balancer.num_overtakes, balancer.num_moved = 30, 31
@@ -175,11 +188,22 @@ async def test_what_vllm_has_too_can_be_had_under_its_names(byte_tokenizer_direc
         "inter_token_latency_seconds": "histogram",
         "e2e_request_latency_seconds": "histogram",
         "request_queue_time_seconds": "histogram",
+        "request_prompt_tokens": "histogram",
+        "request_generation_tokens": "histogram",
     }
     assert found("vllm:generation_tokens_total", model_name="the-model", engine="0") == 7
     assert found("vllm:kv_cache_usage_perc", engine=address) == 0
     for name, kind in types.items():
         assert found.types[f"pagewire_{name}"] == kind
+
+
+def test_tenants_are_told_apart_as_long_as_they_are_few() -> None:
+    statistics = Statistics()
+    for number in range(200):
+        statistics.finished(f"tenant {number % 100}", 3, 2)
+    assert len(statistics.tenants) == MOST_TENANTS + 1
+    assert statistics.tenants["tenant 5"] == TenantCounts(2, 6, 4)
+    assert statistics.tenants["(others)"].num_requests == 2 * (100 - MOST_TENANTS)
 
 
 def test_a_histogram_counts_every_value_once() -> None:
@@ -241,3 +265,17 @@ async def test_both_services_serve_metrics_where_they_are_told_to_and_stop_all_t
     assert computed("pagewire_worker_sequences") == 0
     assert computed("pagewire_worker_failures_total") == 0
     assert computed("pagewire_worker_step_phase_seconds_total", phase="forward") > 0
+
+
+async def test_a_head_has_a_length_and_connections_a_number() -> None:
+    async with serve_metrics("127.0.0.1:0", nothing) as address:
+        assert address is not None
+        assert "200 OK" in await exchange(address, f"GET /metrics HTTP/1.0\r\nX: {'x' * 1000}\r\n\r\n")
+        assert not await exchange(address, f"GET /metrics HTTP/1.0\r\nX: {'x' * MOST_HEAD_BYTES}\r\n\r\n")
+        silent = [await asyncio.open_connection(*address.rsplit(":", 1)) for _ in range(MOST_CONNECTIONS)]
+        assert not await exchange(address, "GET /metrics HTTP/1.0\r\n\r\n")
+        for _, writer in silent:
+            writer.close()
+        while not (found := await exchange(address, "GET /metrics HTTP/1.0\r\n\r\n")):
+            pass  # the server has yet to see that they are closed
+        assert "200 OK" in found

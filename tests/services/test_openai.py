@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 from cluster import cluster_state, until_idle
 from test_processes import WORKER_SIZES, Start
@@ -176,16 +177,16 @@ async def test_a_client_that_leaves_frees_its_blocks(
 ) -> None:
     endless: dict[str, Any] = {"max_tokens": 450, "extra_body": GO_ON}
     call = asyncio.create_task(client.completions.create(model=MODEL, prompt="x", stream=stream, **endless))
-    before = (await cluster_state(tiny_server.target)).num_output_tokens
-    while (await cluster_state(tiny_server.target)).num_output_tokens < before + 5:
+    before = (await cluster_state(tiny_server.admin_target)).num_output_tokens
+    while (await cluster_state(tiny_server.admin_target)).num_output_tokens < before + 5:
         pass
     if stream:
         await (await call).close()
     else:
         call.cancel()
         await asyncio.wait([call])
-    await assert_nothing_is_held(tiny_server.target)
-    assert (await cluster_state(tiny_server.target)).num_output_tokens < before + 450
+    await assert_nothing_is_held(tiny_server.admin_target)
+    assert (await cluster_state(tiny_server.admin_target)).num_output_tokens < before + 450
 
 
 def test_nothing_without_a_key_changes_the_gateways_backends(gateway: Gateway) -> None:
@@ -244,4 +245,76 @@ def test_serve_starts_everything_and_says_what_to_try(tiny_model_directory: Path
     finally:
         process.kill()
         process.wait()
+    assert not is_ready(f"http://{listen}")
+
+
+async def test_an_answer_has_the_schema_that_was_asked_for(client: openai.AsyncOpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"unit": {"enum": ["c", "f"]}, "warm": {"type": "boolean"}},
+        "required": ["unit", "warm"],
+        "additionalProperties": False,
+    }
+    asked = {"type": "json_schema", "json_schema": {"name": "weather", "strict": True, "schema": schema}}
+    answer = await client.chat.completions.create(
+        model=MODEL, messages=CHAT, response_format=asked, max_tokens=200, temperature=1.0, seed=3
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    found = json.loads(answer.choices[0].message.content or "")
+    assert found.keys() == {"unit", "warm"}
+    assert found["unit"] in ("c", "f")
+    whole = await client.chat.completions.create(
+        model=MODEL, messages=CHAT, response_format={"type": "json_object"}, max_tokens=200, seed=3
+    )
+    content = whole.choices[0].message.content or ""
+    assert content.lstrip().startswith("{")  # whether it ends in time is the model's affair
+    if whole.choices[0].finish_reason == "stop":
+        json.loads(content)
+
+
+async def test_a_tool_that_is_required_is_called_with_its_arguments(client: openai.AsyncOpenAI) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"unit": {"enum": ["c", "f"]}},
+        "required": ["unit"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    answer = await client.chat.completions.create(
+        model=MODEL,
+        messages=CHAT,
+        tools=[tool],
+        tool_choice={"type": "function", "function": {"name": "weather"}},
+        max_tokens=200,
+        seed=3,
+    )
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments)["unit"] in ("c", "f")
+    assert answer.choices[0].finish_reason in ("tool_calls", "stop")
+
+
+def test_it_listens_on_addresses_of_ipv6_too_and_ends_with_the_command_that_is_killed(
+    tiny_server: LocalServer,
+) -> None:
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+        listen = f"[::1]:{probe.getsockname()[1]}"
+    command = [sys.executable, "-m", "pagewire_client", "serve", "--target", tiny_server.target, "--listen", listen]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        with process.stderr as words:
+            assert any(f"http://{listen}/v1" in line for line in words)
+        assert is_ready(f"http://{listen}")
+        gateways = psutil.Process(process.pid).children(recursive=True)
+        assert gateways
+    finally:
+        process.kill()
+        process.wait()
+    _, alive = psutil.wait_procs(gateways, 30)
+    assert not alive
     assert not is_ready(f"http://{listen}")

@@ -97,7 +97,7 @@ async def test_outputs_have_their_form_and_are_the_same_alone_together_and_after
     async with Client(small_server.target) as client:
         together = await asyncio.gather(*(complete(client, number) for number in range(len(REQUESTS))))
     assert list(map(contents, together)) == list(map(contents, alone))
-    state = await until_idle(small_server.target)
+    state = await until_idle(small_server.admin_target)
     assert state.num_preemptions > 0
     assert all(worker.num_free_device_blocks == worker.num_device_blocks for worker in state.workers)
 
@@ -152,12 +152,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 async def test_what_cannot_be_followed_is_refused_with_the_reason(
     tiny_server: LocalServer, sampling: dict[str, Any], words: str
 ) -> None:
-    before = await cluster_state(tiny_server.target)
+    before = await cluster_state(tiny_server.admin_target)
     async with Client(tiny_server.target) as client:
         with pytest.raises(grpc.aio.AioRpcError, match=words) as error:
             await collect(client, "x", SamplingParams(**sampling))
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert (await cluster_state(tiny_server.target)).num_losses == before.num_losses
+    assert (await cluster_state(tiny_server.admin_target)).num_losses == before.num_losses
 
 
 @given(st.sampled_from(["json_schema", "regex", "grammar"]), st.text() | st.text('"\\(){}[]|*+?:=root /start\n,'))
@@ -184,3 +184,21 @@ async def test_a_form_is_compiled_once_and_the_grammars_that_are_kept_are_bounde
         await forms.read(pb.SamplingParams(regex=f"b{number}"))
     assert sum(map(len, forms._grammars.values())) <= 1000
     assert await forms.read(pb.SamplingParams(regex="a")) is not first
+
+
+async def test_a_form_that_takes_too_long_ends_its_request_and_no_other(tiny_server: LocalServer) -> None:
+    """Its first mask takes 15 s."""
+    plain = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+    async with Client(tiny_server.target, retry_for=0) as client:
+        expected = (await collect(client, "a prompt", plain)).outputs[0].token_ids
+        before = await cluster_state(tiny_server.admin_target)
+        beside = asyncio.create_task(collect(client, "a prompt", plain))
+        slow = SamplingParams(max_tokens=20, regex="(a|aa|aaa){1,1000}" * 300)
+        for _ in range(2):
+            with pytest.raises(grpc.aio.AioRpcError, match="takes too long to follow") as error:
+                await collect(client, "another", slow)
+            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (await beside).outputs[0].token_ids == expected
+        schema = SamplingParams(max_tokens=50, json_schema='{"type": "boolean"}', temperature=0)
+        assert (await collect(client, "a", schema)).outputs[0].text in ("true", "false")
+    assert (await cluster_state(tiny_server.admin_target)).num_losses == before.num_losses

@@ -6,7 +6,7 @@ import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.errors import RequestError
-from scheduler_service.frontend.patient_writer import PatientWriter
+from pagewire_common.patient_writer import PatientWriter
 
 MESSAGE = pb.GenerateResponse()
 

@@ -94,6 +94,12 @@ def test_settings_come_from_the_environment_too() -> None:
     assert "--watermark: Input should be less than 1" in result.stderr
 
 
+def test_a_key_of_the_environment_that_is_empty_does_not_open_the_service() -> None:
+    result = run("scheduler_service", "--listen", "127.0.0.1:0", PAGEWIRE_API_KEY="")
+    assert result.returncode == 1
+    assert "the key that the environment gives is empty" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "bound"),
     [

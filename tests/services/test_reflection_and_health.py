@@ -4,6 +4,8 @@ from google.protobuf import descriptor_pool, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from pagewire.v1.admin_service_pb2 import GetClusterStateRequest
+from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
 from pagewire_client import LocalServer
 
 
@@ -11,7 +13,7 @@ def test_a_client_without_our_protos_finds_and_calls_generate(tiny_server: Local
     """What grpcurl does: services, messages and field types all come from the server."""
     with grpc.insecure_channel(tiny_server.target) as channel:
         database = ProtoReflectionDescriptorDatabase(channel)
-        assert {"pagewire.v1.InferenceService", "pagewire.v1.AdminService"} <= set(database.get_services())
+        assert {"pagewire.v1.InferenceService", "vllm.grpc.engine.VllmEngine"} <= set(database.get_services())
         pool = descriptor_pool.DescriptorPool(database)
         method = pool.FindServiceByName("pagewire.v1.InferenceService").FindMethodByName("Generate")
         request_type = message_factory.GetMessageClass(method.input_type)
@@ -27,8 +29,21 @@ def test_a_client_without_our_protos_finds_and_calls_generate(tiny_server: Local
     assert responses[-1].usage.output_tokens == 4
 
 
-@pytest.mark.parametrize("service", ["", "pagewire.v1.InferenceService", "pagewire.v1.AdminService"])
+@pytest.mark.parametrize("service", ["", "pagewire.v1.InferenceService", "vllm.grpc.engine.VllmEngine"])
 def test_health_is_reported_for_every_service_and_overall(tiny_server: LocalServer, service: str) -> None:
     with grpc.insecure_channel(tiny_server.target) as channel:
         response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
+    assert response.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_administration_has_a_port_of_its_own(tiny_server: LocalServer) -> None:
+    with grpc.insecure_channel(tiny_server.target) as channel:
+        assert "pagewire.v1.AdminService" not in ProtoReflectionDescriptorDatabase(channel).get_services()
+        with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
+            AdminServiceStub(channel).GetClusterState(GetClusterStateRequest())
+    with grpc.insecure_channel(tiny_server.admin_target) as channel:
+        services = ProtoReflectionDescriptorDatabase(channel).get_services()
+        assert "pagewire.v1.AdminService" in services
+        assert "pagewire.v1.InferenceService" not in services
+        response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
     assert response.status == health_pb2.HealthCheckResponse.SERVING

@@ -123,11 +123,11 @@ async def test_a_request_that_ends_without_a_worker_has_lost_the_one_it_had(
 
 
 async def test_the_tokens_of_a_beam_search_are_those_of_everything_that_it_found(tiny_server: LocalServer) -> None:
-    before = await until_idle(tiny_server.target)
-    async with Client(tiny_server.target) as client, Admin(tiny_server.target) as admin:
+    before = await until_idle(tiny_server.admin_target)
+    async with Client(tiny_server.target) as client, Admin(tiny_server.admin_target) as admin:
         sampling = SamplingParams(max_tokens=6, ignore_eos=True, beam_width=4, n=2)
         messages = [message async for message in client.generate("hello", sampling, request_id="beams")]
-        after = await until_idle(tiny_server.target)
+        after = await until_idle(tiny_server.admin_target)
         (finished,) = await admin.finished_requests(1)
     assert [message.usage.output_tokens for message in messages if message.finish_reason] == [6, 6]
     assert (finished.request_id, finished.output_tokens) == ("beams", 4 * 6)
@@ -177,7 +177,7 @@ async def test_a_request_that_waits_for_room_says_so_and_how_often_it_was_preemp
     """Six of 100 tokens in a pool of 144, of which some always wait: whenever they come, later ones make room."""
     arguments = ["--num-device-blocks", "18", "--block-size", "8", "--threads", "1", "--swap-space", "0"]
     with LocalServer(str(tiny_model_directory), worker_arguments=arguments) as server:
-        async with Client(server.target) as client, Admin(server.target) as admin:
+        async with Client(server.target) as client, Admin(server.admin_target) as admin:
             prompts = [[token_id] * 30 for token_id in range(5, 11)]
             sampling = SamplingParams(max_tokens=70, ignore_eos=True)
             completions = await asyncio.gather(*(collect(client, prompt, sampling) for prompt in prompts))
@@ -206,7 +206,7 @@ async def test_a_request_that_goes_on_elsewhere_counts_the_change_and_the_loss(b
 
 
 async def test_the_log_and_the_list_say_of_each_request_how_it_ended_and_never_what_it_said(one: InProcess) -> None:
-    async with Client(one.target) as client, Admin(one.target) as admin:
+    async with Client(one.target) as client, Admin(one.admin_target) as admin:
         with capture_logs() as logs:
             await collect(client, "secret", SamplingParams(max_tokens=4, n=2))
             stream = client.generate("secret", SamplingParams(max_tokens=400), request_id="left", tenant="a tenant")
@@ -229,7 +229,7 @@ async def test_the_log_and_the_list_say_of_each_request_how_it_ended_and_never_w
 
 async def test_a_request_that_no_worker_was_given_has_no_figures_but_how_long_it_took(one: InProcess) -> None:
     one.engine.drain_worker(one.engine.workers[0].client.address)
-    async with Client(one.target, retry_for=0) as client, Admin(one.target) as admin:
+    async with Client(one.target, retry_for=0) as client, Admin(one.admin_target) as admin:
         stream = client.generate([5], SamplingParams(max_tokens=4), request_id="waits")
         waiting = asyncio.create_task(anext(stream))
         await until(lambda: one.engine.waiting)
@@ -243,7 +243,7 @@ async def test_a_request_that_no_worker_was_given_has_no_figures_but_how_long_it
 
 @pytest.mark.parametrize("limit", [0, 1001])
 async def test_a_limit_out_of_bounds_is_refused(one: InProcess, limit: int) -> None:
-    async with Admin(one.target) as admin:
+    async with Admin(one.admin_target) as admin:
         with pytest.raises(grpc.aio.AioRpcError, match=rf"limit is {limit}; it must be in \[1, 1000\]"):
             await admin.finished_requests(limit)
 
@@ -278,7 +278,16 @@ def test_the_command_line_shows_the_requests_that_ended_last(tiny_server: LocalS
                 pass
 
     asyncio.run(generate())
-    command = [sys.executable, "-m", "pagewire_client", "requests", "--target", tiny_server.target, "--limit", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "pagewire_client",
+        "requests",
+        "--target",
+        tiny_server.admin_target,
+        "--limit",
+        "1",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0
     assert "id�[31m" in result.stdout

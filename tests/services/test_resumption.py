@@ -228,7 +228,7 @@ async def test_the_broken_stream_of_the_same_request_makes_way(tiny_server: Loca
             pass
     assert error.value.code() is grpc.StatusCode.ABORTED
     assert len(broken.outputs[0].token_ids) == 400
-    (worker,) = (await until_idle(tiny_server.target)).workers
+    (worker,) = (await until_idle(tiny_server.admin_target)).workers
     assert worker.num_free_device_blocks == worker.num_device_blocks
 
 

@@ -193,5 +193,5 @@ async def test_a_connection_that_is_cut_again_and_again_costs_no_token(tiny_serv
                 await reading.assert_undisturbed(client)
         server.close()
         await cuttable.cut()
-    (state,) = (await until_idle(tiny_server.target)).workers
+    (state,) = (await until_idle(tiny_server.admin_target)).workers
     assert state.num_free_device_blocks == state.num_device_blocks

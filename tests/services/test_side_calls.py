@@ -21,7 +21,6 @@ from pagewire_common.errors import RequestError
 from scheduler_service.engine import admission
 from scheduler_service.engine.side_calls import SideCalls
 from scheduler_service.frontend.engine_call import EngineCall
-from scheduler_service.frontend.forwarding_servicer import AdminForwarder
 from scheduler_service.frontend.servicer import InferenceServicer
 from scheduler_service.operations.admin_servicer import MAX_WATCHES
 
@@ -107,7 +106,7 @@ async def one(byte_tokenizer_directory: Path) -> AsyncIterator[InProcess]:
 
 
 async def test_watches_are_limited_and_one_that_ends_makes_place(one: InProcess) -> None:
-    async with grpc.aio.insecure_channel(one.target) as channel:
+    async with grpc.aio.insecure_channel(one.admin_target) as channel:
         stub = AdminServiceStub(channel)
         request = admin_pb.WatchClusterStateRequest(interval_ms=60_000)
         watches = [stub.WatchClusterState(request) for _ in range(MAX_WATCHES)]
@@ -134,11 +133,10 @@ class NeverReads:
 
 async def test_a_watch_that_is_not_read_ends_and_gives_its_place_back() -> None:
     async with running("127.0.0.1:1", stall_timeout=0.01) as engine:
-        servicer = AdminForwarder(engine.link)
         for _ in range(MAX_WATCHES + 1):
             with pytest.raises(RequestError, match=r"the client read nothing for 0\.01 s"):
-                await servicer.WatchClusterState(admin_pb.WatchClusterStateRequest(), NeverReads())  # type: ignore[arg-type]
-            await until(lambda: not engine.admin._watches._num_calls)
+                await engine.admin.WatchClusterState(admin_pb.WatchClusterStateRequest(), NeverReads())  # type: ignore[arg-type]
+            assert not engine.admin._watches._num_calls
 
 
 async def test_a_prompt_is_encoded_while_every_side_call_waits_for_its_thread(one: InProcess) -> None:

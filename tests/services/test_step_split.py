@@ -52,7 +52,7 @@ def test_idle_time_between_steps_belongs_to_none() -> None:
 
 async def test_the_admin_service_tells_where_the_time_of_steps_went(tiny_server: LocalServer) -> None:
     async def split() -> StepSplitMessage:
-        (worker,) = (await cluster_state(tiny_server.target)).workers
+        (worker,) = (await cluster_state(tiny_server.admin_target)).workers
         return worker.step_split
 
     before, began = await split(), time.perf_counter()

@@ -37,7 +37,7 @@ async def test_the_default_model_says_the_same_in_two_ranks() -> None:
         expected = await completions(alone.target)
     with LocalServer(worker_arguments=[*SMALL_POOL, *TWO_RANKS], scheduler_arguments=scheduler) as ranks:
         assert await completions(ranks.target) == expected
-        (worker,) = (await cluster_state(ranks.target)).workers
+        (worker,) = (await cluster_state(ranks.admin_target)).workers
         assert worker.num_preemptions
 
 

@@ -16,10 +16,10 @@ from bench.fleet.raw_load import PATH
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
+from pagewire_common.patient_writer import PatientWriter
 from scheduler_service.core import Sequence, SequenceGroup
 from scheduler_service.engine.calls import Call
 from scheduler_service.frontend.engine_call import EngineCall
-from scheduler_service.frontend.patient_writer import PatientWriter
 from scheduler_service.frontend.request import RequestState
 from scheduler_service.frontend.streams import OutputDelta, OutputStream
 

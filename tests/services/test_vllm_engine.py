@@ -171,7 +171,7 @@ async def test_abort_and_a_client_that_leaves_free_everything(
     assert answer.end.finish_reason == "abort"
     left.cancel()
     await asyncio.wait([reading])
-    (worker,) = (await until_idle(tiny_server.target)).workers
+    (worker,) = (await until_idle(tiny_server.admin_target)).workers
     assert worker.num_free_device_blocks == worker.num_device_blocks
 
 

@@ -97,7 +97,7 @@ async def test_a_watch_goes_on_when_the_scheduler_is_back(byte_tokenizer_directo
     async with serving(FakeWorkerService(byte_tokenizer_directory)) as address, AsyncExitStack() as second:
         async with AsyncExitStack() as first:
             one = await first.enter_async_context(scheduler(address))
-            admin = await second.enter_async_context(Admin(one.target))
+            admin = await second.enter_async_context(Admin(one.admin_target))
             events = await second.enter_async_context(aclosing(admin.watch(0.1)))
             before = await anext(events)
             await one.engine.model()
@@ -105,7 +105,7 @@ async def test_a_watch_goes_on_when_the_scheduler_is_back(byte_tokenizer_directo
         while not isinstance(event := await anext(events), Lost):
             pass
         assert event.reason
-        other = await second.enter_async_context(scheduler(address, listen=one.target))
+        other = await second.enter_async_context(scheduler(address, admin_listen=one.admin_target))
         after = await anext(events)  # the loss is reported once, however long it lasts
         assert isinstance(after, Sample)
         assert after.state.start_time_ms != before.state.start_time_ms
@@ -113,13 +113,13 @@ async def test_a_watch_goes_on_when_the_scheduler_is_back(byte_tokenizer_directo
 
 
 async def test_a_refusal_ends_the_watch(byte_tokenizer_directory: Path) -> None:
-    async with scheduler("127.0.0.1:1") as one, Admin(one.target) as admin:
+    async with scheduler("127.0.0.1:1") as one, Admin(one.admin_target) as admin:
         with pytest.raises(grpc.aio.AioRpcError, match="interval_ms is 10"):
             await anext(admin.watch(0.01))
 
 
 def test_once_is_a_line_in_a_pipe_and_an_error_without_a_server(tiny_server: LocalServer) -> None:
-    result = command_line("watch", "--once", "--target", tiny_server.target)
+    result = command_line("watch", "--once", "--target", tiny_server.admin_target)
     assert result.returncode == 0
     assert "workers=1/1" in result.stdout
     assert len(result.stdout.splitlines()) == 1
@@ -129,7 +129,7 @@ def test_once_is_a_line_in_a_pipe_and_an_error_without_a_server(tiny_server: Loc
 
 
 async def test_in_a_pipe_there_is_a_line_for_every_interval(tiny_server: LocalServer) -> None:
-    arguments = ("-m", "pagewire_client", "watch", "--interval", "0.1", "--target", tiny_server.target)
+    arguments = ("-m", "pagewire_client", "watch", "--interval", "0.1", "--target", tiny_server.admin_target)
     process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=-1, stderr=-1)
     assert process.stdout is not None
     for _ in range(3):
@@ -143,7 +143,7 @@ async def test_on_a_terminal_it_is_a_picture(tiny_server: LocalServer) -> None:
     ours, theirs = pty.openpty()
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "pagewire_client", "watch", "--interval", "0.1", "--target", tiny_server.target),
+        *("-m", "pagewire_client", "watch", "--interval", "0.1", "--target", tiny_server.admin_target),
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
@@ -163,7 +163,7 @@ async def test_a_worker_is_drained_and_undrained_from_a_shell(byte_tokenizer_dir
     async with serving(FakeWorkerService(byte_tokenizer_directory)) as address, scheduler(address) as one:
 
         async def run(*arguments: str) -> tuple[int, str]:
-            result = await asyncio.to_thread(command_line, *arguments, "--target", one.target)
+            result = await asyncio.to_thread(command_line, *arguments, "--target", one.admin_target)
             return result.returncode, result.stderr
 
         assert await run("drain", address) == (0, "")

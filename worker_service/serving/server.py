@@ -33,10 +33,11 @@ async def serve(settings: WorkerSettings) -> None:
     configure_logging(settings.log_level, settings.log_format)
     stop = stop_event()
     device_thread = DeviceThread()
-    server = GrpcServer([SERVICE_NAME], max_receive_bytes=64 << 20)
+    security = settings.security(settings.scheduler_identity or "")
+    server = GrpcServer([SERVICE_NAME], max_receive_bytes=64 << 20, security=security)
     servicer = WorkerServicer(device_thread)
     worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.server)
-    async with serve_metrics(settings.metrics_listen, servicer.metrics):
+    async with serve_metrics(settings.metrics_listen, servicer.metrics, security):
         await server.start(settings.listen)
         try:
             await _load(settings, device_thread, server, servicer, stop, started)

@@ -10,7 +10,7 @@ NOTHING_ALLOWED = (
 )
 FORM_FAILED = (
     "no token could follow: the form that the request asked for, together with its other sampling parameters, leaves "
-    "none, or it is too complex there, or the model's output was not finite"
+    "none, or takes too long to follow, or the model's output was not finite"
 )
 
 

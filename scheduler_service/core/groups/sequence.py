@@ -276,6 +276,12 @@ class SequenceGroup:
         return outputs if any(outputs) else ()
 
     @property
+    def num_output_tokens(self) -> int:
+        """Of all outputs together. A beam search that is not over has beams, and no hypotheses yet."""
+        found = 0 if self.beams is None else sum(len(hypothesis.token_ids) for hypothesis in self.beams.hypotheses)
+        return max(found, sum(sequence.num_output_tokens for sequence in self.sequences))
+
+    @property
     def live(self) -> list[Sequence]:
         """The sequences that have not finished; the first is the leader."""
         return [sequence for sequence in self.sequences if not sequence.status.is_finished]

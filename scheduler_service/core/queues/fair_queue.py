@@ -29,7 +29,7 @@ class FairQueue(WaitingQueue):
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         super().__init__()
-        self._weights = weights or {}
+        self._weights = {} if weights is None else weights  # they may change
         self._tenants: dict[str, OrderedDict[str, SequenceGroup]] = {}
         self._heap: list[tuple[float, str]] = []
         self._in_heap: set[str] = set()

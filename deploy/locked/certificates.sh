@@ -1,0 +1,23 @@
+#!/bin/sh
+# An authority of your own, and a certificate for each service: certificates.sh FOLDER [NAME OF THIS MACHINE]
+# For a trial, and for machines that no other authority serves; they hold for a year.
+set -eu
+mkdir -p "$1"
+cd "$1"
+host=${2:-localhost}
+if ! [ -e ca.key ]; then
+  openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 365 \
+    -subj /CN=pagewire -keyout ca.key -out ca.crt
+fi
+for name in scheduler worker openai client; do
+  mkdir -p "$name"
+  openssl req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj "/CN=$name" \
+    -keyout "$name/tls.key" -out "$name/tls.csr"
+  printf 'subjectAltName=DNS:%s,DNS:localhost,DNS:%s,IP:127.0.0.1' "$name" "$host" > "$name/names"
+  openssl x509 -req -in "$name/tls.csr" -CA ca.crt -CAkey ca.key -CAcreateserial -days 365 \
+    -extfile "$name/names" -out "$name/tls.crt"
+  rm "$name/tls.csr" "$name/names"
+  cp ca.crt "$name/ca.crt"
+  chmod 644 "$name/tls.key"  # the containers' user reads it; keep the folder from other users of the machine
+done
+chmod 700 .

@@ -1,0 +1,59 @@
+"""Where the API keys come from: a file, which is read again when it changes, and a key of the environment."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from pagewire_common.start_error import StartError
+from scheduler_service.access.keys import Keyring, read_keys
+
+log = structlog.get_logger()
+
+LOOK_SECONDS = 1.0
+
+
+class KeyFile:
+    """`keyring` has the keys that calls need; None where neither a file nor a key is given.
+
+    Raises StartError when they cannot be used.
+    """
+
+    def __init__(self, file: Path | None, plain: str | None) -> None:
+        self._file = file
+        self._plain = plain
+        self._stamp = self._look()  # before it is read: a change in between is seen then
+        self.keyring: Keyring | None = None
+        if file is not None or plain is not None:
+            try:
+                self.keyring = read_keys(file, plain)
+            except (OSError, ValueError, RecursionError) as error:
+                raise StartError(f"cannot use the API keys of {file or 'the environment'}: {error}") from None
+
+    def _look(self) -> tuple[int, ...] | None:
+        """What changes with the file, or with the right to read it."""
+        try:
+            status = self._file.stat() if self._file is not None else None
+        except OSError:
+            return None
+        return None if status is None else (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)
+
+    async def watch(self, tell: Callable[[Keyring], None]) -> None:
+        """Call `tell` with the keys whenever the file has changed, until cancelled.
+
+        A file that is wrong changes nothing.
+        """
+        while self._file is not None:
+            await asyncio.sleep(LOOK_SECONDS)
+            if (now := self._look()) == self._stamp:
+                continue
+            self._stamp = now
+            try:
+                keyring = await asyncio.to_thread(read_keys, self._file, self._plain)
+            except Exception as error:  # the file's reader may raise others than our own
+                reason = str(error) or type(error).__name__
+                log.error("changed API keys cannot be used; the old ones stay", reason=reason)
+                continue
+            tell(keyring)
+            log.info("API keys read again", keys=len(keyring.by_id))

@@ -1,0 +1,194 @@
+"""API keys as a file names them: by digest, so that the file is no secret that opens anything.
+
+    [[key]]
+    id = "alice-laptop"             # shown in logs
+    sha256 = "9f86d081884c7d65…"    # of the key; `python -m pagewire_client new-key` makes both
+    tenant = "alice"                # whose requests, cached prompts and shares these are
+    requests_per_minute = 600       # this and what follows may be left out
+    tokens_per_minute = 100000      # of prompts and outputs
+    concurrency = 16                # requests in flight
+    models = ["default"]            # that it may use; all unless given
+    weight = 2.0                    # share of its tenant under --policy fair; the same for all keys of a tenant
+    admin = false                   # whether AdminService is open to it
+    metrics = false                 # whether metrics are
+
+A key is 32 random bytes, so that one round of SHA-256 keeps it: there is nothing to guess.
+"""
+
+import hashlib
+import hmac
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import grpc
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pagewire.v1 import engine_service_pb2 as pb
+from pagewire_common.errors import RequestError
+
+MAX_NAME = 64
+MOST_BYTES = 4 << 20
+"""Of a file of keys, which front ends are sent in one message."""
+_SCHEME = "bearer "
+_START = 8
+
+_Name = Annotated[str, Field(max_length=MAX_NAME, pattern=r"^[\w.@:-]*$")]
+_PerMinute = Annotated[int, Field(ge=1)]
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    id: Annotated[_Name, Field(min_length=1)]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    tenant: _Name
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)] = 1.0
+    requests_per_minute: _PerMinute | None = None
+    tokens_per_minute: _PerMinute | None = None
+    concurrency: _PerMinute | None = None
+    models: list[str] | None = None
+    admin: bool = False
+    metrics: bool = False
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    key: list[_Entry] = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKey:
+    """One key: what it may do, and how much. None is no limit."""
+
+    id: str
+    digest: bytes
+    tenant: str
+    weight: float = 1.0
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrency: int | None = None
+    models: frozenset[str] | None = None
+    admin: bool = False
+    metrics: bool = False
+
+    def check_model(self, name: str) -> None:
+        """Raises PERMISSION_DENIED for a model that the key may not use."""
+        if self.models is not None and name not in self.models:
+            raise RequestError(grpc.StatusCode.PERMISSION_DENIED, f"this API key may not use the model {name!r}")
+
+
+def digest_of(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+class Keyring:
+    """All keys. Raises ValueError where two have one id, or one tenant's keys have two weights."""
+
+    def __init__(self, keys: Iterable[ApiKey]) -> None:
+        self.by_id: dict[str, ApiKey] = {}
+        self._by_start: dict[bytes, ApiKey] = {}
+        self.weights: dict[str, float] = {}
+        for key in keys:
+            if key.id in self.by_id:
+                raise ValueError(f"two keys have the id {key.id!r}")
+            if key.digest[:_START] in self._by_start:
+                raise ValueError(f"the key {key.id!r} is there twice, or its digest begins like another's")
+            if self.weights.setdefault(key.tenant, key.weight) != key.weight:
+                raise ValueError(f"keys of the tenant {key.tenant!r} have different weights")
+            self.by_id[key.id] = self._by_start[key.digest[:_START]] = key
+
+    def find(self, presented: str) -> ApiKey | None:
+        """The key that was presented. How long it takes says nothing of the keys that there are.
+
+        The first bytes of a digest choose a key to compare with; a caller cannot choose a digest.
+        """
+        digest = digest_of(presented)
+        key = self._by_start.get(digest[:_START])
+        return key if key is not None and hmac.compare_digest(key.digest, digest) else None
+
+    def opens_metrics(self, authorization: str) -> bool:
+        """Whether metrics may be read with this Authorization header."""
+        try:
+            key = self.authenticate([("authorization", authorization)])
+        except RequestError:
+            return False
+        return key.metrics or key.admin
+
+    def authenticate(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> ApiKey:
+        """The key in a call's `authorization: Bearer …`. Raises UNAUTHENTICATED."""
+        values = [value for name, value in metadata or () if name == "authorization"]
+        if not values:
+            raise _unauthenticated("an API key is needed; send it as metadata, authorization: Bearer KEY")
+        if len(values) > 1 or not isinstance(values[0], str) or values[0][: len(_SCHEME)].lower() != _SCHEME:
+            raise _unauthenticated("authorization must be given once, as Bearer KEY")
+        if (key := self.find(values[0][len(_SCHEME) :].strip())) is None:
+            raise _unauthenticated("the API key is not known")
+        return key
+
+    def encode(self) -> pb.Keys:
+        """What front ends know of the keys."""
+        return pb.Keys(
+            keys=[
+                pb.Key(
+                    id=key.id,
+                    digest=key.digest,
+                    tenant=key.tenant,
+                    models=None if key.models is None else pb.Models(names=sorted(key.models)),
+                )
+                for key in self.by_id.values()
+            ]
+        )
+
+    @classmethod
+    def decode(cls, keys: pb.Keys) -> "Keyring":
+        return cls(
+            ApiKey(
+                id=key.id,
+                digest=key.digest,
+                tenant=key.tenant,
+                models=frozenset(key.models.names) if key.HasField("models") else None,
+            )
+            for key in keys.keys
+        )
+
+
+def _unauthenticated(reason: str) -> RequestError:
+    return RequestError(grpc.StatusCode.UNAUTHENTICATED, reason)
+
+
+ENVIRONMENT_KEY = "environment"
+"""The id of the key that is given without a file."""
+
+
+def read_keys(file: Path | None, plain: str | None) -> Keyring:
+    """The keys of a file, and one given by itself, which may do everything. Raises ValueError that names the place."""
+    if file is not None and (size := file.stat().st_size) > MOST_BYTES:
+        raise ValueError(f"the file has {size} bytes; at most {MOST_BYTES} are read")
+    keys = [] if file is None else parse_keys(file.read_text())
+    if plain is not None:
+        if not plain.strip():
+            raise ValueError("the key that the environment gives is empty")
+        keys.append(ApiKey(id=ENVIRONMENT_KEY, digest=digest_of(plain.strip()), tenant="", admin=True, metrics=True))
+    return Keyring(keys)
+
+
+def parse_keys(text: str) -> list[ApiKey]:
+    """Raises ValueError that names the place."""
+    try:
+        entries = _File.model_validate(tomllib.loads(text)).key
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+        raise ValueError(f"{place.lstrip('.')}: {first['msg']}") from None
+    return [_key(entry.model_dump()) for entry in entries]
+
+
+def _key(entry: Mapping[str, Any]) -> ApiKey:
+    fields = dict(entry)
+    models = fields.pop("models")
+    digest = bytes.fromhex(fields.pop("sha256"))
+    return ApiKey(**fields, digest=digest, models=None if models is None else frozenset(models))

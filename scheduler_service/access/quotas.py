@@ -1,0 +1,90 @@
+"""How much each key has asked for: requests and tokens a minute, and requests in flight.
+
+A minute's worth may come at once; what is used comes back evenly (a token bucket each). Prompts are counted when they
+are queued and outputs when their call is over, so that one request may take more tokens than are left; nothing more is
+admitted until the time has made up for it.
+"""
+
+from dataclasses import dataclass, field
+
+import grpc
+
+from pagewire_common.errors import RequestError
+from scheduler_service.access.keys import ApiKey, Keyring
+
+
+class Bucket:
+    """Holds at most a minute's worth, and is full at first."""
+
+    def __init__(self) -> None:
+        self._used = 0.0
+        self._at = 0.0
+
+    def missing(self, per_minute: int, now: float) -> float:
+        """Seconds until there is something left; 0 if there is."""
+        rate = per_minute / 60
+        self._used = max(0.0, self._used - (now - self._at) * rate)
+        self._at = now
+        return max(0.0, (self._used + 1 - per_minute) / rate)
+
+    def use(self, number: int) -> None:
+        self._used += number
+
+
+@dataclass(slots=True)
+class _Use:
+    requests: Bucket = field(default_factory=Bucket)
+    tokens: Bucket = field(default_factory=Bucket)
+    num_in_flight: int = 0
+
+
+class Quotas:
+    """What the keys have used. A key that is taken out of the ring and put back has used nothing."""
+
+    def __init__(self, keyring: Keyring | None) -> None:
+        self._keyring = keyring
+        self._uses: dict[str, _Use] = {}
+
+    def set_keys(self, keyring: Keyring) -> None:
+        self._keyring = keyring
+        for key_id in self._uses.keys() - keyring.by_id.keys():
+            del self._uses[key_id]
+
+    def admit(self, key_id: str, now: float, *, is_request: bool, takes_place: bool = False) -> None:
+        """Count a call; if it `is_request`, until `leave`. One that `takes_place` of another may be one too many until
+        the other one has left. Raises RESOURCE_EXHAUSTED, or UNAUTHENTICATED for a key that is gone.
+        """
+        if self._keyring is None:
+            return
+        if (key := self._keyring.by_id.get(key_id)) is None:
+            raise RequestError(grpc.StatusCode.UNAUTHENTICATED, "the API key is not known any more")
+        use = self._uses.setdefault(key_id, _Use())
+        self._check(key, use, now, has_place=takes_place or not is_request)
+        if key.requests_per_minute is not None:
+            use.requests.use(1)
+        use.num_in_flight += is_request
+
+    def _check(self, key: ApiKey, use: _Use, now: float, *, has_place: bool) -> None:
+        if not has_place and key.concurrency is not None and use.num_in_flight >= key.concurrency:
+            _refuse(f"this API key has {use.num_in_flight} requests in flight, as many as it may; try again later")
+        for bucket, most, what in (
+            (use.requests, key.requests_per_minute, "requests"),
+            (use.tokens, key.tokens_per_minute, "tokens"),
+        ):
+            if most is not None and (seconds := bucket.missing(most, now)) > 0:
+                _refuse(f"this API key has used its {most} {what} a minute; try again in {seconds:.1f} s")
+
+    def use_tokens(self, key_id: str, number: int) -> None:
+        """Nothing is kept of what has no limit: a limit that comes later begins with nothing used."""
+        key = self._keyring.by_id.get(key_id) if self._keyring is not None else None
+        if key is not None and key.tokens_per_minute is not None and (use := self._uses.get(key_id)) is not None:
+            use.tokens.use(number)
+
+    def leave(self, key_id: str) -> None:
+        """A request that was admitted is over."""
+        if (use := self._uses.get(key_id)) is not None and use.num_in_flight:
+            use.num_in_flight -= 1
+
+
+def _refuse(reason: str) -> None:
+    raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
