@@ -98,6 +98,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default=os.environ.get("PAGEWIRE_HTTP_TLS"),
         help="serve HTTPS, with its tls.crt and tls.key",
     )
+    serve.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        default=os.environ.get("PAGEWIRE_OTLP_TRACES_ENDPOINT"),
+        help="http://HOST:PORT of an OpenTelemetry collector that the gateway sends its spans to; a request's "
+        "traceparent goes on to the scheduler then",
+    )
     _add_operators_commands(commands, tls)
     parsed = parser.parse_args(arguments)
     if parsed.command != "new-key" and not parsed.target and parsed.command != "serve":
@@ -208,7 +215,7 @@ def serve(arguments: argparse.Namespace, target: str) -> None:
     if any((*access(arguments).values(), arguments.http_tls)):
         status = asyncio.run(_serve_locked(arguments, target, model))
     else:
-        with Gateway(target, arguments.listen) as gateway:
+        with Gateway(target, arguments.listen, arguments.otlp_traces_endpoint) as gateway:
             gateway.wait_until_ready(READY_SECONDS)
             sys.stderr.write(TRY_IT.format(url=gateway.url, model=model.name, key=""))
             status = gateway.process.wait()
@@ -227,7 +234,7 @@ async def _serve_locked(arguments: argparse.Namespace, target: str, model: pb.Ge
     await edge.start()
     try:
         tls = TlsFolder(arguments.http_tls) if arguments.http_tls else None
-        with Gateway(edge.target, free_address()) as gateway:
+        with Gateway(edge.target, free_address(), arguments.otlp_traces_endpoint) as gateway:
             await asyncio.to_thread(gateway.wait_until_ready, READY_SECONDS)
             await edge.serve_http(host, port, gateway.url, tls)
             url = url_of("https" if tls else "http", "localhost" if tls else host, port)

@@ -41,7 +41,8 @@ _ID_BYTES = 16
 _HOP_BY_HOP = frozenset(
     ("connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade")
 )
-_KEPT = frozenset(("accept", "content-type", "user-agent"))
+_TRACE = ("traceparent", "tracestate")
+_KEPT = frozenset(("accept", "content-type", "user-agent", *_TRACE))
 """Of a request's headers: all that the gateway needs."""
 _STATUSES = {
     grpc.StatusCode.UNAUTHENTICATED: (401, "invalid_api_key"),
@@ -100,7 +101,8 @@ class Edge:
         if (key := self._key_of(method, first)) is None:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this is for the gateway's own calls")
         send: Any = self._scheduler.unary_stream(method)  # each of these methods has one request
-        call = send(first, metadata=key_metadata(key or ""))
+        trace = [(name, value) for name, value in context.invocation_metadata() if name in _TRACE]
+        call = send(first, metadata=(*(key_metadata(key or "") or ()), *trace))
         try:
             async for message in call:
                 yield message

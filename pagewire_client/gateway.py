@@ -32,7 +32,6 @@ FLAGS = (
     "--health-check-interval-secs=2",
     "--worker-startup-check-interval=1",
     f"--shutdown-grace-period-secs={SHUTDOWN_SECONDS}",
-    "--log-level=error",
     "--prometheus-host=127.0.0.1",
 )
 LOOK_SECONDS = 0.1
@@ -45,15 +44,25 @@ runpy.run_module("smg", run_name="__main__", alter_sys=True)
 
 
 class Gateway:
-    """Serves HTTP at `listen`, for the scheduler at `target`, from construction until `stop`."""
+    """Serves HTTP at `listen`, for the scheduler at `target`, from construction until `stop`.
 
-    def __init__(self, target: str, listen: str) -> None:
+    With `traces_endpoint`, http://HOST:PORT of a collector, it sends its spans there, and a request's traceparent goes
+    on to the scheduler.
+    """
+
+    def __init__(self, target: str, listen: str, traces_endpoint: str | None = None) -> None:
         host, port = check_free(listen)
         command = [sys.executable, "-c", _LAUNCH, "launch", f"--worker-urls=grpc://{target}", *FLAGS]
         command += [f"--host={host}", f"--port={port}"]
         command.append(f"--prometheus-port={_free_port()}")  # its own metrics, which it cannot do without
         # The calls that change the gateway's backends need a key, and this one is not kept.
         command.append(f"--control-plane-api-keys=none:none:admin:{secrets.token_urlsafe()}")
+        # Its spans are of the level of its information, which it would write to stdout.
+        command.append(f"--log-level={'info' if traces_endpoint else 'error'}")
+        if traces_endpoint:
+            if not traces_endpoint.startswith("http://"):
+                raise ServerError(f"{traces_endpoint!r} is no http://HOST:PORT, which is what the gateway can send to")
+            command += ["--enable-trace", f"--otlp-traces-endpoint={traces_endpoint.removeprefix('http://')}"]
         self.url = url_of("http", host, port)
         # What it writes to stdout is its emblem.
         self.process = subprocess.Popen(

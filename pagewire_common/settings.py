@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, fie
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 from pagewire_common.tls import Security, TlsFolder
+from pagewire_common.tracing import check_endpoint
 
 
 def parse_address(address: str) -> str:
@@ -46,6 +47,11 @@ class ServiceSettings(BaseSettings):
     log_format: Literal["auto", "json", "console"] = Field("auto", description="auto: console on a terminal, else json")
     metrics_listen: Address | None = Field(
         None, description="HOST:PORT to serve Prometheus metrics on, at /metrics; by default they are not served"
+    )
+    otlp_traces_endpoint: Annotated[str | None, AfterValidator(check_endpoint)] = Field(
+        None,
+        description="http://HOST:PORT of an OpenTelemetry collector that spans of requests are sent to, by OTLP over "
+        "gRPC; https:// for TLS; by default there are none",
     )
     tls: Path | None = Field(
         None,

@@ -106,6 +106,8 @@ async def serve(settings: SchedulerSettings) -> None:
             arguments = ["--engine", target, "--listen", listen]
             arguments += ["--log-level", settings.log_level, "--log-format", settings.log_format]
             arguments += ["--max-connections", str(settings.max_connections)]
+            if settings.otlp_traces_endpoint is not None:
+                arguments += ["--otlp-traces-endpoint", settings.otlp_traces_endpoint]
             if settings.tls is not None:
                 arguments += ["--tls", str(settings.tls), *(["--mutual-tls"] if settings.mutual_tls else [])]
             watching = asyncio.create_task(keys.watch(front_ends.set_keys))

@@ -1,11 +1,12 @@
 """Calls of clients as the engine knows them: by which front end, with what memory, and with which group once queued."""
 
 import asyncio
+import time
 from typing import Any
 
 from pagewire.v1 import engine_service_pb2 as pb
 from pagewire_common.errors import RequestError
-from scheduler_service.core import SequenceGroup, SequenceOutput
+from scheduler_service.core import SequenceGroup, SequenceOutput, SequenceStatus
 from scheduler_service.engine.outbox import Outbox
 
 
@@ -28,6 +29,7 @@ class Call:
         "number",
         "outbox",
         "queued_seconds",
+        "told",
     )
 
     def __init__(self, outbox: Outbox, number: int, key: str, api_key_id: str = "") -> None:
@@ -42,6 +44,7 @@ class Call:
         self.is_aborted = False  # while it was checked
         self.queued_seconds: float | None = None  # until a worker took it for the first time
         self.expiry: asyncio.TimerHandle | None = None  # while no worker takes requests
+        self.told: tuple[bool, int, int] | None = None  # where its request stands, if it is traced
 
     def tell(self, **event: Any) -> None:
         self.outbox.tell(self.number, **event)
@@ -71,12 +74,26 @@ class Call:
         """Where the request stands, for its client."""
         group = self.group
         assert group is not None
-        self.tell(
-            standing=pb.Standing(
-                queued_seconds=self.queued_seconds,
-                cached_tokens=group.num_cached_tokens or 0,
-                num_recomputes=group.num_recomputes,
-                num_swaps=group.num_swaps,
-                num_worker_changes=group.num_worker_changes,
-            )
+        standing = pb.Standing(
+            queued_seconds=self.queued_seconds,
+            cached_tokens=group.num_cached_tokens or 0,
+            num_recomputes=group.num_recomputes,
+            num_swaps=group.num_swaps,
+            num_worker_changes=group.num_worker_changes,
         )
+        if group.trace_parent:
+            self.told = self._stands()
+            place = standing.place
+            place.at, place.runs, place.worker = time.monotonic(), self.told[0], group.worker or ""
+        self.tell(standing=standing)
+
+    def tell_change(self) -> None:
+        """Where a traced request stands, if that is not what was told last."""
+        if self._stands() != self.told:
+            self.tell_standing()
+
+    def _stands(self) -> tuple[bool, int, int]:
+        group = self.group
+        assert group is not None
+        runs = any(sequence.status is SequenceStatus.RUNNING for sequence in group.sequences)
+        return runs, group.num_recomputes, group.num_swaps

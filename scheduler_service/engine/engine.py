@@ -70,6 +70,7 @@ class Engine:
         self._weights = _tenant_weights(settings, keyring)
         self.waiting = waiting_queue(settings.policy, settings.overtakes, self._weights)
         self.requests: dict[str, Call] = {}  # those that were submitted, by their keys
+        self.traced: set[Call] = set()  # those of them that are traced
         self.serving: dict[WorkerScheduler, WorkerLoop] = {}  # by the schedulers of open sessions
         self.outboxes: set[Outbox] = set()  # of the front ends
         self.statistics = Statistics()
@@ -115,6 +116,8 @@ class Engine:
         call.group = decode_group(call.key, submission, time.monotonic())
         self.admission.submitted(call, goes_on=goes_on)
         self._is_empty.clear()
+        if call.group.trace_parent:
+            self.traced.add(call)
         self.waiting.append(call.group)
         self.recorder.arrived(call.group)
         self._expire_later(call)
@@ -161,11 +164,11 @@ class Engine:
             call.group.disband()
         if finished is not None:
             self.finished.add(finished)
-            self.statistics.finished(finished.tenant, finished.prompt_tokens, finished.output_tokens)
 
     def _leave(self, call: Call) -> None:
         if self.requests.get(call.key) is call:
             del self.requests[call.key]
+            self.traced.discard(call)
             if call.expiry is not None:
                 call.expiry.cancel()
             self._finish(call, SequenceStatus.FINISHED_ABORTED)
@@ -314,7 +317,6 @@ class Engine:
                 continue
             if call.queued_seconds is None:
                 call.queued_seconds = now - group.arrived_at
-                self.statistics.queue_seconds.observe(call.queued_seconds)
                 self.statistics.num_prompt_tokens += len(group.prompt_token_ids)
                 self.statistics.num_cached_tokens += min(group.num_cached_tokens or 0, len(group.prompt_token_ids))
             call.tell_standing()
@@ -324,6 +326,11 @@ class Engine:
         for group in groups:
             if (call := self.requests.get(group.request_id)) is not None and call.group is group:
                 call.tell_standing()
+
+    def tell_traced(self) -> None:
+        """Requests have come to a worker, were preempted, or have lost it."""
+        for call in self.traced:
+            call.tell_change()
 
     def publish(self, gained: Sequence[SequenceOutput]) -> None:
         """Bring what sequences gained to the front ends of their requests."""

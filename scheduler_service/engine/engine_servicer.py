@@ -16,7 +16,7 @@ from scheduler_service.engine.admission import unread_bytes
 from scheduler_service.engine.calls import Call
 from scheduler_service.engine.engine import Engine
 from scheduler_service.engine.outbox import Outbox
-from scheduler_service.statistics.counts import FrontendCounts
+from scheduler_service.statistics.counts import CountsByTenant
 from scheduler_service.wire.pace import Pace
 
 log = structlog.get_logger()
@@ -56,7 +56,8 @@ class FrontEnds(EngineServiceServicer):
         self.is_serving = False
         self.is_over = False
         self._changed = asyncio.Event()
-        self._gone = FrontendCounts()  # of those that are not attached any more
+        self._tenants: set[str] = set()  # that are counted by themselves
+        self._gone = CountsByTenant(self._tenants)  # what those counted that are not attached any more
         self.error = ""
         """Why one of them shows NOT_SERVING, in words, from when it says so until all have loaded the model."""
 
@@ -138,11 +139,11 @@ class FrontEnds(EngineServiceServicer):
             self._changed.clear()
             await self._changed.wait()
 
-    async def counts(self) -> FrontendCounts:
+    async def counts(self) -> CountsByTenant:
         """What all of them have counted since the start. One that does not answer in time is counted as it was."""
         asked = list(self.sessions)
         await asyncio.gather(*(session.ask_counts(STATISTICS_SECONDS) for session in asked))
-        total = FrontendCounts()
+        total = CountsByTenant(self._tenants)
         for counts in (self._gone, *(session.counts for session in self.sessions)):
             total.add(counts)
         return total
@@ -167,7 +168,7 @@ class Session:
         self.process_id = 0
         self.has_loaded = False
         self.shows_serving = False
-        self.counts = FrontendCounts()
+        self.counts = CountsByTenant()
         self._counts_came = asyncio.Event()
         self._calls: dict[int, Call] = {}  # by their numbers
         self.outbox.tell(
@@ -281,7 +282,7 @@ class Session:
                 reason = event.load_failed.reason
                 self._front_ends.error = f"a front end cannot load the model's tokenizer, and tries again: {reason}"
             case "statistics":
-                self.counts = FrontendCounts.decode(event.statistics)
+                self.counts = CountsByTenant.decode(event.statistics)
                 self._counts_came.set()
 
     def _answer(self, call: Call, do: Any) -> bool:

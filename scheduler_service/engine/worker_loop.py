@@ -106,6 +106,9 @@ class Fleet(Protocol):
     def swapped(self, groups: Sequence[SequenceGroup]) -> None:
         """Take note of requests that are swapped out."""
 
+    def tell_traced(self) -> None:
+        """Traced requests may have come to a worker, been preempted, or lost it."""
+
     def publish(self, gained: Sequence[SequenceOutput]) -> None:
         """Bring what sequences gained to the front ends of their requests."""
 
@@ -332,6 +335,7 @@ class WorkerLoop:
         try:
             for group in scheduler.release_all(time.monotonic(), blames=blames_requests):
                 self._fleet.fail(group)
+            self._fleet.tell_traced()
             self.num_preemptions += sum(scheduler.num_preemptions.values())
         finally:
             self._fleet.workers_changed()
@@ -358,6 +362,7 @@ class WorkerLoop:
                     self._in_flight.append(output)
                     if output.new_sequences:
                         self._fleet.admitted(output)
+                    self._fleet.tell_traced()
                     await session.send(output)
                     continue
             if not scheduler.admits:

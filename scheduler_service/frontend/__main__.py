@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--log-format", default="auto")
     parser.add_argument("--max-connections", type=int, default=MAX_CONNECTIONS, help="connections of clients")
+    parser.add_argument("--otlp-traces-endpoint", help="where spans of requests are sent to")
     parser.add_argument("--tls", type=Path, help="folder of certificates")
     parser.add_argument("--mutual-tls", action="store_true", help="clients need certificates")
     arguments = parser.parse_args()
@@ -47,7 +48,9 @@ def main() -> None:
     async def main() -> None:
         nonlocal status
         security = Security(TlsFolder(arguments.tls) if arguments.tls else None, arguments.mutual_tls)
-        status = await serve(arguments.engine, arguments.listen, security, arguments.max_connections)
+        status = await serve(
+            arguments.engine, arguments.listen, security, arguments.max_connections, arguments.otlp_traces_endpoint
+        )
 
     run("scheduler_service.frontend", main)
     sys.exit(status)

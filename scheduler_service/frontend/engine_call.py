@@ -15,6 +15,7 @@ from scheduler_service.core.blocks.prefix_key import block_keys, root_key
 from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.request import GenerationRequest, RequestState
+from scheduler_service.frontend.request_trace import RequestTrace
 from scheduler_service.wire.submission import encode_sampling, pack
 
 KEYS_AT_ONCE = 1024
@@ -65,13 +66,21 @@ class EngineCall:
         """The same for a call other than Generate, which has no key; they have limits of their own."""
         await self.admit("", num_bytes)
 
-    async def submit(self, request: GenerationRequest, model: ServedModel, num_bytes: int = 0) -> RequestState:
+    async def submit(
+        self, request: GenerationRequest, model: ServedModel, num_bytes: int = 0, trace: RequestTrace | None = None
+    ) -> RequestState:
         """Queue the request, in place of one that it goes on with. `num_bytes` is further memory that it takes.
 
         Raises RequestError.
         """
         link, welcome = self._link, self._link.welcome.result()
-        state = RequestState(request, model.tokenizer, link.counts, link.turns, link.unread)
+        counts = link.counts.of(request.tenant)
+        state = RequestState(request, model.tokenizer, counts, link.turns, link.unread)
+        if trace is not None and (parent := trace.parent):
+            state.trace = trace
+            trace.submitted(request, model.name, state.arrived_at)
+        else:
+            parent = ""
         link.register(self._number, state)
         self._state = state
         resumption = request.resumption
@@ -87,6 +96,7 @@ class EngineCall:
             num_bytes=num_bytes,
             supersedes=request.resumes,
             is_complete=request.is_complete,
+            trace_parent=parent,
         )
         encode_sampling(request.sampling, submission)
         if welcome.prefix_caching:

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import structlog
+from opentelemetry.trace import Tracer
 
 from pagewire.v1 import engine_service_pb2 as pb
 from pagewire.v1.engine_service_pb2_grpc import EngineServiceStub
@@ -23,7 +24,7 @@ from scheduler_service.frontend.request import RequestState
 from scheduler_service.frontend.request_memory import UnreadOutput
 from scheduler_service.frontend.tokenization import without_panic
 from scheduler_service.frontend.turns import Turns
-from scheduler_service.statistics.counts import FrontendCounts
+from scheduler_service.statistics.counts import CountsByTenant
 from scheduler_service.wire.pace import Pace
 
 log = structlog.get_logger()
@@ -63,16 +64,18 @@ class EngineLink:
     `welcome` and `model` are resolved by what the engine tells first.
     """
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, tracer: Tracer | None = None) -> None:
         self.channel = grpc.aio.insecure_channel(target, options=OPTIONS)
         loop = asyncio.get_running_loop()
         self.welcome: asyncio.Future[pb.Welcome] = loop.create_future()
         self._model: asyncio.Future[ServedModel] = loop.create_future()
+        self.tracer = tracer
+        """For spans of requests; None where there are none."""
         self.keyring: Keyring | None = None
         """The API keys that calls need; None where they need none."""
         self.serving = False
         self.serving_changed = asyncio.Event()
-        self.counts = FrontendCounts()
+        self.counts = CountsByTenant()
         self.turns = Turns()
         self.unread = UnreadOutput(0)
         self.requests: dict[int, RequestState] = {}  # by the numbers of their calls
@@ -283,7 +286,7 @@ class EngineLink:
 
     def _request_event(self, kind: str | None, event: pb.EngineEvent, state: RequestState, now: float) -> None:
         if kind == "standing":
-            state.standing = event.standing
+            state.stands(event.standing)
         elif kind == "gained":
             if state.gain(decode_gained(event.gained), now):
                 self.say(event.call, stop_output=pb.StopOutput(index=event.gained.index))

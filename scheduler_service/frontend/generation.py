@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import grpc
 import structlog
+from opentelemetry.trace import Tracer
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.admin_service_pb2 import FinishedRequest
@@ -23,6 +24,7 @@ from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.request import RequestState, request_key
 from scheduler_service.frontend.request_memory import prompt_logprob_bytes, request_bytes
+from scheduler_service.frontend.request_trace import RequestTrace, trace_id_of
 from scheduler_service.frontend.resumption import check_resumption
 from scheduler_service.frontend.sampling_validation import MAX_STRING
 from scheduler_service.frontend.streams import OutputDelta
@@ -63,7 +65,7 @@ async def generate(
 
     With `is_whole` the client is sent each output once it has ended. `num_bytes`: memory of the call besides `request`.
     """
-    with _audited(request) as record, EngineCall(link) as call:
+    with _audited(request, context, link.tracer) as record, EngineCall(link) as call:
         check_names(request)
         check_sizes(request)
         request.tenant = tenant_of(request.tenant)
@@ -76,12 +78,12 @@ async def generate(
         checked = await check_resumption(request, await check_request(request, request_id, model), model)
         checked = replace(checked, is_whole=is_whole)
         more_bytes = prompt_logprob_bytes(checked.sampling.prompt_logprobs, len(checked.prompt_token_ids))
-        state = await call.submit(checked, model, more_bytes)
+        state = await call.submit(checked, model, more_bytes, record.trace)
         if checked.is_complete:
             return
         record.state = state
         try:
-            with _counting(link, state, record.ended):
+            with _counting(state, record.ended):
                 await _write(
                     state, make_answers(state, model), record.ended, PatientWriter(context, link.stall_timeout)
                 )
@@ -112,9 +114,9 @@ async def _write(state: RequestState, answers: Answers, ended: list[str], writer
 
 
 @contextlib.contextmanager
-def _counting(link: EngineLink, state: RequestState, ended: list[str]) -> Iterator[None]:
+def _counting(state: RequestState, ended: list[str]) -> Iterator[None]:
     """Counts the reasons why outputs ended; an output that its call cut off counts as an error or an abort."""
-    counts, num_outputs = link.counts, state.stream.num_open
+    counts, num_outputs = state.counts, state.stream.num_open
     try:
         yield
         counts.request_seconds.observe(time.monotonic() - state.arrived_at)
@@ -127,12 +129,14 @@ def _counting(link: EngineLink, state: RequestState, ended: list[str]) -> Iterat
         raise
     finally:
         counts.num_outputs.update(ended)
+        counts.finished(len(state.request.prompt_token_ids), sum(state.num_output_tokens))
 
 
 class _Record:
     """What became of a request: why its outputs `ended`, and its `state` from its submission on."""
 
-    def __init__(self) -> None:
+    def __init__(self, trace: RequestTrace | None) -> None:
+        self.trace = trace
         self.state: RequestState | None = None
         self.ended: list[str] = []
         self._metrics: RequestMetrics | None = None
@@ -164,13 +168,16 @@ class _Record:
 
 
 @contextlib.contextmanager
-def _audited(request: pb.GenerateRequest) -> Iterator[_Record]:
-    """Log one line of a request, however it ends."""
-    record, began, status = _Record(), time.monotonic(), "OK"
+def _audited(request: pb.GenerateRequest, context: Context, tracer: Tracer | None) -> Iterator[_Record]:
+    """Log one line of a request, however it ends, and end its spans."""
+    metadata = context.invocation_metadata() or ()
+    trace = RequestTrace(tracer, metadata, request) if tracer is not None else None
+    trace_id = trace.id if trace is not None else trace_id_of(metadata)
+    record, began, status, sentence = _Record(trace), time.monotonic(), "OK", ""
     try:
         yield record
     except RequestError as error:
-        status = error.code.name
+        status, sentence = error.code.name, str(error)
         raise
     except asyncio.CancelledError:
         status = "CANCELLED"
@@ -183,4 +190,8 @@ def _audited(request: pb.GenerateRequest) -> Iterator[_Record]:
         tenant = request.tenant if key is None else key.tenant
         figures = {"total_seconds": time.monotonic() - began} | record.figures()
         names = {"api_key": key.id} if key is not None else {}
+        if trace_id:
+            names["trace_id"] = trace_id
+        if trace is not None:
+            trace.end(status, sentence, figures)
         log.info("request closed", status=status, tenant=tenant[:MAX_STRING], **names, **figures)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 from urllib.parse import quote
 
 from pagewire.v1.engine_service_pb2 import Hypothesis, Standing
@@ -14,7 +15,7 @@ from scheduler_service.frontend.streams import OutputDelta, OutputStream
 from scheduler_service.frontend.tokenization import Tokenizer
 from scheduler_service.frontend.turns import Turns
 from scheduler_service.frontend.whole_output import WholeOutput
-from scheduler_service.statistics.counts import FrontendCounts
+from scheduler_service.statistics.counts import RequestCounts
 from scheduler_service.statistics.finished_requests import RequestMetrics
 
 
@@ -96,6 +97,14 @@ class GenerationRequest:
         )
 
 
+class Trace(Protocol):
+    """What a trace is told of the request that it is of."""
+
+    def stands(self, standing: Standing) -> None: ...
+
+    def gained_token(self, now: float) -> None: ...
+
+
 class RequestState:
     """A request in flight: its text so far, its stream, and what the engine told of it."""
 
@@ -103,7 +112,7 @@ class RequestState:
         self,
         request: GenerationRequest,
         tokenizer: Tokenizer | None,
-        counts: FrontendCounts,
+        counts: RequestCounts,
         turns: Turns,
         unread: UnreadOutput,
     ) -> None:
@@ -113,7 +122,8 @@ class RequestState:
         self.first_output = 0  # that of its first output
         self.standing = Standing()
         """Where it stands, as the engine told last."""
-        self._counts = counts
+        self.trace: Trace | None = None
+        self.counts = counts
         self._first_token_seconds: float | None = None
         self._longest_pause_seconds = 0.0
         self._num_hypothesis_tokens: list[int] | None = None
@@ -141,9 +151,11 @@ class RequestState:
         return min(self.standing.cached_tokens, len(self.request.prompt_token_ids))
 
     def _count_token(self, index: int, now: float) -> None:
-        counts, last = self._counts, self._last_token_at[index]
+        counts, last = self.counts, self._last_token_at[index]
         self._num_tokens[index] += 1
         self._last_token_at[index] = now
+        if self.trace is not None:
+            self.trace.gained_token(now)
         if last:
             pause = now - last
             counts.token_seconds.observe(pause)
@@ -185,6 +197,14 @@ class RequestState:
         )
 
     # ---- what the engine tells
+
+    def stands(self, standing: Standing) -> None:
+        """The request stands there now."""
+        if standing.HasField("queued_seconds") and not self.standing.HasField("queued_seconds"):
+            self.counts.queue_seconds.observe(standing.queued_seconds)
+        self.standing = standing
+        if self.trace is not None:
+            self.trace.stands(standing)
 
     def gain_token(self, index: int, token_id: int, now: float) -> bool:
         """An output gained a token and goes on; returns True when a stop string ended it.

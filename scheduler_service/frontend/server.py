@@ -14,6 +14,7 @@ from pagewire.v1 import inference_service_pb2
 from pagewire.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from pagewire_common.server import MAX_CONNECTIONS, GrpcServer
 from pagewire_common.tls import OPEN, Security
+from pagewire_common.tracing import tracing
 from scheduler_service.access.caller import key_check
 from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.servicer import InferenceServicer
@@ -52,13 +53,23 @@ def front_end_server(
     return server
 
 
-async def serve(engine: str, listen: str, security: Security = OPEN, max_connections: int = MAX_CONNECTIONS) -> int:
+async def serve(
+    engine: str,
+    listen: str,
+    security: Security = OPEN,
+    max_connections: int = MAX_CONNECTIONS,
+    traces_endpoint: str | None = None,
+) -> int:
     """Serve until the engine says goodbye, or is gone; returns the exit status.
 
     Without the engine there is nothing to wait for: the queue and all that workers computed are gone with it, and
     clients resume their requests wherever a scheduler is.
     """
-    link = EngineLink(engine)
+    async with tracing(traces_endpoint, "pagewire-scheduler") as tracer:
+        return await _serve(EngineLink(engine, tracer), listen, security, max_connections)
+
+
+async def _serve(link: EngineLink, listen: str, security: Security, max_connections: int) -> int:
     running = asyncio.create_task(link.run())
     showing = watching = None
     try:

@@ -5,14 +5,15 @@ metrics are written a second time under vLLM's own names, for dashboards and gat
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from pagewire.v1 import admin_service_pb2 as pb
 from scheduler_service.engine.engine_servicer import FrontEnds
 from scheduler_service.operations.cluster_state import cluster_state
-from scheduler_service.statistics.counts import FrontendCounts, Histogram
+from scheduler_service.statistics.counts import CountsByTenant, Histogram, RequestCounts
 
 PHASES = ("schedule", "encode", "wire", "move", "forward", "sample", "decode", "update", "publish")
 STATUSES = [name.removeprefix("WORKER_STATUS_").lower() for name, number in pb.WorkerStatus.items() if number]
@@ -30,21 +31,23 @@ class SchedulerMetrics:
     async def families(self) -> list[Metric]:
         counts = await self._front_ends.counts()
         state = cluster_state(self._front_ends)
-        families = [*self._like_vllm("pagewire_", "worker", state, counts, {})]
+        total = counts.total
+        by_tenant = [({"tenant": name}, of) for name, of in counts.tenants.items()] or [({"tenant": ""}, total)]
+        families = [*self._like_vllm("pagewire_", "worker", state, total, {}, by_tenant)]
         if self._vllm_names:
-            families += self._like_vllm("vllm:", "engine", state, counts, {"engine": "0"})
-        return [*families, *self._own(state)]
+            families += self._like_vllm("vllm:", "engine", state, total, {"engine": "0"}, [({}, total)])
+        return [*families, *self._own(state, counts)]
 
     def _like_vllm(
         self,
         prefix: str,
         worker_label: str,
         state: pb.ClusterState,
-        counts: FrontendCounts,
+        counts: RequestCounts,
         labels: Mapping[str, str],
+        histograms: Sequence[tuple[Mapping[str, str], RequestCounts]],
     ) -> Iterator[Metric]:
         family = _Families(prefix, {"model_name": self._model_name, **labels})
-        queue_seconds = self._front_ends.engine.statistics.queue_seconds
         num_running = sum(worker.num_running for worker in state.workers)
         num_swapped = sum(worker.num_swapped for worker in state.workers)
         yield family.gauge("num_requests_running", "Requests that workers are computing.", num_running)
@@ -75,16 +78,16 @@ class SchedulerMetrics:
             {reason: counts.num_outputs[reason] for reason in REASONS},
         )
         for name, text, histogram in (
-            ("time_to_first_token_seconds", "From arrival to the first token.", counts.first_token_seconds),
-            ("inter_token_latency_seconds", "Between two tokens of an output.", counts.token_seconds),
-            ("e2e_request_latency_seconds", "From arrival to the end of the last output.", counts.request_seconds),
-            ("request_queue_time_seconds", "From arrival to a worker.", queue_seconds),
-            ("request_prompt_tokens", "Tokens of a request's prompt.", counts.prompt_tokens),
-            ("request_generation_tokens", "Tokens of an output.", counts.output_tokens),
+            ("time_to_first_token_seconds", "From arrival to the first token.", "first_token_seconds"),
+            ("inter_token_latency_seconds", "Between two tokens of an output.", "token_seconds"),
+            ("e2e_request_latency_seconds", "From arrival to the end of the last output.", "request_seconds"),
+            ("request_queue_time_seconds", "From arrival to a worker.", "queue_seconds"),
+            ("request_prompt_tokens", "Tokens of a request's prompt.", "prompt_tokens"),
+            ("request_generation_tokens", "Tokens of an output.", "output_tokens"),
         ):
-            yield family.histogram(name, text, histogram)
+            yield family.histogram(name, text, [(more, getattr(of, histogram)) for more, of in histograms])
 
-    def _own(self, state: pb.ClusterState) -> Iterator[Metric]:
+    def _own(self, state: pb.ClusterState, counts: CountsByTenant) -> Iterator[Metric]:
         family = _Families("pagewire_", {"model_name": self._model_name})
         num_serving = sum(worker.status == pb.WORKER_STATUS_SERVING for worker in state.workers)
         statuses = Counter(_status(worker) for worker in state.workers)
@@ -119,13 +122,14 @@ class SchedulerMetrics:
                 seconds = getattr(worker.step_split, f"{phase}_us") / 1e6
                 phases.add_metric([self._model_name, worker.address, phase], seconds)
         yield phases
-        tenants = self._front_ends.engine.statistics.tenants
         for metric, text, count in (
             ("tenant_requests", "Requests of a tenant that are over.", "num_requests"),
             ("tenant_prompt_tokens", "Tokens of their prompts.", "num_prompt_tokens"),
             ("tenant_generation_tokens", "Tokens of their outputs.", "num_output_tokens"),
         ):
-            yield family.counters(metric, text, "tenant", {name: getattr(of, count) for name, of in tenants.items()})
+            yield family.counters(
+                metric, text, "tenant", {name: getattr(of, count) for name, of in counts.tenants.items()}
+            )
         placement = state.placement
         yield family.counters("placements", "Requests that a worker took, by reason.", "reason", placement.placed)
         yield family.counters(
@@ -168,13 +172,13 @@ class _Families:
             family.add_metric(list({**self._labels, label: key}.values()), value)
         return family
 
-    def histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
-        buckets, count = [], 0
-        for bound, more in zip([*map(str, histogram.bounds), "+Inf"], histogram.counts, strict=True):
-            count += more
-            buckets.append((bound, count))
-        family = HistogramMetricFamily(self._prefix + name, text, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), buckets, histogram.total)
+    def histogram(self, name: str, text: str, histograms: Sequence[tuple[Mapping[str, str], Histogram]]) -> Metric:
+        """One for each set of further labels, which have the same names."""
+        family = HistogramMetricFamily(self._prefix + name, text, labels=[*self._labels, *histograms[0][0]])
+        for labels, histogram in histograms:
+            bounds = [*map(str, histogram.bounds), "+Inf"]
+            buckets = [*zip(bounds, accumulate(histogram.counts), strict=True)]
+            family.add_metric([*self._labels.values(), *labels.values()], buckets, histogram.total)
         return family
 
     def _with(self, label: str) -> list[str]:

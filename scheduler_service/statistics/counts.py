@@ -1,16 +1,15 @@
 """What has happened since the scheduler started, in plain numbers that cost next to nothing to count.
 
 AdminService reads them, and a scrape of the metrics turns them into text; this file knows of neither. The engine counts
-for itself; what a front end has counted comes to the engine when a scrape asks.
+tokens, front ends count requests; what a front end has counted comes to the engine when a scrape asks.
 """
 
 import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from pagewire.v1.engine_service_pb2 import FrontendStatistics
+from pagewire.v1 import engine_service_pb2 as pb
 
 # In seconds. The first and last bounds are those of vLLM's metrics of the same name, so that dashboards fit; for the
 # time between tokens there are three more at the beginning, for small models.
@@ -29,7 +28,7 @@ REQUEST_BOUNDS = (
 
 # In tokens: 1, 2, 5, 10 … a million.
 LENGTH_BOUNDS = (*(float(first * 10**power) for power in range(6) for first in (1, 2, 5)), 1e6)
-MOST_TENANTS = 64
+MOST_TENANTS = 32
 OTHER_TENANTS = "(others)"
 
 
@@ -62,51 +61,43 @@ class Statistics:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
-        self.queue_seconds = Histogram(REQUEST_BOUNDS)
-        self.tenants: dict[str, TenantCounts] = {}
-
-    def finished(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Count a request of a tenant. After the first tenants, further ones are counted together: names of tenants
-        may come from clients, and each would be a label for ever.
-        """
-        if tenant not in self.tenants and len(self.tenants) >= MOST_TENANTS:
-            tenant = OTHER_TENANTS
-        counts = self.tenants.setdefault(tenant, TenantCounts())
-        counts.num_requests += 1
-        counts.num_prompt_tokens += num_prompt_tokens
-        counts.num_output_tokens += num_output_tokens
 
 
-@dataclass(slots=True)
-class TenantCounts:
-    """Of requests that are over."""
-
-    num_requests: int = 0
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-
-
-class FrontendCounts:
-    """Counts and durations of the requests of one front end, or of several together."""
+class RequestCounts:
+    """Counts and durations of requests: those of one tenant, or of several together."""
 
     def __init__(self) -> None:
         self.num_outputs: Counter[str] = Counter()
         """Outputs that ended, by reason: stop, length, abort or error."""
+        self.queue_seconds = Histogram(REQUEST_BOUNDS)
         self.first_token_seconds = Histogram(FIRST_TOKEN_BOUNDS)
         self.token_seconds = Histogram(TOKEN_BOUNDS)
         """Between two tokens of an output."""
         self.request_seconds = Histogram(REQUEST_BOUNDS)
         self.prompt_tokens = Histogram(LENGTH_BOUNDS)
         self.output_tokens = Histogram(LENGTH_BOUNDS)
+        # Of requests that are over, however they ended.
+        self.num_requests = 0
+        self.num_prompt_tokens = 0
+        self.num_output_tokens = 0
 
-    def add(self, other: "FrontendCounts") -> None:
+    def finished(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """A request is over."""
+        self.num_requests += 1
+        self.num_prompt_tokens += num_prompt_tokens
+        self.num_output_tokens += num_output_tokens
+
+    def add(self, other: "RequestCounts") -> None:
         self.num_outputs.update(other.num_outputs)
         for name in _HISTOGRAMS:
             theirs = getattr(other, name)
             getattr(self, name).add(theirs.counts, theirs.total)
+        for name in _NUMBERS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
-    def encode(self) -> FrontendStatistics:
-        message = FrontendStatistics(num_outputs=self.num_outputs)
+    def encode(self, tenant: str) -> pb.TenantStatistics:
+        numbers = {name: getattr(self, name) for name in _NUMBERS}
+        message = pb.TenantStatistics(tenant=tenant, num_outputs=self.num_outputs, **numbers)
         for name in _HISTOGRAMS:
             histogram = getattr(self, name)
             getattr(message, name).counts.extend(histogram.counts)
@@ -114,14 +105,60 @@ class FrontendCounts:
         return message
 
     @classmethod
-    def decode(cls, message: FrontendStatistics) -> "FrontendCounts":
+    def decode(cls, message: pb.TenantStatistics) -> "RequestCounts":
         """Raises ValueError when the bounds cannot be the same."""
         counts = cls()
         counts.num_outputs.update(message.num_outputs)
         for name in _HISTOGRAMS:
             histogram = getattr(message, name)
             getattr(counts, name).add(histogram.counts, histogram.total)
+        for name in _NUMBERS:
+            setattr(counts, name, getattr(message, name))
         return counts
 
 
-_HISTOGRAMS = ("first_token_seconds", "token_seconds", "request_seconds", "prompt_tokens", "output_tokens")
+_HISTOGRAMS = (
+    *("queue_seconds", "first_token_seconds", "token_seconds", "request_seconds", "prompt_tokens", "output_tokens"),
+)
+_NUMBERS = ("num_requests", "num_prompt_tokens", "num_output_tokens")
+
+
+class CountsByTenant:
+    """Counts of each tenant. After the first ones, further tenants are counted together: their names may come from
+    clients, and each is a label for ever. Sums of several add up to no less than before if they share `names`.
+    """
+
+    def __init__(self, names: set[str] | None = None) -> None:
+        self._names: set[str] = set() if names is None else names
+        self.tenants: dict[str, RequestCounts] = {}
+
+    def of(self, tenant: str) -> RequestCounts:
+        if tenant not in self._names:
+            if len(self._names) < MOST_TENANTS:
+                self._names.add(tenant)
+            else:
+                tenant = OTHER_TENANTS
+        if (counts := self.tenants.get(tenant)) is None:
+            counts = self.tenants[tenant] = RequestCounts()
+        return counts
+
+    @property
+    def total(self) -> RequestCounts:
+        total = RequestCounts()
+        for counts in self.tenants.values():
+            total.add(counts)
+        return total
+
+    def add(self, other: "CountsByTenant") -> None:
+        for tenant, counts in other.tenants.items():
+            self.of(tenant).add(counts)
+
+    def encode(self) -> pb.FrontendStatistics:
+        return pb.FrontendStatistics(tenants=[counts.encode(tenant) for tenant, counts in self.tenants.items()])
+
+    @classmethod
+    def decode(cls, message: pb.FrontendStatistics) -> "CountsByTenant":
+        """Raises ValueError when the bounds cannot be the same."""
+        counts = cls()
+        counts.tenants = {tenant.tenant: RequestCounts.decode(tenant) for tenant in message.tenants}
+        return counts

@@ -80,6 +80,7 @@ def _fill_new_sequence(message: pb.NewSequence, new: NewSequence) -> None:
     fill_column(message, "block_ids", _encode_table(new.block_ids))
     _fill_sampling(message.sampling, sequence.sampling, sequence.index)
     message.lora_name = sequence.group.lora_name
+    message.trace_parent = sequence.group.trace_parent
 
 
 def _fill_fork(message: pb.Fork, fork: Fork) -> None:

@@ -50,6 +50,7 @@ def decode_group(request_id: str, submission: pb.Submit, now: float) -> Sequence
         output_token_ids=tuple(output.token_ids for output in submission.output_token_ids),
         ended=frozenset(submission.ended),
     )
+    group.trace_parent = submission.trace_parent
     keys = submission.block_keys
     group.sequences[0].block_keys += [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
     return group

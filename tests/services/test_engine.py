@@ -2,6 +2,8 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -236,10 +238,11 @@ async def test_no_scheduler_is_asked_for_a_request_that_ended_by_itself(
 async def test_calls_that_wait_for_the_first_worker_count_as_requests() -> None:
     async with running("127.0.0.1:1", max_num_requests=1, no_worker_timeout=5) as engine:
         servicer = InferenceServicer(engine.link)
-        first = asyncio.create_task(servicer.Generate(pb.GenerateRequest(), None))  # type: ignore[arg-type]
+        context: Any = SimpleNamespace(invocation_metadata=tuple)
+        first = asyncio.create_task(servicer.Generate(pb.GenerateRequest(), context))
         await until(lambda: engine.admission.being_checked)
         with pytest.raises(RequestError) as error:
-            await servicer.Generate(pb.GenerateRequest(), None)  # type: ignore[arg-type]
+            await servicer.Generate(pb.GenerateRequest(), context)
         assert error.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         first.cancel()
         with pytest.raises(asyncio.CancelledError):

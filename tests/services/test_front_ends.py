@@ -165,11 +165,11 @@ async def test_what_a_front_end_has_counted_stays_when_it_is_gone() -> None:
         other = EngineLink(one.target)
         reading = asyncio.create_task(other.run())
         await other.welcome
-        other.counts.num_outputs["stop"] += 3
-        other.counts.token_seconds.observe(0.5)
-        one.link.counts.num_outputs["stop"] += 1
+        other.counts.of("").num_outputs["stop"] += 3
+        other.counts.of("").token_seconds.observe(0.5)
+        one.link.counts.of("").num_outputs["stop"] += 1
         for _ in range(2):
-            counts = await one.front_ends.counts()
+            counts = (await one.front_ends.counts()).tenants[""]
             assert (counts.num_outputs["stop"], counts.token_seconds.total) == (4, 0.5)
             reading.cancel()
             await asyncio.wait([reading])

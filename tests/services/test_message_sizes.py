@@ -26,7 +26,7 @@ from scheduler_service.frontend.servicer import encode_delta
 from scheduler_service.frontend.streams import OutputDelta, OutputStream
 from scheduler_service.frontend.turns import Turns
 from scheduler_service.frontend.vllm_engine_codec import MOST_BYTES, WholeAnswers
-from scheduler_service.statistics.counts import FrontendCounts
+from scheduler_service.statistics.counts import RequestCounts
 
 LARGEST = 300 << 10
 LARGE_ID = 2**28 - 1
@@ -38,7 +38,7 @@ def entry(token_id: int, width: int) -> TokenLogprobs:
 
 
 async def begin(message: pb.GenerateRequest, model: ServedModel) -> RequestState:
-    return RequestState(await check(message, model), model.tokenizer, FrontendCounts(), Turns(), UnreadOutput(1 << 30))
+    return RequestState(await check(message, model), model.tokenizer, RequestCounts(), Turns(), UnreadOutput(1 << 30))
 
 
 async def read(state: RequestState) -> list[pb.GenerateResponse]:
@@ -202,7 +202,7 @@ async def test_a_whole_answer_is_one_message_of_bounded_size_and_counts_until_it
     byte_model: ServedModel, width: int
 ) -> None:
     """In vLLM's engine protocol. Its gateway reads it with a client's default limit."""
-    counts, unread = FrontendCounts(), UnreadOutput(1 << 30)
+    counts, unread = RequestCounts(), UnreadOutput(1 << 30)
     checked = replace(await check(request(logprobs=1), byte_model), is_whole=True)
     state = RequestState(checked, byte_model.tokenizer, counts, Turns(), unread)
     answers = WholeAnswers(state)

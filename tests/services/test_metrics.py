@@ -24,7 +24,7 @@ from pagewire_common.metrics import MOST_CONNECTIONS, MOST_HEAD_BYTES, serve_met
 from pagewire_common.start_error import StartError
 from scheduler_service.core import PlacementReason
 from scheduler_service.operations.metrics import SchedulerMetrics
-from scheduler_service.statistics.counts import MOST_TENANTS, Histogram, Statistics, TenantCounts
+from scheduler_service.statistics.counts import MOST_TENANTS, CountsByTenant, Histogram
 
 
 async def exchange(address: str, sent: str) -> str:
@@ -198,12 +198,31 @@ async def test_what_vllm_has_too_can_be_had_under_its_names(byte_tokenizer_direc
 
 
 def test_tenants_are_told_apart_as_long_as_they_are_few() -> None:
-    statistics = Statistics()
+    counts = CountsByTenant()
     for number in range(200):
-        statistics.finished(f"tenant {number % 100}", 3, 2)
-    assert len(statistics.tenants) == MOST_TENANTS + 1
-    assert statistics.tenants["tenant 5"] == TenantCounts(2, 6, 4)
-    assert statistics.tenants["(others)"].num_requests == 2 * (100 - MOST_TENANTS)
+        counts.of(f"tenant {number % 100}").finished(3, 2)
+    assert len(counts.tenants) == MOST_TENANTS + 1
+    few = counts.tenants["tenant 5"]
+    assert (few.num_requests, few.num_prompt_tokens, few.num_output_tokens) == (2, 6, 4)
+    assert counts.tenants["(others)"].num_requests == 2 * (100 - MOST_TENANTS)
+    assert counts.total.num_requests == 200
+
+
+def test_tenants_that_are_told_apart_stay_so_in_whatever_order_front_ends_are_summed() -> None:
+    parts = [CountsByTenant(), CountsByTenant()]
+    for part, start in zip(parts, (0, 20), strict=True):
+        for number in range(start, start + MOST_TENANTS):
+            part.of(f"tenant {number}").finished(1, 1)
+    names: set[str] = set()
+    sums = []
+    for order in (parts, parts[::-1]):
+        total = CountsByTenant(names)
+        for part in order:
+            total.add(CountsByTenant.decode(part.encode()))
+        sums.append({tenant: counts.num_requests for tenant, counts in total.tenants.items()})
+    assert sums[0] == sums[1]
+    assert sum(sums[0].values()) == 2 * MOST_TENANTS
+    assert len(sums[0]) == MOST_TENANTS + 1
 
 
 def test_a_histogram_counts_every_value_once() -> None:

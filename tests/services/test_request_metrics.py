@@ -33,7 +33,7 @@ from scheduler_service.frontend.request import GenerationRequest, RequestState, 
 from scheduler_service.frontend.request_memory import UnreadOutput
 from scheduler_service.frontend.turns import Turns
 from scheduler_service.settings import SchedulerSettings
-from scheduler_service.statistics.counts import FrontendCounts
+from scheduler_service.statistics.counts import RequestCounts
 from scheduler_service.statistics.finished_requests import FinishedRequests, RequestMetrics
 
 
@@ -48,7 +48,7 @@ def state_of(resumption: Resumption, **sampling: object) -> RequestState:
     """A request that arrived at second 100."""
     parameters = core.SamplingParams(max_tokens=9, **sampling)  # type: ignore[arg-type]
     request = GenerationRequest(request_id="a", prompt_token_ids=[1, 2, 3], sampling=parameters, resumption=resumption)
-    state = RequestState(request, None, FrontendCounts(), Turns(), UnreadOutput(1 << 30))
+    state = RequestState(request, None, RequestCounts(), Turns(), UnreadOutput(1 << 30))
     state.arrived_at = 100.0
     return state
 
@@ -94,7 +94,10 @@ async def test_a_request_was_queued_until_a_worker_took_it_for_the_first_time(mo
     before, *told = [event.standing for event in outbox.take().events]
     assert not before.HasField("queued_seconds")
     assert [standing.queued_seconds for standing in told] == [1.5, 1.5]
-    assert sum(engine.statistics.queue_seconds.counts) == 1
+    state = state_of(Resumption())
+    for standing in (before, *told):
+        state.stands(standing)
+    assert sum(state.counts.queue_seconds.counts) == 1
     await engine.workers[0].client.close()
 
 

@@ -24,7 +24,7 @@ from scheduler_service.frontend.request_memory import UnreadOutput
 from scheduler_service.frontend.resumption import check_resumption
 from scheduler_service.frontend.turns import Turns
 from scheduler_service.frontend.validation import check_request
-from scheduler_service.statistics.counts import FrontendCounts
+from scheduler_service.statistics.counts import RequestCounts
 
 
 @dataclass
@@ -271,7 +271,7 @@ async def test_prompt_log_probabilities_go_on_where_they_broke(byte_model: Serve
     """They come in pieces, as the prompt is computed, whose borders need not be those of the first stream."""
     message = resuming(request("hello you", prompt_logprobs=0), num_prompt_logprobs=3)
     state = RequestState(
-        await check(message, byte_model), byte_model.tokenizer, FrontendCounts(), Turns(), UnreadOutput(1 << 30)
+        await check(message, byte_model), byte_model.tokenizer, RequestCounts(), Turns(), UnreadOutput(1 << 30)
     )
     entries = [TokenLogprobs([token_id], [-1.0], 1) for token_id in range(1, 9)]
     state.gain(Gained(0, None, prompt_logprobs=entries[:2], prompt_start=1), 0.0)

@@ -86,7 +86,7 @@ def sizes(one: InProcess) -> dict[str, int]:
         "open files": len(os.listdir("/proc/self/fd")),
         "arrivals": max(0, len(waiting._arrivals) - MOST_STALE),
         "entries of workers": max(0, len(waiting.balancer._lightest) - MOST_STALE),
-        "kinds of ends": len(link.counts.num_outputs),
+        "kinds of ends": len(link.counts.total.num_outputs),
     }
     if isinstance(waiting, FairQueue):
         found["tenants"] = max(0, len(waiting.counters) - NUM_TENANTS) + len(waiting._tenants)

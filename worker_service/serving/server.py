@@ -12,6 +12,7 @@ from pagewire.v1 import worker_service_pb2, worker_service_pb2_grpc
 from pagewire_common.logs import configure_logging
 from pagewire_common.metrics import serve_metrics
 from pagewire_common.server import GrpcServer, stop_event
+from pagewire_common.tracing import tracing
 from worker_service.serving.device_thread import DeviceThread
 from worker_service.serving.servicer import WorkerServicer
 from worker_service.settings import WorkerSettings
@@ -35,15 +36,16 @@ async def serve(settings: WorkerSettings) -> None:
     device_thread = DeviceThread()
     security = settings.security(settings.scheduler_identity or "")
     server = GrpcServer([SERVICE_NAME], max_receive_bytes=64 << 20, security=security)
-    servicer = WorkerServicer(device_thread)
-    worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.server)
-    async with serve_metrics(settings.metrics_listen, servicer.metrics, security):
-        await server.start(settings.listen)
-        try:
-            await _load(settings, device_thread, server, servicer, stop, started)
-            await _first_of(stop, servicer.device_lost)
-        finally:
-            await server.stop(servicer.drain, 0.0 if servicer.device_lost.is_set() else settings.grace)
+    async with tracing(settings.otlp_traces_endpoint, "pagewire-worker") as tracer:
+        servicer = WorkerServicer(device_thread, tracer)
+        worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.server)
+        async with serve_metrics(settings.metrics_listen, servicer.metrics, security):
+            await server.start(settings.listen)
+            try:
+                await _load(settings, device_thread, server, servicer, stop, started)
+                await _first_of(stop, servicer.device_lost)
+            finally:
+                await server.stop(servicer.drain, 0.0 if servicer.device_lost.is_set() else settings.grace)
     if servicer.device_lost.is_set():
         log.error("the device takes no more work; this process ends, for another to take its place")
         logging.shutdown()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import structlog
+from opentelemetry.trace import Tracer
 from prometheus_client.core import Metric
 
 from pagewire.v1 import worker_service_pb2_grpc
@@ -33,6 +34,7 @@ from worker_service.serving.codec import decode_scheduler_output, encode_worker_
 from worker_service.serving.compute import Computation
 from worker_service.serving.device_thread import DeviceThread, Later
 from worker_service.serving.metrics import WorkerStatistics, families
+from worker_service.serving.traces import Stays
 from worker_service.session.session import Session
 
 if TYPE_CHECKING:
@@ -61,6 +63,8 @@ class _Stream:
     room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_STEPS_IN_HAND))
     last: "tuple[RunningStep, Later[ModelOutput]] | None" = None
     """The step that was launched last, if the worker runs ahead. Only the device thread uses it."""
+    stays: Stays | None = None
+    """Spans of its sequences, if there are any. Only the event loop uses it."""
     end: RequestError | None = None
     """Why no further step of the session may be started. Set on either thread."""
 
@@ -75,7 +79,8 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
     `device_lost` is set when no step can be computed in this process any more.
     """
 
-    def __init__(self, device_thread: DeviceThread) -> None:
+    def __init__(self, device_thread: DeviceThread, tracer: Tracer | None = None) -> None:
+        self._tracer = tracer
         self.device_lost = asyncio.Event()
         self._statistics = WorkerStatistics()
         self._instance_id = secrets.token_hex(16)
@@ -189,7 +194,8 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
                 self._stream,
                 RequestError(grpc.StatusCode.FAILED_PRECONDITION, f"superseded by epoch {self._newest_epoch}"),
             )
-        self._stream = _Stream(Session(first.epoch, worker.limits))
+        stays = Stays(self._tracer) if self._tracer is not None else None
+        self._stream = _Stream(Session(first.epoch, worker.limits), stays=stays)
         self._statistics.num_sessions += 1
         log.info("session began", epoch=first.epoch)
         return self._stream
@@ -208,6 +214,9 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         if stream.end is None:
             stream.end = RequestError(grpc.StatusCode.CANCELLED, "closed by the scheduler")
         self._statistics.num_failures += stream.end.code in _FAILURES
+        if stream.stays is not None:
+            stream.stays.close()
+            stream.stays = None
         log.info("session ended", epoch=stream.session.epoch, reason=str(stream.end))
         if self._stream is stream:
             self._stream = None
@@ -232,15 +241,21 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[ModelOutput] = loop.create_future()
         computed = self._device_thread.submit(partial(_compute, worker, stream, step))
-        computed.add_done_callback(lambda done: loop.call_soon_threadsafe(self._settle, step, answer, done))
+        computed.add_done_callback(lambda done: loop.call_soon_threadsafe(self._settle, stream, step, answer, done))
         return answer
 
     def _settle(
-        self, step: SchedulerOutput, answer: "asyncio.Future[ModelOutput]", computed: "Future[ModelOutput]"
+        self,
+        stream: _Stream,
+        step: SchedulerOutput,
+        answer: "asyncio.Future[ModelOutput]",
+        computed: "Future[ModelOutput]",
     ) -> None:
         error = computed.exception()
         if error is None:
             self._statistics.count(step, computed.result())
+            if stream.stays is not None:
+                stream.stays.computed(step, computed.result())
         if isinstance(error, DeviceLostError):
             self.device_lost.set()
             error = RequestError(grpc.StatusCode.INTERNAL, "the worker's device failed in a step")

@@ -169,7 +169,8 @@ class SequenceGroup:
     `num_moves` how often it has gone elsewhere.
 
     For its client alone are counts of its preemptions, lost workers among the recomputes; the name of the `worker` that
-    took it last, and how often that was another one than before.
+    took it last, and how often that was another one than before. `trace_parent` is what its spans belong to, if it is
+    traced.
 
     A request that goes on where another scheduler left it comes with its outputs so far, `output_token_ids` of each
     index, and the indices of those that have `ended`; it is like a group that was preempted.
@@ -199,6 +200,7 @@ class SequenceGroup:
         "suspicion",
         "swapped_at",
         "tenant",
+        "trace_parent",
         "worker",
     )
 
@@ -245,6 +247,7 @@ class SequenceGroup:
         self.num_swaps = 0
         self.worker: str | None = None
         self.num_worker_changes = 0
+        self.trace_parent = ""
         self.error: str | None = None
 
     def disband(self) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -32,6 +32,16 @@ class Service:
         """Open a session of a new epoch."""
         self.epoch = self.epoch + 1 if epoch is None else epoch
         return Client(self.stub.Execute(), self.epoch)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """No step is looked at within the block: what is sent there has been sent before one can end the session."""
+        is_over = threading.Event()
+        self.servicer._device_thread.submit(lambda: is_over.wait(60))
+        try:
+            yield
+        finally:
+            is_over.set()
 
 
 class Client:

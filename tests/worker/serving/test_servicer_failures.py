@@ -88,8 +88,9 @@ async def test_a_malformed_step_ends_the_session_with_a_sentence_and_the_worker_
 ) -> None:
     client = service.session()
     await client.step(**prompt_step(new_message(1, PROMPT, range(6))))
-    await client.send(**malformed)
-    await client.send()  # steps that were sent ahead are not computed
+    with service.held():
+        await client.send(**malformed)
+        await client.send()  # steps that were sent ahead are not computed
     code, details = await client.status()
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert sentence in details

@@ -105,8 +105,9 @@ async def test_ranks_that_were_sent_a_step_are_not_left_alone_with_it(
     monkeypatch.setattr(worker.runner, "launch", note_and_launch)
     service.servicer.set_ready(replace(worker, ranks=FakeRanks(0, 2)))
     client = service.session()
-    await client.send()
-    await client.send()
+    with service.held():
+        await client.send()
+        await client.send()
     await client.status()
     assert launched == [1]
 
