@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/pagewire/v1/*.proto)
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: setup proto demo test fuzz chaos soak test-gpu lint fmt up down bench bench-fidelity bench-fleet bench-scheduler bench-simulate
+.PHONY: setup proto demo test fuzz chaos soak test-gpu lint fmt up down bench bench-fidelity bench-fleet bench-scheduler bench-simulate bench-speculation
 setup: $(VENV)/installed $(VENV)/generated $(VENV)/kernels
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -92,6 +92,10 @@ bench-scheduler: setup
 # PARTS: names, separated by commas. MOST: workers that the scheduler is given at most.
 bench-fleet: setup
 	$(BIN)/python -m bench.fleet $(PARTS:%=--parts %) $(MOST:%=--most %)
+
+# SEQUENCES: numbers, separated by commas.
+bench-speculation: setup
+	$(BIN)/python -m bench.speculation $(SEQUENCES:%=--sequences %) $(ROUNDS:%=--rounds %)
 
 bench-simulate: setup
 	$(BIN)/python -m bench.simulate $(TRACES)

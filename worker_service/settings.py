@@ -60,6 +60,12 @@ class WorkerSettings(ServiceSettings):
         description="follow the forms that requests ask for (json_schema, regex, choice, grammar), in a process beside "
         "the worker; not where several processes share the model",
     )
+    speculate: Literal["none", "ngram"] = Field(
+        "none",
+        description="ngram: guess that an output goes on as it, or its prompt, did before, and verify several tokens "
+        "in a step where that is faster; the tokens are the same",
+    )
+    num_speculative_tokens: int = Field(8, ge=1, le=64, description="most guesses for one sequence in one step")
     threads: int | None = Field(
         None,
         ge=1,

@@ -109,6 +109,8 @@ class ModelOutput:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     failed_sequence_ids: frozenset[int] = frozenset()
+    draft_tokens: dict[int, list[int]] = field(default_factory=dict)
+    """By sequence id, guesses at how it goes on, for `Scheduler.update_draft_token_ids`."""
 
 
 class SequenceOutput(NamedTuple):

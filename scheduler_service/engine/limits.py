@@ -34,7 +34,7 @@ def max_sequence_tokens(info: WorkerInfo) -> int:
         held = blocks_within_window(info.sliding_window, info.max_num_batched_tokens, info.block_size)
         if held <= info.num_device_blocks:
             return info.max_model_len
-    return min(info.max_model_len, info.num_device_blocks * info.block_size)
+    return min(info.max_model_len, info.num_device_blocks * info.block_size - info.num_speculative_tokens)
 
 
 def max_num_seqs(settings: SchedulerSettings, info: WorkerInfo) -> int:
@@ -112,4 +112,5 @@ def scheduler_config(settings: SchedulerSettings, info: WorkerInfo) -> Scheduler
         block_bytes=info.block_bytes,
         swap_bytes_per_second=info.swap_bytes_per_second,
         prefill_tokens_per_second=info.prefill_tokens_per_second,
+        num_lookahead_slots=info.num_speculative_tokens,
     )

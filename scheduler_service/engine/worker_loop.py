@@ -29,6 +29,7 @@ from scheduler_service.core import (
     WorkerScheduler,
 )
 from scheduler_service.engine.answer_check import check_answer
+from scheduler_service.engine.guesses import Guesses
 from scheduler_service.engine.limits import scheduler_config, step_timeout
 from scheduler_service.engine.step_split import StepSplit
 from scheduler_service.engine.worker_client import (
@@ -148,6 +149,7 @@ class WorkerLoop:
         self._wake = asyncio.Event()
         self._in_flight: deque[SchedulerOutput] = deque()  # steps that were sent and not answered
         self._most_in_flight = fleet.settings.max_in_flight_steps
+        self.guesses = Guesses()  # of all sessions
         self._is_leaving = False  # the worker said so
         self._is_superseded = False
         self._is_lost_in_a_step = False
@@ -177,8 +179,13 @@ class WorkerLoop:
 
     def wake(self) -> None:
         """Look again whether there is something to send. Nothing happens while no further step may be in flight."""
-        if len(self._in_flight) < self._most_in_flight:
+        if self._may_send:
             self._wake.set()
+
+    @property
+    def _may_send(self) -> bool:
+        """Whether another step may be in flight."""
+        return len(self._in_flight) < (1 if self.guesses.has_any else self._most_in_flight)
 
     def drain(self) -> None:
         """Give the worker no more requests; after the grace period, move those that are left and close the session."""
@@ -287,6 +294,7 @@ class WorkerLoop:
         self._fleet.serving[scheduler] = self
         log.info("worker connected", worker=self.client.address, epoch=self.epoch, blocks=info.num_device_blocks)
         self._in_flight.clear()
+        self.guesses.has_any = False
         end: Exception | None = None  # None if this scheduler itself ends it
         try:
             self._admission_changed()
@@ -345,7 +353,7 @@ class WorkerLoop:
         while True:
             self._wake.clear()
             ask_again_at: float | None = None
-            if len(self._in_flight) < self._most_in_flight:
+            if self._may_send:
                 began = perf_counter_ns()
                 output = scheduler.schedule(time.monotonic())
                 self.split.schedule += perf_counter_ns() - began
@@ -388,6 +396,7 @@ class WorkerLoop:
             try:
                 check_answer(output, answer, vocabulary_size)
                 gained = scheduler.update_from_output(output, answer, time.monotonic())
+                self.guesses.take(scheduler, output, answer, vocabulary_size)
             except ValueError as error:
                 raise WorkerError(str(error)) from error
             self._in_flight.popleft()

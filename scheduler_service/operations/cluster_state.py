@@ -48,6 +48,8 @@ def _encode_worker(worker: WorkerLoop) -> pb.WorkerState:
         num_preemptions=worker.num_preemptions,
         last_error=worker.last_error,
         step_split=_encode_split(worker.split),
+        num_guessed_tokens=worker.guesses.num_verified,
+        num_accepted_tokens=worker.guesses.num_right,
     )
     if (scheduler := worker.scheduler) is not None:
         state.connected = True

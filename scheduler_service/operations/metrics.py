@@ -71,6 +71,12 @@ class SchedulerMetrics:
             ("generation_tokens", "Tokens generated.", state.num_output_tokens),
         ):
             yield family.counter(name, text, count)
+        # With the label of the usage of caches, so not by workers that have left.
+        for name, text, field in (
+            ("spec_decode_num_draft_tokens", "Guesses at next tokens that were verified.", "num_guessed_tokens"),
+            ("spec_decode_num_accepted_tokens", "Guesses at next tokens that were right.", "num_accepted_tokens"),
+        ):
+            yield family.counters(name, text, worker_label, {w.address: getattr(w, field) for w in state.workers})
         yield family.counters(
             "request_success",
             "Outputs that ended, by reason.",

@@ -144,10 +144,7 @@ class Recorder(NoRecorder):
 
 
 class RecordedScheduler(Scheduler):
-    """A scheduler of which every call is recorded; the core itself calls none of these methods.
-
-    `update_draft_token_ids` is refused: the format has no event for it, and a replay would come out differently.
-    """
+    """A scheduler of which every call is recorded; the core itself calls none of these methods."""
 
     def __init__(
         self,
@@ -184,6 +181,8 @@ class RecordedScheduler(Scheduler):
             plan.ignored_request_ids.extend(group.request_id for group in output.ignored)
             if not output.is_empty:
                 plan.step.MergeFrom(encode_scheduler_output(output, self._wire.epoch))
+                for new in plan.step.new_sequences:  # no decision of the core's, and a replay has no traces
+                    new.ClearField("trace_parent")
             encode_placements(output, plan, lambda scheduler: scheduler.session)  # type: ignore[attr-defined]
 
     def update_from_output(
@@ -203,7 +202,13 @@ class RecordedScheduler(Scheduler):
         answer.answer.MergeFrom(self._wire.last_answer)
 
     def update_draft_token_ids(self, drafts: Mapping[int, SequenceOf[int]]) -> None:
-        raise NotImplementedError("guessed tokens cannot be recorded")
+        super().update_draft_token_ids(drafts)
+        self._recorder.note(lambda event: self._write_guesses(event.guesses, drafts))
+
+    def _write_guesses(self, guesses: pb.RecordedGuesses, drafts: Mapping[int, SequenceOf[int]]) -> None:
+        guesses.session = self.session
+        for sequence_id, token_ids in drafts.items():
+            guesses.draft_tokens.add(sequence_id=sequence_id, token_ids=token_ids)
 
     def set_admission(self, admits: bool) -> None:
         super().set_admission(admits)

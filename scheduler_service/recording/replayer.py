@@ -160,6 +160,12 @@ class Replayer:
         _call(session, "admission", lambda: session.scheduler.set_admission(admission.admits))
         return Moment(at, session)
 
+    def _guesses(self, guesses: pb.RecordedGuesses, at: float) -> Moment:
+        session = self._sessions[guesses.session]
+        drafts = {draft.sequence_id: draft.token_ids for draft in guesses.draft_tokens}
+        _call(session, "guesses", lambda: session.scheduler.update_draft_token_ids(drafts))
+        return Moment(at, session)
+
     def _plan(self, plan: pb.RecordedPlan, at: float) -> Moment:
         session = self._sessions[plan.session]
         output = _call(session, "planning", lambda: session.scheduler.schedule(at), plan.raised)

@@ -36,6 +36,7 @@ class WorkerInfo(NamedTuple):
     in_session: bool
     instance_id: str
     features: Sequence[str] = ()
+    num_speculative_tokens: int = 0
 
 
 def decode_worker_info(message: worker_pb.GetWorkerInfoResponse) -> WorkerInfo:
@@ -146,6 +147,7 @@ def decode_model_output(message: pb.ModelOutput) -> ModelOutput:
         list(message.token_ids),
         list(message.num_tokens),
         failed_sequence_ids=frozenset((*message.failed_sequence_ids, *without)),
+        draft_tokens={draft.sequence_id: list(draft.token_ids) for draft in message.draft_tokens},
     )
     if output.num_tokens and not (min(output.num_tokens) >= 1 and sum(output.num_tokens) == len(output.token_ids)):
         raise ValueError(f"{len(output.token_ids)} tokens do not divide into {len(output.num_tokens)} shares")

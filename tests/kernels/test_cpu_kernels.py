@@ -153,6 +153,26 @@ def test_neither_neighbours_nor_threads_change_a_bit(kernels: ModuleType, dtype:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (None, 2.0), (70, None), (700, None)])
+def test_the_tokens_that_are_computed_with_one_do_not_change_a_bit_of_it(
+    kernels: ModuleType, dtype: torch.dtype, window: int | None, soft_cap: float | None
+) -> None:
+    """One by one, as decodes; in chunks of any size, as prompts and as guesses; across ends of tiles and parts."""
+    length = 1300
+    query, cache, metadata = attention_case([(length, length)], (6, 2, 64), 16, dtype, window)
+    whole = kernels.paged_attention(query, cache, metadata, 0.3, window, soft_cap)
+    for size in (1, 2, 5, 9, 64, 500):
+        for start in (0, 500, 505, 1020, 1270):
+            stop = min(start + size, length)
+            tables = metadata.block_tables.clone()
+            if window is not None:
+                tables[0, : max(0, start - window + 1) // 16] = -1  # given back: must not be looked at
+            chunk = AttentionMetadata.build([stop - start], [stop], tables, CPU)
+            found = kernels.paged_attention(query[start:stop], cache, chunk, 0.3, window, soft_cap)
+            assert torch.equal(found, whole[start:stop])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(0, 8), (1, 8), (5, 123), (33, 576), (4, 3, 10)])
 def test_rms_norm(kernels: ModuleType, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> None:
     x = torch.randn(shape[0], *shape[1:-1], shape[-1] + 3, generator=generator).to(dtype)[..., : shape[-1]]

@@ -325,9 +325,3 @@ def test_events_lie_in_the_order_of_the_calls(tmp_path: Path) -> None:
     record(tmp_path / "recording", Random(5))
     times = [read.event.at for read in read_events(tmp_path / "recording")]
     assert times == sorted(times)
-
-
-def test_guesses_are_refused_while_recording_because_a_replay_could_not_know_of_them() -> None:
-    scheduler = recorder(MemorySink()).scheduler(CONFIG, WaitingQueue(), "worker", Connection(1))
-    with pytest.raises(NotImplementedError, match="guessed tokens cannot be recorded"):
-        scheduler.update_draft_token_ids({1: [2]})

@@ -41,7 +41,7 @@ def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch
     token_ids = np.empty(query_start[-1], dtype=np.int64)
     for row, chunk in enumerate(chunks):
         block_tables[row, : num_blocks[row]] = chunk.sequence.block_ids[: num_blocks[row]]
-        token_ids[query_start[row] : query_start[row + 1]] = chunk.sequence.token_ids[chunk.start : chunk.stop]
+        token_ids[query_start[row] : query_start[row + 1]] = chunk.token_ids
 
     slots = block_tables[sequence, positions // block_size] * block_size + positions % block_size
     return Batch(

@@ -61,9 +61,9 @@ class DecodeInputs:
         count, block_size, device = len(chunks), self._block_size, self._rows.device
         size = self.sizes[bisect_left(self.sizes, count)]
         rows = np.repeat(_PADDING_ROW, size, axis=1)
-        rows[0, :count] = [sequence.token_ids[start] for sequence, start, _, _ in chunks]
+        rows[0, :count] = [sequence.token_ids[start] for sequence, start, *_ in chunks]
         rows[1, :count] = positions = [chunk.start for chunk in chunks]
-        blocks = [sequence.block_ids[start // block_size] for sequence, start, _, _ in chunks]
+        blocks = [sequence.block_ids[start // block_size] for sequence, start, *_ in chunks]
         rows[2, :count] = np.array(blocks) * block_size + np.array(positions) % block_size
         self._rows[:, :size] = upload(rows, torch.int64, device)
         if unseen is not None:

@@ -5,6 +5,8 @@ log-probabilities were asked for.
 """
 
 from collections.abc import Sequence, Set
+from dataclasses import replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ from worker_service.execution.logprobs import check_finite, concatenate, gather_
 from worker_service.execution.sampler import FAILED, sample
 from worker_service.execution.step_clock import StepClock
 from worker_service.models.causal_model import CausalModel
-from worker_service.session.session import PLACEHOLDER, ScheduledChunk
+from worker_service.session.session import PLACEHOLDER, ScheduledChunk, SequenceState
 from worker_service.session.step import ModelOutput, SampleLogprobs, SchedulerOutput, StepTiming
 
 _LOGPROB_ROWS = 256
@@ -39,12 +41,14 @@ class RunningStep:
         prompt_logprobs: list[SampleLogprobs],
         failed: Set[int],
     ) -> None:
-        """logits: [rows, vocabulary_size], token_ids: [rows] int64, a row for each chunk that samples.
+        """logits: [rows, vocabulary_size], token_ids: [rows] int64, a row for each chunk that samples, and one more for
+        each of its guesses.
 
         failed: ids of sequences whose prompt has no log-probabilities.
         """
         self.chunks = chunks
-        self._sequences = [chunk.sequence for chunk in chunks if chunk.samples]
+        self._sampling = [chunk for chunk in chunks if chunk.samples]
+        self._sequences = [chunk.sequence for chunk in self._sampling for _ in range(1 + len(chunk.drafts))]
         self._clock = clock
         self._logits = logits if any(sequence.sampling.logprobs is not None for sequence in self._sequences) else None
         self._token_ids = token_ids
@@ -70,16 +74,20 @@ class RunningStep:
         durations = self._clock.durations()
         found = self._host_token_ids.tolist()
         logits, self._logits = self._logits, None
+        rows = iter(found)
+        shares = [accepted(list(islice(rows, 1 + len(chunk.drafts))), chunk.drafts) for chunk in self._sampling]
         failed = self._failed | {
-            sequence.sequence_id
-            for sequence, token_id in zip(self._sequences, found, strict=True)
-            if token_id == FAILED
+            chunk.sequence.sequence_id
+            for chunk, share in zip(self._sampling, shares, strict=True)
+            if share[0] == FAILED
         }
         is_failed = [sequence.sequence_id in failed for sequence in self._sequences]
+        for chunk, share in zip(self._sampling, shares, strict=True):
+            if chunk.sequence.sequence_id in failed:
+                share[:] = [PLACEHOLDER]
         return ModelOutput(
-            token_ids=[
-                PLACEHOLDER if without else token_id for token_id, without in zip(found, is_failed, strict=True)
-            ],
+            token_ids=[token_id for share in shares for token_id in share],
+            num_tokens=[len(share) for share in shares] if len(found) > len(shares) else [],
             timing=StepTiming(*durations),
             logprobs=[] if logits is None else sample_logprobs(logits, found, is_failed, self._sequences),
             prompt_logprobs=self._prompt_logprobs,
@@ -87,6 +95,27 @@ class RunningStep:
                 chunk.sequence.sequence_id for chunk in self.chunks if chunk.sequence.sequence_id in failed
             ],
         )
+
+
+def accepted(found: list[int], drafts: Sequence[int]) -> list[int]:
+    """What a sequence gained: the target's own tokens up to the first that is not the one that was guessed.
+
+    found: the token after the last known one and after each guess. Each is the one that would have been sampled there
+    anyway, because it is a function of the tokens before it alone; so guesses change no output.
+    """
+    gained = found[:1]
+    for guess, token_id in zip(drafts, found[1:], strict=True):
+        if gained[-1] != guess or token_id == FAILED:
+            break
+        gained.append(token_id)
+    return gained
+
+
+def _choosers(chunk: ScheduledChunk) -> list[SequenceState]:
+    """The sequence as it would be at each token that is sampled, were the guesses right."""
+    sequence, drafts = chunk.sequence, chunk.drafts
+    guessed = [replace(sequence, token_ids=sequence.token_ids + drafts[: n + 1]) for n in range(len(drafts))]
+    return [sequence, *guessed]
 
 
 class ModelRunner:
@@ -129,7 +158,12 @@ class ModelRunner:
             return RunningStep(chunks, clock, torch.empty(0), torch.empty(0, dtype=torch.int64), [], set())
         masks = self._begin_forms(chunks)
         hidden, query_start = self._forward(chunks, before)
-        rows = [stop - 1 for stop, chunk in zip(query_start[1:], chunks, strict=True) if chunk.samples]
+        rows = [
+            row
+            for stop, chunk in zip(query_start[1:], chunks, strict=True)
+            if chunk.samples
+            for row in range(stop - 1 - len(chunk.drafts), stop)
+        ]
         sampling = hidden if len(rows) == len(hidden) else hidden[upload(rows, torch.int64, self._device)]
         logits = self.model.compute_logits(sampling)
         clock.mark()
@@ -142,7 +176,8 @@ class ModelRunner:
                 failed.add(chunk.sequence.sequence_id)
         token_ids = torch.empty(0, dtype=torch.int64)
         if rows:
-            token_ids = sample(logits, [chunk.sequence for chunk in chunks if chunk.samples], masks)
+            choosers = [chooser for chunk in chunks if chunk.samples for chooser in _choosers(chunk)]
+            token_ids = sample(logits, choosers, masks)
         return RunningStep(chunks, clock, logits, token_ids, prompt_logprobs, failed)
 
     def execute(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> ModelOutput:

@@ -35,6 +35,7 @@ from worker_service.models.shard import part_of
 from worker_service.parallel.ranks import Ranks, join_ranks
 from worker_service.session.step import Limits, WorkerInfo
 from worker_service.settings import WorkerSettings
+from worker_service.speculation.drafter import Drafter
 
 log = structlog.get_logger()
 
@@ -48,6 +49,7 @@ class Worker:
     limits: Limits
     runner: ModelRunner
     tokenizer_files: list[Path]
+    drafter: Drafter | None = None
 
 
 def load_worker(settings: WorkerSettings) -> Worker:
@@ -129,9 +131,15 @@ def load_worker(settings: WorkerSettings) -> Worker:
             max_model_len=max_model_len,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_seqs=settings.max_num_seqs,
+            num_speculative_tokens=settings.num_speculative_tokens if settings.speculate != "none" else 0,
         ),
         runner=ModelRunner(model, cache_engine, decode_graphs, forms),
         tokenizer_files=tokenizer_files,
+        drafter=(
+            Drafter(settings.num_speculative_tokens, speed)
+            if settings.speculate == "ngram" and ranks.rank == 0
+            else None
+        ),
     )
 
 

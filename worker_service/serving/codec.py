@@ -30,8 +30,6 @@ PROTOCOL_VERSION = 1
 
 def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> SchedulerOutput:
     """Read a step. Raises InvalidStepError with a sentence that names the field and the limit."""
-    if message.draft_tokens:
-        raise InvalidStepError("draft_tokens: this worker verifies no drafts")
     sequence_ids = tuple(message.sequence_ids)
     if len(set(sequence_ids)) != len(sequence_ids):
         raise InvalidStepError("sequence_ids: a sequence is scheduled twice")
@@ -77,6 +75,7 @@ def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> Sche
         blocks_to_copy=_block_mapping("blocks_to_copy", message.blocks_to_copy, device, device),
         finished=tuple(message.finished),
         preempted=tuple(message.preempted),
+        draft_tokens=_draft_tokens(message, limits),
     )
 
 
@@ -86,6 +85,11 @@ def encode_model_output(epoch: int, step_id: int, output: ModelOutput) -> pb.Mod
         epoch=epoch,
         step_id=step_id,
         token_ids=output.token_ids,
+        num_tokens=output.num_tokens,
+        draft_tokens=[
+            pb.DraftTokens(sequence_id=sequence_id, token_ids=token_ids)
+            for sequence_id, token_ids in output.draft_tokens.items()
+        ],
         logprobs=[_encode_logprobs(logprobs) for logprobs in output.logprobs],
         prompt_logprobs=[_encode_logprobs(logprobs) for logprobs in output.prompt_logprobs],
         timing=pb.StepTiming(
@@ -120,7 +124,22 @@ def encode_worker_info(
         sliding_window=info.sliding_window,
         in_session=in_session,
         instance_id=instance_id,
+        num_speculative_tokens=limits.num_speculative_tokens,
     )
+
+
+def _draft_tokens(message: pb.SchedulerOutput, limits: Limits) -> "dict[int, array[int]]":
+    drafts: dict[int, array[int]] = {}
+    scheduled = set(message.sequence_ids) if message.draft_tokens else ()
+    for draft in message.draft_tokens:
+        where = f"draft_tokens: sequence {draft.sequence_id}"
+        if draft.sequence_id not in scheduled or draft.sequence_id in drafts:
+            raise InvalidStepError(f"{where} is not scheduled, or has guesses twice")
+        if not 1 <= len(draft.token_ids) <= limits.num_speculative_tokens:
+            most = limits.num_speculative_tokens
+            raise InvalidStepError(f"{where} has {len(draft.token_ids)} guesses; this worker verifies up to {most}")
+        drafts[draft.sequence_id] = array(TOKENS, _token_ids(where, draft.token_ids, limits))
+    return drafts
 
 
 def _new_sequence(message: pb.NewSequence, limits: Limits) -> NewSequence:

@@ -4,7 +4,7 @@ To be called on the device thread. `launch` raises InvalidStepError and FencingE
 `launch` and `finish` also raise what torch raises. After any error the session is over.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pagewire.v1.scheduler_output_pb2 import ModelOutput
@@ -31,6 +31,8 @@ class Computation:
         cls, worker: "Worker", session: Session, output: SchedulerOutput, before: "RunningStep | None" = None
     ) -> "Computation":
         """Begin. before: the session's last step, if it has not finished and this one may run ahead of it."""
+        if worker.drafter is not None:
+            worker.drafter.step_begins(has_drafts=bool(output.draft_tokens))
         chunks = session.apply(output)
         with worker.ranks.alike():
             step = worker.runner.launch(output, chunks, before)
@@ -41,5 +43,9 @@ class Computation:
         """Wait for the device, and answer."""
         with self.worker.ranks.alike():
             answer = self.step.finish()
-        self.session.fill_in(self.step.chunks, answer.token_ids)
+        self.session.fill_in(self.step.chunks, answer.token_ids, answer.num_tokens)
+        if (drafter := self.worker.drafter) is not None:
+            timing = answer.timing
+            seconds = (timing.move_us + timing.forward_us + timing.sample_us) / 1e6
+            answer = replace(answer, draft_tokens=drafter.guess(self.step.chunks, seconds))
         return encode_model_output(self.output.epoch, self.output.step_id, answer)

@@ -8,10 +8,12 @@ session is over, because half a step may have been applied.
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import NamedTuple
 
 from worker_service.errors import FencingError, InvalidStepError
 from worker_service.session.step import (
+    TOKENS,
     BlockTableUpdate,
     Fork,
     Limits,
@@ -35,6 +37,8 @@ class SequenceState:
     sampling: SamplingParams
     form_progress: object = None
     """Where its output is in its form, for the code that computes steps."""
+    speculation: object = None
+    """What is known of guesses for it, for the code that makes them."""
 
     @property
     def reports_logprobs(self) -> bool:
@@ -51,8 +55,16 @@ class ScheduledChunk(NamedTuple):
     stop: int
     samples: bool
     """Whether a token is sampled after the chunk, which then reaches the sequence's last token."""
+    drafts: "array[int]" = array(TOKENS)
+    """Guesses at the tokens behind the sequence's last one, which are the end of the chunk. A token is sampled after
+    each of them as well."""
+
+    @property
+    def token_ids(self) -> "array[int]":
+        return self.sequence.token_ids[self.start : self.stop] + self.drafts
 
 
+NO_DRAFTS: "array[int]" = array(TOKENS)
 PLACEHOLDER = 0
 """In place of a token that is being sampled; stays if the token could not be sampled."""
 
@@ -68,6 +80,7 @@ class Session:
         self.sequences: dict[int, SequenceState] = {}
         self._limits = limits
         self._next_step_id = 1
+        self._has_drafts = False  # whether the last step has
 
     def apply(self, output: SchedulerOutput) -> list[ScheduledChunk]:
         """Take over a step's differences and return its work, in the order of `output.sequence_ids`.
@@ -88,6 +101,7 @@ class Session:
         for update in output.block_table_updates:
             self._update_block_table(update)
         self._forget(output.finished)
+        self._has_drafts = bool(output.draft_tokens)
         return self._schedule(output)
 
     def follows_unseen(self, output: SchedulerOutput) -> bool:
@@ -98,8 +112,7 @@ class Session:
         sequence's token.
         """
         return (
-            not output.new_sequences
-            and not output.forks
+            not (output.new_sequences or output.forks or output.draft_tokens or self._has_drafts)
             and all(num_tokens == 1 for num_tokens in output.num_scheduled_tokens)
             and not any(
                 sequence is None or sequence.sampling.edits_logits or sequence.reports_logprobs
@@ -109,19 +122,33 @@ class Session:
 
     @staticmethod
     def advance(chunks: Iterable[ScheduledChunk]) -> None:
-        """Note that the chunks have been launched; a sequence that samples grows by a placeholder."""
-        for sequence, _, stop, samples in chunks:
+        """Note that the chunks have been launched; a sequence that samples grows by a placeholder.
+
+        How much a sequence grows that has guesses is not known yet.
+        """
+        for sequence, _, stop, samples, drafts in chunks:
+            if drafts:
+                continue
             sequence.num_computed_tokens = stop
             if samples:
                 sequence.token_ids.append(PLACEHOLDER)
 
     @staticmethod
-    def fill_in(chunks: Iterable[ScheduledChunk], sampled_token_ids: Iterable[int]) -> None:
-        """Put the tokens of the chunks that sampled, in order, into the places that `advance` left for them."""
-        for (sequence, _, stop, _), token_id in zip(
-            (chunk for chunk in chunks if chunk.samples), sampled_token_ids, strict=True
-        ):
-            sequence.token_ids[stop] = token_id
+    def fill_in(chunks: Iterable[ScheduledChunk], token_ids: Iterable[int], num_tokens: Iterable[int] = ()) -> None:
+        """Put the tokens of the chunks that sampled, in order, into the places that `advance` left for them.
+
+        Each of these has one, unless `num_tokens` says how many.
+        """
+        tokens, numbers = iter(token_ids), iter(num_tokens)
+        for sequence, _, stop, samples, drafts in chunks:
+            if not samples:
+                continue
+            gained = list(islice(tokens, next(numbers, 1)))
+            if drafts:
+                sequence.token_ids.extend(gained)
+                sequence.num_computed_tokens = len(sequence.token_ids) - 1
+            else:
+                (sequence.token_ids[stop],) = gained
 
     def _forget(self, sequence_ids: Iterable[int]) -> None:
         for sequence_id in sequence_ids:
@@ -188,8 +215,13 @@ class Session:
             output.sequence_ids, output.num_scheduled_tokens, output.samples, strict=True
         ):
             sequence = self._known(sequence_id)
-            start, known = sequence.num_computed_tokens, len(sequence.token_ids)
+            drafts = output.draft_tokens.get(sequence_id, NO_DRAFTS)
+            start, known = sequence.num_computed_tokens, len(sequence.token_ids) + len(drafts)
             stop = start + num_tokens
+            if drafts and not (samples and stop == known and start == len(sequence.token_ids) - 1):
+                raise InvalidStepError(f"draft_tokens: sequence {sequence_id} does not go on from its last token")
+            if drafts and (sequence.sampling.form or sequence.sampling.logprobs is not None):
+                raise InvalidStepError(f"draft_tokens: sequence {sequence_id} has a form or reports log-probabilities")
             if stop > known:
                 raise InvalidStepError(
                     f"sequence {sequence_id} cannot compute {num_tokens} tokens from token {start} on: it has {known}"
@@ -207,7 +239,7 @@ class Session:
                 raise InvalidStepError(
                     f"the block table of sequence {sequence_id} has room for {room} tokens, not for {stop}"
                 )
-            chunks.append(ScheduledChunk(sequence, start, stop, samples))
+            chunks.append(ScheduledChunk(sequence, start, stop, samples, drafts))
         return chunks
 
     def _known(self, sequence_id: int) -> SequenceState:

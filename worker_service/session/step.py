@@ -5,6 +5,7 @@ rest.
 """
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -23,6 +24,8 @@ class Limits:
     max_model_len: int
     max_num_batched_tokens: int
     max_num_seqs: int
+    num_speculative_tokens: int = 0
+    """Guesses for one sequence in one step."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,8 @@ class SchedulerOutput:
     blocks_to_copy: BlockMapping = BlockMapping()
     finished: tuple[int, ...] = ()
     preempted: tuple[int, ...] = ()
+    draft_tokens: "Mapping[int, array[int]]" = field(default_factory=dict)
+    """Guesses to verify, by sequence id."""
 
 
 @dataclass(frozen=True)
@@ -164,9 +169,13 @@ class ModelOutput:
     """What one step produced."""
 
     token_ids: list[int]
-    """One token for each sequence that samples, in the order of the step; 0 for a sequence that failed."""
+    """What each sequence that samples gained, in the order of the step; 0 for a sequence that failed."""
     timing: StepTiming
     logprobs: list[SampleLogprobs] = field(default_factory=list)
     prompt_logprobs: list[SampleLogprobs] = field(default_factory=list)
     failed_sequence_ids: list[int] = field(default_factory=list)
     """Sequences whose logits were not finite where a token or log-probabilities were needed of them."""
+    num_tokens: list[int] = field(default_factory=list)
+    """How many tokens each sequence gained that sampled, if not each gained one."""
+    draft_tokens: Mapping[int, list[int]] = field(default_factory=dict)
+    """Guesses for the next step, by sequence id."""

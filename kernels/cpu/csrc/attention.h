@@ -4,8 +4,12 @@
 // the rows of the item, and the keys that they see. An item walks its keys 64 at a time, keeping for each row the
 // largest score, the sum of exponentials and the weighted values so far (the online softmax of Milakov and
 // Gimelshein, 2018, as FlashAttention tiles it; Dao et al., 2022). A single query token over a long context is split
-// over its keys, and the parts are merged afterwards (flash-decoding; Dao et al., 2023). Where items begin and end
-// depends on their sequence alone, never on the batch or the number of threads, so that neither changes a result.
+// over its keys, and the parts are merged afterwards (flash-decoding; Dao et al., 2023).
+//
+// What a row comes to depends on its query and its keys alone: not on the batch, the number of threads, or the tokens
+// that are computed with it. So a token that is computed in a prompt, in a decode or behind a guess has the same bits.
+// Tiles and parts therefore begin at multiples of their sizes, wherever items do; all rows are summed part by part, also
+// where the parts are not split; and a key that a row does not see adds zero to it, which changes nothing.
 //
 // How a tile of keys is multiplied is left to an engine: `FloatTiles` for every type, `Bf16Tiles` with the bf16 dot
 // product. Both take keys as [dim][key] and values as [key][dim], so that no sum ever runs across a vector's lanes. A
@@ -25,7 +29,7 @@ namespace pagewire {
 
 constexpr int64_t kTileKeys = 64;
 constexpr int64_t kItemRows = 32;   // enough that turning a tile of keys round costs a tenth of multiplying it
-constexpr int64_t kPartKeys = 512;  // of a split decode
+constexpr int64_t kPartKeys = 512;  // summed by themselves; a multiple of a tile
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 template <typename T>
@@ -42,7 +46,8 @@ struct Attention {
   int64_t window;         // 0: none
 };
 
-// Where the keys and values of a tile lie. Zeros follow the last, so that no code has to check how many there are.
+// Where the keys and values of a tile lie. Zeros are before the first that the item has, and follow the last of `count`,
+// so that no code has to check how many there are.
 template <typename T>
 struct Tile {
   int64_t count = 0;
@@ -316,12 +321,25 @@ class Bf16Tiles {
 
 #endif
 
+// Adds a part of a row to what parts before it came to: the largest score, the sum of exponentials, weighted values. A
+// part without keys adds nothing, and the first is taken as it is.
+inline void merge_part(float* merged, float maximum, float total, const float* sums, int64_t head_dim) {
+  if (maximum == -kInfinity) return;
+  const float top = merged[0] > maximum ? merged[0] : maximum;  // NaN where the part's is
+  const float before = std::exp(merged[0] - top), now = std::exp(maximum - top);
+  merged[0] = top;
+  merged[1] = merged[1] * before + total * now;
+  for_each_vector(head_dim, [&](int64_t d, int64_t n) {
+    store(merged + 2 + d, at::vec::fmadd(widen(sums + d, n), Vec(now), widen(merged + 2 + d, n) * Vec(before)), n);
+  });
+}
+
 template <typename T, typename Tiles>
 class Attender {
  public:
   // Names the item that `attend` is called with next, so that its first tile is on its way from memory.
   void expect(const Attention<T>& a, const Item& item) {
-    if (item.keys_begin < item.keys_end) locate(a, item, item.keys_begin, *coming_);
+    if (item.keys_begin < item.keys_end) locate(a, item, first_tile(item), *coming_);
   }
 
   // The item must have been expected; then is the one after it, if any. partials: where parts leave their rows:
@@ -329,17 +347,22 @@ class Attender {
   void attend(const Attention<T>& a, const Item& item, const Item* then, float* partials) {
     const int64_t group = a.num_heads / a.num_kv_heads, rows = item.tokens * group;
     tiles_.start(a, rows);
-    maxima_.assign(rows, -kInfinity);
+    begin_part(a, rows);
     offsets_.resize(rows);
-    totals_.assign(rows * kLanes, 0.0f);
     corrections_.assign(rows + kLanes, 0.0f);
-    sums_.assign(rows * a.head_dim, 0.0f);
     scores_.resize(rows * kTileKeys);
+    bool is_merged = false;
     for (int64_t row = 0; row < rows; ++row)
       tiles_.load_query(
           row, a.query + (item.first_row + row / group) * a.query_stride +
                    (item.kv_head * group + row % group) * a.head_dim);
-    for (int64_t key = item.keys_begin; key < item.keys_end; key += kTileKeys) {
+    for (int64_t key = first_tile(item); key < item.keys_end; key += kTileKeys) {
+      if (key % kPartKeys == 0 && key > item.keys_begin) {
+        if (!is_merged) begin_merging(a, rows);
+        is_merged = true;
+        for (int64_t row = 0; row < rows; ++row) merge_row(a, row);
+        begin_part(a, rows);
+      }
       std::swap(current_, coming_);
       if (key + kTileKeys < item.keys_end) {
         locate(a, item, key + kTileKeys, *coming_);
@@ -352,17 +375,41 @@ class Attender {
       weigh(rows, (a.soft_cap > 0 ? 1.0f : a.scale) / Tiles::kLogBase);
       tiles_.add_values(rows, *current_, corrections_.data(), sums_.data());
     }
-    for (int64_t row = 0; row < rows; ++row) finish(a, item, row, group, partials);
+    for (int64_t row = 0; row < rows; ++row) {
+      if (is_merged) merge_row(a, row);
+      finish(a, item, row, group, is_merged, partials);
+    }
   }
 
  private:
+  static int64_t first_tile(const Item& item) { return item.keys_begin / kTileKeys * kTileKeys; }
+
+  void begin_part(const Attention<T>& a, int64_t rows) {
+    maxima_.assign(rows, -kInfinity);
+    totals_.assign(rows * kLanes, 0.0f);
+    sums_.assign(rows * a.head_dim, 0.0f);
+  }
+
+  void begin_merging(const Attention<T>& a, int64_t rows) {
+    merged_.assign(rows * (a.head_dim + 2), 0.0f);
+    for (int64_t row = 0; row < rows; ++row) merged_[row * (a.head_dim + 2)] = -kInfinity;
+  }
+
+  // Merges a row of the part that has been summed with those before it.
+  void merge_row(const Attention<T>& a, int64_t row) {
+    merge_part(
+        &merged_[row * (a.head_dim + 2)], maxima_[row] * Tiles::kLogBase, sum(Vec::loadu(&totals_[row * kLanes])), &sums_[row * a.head_dim],
+        a.head_dim);
+  }
+
   // Finds a tile and asks memory for it.
   void locate(const Attention<T>& a, const Item& item, int64_t first, Tile<T>& tile) {
     tile.count = std::min(kTileKeys, item.keys_end - first);
+    const int64_t begin = std::max<int64_t>(0, item.keys_begin - first);
     const int32_t* table = a.block_tables + item.sequence * a.table_width;
     const int64_t token_stride = a.num_kv_heads * a.head_dim;
-    int64_t block = first / a.block_size, offset = first % a.block_size;
-    for (int64_t i = 0; i < tile.count; ++block, offset = 0) {
+    int64_t block = (first + begin) / a.block_size, offset = (first + begin) % a.block_size;
+    for (int64_t i = begin; i < tile.count; ++block, offset = 0) {
       const T* key = a.cache + table[block] * a.block_stride + offset * token_stride + item.kv_head * a.head_dim;
       for (int64_t end = std::min(tile.count, i + a.block_size - offset); i < end; ++i, key += token_stride) {
         tile.keys[i] = key;
@@ -374,8 +421,10 @@ class Attender {
       }
     }
     if (static_cast<int64_t>(zeros_.size()) < a.head_dim) zeros_.assign(a.head_dim, T(0.0f));
-    std::fill(tile.keys + tile.count, tile.keys + kTileKeys, zeros_.data());
-    std::fill(tile.values + tile.count, tile.values + kTileKeys, zeros_.data());
+    for (const T** vectors : {tile.keys, tile.values}) {
+      std::fill(vectors, vectors + begin, zeros_.data());
+      std::fill(vectors + tile.count, vectors + kTileKeys, zeros_.data());
+    }
   }
 
   void cap(const Attention<T>& a, int64_t rows) {
@@ -425,9 +474,10 @@ class Attender {
     }
   }
 
-  void finish(const Attention<T>& a, const Item& item, int64_t row, int64_t group, float* partials) {
-    const float* sums = &sums_[row * a.head_dim];
-    const float total = sum(Vec::loadu(&totals_[row * kLanes]));
+  void finish(const Attention<T>& a, const Item& item, int64_t row, int64_t group, bool is_merged, float* partials) {
+    const float* merged = is_merged ? &merged_[row * (a.head_dim + 2)] : nullptr;
+    const float* sums = is_merged ? merged + 2 : &sums_[row * a.head_dim];
+    const float total = is_merged ? merged[1] : sum(Vec::loadu(&totals_[row * kLanes]));
     if (item.partial >= 0) {
       float* target = partials + (item.partial * group + row) * (a.head_dim + 2);
       target[0] = maxima_[row] * Tiles::kLogBase;
@@ -446,27 +496,18 @@ class Attender {
   Tile<T>*current_ = &pair_[0], *coming_ = &pair_[1];
   Buffer<T> zeros_;
   Buffer<float> maxima_, offsets_, totals_, corrections_, sums_, scores_;
+  Buffer<float> merged_;  // [rows]: the largest score, the sum of exponentials, the weighted values
 };
 
 // The parts of one query token and head lie `stride` floats apart.
 template <typename T>
 void merge_parts(const float* part, int64_t count, int64_t stride, int64_t head_dim, T* out) {
-  float maximum = -kInfinity, total = 0.0f;
-  for (int64_t i = 0; i < count; ++i) {
-    const float candidate = part[i * stride];
-    if (std::isnan(candidate) || candidate > maximum) maximum = candidate;
-  }
-  std::vector<float> scales(count);
-  for (int64_t i = 0; i < count; ++i) {
-    scales[i] = std::exp(part[i * stride] - maximum);
-    total += scales[i] * part[i * stride + 1];
-  }
-  for_each_vector(head_dim, [&](int64_t d, int64_t n) {
-    Vec merged(0.0f);
-    for (int64_t i = 0; i < count; ++i)
-      merged = at::vec::fmadd(widen(part + i * stride + 2 + d, n), Vec(scales[i] / total), merged);
-    store(out + d, merged, n);
-  });
+  std::vector<float> merged(head_dim + 2, 0.0f);
+  merged[0] = -kInfinity;
+  for (int64_t i = 0; i < count; ++i)
+    merge_part(merged.data(), part[i * stride], part[i * stride + 1], part + i * stride + 2, head_dim);
+  const Vec scale(1.0f / merged[1]);
+  for_each_vector(head_dim, [&](int64_t d, int64_t n) { store(out + d, widen(&merged[2 + d], n) * scale, n); });
 }
 
 template <typename T>
@@ -481,15 +522,16 @@ std::vector<Item> cut_into_items(const Attention<T>& a, int64_t& num_partials) {
       const int64_t tokens = std::min(tokens_an_item, queries - token), position = computed + token;
       const int64_t begin = a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
       const int64_t end = position + tokens;
-      const bool split = queries == 1 && end - begin > kPartKeys;
+      const bool split = queries == 1 && begin / kPartKeys < (end - 1) / kPartKeys;
       for (int64_t kv_head = 0; kv_head < a.num_kv_heads; ++kv_head) {
         if (!split) {
           items.push_back({sequence, kv_head, start + token, tokens, position, begin, end, -1});
           continue;
         }
-        for (int64_t key = begin; key < end; key += kPartKeys)
-          items.push_back(
-              {sequence, kv_head, start + token, 1, position, key, std::min(key + kPartKeys, end), num_partials++});
+        for (int64_t key = begin, next; key < end; key = next) {
+          next = std::min((key / kPartKeys + 1) * kPartKeys, end);
+          items.push_back({sequence, kv_head, start + token, 1, position, key, next, num_partials++});
+        }
       }
     }
   }

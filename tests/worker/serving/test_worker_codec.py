@@ -1,5 +1,6 @@
 """Messages become the worker's types whole, or are refused with a sentence that names the field."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -119,7 +120,8 @@ def test_an_empty_bad_word_is_refused() -> None:
 
 def test_the_answer_carries_everything() -> None:
     logprobs = SampleLogprobs(4, 2, [1, 2], [-0.5, -1.0], [3])
-    message = encode_model_output(9, 8, ModelOutput([6, 0], StepTiming(1, 2, 3), [logprobs], [logprobs], [5]))
+    output = ModelOutput([6, 0], StepTiming(1, 2, 3), [logprobs], [logprobs], [5], [1, 1], {4: [7, 8]})
+    message = encode_model_output(9, 8, output)
     expected = pb.SampleLogprobs(sequence_id=4, width=2, token_ids=[1, 2], logprobs=[-0.5, -1.0], ranks=[3])
     assert message == pb.ModelOutput(
         epoch=9,
@@ -129,7 +131,27 @@ def test_the_answer_carries_everything() -> None:
         prompt_logprobs=[expected],
         timing=pb.StepTiming(move_us=1, forward_us=2, sample_us=3),
         failed_sequence_ids=[5],
+        num_tokens=[1, 1],
+        draft_tokens=[pb.DraftTokens(sequence_id=4, token_ids=[7, 8])],
     )
+
+
+@pytest.mark.parametrize(
+    ("drafts", "sentence"),
+    [
+        ([(9, [1])], "sequence 9 is not scheduled"),
+        ([(1, [1]), (1, [2])], "has guesses twice"),
+        ([(1, [])], "has 0 guesses; this worker verifies up to 3"),
+        ([(1, [1] * 4)], "has 4 guesses; this worker verifies up to 3"),
+        ([(1, [131])], "token 131 is beyond the vocabulary"),
+    ],
+)
+def test_guesses_are_of_scheduled_sequences_few_and_tokens(drafts: list[tuple[int, list[int]]], sentence: str) -> None:
+    message = pb.SchedulerOutput(sequence_ids=[1, 2])
+    for sequence_id, token_ids in drafts:
+        message.draft_tokens.add(sequence_id=sequence_id, token_ids=token_ids)
+    with pytest.raises(InvalidStepError, match=sentence):
+        decode_scheduler_output(message, replace(LIMITS, num_speculative_tokens=3))
 
 
 def test_a_steady_decode_step_of_256_sequences_is_small() -> None:

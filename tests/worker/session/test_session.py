@@ -1,5 +1,6 @@
 """The mirror follows the scheduler's differences and refuses what would touch memory that is not the sequence's."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,11 @@ class Scheduler:
         self.step_id = 0
 
     def step(
-        self, *scheduled: tuple[int, int, bool], samples: tuple[int, ...] = (), **output: Any
+        self,
+        *scheduled: tuple[int, int, bool],
+        samples: tuple[int, ...] = (),
+        num_tokens: tuple[int, ...] = (),
+        **output: Any,
     ) -> list[ScheduledChunk]:
         """Schedule (sequence, tokens, whether it samples), and commit these sampled tokens."""
         self.step_id += 1
@@ -27,7 +32,7 @@ class Scheduler:
             SchedulerOutput(7, self.step_id, sequence_ids=ids, num_scheduled_tokens=counts, samples=whether, **output)
         )
         self.session.advance(chunks)
-        self.session.fill_in(chunks, samples)
+        self.session.fill_in(chunks, samples, num_tokens)
         return chunks
 
 
@@ -140,3 +145,45 @@ def test_nonsense_is_refused_with_a_sentence(name: str, scheduler: Scheduler) ->
     scheduled = (step["scheduled"],) if "scheduled" in step else ()
     with pytest.raises(InvalidStepError, match=sentence):
         scheduler.step(*scheduled, **{key: value for key, value in step.items() if key != "scheduled"})
+
+
+def test_a_sequence_grows_by_what_was_right_of_its_guesses_and_one_more(scheduler: Scheduler) -> None:
+    prompts = (new_sequence(1, [5, 6, 7], [0, 1]), new_sequence(2, [8, 9], [2, 3]))
+    scheduler.step((1, 3, True), (2, 2, True), samples=(42, 43), new_sequences=prompts)
+    drafts = {1: tokens([50, 51, 52])}
+    one, _ = scheduler.step((1, 4, True), (2, 1, True), samples=(50, 60, 44), num_tokens=(2, 1), draft_tokens=drafts)
+    assert (one.start, one.stop, list(one.drafts)) == (3, 7, [50, 51, 52])
+    found = scheduler.session.sequences[1]
+    assert list(found.token_ids) == [5, 6, 7, 42, 50, 60]
+    assert found.num_computed_tokens == 5
+    (chunk,) = scheduler.step((1, 1, True), samples=(61,))
+    assert (chunk.start, chunk.stop, list(chunk.token_ids)) == (5, 6, [60])
+
+
+def test_nothing_runs_ahead_of_guesses(scheduler: Scheduler) -> None:
+    scheduler.step((1, 3, True), samples=(42,), new_sequences=(new_sequence(1, [5, 6, 7], [0, 1]),))
+    plain = SchedulerOutput(7, 9, sequence_ids=(1,), num_scheduled_tokens=(1,), samples=(True,))
+    assert scheduler.session.follows_unseen(plain)
+    drafts = {1: tokens([50])}
+    assert not scheduler.session.follows_unseen(replace(plain, draft_tokens=drafts))
+    scheduler.step((1, 2, True), samples=(51,), num_tokens=(1,), draft_tokens=drafts)
+    assert not scheduler.session.follows_unseen(plain)
+    scheduler.step((1, 1, True), samples=(52,))
+    assert scheduler.session.follows_unseen(plain)
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "sampling", "sentence"),
+    [
+        ((1, 2, True), {}, "does not go on from its last token"),
+        ((1, 3, False), {}, "does not go on from its last token"),
+        ((1, 3, True), {"logprobs": 1}, "reports log-probabilities"),
+        ((1, 3, True), {"form": "{}"}, "has a form"),
+    ],
+)
+def test_guesses_that_cannot_be_verified_end_the_session(
+    scheduler: Scheduler, scheduled: tuple[int, int, bool], sampling: dict[str, Any], sentence: str
+) -> None:
+    scheduler.step((1, 3, True), samples=(42,), new_sequences=(new_sequence(1, [5, 6, 7], [0, 1], **sampling),))
+    with pytest.raises(InvalidStepError, match=sentence):
+        scheduler.step(scheduled, draft_tokens={1: tokens([50, 51])})

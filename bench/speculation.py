@@ -1,0 +1,117 @@
+"""What guessing brings: the same requests to two servers that differ in --speculate alone, in turn, on one machine.
+
+    python -m bench.speculation [--sequences 1,8,32] [--rounds 3] [--model default]
+
+Two sets of prompts. Texts that repeat are edits of this project's own sources: a file, and the request to write it
+again with one name changed. Texts that do not are the beginnings of paragraphs of its documentation, continued by
+sampling. The model is small: it follows the first kind of request about as well as any, because it has to copy.
+Tokens are compared as well: they must be the same.
+"""
+
+import argparse
+import asyncio
+import itertools
+import re
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from bench.load import CONTEXT
+from pagewire_client import Client, LocalServer, SamplingParams
+from pagewire_client.admin import Admin
+from pagewire_client.llm import collect
+
+ROOT = Path(__file__).parents[1]
+OUTPUT_TOKENS = 128
+
+
+def edits() -> Iterator[str]:
+    """Of functions and classes of 12 to 60 lines, each with the change of one of its names."""
+    for file in sorted((ROOT / "scheduler_service").rglob("*.py")):
+        for part in re.split(r"\n\n\n(?=class |def |async def )", file.read_text())[1:]:
+            names = re.findall(r"\bself\._?(\w{5,})|\b(\w{6,}) = ", part)
+            if 12 <= part.count("\n") <= 60 and names:
+                name = next(filter(None, names[0]))
+                yield (
+                    f"```python\n{part.strip()}\n```\n\nThe same code, with `{name}` renamed to `{name}_of_all`:\n\n"
+                    f"```python\n{part.strip().splitlines()[0]}\n"
+                )
+
+
+def beginnings() -> Iterator[str]:
+    for file in sorted((ROOT / "docs").glob("*.md")):
+        for paragraph in file.read_text().split("\n\n"):
+            if re.match(r"[A-Z][a-z ]", paragraph) and len(words := paragraph.split()) > 40:
+                yield " ".join(words[:25])
+
+
+async def run(
+    client: Client, prompts: Sequence[str], num_sequences: int, sampling: SamplingParams
+) -> tuple[float, list[list[int]]]:
+    """Tokens a second, and the tokens of each prompt."""
+    found: list[list[int]] = [[] for _ in prompts]
+    left = iter(range(len(prompts)))
+
+    async def work() -> None:
+        for number in left:
+            found[number] = (await collect(client, prompts[number], sampling)).outputs[0].token_ids
+
+    began = time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(num_sequences)))
+    return sum(map(len, found)) / (time.perf_counter() - began), found
+
+
+async def guesses(server: LocalServer) -> tuple[int, int]:
+    async with Admin(server.admin_target) as admin:
+        (worker,) = (await admin.state()).state.workers
+        return worker.num_guessed_tokens, worker.num_accepted_tokens
+
+
+async def compare(off: LocalServer, on: LocalServer, num_sequences: int, rounds: int) -> None:
+    async with Client(off.target) as plain, Client(on.target) as guessing:
+        for name, source, temperature in (("repeats", edits, 0.0), ("does not", beginnings, 0.8)):
+            sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True, seed=1, temperature=temperature)
+            num_prompts = max(3, num_sequences + num_sequences // 2)
+            texts = itertools.cycle(source())
+            rates: dict[bool, list[float]] = {False: [], True: []}
+            are_same, before = True, await guesses(on)
+            for number in range(rounds):
+                prompts = [next(texts) for _ in range(num_prompts)]
+                outputs = []
+                for is_on in (False, True) if number % 2 == 0 else (True, False):
+                    rate, found = await run(guessing if is_on else plain, prompts, num_sequences, sampling)
+                    rates[is_on].append(rate)
+                    outputs.append(found)
+                are_same &= outputs[0] == outputs[1]
+            verified, right = (now - then for now, then in zip(await guesses(on), before, strict=True))
+            ratio = statistics.median(b / a for a, b in zip(rates[False], rates[True], strict=True))
+            without, with_them = (statistics.median(rates[is_on]) for is_on in (False, True))
+            sys.stdout.write(
+                f"{num_sequences:3} at once, text that {name:8}: {without:7.1f} tok/s without, {with_them:7.1f} with, "
+                f"{ratio:.2f} x; {verified} guesses, {right / max(1, verified):.0%} right; "
+                f"{'the same tokens' if are_same else 'OTHER TOKENS'}\n"
+            )
+            sys.stdout.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--sequences", default="1,8,32")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--num-speculative-tokens", default="8")
+    arguments = parser.parse_args()
+    common = ["--max-model-len", str(CONTEXT), "--kv-cache-memory", "1", "--no-forms"]
+    flags = ["--speculate", "ngram", "--num-speculative-tokens", arguments.num_speculative_tokens]
+    with (
+        LocalServer(arguments.model, worker_arguments=common) as off,
+        LocalServer(arguments.model, worker_arguments=[*common, *flags]) as on,
+    ):
+        for num_sequences in map(int, arguments.sequences.split(",")):
+            asyncio.run(compare(off, on, num_sequences, arguments.rounds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Guesses change nothing but speed: the tokens are those without them, whatever is asked for and whatever happens."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import until
+from fake_worker_service import TOKEN, FakeWorkerService, serving
+from scheduler_in_process import InProcess, scheduler
+
+from pagewire.v1 import scheduler_output_pb2 as pb
+from pagewire.v1.worker_service_pb2_grpc import add_WorkerServiceServicer_to_server
+from pagewire_client import Client, LocalServer, SamplingParams
+from pagewire_client.llm import collect
+from pagewire_common.server import GrpcServer
+from scheduler_service.recording.replayer import Replayer
+from worker_service.execution.worker import load_worker
+from worker_service.serving.device_thread import DeviceThread
+from worker_service.serving.servicer import WorkerServicer
+from worker_service.settings import WorkerSettings
+from worker_service.speculation import drafter
+
+PROMPTS = ["abcabcabcabc", "one two three one two three one two", "hello", "x" * 40]
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "drawn": {"temperature": 0.3, "seed": 5},
+    "drawn among few": {"temperature": 1.0, "top_k": 3, "top_p": 0.8, "seed": 6},
+    "several": {"n": 3, "temperature": 0.4, "seed": 7},
+    "penalized": {"temperature": 0, "repetition_penalty": 1.05, "frequency_penalty": 0.05},
+    "edited": {"temperature": 0, "logit_bias": {70: 2.0}, "bad_words": ["ab"], "min_tokens": 20},
+    "reported": {"temperature": 0, "logprobs": 2},
+    "prompt reported": {"temperature": 0, "prompt_logprobs": 1},
+    "beams": {"beam_width": 2},
+    "stopped": {"temperature": 0, "stop": ["zz", "aaa"]},
+    "short": {"temperature": 0, "max_tokens": 3},
+}
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every guess is verified, whether or not that is faster: on a model as small as this one it is not."""
+    monkeypatch.setattr(drafter, "numbers_of_guesses", lambda chances, most, *_: [most] * len(chances))
+
+
+@asynccontextmanager
+async def speculating_worker(model: Path, **settings: Any) -> AsyncIterator[tuple[str, GrpcServer]]:
+    """A real worker that speculates, in this process: its address, and its server."""
+    arguments = {"block_size": 8, "num_device_blocks": 128, "swap_space": 0.01, "threads": 1, "forms": False}
+    worker = load_worker(WorkerSettings(model=str(model), speculate="ngram", **(arguments | settings)))
+    server = GrpcServer([], max_receive_bytes=64 << 20)
+    servicer = WorkerServicer(DeviceThread())
+    add_WorkerServiceServicer_to_server(servicer, server.server)
+    servicer.set_ready(worker)
+    address = await server.start("127.0.0.1:0")
+    await server.set_serving(True)
+    try:
+        yield address, server
+    finally:
+        await server.server.stop(None)
+
+
+@asynccontextmanager
+async def speculating(model: Path, recording: Path | None = None, **settings: Any) -> AsyncIterator[InProcess]:
+    """Such a worker, and a scheduler."""
+    async with (
+        speculating_worker(model, **settings) as (address, _),
+        scheduler(address, model=str(model), preemption_mode="swap", record=recording) as one,
+    ):
+        await one.engine.model()
+        yield one
+
+
+async def outputs(client: Client, prompt: str, **sampling: Any) -> list[tuple[list[int], str, Any, list[list[int]]]]:
+    """Tokens, text, why they ended, and which tokens were likeliest: probabilities may differ in their last bits."""
+    completion = await collect(client, prompt, SamplingParams(**{"max_tokens": 48, "ignore_eos": True} | sampling))
+    return [
+        (
+            output.token_ids,
+            output.text,
+            output.finish_reason,
+            [[top.token_id for top in position.top] for position in output.logprobs],
+        )
+        for output in completion.outputs
+    ]
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("num_device_blocks", [128, 40])
+async def test_outputs_are_the_same_alone_and_together_and_through_preemption(
+    num_device_blocks: int, tiny_model_directory: Path, tiny_server: LocalServer, tmp_path: Path
+) -> None:
+    """And every decision can be replayed."""
+    recording = tmp_path / "recording"
+    asked = [(prompt, sampling) for prompt in PROMPTS for sampling in KINDS.values()]
+    async with Client(tiny_server.target) as client:
+        expected = [await outputs(client, prompt, **sampling) for prompt, sampling in asked]
+    async with speculating(tiny_model_directory, recording, num_device_blocks=num_device_blocks) as one:
+        async with Client(one.target) as client:
+            for (prompt, sampling), wanted in list(zip(asked, expected, strict=True))[: len(KINDS)]:
+                assert await outputs(client, prompt, **sampling) == wanted
+            together = await asyncio.gather(*(outputs(client, prompt, **sampling) for prompt, sampling in asked))
+        (worker,) = one.engine.workers
+        guesses, core = worker.guesses, worker.scheduler
+        assert core is not None
+        assert sum(core.num_preemptions.values()) > 0 or num_device_blocks > 40
+    assert together == expected
+    assert guesses.num_right > 100
+    assert guesses.num_verified > guesses.num_right
+    kinds = Counter(moment.kind for moment in Replayer().run(recording))
+    assert kinds["guesses"] > 10
+
+
+@pytest.mark.usefixtures("eager")
+async def test_outputs_are_the_same_when_workers_are_lost(tiny_model_directory: Path, tiny_server: LocalServer) -> None:
+    """The worker that is lost first speculates; of the two that are left one does."""
+    plain = {name: sampling for name, sampling in KINDS.items() if name != "beams"}  # which have no first token
+    asked = [(prompt, sampling) for prompt in PROMPTS for sampling in plain.values()]
+    async with Client(tiny_server.target) as client:
+        expected = [await outputs(client, prompt, **sampling) for prompt, sampling in asked]
+    async with (
+        speculating_worker(tiny_model_directory) as (first, server),
+        speculating_worker(tiny_model_directory) as (second, _),
+        scheduler(first, second, model=str(tiny_model_directory)) as one,
+    ):
+        await one.engine.model()
+        await until(lambda: len(one.engine.serving) == 2)
+        lost, other = one.engine.workers
+        async with Client(one.target) as client:
+            together = [asyncio.create_task(outputs(client, prompt, **sampling)) for prompt, sampling in asked]
+            await until(lambda: lost.guesses.num_right > 20)
+            await server.server.stop(None)
+            assert await asyncio.gather(*together) == expected
+        assert lost.num_losses == 1
+        assert other.guesses.num_right > 20
+
+
+LIES: dict[str, Callable[[pb.ModelOutput], object]] = {
+    "wrong": lambda answer: guesses_of(answer, [5, 6, 7]),
+    "of no sequence": lambda answer: answer.draft_tokens.add(sequence_id=999, token_ids=[1]),
+    "of no token": lambda answer: guesses_of(answer, []),
+    "beyond the vocabulary": lambda answer: guesses_of(answer, [2**32 - 1]),
+    "too many": lambda answer: guesses_of(answer, [TOKEN] * 5000),
+    "twice": lambda answer: (guesses_of(answer, [5]), guesses_of(answer, [TOKEN])),
+    "some of all": lambda answer: (guesses_of(answer, [TOKEN, 5]), guesses_of(answer, [2**31])),
+}
+
+
+def guesses_of(answer: pb.ModelOutput, token_ids: list[int]) -> None:
+    for sequence_id in range(1, 20):
+        answer.draft_tokens.add(sequence_id=sequence_id, token_ids=token_ids)
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+async def test_a_worker_whose_guesses_are_lies_costs_time_alone(
+    lie: Callable[[pb.ModelOutput], object], byte_tokenizer_directory: Path
+) -> None:
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    worker.info.num_speculative_tokens = 3
+
+    def spoil(answer: pb.ModelOutput) -> pb.ModelOutput:
+        lie(answer)
+        return answer
+
+    worker.spoil = spoil
+    async with serving(worker) as address, scheduler(address) as one, Client(one.target) as client:
+        sampling = SamplingParams(max_tokens=30, ignore_eos=True)
+        completions = await asyncio.gather(*(collect(client, "a" * number, sampling) for number in range(1, 6)))
+        (state,) = one.engine.workers
+    assert [completion.outputs[0].token_ids for completion in completions] == [[TOKEN] * 30] * 5
+    assert state.num_losses == 0

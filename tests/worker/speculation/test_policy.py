@@ -1,0 +1,80 @@
+"""Guesses are verified where that makes tokens come faster, and nowhere else."""
+
+import itertools
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker_service.speculation.policy import StepCost, numbers_of_guesses
+
+
+def cost_of(fixed: float, each: float) -> StepCost:
+    """Of a machine that takes so many seconds for a step, and for each of its tokens."""
+    cost, draw = StepCost(each), Random(1)
+    for _ in range(200):
+        num_tokens = draw.randrange(1, 40)
+        cost.observe(num_tokens, fixed + each * num_tokens)
+    return cost
+
+
+def rate(numbers: list[int], chances: list[float], cost: StepCost, pause: float) -> float:
+    """Tokens a second that are to be expected."""
+    gained = len(chances) + sum(
+        chance**j for number, chance in zip(numbers, chances, strict=True) for j in range(1, number + 1)
+    )
+    return gained / (cost.of(len(chances) + sum(numbers)) + (pause if any(numbers) else 0))
+
+
+def test_a_cost_is_learnt() -> None:
+    cost = cost_of(0.020, 0.001)
+    assert cost.slope == pytest.approx(0.001, rel=0.01)
+    assert cost.of(1) == pytest.approx(0.021, rel=0.01)
+    for num_tokens in (1, 20) * 60:  # the machine has become slower
+        cost.observe(num_tokens, 0.060 + 0.004 * num_tokens)
+    assert cost.slope == pytest.approx(0.004, rel=0.05)
+    assert cost.of(10) == pytest.approx(0.100, rel=0.05)
+
+
+def test_before_there_is_anything_to_learn_from_the_slope_is_that_of_prompts() -> None:
+    cost = StepCost(0.002)
+    assert cost.slope == 0.002
+    for _ in range(50):
+        cost.observe(4, 0.030)  # steps of one size say nothing of it
+    assert cost.slope == pytest.approx(0.002)
+    assert cost.of(4) == pytest.approx(0.030)
+
+
+def test_where_memory_is_the_limit_all_likely_guesses_are_verified() -> None:
+    assert numbers_of_guesses([0.9], 8, cost_of(0.030, 0.0001), 0.002) == [8]
+
+
+def test_where_computing_is_the_limit_none_is() -> None:
+    assert numbers_of_guesses([0.95] * 32, 8, cost_of(0.0001, 0.005), 0.002) == [0] * 32
+
+
+def test_a_pause_that_costs_more_than_the_guesses_bring_is_not_made() -> None:
+    cost = cost_of(0.030, 0.0001)
+    assert numbers_of_guesses([0.9] + [0.0] * 7, 4, cost, 0.001) == [4] + [0] * 7
+    assert numbers_of_guesses([0.9] + [0.0] * 7, 4, cost, 0.040) == [0] * 8
+
+
+@given(
+    st.lists(st.floats(0, 1), min_size=1, max_size=3),
+    st.integers(1, 3),
+    st.floats(1e-4, 0.1),
+    st.floats(1e-5, 0.05),
+    st.floats(0, 0.05),
+)
+def test_no_other_numbers_are_faster(chances: list[float], most: int, fixed: float, each: float, pause: float) -> None:
+    cost = cost_of(fixed, each)
+    found = rate(numbers_of_guesses(chances, most, cost, pause), chances, cost, pause)
+    fastest = max(
+        rate(list(numbers), chances, cost, pause) for numbers in itertools.product(range(most + 1), repeat=len(chances))
+    )
+    assert found >= fastest * (1 - 1e-9)
+
+
+def test_nothing_is_asked_for_nothing() -> None:
+    assert numbers_of_guesses([], 4, cost_of(0.01, 0.001), 0.0) == []

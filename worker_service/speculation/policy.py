@@ -1,0 +1,71 @@
+"""How many guesses a step is worth: as many as make tokens come faster, by what such steps have taken so far.
+
+A step of n sequences that verifies k guesses computes n + k tokens, and is expected to gain n + e of them. Where memory
+is what limits a step, k more tokens cost next to nothing; where computing does, as much as others, and no guess is
+worth it. Guesses also cost a pause: the step after them cannot be planned before they are verified.
+"""
+
+from collections.abc import Sequence
+
+DECAY = 0.95
+"""Of what a step has taught about costs, with each later one."""
+CERTAINTY = 8.0
+"""Of the first slope: as much as of steps whose numbers of tokens have this sum of squared differences."""
+FIRST_PAUSE = 0.003
+FIRST_CHANCE = 0.5
+LEARNING = 0.1
+
+
+class StepCost:
+    """Seconds of a step by its number of tokens: the line that fits the last steps best (decayed least squares)."""
+
+    def __init__(self, seconds_per_token: float) -> None:
+        """The slope until there are steps of different sizes: that of prompts, which compute many at once."""
+        self._first_slope = seconds_per_token
+        self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        keep = DECAY
+        self._weight = keep * self._weight + 1
+        self._tokens = keep * self._tokens + num_tokens
+        self._seconds = keep * self._seconds + seconds
+        self._squares = keep * self._squares + num_tokens * num_tokens
+        self._products = keep * self._products + num_tokens * seconds
+
+    @property
+    def slope(self) -> float:
+        """Seconds of one more token."""
+        if not self._weight:
+            return self._first_slope
+        variance = self._squares - self._tokens * self._tokens / self._weight
+        covariance = self._products - self._tokens * self._seconds / self._weight
+        return max(0.0, (covariance + CERTAINTY * self._first_slope) / (max(0.0, variance) + CERTAINTY))
+
+    def of(self, num_tokens: int) -> float:
+        if not self._weight:
+            return self._first_slope * num_tokens
+        return max(1e-6, (self._seconds + self.slope * (num_tokens * self._weight - self._tokens)) / self._weight)
+
+
+def numbers_of_guesses(chances: Sequence[float], most: int, cost: StepCost, pause: float) -> list[int]:
+    """How many guesses to verify of each sequence, of which each next one is right with its chance.
+
+    Zero for all where that is fastest. The best numbers are found by taking the likeliest guess next, as long as tokens
+    a second rise.
+    """
+    num_sequences = len(chances)
+    guesses = sorted(
+        ((chance**number, row) for row, chance in enumerate(chances) for number in range(1, most + 1)), reverse=True
+    )
+    slope, seconds, gained = cost.slope, cost.of(num_sequences) + pause, float(num_sequences)
+    best, number = num_sequences / cost.of(num_sequences), 0
+    for count, (gain, _) in enumerate(guesses, 1):
+        if gain * seconds <= slope * gained:
+            break
+        gained, seconds = gained + gain, seconds + slope
+        if gained / seconds > best:
+            best, number = gained / seconds, count
+    numbers = [0] * num_sequences
+    for _, row in guesses[:number]:
+        numbers[row] += 1
+    return numbers
