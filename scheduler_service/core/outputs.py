@@ -125,3 +125,5 @@ class SequenceOutput(NamedTuple):
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     prompt_start: int = 0
+    goes_on: bool = False
+    """Whether the same answer has more for the sequence, whose status is not yet what it is now."""

@@ -336,7 +336,7 @@ class Engine:
         """Bring what sequences gained to the front ends of their requests."""
         requests, running, num_tokens = self.requests, SequenceStatus.RUNNING, 0
         for item in gained:
-            sequence, token_id, logprobs, prompt_logprobs, _ = item
+            sequence, token_id, logprobs, prompt_logprobs, _, goes_on = item
             group = sequence.group
             call = requests.get(group.request_id)
             if call is None or call.group is not group:
@@ -349,7 +349,7 @@ class Engine:
             num_tokens += token_id is not None
             if (
                 token_id is None
-                or sequence.status is not running
+                or (sequence.status is not running and not goes_on)
                 or logprobs is not None
                 or prompt_logprobs is not None
             ):

@@ -43,7 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every guess is verified, whether or not that is faster: on a model as small as this one it is not."""
-    monkeypatch.setattr(drafter, "numbers_of_guesses", lambda chances, most, *_: [most] * len(chances))
+    monkeypatch.setattr(drafter, "numbers_of_guesses", lambda chances, most, *_, **__: [most] * len(chances))
 
 
 @asynccontextmanager

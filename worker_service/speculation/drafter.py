@@ -34,7 +34,8 @@ class Drafter:
         self._cost = StepCost(1 / prefill_tokens_per_second if prefill_tokens_per_second else 0.0)
         self._chance = FIRST_CHANCE  # of sequences that nothing is known of
         self._pause = FIRST_PAUSE
-        self._answered_at: float | None = None  # if the step after it waits for the answer
+        self._has_asked = False  # whether the last answer had guesses, so that the next step waits for this one
+        self._answered_at: float | None = None
 
     def step_begins(self, *, has_drafts: bool) -> None:
         """A step has come; if it verifies guesses, it waited for the answer that brought them."""
@@ -52,12 +53,15 @@ class Drafter:
         guessing = [sequence for sequence in sequences if self._record(sequence).guessed]
         chances = [self._record(sequence).chance for sequence in guessing]
         others = len(chunks) - len(guessing)
-        numbers = numbers_of_guesses(chances + [0.0] * others, self._most, self._cost, self._pause)
+        numbers = numbers_of_guesses(
+            chances + [0.0] * others, self._most, self._cost, self._pause, is_late=not self._has_asked
+        )
         drafts = {
             sequence.sequence_id: self._record(sequence).guessed[:number]
             for sequence, number in zip(guessing, numbers, strict=False)
             if number
         }
+        self._has_asked = bool(drafts)
         if drafts:
             self._answered_at = time.monotonic()
         return drafts

@@ -93,7 +93,7 @@ class Answers:
             # All of its tokens are stored but this one.
             if token_id in sequence.end_token_ids or num_stored + 1 >= sequence.max_num_tokens:
                 self._end_if_due(sequence, token_id)
-            gained.append(new(SequenceOutput, (sequence, token_id, None, None, 0)))
+            gained.append(new(SequenceOutput, (sequence, token_id, None, None, 0, False)))
         return gained
 
     def _append_token(self, sequence: Sequence, token_id: int) -> None:
@@ -159,7 +159,7 @@ class Answers:
             for guess in accepted:
                 if not sequence.status.is_finished:
                     self._append_token(sequence, guess)
-                    gained.append(SequenceOutput(sequence, guess))
+                    gained.append(SequenceOutput(sequence, guess, goes_on=not sequence.status.is_finished))
             # Keys and values of the guesses that were wrong do not count; the caller adds num_tokens.
             num_wrong = num_tokens - 1 - len(accepted)
             sequence.num_stored_tokens -= num_wrong
