@@ -1,6 +1,7 @@
 """A worker without a model, over real gRPC: every token it samples is the letter "g", and it can be told to fail."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -73,13 +74,24 @@ class FakeWorkerService(WorkerServiceServicer, health.aio.HealthServicer):
             poisoned |= {fork.child_sequence_id for fork in output.forks if fork.parent_sequence_id in poisoned}
             if poisoned & set(output.sequence_ids):
                 await context.abort(self.poison_status, "a step failed")
-            num_samples = sum(output.samples) if output.samples else len(output.sequence_ids)
+            drafts = {draft.sequence_id: draft.token_ids for draft in output.draft_tokens}
+            samples = output.samples or [True] * len(output.sequence_ids)
+            num_tokens = [
+                1 + sum(1 for _ in itertools.takewhile(TOKEN.__eq__, drafts.get(sequence_id, ())))
+                for sequence_id, is_sampling in zip(output.sequence_ids, samples, strict=True)
+                if is_sampling
+            ]
             self.num_steps += 1
             if self.num_steps == self.stops_at:
                 self.runs.clear()
             self.num_prompts += len(output.new_sequences)
             yield self.spoil(
-                pb.ModelOutput(epoch=output.epoch, step_id=output.step_id, token_ids=[TOKEN] * num_samples)
+                pb.ModelOutput(
+                    epoch=output.epoch,
+                    step_id=output.step_id,
+                    token_ids=[TOKEN] * sum(num_tokens),
+                    num_tokens=num_tokens if drafts else (),
+                )
             )
 
 

@@ -172,3 +172,39 @@ async def test_a_worker_whose_guesses_are_lies_costs_time_alone(
         (state,) = one.engine.workers
     assert [completion.outputs[0].token_ids for completion in completions] == [[TOKEN] * 30] * 5
     assert state.num_losses == 0
+
+
+async def answers_of(worker: FakeWorkerService) -> tuple[list[tuple[object, ...]], int]:
+    """Of requests that end in all ways, and how many guesses were right."""
+    ways: list[dict[str, Any]] = [
+        *({"max_tokens": number} for number in range(1, 14)),
+        *({"max_tokens": 20, "stop_token_ids": [TOKEN], "min_tokens": number} for number in range(8)),
+        *({"max_tokens": 20, "stop": ["g" * number]} for number in range(1, 8)),
+    ]
+    async with serving(worker) as address, scheduler(address) as one, Client(one.target) as client:
+        completions = await asyncio.gather(
+            *(collect(client, [5], SamplingParams(**{"ignore_eos": True} | way)) for way in ways)
+        )
+        (state,) = one.engine.workers
+        found = [
+            (output.token_ids, output.text, output.finish_reason, output.stop_reason)
+            for completion in completions
+            for output in completion.outputs
+        ]
+        return found, state.guesses.num_right
+
+
+async def test_outputs_that_end_within_guesses_end_where_they_would_without(byte_tokenizer_directory: Path) -> None:
+    plain, guessing = (FakeWorkerService(byte_tokenizer_directory) for _ in range(2))
+    guessing.info.num_speculative_tokens = 3
+
+    def guess(answer: pb.ModelOutput) -> pb.ModelOutput:
+        for sequence_id in range(1, 40):
+            answer.draft_tokens.add(sequence_id=sequence_id, token_ids=[TOKEN] * 3)
+        return answer
+
+    guessing.spoil = guess
+    expected, _ = await answers_of(plain)
+    found, num_right = await answers_of(guessing)
+    assert found == expected
+    assert num_right > 50

@@ -125,6 +125,11 @@ def test_an_endpoint_is_a_url_of_a_host_and_a_port(endpoint: str) -> None:
         check_endpoint(endpoint)
 
 
+def test_an_empty_endpoint_is_none() -> None:
+    """As Compose gives it, unless it is set."""
+    assert check_endpoint("") is None
+
+
 # ---- calls
 
 
