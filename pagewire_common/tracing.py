@@ -5,6 +5,8 @@ What the SDK reads from the environment counts as well: OTEL_TRACES_SAMPLER, OTE
 
 import asyncio
 import contextlib
+import logging
+import os
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,6 +20,9 @@ MOST_HEADER = 1024
 """Characters of a header that is looked at; a traceparent has 55."""
 _HEADERS = (TRACE_PARENT, "tracestate")
 _PROPAGATOR = TraceContextTextMapPropagator()
+logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)  # it warns of a tracestate with its text
+EXPORT_SECONDS = 3.0
+"""For one batch, and so about what the end of a service waits for a collector that does not answer."""
 
 
 def check_endpoint(endpoint: str | None) -> str | None:
@@ -43,7 +48,8 @@ async def tracing(endpoint: str | None, service: str) -> AsyncIterator[Tracer | 
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     provider = TracerProvider(resource=Resource.create({"service.name": service}), shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+    timeout = None if "OTEL_EXPORTER_OTLP_TIMEOUT" in os.environ else EXPORT_SECONDS
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=timeout)))
     try:
         yield provider.get_tracer("pagewire")
     finally:

@@ -31,7 +31,7 @@ from scheduler_service.core.queues.policy import waiting_queue
 from scheduler_service.engine.admission import Admission
 from scheduler_service.engine.calls import Call
 from scheduler_service.engine.discovery import Resolve, resolve_by_dns
-from scheduler_service.engine.limits import check_limits, model_limits, model_name
+from scheduler_service.engine.limits import check_limits, model_limits, model_name, scheduler_config
 from scheduler_service.engine.membership import Departed, Membership
 from scheduler_service.engine.outage import Outage
 from scheduler_service.engine.outbox import Outbox
@@ -300,6 +300,10 @@ class Engine:
             raise WorkerError(f"the worker serves the model {info.model_id!r}, this scheduler {self._model_name!r}")
         if (num_blocks := info.num_device_blocks + info.num_host_blocks) > MAX_BLOCKS:
             raise WorkerError(f"the worker has {num_blocks} blocks; this scheduler manages at most {MAX_BLOCKS}")
+        try:
+            scheduler_config(self.settings, info)
+        except ValueError as error:
+            raise WorkerError(f"it cannot be scheduled: {error}") from None
         async with self._limits_lock:
             if not self._limits.done():
                 self.model_files = await client.fetch_tokenizer()

@@ -31,7 +31,8 @@ def model_name(model: str) -> str:
 def max_sequence_tokens(info: WorkerInfo) -> int:
     """The most tokens of one sequence on this worker: the model's limit, or its pool if that must hold them all."""
     if info.sliding_window:
-        held = blocks_within_window(info.sliding_window, info.max_num_batched_tokens, info.block_size)
+        chunk = info.max_num_batched_tokens + info.num_speculative_tokens
+        held = blocks_within_window(info.sliding_window, chunk, info.block_size)
         if held <= info.num_device_blocks:
             return info.max_model_len
     return min(info.max_model_len, info.num_device_blocks * info.block_size - info.num_speculative_tokens)
@@ -59,6 +60,7 @@ def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
         max_num_seqs=max_num_seqs(settings, info),
         has_priorities=settings.policy == "priority",
         has_forms="forms" in info.features,
+        num_lookahead_slots=info.num_speculative_tokens,
     )
 
 
@@ -74,6 +76,11 @@ def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerI
     if limits.has_forms and "forms" not in info.features:
         raise ValueError(
             "the worker follows no forms, as earlier workers do; start those with --no-forms, or this one with --forms"
+        )
+    if info.num_speculative_tokens > limits.num_lookahead_slots:
+        raise ValueError(
+            f"the worker guesses {info.num_speculative_tokens} tokens ahead, for which requests were promised room for "
+            f"{limits.num_lookahead_slots}; start it like the first worker, or that one with --speculate"
         )
     for name, promised, offered in (
         ("longest sequence", limits.context_length, max_sequence_tokens(info)),

@@ -270,10 +270,7 @@ class WorkerLoop:
             info = await self.client.get_info()
             await self._fleet.accept(self.client, info)
             settings = self._fleet.settings
-            try:
-                config = scheduler_config(settings, info)
-            except ValueError as error:
-                raise WorkerError(f"it cannot be scheduled: {error}") from error
+            config = scheduler_config(settings, info)
             if not await self.client.is_serving(timeout=5):
                 raise UnreachableError("the worker is not serving: it is starting or shutting down")
         except UnreachableError:

@@ -17,7 +17,8 @@ from scheduler_service.frontend.tokenization import Tokenizer
 class ServedModel:
     """Name, limits, defaults and tokenizer of the model, and the files that say so, by name.
 
-    `pool_tokens` is what all outputs of one request may take of a worker's KV cache.
+    `pool_tokens` is what all outputs of one request may take of a worker's KV cache, each with `num_lookahead_slots`
+    behind it; `context_length` is without these.
 
     Random weights may come without a tokenizer; then requests are of token ids, and outputs have no text.
     """
@@ -34,6 +35,7 @@ class ServedModel:
     has_forms: bool
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer | None
+    num_lookahead_slots: int = 0
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     files: Mapping[str, bytes] = field(default_factory=dict)
     forms: Forms = field(default_factory=Forms)

@@ -171,7 +171,7 @@ def _max_tokens(sampling: pb.SamplingParams, num_prompt_tokens: int, model: Serv
         # every other output computes the last prompt token itself. The last token of an output is never stored.
         shared = (num_prompt_tokens - (not sampling.beam_width)) // model.block_size
         blocks_each = (model.pool_tokens // model.block_size - shared) // n
-        in_pool = (shared + blocks_each) * model.block_size + 1 - num_prompt_tokens
+        in_pool = (shared + blocks_each) * model.block_size - model.num_lookahead_slots + 1 - num_prompt_tokens
         if (sampling.max_tokens or 1) > in_pool:
             invalid(
                 f"the prompt has {num_prompt_tokens} tokens, sampling.{name} is {n} and sampling.max_tokens "

@@ -183,6 +183,8 @@ async def test_what_vllm_has_too_can_be_had_under_its_names(byte_tokenizer_direc
         "prefix_cache_hits": "counter",
         "prompt_tokens": "counter",
         "generation_tokens": "counter",
+        "spec_decode_num_draft_tokens": "counter",
+        "spec_decode_num_accepted_tokens": "counter",
         "request_success": "counter",
         "time_to_first_token_seconds": "histogram",
         "inter_token_latency_seconds": "histogram",

@@ -311,6 +311,22 @@ async def test_a_trace_comes_through_the_gateway(traced: tuple[LocalServer, Coll
     assert SECRET not in repr(found.spans)
 
 
+async def test_a_beam_search_has_one_span_on_a_worker_however_many_beams_come_and_go(
+    traced: tuple[LocalServer, Collector],
+) -> None:
+    server, found = traced
+    trace = f"{5:032x}"
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        sampling = SamplingParams(max_tokens=20, beam_width=3)
+        request = pb.GenerateRequest(text="hello", sampling=sampling)
+        async for _ in InferenceServiceStub(channel).Generate(request, metadata=caller(trace)):
+            pass
+    spans = await asyncio.to_thread(found.wait_for, trace, is_whole(1))
+    assert [span.name for span in spans if span.service == "pagewire-scheduler"][1:] == ["queue", "beam search"]
+    (computed,) = [span for span in spans if span.name == "compute"]
+    assert computed.attributes["pagewire.steps"] == 20
+
+
 async def test_without_the_collector_requests_are_served_and_services_end_in_time(tiny_model_directory: Path) -> None:
     endpoint = ["--otlp-traces-endpoint", f"http://{free_address()}"]
     arguments = ["--num-device-blocks", "40", "--block-size", "8", "--threads", "1", *endpoint]

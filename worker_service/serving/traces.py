@@ -18,6 +18,7 @@ from pagewire_common.tracing import TRACE_PARENT, parent_of
 class _Stay:
     span: Span
     trace_parent: str
+    num_sequences: int = 1
     num_steps: int = 0
     num_tokens: int = 0
     num_sampled: int = 0
@@ -27,7 +28,7 @@ class _Stay:
 
 
 class Stays:
-    """Of one session."""
+    """Of one session. The beams of a search, which come and go with every step, share a span."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -44,19 +45,26 @@ class Stays:
                 self._come(new.sequence_id, new.trace_parent, new.sampling.index, new.num_computed_tokens, began)
         if not self._open:
             return
+        ending = set(step.finished)
         for fork in step.forks:
-            if (parent := self._open.get(fork.parent_sequence_id)) is not None:
+            if (parent := self._open.get(fork.parent_sequence_id)) is None:
+                continue
+            if fork.parent_sequence_id in ending:  # a beam
+                self._open[fork.child_sequence_id] = parent
+                parent.num_sequences += 1
+            else:
                 self._come(fork.child_sequence_id, parent.trace_parent, fork.index, fork.num_computed_tokens, began)
         self._leave(step.finished)
         for column, sequence_id in enumerate(step.sequence_ids):
             if (stay := self._open.get(sequence_id)) is not None:
-                stay.num_steps += 1
+                if stay.last_ns != now:
+                    stay.num_steps += 1
+                    stay.forward_us += timing.forward_us
                 stay.num_tokens += step.num_scheduled_tokens[column] if step.num_scheduled_tokens else 1
                 if not step.samples or step.samples[column]:
                     if not stay.num_sampled:
                         stay.span.add_event("first token", timestamp=now)
                     stay.num_sampled += 1
-                stay.forward_us += timing.forward_us
                 stay.last_ns = now
 
     def close(self) -> None:
@@ -71,7 +79,10 @@ class Stays:
 
     def _leave(self, sequence_ids: Iterable[int]) -> None:
         for sequence_id in sequence_ids:
-            if (stay := self._open.pop(sequence_id, None)) is not None:
+            if (stay := self._open.pop(sequence_id, None)) is None:
+                continue
+            stay.num_sequences -= 1
+            if not stay.num_sequences:
                 stay.span.set_attributes(
                     {
                         "pagewire.steps": stay.num_steps,

@@ -45,11 +45,13 @@ class Drafter:
 
     def guess(self, chunks: Sequence[ScheduledChunk], seconds: float) -> Mapping[int, list[int]]:
         """Guesses to verify, by sequence id, after a step of these chunks that took so long; none of most."""
-        sequences = [chunk.sequence for chunk in chunks if chunk.samples and may_be_guessed_for(chunk.sequence)]
+        sampling = [chunk for chunk in chunks if chunk.samples and may_be_guessed_for(chunk.sequence)]
+        sequences = [chunk.sequence for chunk in sampling]
         if all(chunk.stop - chunk.start <= 1 + self._most for chunk in chunks):
             self._cost.observe(sum(chunk.stop - chunk.start for chunk in chunks), seconds)
-        for sequence in sequences:
-            self._learn(sequence)
+        for chunk in sampling:
+            # Where the next step runs ahead, a place for its token is there already.
+            self._learn(chunk.sequence, len(chunk.sequence.token_ids) if chunk.drafts else chunk.stop + 1)
         guessing = [sequence for sequence in sequences if self._record(sequence).guessed]
         chances = [self._record(sequence).chance for sequence in guessing]
         others = len(chunks) - len(guessing)
@@ -66,18 +68,18 @@ class Drafter:
             self._answered_at = time.monotonic()
         return drafts
 
-    def _learn(self, sequence: SequenceState) -> None:
-        """Compare what came with what was guessed, and guess again."""
+    def _learn(self, sequence: SequenceState, num_tokens: int) -> None:
+        """Compare what came with what was guessed, and guess again. num_tokens: those that are known."""
         record = self._record(sequence)
-        came = sequence.token_ids[record.num_tokens :] if record.guessed else ()
+        came = sequence.token_ids[record.num_tokens : num_tokens] if record.guessed else ()
         for guessed, token_id in zip(record.guessed, came, strict=False):
             is_right = guessed == token_id
             record.chance += LEARNING * 2 * (is_right - record.chance)
             self._chance += LEARNING / 4 * (is_right - self._chance)
             if not is_right:
                 break
-        record.guessed = ngram.guess(np.frombuffer(sequence.token_ids, dtype=np.int64), self._most)
-        record.num_tokens = len(sequence.token_ids)
+        record.guessed = ngram.guess(np.frombuffer(sequence.token_ids, dtype=np.int64)[:num_tokens], self._most)
+        record.num_tokens = num_tokens
 
     def _record(self, sequence: SequenceState) -> _Record:
         if not isinstance(sequence.speculation, _Record):

@@ -47,6 +47,7 @@ class Sequence:
     __slots__ = (
         "block_keys",
         "candidates",
+        "draft_position",
         "draft_token_ids",
         "end_token_ids",
         "forked_from",
@@ -94,6 +95,7 @@ class Sequence:
         self.forked_from: Sequence | None = None  # whose tokens it begins with, until the worker knows it
         self.num_forked_tokens = 0  # how many of them
         self.draft_token_ids: list[int] = []  # guesses to verify in its next step
+        self.draft_position = 0  # how many of its tokens were computed when they were made: they are for no later step
         self.num_draft_tokens = 0  # guesses in the step in flight
         self.score = 0.0  # of a beam: the sum of its tokens' log-probabilities
         self.candidates: list[tuple[int, float]] | None = None  # of a beam: likeliest next tokens, once they are known

@@ -140,6 +140,7 @@ class Answers:
                     room = sequence.max_num_tokens - sequence.num_tokens - 1
                     most = max(0, min(self._config.num_lookahead_slots, room))
                     sequence.draft_token_ids = list(drafts[sequence.id][:most])
+                    sequence.draft_position = sequence.num_computed_tokens
                     any_taken = True
         return any_taken
 

@@ -32,7 +32,8 @@ class ChunkSizes:
                 num_tokens = max(1, self.max_chunk >> num_long)
             num_tokens = min(num_tokens, num_tokens_left)
             if num_tokens and sequence.id in self._blocks.tables:
-                if num_tokens == 1 and sequence.draft_token_ids and not is_long:
+                has_drafts = sequence.draft_token_ids and sequence.draft_position == sequence.num_computed_tokens
+                if num_tokens == 1 and has_drafts and not is_long:
                     num_tokens += min(len(sequence.draft_token_ids), num_tokens_left - 1)
                 num_bytes = 0
                 if not sequence.num_known_blocks:

@@ -10,6 +10,7 @@ from scheduler_helpers import make_group, make_scheduler, output_of, plan, run, 
 
 from scheduler_service.core import (
     ModelOutput,
+    PhaseRule,
     PreemptionMode,
     SchedulerOutput,
     SequenceStatus,
@@ -109,3 +110,35 @@ def test_no_block_is_let_go_of_as_behind_the_window_for_guesses_that_may_be_wron
         scheduler.update_from_output(output, worker.execute(output))
     run(scheduler, worker)
     assert output_of(group) == expected
+
+
+def test_guesses_are_for_the_very_next_step_of_a_sequence_and_for_no_later_one() -> None:
+    """A prompt that has a step to itself comes between, and then steps that are like the one before."""
+    scheduler = make_scheduler(
+        num_lookahead_slots=3,
+        phase_rule=PhaseRule.SEPARATE,
+        max_model_len=20,
+        num_device_blocks=32,
+        max_num_batched_tokens=32,
+    )
+    worker, group = FakeWorker(scheduler.config), make_group("a", 5, root=b"a", max_tokens=100)
+    (sequence,) = group.sequences
+
+    def compute(drafts: dict[int, list[int]] | None = None) -> SchedulerOutput:
+        output = scheduler.schedule()
+        assert sequence.num_computed_tokens <= scheduler.config.max_model_len
+        scheduler.update_from_output(output, worker.execute(output))
+        scheduler.update_draft_token_ids(drafts or {})
+        return output
+
+    scheduler.add_request(group)
+    while sequence.num_tokens < 13:
+        compute()
+    compute({sequence.id: [1, 2, 3]})
+    scheduler.add_request(make_group("b", 3, root=b"b", max_tokens=50))
+    assert sequence not in [scheduled.sequence for scheduled in compute().scheduled]
+    while sequence.num_tokens < 18:
+        assert not compute().draft_tokens or sequence.num_tokens == 14
+    scheduler.add_request(make_group("c", 3, root=b"c", max_tokens=5, beam_width=2))  # a plan like no step before
+    while scheduler.has_work:
+        assert not compute().draft_tokens

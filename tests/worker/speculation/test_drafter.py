@@ -6,15 +6,16 @@ from typing import Any
 import pytest
 from worker_helpers import state
 
-from worker_service.session.session import ScheduledChunk, SequenceState
+from worker_service.session.session import PLACEHOLDER, ScheduledChunk, SequenceState
 from worker_service.session.step import TOKENS
 from worker_service.speculation import drafter as module
 from worker_service.speculation.drafter import Drafter
 
 
 def chunk_of(sequence: SequenceState) -> ScheduledChunk:
+    """The step that sampled its last token."""
     length = len(sequence.token_ids)
-    return ScheduledChunk(sequence, length - 1, length, samples=True)
+    return ScheduledChunk(sequence, length - 2, length - 1, samples=True)
 
 
 def gain(sequence: SequenceState, *token_ids: int) -> None:
@@ -68,6 +69,13 @@ def test_time_without_requests_is_no_pause(monkeypatch: pytest.MonkeyPatch) -> N
         clock[0] += 3600.0
         drafter.step_begins(has_drafts=False)
         gain(sequence, 1 + number % 3)
+
+
+def test_a_token_that_a_step_ahead_has_yet_to_sample_is_not_taken_for_one() -> None:
+    sequence = state([1, 2, 3] * 5)
+    chunk = chunk_of(sequence)
+    sequence.token_ids.append(PLACEHOLDER)
+    assert Drafter(4, 10_000).guess([chunk], 0.030) == {1: [1, 2, 3, 1]}
 
 
 def test_guesses_keep_no_sequence_from_growing() -> None:
