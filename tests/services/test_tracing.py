@@ -28,6 +28,7 @@ from pagewire_client.gateway import Gateway
 from pagewire_client.llm import collect
 from pagewire_common.tracing import check_endpoint, trace_parent
 from scheduler_service.frontend.request_trace import MOST_PHASES, RequestTrace
+from scheduler_service.recording.replayer import Replayer
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 CALLER = "b7ad6b7169203331"
@@ -137,9 +138,15 @@ async def closed(one: InProcess) -> None:
     await until(lambda: not one.engine.requests and not one.engine.traced)
 
 
-async def test_a_request_whose_worker_is_lost_has_moved(byte_tokenizer_directory: Path) -> None:
+async def test_a_request_whose_worker_is_lost_has_moved(byte_tokenizer_directory: Path, tmp_path: Path) -> None:
+    """And a recording of it, which has no traces, comes out the same."""
+    recording = tmp_path / "recording"
     memory, workers = Memory(), [FakeWorkerService(byte_tokenizer_directory) for _ in range(2)]
-    async with serving(workers[0]) as first, serving(workers[1]) as second, scheduler(first, second) as one:
+    async with (
+        serving(workers[0]) as first,
+        serving(workers[1]) as second,
+        scheduler(first, second, record=recording) as one,
+    ):
         one.link.tracer = memory.tracer
         await one.engine.model()
         await until(lambda: len(one.engine.serving) == 2)
@@ -151,6 +158,7 @@ async def test_a_request_whose_worker_is_lost_has_moved(byte_tokenizer_directory
             async for _ in stream:
                 pass
         await closed(one)
+    assert "answer" in [moment.kind for moment in Replayer().run(recording)]
     assert memory.names == ["queue", "prefill", "decode", "move", "prefill", "decode", "text_completion fake"]
     one_place, other = (first, second) if lost is workers[0] else (second, first)
     places = [dict(span.attributes or {}).get("pagewire.worker") for span in memory.spans]
