@@ -118,7 +118,12 @@ class RequestCounts:
 
 
 _HISTOGRAMS = (
-    *("queue_seconds", "first_token_seconds", "token_seconds", "request_seconds", "prompt_tokens", "output_tokens"),
+    "queue_seconds",
+    "first_token_seconds",
+    "token_seconds",
+    "request_seconds",
+    "prompt_tokens",
+    "output_tokens",
 )
 _NUMBERS = ("num_requests", "num_prompt_tokens", "num_output_tokens")
 

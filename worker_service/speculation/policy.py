@@ -11,9 +11,6 @@ DECAY = 0.95
 """Of what a step has taught about costs, with each later one."""
 CERTAINTY = 8.0
 """Of the first slope: as much as of steps whose numbers of tokens have this sum of squared differences."""
-MARGIN = 1.1
-"""How much faster it must be by these figures. With 8 sequences and a tenth less, texts that hardly repeat were slowed
-down by 6%: figures are of the past, and what is computed beside the model on the same cores is not in them."""
 FIRST_PAUSE = 0.003
 FIRST_CHANCE = 0.5
 LEARNING = 0.1
@@ -65,7 +62,7 @@ def numbers_of_guesses(
         reverse=True,
     )
     slope, seconds, gained = cost.slope, cost.of(num_sequences) + pause, float(num_sequences)
-    best, number = MARGIN * num_sequences / cost.of(num_sequences), 0
+    best, number = num_sequences / cost.of(num_sequences), 0
     for count, (gain, _) in enumerate(guesses, 1):
         if gain * seconds <= slope * gained:
             break
