@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 FEWEST = 2
-"""Tokens that must have come before in the same order. After one alone, two in three guesses are wrong."""
+"""Tokens that must have come before in the same order: one alone has nearly always come before."""
 MOST = 16
 """Tokens back that are compared: what is alike for longer is as good."""
 
@@ -13,7 +13,7 @@ def guess(token_ids: npt.NDArray[np.int64], most: int) -> list[int]:
     """How the tokens go on: as they did after the latest of the longest earlier occurrences of their end.
 
     token_ids: [tokens]. Returns `most` tokens, or none if the last `FEWEST` have not come before. What repeats is
-    guessed to repeat on and on. 10 µs for 1,000 tokens.
+    guessed to repeat on and on. 20 µs for 1,000 tokens, 70 µs for 100,000.
     """
     num_tokens = len(token_ids)
     if num_tokens <= FEWEST or most < 1:
@@ -27,6 +27,8 @@ def guess(token_ids: npt.NDArray[np.int64], most: int) -> list[int]:
                 return []
             break
         ends = longer
+        if len(ends) == 1:
+            break
     start = int(ends[-1]) + 1
     known: list[int] = token_ids[start : start + most].tolist()
     while len(known) < most:  # it has come to the end of what there is, and goes on with itself
