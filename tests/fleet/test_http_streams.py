@@ -31,8 +31,20 @@ async def test_a_lost_worker_is_not_seen_over_http(workers: Workers, serve: Serv
                 return "".join([chunk.choices[0].text async for chunk in stream if chunk.choices])
 
             undisturbed = await asyncio.gather(*map(text, range(8)))
-            disturbed = [asyncio.create_task(text(number)) for number in range(8)]
-            await fleet.until(lambda state: all(worker.num_running > 1 for worker in state.workers))
-            members[0].signal(signal.SIGKILL)
-            assert await asyncio.gather(*disturbed) == undisturbed
+            is_lost = False
+
+            async def keep_up(number: int) -> None:
+                """The stream, begun anew as often as it ends, until the worker is lost."""
+                is_last = False
+                while not is_last:
+                    is_last = is_lost
+                    assert await text(number) == undisturbed[number]
+
+            async with asyncio.TaskGroup() as streams:
+                for number in range(8):
+                    streams.create_task(keep_up(number))
+                await fleet.until(lambda state: all(worker.num_running > 1 for worker in state.workers))
+                members[0].signal(signal.SIGKILL)
+                await fleet.until(lambda state: any(worker.num_losses for worker in state.workers))
+                is_lost = True
     assert (await fleet.check_empty()).num_losses == 1
