@@ -93,9 +93,11 @@ bench-scheduler: setup
 bench-fleet: setup
 	$(BIN)/python -m bench.fleet $(PARTS:%=--parts %) $(MOST:%=--most %)
 
-# SEQUENCES: numbers, separated by commas.
+# SEQUENCES: numbers, separated by commas. DRAFT: a model with the vocabulary of MODEL, to guess beside n-grams; both are
+# taken for models of code.
 bench-speculation: setup
-	$(BIN)/python -m bench.speculation $(SEQUENCES:%=--sequences %) $(ROUNDS:%=--rounds %)
+	$(BIN)/python -m bench.speculation $(SEQUENCES:%=--sequences %) $(ROUNDS:%=--rounds %) $(MODEL:%=--model %) \
+	  $(DRAFT:%=--speculate ngram,draft --code --draft-model %)
 
 bench-simulate: setup
 	$(BIN)/python -m bench.simulate $(TRACES)

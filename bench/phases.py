@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from pagewire.v1.admin_service_pb2 import StepSplit
 
-PHASES = ("schedule", "encode", "wire", "move", "forward", "sample", "decode", "update", "publish")
+PHASES = ("schedule", "encode", "wire", "move", "forward", "sample", "guess", "decode", "update", "publish")
 """In the order in which a step passes through them."""
-MODEL_PHASES = frozenset(("move", "forward", "sample"))
+MODEL_PHASES = frozenset(("move", "forward", "sample", "guess"))
 """The worker's phases; all others are scheduler, codec and gRPC."""
 
 

@@ -1,11 +1,11 @@
-"""What guessing brings: the same requests to two servers that differ in --speculate alone, in turn, on one machine.
+"""What guessing brings: the same requests to servers that differ in --speculate alone, in turn, on one machine.
 
-    python -m bench.speculation [--sequences 1,8,32] [--rounds 3] [--model default]
+    python -m bench.speculation [--speculate ngram,draft] [--model default] [--draft-model NAME] [--sequences 1,8,32]
 
 Two sets of prompts. Texts that repeat are edits of this project's own sources: a file, and the request to write it
 again with one name changed. Texts that do not are the beginnings of paragraphs of its documentation, continued by
-sampling. The model is small: it follows the first kind of request about as well as any, because it has to copy.
-Tokens are compared as well: they must be the same.
+sampling. With --code, these are beginnings of its functions instead, for models of code. A small model follows the
+first kind of request about as well as any, because it has to copy. Tokens are compared as well: they must be the same.
 """
 
 import argparse
@@ -15,7 +15,8 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
 from bench.load import CONTEXT
@@ -63,54 +64,81 @@ async def run(
     return sum(map(len, found)) / (time.perf_counter() - began), found
 
 
+def functions() -> Iterator[str]:
+    """The beginnings of functions: what they are called with, and what they are for."""
+    for file in sorted((ROOT / "scheduler_service").rglob("*.py")):
+        for found in re.finditer(r"\n(def \w+\(.*\) -> .*:\n    \"\"\"[^\"]{40,}\"\"\"\n)", file.read_text()):
+            yield found[1]
+
+
 async def guesses(server: LocalServer) -> tuple[int, int]:
+    """How many were verified, and how many were right."""
     async with Admin(server.admin_target) as admin:
         (worker,) = (await admin.state()).state.workers
         return worker.num_guessed_tokens, worker.num_accepted_tokens
 
 
-async def compare(off: LocalServer, on: LocalServer, num_sequences: int, rounds: int) -> None:
-    async with Client(off.target) as plain, Client(on.target) as guessing:
-        for name, source, temperature in (("repeats", edits, 0.0), ("does not", beginnings, 0.8)):
+async def compare(
+    servers: Mapping[str, LocalServer], num_sequences: int, rounds: int, others: Callable[[], Iterator[str]]
+) -> None:
+    """servers: by how they guess; the first does not."""
+    off, *guessing = servers
+    async with AsyncExitStack() as stack:
+        clients = {name: await stack.enter_async_context(Client(servers[name].target)) for name in servers}
+        for name, source, temperature in (("repeats", edits, 0.0), ("does not", others, 0.8)):
             sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True, seed=1, temperature=temperature)
             num_prompts = max(3, num_sequences + num_sequences // 2)
             texts = itertools.cycle(source())
-            rates: dict[bool, list[float]] = {False: [], True: []}
-            are_same, before = True, await guesses(on)
+            before = {one: await guesses(servers[one]) for one in guessing}
+            rates: dict[str, list[float]] = {one: [] for one in servers}
+            are_same = True
             for number in range(rounds):
                 prompts = [next(texts) for _ in range(num_prompts)]
-                outputs = []
-                for is_on in (False, True) if number % 2 == 0 else (True, False):
-                    rate, found = await run(guessing if is_on else plain, prompts, num_sequences, sampling)
-                    rates[is_on].append(rate)
-                    outputs.append(found)
-                are_same &= outputs[0] == outputs[1]
-            verified, right = (now - then for now, then in zip(await guesses(on), before, strict=True))
-            ratio = statistics.median(b / a for a, b in zip(rates[False], rates[True], strict=True))
-            without, with_them = (statistics.median(rates[is_on]) for is_on in (False, True))
+                outputs = {}
+                first = number % len(servers)
+                for one in (*list(servers)[first:], *list(servers)[:first]):
+                    rate, outputs[one] = await run(clients[one], prompts, num_sequences, sampling)
+                    rates[one].append(rate)
+                are_same &= all(outputs[one] == outputs[off] for one in guessing)
             sys.stdout.write(
-                f"{num_sequences:3} at once, text that {name:8}: {without:7.1f} tok/s without, {with_them:7.1f} with, "
-                f"{ratio:.2f} x; {verified} guesses, {right / max(1, verified):.0%} right; "
-                f"{'the same tokens' if are_same else 'OTHER TOKENS'}\n"
+                f"{num_sequences:3} at once, text that {name:8}: {statistics.median(rates[off]):7.1f} tok/s"
             )
+            for one in guessing:
+                verified, right = (
+                    now - then for now, then in zip(await guesses(servers[one]), before[one], strict=True)
+                )
+                ratio = statistics.median(b / a for a, b in zip(rates[off], rates[one], strict=True))
+                sys.stdout.write(
+                    f"; {one} {statistics.median(rates[one]):.1f}, {ratio:.2f} x, {verified} guesses, "
+                    f"{right / max(1, verified):.0%} right"
+                )
+            sys.stdout.write(f"; {'the same tokens' if are_same else 'OTHER TOKENS'}\n")
             sys.stdout.flush()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default")
+    parser.add_argument("--speculate", default="ngram")
+    parser.add_argument("--draft-model")
+    parser.add_argument("--code", action="store_true")
     parser.add_argument("--sequences", default="1,8,32")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--num-speculative-tokens", default="8")
     arguments = parser.parse_args()
     common = ["--max-model-len", str(CONTEXT), "--kv-cache-memory", "1", "--no-forms"]
-    flags = ["--speculate", "ngram", "--num-speculative-tokens", arguments.num_speculative_tokens]
-    with (
-        LocalServer(arguments.model, worker_arguments=common) as off,
-        LocalServer(arguments.model, worker_arguments=[*common, *flags]) as on,
-    ):
+    with ExitStack() as stack:
+
+        def server(*flags: str) -> LocalServer:
+            return stack.enter_context(LocalServer(arguments.model, worker_arguments=[*common, *flags]))
+
+        servers = {"none": server()}
+        for one in arguments.speculate.split(","):
+            draft = ("--draft-model", arguments.draft_model) if one == "draft" else ()
+            most = ("--num-speculative-tokens", arguments.num_speculative_tokens)
+            servers[one] = server("--speculate", one, *draft, *most)
         for num_sequences in map(int, arguments.sequences.split(",")):
-            asyncio.run(compare(off, on, num_sequences, arguments.rounds))
+            asyncio.run(compare(servers, num_sequences, arguments.rounds, functions if arguments.code else beginnings))
 
 
 if __name__ == "__main__":

@@ -28,23 +28,22 @@ def write_byte_tokenizer(directory: Path) -> None:
     fast.save_pretrained(directory)
 
 
-def write_tiny_llama(directory: Path, tokenizer_directory: Path) -> None:
-    """Weights in float32 for sequences of 512 tokens, and a copy of the byte tokenizer."""
+def write_tiny_llama(directory: Path, tokenizer_directory: Path, seed: int = 0, **config: int) -> None:
+    """Weights in float32 for sequences of 512 tokens, and a copy of the byte tokenizer; `config` changes its sizes."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=259,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        bos_token_id=1,
-        eos_token_id=2,
-        initializer_range=0.2,
-    )
-    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 259,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+    }
+    torch.manual_seed(seed)
     shutil.copytree(tokenizer_directory, directory)
-    LlamaForCausalLM(config).save_pretrained(directory)
+    LlamaForCausalLM(
+        LlamaConfig(**sizes | config, bos_token_id=1, eos_token_id=2, initializer_range=0.2)
+    ).save_pretrained(directory)

@@ -60,10 +60,15 @@ class WorkerSettings(ServiceSettings):
         description="follow the forms that requests ask for (json_schema, regex, choice, grammar), in a process beside "
         "the worker; not where several processes share the model",
     )
-    speculate: Literal["none", "ngram"] = Field(
+    speculate: Literal["none", "ngram", "draft"] = Field(
         "none",
-        description="ngram: guess that an output goes on as it, or its prompt, did before, and verify several tokens "
-        "in a step where that is faster; the tokens are the same",
+        description="guess how an output goes on, and verify several tokens in a step where that is faster; the tokens "
+        "are the same. ngram: as it, or its prompt, did before; draft: as --draft-model does",
+    )
+    draft_model: str | None = Field(
+        None,
+        validate_default=True,
+        description="for --speculate draft: a smaller model with the same vocabulary, named as --model",
     )
     num_speculative_tokens: int = Field(8, ge=1, le=64, description="most guesses for one sequence in one step")
     threads: int | None = Field(
@@ -72,6 +77,15 @@ class WorkerSettings(ServiceSettings):
         description="CPU threads of the forward pass in each process; by default one a core, shared out among them",
     )
     cache: Path = Field(Path("~/.cache/pagewire"), description="folder for downloaded and converted models")
+
+    @field_validator("draft_model")
+    @classmethod
+    def _drafts_in_one_process(cls, draft_model: str | None, info: ValidationInfo) -> str | None:
+        if (info.data.get("speculate") == "draft") != (draft_model is not None):
+            raise ValueError("it goes together with --speculate draft")
+        if draft_model is not None and info.data.get("tensor_parallel_size") != 1:
+            raise ValueError("it is for a model that one process holds; use --speculate ngram")
+        return draft_model
 
     @field_validator("scheduler_identity")
     @classmethod

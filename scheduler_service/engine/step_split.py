@@ -1,12 +1,12 @@
-"""Where the time of a worker's steps goes: nine phases, added up over every step since the scheduler started.
+"""Where the time of a worker's steps goes: ten phases, added up over every step since the scheduler started.
 
-schedule, encode, decode, update and publish are measured here, around the calls of those names. move, forward and
-sample come with each answer. wire is the rest of the round trip.
+schedule, encode, decode, update and publish are measured here, around the calls of those names. move, forward,
+sample and guess come with each answer. wire is the rest of the round trip.
 
 A step that was sent ahead first waits for the step before it, which is not the wire's time. Its round trip therefore
 begins when it was sent or, if that is later, when the previous answer came in. Such round trips lie end to end, and
 each moment belongs to one step. So wire is exactly the time in which steps were in flight and the worker was in none of
-its three phases: protobuf, gRPC and the network both ways, the worker's own codec and bookkeeping, and whatever kept
+its four phases: protobuf, gRPC and the network both ways, the worker's own codec and bookkeeping, and whatever kept
 this event loop from noticing an answer. Transfers that happen while the worker computes another step are not part of
 wire. The scheduler's own phases are counted in full, hidden or not, so the sum of all phases is no less than the time
 that passed.
@@ -28,6 +28,8 @@ class WorkerTiming(Protocol):
     def forward_us(self) -> int: ...
     @property
     def sample_us(self) -> int: ...
+    @property
+    def guess_us(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -44,6 +46,7 @@ class StepSplit:
     move: int = 0
     forward: int = 0
     sample: int = 0
+    guess: int = 0
     decode: int = 0
     update: int = 0
     publish: int = 0
@@ -74,10 +77,12 @@ class RoundTrips:
         """The answer to the oldest step in flight came in."""
         began = max(self._sent_at.popleft(), self._answered_at)
         self._answered_at = at
-        move, forward, sample = 1000 * timing.move_us, 1000 * timing.forward_us, 1000 * timing.sample_us
+        move, forward = 1000 * timing.move_us, 1000 * timing.forward_us
+        sample, guess = 1000 * timing.sample_us, 1000 * timing.guess_us
         split = self._split
         split.num_steps += 1
         split.move += move
         split.forward += forward
         split.sample += sample
-        split.wire += at - began - move - forward - sample
+        split.guess += guess
+        split.wire += at - began - move - forward - sample - guess

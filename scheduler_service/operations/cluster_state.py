@@ -73,6 +73,7 @@ def _encode_split(split: StepSplit) -> pb.StepSplit:
         move_us=split.move // 1000,
         forward_us=split.forward // 1000,
         sample_us=split.sample // 1000,
+        guess_us=split.guess // 1000,
         decode_us=split.decode // 1000,
         update_us=split.update // 1000,
         publish_us=split.publish // 1000,

@@ -15,7 +15,7 @@ from scheduler_service.engine.engine_servicer import FrontEnds
 from scheduler_service.operations.cluster_state import cluster_state
 from scheduler_service.statistics.counts import CountsByTenant, Histogram, RequestCounts
 
-PHASES = ("schedule", "encode", "wire", "move", "forward", "sample", "decode", "update", "publish")
+PHASES = ("schedule", "encode", "wire", "move", "forward", "sample", "guess", "decode", "update", "publish")
 STATUSES = [name.removeprefix("WORKER_STATUS_").lower() for name, number in pb.WorkerStatus.items() if number]
 REASONS = ("stop", "length", "abort", "error")
 

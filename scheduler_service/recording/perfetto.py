@@ -139,7 +139,12 @@ class TraceWriter:
         }
         if step.answer is not None and step.answer.HasField("timing"):
             timing = step.answer.timing
-            args |= {"move_us": timing.move_us, "forward_us": timing.forward_us, "sample_us": timing.sample_us}
+            args |= {
+                "move_us": timing.move_us,
+                "forward_us": timing.forward_us,
+                "sample_us": timing.sample_us,
+                "guess_us": timing.guess_us,
+            }
         parts = [
             name
             for name, count in (("prefill", step.work.prefill_tokens), ("decode", step.work.decode_tokens))

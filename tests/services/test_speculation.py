@@ -12,6 +12,7 @@ import pytest
 from engines import until
 from fake_worker_service import TOKEN, FakeWorkerService, serving
 from scheduler_in_process import InProcess, scheduler
+from tiny_model import write_tiny_llama
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import scheduler_output_pb2 as pb
@@ -32,7 +33,7 @@ from worker_service.execution.worker import load_worker
 from worker_service.serving.device_thread import DeviceThread
 from worker_service.serving.servicer import WorkerServicer
 from worker_service.settings import WorkerSettings
-from worker_service.speculation import drafter
+from worker_service.speculation import drafter, ngram
 
 PROMPTS = ["abcabcabcabc", "one two three one two three one two", "hello", "x" * 40]
 KINDS: dict[str, dict[str, Any]] = {
@@ -77,7 +78,7 @@ class Oracle:
 def oracle(monkeypatch: pytest.MonkeyPatch) -> Oracle:
     oracle = Oracle()
     monkeypatch.setattr(drafter, "numbers_of_guesses", lambda chances, most, *_, **__: [most] * len(chances))
-    monkeypatch.setattr(drafter.ngram, "guess", oracle.guess)
+    monkeypatch.setattr(ngram, "guess", oracle.guess)
     return oracle
 
 
@@ -85,7 +86,8 @@ def oracle(monkeypatch: pytest.MonkeyPatch) -> Oracle:
 async def speculating_worker(model: Path, **settings: Any) -> AsyncIterator[tuple[str, GrpcServer]]:
     """A real worker that speculates, in this process: its address, and its server."""
     arguments = {"block_size": 8, "num_device_blocks": 128, "swap_space": 0.01, "threads": 1, "forms": False}
-    worker = load_worker(WorkerSettings(model=str(model), speculate="ngram", **(arguments | settings)))
+    arguments |= {"speculate": "ngram"} | settings
+    worker = load_worker(WorkerSettings(model=str(model), **arguments))
     server = GrpcServer([], max_receive_bytes=64 << 20)
     servicer = WorkerServicer(DeviceThread())
     add_WorkerServiceServicer_to_server(servicer, server.server)
@@ -174,6 +176,69 @@ async def test_outputs_are_the_same_when_workers_are_lost(
             assert await asyncio.gather(*together) == expected
         assert lost.num_losses == 1
         assert other.guesses.num_right > 20
+
+
+@pytest.fixture
+def all_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All guesses are made and verified, whether or not that is faster."""
+    monkeypatch.setattr(drafter, "numbers_of_guesses", lambda chances, most, *_, **__: [most] * len(chances))
+
+
+@pytest.mark.usefixtures("all_verified")
+@pytest.mark.parametrize("num_device_blocks", [128, 40])
+async def test_a_draft_model_that_is_the_target_is_right_whatever_is_asked_for(
+    num_device_blocks: int, tiny_model_directory: Path, tiny_server: LocalServer
+) -> None:
+    """It draws with the same noise. Its cache goes with the target's through forks, copies, prefixes and swaps: a slot
+    of another token would make it wrong."""
+    asked = [(prompt, sampling) for prompt in PROMPTS for sampling in KINDS.values()]
+    draft = {"speculate": "draft", "draft_model": str(tiny_model_directory), "num_device_blocks": num_device_blocks}
+    async with Client(tiny_server.target) as client:
+        expected = [await outputs(client, prompt, **sampling) for prompt, sampling in asked]
+    async with speculating(tiny_model_directory, **draft) as one:
+        async with Client(one.target) as client:
+            for (prompt, sampling), wanted in list(zip(asked, expected, strict=True))[: len(KINDS)]:
+                assert await outputs(client, prompt, **sampling) == wanted
+            together = await asyncio.gather(*(outputs(client, prompt, **sampling) for prompt, sampling in asked))
+        (worker,) = one.engine.workers
+        guesses, core = worker.guesses, worker.scheduler
+        assert core is not None
+        assert sum(core.num_preemptions.values()) > 0 or num_device_blocks > 40
+    assert together == expected
+    assert guesses.num_verified > 1500
+    assert guesses.num_right == guesses.num_verified
+
+
+@pytest.mark.usefixtures("all_verified")
+async def test_outputs_are_the_same_with_a_draft_model_that_is_mostly_wrong_when_a_worker_is_lost(
+    tiny_model_directory: Path, tiny_server: LocalServer, byte_tokenizer_directory: Path, tmp_path: Path
+) -> None:
+    """It is smaller, for shorter sequences, and has a padded vocabulary."""
+    small = tmp_path / "small"
+    write_tiny_llama(
+        small, byte_tokenizer_directory, seed=1, vocab_size=272, num_hidden_layers=1, max_position_embeddings=64
+    )
+    draft = {"speculate": "draft", "draft_model": str(small)}
+    plain = {name: sampling for name, sampling in KINDS.items() if name != "beams"}  # which have no first token
+    asked = [(prompt, sampling) for prompt in PROMPTS for sampling in plain.values()]
+    async with Client(tiny_server.target) as client:
+        expected = [await outputs(client, prompt, **sampling) for prompt, sampling in asked]
+    async with (
+        speculating_worker(tiny_model_directory, **draft) as (first, server),
+        speculating_worker(tiny_model_directory, **draft) as (second, _),
+        scheduler(first, second, model=str(tiny_model_directory)) as one,
+    ):
+        await one.engine.model()
+        await until(lambda: len(one.engine.serving) == 2)
+        lost, other = one.engine.workers
+        async with Client(one.target) as client:
+            together = [asyncio.create_task(outputs(client, prompt, **sampling)) for prompt, sampling in asked]
+            await until(lambda: lost.guesses.num_verified > 20)
+            await server.server.stop(None)
+            assert await asyncio.gather(*together) == expected
+        assert lost.num_losses == 1
+        assert other.guesses.num_verified > 200
+        assert other.guesses.num_right < other.guesses.num_verified / 2
 
 
 LIES: dict[str, Callable[[pb.ModelOutput], object]] = {

@@ -40,3 +40,19 @@ def test_flags_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
 def test_values_out_of_bounds_end_with_a_sentence(arguments: tuple[str, str]) -> None:
     with pytest.raises(SystemExit, match=f"worker_service: {arguments[0]}: "):
         load(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--speculate", "draft"), "it goes together with --speculate draft"),
+        (("--draft-model", "default"), "it goes together with --speculate draft"),
+        (
+            ("--speculate", "draft", "--draft-model", "default", "--tensor-parallel-size", "2"),
+            "it is for a model that one process holds",
+        ),
+    ],
+)
+def test_a_draft_model_is_for_guessing_in_one_process(arguments: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(SystemExit, match=f"worker_service: --draft-model: {sentence}"):
+        load(*arguments)

@@ -46,7 +46,7 @@ def check_room_for_weights(
 
 def count_device_blocks(
     device: torch.device,
-    shape: CacheShape,
+    shapes: Sequence[CacheShape],
     max_model_len: int,
     sliding_window: int,
     settings: WorkerSettings,
@@ -54,15 +54,16 @@ def count_device_blocks(
 ) -> int:
     """As many as the operator says, else as many as fit. Raises StartError where one sequence does not fit.
 
-    shape: of this rank's part of a block; every rank has as many blocks. sliding_window: the scheduler gives back
-    blocks behind it; 0 for none.
+    shapes: of this rank's part of a block in each pool; all pools and all ranks have as many blocks. sliding_window:
+    the scheduler gives back blocks behind it; 0 for none.
     """
     if settings.num_device_blocks is not None:
         return settings.num_device_blocks
-    needed = -(-max_model_len // shape.block_size)
+    block_size, own_bytes = shapes[0].block_size, sum(shape.block_bytes for shape in shapes)
+    needed = -(-max_model_len // block_size)
     if sliding_window:
-        needed = min(needed, (sliding_window + settings.max_num_batched_tokens - 3) // shape.block_size + 2)
-    block_bytes = sum(ranks.gather_numbers(shape.block_bytes))
+        needed = min(needed, (sliding_window + settings.max_num_batched_tokens - 3) // block_size + 2)
+    block_bytes = sum(ranks.gather_numbers(own_bytes))
     if settings.kv_cache_memory is not None:
         share = int(settings.kv_cache_memory * _GIB)
         if device.type == "cpu" and share > (free := _free_host_bytes()):
@@ -71,20 +72,20 @@ def count_device_blocks(
             )
         count = share // block_bytes
     elif device.type == "cuda":
-        count = _free_cuda_bytes(device, settings.gpu_memory_utilization) // shape.block_bytes
+        count = _free_cuda_bytes(device, settings.gpu_memory_utilization) // own_bytes
     else:
         count = min(_free_host_bytes() // _CPU_SHARE // block_bytes, settings.max_num_seqs * needed)
     count = min(ranks.gather_numbers(count))
     if count < needed:
-        raise StartError(_too_little(device, shape, block_bytes, max_model_len, max(count, 0), needed))
+        raise StartError(_too_little(device, block_size, block_bytes, max_model_len, max(count, 0), needed))
     return count
 
 
 def _too_little(
-    device: torch.device, shape: CacheShape, block_bytes: int, max_model_len: int, count: int, needed: int
+    device: torch.device, block_size: int, block_bytes: int, max_model_len: int, count: int, needed: int
 ) -> str:
     flags = "--gpu-memory-utilization or --kv-cache-memory" if device.type == "cuda" else "--kv-cache-memory"
-    less = f" to at most {count * shape.block_size}" if count else ""
+    less = f" to at most {count * block_size}" if count else ""
     return (
         f"the KV cache on {device.type} has room for {count} blocks ({count * block_bytes / _GIB:.3g} GiB), and "
         f"one sequence of {max_model_len} tokens needs {needed} ({needed * block_bytes / _GIB:.3g} GiB); "

@@ -13,29 +13,26 @@ from pathlib import Path
 import structlog
 import torch
 
-from kernels.backends import EAGER, backend_name, ops_for
+from kernels.backends import EAGER, backend_name
 from kernels.cpu.library import what_is_missing
-from kernels.reference import INT8_GROUP
 from pagewire_common.start_error import StartError
 from worker_service.errors import is_out_of_memory
-from worker_service.execution.cache_engine import CacheEngine, CacheShape
+from worker_service.execution.cache_engine import CacheEngine
 from worker_service.execution.capacity import check_room_for_weights, count_device_blocks
 from worker_service.execution.decode_graphs import DecodeGraphs
+from worker_service.execution.draft_model import DraftModel, with_vocabulary
 from worker_service.execution.forms import Forms
 from worker_service.execution.model_runner import ModelRunner
+from worker_service.execution.network import Network
 from worker_service.execution.profiling import measure_prefill
-from worker_service.loading.checkpoint import Checkpoint
-from worker_service.loading.dummy_weights import DummyWeights
-from worker_service.loading.model_store import find_model
-from worker_service.loading.tokenizer_files import find_tokenizer_files
-from worker_service.models.causal_model import ModelConfig
+from worker_service.loading.tokenizer_files import vocabulary
+from worker_service.models.causal_model import CausalModel, ModelConfig
 from worker_service.models.decoder_config import DecoderConfig
-from worker_service.models.registry import AnyConfig, build_model, read_config
-from worker_service.models.shard import part_of
 from worker_service.parallel.ranks import Ranks, join_ranks
 from worker_service.session.step import Limits, WorkerInfo
 from worker_service.settings import WorkerSettings
-from worker_service.speculation.drafter import Drafter
+from worker_service.speculation.drafter import Drafter, Proposer
+from worker_service.speculation.ngram import Ngrams
 
 log = structlog.get_logger()
 
@@ -65,43 +62,35 @@ def load_worker(settings: WorkerSettings) -> Worker:
     if kernels == EAGER:
         missing = "triton" if device.type == "cuda" else what_is_missing()
         log.warning(f"eager torch computes, more slowly; missing: {missing}")
-    cache = settings.cache.expanduser()
-    is_dummy = settings.load_format == "dummy"
-    source = find_model(settings.model, cache, with_weights=not is_dummy)
-    checkpoint = Checkpoint(source.path, DummyWeights(device) if is_dummy else None)
-    tokenizer_files = find_tokenizer_files(source.path, cache, may_lack=is_dummy)
-    config = _read_config(checkpoint)
+    target = Network.open(settings.model, settings, device, ranks)
+    config, tokenizer_files = target.config, target.tokenizer_files
+    max_model_len = _choose_max_model_len(settings, config)
+    sliding_window = _sliding_window(config, max_model_len)
+    draft = _open_draft(settings, target, sliding_window)
+    networks = [target, *([] if draft is None else [draft])]
     follows = settings.forms and ranks.size == 1
     forms = Forms.load(tokenizer_files, config.vocabulary_size) if follows else None  # it starts beside what follows
-    max_model_len = _choose_max_model_len(settings, config)
-    dtype = checkpoint.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    num_kv_heads, cuts = part_of(config, ranks)
-    shape = CacheShape(config.num_layers, settings.block_size, num_kv_heads, config.head_dim, dtype)
-    block_bytes = ranks.gather_numbers(shape.block_bytes)
+    shapes = [network.shape for network in networks]
+    block_bytes = ranks.gather_numbers(sum(shape.block_bytes for shape in shapes))
     num_host_blocks = int(settings.swap_space * 2**30) // sum(block_bytes)
     try:
         # First without memory: errors in the weights are found before memory is allocated for them.
-        blueprint = build_model(config, dtype, torch.device("meta"), ranks).checkpoint_tensors()
-        checkpoint.check(blueprint, cuts)
-        check_room_for_weights(device, dtype, [tensor.nbytes for tensor in blueprint.values()], ranks)
-        _check_quantization(config, dtype, device, settings)
-        # The fingerprint is of the whole model; one rank computes it. Several threads read the files, so that loading
-        # finds them in memory. Weights that are rounded in another way count as other weights: workers that round
-        # differently do not serve together.
-        scheme = f"int8 by {INT8_GROUP}" if settings.quantization == "int8" else settings.quantization
-        fingerprint = checkpoint.fingerprint(tokenizer_files, dtype, scheme) if ranks.rank == 0 else ""
-        model = build_model(config, dtype, device, ranks)
-        checkpoint.load_into(model.checkpoint_tensors(), cuts)
-        model.pack(int8=settings.quantization == "int8")
-        speed = measure_prefill(model, shape, device, settings.max_num_batched_tokens, settings.max_num_seqs)
-        num_device_blocks = count_device_blocks(
-            device, shape, max_model_len, _sliding_window(config, max_model_len), settings, ranks
-        )
-        cache_engine = CacheEngine(shape, num_device_blocks, num_host_blocks, device)
-        decode_graphs = None
-        captures = isinstance(config, DecoderConfig) and kernels != EAGER and not settings.enforce_eager
-        if device.type == "cuda" and captures:
-            decode_graphs = DecodeGraphs(model, cache_engine.device_blocks, settings.max_num_seqs, max_model_len)
+        sizes = [num_bytes for network in networks for num_bytes in network.check()]
+        check_room_for_weights(device, target.dtype, sizes, ranks)
+        fingerprint = target.fingerprint() if ranks.rank == 0 else ""  # a draft model chooses no token
+        models = [network.load() for network in networks]
+        if draft is not None:
+            models[1] = with_vocabulary(models[1], config.vocabulary_size)
+        speeds = [
+            measure_prefill(model, shape, device, settings.max_num_batched_tokens, settings.max_num_seqs)
+            for model, shape in zip(models, shapes, strict=True)
+        ]
+        num_device_blocks = count_device_blocks(device, shapes, max_model_len, sliding_window, settings, ranks)
+        caches = [CacheEngine(shape, num_device_blocks, num_host_blocks, device) for shape in shapes]
+        graphs = [
+            _capture(network, model, cache, settings, max_model_len)
+            for network, model, cache in zip(networks, models, caches, strict=True)
+        ]
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -110,17 +99,27 @@ def load_worker(settings: WorkerSettings) -> Worker:
         ) from error
     if forms is not None and not forms.is_ready():
         forms = None
+    proposer: Proposer | None = None
+    if draft is not None:
+        proposer = DraftModel(
+            ModelRunner(models[1], caches[1], graphs[1]),
+            min(max_model_len, draft.config.max_model_len),
+            settings.max_num_batched_tokens,
+            speeds[1],
+        )
+    elif settings.speculate == "ngram" and ranks.rank == 0:
+        proposer = Ngrams()
     return Worker(
         ranks=ranks,
         info=WorkerInfo(
-            model_id=source.model_id,
+            model_id=target.model_id,
             model_fingerprint=fingerprint,
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=str(target.dtype).removeprefix("torch."),
             device=f"{device.type} ({_device_name(device)}, {kernels})" + f" x {ranks.size}" * (ranks.size > 1),
             features=(*("swap",) * bool(num_host_blocks), *("forms",) * bool(forms)),
-            sliding_window=_sliding_window(config, max_model_len),
-            swap_bytes_per_second=_slowest(cache_engine.measure_swap_bandwidth(), block_bytes, ranks),
-            prefill_tokens_per_second=speed,
+            sliding_window=sliding_window,
+            swap_bytes_per_second=_slowest(caches[0].measure_swap_bandwidth(), block_bytes, ranks),
+            prefill_tokens_per_second=speeds[0],
             block_bytes=sum(block_bytes),
         ),
         limits=Limits(
@@ -133,14 +132,37 @@ def load_worker(settings: WorkerSettings) -> Worker:
             max_num_seqs=settings.max_num_seqs,
             num_speculative_tokens=settings.num_speculative_tokens if settings.speculate != "none" else 0,
         ),
-        runner=ModelRunner(model, cache_engine, decode_graphs, forms),
+        runner=ModelRunner(models[0], caches[0], graphs[0], forms),
         tokenizer_files=tokenizer_files,
-        drafter=(
-            Drafter(settings.num_speculative_tokens, speed)
-            if settings.speculate == "ngram" and ranks.rank == 0
-            else None
-        ),
+        drafter=Drafter(proposer, settings.num_speculative_tokens, speeds[0]) if proposer is not None else None,
     )
+
+
+def _open_draft(settings: WorkerSettings, target: Network, sliding_window: int) -> Network | None:
+    """The draft model, if there is to be one. Raises StartError where it cannot guess for the target."""
+    if settings.draft_model is None:
+        return None
+    if sliding_window:
+        raise StartError(
+            f"--speculate draft: blocks behind the sliding window of {target.model_id} are given back, and a draft "
+            "model would still need them; use --speculate ngram"
+        )
+    draft = Network.open(settings.draft_model, settings, target.device, target.ranks)
+    ours, theirs = (vocabulary(network.tokenizer_files) for network in (target, draft))
+    if ours != theirs:
+        raise StartError(f"--draft-model {settings.draft_model} has another vocabulary than {target.model_id}")
+    return draft
+
+
+def _capture(
+    network: Network, model: CausalModel, cache: CacheEngine, settings: WorkerSettings, max_model_len: int
+) -> DecodeGraphs | None:
+    """CUDA graphs of its decodes, where there can be any."""
+    device = network.device
+    captures = isinstance(network.config, DecoderConfig) and backend_name(device) != EAGER
+    if device.type != "cuda" or not captures or settings.enforce_eager:
+        return None
+    return DecodeGraphs(model, cache.device_blocks, settings.max_num_seqs, max_model_len)
 
 
 def _choose_device(settings: WorkerSettings) -> torch.device:
@@ -153,28 +175,6 @@ def _choose_device(settings: WorkerSettings) -> torch.device:
     if settings.tensor_parallel_size > count:
         raise StartError(f"--tensor-parallel-size is {settings.tensor_parallel_size}; torch finds {count} GPUs")
     return torch.device("cuda", number if settings.tensor_parallel_size > 1 else 0)
-
-
-def _read_config(checkpoint: Checkpoint) -> AnyConfig:
-    file = checkpoint.path / "config.json"
-    try:
-        return read_config(checkpoint.config)
-    except KeyError as error:
-        raise StartError(f"{file}: {error.args[0]} is missing") from error
-    except Exception as error:  # a config is untrusted, and the code that reads it may raise anything
-        raise StartError(f"{file}: {str(error) or type(error).__name__}") from error
-
-
-def _check_quantization(config: AnyConfig, dtype: torch.dtype, device: torch.device, settings: WorkerSettings) -> None:
-    """Packs small weights to find out whether such weights can be packed, before any are loaded."""
-    if settings.quantization == "none":
-        return
-    if not isinstance(config, DecoderConfig):
-        raise StartError(f"--quantization {settings.quantization} is for the families that run natively")
-    if ops_for(device).pack_int8(torch.ones(2, 2, dtype=dtype, device=device)) is None:
-        raise StartError(
-            f"--quantization {settings.quantization} needs bfloat16, compiled kernels, and a CPU with AVX-512 BF16"
-        )
 
 
 def _choose_max_model_len(settings: WorkerSettings, config: ModelConfig) -> int:

@@ -36,6 +36,14 @@ def find_tokenizer_files(path: Path, cache: Path, *, may_lack: bool = False) -> 
     return list(files.values())
 
 
+def vocabulary(files: list[Path]) -> dict[str, int]:
+    """The ids of all tokens, those that were added included; empty without a tokenizer."""
+    from tokenizers import Tokenizer
+
+    file = next((file for file in files if file.name == "tokenizer.json"), None)
+    return {} if file is None else Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+
+
 def read_pieces(files: list[Path]) -> Iterator[tuple[str, bytes]]:
     """Name and next bytes, at most 1 MiB of them, file after file; an empty file is one empty piece."""
     for file in files:

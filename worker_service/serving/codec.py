@@ -93,7 +93,10 @@ def encode_model_output(epoch: int, step_id: int, output: ModelOutput) -> pb.Mod
         logprobs=[_encode_logprobs(logprobs) for logprobs in output.logprobs],
         prompt_logprobs=[_encode_logprobs(logprobs) for logprobs in output.prompt_logprobs],
         timing=pb.StepTiming(
-            move_us=output.timing.move_us, forward_us=output.timing.forward_us, sample_us=output.timing.sample_us
+            move_us=output.timing.move_us,
+            forward_us=output.timing.forward_us,
+            sample_us=output.timing.sample_us,
+            guess_us=output.timing.guess_us,
         ),
         failed_sequence_ids=output.failed_sequence_ids,
     )

@@ -4,6 +4,7 @@ To be called on the device thread. `launch` raises InvalidStepError and FencingE
 `launch` and `finish` also raise what torch raises. After any error the session is over.
 """
 
+import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -31,9 +32,9 @@ class Computation:
         cls, worker: "Worker", session: Session, output: SchedulerOutput, before: "RunningStep | None" = None
     ) -> "Computation":
         """Begin. before: the session's last step, if it has not finished and this one may run ahead of it."""
-        if worker.drafter is not None:
-            worker.drafter.step_begins(has_drafts=bool(output.draft_tokens))
         chunks = session.apply(output)
+        if worker.drafter is not None:
+            worker.drafter.step_begins(output, chunks)
         with worker.ranks.alike():
             step = worker.runner.launch(output, chunks, before)
         session.advance(chunks)
@@ -45,7 +46,8 @@ class Computation:
             answer = self.step.finish()
         self.session.fill_in(self.step.chunks, answer.token_ids, answer.num_tokens)
         if (drafter := self.worker.drafter) is not None:
-            timing = answer.timing
-            seconds = (timing.move_us + timing.forward_us + timing.sample_us) / 1e6
-            answer = replace(answer, draft_tokens=drafter.guess(self.step.chunks, seconds))
+            began = time.perf_counter()
+            drafts = drafter.guess(self.step.chunks, answer.timing.seconds)
+            guess_us = round((time.perf_counter() - began) * 1e6)
+            answer = replace(answer, draft_tokens=drafts, timing=replace(answer.timing, guess_us=guess_us))
         return encode_model_output(self.output.epoch, self.output.step_id, answer)

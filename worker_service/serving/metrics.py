@@ -20,6 +20,7 @@ class WorkerStatistics:
     move_us: int = 0
     forward_us: int = 0
     sample_us: int = 0
+    guess_us: int = 0
 
     def count(self, step: SchedulerOutput, answer: ModelOutput) -> None:
         """A step was computed."""
@@ -29,6 +30,7 @@ class WorkerStatistics:
         self.move_us += answer.timing.move_us
         self.forward_us += answer.timing.forward_us
         self.sample_us += answer.timing.sample_us
+        self.guess_us += answer.timing.guess_us
 
 
 def families(
@@ -51,6 +53,6 @@ def families(
     ):
         yield CounterMetricFamily(f"pagewire_worker_{name}", text, value)
     phases = CounterMetricFamily("pagewire_worker_step_phase_seconds", "Where steps' time went.", labels=["phase"])
-    for phase in ("move", "forward", "sample"):
+    for phase in ("move", "forward", "sample", "guess"):
         phases.add_metric([phase], getattr(statistics, f"{phase}_us") / 1e6)
     yield phases

@@ -38,7 +38,7 @@ class Stays:
         """A step has been computed now."""
         now = time.time_ns()
         timing = answer.timing
-        began = now - 1000 * (timing.move_us + timing.forward_us + timing.sample_us)
+        began = now - 1000 * (timing.move_us + timing.forward_us + timing.sample_us + timing.guess_us)
         self._leave(step.preempted)
         for new in step.new_sequences:
             if new.trace_parent:

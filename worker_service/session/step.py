@@ -162,6 +162,12 @@ class StepTiming:
     move_us: int
     forward_us: int
     sample_us: int
+    guess_us: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Of moves, forward pass and sampling."""
+        return (self.move_us + self.forward_us + self.sample_us) / 1e6
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,14 @@
 """Guesses by looking up what came after the last tokens when they came before (prompt lookup decoding, Saxena 2023)."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
+
+from worker_service.session.session import ScheduledChunk
+from worker_service.session.step import SchedulerOutput
+from worker_service.speculation.drafter import Beginning
+from worker_service.speculation.policy import StepCost
 
 FEWEST = 2
 """Tokens that must have come before in the same order: one alone has nearly always come before."""
@@ -34,3 +41,18 @@ def guess(token_ids: npt.NDArray[np.int64], most: int) -> list[int]:
     while len(known) < most:  # it has come to the end of what there is, and goes on with itself
         known.append(known[len(known) - (num_tokens - start)])
     return known
+
+
+class Ngrams:
+    """A proposer that looks for each sequence's last tokens in the sequence itself."""
+
+    cost: StepCost | None = None
+
+    def step_begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> None:
+        pass
+
+    def guess(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
+        return [
+            guess(np.frombuffer(one.sequence.token_ids, dtype=np.int64)[: one.num_tokens], one.number)
+            for one in beginnings
+        ]

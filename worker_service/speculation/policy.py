@@ -14,6 +14,9 @@ CERTAINTY = 8.0
 FIRST_PAUSE = 0.003
 FIRST_CHANCE = 0.5
 LEARNING = 0.1
+FORGETTING = 0.005
+"""Of what is known of a sequence whose next tokens are not guessed, with each of its steps, so that guessing is tried
+again."""
 
 
 class StepCost:
@@ -48,28 +51,42 @@ class StepCost:
 
 
 def numbers_of_guesses(
-    chances: Sequence[float], most: int, cost: StepCost, pause: float, *, is_late: bool = False
+    chances: Sequence[float],
+    most: int,
+    cost: StepCost,
+    pause: float,
+    *,
+    is_late: bool = False,
+    guessing: StepCost | None = None,
 ) -> list[int]:
     """How many guesses to verify of each sequence, of which each next one is right with its chance.
 
     is_late: the next step is on its way without them. They are verified in the step after it, if the first of them has
-    turned out to be right by then. Zero for all where that is fastest. The best numbers are found by taking the
-    likeliest guess next, as long as tokens a second rise.
+    turned out to be right by then. guessing: the cost of guessing one token for each of some sequences, which is paid
+    as often as the longest guess has tokens; None where it costs nothing. Zero for all where that is fastest. For each
+    longest guess, the best numbers are found by taking the likeliest guess next, as long as tokens a second rise.
     """
     num_sequences = len(chances)
-    guesses = sorted(
-        ((chance ** (number + is_late), row) for row, chance in enumerate(chances) for number in range(1, most + 1)),
-        reverse=True,
-    )
-    slope, seconds, gained = cost.slope, cost.of(num_sequences) + pause, float(num_sequences)
-    best, number = num_sequences / cost.of(num_sequences), 0
-    for count, (gain, _) in enumerate(guesses, 1):
-        if gain * seconds <= slope * gained:
-            break
-        gained, seconds = gained + gain, seconds + slope
-        if gained / seconds > best:
-            best, number = gained / seconds, count
+    each = 0.0 if guessing is None else max(0.0, guessing.of(1) - guessing.slope)
+    slope = cost.slope + (0.0 if guessing is None else guessing.slope)
+    best, rows = num_sequences / cost.of(num_sequences) if chances else 0.0, list[int]()
+    for longest in range(1, most + 1) if each else (most,):
+        guesses = sorted(
+            (
+                (chance ** (number + is_late), row)
+                for row, chance in enumerate(chances)
+                for number in range(1, longest + 1)
+            ),
+            reverse=True,
+        )
+        seconds, gained = cost.of(num_sequences) + pause + longest * each, float(num_sequences)
+        for count, (gain, _) in enumerate(guesses, 1):
+            if gain * seconds <= slope * gained:
+                break
+            gained, seconds = gained + gain, seconds + slope
+            if gained / seconds > best:
+                best, rows = gained / seconds, [row for _, row in guesses[:count]]
     numbers = [0] * num_sequences
-    for _, row in guesses[:number]:
+    for row in rows:
         numbers[row] += 1
     return numbers

@@ -44,7 +44,7 @@ class FirstOfTwo(Ranks):
 
 def count(max_model_len: int = 1, sliding_window: int = 0, ranks: Ranks = ALONE, **settings: Any) -> int:
     return count_device_blocks(
-        CPU, SHAPE, max_model_len, sliding_window, WorkerSettings(**{"max_num_seqs": 256, **settings}), ranks
+        CPU, [SHAPE], max_model_len, sliding_window, WorkerSettings(**{"max_num_seqs": 256, **settings}), ranks
     )
 
 

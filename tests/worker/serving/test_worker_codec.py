@@ -120,7 +120,7 @@ def test_an_empty_bad_word_is_refused() -> None:
 
 def test_the_answer_carries_everything() -> None:
     logprobs = SampleLogprobs(4, 2, [1, 2], [-0.5, -1.0], [3])
-    output = ModelOutput([6, 0], StepTiming(1, 2, 3), [logprobs], [logprobs], [5], [1, 1], {4: [7, 8]})
+    output = ModelOutput([6, 0], StepTiming(1, 2, 3, 4), [logprobs], [logprobs], [5], [1, 1], {4: [7, 8]})
     message = encode_model_output(9, 8, output)
     expected = pb.SampleLogprobs(sequence_id=4, width=2, token_ids=[1, 2], logprobs=[-0.5, -1.0], ranks=[3])
     assert message == pb.ModelOutput(
@@ -129,7 +129,7 @@ def test_the_answer_carries_everything() -> None:
         token_ids=[6, 0],
         logprobs=[expected],
         prompt_logprobs=[expected],
-        timing=pb.StepTiming(move_us=1, forward_us=2, sample_us=3),
+        timing=pb.StepTiming(move_us=1, forward_us=2, sample_us=3, guess_us=4),
         failed_sequence_ids=[5],
         num_tokens=[1, 1],
         draft_tokens=[pb.DraftTokens(sequence_id=4, token_ids=[7, 8])],

@@ -19,12 +19,18 @@ def cost_of(fixed: float, each: float) -> StepCost:
     return cost
 
 
-def rate(numbers: list[int], chances: list[float], cost: StepCost, pause: float) -> float:
+def rate(
+    numbers: list[int], chances: list[float], cost: StepCost, pause: float, guessing: StepCost | None = None
+) -> float:
     """Tokens a second that are to be expected."""
     gained = len(chances) + sum(
         chance**j for number, chance in zip(numbers, chances, strict=True) for j in range(1, number + 1)
     )
-    return gained / (cost.of(len(chances) + sum(numbers)) + (pause if any(numbers) else 0))
+    seconds = cost.of(len(chances) + sum(numbers)) + (pause if any(numbers) else 0)
+    if guessing is not None:
+        passes = [sum(number >= j for number in numbers) for j in range(1, max(numbers) + 1)]
+        seconds += sum(guessing.of(rows) for rows in passes)
+    return gained / seconds
 
 
 def test_a_cost_is_learnt() -> None:
@@ -66,20 +72,32 @@ def test_a_pause_that_costs_more_than_the_guesses_bring_is_not_made() -> None:
     st.floats(1e-4, 0.1),
     st.floats(1e-5, 0.05),
     st.floats(0, 0.05),
+    st.none() | st.tuples(st.floats(1e-4, 0.05), st.floats(1e-5, 0.01)),
 )
-def test_no_other_numbers_are_faster(chances: list[float], most: int, fixed: float, each: float, pause: float) -> None:
+def test_no_other_numbers_are_faster(
+    chances: list[float], most: int, fixed: float, each: float, pause: float, pass_seconds: tuple[float, float] | None
+) -> None:
     cost = cost_of(fixed, each)
-    found = rate(numbers_of_guesses(chances, most, cost, pause), chances, cost, pause)
+    guessing = cost_of(*pass_seconds) if pass_seconds else None
+    numbers = numbers_of_guesses(chances, most, cost, pause, guessing=guessing)
     fastest = max(
-        rate(list(others), chances, cost, pause) for others in itertools.product(range(most + 1), repeat=len(chances))
+        rate(list(others), chances, cost, pause, guessing)
+        for others in itertools.product(range(most + 1), repeat=len(chances))
     )
-    assert found >= fastest * (1 - 1e-9)
+    assert rate(numbers, chances, cost, pause, guessing) >= fastest * (1 - 1e-9)
 
 
 def test_a_guess_that_comes_a_step_late_must_be_worth_a_pause_all_the_more() -> None:
     cost = cost_of(0.030, 0.0001)
     assert numbers_of_guesses([0.3] * 2, 2, cost, 0.006) == [2, 2]
     assert numbers_of_guesses([0.3] * 2, 2, cost, 0.006, is_late=True) == [0, 0]
+
+
+def test_a_draft_model_that_is_slow_makes_few_guesses_or_none() -> None:
+    cost = cost_of(0.030, 0.0001)
+    assert numbers_of_guesses([0.8], 8, cost, 0.0, guessing=cost_of(0.001, 0.0001)) == [8]
+    assert numbers_of_guesses([0.8], 8, cost, 0.0, guessing=cost_of(0.010, 0.0001)) == [3]
+    assert numbers_of_guesses([0.8], 8, cost, 0.0, guessing=cost_of(0.030, 0.0001)) == [0]
 
 
 def test_nothing_is_asked_for_nothing() -> None:

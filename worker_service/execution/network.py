@@ -1,0 +1,107 @@
+"""A checkpoint that has been opened, and what this rank makes of it: a network with its weights on a device."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kernels.backends import ops_for
+from kernels.reference import INT8_GROUP
+from pagewire_common.start_error import StartError
+from worker_service.execution.cache_engine import CacheShape
+from worker_service.loading.checkpoint import Checkpoint
+from worker_service.loading.dummy_weights import DummyWeights
+from worker_service.loading.model_store import find_model
+from worker_service.loading.tokenizer_files import find_tokenizer_files
+from worker_service.models.causal_model import CausalModel
+from worker_service.models.decoder_config import DecoderConfig
+from worker_service.models.registry import AnyConfig, build_model, read_config
+from worker_service.models.shard import part_of
+from worker_service.parallel.cut import Cut
+from worker_service.parallel.ranks import Ranks
+from worker_service.settings import WorkerSettings
+
+
+@dataclass(frozen=True)
+class Network:
+    """Nothing of it is in memory until `load`."""
+
+    model_id: str
+    checkpoint: Checkpoint
+    tokenizer_files: list[Path]
+    config: AnyConfig
+    dtype: torch.dtype
+    shape: CacheShape
+    """Of this rank's part of a block."""
+    cuts: Mapping[str, Cut]
+    device: torch.device
+    ranks: Ranks
+    quantization: str
+
+    @classmethod
+    def open(cls, name: str, settings: WorkerSettings, device: torch.device, ranks: Ranks) -> "Network":
+        """Find a model, downloading and converting it where needed. Raises StartError."""
+        cache, is_dummy = settings.cache.expanduser(), settings.load_format == "dummy"
+        source = find_model(name, cache, with_weights=not is_dummy)
+        checkpoint = Checkpoint(source.path, DummyWeights(device) if is_dummy else None)
+        config = _read_config(checkpoint)
+        dtype = checkpoint.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
+        num_kv_heads, cuts = part_of(config, ranks)
+        return cls(
+            source.model_id,
+            checkpoint,
+            find_tokenizer_files(source.path, cache, may_lack=is_dummy),
+            config,
+            dtype,
+            CacheShape(config.num_layers, settings.block_size, num_kv_heads, config.head_dim, dtype),
+            cuts,
+            device,
+            ranks,
+            settings.quantization,
+        )
+
+    def check(self) -> list[int]:
+        """The bytes of each of its tensors. Raises StartError where they cannot be loaded; allocates no memory."""
+        blueprint = build_model(self.config, self.dtype, torch.device("meta"), self.ranks).checkpoint_tensors()
+        self.checkpoint.check(blueprint, self.cuts)
+        self._check_quantization()
+        return [tensor.nbytes for tensor in blueprint.values()]
+
+    def fingerprint(self) -> str:
+        """Of the whole model, whatever this rank's part is. Several threads read the files, so that loading finds them
+        in memory.
+
+        Weights that are rounded in another way count as other weights: workers that round differently do not serve
+        together.
+        """
+        scheme = f"int8 by {INT8_GROUP}" if self.quantization == "int8" else self.quantization
+        return self.checkpoint.fingerprint(self.tokenizer_files, self.dtype, scheme)
+
+    def load(self) -> CausalModel:
+        """Raises StartError, and what torch raises where there is no memory for it."""
+        model = build_model(self.config, self.dtype, self.device, self.ranks)
+        self.checkpoint.load_into(model.checkpoint_tensors(), self.cuts)
+        model.pack(int8=self.quantization == "int8")
+        return model
+
+    def _check_quantization(self) -> None:
+        """Packs small weights to find out whether such weights can be packed, before any are loaded."""
+        if self.quantization == "none":
+            return
+        if not isinstance(self.config, DecoderConfig):
+            raise StartError(f"--quantization {self.quantization} is for the families that run natively")
+        if ops_for(self.device).pack_int8(torch.ones(2, 2, dtype=self.dtype, device=self.device)) is None:
+            raise StartError(
+                f"--quantization {self.quantization} needs bfloat16, compiled kernels, and a CPU with AVX-512 BF16"
+            )
+
+
+def _read_config(checkpoint: Checkpoint) -> AnyConfig:
+    file = checkpoint.path / "config.json"
+    try:
+        return read_config(checkpoint.config)
+    except KeyError as error:
+        raise StartError(f"{file}: {error.args[0]} is missing") from error
+    except Exception as error:  # a config is untrusted, and the code that reads it may raise anything
+        raise StartError(f"{file}: {str(error) or type(error).__name__}") from error
