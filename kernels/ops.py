@@ -5,6 +5,7 @@ in `kernels.composed` say what each operation computes. `kernels.backends` choos
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -14,6 +15,24 @@ from kernels.metadata import AttentionMetadata
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
 """Computes `x @ weight.T + bias` of x, [rows, inputs], and bias, [outputs] or None."""
+
+
+@dataclass(frozen=True)
+class LoraWeights:
+    """What several adapters, each in its slot, have for one product of some inputs and outputs.
+
+    The outputs are those of one projection or of several fused ones, its parts, each of which has inner units of its
+    own.
+    """
+
+    a: Tensor
+    """[slots, parts, max_rank, inputs]: into the inner units."""
+    b: Tensor
+    """[slots, max_rank, outputs]: out of them, scaling included; inner units of a part lead to its outputs alone."""
+    ranks: Tensor
+    """[slots] int32: the inner units of each part; 0 for an adapter that leaves this product alone."""
+    starts: tuple[int, ...]
+    """The first output of each part, and behind the last one the number of outputs."""
 
 
 class Ops(Protocol):
@@ -64,5 +83,7 @@ class Ops(Protocol):
     def pack_int8(self, weight: Tensor, wide: bool = False) -> Product | None: ...
 
     def wide_itemsize(self, dtype: torch.dtype) -> int: ...
+
+    def add_lora(self, y: Tensor, x: Tensor, slots: Tensor, weights: LoraWeights) -> None: ...
 
     def copy_blocks(self, cache: Tensor, sources: Tensor, destinations: Tensor) -> None: ...

@@ -7,6 +7,7 @@ strided view `cache[:, layer]`. A slot is a token's place in the cache: `block *
 
 import sys
 from functools import partial
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn import functional
 
 from kernels import composed
 from kernels.metadata import AttentionMetadata
-from kernels.ops import Ops, Product
+from kernels.ops import LoraWeights, Ops, Product
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 """The functions that `gated_activation` can apply to the gate."""
@@ -132,6 +133,24 @@ def gated_activation(x: Tensor, activation: str) -> Tensor:
     else:
         activated = functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
     return (activated * up).to(x.dtype)
+
+
+def add_lora(y: Tensor, x: Tensor, slots: Tensor, weights: LoraWeights) -> None:
+    """Add to each row of a product what the row's adapter adds to it, in place: `(x @ a.T) @ b`, summed in float32.
+
+    y: [rows, outputs], of x's dtype or float32; x: [rows, inputs]; slots: [rows] int32, negative for rows without an
+    adapter. (Hu et al., 2021; adapters mixed in a batch as in Punica, Chen et al., 2023.)
+    """
+    for slot in set(slots.tolist()):
+        if slot < 0 or not (rank := int(weights.ranks[slot])):
+            continue
+        rows = (slots == slot).nonzero().flatten()
+        wide = x[rows].float()
+        added = [
+            wide @ weights.a[slot, part, :rank].float().T @ weights.b[slot, :rank, start:stop].float()
+            for part, (start, stop) in enumerate(pairwise(weights.starts))
+        ]
+        y[rows] = (y[rows].float() + torch.cat(added, dim=1)).to(y.dtype)
 
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

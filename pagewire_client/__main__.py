@@ -75,6 +75,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     common.add_argument("--top-k", type=int)
     common.add_argument("--top-p", type=float)
     common.add_argument("--seed", type=int, help="makes sampling repeatable")
+    common.add_argument("--lora-name", metavar="NAME", default="", help="the low-rank adapter to apply")
     common.add_argument("--stop", action="append", default=[], help="text that ends the output; may be repeated")
 
     parser = argparse.ArgumentParser(prog="pagewire_client", description=__doc__)
@@ -141,6 +142,13 @@ def _add_operators_commands(
     for command, text in (("drain", "give a worker no new work"), ("undrain", "give a worker work again")):
         parser = commands.add_parser(command, parents=[common], help=text)
         parser.add_argument("address", metavar="WORKER", help="HOST:PORT of the worker, as watch shows it")
+    commands.add_parser("adapters", parents=[common], help="the low-rank adapters that requests can name")
+    for command, text in (
+        ("load-adapter", "have requests name an adapter of --lora-dir"),
+        ("unload-adapter", "have no more requests name an adapter"),
+    ):
+        parser = commands.add_parser(command, parents=[common], help=text)
+        parser.add_argument("name", help="its name, which is that of its folder")
 
 
 def sampling_params(arguments: argparse.Namespace) -> pb.SamplingParams:
@@ -154,12 +162,12 @@ def sampling_params(arguments: argparse.Namespace) -> pb.SamplingParams:
     )
 
 
-async def stream(client: Client, prompt: Prompt, sampling: pb.SamplingParams) -> str:
+async def stream(client: Client, prompt: Prompt, sampling: pb.SamplingParams, lora_name: str = "") -> str:
     """Print an answer as it comes, and then its speed; returns its text."""
     began = time.perf_counter()
     first = None
     text, num_tokens, metrics = "", 0, pb.RequestMetrics()
-    async for response in client.generate(prompt, sampling):
+    async for response in client.generate(prompt, sampling, lora_name=lora_name):
         first = first or time.perf_counter()
         num_tokens += len(response.token_ids)
         text += response.text
@@ -180,7 +188,7 @@ async def generate(arguments: argparse.Namespace, target: str) -> None:
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     prompt: Prompt = [{"role": "user", "content": text}] if arguments.chat else text
     async with Client(target, retry_for=arguments.retry_for, **access(arguments)) as client:
-        await stream(client, prompt, sampling_params(arguments))
+        await stream(client, prompt, sampling_params(arguments), arguments.lora_name)
 
 
 def chat(arguments: argparse.Namespace, target: str) -> None:
@@ -189,7 +197,7 @@ def chat(arguments: argparse.Namespace, target: str) -> None:
 
     async def answer(conversation: Prompt) -> str:
         async with Client(target, retry_for=arguments.retry_for, **access(arguments)) as client:
-            return await stream(client, conversation, sampling_params(arguments))
+            return await stream(client, conversation, sampling_params(arguments), arguments.lora_name)
 
     for line in _lines():
         question = {"role": "user", "content": line}
@@ -276,6 +284,17 @@ async def drain(arguments: argparse.Namespace, target: str) -> None:
         await (admin.drain if arguments.command == "drain" else admin.undrain)(arguments.address)
 
 
+async def adapters(arguments: argparse.Namespace, target: str) -> None:
+    async with Admin(target, **access(arguments)) as admin:
+        match arguments.command:
+            case "load-adapter":
+                await admin.load_adapter(arguments.name)
+            case "unload-adapter":
+                await admin.unload_adapter(arguments.name)
+        for adapter in await admin.adapters():
+            sys.stdout.write(f"{adapter.name}  {adapter.num_bytes / 2**20:.1f} MiB  {adapter.fingerprint}\n")
+
+
 def run(arguments: argparse.Namespace, target: str) -> None:
     match arguments.command:
         case "generate":
@@ -289,6 +308,8 @@ def run(arguments: argparse.Namespace, target: str) -> None:
             asyncio.run(watch(target, interval=arguments.interval, once=arguments.once, **access(arguments)))
         case "requests":
             asyncio.run(requests(arguments, target))
+        case "adapters" | "load-adapter" | "unload-adapter":
+            asyncio.run(adapters(arguments, target))
         case _:
             asyncio.run(drain(arguments, target))
 

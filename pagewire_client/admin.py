@@ -67,6 +67,20 @@ class Admin:
     async def undrain(self, address: str) -> None:
         await self._stub.UndrainWorker(pb.UndrainWorkerRequest(address=address), metadata=self._metadata)
 
+    async def load_adapter(self, name: str) -> pb.AdapterInfo:
+        """Have requests name an adapter of the scheduler's --lora-dir."""
+        response = await self._stub.LoadAdapter(pb.LoadAdapterRequest(name=name), metadata=self._metadata)
+        return response.adapter
+
+    async def unload_adapter(self, name: str) -> None:
+        """Have no more requests name an adapter."""
+        await self._stub.UnloadAdapter(pb.UnloadAdapterRequest(name=name), metadata=self._metadata)
+
+    async def adapters(self) -> list[pb.AdapterInfo]:
+        """Those that requests can name, by name."""
+        response = await self._stub.ListAdapters(pb.ListAdaptersRequest(), metadata=self._metadata)
+        return list(response.adapters)
+
     async def watch(self, interval: float) -> AsyncGenerator[Sample | Lost, None]:
         """The state every `interval` seconds, for ever; one `Lost` when the scheduler is gone, until it is back."""
         request = pb.WatchClusterStateRequest(interval_ms=round(interval * 1000))

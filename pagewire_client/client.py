@@ -92,18 +92,21 @@ class Client:
         *,
         request_id: str = "",
         tenant: str = "",
+        lora_name: str = "",
         parse_special_tokens: bool = False,
         timeout: float | None = None,
         retry_for: float | None = None,
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Stream a prompt's continuation. Leaving the loop early, by whatever way, frees it on the server.
 
-        `timeout` seconds are a deadline for all of it; `retry_for` is the client's unless given.
+        `lora_name`: a low-rank adapter; the base model without one. `timeout` seconds are a deadline for all of it;
+        `retry_for` is the client's unless given.
         """
         request = pb.GenerateRequest(
             request_id=request_id or uuid.uuid4().hex,
             tenant=tenant,
             sampling=sampling,
+            lora_name=lora_name,
             parse_special_tokens=parse_special_tokens,
         )
         if isinstance(prompt, str):

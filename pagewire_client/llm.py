@@ -60,9 +60,11 @@ class LLM:
         prompts: str | Sequence[Prompt],
         sampling: pb.SamplingParams | Sequence[pb.SamplingParams] | None = None,
         *,
+        lora_name: str = "",
         progress: bool = True,
     ) -> list[Completion]:
-        """Complete every prompt; a single text is a batch of one. `sampling` is for all, or one for each.
+        """Complete every prompt; a single text is a batch of one. `sampling` is for all, or one for each. `lora_name`
+        is a low-rank adapter for all.
 
         Raises ValueError when prompts and parameters differ in number, and grpc.aio.AioRpcError with the server's
         sentence for the first prompt it refuses.
@@ -75,10 +77,10 @@ class LLM:
             raise ValueError(f"there are {len(batch)} prompts and {len(each)} sampling parameters")
         # On a thread of its own, because a notebook has an event loop running on this one.
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(asyncio.run, self._generate(batch, each, progress)).result()
+            return thread.submit(asyncio.run, self._generate(batch, each, lora_name, progress)).result()
 
     async def _generate(
-        self, batch: list[Prompt], each: Sequence[pb.SamplingParams | None], progress: bool
+        self, batch: list[Prompt], each: Sequence[pb.SamplingParams | None], lora_name: str, progress: bool
     ) -> list[Completion]:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         slots = asyncio.Semaphore(MAX_IN_FLIGHT)
@@ -87,7 +89,7 @@ class LLM:
 
             async def one(prompt: Prompt, sampling: pb.SamplingParams | None) -> Completion:
                 async with slots:
-                    completion = await collect(client, prompt, sampling)
+                    completion = await collect(client, prompt, sampling, lora_name=lora_name)
                 bar.advance(task)
                 return completion
 
@@ -109,10 +111,12 @@ class LLM:
         self.close()
 
 
-async def collect(client: Client, prompt: Prompt, sampling: pb.SamplingParams | None = None) -> Completion:
+async def collect(
+    client: Client, prompt: Prompt, sampling: pb.SamplingParams | None = None, *, lora_name: str = ""
+) -> Completion:
     """Read one stream to its end."""
     completion = Completion(prompt, [Output() for _ in range(sampling.n or 1 if sampling else 1)])
-    async for response in client.generate(prompt, sampling):
+    async for response in client.generate(prompt, sampling, lora_name=lora_name):
         output = completion.outputs[response.index]
         output.text += response.text
         output.token_ids += response.token_ids

@@ -46,6 +46,13 @@ class SchedulerSettings(ServiceSettings):
         description="where the workers are, separated by commas: HOST:PORT of one, dns:///NAME:PORT for all addresses "
         "behind a name",
     )
+    lora: Annotated[list[str], NoDecode, BeforeValidator(_split)] = Field(
+        [],
+        description="low-rank adapters that requests can name, separated by commas: NAME=FOLDER, as PEFT saves one",
+    )
+    lora_dir: Path | None = Field(
+        None, description="folder of adapters, each in a folder of its name; more can be loaded from it while running"
+    )
     worker_tls: Path | None = Field(
         None,
         description="folder of ca.crt, and of tls.crt and tls.key if workers want a certificate: speak to workers by "

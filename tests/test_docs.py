@@ -104,7 +104,7 @@ def rows(heading: str) -> dict[str, tuple[str, str]]:
 def in_words(default: Any) -> str:
     """A default as the table of flags has it."""
     match default:
-        case None:
+        case None | []:
             return "–"
         case bool():
             return "`on`" if default else "`off`"

@@ -71,12 +71,24 @@ class WorkerSettings(ServiceSettings):
         description="for --speculate draft: a smaller model with the same vocabulary, named as --model",
     )
     num_speculative_tokens: int = Field(8, ge=1, le=64, description="most guesses for one sequence in one step")
+    max_loras: int = Field(
+        0, ge=0, le=256, description="most low-rank adapters in one step, for which memory is set aside on the device"
+    )
+    max_lora_rank: int = Field(16, ge=1, le=512, description="largest rank of an adapter")
+    max_cpu_loras: int = Field(256, ge=1, le=2**16, description="most adapters held in host memory")
     threads: int | None = Field(
         None,
         ge=1,
         description="CPU threads of the forward pass in each process; by default one a core, shared out among them",
     )
     cache: Path = Field(Path("~/.cache/pagewire"), description="folder for downloaded and converted models")
+
+    @field_validator("max_loras")
+    @classmethod
+    def _adapters_in_one_process(cls, max_loras: int, info: ValidationInfo) -> int:
+        if max_loras and info.data.get("tensor_parallel_size") != 1:
+            raise ValueError("adapters are for a model that one process holds")
+        return max_loras
 
     @field_validator("draft_model")
     @classmethod

@@ -67,6 +67,14 @@ class SleepingWorkerService(WorkerServiceServicer):
             for start in range(0, len(data), 1 << 20):
                 yield worker_pb.GetTokenizerResponse(name=name, data=data[start : start + (1 << 20)])
 
+    async def TakeAdapter(
+        self, request_iterator: AsyncIterator[worker_pb.TakeAdapterRequest], context: Any
+    ) -> worker_pb.TakeAdapterResponse:
+        return worker_pb.TakeAdapterResponse()
+
+    async def DropAdapter(self, request: worker_pb.DropAdapterRequest, context: Any) -> worker_pb.DropAdapterResponse:
+        return worker_pb.DropAdapterResponse()
+
     async def Execute(
         self, request_iterator: AsyncIterator[pb.SchedulerOutput], context: Any
     ) -> AsyncIterator[pb.ModelOutput]:

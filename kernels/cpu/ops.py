@@ -6,7 +6,7 @@ from torch import Tensor
 from kernels import reference
 from kernels.cpu.library import library_path, load_library, supported, what_is_missing
 from kernels.metadata import AttentionMetadata
-from kernels.ops import Product
+from kernels.ops import LoraWeights, Product
 
 _built = [name for name in supported() if library_path(name).exists()]
 if not _built:
@@ -84,6 +84,10 @@ def qkv_attention(
         soft_cap or 0.0,
     )
     return output
+
+
+def add_lora(y: Tensor, x: Tensor, slots: Tensor, weights: LoraWeights) -> None:
+    _library.add_lora(y, x, slots, weights.a, weights.b, weights.ranks, weights.starts)
 
 
 def pack(weight: Tensor, wide: bool = False) -> Product | None:

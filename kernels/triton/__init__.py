@@ -8,7 +8,7 @@ so a plain `copy_` is one transfer, which the copy engine does beside the kernel
 take processors from them.
 """
 
-from kernels.reference import pack_int8, wide_itemsize
+from kernels.reference import add_lora, pack_int8, wide_itemsize
 from kernels.triton.copy_blocks import copy_blocks
 from kernels.triton.gated_activation import gated_activation
 from kernels.triton.linear import pack
@@ -22,6 +22,7 @@ WIDE_PRODUCTS = False
 """Not measured: a library's product of bf16 into float32, against the product into bf16."""
 
 __all__ = [
+    "add_lora",
     "add_rms_norm",
     "copy_blocks",
     "gated_activation",

@@ -8,6 +8,7 @@
     tokens_per_minute = 100000      # of prompts and outputs
     concurrency = 16                # requests in flight
     models = ["default"]            # that it may use; all unless given
+    adapters = ["poet"]             # that it may name; all unless given
     weight = 2.0                    # share of its tenant under --policy fair; the same for all keys of a tenant
     admin = false                   # whether AdminService is open to it
     metrics = false                 # whether metrics are
@@ -50,6 +51,7 @@ class _Entry(BaseModel):
     tokens_per_minute: _PerMinute | None = None
     concurrency: _PerMinute | None = None
     models: list[str] | None = None
+    adapters: list[str] | None = None
     admin: bool = False
     metrics: bool = False
 
@@ -72,6 +74,7 @@ class ApiKey:
     tokens_per_minute: int | None = None
     concurrency: int | None = None
     models: frozenset[str] | None = None
+    adapters: frozenset[str] | None = None
     admin: bool = False
     metrics: bool = False
 
@@ -79,6 +82,11 @@ class ApiKey:
         """Raises PERMISSION_DENIED for a model that the key may not use."""
         if self.models is not None and name not in self.models:
             raise RequestError(grpc.StatusCode.PERMISSION_DENIED, f"this API key may not use the model {name!r}")
+
+    def check_adapter(self, name: str) -> None:
+        """Raises PERMISSION_DENIED for an adapter that the key may not name, whether or not it is there."""
+        if name and self.adapters is not None and name not in self.adapters:
+            raise RequestError(grpc.StatusCode.PERMISSION_DENIED, f"this API key may not use the adapter {name!r}")
 
 
 def digest_of(key: str) -> bytes:
@@ -137,7 +145,8 @@ class Keyring:
                     id=key.id,
                     digest=key.digest,
                     tenant=key.tenant,
-                    models=None if key.models is None else pb.Models(names=sorted(key.models)),
+                    models=None if key.models is None else pb.Names(names=sorted(key.models)),
+                    adapters=None if key.adapters is None else pb.Names(names=sorted(key.adapters)),
                 )
                 for key in self.by_id.values()
             ]
@@ -151,6 +160,7 @@ class Keyring:
                 digest=key.digest,
                 tenant=key.tenant,
                 models=frozenset(key.models.names) if key.HasField("models") else None,
+                adapters=frozenset(key.adapters.names) if key.HasField("adapters") else None,
             )
             for key in keys.keys
         )
@@ -189,6 +199,6 @@ def parse_keys(text: str) -> list[ApiKey]:
 
 def _key(entry: Mapping[str, Any]) -> ApiKey:
     fields = dict(entry)
-    models = fields.pop("models")
-    digest = bytes.fromhex(fields.pop("sha256"))
-    return ApiKey(**fields, digest=digest, models=None if models is None else frozenset(models))
+    for name in ("models", "adapters"):
+        fields[name] = None if fields[name] is None else frozenset(fields[name])
+    return ApiKey(digest=bytes.fromhex(fields.pop("sha256")), **fields)

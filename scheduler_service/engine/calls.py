@@ -18,6 +18,7 @@ class Call:
     """
 
     __slots__ = (
+        "adapter",
         "api_key_id",
         "expiry",
         "first_output",
@@ -37,6 +38,7 @@ class Call:
         self.number = number
         self.key = key
         self.api_key_id = api_key_id
+        self.adapter = ""  # the fingerprint of the adapter that it names
         self.num_bytes = 0  # of the server's memory
         self.num_resumed = 0  # tokens of outputs that came with the request
         self.group: SequenceGroup | None = None

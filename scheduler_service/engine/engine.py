@@ -7,6 +7,7 @@ to the head of the shared waiting queue. What the requests gain goes to the fron
 
 import asyncio
 import contextlib
+import itertools
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from scheduler_service.core import (
     WorkerScheduler,
 )
 from scheduler_service.core.queues.policy import waiting_queue
+from scheduler_service.engine.adapters import Adapters
 from scheduler_service.engine.admission import Admission
 from scheduler_service.engine.calls import Call
 from scheduler_service.engine.discovery import Resolve, resolve_by_dns
@@ -78,6 +80,7 @@ class Engine:
         self.admission = Admission(settings, self.requests, keyring)
         self.cache_secret = secrets.token_bytes(32)  # keys of the prefix cache cannot be guessed from outside
         self.model_files: dict[str, bytes] = {}
+        self.adapters = Adapters(settings, self)
         self._worker_tls = TlsFolder(settings.worker_tls) if settings.worker_tls is not None else None
         self._members = Membership(self, resolve)
         self._model_name = model_name(settings.model)
@@ -90,15 +93,17 @@ class Engine:
 
     # ---- for front ends
 
-    def admit(self, call: Call, num_bytes: int, *, resumes: bool = False) -> None:
+    def admit(self, call: Call, num_bytes: int, *, resumes: bool = False, lora_name: str = "") -> None:
         """Hold a place for a call while it is checked, so that a flood is refused before any work is done.
 
-        Raises UNAVAILABLE, RESOURCE_EXHAUSTED, ALREADY_EXISTS, or INVALID_ARGUMENT for a request that never fits into
-        memory.
+        Raises UNAVAILABLE, RESOURCE_EXHAUSTED, ALREADY_EXISTS, NOT_FOUND for an unknown adapter, or INVALID_ARGUMENT
+        for a request that never fits into memory.
         """
         if self._is_draining and call.key:
             raise SHUTTING_DOWN
+        adapter = self.adapters.find(lora_name) if lora_name else ""
         self.admission.admit(call, num_bytes, resumes=resumes, now=time.monotonic())
+        call.adapter = adapter
 
     def submit(self, call: Call, submission: pb.Submit) -> None:
         """Queue a request that was admitted.
@@ -113,7 +118,7 @@ class Engine:
         if submission.is_complete:
             return
         call.first_output = submission.first_output
-        call.group = decode_group(call.key, submission, time.monotonic())
+        call.group = decode_group(call.key, submission, time.monotonic(), call.adapter)
         self.admission.submitted(call, goes_on=goes_on)
         self._is_empty.clear()
         if call.group.trace_parent:
@@ -164,6 +169,8 @@ class Engine:
             call.group.disband()
         if finished is not None:
             self.finished.add(finished)
+        if call.adapter:
+            self.adapters.released(call.adapter)
 
     def _leave(self, call: Call) -> None:
         if self.requests.get(call.key) is call:
@@ -218,6 +225,23 @@ class Engine:
     @property
     def _schedulers(self) -> list[Scheduler]:
         return [worker.scheduler for worker in self.workers if worker.scheduler is not None]
+
+    # ---- for adapters
+
+    def clients(self) -> list[WorkerClient]:
+        """Of the workers that serve."""
+        return [worker.client for worker in self.serving.values()]
+
+    def uses_adapter(self, fingerprint: str) -> bool:
+        """Whether a request in flight names it."""
+        calls = itertools.chain(self.requests.values(), self.admission.being_checked.values())
+        return any(call.adapter == fingerprint for call in calls)
+
+    def fail_adapter(self, fingerprint: str, reason: str) -> None:
+        """End the requests in flight that name it."""
+        for call in [call for call in self.requests.values() if call.adapter == fingerprint]:
+            self._finish(call, SequenceStatus.FINISHED_ABORTED)
+            call.tell_error(RequestError(grpc.StatusCode.FAILED_PRECONDITION, reason))
 
     # ---- for the service
 
@@ -312,6 +336,18 @@ class Engine:
             check_limits(self._limits.result(), self.settings, info)
         except ValueError as error:
             raise WorkerError(str(error)) from None
+        await self.adapters.bring_all(client, info)
+
+    async def bring_adapters(self, client: WorkerClient, output: SchedulerOutput) -> None:
+        """Hand over the adapters of new sequences that the worker lacks, as one that connected while they were loaded.
+
+        Raises WorkerError.
+        """
+        wanted = {new.sequence.group.lora_name for new in output.new_sequences} - {""}
+        if not wanted <= client.adapters:
+            await self.adapters.bring(client, wanted)
+            if not wanted <= client.adapters:
+                raise WorkerError("the worker was to compute with an adapter that cannot be used")
 
     def admitted(self, output: SchedulerOutput) -> None:
         """Take note of the requests that came to a worker with this step."""

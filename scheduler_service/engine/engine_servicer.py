@@ -254,7 +254,12 @@ class Session:
                 admitted = Call(self.outbox, event.call, event.admit.key, event.admit.api_key_id)
                 if self._answer(
                     admitted,
-                    lambda: self._engine.admit(admitted, event.admit.num_bytes, resumes=event.admit.resumes),
+                    lambda: self._engine.admit(
+                        admitted,
+                        event.admit.num_bytes,
+                        resumes=event.admit.resumes,
+                        lora_name=event.admit.lora_name,
+                    ),
                 ):
                     self._calls[event.call] = admitted
             case "submit":
@@ -296,5 +301,5 @@ class Session:
             log.error("request could not be queued", key=call.key, exc_info=error)
             call.tell(answer=pb.Answer(code=_INTERNAL.code.value[0], message=str(_INTERNAL)))
             return False
-        call.tell(answer=pb.Answer())
+        call.tell(answer=pb.Answer(lora_fingerprint=call.adapter))
         return True

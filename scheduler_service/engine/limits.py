@@ -120,4 +120,5 @@ def scheduler_config(settings: SchedulerSettings, info: WorkerInfo) -> Scheduler
         swap_bytes_per_second=info.swap_bytes_per_second,
         prefill_tokens_per_second=info.prefill_tokens_per_second,
         num_lookahead_slots=info.num_speculative_tokens,
+        max_loras=max(1, info.max_loras),
     )

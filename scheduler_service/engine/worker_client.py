@@ -39,6 +39,14 @@ TOKENIZER_FILES = frozenset(
     )
 )
 MAX_TOKENIZER_BYTES = 256 << 20
+ADAPTER_SECONDS = 300.0
+"""For an adapter of gigabytes over a slow network."""
+_REFUSALS = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.UNIMPLEMENTED,
+)
 
 
 T = TypeVar("T")
@@ -67,6 +75,12 @@ class UnreachableError(WorkerError):
 
 class DrainedError(WorkerError):
     """The session ended because the worker is shut down or was drained."""
+
+    blames_requests = False
+
+
+class AdapterRefusedError(WorkerError):
+    """The worker cannot use an adapter; the message says why."""
 
     blames_requests = False
 
@@ -175,6 +189,8 @@ class WorkerClient:
     def __init__(self, address: str, tls: TlsFolder | None = None, identity: str = "") -> None:
         """With `tls`, the worker's certificate must have the name `identity`, or that in the address."""
         self.address = address
+        self.adapters: set[str] = set()
+        """The fingerprints of those that the worker holds."""
         self._tls = tls
         self._identity = identity
         self._connect()
@@ -208,6 +224,38 @@ class WorkerClient:
         except grpc.aio.AioRpcError as error:
             raise _unreachable(error) from None
         return {name: bytes(data) for name, data in files.items()}
+
+    async def load_adapter(self, fingerprint: str, pieces: AsyncIterator[worker_pb.TakeAdapterRequest]) -> None:
+        """Hand an adapter over. Raises AdapterRefusedError where the worker cannot use it, and what `pieces` raises."""
+        failures: list[Exception] = []
+
+        async def sent() -> AsyncIterator[worker_pb.TakeAdapterRequest]:
+            try:
+                async for piece in pieces:
+                    yield piece
+            except Exception as error:  # gRPC would end the call with it, and not say what it was
+                failures.append(error)
+                raise
+
+        try:
+            await self._stub.TakeAdapter(sent(), timeout=ADAPTER_SECONDS)
+        except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
+            if failures:
+                raise failures[0] from None
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            if error.code() in _REFUSALS:
+                raise AdapterRefusedError(error.details() or error.code().name) from None
+            raise _unreachable(error) from None
+        self.adapters.add(fingerprint)
+
+    async def unload_adapter(self, fingerprint: str) -> None:
+        """Have the worker forget an adapter."""
+        self.adapters.discard(fingerprint)
+        try:
+            await self._stub.DropAdapter(worker_pb.DropAdapterRequest(fingerprint=fingerprint), timeout=5)
+        except grpc.aio.AioRpcError as error:
+            raise _unreachable(error) from None
 
     async def is_serving(self, timeout: float) -> bool:
         """The worker's health as it reports it; a worker without a health service is well."""

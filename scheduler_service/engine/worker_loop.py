@@ -101,6 +101,9 @@ class Fleet(Protocol):
     async def accept(self, client: WorkerClient, info: WorkerInfo) -> None:
         """Check that a worker serves what the others serve. Raises WorkerError."""
 
+    async def bring_adapters(self, client: WorkerClient, output: SchedulerOutput) -> None:
+        """Hand over adapters that a step needs and the worker lacks. Raises WorkerError."""
+
     def admitted(self, output: SchedulerOutput) -> None:
         """Take note of the requests that came to a worker with this step."""
 
@@ -368,6 +371,8 @@ class WorkerLoop:
                     if output.new_sequences:
                         self._fleet.admitted(output)
                     self._fleet.tell_traced()
+                    if output.new_sequences:
+                        await self._fleet.bring_adapters(self.client, output)
                     await session.send(output)
                     continue
             if not scheduler.admits:

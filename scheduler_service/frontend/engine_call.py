@@ -55,12 +55,20 @@ class EngineCall:
         with contextlib.suppress(RequestError):  # the engine is gone, and the place with it
             await self._link.ask(self._number, close=pb.CloseCall(finished=self.finished, is_answered=True))
 
-    async def admit(self, key: str, num_bytes: int, *, resumes: bool = False) -> None:
-        """Have a place held, so that a flood is refused before any work is done. Raises RequestError."""
+    async def admit(self, key: str, num_bytes: int, *, resumes: bool = False, lora_name: str = "") -> str:
+        """Have a place held, so that a flood is refused before any work is done. Returns the fingerprint of the adapter
+        that is named. Raises RequestError."""
         api_key = caller.get()
-        admit = pb.Admit(key=key, num_bytes=num_bytes, resumes=resumes, api_key_id=api_key.id if api_key else "")
+        admit = pb.Admit(
+            key=key,
+            num_bytes=num_bytes,
+            resumes=resumes,
+            api_key_id=api_key.id if api_key else "",
+            lora_name=lora_name,
+        )
         with self._link.waiting(num_bytes):
-            await self._link.ask(self._number, admit=admit)
+            answer = await self._link.ask(self._number, admit=admit)
+        return answer.lora_fingerprint
 
     async def admit_side_call(self, num_bytes: int = 0) -> None:
         """The same for a call other than Generate, which has no key; they have limits of their own."""
@@ -100,7 +108,8 @@ class EngineCall:
         )
         encode_sampling(request.sampling, submission)
         if welcome.prefix_caching:
-            submission.block_keys = await _block_keys(root, request, model.block_size)
+            of_adapter = root_key(root, request.adapter.encode()) if request.adapter else root
+            submission.block_keys = await _block_keys(of_adapter, request, model.block_size)
         await link.ask(self._number, submit=submission)
         return state
 

@@ -73,10 +73,12 @@ async def generate(
         structlog.contextvars.bind_contextvars(request_id=request_id)
         admitted_bytes = request_bytes(request, errors.request_size.get()) + num_bytes
         key = request_key(request.tenant, request_id)
-        await call.admit(key, admitted_bytes, resumes=request.HasField("resume"))
+        if (api_key := caller.get()) is not None:
+            api_key.check_adapter(request.lora_name)
+        adapter = await call.admit(key, admitted_bytes, resumes=request.HasField("resume"), lora_name=request.lora_name)
         model = await allowed_model(link)
-        checked = await check_resumption(request, await check_request(request, request_id, model), model)
-        checked = replace(checked, is_whole=is_whole)
+        checked = replace(await check_request(request, request_id, model), adapter=adapter, is_whole=is_whole)
+        checked = await check_resumption(request, checked, model)
         more_bytes = prompt_logprob_bytes(checked.sampling.prompt_logprobs, len(checked.prompt_token_ids))
         state = await call.submit(checked, model, more_bytes, record.trace)
         if checked.is_complete:
@@ -190,6 +192,8 @@ def _audited(request: pb.GenerateRequest, context: Context, tracer: Tracer | Non
         tenant = request.tenant if key is None else key.tenant
         figures = {"total_seconds": time.monotonic() - began} | record.figures()
         names = {"api_key": key.id} if key is not None else {}
+        if request.lora_name:
+            names["lora_name"] = request.lora_name[:MAX_STRING]
         if trace_id:
             names["trace_id"] = trace_id
         if trace is not None:

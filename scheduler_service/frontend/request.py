@@ -49,7 +49,7 @@ class GenerationRequest:
 
     `n` is how many outputs are wanted, None for as many as there are sequences; if it is less, the likeliest are given.
     `hides_logprobs` when log-probabilities serve that ranking alone. `resumes` if it goes on with a broken stream.
-    `is_whole` if its client is sent each output once it has ended.
+    `is_whole` if its client is sent each output once it has ended. `adapter` is the fingerprint of a low-rank adapter.
     """
 
     request_id: str
@@ -66,6 +66,7 @@ class GenerationRequest:
     resumption: Resumption = Resumption()
     resumes: bool = False
     is_whole: bool = False
+    adapter: str = ""
 
     @property
     def key(self) -> str:

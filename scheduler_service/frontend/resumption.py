@@ -15,6 +15,11 @@ from scheduler_service.frontend.output_text import OutputText
 from scheduler_service.frontend.request import GenerationRequest, Resumption
 
 
+def served_fingerprint(model: ServedModel, adapter: str) -> str:
+    """What tells the tokens of a model with this adapter from those of others."""
+    return f"{model.fingerprint}+{adapter}" if adapter else model.fingerprint
+
+
 async def check_resumption(
     message: pb.GenerateRequest, request: GenerationRequest, model: ServedModel
 ) -> GenerationRequest:
@@ -22,11 +27,12 @@ async def check_resumption(
     if not message.HasField("resume"):
         return request
     resume = message.resume
-    if resume.model_fingerprint not in ("", model.fingerprint):
+    served = served_fingerprint(model, request.adapter)
+    if resume.model_fingerprint not in ("", served):
         raise RequestError(
             grpc.StatusCode.FAILED_PRECONDITION,
             f"resume.model_fingerprint is {resume.model_fingerprint[:64]!r}; this server serves another model, "
-            f"{model.fingerprint!r}",
+            f"{served!r}",
         )
     places = _check_indices(resume.outputs, request.num_outputs)
     finished = frozenset(output.index for output in resume.outputs if output.finished)

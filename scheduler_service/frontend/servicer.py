@@ -14,6 +14,7 @@ from scheduler_service.frontend.generation import Context, allowed_model, genera
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.prompt import decode_tokens, encode_prompt
 from scheduler_service.frontend.request import RequestState, request_key
+from scheduler_service.frontend.resumption import served_fingerprint
 from scheduler_service.frontend.sampling_validation import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
 from scheduler_service.frontend.streams import OutputDelta
 from scheduler_service.frontend.validation import check_names
@@ -90,7 +91,7 @@ class _Messages:
         if delta.index not in self._begun:
             self._begun.add(delta.index)
             message.seed = self._state.request.sampling.seed
-            message.model_fingerprint = self._model.fingerprint
+            message.model_fingerprint = served_fingerprint(self._model, self._state.request.adapter)
         return (message,)
 
 

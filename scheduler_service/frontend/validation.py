@@ -1,9 +1,6 @@
 """From a GenerateRequest to a checked GenerationRequest, or to a status that names the field and its limit."""
 
-import grpc
-
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_common.errors import RequestError
 from scheduler_service.frontend.checks import check_context, check_length, invalid
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.prompt import MAX_MESSAGES, encode_prompt
@@ -21,9 +18,6 @@ from scheduler_service.frontend.sampling_validation import (
 MAX_REQUEST_ID = 128
 MAX_PRIORITY = 1000
 
-# Part of the contract, but not of this server yet.
-UNIMPLEMENTED_FIELDS = ("lora_name",)
-
 
 def check_names(message: pb.GenerateRequest | pb.AbortRequest) -> None:
     """Raises RequestError for a request_id or tenant that is too long to be carried through every log line."""
@@ -36,11 +30,12 @@ def check_names(message: pb.GenerateRequest | pb.AbortRequest) -> None:
 
 
 def check_sizes(message: pb.GenerateRequest) -> None:
-    """Raises RequestError for features that no model of this server has, and for too many elements or outputs.
+    """Raises RequestError for too many elements or outputs.
 
     It is called before any code iterates over lists or counts their bytes, and before there is a model.
     """
-    _refuse_unimplemented(message)
+    if len(message.lora_name) > MAX_STRING:
+        invalid(f"lora_name has {len(message.lora_name)} characters; at most {MAX_STRING} are allowed")
     check_length("chat.messages", len(message.chat.messages), MAX_MESSAGES)
     check_length("resume.outputs", len(message.resume.outputs), MAX_N)
     check_length("sampling.bad_words", len(message.sampling.bad_words), MAX_BAD_WORDS)
@@ -76,9 +71,3 @@ async def check_request(message: pb.GenerateRequest, request_id: str, model: Ser
         priority=message.priority,
         skip_special_tokens=sampling.skip_special_tokens if sampling.HasField("skip_special_tokens") else True,
     )
-
-
-def _refuse_unimplemented(message: pb.GenerateRequest) -> None:
-    for name in UNIMPLEMENTED_FIELDS:
-        if getattr(message, name):
-            raise RequestError(grpc.StatusCode.UNIMPLEMENTED, f"{name} is not implemented by this server")

@@ -10,6 +10,7 @@ from pagewire.v1 import admin_service_pb2 as pb
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceServicer
 from pagewire_common.errors import RequestError
 from pagewire_common.patient_writer import PatientWriter
+from scheduler_service.engine.adapters import Adapter
 from scheduler_service.engine.engine_servicer import FrontEnds
 from scheduler_service.engine.side_calls import SideCalls
 from scheduler_service.operations.cluster_state import cluster_state
@@ -67,6 +68,16 @@ class AdminServicer(AdminServiceServicer):
             raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, f"limit is {limit}; it must be in [1, {MAX_REQUESTS}]")
         return pb.ListFinishedRequestsResponse(requests=self.engine.finished.newest(limit))
 
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
+        return pb.LoadAdapterResponse(adapter=_adapter_info(await self.engine.adapters.load(request.name)))
+
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.UnloadAdapterResponse:
+        await self.engine.adapters.unload(request.name)
+        return pb.UnloadAdapterResponse()
+
+    async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
+        return pb.ListAdaptersResponse(adapters=map(_adapter_info, self.engine.adapters.listed))
+
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:
         self.engine.drain_worker(request.address)
         return pb.DrainWorkerResponse()
@@ -74,3 +85,7 @@ class AdminServicer(AdminServiceServicer):
     async def UndrainWorker(self, request: pb.UndrainWorkerRequest, context: Context) -> pb.UndrainWorkerResponse:
         self.engine.undrain_worker(request.address)
         return pb.UndrainWorkerResponse()
+
+
+def _adapter_info(adapter: Adapter) -> pb.AdapterInfo:
+    return pb.AdapterInfo(name=adapter.name, fingerprint=adapter.fingerprint, num_bytes=adapter.num_bytes)

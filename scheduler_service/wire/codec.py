@@ -37,6 +37,8 @@ class WorkerInfo(NamedTuple):
     instance_id: str
     features: Sequence[str] = ()
     num_speculative_tokens: int = 0
+    max_loras: int = 0
+    adapters: Sequence[str] = ()
 
 
 def decode_worker_info(message: worker_pb.GetWorkerInfoResponse) -> WorkerInfo:

@@ -34,8 +34,8 @@ def encode_sampling(sampling: SamplingParams, submission: pb.Submit) -> None:
     submission.allowed_token_ids = pack(sampling.allowed_token_ids)
 
 
-def decode_group(request_id: str, submission: pb.Submit, now: float) -> SequenceGroup:
-    """The request as the core sees it; it arrives `now`."""
+def decode_group(request_id: str, submission: pb.Submit, now: float, adapter: str = "") -> SequenceGroup:
+    """The request as the core sees it; it arrives `now`, and is for the adapter of this fingerprint."""
     sampling = decode_fields(SamplingParams, submission.sampling)
     if submission.allowed_token_ids:
         sampling = replace(sampling, allowed_token_ids=unpack(submission.allowed_token_ids))
@@ -49,6 +49,7 @@ def decode_group(request_id: str, submission: pb.Submit, now: float) -> Sequence
         arrived_at=now,
         output_token_ids=tuple(output.token_ids for output in submission.output_token_ids),
         ended=frozenset(submission.ended),
+        lora_name=adapter,
     )
     group.trace_parent = submission.trace_parent
     keys = submission.block_keys

@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels import reference, sampling
 from kernels.cpu import library
 from kernels.metadata import AttentionMetadata
+from kernels.ops import LoraWeights
 
 NAN = float("nan")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -261,6 +262,46 @@ def test_a_fused_projection_attends_as_its_parts_do(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def lora_case(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor, LoraWeights]:
+    """Inputs that lie apart, a slot for each row, and adapters of ranks 3, 0, 8 and 1 for three fused projections."""
+    inputs, starts = 77, (0, 40, 61, 100)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    ranks = torch.tensor([3, 0, 8, 1], dtype=torch.int32)
+    weights = LoraWeights(randn(4, 3, 8, inputs) * 0.1, randn(4, 8, starts[-1]), ranks, starts)
+    slots = torch.tensor([2, -1, 0, 0, 1, 3, -1, 2, 3], dtype=torch.int32)
+    return randn(len(slots), 2 * inputs)[:, :inputs], slots, weights
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adapters_add_what_those_of_the_reference_add(
+    kernels: ModuleType, dtype: torch.dtype, wide: bool, generator: torch.Generator
+) -> None:
+    x, slots, weights = lora_case(dtype, generator)
+    found = torch.randn(len(x), 100, generator=generator).to(torch.float32 if wide else dtype)
+    expected, before = found.float(), found.clone()
+    kernels.add_lora(found, x, slots, weights)
+    reference.add_lora(expected, x, slots, weights)
+    close(found, expected, dtype)
+    assert torch.equal(found[[1, 4, 6]], before[[1, 4, 6]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_an_adapter_adds_does_not_depend_on_other_rows(
+    kernels: ModuleType, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    x, slots, weights = lora_case(dtype, generator)
+    together = torch.zeros(len(x), 100)
+    kernels.add_lora(together, x, slots, weights)
+    for row in range(len(x)):
+        alone = torch.zeros(1, 100)
+        kernels.add_lora(alone, x[row : row + 1], slots[row : row + 1], weights)
+        assert torch.equal(alone[0], together[row])
+
+
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_gated_activation(kernels: ModuleType, activation: str, dtype: torch.dtype, generator: torch.Generator) -> None:
     for shape in ((0, 8), (1, 2), (5, 246), (40, 3072)):

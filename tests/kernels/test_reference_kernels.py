@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
+from kernels.ops import LoraWeights
 
 
 @pytest.fixture
@@ -65,3 +66,15 @@ def test_copies_read_every_source_before_they_write(generator: torch.Generator) 
     before = cache.clone()
     reference.copy_blocks(cache, torch.tensor([0, 1]), torch.tensor([1, 2]))
     assert torch.equal(cache, before[[0, 0, 1, 3]])
+
+
+def test_each_row_gains_what_its_own_adapter_makes_of_it() -> None:
+    x, y = torch.randn(4, 5), torch.zeros(4, 3)
+    a, b = torch.randn(2, 2, 4, 5), torch.randn(2, 4, 3)
+    weights = LoraWeights(a, b, torch.tensor([1, 4], dtype=torch.int32), (0, 1, 3))
+    reference.add_lora(y, x, torch.tensor([1, -1, 0, 1], dtype=torch.int32), weights)
+    for row, slot, rank in ((0, 1, 4), (2, 0, 1), (3, 1, 4)):
+        first = b[slot, :rank, :1].T @ (a[slot, 0, :rank] @ x[row])
+        second = b[slot, :rank, 1:].T @ (a[slot, 1, :rank] @ x[row])
+        torch.testing.assert_close(y[row], torch.cat((first, second)))
+    assert not y[1].any()

@@ -213,12 +213,12 @@ async def test_bad_input_gets_a_sentence_and_leaves_the_neighbour_undisturbed(ti
     await assert_nothing_is_held(tiny_server.admin_target)
 
 
-async def test_a_feature_that_does_not_exist_yet_is_unimplemented(tiny_server: LocalServer) -> None:
+async def test_an_adapter_that_is_not_there_is_not_found(tiny_server: LocalServer) -> None:
     async with grpc.aio.insecure_channel(tiny_server.target) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await InferenceServiceStub(channel).Generate(pb.GenerateRequest(text="x", lora_name="one")).read()
-    assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert "lora_name" in str(error.value.details())
+    assert error.value.code() is grpc.StatusCode.NOT_FOUND
+    assert error.value.details() == "lora_name: there is no adapter 'one'"
 
 
 async def test_a_thousand_requests_that_end_in_every_way_leave_no_block_in_use(tiny_server: LocalServer) -> None:

@@ -13,14 +13,13 @@ from engines import until
 from fake_worker_service import TOKEN, FakeWorkerService, serving
 from scheduler_in_process import InProcess, scheduler
 from tiny_model import write_tiny_llama
+from worker_in_process import worker_in_process
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
-from pagewire.v1.worker_service_pb2_grpc import add_WorkerServiceServicer_to_server
 from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.llm import collect
-from pagewire_common.server import GrpcServer
 from scheduler_service import core
 from scheduler_service.core import Scheduler, SequenceGroup, WaitingQueue
 from scheduler_service.engine.limits import check_limits, model_limits, scheduler_config
@@ -29,10 +28,6 @@ from scheduler_service.frontend.sampling_validation import _max_tokens
 from scheduler_service.recording.replayer import Replayer
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.wire.codec import WorkerInfo, decode_worker_info
-from worker_service.execution.worker import load_worker
-from worker_service.serving.device_thread import DeviceThread
-from worker_service.serving.servicer import WorkerServicer
-from worker_service.settings import WorkerSettings
 from worker_service.speculation import drafter, ngram
 
 PROMPTS = ["abcabcabcabc", "one two three one two three one two", "hello", "x" * 40]
@@ -83,29 +78,11 @@ def oracle(monkeypatch: pytest.MonkeyPatch) -> Oracle:
 
 
 @asynccontextmanager
-async def speculating_worker(model: Path, **settings: Any) -> AsyncIterator[tuple[str, GrpcServer]]:
-    """A real worker that speculates, in this process: its address, and its server."""
-    arguments = {"block_size": 8, "num_device_blocks": 128, "swap_space": 0.01, "threads": 1, "forms": False}
-    arguments |= {"speculate": "ngram"} | settings
-    worker = load_worker(WorkerSettings(model=str(model), **arguments))
-    server = GrpcServer([], max_receive_bytes=64 << 20)
-    servicer = WorkerServicer(DeviceThread())
-    add_WorkerServiceServicer_to_server(servicer, server.server)
-    servicer.set_ready(worker)
-    address = await server.start("127.0.0.1:0")
-    await server.set_serving(True)
-    try:
-        yield address, server
-    finally:
-        await server.server.stop(None)
-
-
-@asynccontextmanager
 async def speculating(model: Path, recording: Path | None = None, **settings: Any) -> AsyncIterator[InProcess]:
     """Such a worker, and a scheduler."""
     async with (
-        speculating_worker(model, **settings) as (address, _),
-        scheduler(address, model=str(model), preemption_mode="swap", record=recording) as one,
+        worker_in_process(model, **{"speculate": "ngram"} | settings) as worker,
+        scheduler(worker.address, model=str(model), preemption_mode="swap", record=recording) as one,
     ):
         await one.engine.model()
         yield one
@@ -162,9 +139,9 @@ async def test_outputs_are_the_same_when_workers_are_lost(
     async with Client(tiny_server.target) as client:
         expected = [await oracle.outputs(client, prompt, **sampling) for prompt, sampling in asked]
     async with (
-        speculating_worker(tiny_model_directory) as (first, server),
-        speculating_worker(tiny_model_directory) as (second, _),
-        scheduler(first, second, model=str(tiny_model_directory)) as one,
+        worker_in_process(tiny_model_directory, speculate="ngram") as first,
+        worker_in_process(tiny_model_directory, speculate="ngram") as second,
+        scheduler(first.address, second.address, model=str(tiny_model_directory)) as one,
     ):
         await one.engine.model()
         await until(lambda: len(one.engine.serving) == 2)
@@ -172,7 +149,7 @@ async def test_outputs_are_the_same_when_workers_are_lost(
         async with Client(one.target) as client:
             together = [asyncio.create_task(outputs(client, prompt, **sampling)) for prompt, sampling in asked]
             await until(lambda: lost.guesses.num_right > 20)
-            await server.server.stop(None)
+            await first.server.server.stop(None)
             assert await asyncio.gather(*together) == expected
         assert lost.num_losses == 1
         assert other.guesses.num_right > 20
@@ -224,9 +201,9 @@ async def test_outputs_are_the_same_with_a_draft_model_that_is_mostly_wrong_when
     async with Client(tiny_server.target) as client:
         expected = [await outputs(client, prompt, **sampling) for prompt, sampling in asked]
     async with (
-        speculating_worker(tiny_model_directory, **draft) as (first, server),
-        speculating_worker(tiny_model_directory, **draft) as (second, _),
-        scheduler(first, second, model=str(tiny_model_directory)) as one,
+        worker_in_process(tiny_model_directory, **draft) as first,
+        worker_in_process(tiny_model_directory, **draft) as second,
+        scheduler(first.address, second.address, model=str(tiny_model_directory)) as one,
     ):
         await one.engine.model()
         await until(lambda: len(one.engine.serving) == 2)
@@ -234,7 +211,7 @@ async def test_outputs_are_the_same_with_a_draft_model_that_is_mostly_wrong_when
         async with Client(one.target) as client:
             together = [asyncio.create_task(outputs(client, prompt, **sampling)) for prompt, sampling in asked]
             await until(lambda: lost.guesses.num_verified > 20)
-            await server.server.stop(None)
+            await first.server.server.stop(None)
             assert await asyncio.gather(*together) == expected
         assert lost.num_losses == 1
         assert other.guesses.num_verified > 200

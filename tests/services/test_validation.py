@@ -131,10 +131,9 @@ async def test_biases_that_are_no_number_are_refused(value: float, byte_model: S
         await check(request(logit_bias={1: value}), byte_model)
 
 
-async def test_a_field_without_a_feature_is_refused_by_name(byte_model: ServedModel) -> None:
-    with pytest.raises(RequestError, match=r"^lora_name is not implemented") as error:
-        await check(pb.GenerateRequest(text="a", lora_name="l"), byte_model)
-    assert error.value.code is grpc.StatusCode.UNIMPLEMENTED
+async def test_a_long_name_of_an_adapter_is_refused(byte_model: ServedModel) -> None:
+    with pytest.raises(RequestError, match=r"^lora_name has 257 characters; at most 256 are allowed"):
+        await check(pb.GenerateRequest(text="a", lora_name="l" * 257), byte_model)
 
 
 async def test_forms_are_refused_where_workers_follow_none(byte_model: ServedModel) -> None:

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from worker_helpers import LIMITS, new_sequence
 
+from worker_service.execution.adapters import AdapterRoom, Adapters
 from worker_service.execution.cache_engine import CacheEngine, CacheShape
 from worker_service.execution.decode_graphs import DecodeGraphs
 from worker_service.execution.model_runner import ModelRunner
+from worker_service.execution.network import NO_ADAPTERS
 from worker_service.loading.checkpoint import Checkpoint
 from worker_service.models.decoder_config import DecoderConfig
 from worker_service.models.registry import build_model, read_config
@@ -26,16 +28,22 @@ PROMPT = [(7 * number * number + 3) % 131 for number in range(37)]
 
 
 def load_runner(
-    path: Path, graphs: bool = True, dtype: torch.dtype = torch.float32, int8: bool = False, ranks: Ranks = ALONE
+    path: Path,
+    graphs: bool = True,
+    dtype: torch.dtype = torch.float32,
+    int8: bool = False,
+    ranks: Ranks = ALONE,
+    room: AdapterRoom = NO_ADAPTERS,
 ) -> ModelRunner:
     """A runner over a pool that is NaN wherever nothing was stored; graphs: where there can be some; ranks: of native
-    networks alone.
+    networks alone; room: for adapters.
     """
     checkpoint = Checkpoint(path)
     config = read_config(checkpoint.config)
     model = build_model(config, dtype, DEVICE, ranks)
     num_kv_heads, cuts = part_of(config, ranks)
     checkpoint.load_into(model.checkpoint_tensors(), cuts)
+    adapters = Adapters(model, room)
     model.pack(int8)
     shape = CacheShape(config.num_layers, LIMITS.block_size, num_kv_heads, config.head_dim, dtype)
     engine = CacheEngine(shape, LIMITS.num_device_blocks, LIMITS.num_host_blocks, DEVICE)
@@ -44,7 +52,7 @@ def load_runner(
     decode_graphs = None
     if graphs and DEVICE.type == "cuda" and isinstance(config, DecoderConfig):
         decode_graphs = DecodeGraphs(model, engine.device_blocks, LIMITS.max_num_seqs, LIMITS.max_model_len)
-    return ModelRunner(model, engine, decode_graphs)
+    return ModelRunner(model, engine, decode_graphs, adapters=adapters)
 
 
 class SteppedWorker:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.metadata import AttentionMetadata
 from worker_service.execution.model_runner import ModelRunner
-from worker_service.models.causal_model import CausalModel
+from worker_service.models.causal_model import CausalModel, LoraPlace
 from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import BlockMapping, SchedulerOutput
 from worker_service.speculation.drafter import Beginning
@@ -35,11 +35,20 @@ class _Widened:
         self._model = model
         self._vocabulary_size = vocabulary_size
 
+    def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
+        return self._model.allocate_lora(num_slots, max_rank)
+
     def forward(
-        self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionMetadata, cache: Tensor
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        attention: AttentionMetadata,
+        cache: Tensor,
+        lora_slots: Tensor | None = None,
     ) -> Tensor:
         known = token_ids.clamp(max=self.config.vocabulary_size - 1)
-        return self._model.forward(known, positions, slots, attention, cache)
+        return self._model.forward(known, positions, slots, attention, cache, lora_slots)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits = self._model.compute_logits(hidden)[:, : self._vocabulary_size]
@@ -162,11 +171,14 @@ class DraftModel:
 
 
 def _of_draft(one: Beginning) -> SequenceState:
-    """The sequence's first tokens, to go on with guesses, and the parameters that decide which token is chosen."""
+    """The sequence's first tokens, to go on with guesses, and the parameters that decide which token is chosen.
+
+    What is drafted for a sequence with an adapter is what the base would say.
+    """
     sampling = one.sequence.sampling
     if sampling.prompt_logprobs is not None:
         sampling = replace(sampling, prompt_logprobs=None)
-    return replace(one.sequence, token_ids=one.sequence.token_ids[: one.num_tokens], sampling=sampling)
+    return replace(one.sequence, token_ids=one.sequence.token_ids[: one.num_tokens], sampling=sampling, adapter="")
 
 
 def _move(sources: npt.NDArray[np.int64], destinations: npt.NDArray[np.int64], mapping: BlockMapping) -> None:

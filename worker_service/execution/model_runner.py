@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.upload import upload
 from worker_service.errors import DeviceLostError, InvalidStepError
+from worker_service.execution.adapters import Adapters
 from worker_service.execution.batch import build_batch
 from worker_service.execution.cache_engine import CacheEngine
 from worker_service.execution.decode_graphs import DecodeGraphs
@@ -130,8 +131,10 @@ class ModelRunner:
         cache_engine: CacheEngine,
         decode_graphs: DecodeGraphs | None = None,
         forms: Forms | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.model = model
+        self.adapters = adapters
         self._forms = forms
         self.cache_engine = cache_engine
         self._decode_graphs = decode_graphs
@@ -193,14 +196,15 @@ class ModelRunner:
 
     def _forward(self, chunks: Sequence[ScheduledChunk], before: RunningStep | None) -> tuple[Tensor, Sequence[int]]:
         """The hidden states, and the first row of each chunk and behind the last one the number of rows."""
-        if self._decode_graphs is not None and self._decode_graphs.fit(chunks):
+        lora_slots = None if self.adapters is None else self.adapters.slots(chunks)
+        if self._decode_graphs is not None and lora_slots is None and self._decode_graphs.fit(chunks):
             unseen = None if before is None else before.unseen_tokens()
             return self._decode_graphs.forward(chunks, unseen), range(len(chunks) + 1)
         assert before is None
         cache = self.cache_engine.device_blocks
         batch = build_batch(chunks, cache.shape[3], self._device)
         return self.model.forward(
-            batch.token_ids, batch.positions, batch.slots, batch.attention, cache
+            batch.token_ids, batch.positions, batch.slots, batch.attention, cache, lora_slots
         ), batch.query_start
 
     def recover(self) -> None:

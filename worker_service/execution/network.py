@@ -9,6 +9,7 @@ import torch
 from kernels.backends import ops_for
 from kernels.reference import INT8_GROUP
 from pagewire_common.start_error import StartError
+from worker_service.execution.adapters import AdapterRoom, Adapters
 from worker_service.execution.cache_engine import CacheShape
 from worker_service.loading.checkpoint import Checkpoint
 from worker_service.loading.dummy_weights import DummyWeights
@@ -21,6 +22,8 @@ from worker_service.models.shard import part_of
 from worker_service.parallel.cut import Cut
 from worker_service.parallel.ranks import Ranks
 from worker_service.settings import WorkerSettings
+
+NO_ADAPTERS = AdapterRoom()
 
 
 @dataclass(frozen=True)
@@ -61,12 +64,16 @@ class Network:
             settings.quantization,
         )
 
-    def check(self) -> list[int]:
-        """The bytes of each of its tensors. Raises StartError where they cannot be loaded; allocates no memory."""
-        blueprint = build_model(self.config, self.dtype, torch.device("meta"), self.ranks).checkpoint_tensors()
+    def check(self, room: AdapterRoom = NO_ADAPTERS) -> list[int]:
+        """The bytes of each of its tensors. Raises StartError where they cannot be loaded; allocates no memory.
+
+        room: for adapters, which counts as well.
+        """
+        model = build_model(self.config, self.dtype, torch.device("meta"), self.ranks)
+        blueprint = model.checkpoint_tensors()
         self.checkpoint.check(blueprint, self.cuts)
         self._check_quantization()
-        return [tensor.nbytes for tensor in blueprint.values()]
+        return [*(tensor.nbytes for tensor in blueprint.values()), Adapters(model, room).num_bytes]
 
     def fingerprint(self) -> str:
         """Of the whole model, whatever this rank's part is. Several threads read the files, so that loading finds them
@@ -78,12 +85,13 @@ class Network:
         scheme = f"int8 by {INT8_GROUP}" if self.quantization == "int8" else self.quantization
         return self.checkpoint.fingerprint(self.tokenizer_files, self.dtype, scheme)
 
-    def load(self) -> CausalModel:
+    def load(self, room: AdapterRoom = NO_ADAPTERS) -> tuple[CausalModel, Adapters]:
         """Raises StartError, and what torch raises where there is no memory for it."""
         model = build_model(self.config, self.dtype, self.device, self.ranks)
         self.checkpoint.load_into(model.checkpoint_tensors(), self.cuts)
+        adapters = Adapters(model, room)
         model.pack(int8=self.quantization == "int8")
-        return model
+        return model, adapters
 
     def _check_quantization(self) -> None:
         """Packs small weights to find out whether such weights can be packed, before any are loaded."""

@@ -17,6 +17,7 @@ from kernels.backends import EAGER, backend_name
 from kernels.cpu.library import what_is_missing
 from pagewire_common.start_error import StartError
 from worker_service.errors import is_out_of_memory
+from worker_service.execution.adapters import AdapterRoom, Adapters
 from worker_service.execution.cache_engine import CacheEngine
 from worker_service.execution.capacity import check_room_for_weights, count_device_blocks
 from worker_service.execution.decode_graphs import DecodeGraphs
@@ -46,6 +47,7 @@ class Worker:
     limits: Limits
     runner: ModelRunner
     tokenizer_files: list[Path]
+    adapters: Adapters
     drafter: Drafter | None = None
 
 
@@ -75,12 +77,16 @@ def load_worker(settings: WorkerSettings) -> Worker:
     num_host_blocks = int(settings.swap_space * 2**30) // sum(block_bytes)
     try:
         # First without memory: errors in the weights are found before memory is allocated for them.
-        sizes = [num_bytes for network in networks for num_bytes in network.check()]
+        room = AdapterRoom(settings.max_loras, settings.max_lora_rank, settings.max_cpu_loras)
+        sizes = target.check(room) + ([] if draft is None else draft.check())
         check_room_for_weights(device, target.dtype, sizes, ranks)
         fingerprint = target.fingerprint() if ranks.rank == 0 else ""  # a draft model chooses no token
-        models = [network.load() for network in networks]
+        model, adapters = target.load(room)
+        if settings.max_loras and not adapters.shapes:
+            raise StartError(f"--max-loras: {target.model_id} has no projection that adapters can be applied to")
+        models = [model]
         if draft is not None:
-            models[1] = with_vocabulary(models[1], config.vocabulary_size)
+            models.append(with_vocabulary(draft.load()[0], config.vocabulary_size))
         speeds = [
             measure_prefill(model, shape, device, settings.max_num_batched_tokens, settings.max_num_seqs)
             for model, shape in zip(models, shapes, strict=True)
@@ -131,9 +137,11 @@ def load_worker(settings: WorkerSettings) -> Worker:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_seqs=settings.max_num_seqs,
             num_speculative_tokens=settings.num_speculative_tokens if settings.speculate != "none" else 0,
+            max_loras=settings.max_loras,
         ),
-        runner=ModelRunner(models[0], caches[0], graphs[0], forms),
+        runner=ModelRunner(models[0], caches[0], graphs[0], forms, adapters),
         tokenizer_files=tokenizer_files,
+        adapters=adapters,
         drafter=Drafter(proposer, settings.num_speculative_tokens, speeds[0]) if proposer is not None else None,
     )
 

@@ -1,17 +1,31 @@
 """What the worker needs of a network, native or not."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from kernels.metadata import AttentionMetadata
+from kernels.ops import LoraWeights
 
 
 def widest(windows: Iterable[int | None]) -> int | None:
     """The `sliding_window` of a network whose layers have these windows; None sees everything."""
     known = list(windows)
     return None if None in known else max(window for window in known if window is not None)
+
+
+@dataclass(frozen=True)
+class LoraPlace:
+    """Where the adapters of one projection go: it is this part of a product."""
+
+    weights: LoraWeights
+    part: int
+
+    @property
+    def num_outputs(self) -> int:
+        return self.weights.starts[self.part + 1] - self.weights.starts[self.part]
 
 
 class ModelConfig(Protocol):
@@ -50,13 +64,24 @@ class CausalModel(Protocol):
     def pack(self, int8: bool = False) -> None:
         """Prepare the weights for use, as int8 if so asked. Called once, when `checkpoint_tensors` have been filled."""
 
+    def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
+        """Make room for so many adapters of up to so many inner units, and say where those of each projection go, by
+        its name in a checkpoint. Empty for a network that takes no adapters. Called once, before `pack`."""
+
     def forward(
-        self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionMetadata, cache: Tensor
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        attention: AttentionMetadata,
+        cache: Tensor,
+        lora_slots: Tensor | None = None,
     ) -> Tensor:
         """Compute tokens and store their keys and values.
 
         token_ids, positions, slots: [num_tokens] int64; cache: [num_blocks, num_layers, 2, block_size, num_kv_heads,
-        head_dim]. Returns hidden states, [num_tokens, hidden_size].
+        head_dim]; lora_slots: [num_tokens] int32, the slot of each token's adapter, negative for none, or None where no
+        token has one. Returns hidden states, [num_tokens, hidden_size].
         """
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

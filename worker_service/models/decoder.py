@@ -18,6 +18,7 @@ from kernels.backends import ops_for
 from kernels.metadata import AttentionMetadata
 from kernels.ops import Ops
 from kernels.reference import rotary_tables
+from worker_service.models.causal_model import LoraPlace
 from worker_service.models.decoder_config import DecoderConfig, LayerConfig
 from worker_service.models.linear import Linear
 from worker_service.models.shard import Shard
@@ -63,8 +64,9 @@ class DecoderLayer:
     def linears(self) -> tuple[Linear, ...]:
         return self._qkv, self._out, self._gate_up, self._down
 
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """What each tensor of this layer in a checkpoint fills."""
+    @property
+    def projections(self) -> list[tuple[Linear, dict[str, int]]]:
+        """Each product, with the names in a checkpoint and the numbers of outputs of what is fused into it."""
         config = self._config
         query, key, value = self._heads
         if config.fused_checkpoint:
@@ -73,13 +75,18 @@ class DecoderLayer:
         else:
             qkv = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": value}
             gate_up = {"mlp.gate_proj": self._inner, "mlp.up_proj": self._inner}
-        tensors = {
-            "input_layernorm.weight": self._attention_norm,
-            **self._qkv.parts(qkv),
-            **self._out.parts({"self_attn.o_proj": config.hidden_size}),
-            **self._gate_up.parts(gate_up),
-            **self._down.parts({"mlp.down_proj": config.hidden_size}),
-        }
+        return [
+            (self._qkv, qkv),
+            (self._out, {"self_attn.o_proj": config.hidden_size}),
+            (self._gate_up, gate_up),
+            (self._down, {"mlp.down_proj": config.hidden_size}),
+        ]
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """What each tensor of this layer in a checkpoint fills."""
+        tensors = {"input_layernorm.weight": self._attention_norm}
+        for linear, names in self.projections:
+            tensors |= linear.parts(names)
         if self._attention_post_norm is not None and self._mlp_post_norm is not None:
             tensors |= {
                 "post_attention_layernorm.weight": self._attention_post_norm,
@@ -100,12 +107,13 @@ class DecoderLayer:
         layer_cache: Tensor,
         slots: Tensor,
         attention: AttentionMetadata,
+        lora_slots: Tensor | None,
     ) -> Tensor:
         """Bring `residual` up to this layer's attention in place, and return what its second half adds to it.
 
         delta, residual: [num_tokens, hidden_size], where delta is what the layer before adds, None at the first, and
         residual is float32; rotation: cosines and sines from `rotary_tables`, None where positions do not count;
-        layer_cache, slots: as `store_kv` has them.
+        layer_cache, slots: as `store_kv` has them; lora_slots: as `Linear` has it.
         """
         config, ops = self._config, self._ops
         eps, offset = config.rms_norm_eps, config.norm_offset
@@ -114,7 +122,7 @@ class DecoderLayer:
         else:
             x = ops.add_rms_norm(delta, residual, self._attention_norm, eps, offset)
         attended = ops.qkv_attention(
-            self._qkv(x),
+            self._qkv(x, lora_slots),
             self._qk_norms,
             eps,
             offset,
@@ -126,11 +134,12 @@ class DecoderLayer:
             self._window,
             config.attention_soft_cap,
         )
-        delta = self._ranks.all_reduce(self._out(attended))
+        delta = self._ranks.all_reduce(self._out(attended, lora_slots))
         if self._attention_post_norm is not None:
             delta = ops.rms_norm(delta, self._attention_post_norm, eps, offset, torch.float32)
         x = ops.add_rms_norm(delta, residual, self._mlp_norm, eps, offset)
-        delta = self._ranks.all_reduce(self._down(ops.gated_activation(self._gate_up(x), config.activation)))
+        activated = ops.gated_activation(self._gate_up(x, lora_slots), config.activation)
+        delta = self._ranks.all_reduce(self._down(activated, lora_slots))
         if self._mlp_post_norm is not None:
             delta = ops.rms_norm(delta, self._mlp_post_norm, eps, offset, torch.float32)
         return delta
@@ -174,14 +183,25 @@ class Decoder:
         for linear in (self._lm_head, *(linear for layer in self._layers for linear in layer.linears)):
             linear.pack(int8)
 
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionMetadata, cache: Tensor
-    ) -> Tensor:
-        """Compute tokens and store their keys and values.
+    def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
+        """As `CausalModel` has it."""
+        places: dict[str, LoraPlace] = {}
+        for number, layer in enumerate(self._layers):
+            for linear, names in layer.projections:
+                weights = linear.allocate_lora(list(names.values()), num_slots, max_rank)
+                places |= {f"model.layers.{number}.{name}": LoraPlace(weights, part) for part, name in enumerate(names)}
+        return places
 
-        token_ids, positions, slots: [num_tokens] int64; cache: [num_blocks, num_layers, 2, block_size, num_kv_heads,
-        head_dim]. Returns the normalised hidden states, [num_tokens, hidden_size].
-        """
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        attention: AttentionMetadata,
+        cache: Tensor,
+        lora_slots: Tensor | None = None,
+    ) -> Tensor:
+        """As `CausalModel` has it; the hidden states are normalised."""
         rotations = {
             rope: rotary_tables(positions, frequencies, rope.scale) for rope, frequencies in self._frequencies.items()
         }
@@ -190,7 +210,7 @@ class Decoder:
             residual *= self._embedding_scale
         for number, (layer, layer_config) in enumerate(zip(self._layers, self.config.layers, strict=True)):
             rotation = rotations[layer_config.rope] if layer_config.rope is not None else None
-            delta = layer.forward(delta, residual, rotation, cache[:, number], slots, attention)
+            delta = layer.forward(delta, residual, rotation, cache[:, number], slots, attention, lora_slots)
         assert delta is not None  # a network has a layer
         return self._ops.add_rms_norm(delta, residual, self._norm, self.config.rms_norm_eps, self.config.norm_offset)
 

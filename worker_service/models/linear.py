@@ -1,11 +1,14 @@
 """A linear layer whose weights can be packed once for the products of a step."""
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kernels.backends import ops_for
-from kernels.ops import Product
+from kernels.ops import LoraWeights, Product
 from kernels.reference import wide_linear
 
 
@@ -20,10 +23,13 @@ class Linear:
         self, weight: Tensor, bias: Tensor | None = None, *, wide: bool = False, adds_bias: bool = True
     ) -> None:
         self.weight = weight
+        self._shape = weight.shape
         self.bias = bias
         self._wide = wide
         self._added = bias if adds_bias else None
         self._product: Product | None = None
+        self._lora: LoraWeights | None = None
+        self._add_lora = ops_for(weight.device).add_lora
 
     @classmethod
     def allocate(
@@ -48,11 +54,32 @@ class Linear:
         if self._product is not None:
             self.weight = self.weight.new_empty(0)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [rows, inputs]; returns [rows, outputs]."""
+    def allocate_lora(self, parts: Sequence[int], num_slots: int, max_rank: int) -> LoraWeights:
+        """Make room for what adapters add, which is nothing yet. parts: how many outputs each projection has."""
+        _, inputs = self._shape
+        self._lora = LoraWeights(
+            a=self.weight.new_zeros(num_slots, len(parts), max_rank, inputs),
+            b=self.weight.new_zeros(num_slots, max_rank, sum(parts)),
+            ranks=torch.zeros(num_slots, dtype=torch.int32, device=self.weight.device),
+            starts=(0, *accumulate(parts)),
+        )
+        return self._lora
+
+    def __call__(self, x: Tensor, lora_slots: Tensor | None = None) -> Tensor:
+        """x: [rows, inputs]; lora_slots: [rows] int32, the slot of each row's adapter, negative for none, or None where
+        no row has one. Returns [rows, outputs]."""
         if self._product is not None:
-            return self._product(x, self._added)
-        return (wide_linear if self._wide else functional.linear)(x, self.weight, self._added)
+            product = self._product(x, self._added)
+        else:
+            product = (wide_linear if self._wide else functional.linear)(x, self.weight, self._added)
+        if lora_slots is not None:
+            self.add_lora(product, x, lora_slots)
+        return product
+
+    def add_lora(self, product: Tensor, x: Tensor, lora_slots: Tensor) -> None:
+        """Add what adapters add to the product of x, in place."""
+        assert self._lora is not None
+        self._add_lora(product, x, lora_slots, self._lora)
 
     def parts(self, names: dict[str, int]) -> dict[str, Tensor]:
         """Names for consecutive slices of the outputs, given their sizes."""

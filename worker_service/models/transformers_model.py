@@ -8,6 +8,7 @@ halves side by side) and Granite (multipliers).
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers.initialization import no_init_weights
 
 from kernels.backends import ops_for
 from kernels.metadata import AttentionMetadata
+from worker_service.models.causal_model import LoraPlace
 from worker_service.models.linear import Linear
 from worker_service.models.transformers_attention import NAME, within
 from worker_service.models.transformers_config import TransformersConfig
@@ -37,6 +39,7 @@ class TransformersModel:
         self._body = network.get_decoder()
         self._head = _with_part(network, _path(network, self._body), _GivenBody())
         self._logits = None
+        self._lora_slots: Tensor | None = None  # of the pass that is being computed
         if type(product := network.get_output_embeddings()) is nn.Linear:
             self._logits = Linear(product.weight, product.bias, wide=True)
             self._head = _with_part(self._head, _path(network, product), _GivenProduct(product.weight, self._logits))
@@ -51,10 +54,38 @@ class TransformersModel:
         if self._logits is not None:
             self._logits.pack()
 
+    def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
+        """As `CausalModel` has it, for the body's plain linear layers."""
+        places = {}
+        names = {id(module): name for name, module in self._network.named_modules()}
+        for module in self._body.modules():
+            if type(module) is nn.Linear:
+                linear = Linear(module.weight)
+                places[names[id(module)]] = LoraPlace(
+                    linear.allocate_lora([module.out_features], num_slots, max_rank), 0
+                )
+                module.register_forward_hook(self._adding(linear))
+        return places
+
+    def _adding(self, linear: Linear) -> Callable[[nn.Module, tuple[Tensor], Tensor], Tensor]:
+        def add(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+            if self._lora_slots is not None:
+                linear.add_lora(output[0], inputs[0][0], self._lora_slots)
+            return output
+
+        return add
+
     def forward(
-        self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionMetadata, cache: Tensor
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        attention: AttentionMetadata,
+        cache: Tensor,
+        lora_slots: Tensor | None = None,
     ) -> Tensor:
         """As `CausalModel` has it."""
+        self._lora_slots = lora_slots
         with within(_CachedAttention(slots, attention, cache)):
             output = self._body(
                 input_ids=token_ids[None],

@@ -103,7 +103,13 @@ def encode_model_output(epoch: int, step_id: int, output: ModelOutput) -> pb.Mod
 
 
 def encode_worker_info(
-    info: WorkerInfo, limits: Limits, epoch: int, *, in_session: bool = False, instance_id: str = ""
+    info: WorkerInfo,
+    limits: Limits,
+    epoch: int,
+    *,
+    in_session: bool = False,
+    instance_id: str = "",
+    adapters: Sequence[str] = (),
 ) -> GetWorkerInfoResponse:
     """Write what the worker is; `epoch` is the newest that it has served, and may still be `in_session`."""
     return GetWorkerInfoResponse(
@@ -128,6 +134,8 @@ def encode_worker_info(
         in_session=in_session,
         instance_id=instance_id,
         num_speculative_tokens=limits.num_speculative_tokens,
+        max_loras=limits.max_loras,
+        adapters=adapters,
     )
 
 
@@ -147,8 +155,8 @@ def _draft_tokens(message: pb.SchedulerOutput, limits: Limits) -> "dict[int, arr
 
 def _new_sequence(message: pb.NewSequence, limits: Limits) -> NewSequence:
     where = f"new_sequences: sequence {message.sequence_id}"
-    if message.lora_name:
-        raise InvalidStepError(f"{where}: lora_name: this worker has no adapters")
+    if message.lora_name and not limits.max_loras:
+        raise InvalidStepError(f"{where}: lora_name: this worker takes no adapters")
     num_tokens = len(message.token_ids)
     if not 1 <= message.num_prompt_tokens <= num_tokens:
         raise InvalidStepError(f"{where}: {message.num_prompt_tokens} prompt tokens of {num_tokens}")
@@ -159,6 +167,7 @@ def _new_sequence(message: pb.NewSequence, limits: Limits) -> NewSequence:
         message.num_computed_tokens,
         _block_ids(message.block_ids, limits),
         _sampling(f"{where}: sampling", message.sampling, limits),
+        message.lora_name,
     )
 
 

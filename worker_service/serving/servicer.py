@@ -22,14 +22,19 @@ from prometheus_client.core import Metric
 from pagewire.v1 import worker_service_pb2_grpc
 from pagewire.v1.scheduler_output_pb2 import ModelOutput, SchedulerOutput
 from pagewire.v1.worker_service_pb2 import (
+    DropAdapterRequest,
+    DropAdapterResponse,
     GetTokenizerRequest,
     GetTokenizerResponse,
     GetWorkerInfoRequest,
     GetWorkerInfoResponse,
+    TakeAdapterRequest,
+    TakeAdapterResponse,
 )
 from pagewire_common.errors import RequestError
 from worker_service.errors import DeviceLostError, FencingError, InvalidStepError, is_out_of_memory
 from worker_service.loading.tokenizer_files import read_pieces
+from worker_service.serving.adapters import load_adapter
 from worker_service.serving.codec import decode_scheduler_output, encode_worker_info
 from worker_service.serving.compute import Computation
 from worker_service.serving.device_thread import DeviceThread, Later
@@ -89,6 +94,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         self._stream: _Stream | None = None
         self._newest_epoch = 0
         self._draining = asyncio.Event()
+        self._loading_adapter = asyncio.Lock()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -124,11 +130,24 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             self._newest_epoch,
             in_session=self._stream is not None,
             instance_id=self._instance_id,
+            adapters=worker.adapters.fingerprints,
         )
 
     async def GetTokenizer(self, request: GetTokenizerRequest, context: Context) -> AsyncIterator[GetTokenizerResponse]:
         for name, data in read_pieces(self._ready_worker().tokenizer_files):
             yield GetTokenizerResponse(name=name, data=data)
+
+    async def TakeAdapter(
+        self, request_iterator: AsyncIterator[TakeAdapterRequest], context: Context
+    ) -> TakeAdapterResponse:
+        worker = self._ready_worker()
+        async with self._loading_adapter:  # one at a time is in memory twice
+            await load_adapter(worker.adapters, request_iterator)
+        return TakeAdapterResponse()
+
+    async def DropAdapter(self, request: DropAdapterRequest, context: Context) -> DropAdapterResponse:
+        self._ready_worker().adapters.remove(request.fingerprint)
+        return DropAdapterResponse()
 
     async def Execute(
         self, request_iterator: AsyncIterator[SchedulerOutput], context: Context

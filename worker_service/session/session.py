@@ -35,6 +35,8 @@ class SequenceState:
     """How many tokens, from the first on, have their keys and values in the blocks."""
     block_ids: "array[int]"
     sampling: SamplingParams
+    adapter: str = ""
+    """The fingerprint of its adapter; empty for the base model."""
     form_progress: object = None
     """Where its output is in its form, for the code that computes steps."""
     speculation: object = None
@@ -109,13 +111,13 @@ class Session:
 
         That is a step of one token for each of its sequences, none of which needs the values of earlier ones to sample.
         It reports no log-probabilities: they are read behind all that was launched, so a step ahead would delay every
-        sequence's token.
+        sequence's token. It has no adapters, which captured graphs do not apply.
         """
         return (
             not (output.new_sequences or output.forks or output.draft_tokens or self._has_drafts)
             and all(num_tokens == 1 for num_tokens in output.num_scheduled_tokens)
             and not any(
-                sequence is None or sequence.sampling.edits_logits or sequence.reports_logprobs
+                sequence is None or sequence.adapter or sequence.sampling.edits_logits or sequence.reports_logprobs
                 for sequence in map(self.sequences.get, output.sequence_ids)
             )
         )
@@ -164,6 +166,7 @@ class Session:
                 new.num_computed_tokens,
                 new.block_ids,
                 new.sampling,
+                new.adapter,
             )
         )
 
@@ -187,6 +190,7 @@ class Session:
                 fork.num_computed_tokens,
                 fork.block_ids,
                 replace(parent.sampling, index=fork.index),
+                parent.adapter,
             )
         )
 

@@ -26,6 +26,8 @@ class Limits:
     max_num_seqs: int
     num_speculative_tokens: int = 0
     """Guesses for one sequence in one step."""
+    max_loras: int = 0
+    """Adapters in one step."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ class NewSequence:
     num_computed_tokens: int
     block_ids: "array[int]"
     sampling: SamplingParams
+    adapter: str = ""
+    """The fingerprint of its adapter; empty for the base model."""
 
 
 @dataclass(frozen=True)

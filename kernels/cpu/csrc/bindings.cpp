@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "layer.h"
+#include "lora.h"
 #include "matmul.h"
 
 namespace pagewire {
@@ -140,6 +141,38 @@ Tensor gated_activation_op(const Tensor& x, const std::string& activation) {
     run(out.data_ptr<T>(), x.const_data_ptr<T>(), rows, length);
   });
   return out;
+}
+
+void add_lora_op(
+    Tensor y, const Tensor& x, const Tensor& slots, const Tensor& a, const Tensor& b, const Tensor& ranks,
+    const std::vector<int64_t>& starts) {
+  check_contiguous(y, "y");
+  for (const auto* tensor : {&slots, &a, &b, &ranks}) check_contiguous(*tensor, "slots, a, b and ranks");
+  check_like(a, x, "a");
+  check_like(b, x, "b");
+  TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1 && y.dim() == 2 && y.device().is_cpu() && y.size(0) == x.size(0),
+              "x and y must be [rows, inputs] and [rows, outputs]");
+  TORCH_CHECK(a.dim() == 4 && b.dim() == 3 && a.size(0) == b.size(0) && a.size(2) == b.size(1) &&
+                  a.size(3) == x.size(1) && b.size(2) == y.size(1) && ranks.numel() == a.size(0) &&
+                  ranks.scalar_type() == at::kInt && slots.scalar_type() == at::kInt && slots.numel() == x.size(0),
+              "a, b, ranks and slots do not fit x and y");
+  TORCH_CHECK(static_cast<int64_t>(starts.size()) == a.size(1) + 1 && starts.front() == 0 && starts.back() == y.size(1) &&
+                  std::is_sorted(starts.begin(), starts.end()),
+              "starts must go from 0 to the number of outputs");
+  for (int64_t i = 0; i < ranks.numel(); ++i) {
+    const auto rank = ranks.const_data_ptr<int32_t>()[i];
+    TORCH_CHECK(rank >= 0 && rank <= a.size(2), "a rank is ", rank, ", and there is room for ", a.size(2));
+  }
+  for (int64_t i = 0; i < slots.numel(); ++i)
+    TORCH_CHECK(slots.const_data_ptr<int32_t>()[i] < a.size(0), "there is no such slot");
+  for_types(y, x, [&](auto y_type, auto type) {
+    using Y = decltype(y_type);
+    using T = decltype(type);
+    add_lora<Y, T>(
+        y.data_ptr<Y>(), x.const_data_ptr<T>(), x.stride(0), slots.const_data_ptr<int32_t>(), x.size(0),
+        {a.const_data_ptr<T>(), b.const_data_ptr<T>(), ranks.const_data_ptr<int32_t>(), starts.data(), a.size(1),
+         a.size(2), a.size(3), y.size(1)});
+  });
 }
 
 std::tuple<Tensor, Tensor> greedy_op(const Tensor& x) {
@@ -354,6 +387,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("rotary_embedding", &pagewire::rotary_embedding_op, unlocked);
   module.def("store_kv", &pagewire::store_kv_op, unlocked);
   module.def("gated_activation", &pagewire::gated_activation_op, unlocked);
+  module.def("add_lora", &pagewire::add_lora_op, unlocked);
   module.def("greedy", &pagewire::greedy_op, unlocked);
   module.def("paged_attention", &pagewire::paged_attention_op, unlocked);
   module.def("qkv_attention", &pagewire::qkv_attention_op, unlocked);

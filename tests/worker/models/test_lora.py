@@ -1,0 +1,265 @@
+"""Adapters against PEFT: what a sequence with an adapter says is what PEFT's own model says, whatever is beside it."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from stepped_worker import PROMPT, Oracle, SteppedWorker, load_runner
+from test_architectures import BORROWED, NATIVE
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from worker_helpers import new_sequence, tokens
+
+from worker_service.errors import InvalidStepError
+from worker_service.execution.adapters import AdapterRoom, Adapters
+from worker_service.execution.model_runner import ModelRunner
+from worker_service.loading.adapter import WEIGHTS, AdapterError, read_adapter
+from worker_service.session.step import BlockTableUpdate
+
+# peft asks transformers for something by an older name.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+ROOM = AdapterRoom(num_slots=2, max_rank=64, max_loaded=8)
+Make = Callable[..., Path]
+
+
+def save_adapter(path: Path, base: Path, seed: int, **config: Any) -> Path:
+    """An adapter of random halves, as PEFT saves it."""
+    torch.manual_seed(seed)
+    config = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"} | config
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(**config))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(path)
+    return path
+
+
+def load(adapters: Adapters, path: Path, folder: Path) -> str:
+    """Read an adapter as a worker does that was handed it; returns its name there."""
+    folder.mkdir()
+    shutil.copy(path / "adapter_model.safetensors", folder / WEIGHTS)
+    config = (path / "adapter_config.json").read_bytes()
+    adapters.add(path.name, read_adapter(config, folder, adapters.shapes, adapters.room.max_rank, adapters.dtype))
+    return path.name
+
+
+class PeftOracle(Oracle):
+    """PEFT's model, whose halves are kept apart or merged into its weights."""
+
+    def __init__(self, base: Path, adapter: Path, *, merged: bool) -> None:
+        model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+        self._model = model.merge_and_unload() if merged else model
+
+
+def sequence(sequence_id: int, adapter: str, **sampling: Any) -> Any:
+    blocks = range(16 * (sequence_id - 1), 16 * sequence_id)
+    return replace(new_sequence(sequence_id, PROMPT, blocks, **sampling), adapter=adapter)
+
+
+def outputs(runner: ModelRunner, adapters: list[str], count: int) -> list[list[int]]:
+    """What one sequence of each adapter says after PROMPT, all of them together, prompts in chunks."""
+    worker = SteppedWorker(runner)
+    ids = range(1, len(adapters) + 1)
+    new = tuple(sequence(number, adapter) for number, adapter in zip(ids, adapters, strict=True))
+    worker.step(*((number, 5 + number, False) for number in ids), new_sequences=new)
+    found = [
+        worker.step(*((number, len(PROMPT) - 5 - number, True) for number in ids)).token_ids,
+        *(worker.step(*((number, 1, True) for number in ids)).token_ids for _ in range(count - 1)),
+    ]
+    return [list(of_one) for of_one in zip(*found, strict=True)]
+
+
+FAMILIES = {name: NATIVE[name] for name in ("gemma", "gemma3_text", "mistral", "qwen2", "qwen3", "smollm3", "phi3")}
+FAMILIES |= {"llama": {"model_type": "llama"}}
+FAMILIES |= {name: BORROWED[name] for name in ("olmo2", "granite", "gpt_neox")}
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_sequences_of_several_adapters_say_what_pefts_models_say(
+    family: dict[str, Any], make_checkpoint: Make, tmp_path: Path
+) -> None:
+    """In one batch with the base, at different ranks, on some of the projections."""
+    base = make_checkpoint(**family)
+    targets = ["query_key_value", "dense"] if family["model_type"] == "gpt_neox" else ["qkv_proj", "o_proj"]
+    if family["model_type"] not in ("gpt_neox", "phi3"):
+        targets = ["q_proj", "v_proj", "down_proj"]
+    paths = [
+        save_adapter(tmp_path / "all", base, 1),
+        save_adapter(tmp_path / "some", base, 2, r=7, use_rslora=True, target_modules=targets),
+    ]
+    runner = load_runner(base, room=ROOM)
+    assert runner.adapters is not None
+    names = [load(runner.adapters, path, tmp_path / f"of {path.name}") for path in paths]
+    found = outputs(runner, ["", *names, ""], 6)
+    expected = [
+        Oracle(base).greedy(PROMPT, 6),
+        PeftOracle(base, paths[0], merged=False).greedy(PROMPT, 6),
+        PeftOracle(base, paths[1], merged=True).greedy(PROMPT, 6),
+    ]
+    assert found == [*expected, expected[0]]
+    assert len({tuple(one) for one in expected}) == 3
+
+
+@pytest.fixture
+def base(tiny_checkpoint: Path) -> Path:
+    return tiny_checkpoint
+
+
+@pytest.fixture
+def runner(base: Path) -> ModelRunner:
+    return load_runner(base, room=ROOM)
+
+
+@pytest.mark.parametrize("rank", [1, 16, 64])
+@pytest.mark.parametrize("merged", [False, True])
+def test_log_probabilities_are_pefts_at_every_rank(
+    rank: int, merged: bool, base: Path, runner: ModelRunner, tmp_path: Path
+) -> None:
+    path = save_adapter(tmp_path / "adapter", base, 3, r=rank)
+    assert runner.adapters is not None
+    name = load(runner.adapters, path, tmp_path / "copy")
+    worker = SteppedWorker(runner)
+    size = 131
+    (report,) = worker.step(
+        (1, len(PROMPT), False), new_sequences=(sequence(1, name, prompt_logprobs=size),)
+    ).prompt_logprobs
+    rows = []
+    for start in range(0, len(report.token_ids), report.width):
+        entries = slice(start + 1, start + 1 + size)
+        by_id = sorted(zip(report.token_ids[entries], report.logprobs[entries], strict=True))
+        rows.append([logprob for _, logprob in by_id])
+    expected: Tensor = PeftOracle(base, path, merged=merged).logprobs(PROMPT)[:-1]
+    torch.testing.assert_close(torch.tensor(rows), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_patterns_of_ranks_and_alphas_are_pefts(base: Path, runner: ModelRunner, tmp_path: Path) -> None:
+    ranks = {"q_proj": 9, "layers.1.mlp.up_proj": 2}
+    path = save_adapter(tmp_path / "adapter", base, 4, rank_pattern=ranks, alpha_pattern={"v_proj": 3})
+    assert runner.adapters is not None
+    name = load(runner.adapters, path, tmp_path / "copy")
+    assert outputs(runner, [name], 6) == [PeftOracle(base, path, merged=False).greedy(PROMPT, 6)]
+
+
+def test_more_adapters_than_slots_take_turns(base: Path, runner: ModelRunner, tmp_path: Path) -> None:
+    """A slot that was another's holds nothing of it, whichever projections that one was for."""
+    adapters = runner.adapters
+    assert adapters is not None
+    targets = [["q_proj", "k_proj"], ["up_proj"], "all-linear", ["v_proj", "gate_proj"]]
+    paths = [
+        save_adapter(tmp_path / str(number), base, number, r=2 + 3 * (number % 2), target_modules=modules)
+        for number, modules in enumerate(targets)
+    ]
+    for path in paths:
+        load(adapters, path, tmp_path / f"of {path.name}")
+    expected = {path.name: PeftOracle(base, path, merged=False).greedy(PROMPT, 4) for path in paths}
+    for pair in (["0", "1"], ["2", "0"], ["3", "2"], ["1", "3"], ["0", "0"], ["2", "1"]):
+        assert outputs(runner, pair, 4) == [expected[name] for name in pair]
+
+
+def test_what_cannot_be_computed_is_refused(base: Path, runner: ModelRunner, tmp_path: Path) -> None:
+    adapters = runner.adapters
+    assert adapters is not None
+    for number in range(3):
+        load(adapters, save_adapter(tmp_path / str(number), base, number), tmp_path / f"of {number}")
+    with pytest.raises(InvalidStepError, match="the adapter x is not loaded"):
+        outputs(runner, ["x"], 1)
+    with pytest.raises(InvalidStepError, match="a step has 3 adapters; this worker has 2 slots"):
+        outputs(runner, ["0", "1", "2"], 1)
+    adapters.remove("0")
+    with pytest.raises(InvalidStepError, match="the adapter 0 is not loaded"):
+        outputs(runner, ["0"], 1)
+    assert len(outputs(runner, ["1", "2"], 1)) == 2
+
+
+def test_a_fork_has_its_parents_adapter(base: Path, runner: ModelRunner, tmp_path: Path) -> None:
+    from worker_service.session.step import Fork
+
+    assert runner.adapters is not None
+    path = save_adapter(tmp_path / "adapter", base, 5)
+    name = load(runner.adapters, path, tmp_path / "copy")
+    worker = SteppedWorker(runner)
+    (first,) = worker.step((1, len(PROMPT), True), new_sequences=(sequence(1, name),)).token_ids
+    fork = Fork(1, 2, len(PROMPT), len(PROMPT) - 1, tokens([*range(9), *range(20, 30)]), 1)
+    found = worker.step(
+        (2, 1, True), forks=(fork,), block_table_updates=(BlockTableUpdate(1, 9, tokens(range(30, 40))),)
+    )
+    assert found.token_ids == [first]
+
+
+def spoil_config(**changes: Any) -> Callable[[Path], None]:
+    def spoil(path: Path) -> None:
+        config = json.loads((path / "adapter_config.json").read_text())
+        (path / "adapter_config.json").write_text(json.dumps(config | changes))
+
+    return spoil
+
+
+def spoil_tensors(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+    def spoil(path: Path) -> None:
+        held = load_file(path / "adapter_model.safetensors")
+        change(held)
+        save_file({name: tensor.contiguous() for name, tensor in held.items()}, path / "adapter_model.safetensors")
+
+    return spoil
+
+
+def truncate(path: Path) -> None:
+    file = path / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def pickled(path: Path) -> None:
+    torch.save({}, path / "adapter_model.safetensors")
+
+
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no JSON": (lambda path: (path / "adapter_config.json").write_bytes(b"{") and None, "is not JSON"),
+    "another method": (spoil_config(peft_type="IA3"), "peft_type must be LORA"),
+    "DoRA": (spoil_config(use_dora=True), "use_dora asks for DoRA"),
+    "whole modules": (spoil_config(modules_to_save=["lm_head"]), "modules_to_save asks for whole modules"),
+    "biases": (spoil_config(bias="all"), "bias must be none"),
+    "no alpha": (spoil_config(lora_alpha=None), "lora_alpha is None, not a number"),
+    "infinite alpha": (spoil_config(lora_alpha=float("inf")), "lora_alpha is .*, not a number"),
+    "a pattern": (spoil_config(alpha_pattern={"(a+)+$": 3}), "is a pattern"),
+    "too high a rank": (spoil_tensors(lambda held: held.update({FIRST: torch.zeros(65, 48)})), "has rank 65"),
+    "no rank": (spoil_tensors(lambda held: held.update({FIRST: torch.zeros(0, 48)})), "has rank 0"),
+    "another shape": (spoil_tensors(lambda held: held.update({FIRST: torch.zeros(4, 47)})), r"is \[4, 47\]"),
+    "a scalar": (spoil_tensors(lambda held: held.update({FIRST: torch.zeros(())})), "has rank 0"),
+    "one half": (spoil_tensors(lambda held: held.pop(FIRST)), "has lora_B alone"),
+    "NaN": (spoil_tensors(lambda held: held[FIRST].fill_(float("nan"))), "not finite"),
+    "integers": (spoil_tensors(lambda held: held.update({FIRST: torch.zeros(4, 48, dtype=torch.int64)})), "of I64"),
+    "another tensor": (spoil_tensors(lambda held: held.update({"a": torch.zeros(1)})), "neither lora_A nor lora_B"),
+    "an unknown layer": (
+        spoil_tensors(lambda held: held.update({FIRST.replace(".0.", ".9."): torch.zeros(4, 48)})),
+        "this model has no adapters there",
+    ),
+    "the head": (
+        spoil_tensors(lambda held: held.update({"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 48)})),
+        "lm_head",
+    ),
+    "no tensors": (spoil_tensors(lambda held: held.clear()), "has no tensors"),
+    "a short file": (truncate, "not a sound safetensors file"),
+    "a pickle": (pickled, "not a sound safetensors file"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "sentence"), SPOILED.values(), ids=SPOILED)
+def test_what_is_wrong_with_an_adapter_is_said(
+    spoil: Callable[[Path], None], sentence: str, base: Path, runner: ModelRunner, tmp_path: Path
+) -> None:
+    path = save_adapter(tmp_path / "adapter", base, 1)
+    spoil(path)
+    assert runner.adapters is not None
+    with pytest.raises(AdapterError, match=sentence) as error:
+        load(runner.adapters, path, tmp_path / "copy")
+    assert str(tmp_path) not in str(error.value)
+    assert not runner.adapters.fingerprints

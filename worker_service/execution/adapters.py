@@ -1,0 +1,128 @@
+"""Low-rank adapters of one worker: those in host memory, and those that lie in a slot on the device.
+
+A step's rows know their adapter by its slot. An adapter that a step needs and that has no slot takes that of the one
+that was used least recently, which costs a copy before the forward pass; nothing waits for a file or the network.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.upload import upload
+from worker_service.errors import InvalidStepError
+from worker_service.loading.adapter import Adapter
+from worker_service.models.causal_model import CausalModel, LoraPlace
+from worker_service.session.session import ScheduledChunk
+
+
+@dataclass(frozen=True)
+class AdapterRoom:
+    """How many adapters there may be on the device and in host memory, and of which rank."""
+
+    num_slots: int = 0
+    max_rank: int = 1
+    max_loaded: int = 0
+
+
+class Adapters:
+    """`add` and `remove` may be called on any thread, `slots` on the device's thread alone."""
+
+    def __init__(self, model: CausalModel, room: AdapterRoom) -> None:
+        """Allocates the slots. It is called before the model's weights are packed."""
+        self.room = room
+        self._places: Mapping[str, LoraPlace] = (
+            model.allocate_lora(room.num_slots, room.max_rank) if room.num_slots else {}
+        )
+        self._loaded: dict[str, Adapter] = {}
+        self._slots: OrderedDict[str, tuple[int, Adapter]] = OrderedDict()  # by how recently they were used
+        self._free = list(range(room.num_slots))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs of each projection that can have an adapter."""
+        return {name: (place.num_outputs, place.weights.a.shape[3]) for name, place in self._places.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the slots."""
+        weights = {id(place.weights): place.weights for place in self._places.values()}.values()
+        return sum(one.a.nbytes + one.b.nbytes for one in weights)
+
+    @property
+    def most_bytes(self) -> int:
+        """Of one adapter's file: every projection at the largest rank in float64, and a header."""
+        return 8 * self.room.max_rank * sum(map(sum, self.shapes.values())) + (16 << 20)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self._places.values())).weights.a.dtype
+
+    @property
+    def fingerprints(self) -> list[str]:
+        """Of those in host memory."""
+        return list(self._loaded)
+
+    def add(self, fingerprint: str, adapter: Adapter) -> None:
+        self._loaded[fingerprint] = adapter
+
+    def remove(self, fingerprint: str) -> None:
+        self._loaded.pop(fingerprint, None)
+
+    def slots(self, chunks: Sequence[ScheduledChunk]) -> Tensor | None:
+        """The slot of each row's adapter, [rows] int32 and negative for none; None where no row has one.
+
+        Raises InvalidStepError where an adapter is not loaded, or there are more of them than slots.
+        """
+        names = dict.fromkeys(chunk.sequence.adapter for chunk in chunks if chunk.sequence.adapter)
+        if not names:
+            return None
+        if len(names) > self.room.num_slots:
+            raise InvalidStepError(f"a step has {len(names)} adapters; this worker has {self.room.num_slots} slots")
+        places = {name: self._place(name, names) for name in names}
+        of_chunk = [places.get(chunk.sequence.adapter, -1) for chunk in chunks]
+        rows = np.repeat(of_chunk, [chunk.stop - chunk.start for chunk in chunks])
+        device = next(iter(self._places.values())).weights.ranks.device
+        return upload(rows, torch.int32, device)
+
+    def _place(self, name: str, needed: Mapping[str, None]) -> int:
+        """The slot of an adapter, which it is copied to if it is in none."""
+        adapter = self._loaded.get(name)
+        if adapter is None:
+            raise InvalidStepError(f"the adapter {name[:64]} is not loaded")
+        held = self._slots.pop(name, None)
+        if held is not None and held[1] is adapter:
+            self._slots[name] = held
+            return held[0]
+        if held is not None:  # it has been loaded anew
+            self._free.append(held[0])
+        if not self._free:
+            oldest = next(other for other in self._slots if other not in needed)
+            self._free.append(self._slots.pop(oldest)[0])
+        slot = self._free.pop()
+        self._fill(slot, adapter)
+        self._slots[name] = slot, adapter
+        return slot
+
+    def _fill(self, slot: int, adapter: Adapter) -> None:
+        ranks: dict[int, int] = {}  # of each product, by its identity
+        for name, (a, _) in adapter.halves.items():
+            weights = self._places[name].weights
+            ranks[id(weights)] = max(ranks.get(id(weights), 0), len(a))
+        for name, place in self._places.items():
+            weights, part = place.weights, place.part
+            rank = ranks.get(id(weights), 0)
+            weights.ranks[slot] = rank
+            if not rank:
+                continue
+            columns = slice(weights.starts[part], weights.starts[part + 1])
+            # Other projections of the product may have more inner units.
+            weights.a[slot, part, :rank] = 0
+            weights.b[slot, :rank, columns] = 0
+            if name in adapter.halves:
+                a, b = adapter.halves[name]
+                weights.a[slot, part, : len(a)] = a.to(weights.a.device)
+                weights.b[slot, : len(a), columns] = b.T.to(weights.b.device)

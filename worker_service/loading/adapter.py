@@ -1,0 +1,156 @@
+"""A low-rank adapter as PEFT saves it: adapter_config.json and adapter_model.safetensors, checked and read.
+
+An adapter adds `scaling * B @ A` to the weights of some projections: A leads from the inputs to `rank` inner units, B
+from these to the outputs. (Hu et al., 2021.) What would change more than that is refused, never left out.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagewire_common.start_error import StartError
+from worker_service.loading.safetensors_header import StoredTensor, read_header
+from worker_service.loading.weight_files import WeightFiles
+from worker_service.wording import shown
+
+WEIGHTS = "model.safetensors"
+"""The name under which an adapter's weights are read from a folder of their own."""
+MAX_CONFIG_BYTES = 1 << 20
+_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
+_REFUSED = {
+    "use_dora": "DoRA, which scales the whole weights",
+    "modules_to_save": "whole modules beside the low-rank ones",
+    "layer_replication": "layers twice",
+    "trainable_token_indices": "token embeddings",
+    "alora_invocation_tokens": "adapters that begin within a prompt",
+    "target_parameters": "parameters of experts",
+}
+"""What a configuration may ask for and this code does not do."""
+
+
+class AdapterError(Exception):
+    """The adapter cannot be used with this model; the message says why."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """In host memory, ready to be copied to a device: A [rank, inputs] and scaled B [outputs, rank] by projection."""
+
+    halves: Mapping[str, tuple[Tensor, Tensor]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(half.nbytes for pair in self.halves.values() for half in pair)
+
+
+def read_adapter(
+    config: bytes, folder: Path, shapes: Mapping[str, tuple[int, int]], max_rank: int, dtype: torch.dtype
+) -> Adapter:
+    """Read an adapter whose weights lie in `folder` as `WEIGHTS`. Raises AdapterError.
+
+    shapes: outputs and inputs of each projection that can have an adapter, by its name in a checkpoint.
+    """
+    fields = _read_config(config)
+    try:
+        tensors = read_header(folder / WEIGHTS).tensors
+        halves = _check_tensors(tensors, shapes, max_rank)
+        places = {
+            name: torch.empty(tensors[name].shape, dtype=torch.float32) for pair in halves.values() for name in pair
+        }
+        WeightFiles(folder).load_into(places)
+    except StartError as error:
+        raise AdapterError(str(error).replace(f"{folder / WEIGHTS}", "adapter_model.safetensors")) from None
+    adapter = {}
+    for module, (a, b) in halves.items():
+        scaled = places.pop(b) * _scaling(module, tensors[a].shape[0], fields)
+        pair = places.pop(a).to(dtype), scaled.to(dtype)
+        for half, name in zip(pair, (a, b), strict=True):
+            if not half.isfinite().all():
+                raise AdapterError(f"tensor {name} has numbers that are not finite in {dtype}")
+        adapter[module] = pair
+    return Adapter(adapter)
+
+
+def _read_config(content: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise AdapterError("adapter_config.json is not JSON") from error
+    if not isinstance(fields, dict) or fields.get("peft_type") != "LORA":
+        raise AdapterError("adapter_config.json: peft_type must be LORA")
+    for name, meaning in _REFUSED.items():
+        if fields.get(name):
+            raise AdapterError(f"adapter_config.json: {name} asks for {meaning}, which is not supported")
+    if fields.get("bias", "none") != "none":
+        raise AdapterError("adapter_config.json: bias must be none")
+    if fields.get("fan_in_fan_out"):
+        raise AdapterError("adapter_config.json: fan_in_fan_out is for weights that are stored the other way round")
+    for name in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(fields.get(name) or {}, dict):
+            raise AdapterError(f"adapter_config.json: {name} must be an object")
+    if not _is_number(fields.get("lora_alpha")):
+        raise AdapterError(f"adapter_config.json: lora_alpha is {shown(fields.get('lora_alpha'))}, not a number")
+    return fields
+
+
+def _check_tensors(
+    tensors: Mapping[str, StoredTensor],
+    shapes: Mapping[str, tuple[int, int]],
+    max_rank: int,
+) -> dict[str, tuple[str, str]]:
+    """The names of A and B for each projection."""
+    halves: dict[str, dict[str, str]] = {}
+    for name in tensors:
+        found = _NAME.fullmatch(name)
+        if found is None:
+            raise AdapterError(f"there is a tensor {shown(name)}, which is neither lora_A nor lora_B of a projection")
+        halves.setdefault(found["module"], {})[found["half"]] = name
+    if not halves:
+        raise AdapterError("it has no tensors")
+    pairs = {}
+    for module, pair in halves.items():
+        if module not in shapes:
+            raise AdapterError(f"it is for {shown(module)}, and this model has no adapters there")
+        if len(pair) < 2:
+            raise AdapterError(f"{module} has lora_{next(iter(pair))} alone")
+        (outputs, inputs), rank = shapes[module], (tensors[pair["A"]].shape or (0,))[0]
+        if not 1 <= rank <= max_rank:
+            raise AdapterError(
+                f"{module} has rank {rank}; this worker takes ranks from 1 to {max_rank} (--max-lora-rank)"
+            )
+        for name, wanted in ((pair["A"], (rank, inputs)), (pair["B"], (outputs, rank))):
+            if tensors[name].shape != wanted:
+                raise AdapterError(
+                    f"tensor {name} is {list(tensors[name].shape)}, where the model asks for {list(wanted)}"
+                )
+        pairs[module] = pair["A"], pair["B"]
+    return pairs
+
+
+def _scaling(module: str, rank: int, fields: Mapping[str, Any]) -> float:
+    """PEFT's: alpha over the rank, or over its root with rsLoRA (Kalajdzievski, 2023)."""
+    alpha = _of_module(module, fields.get("alpha_pattern") or {}, fields["lora_alpha"])
+    if not _is_number(alpha):
+        raise AdapterError(f"adapter_config.json: alpha_pattern has {shown(alpha)}, which is not a number")
+    return float(alpha) / (math.sqrt(rank) if fields.get("use_rslora") else rank)
+
+
+def _of_module(module: str, pattern: Mapping[str, Any], default: Any) -> Any:
+    """The first entry whose name is the end of the module's; regular expressions are not run."""
+    for name, value in pattern.items():
+        if re.search(r"[^\w.]", name):
+            raise AdapterError(f"adapter_config.json: {shown(name)} is a pattern, and only names are supported")
+        if module == name or module.endswith(f".{name}"):
+            return value
+    return default
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
