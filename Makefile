@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/pagewire/v1/*.proto)
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: setup proto demo test fuzz chaos soak test-gpu lint fmt up down bench bench-fidelity bench-fleet bench-scheduler bench-simulate bench-speculation
+.PHONY: setup proto demo test fuzz chaos soak test-gpu lint fmt up down bench bench-fidelity bench-fleet bench-scheduler bench-simulate bench-speculation bench-adapters
 setup: $(VENV)/installed $(VENV)/generated $(VENV)/kernels
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -98,6 +98,10 @@ bench-fleet: setup
 bench-speculation: setup
 	$(BIN)/python -m bench.speculation $(SEQUENCES:%=--sequences %) $(ROUNDS:%=--rounds %) $(MODEL:%=--model %) \
 	  $(DRAFT:%=--speculate ngram,draft --code --draft-model %)
+
+# SEQUENCES, ADAPTERS: numbers, separated by commas.
+bench-adapters: setup
+	$(BIN)/python -m bench.adapters $(SEQUENCES:%=--sequences %) $(ADAPTERS:%=--adapters %) $(ROUNDS:%=--rounds %)
 
 bench-simulate: setup
 	$(BIN)/python -m bench.simulate $(TRACES)

@@ -8,7 +8,8 @@ so a plain `copy_` is one transfer, which the copy engine does beside the kernel
 take processors from them.
 """
 
-from kernels.reference import add_lora, pack_int8, wide_itemsize
+from kernels.reference import pack_int8, wide_itemsize
+from kernels.triton.add_lora import add_lora
 from kernels.triton.copy_blocks import copy_blocks
 from kernels.triton.gated_activation import gated_activation
 from kernels.triton.linear import pack

@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from kernels import triton as ops
 from kernels.metadata import AttentionMetadata
+from kernels.ops import LoraWeights
 from kernels.sampling import Draws
 from kernels.triton import sampling
 
@@ -91,6 +92,9 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "store_kv", lambda: ops.store_kv(empty(5, 8, 128), empty(5, 8, 128), empty(9, 4, 2, 16, 8, 128)[:, 1], ids)
     for activation in ("silu", "gelu", "gelu_tanh"):
         yield activation, lambda activation=activation: ops.gated_activation(empty(5, 2048), activation)
+    rows = empty(5, dtype=torch.int32)
+    lora = LoraWeights(empty(4, 3, 64, 4096), empty(4, 64, 6144), rows[:4], (0, 4096, 5120, 6144))
+    yield "add_lora", lambda: ops.add_lora(empty(5, 6144), empty(5, 4096), rows, lora)
     yield "copy_blocks", lambda: ops.copy_blocks(empty(9, 4096), ids, ids)
     for norms in (None, (empty(128), empty(128))):
         yield "qkv_attention", lambda norms=norms: qkv_attention(norms)

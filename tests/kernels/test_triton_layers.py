@@ -6,6 +6,7 @@ from triton_helpers import DEVICE, DTYPES, quiet_interpreter, randn, strict
 
 from kernels import composed, reference, triton
 from kernels.metadata import AttentionMetadata
+from kernels.ops import LoraWeights
 
 ops = strict(triton)
 
@@ -170,3 +171,27 @@ def test_products_of_packed_weights(rows: int, outputs: int, inputs: int, dtype:
         torch.testing.assert_close(found, expected.to(dtype), **(tolerance or {"atol": 1e-4, "rtol": 1e-2}))
         wide = ops.pack(weight, True)(x, bias)
         torch.testing.assert_close(wide, expected.float(), atol=2e-3, rtol=1e-4)
+
+
+@quiet_interpreter
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("starts", [(0, 70), (0, 300, 601), (0, 40, 61, 100)])
+def test_adapters_add_what_those_of_the_reference_add(starts: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Rows in any order, ranks from none to the largest; other rows stay as they are, and no row depends on them."""
+    inputs, parts = 77, len(starts) - 1
+    ranks = torch.tensor([3, 0, 5, 1], dtype=torch.int32, device=DEVICE)
+    a, b = randn(4, parts, 5, inputs, dtype=dtype) * 0.1, randn(4, 5, starts[-1], dtype=dtype, seed=1)
+    weights = LoraWeights(a, b, ranks, starts)
+    slots = torch.tensor([2, -1, 0, 0, 1, 3], dtype=torch.int32, device=DEVICE)
+    x = randn(6, 2 * inputs, dtype=dtype, seed=2)[:, :inputs]
+    before = randn(6, starts[-1], seed=3)
+    found, expected = before.clone(), before.clone()
+    ops.add_lora(found, x, slots, weights)
+    reference.add_lora(expected, x, slots, weights)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(found[[1, 4]], before[[1, 4]])
+    for row in range(6):
+        alone = before[row : row + 1].clone()
+        ops.add_lora(alone, x[row : row + 1], slots[row : row + 1], weights)
+        assert torch.equal(alone[0], found[row])
+    ops.add_lora(found[:0], x[:0], slots[:0], weights)

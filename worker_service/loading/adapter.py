@@ -22,7 +22,8 @@ from worker_service.wording import shown
 
 WEIGHTS = "model.safetensors"
 """The name under which an adapter's weights are read from a folder of their own."""
-MAX_CONFIG_BYTES = 1 << 20
+_LARGEST = 1e6
+"""Of alpha: beyond it, scaled weights are nothing but errors."""
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 _REFUSED = {
     "use_dora": "DoRA, which scales the whole weights",
@@ -153,4 +154,4 @@ def _of_module(module: str, pattern: Mapping[str, Any], default: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST

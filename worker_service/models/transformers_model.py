@@ -55,11 +55,11 @@ class TransformersModel:
             self._logits.pack()
 
     def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
-        """As `CausalModel` has it, for the body's plain linear layers."""
+        """As `CausalModel` has it, for the body's plain linear layers that see every token: experts do not."""
         places = {}
         names = {id(module): name for name, module in self._network.named_modules()}
         for module in self._body.modules():
-            if type(module) is nn.Linear:
+            if type(module) is nn.Linear and ".experts." not in names[id(module)]:
                 linear = Linear(module.weight)
                 places[names[id(module)]] = LoraPlace(
                     linear.allocate_lora([module.out_features], num_slots, max_rank), 0
@@ -70,7 +70,7 @@ class TransformersModel:
     def _adding(self, linear: Linear) -> Callable[[nn.Module, tuple[Tensor], Tensor], Tensor]:
         def add(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
             if self._lora_slots is not None:
-                linear.add_lora(output[0], inputs[0][0], self._lora_slots)
+                linear.add_lora(output.flatten(0, -2), inputs[0].flatten(0, -2), self._lora_slots)
             return output
 
         return add

@@ -79,7 +79,7 @@ def outputs(runner: ModelRunner, adapters: list[str], count: int) -> list[list[i
 
 FAMILIES = {name: NATIVE[name] for name in ("gemma", "gemma3_text", "mistral", "qwen2", "qwen3", "smollm3", "phi3")}
 FAMILIES |= {"llama": {"model_type": "llama"}}
-FAMILIES |= {name: BORROWED[name] for name in ("olmo2", "granite", "gpt_neox")}
+FAMILIES |= {name: BORROWED[name] for name in ("olmo2", "granite", "gpt_neox", "qwen2_moe")}
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -229,6 +229,7 @@ SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
     "biases": (spoil_config(bias="all"), "bias must be none"),
     "no alpha": (spoil_config(lora_alpha=None), "lora_alpha is None, not a number"),
     "infinite alpha": (spoil_config(lora_alpha=float("inf")), "lora_alpha is .*, not a number"),
+    "huge alpha": (spoil_config(lora_alpha=10**400), "lora_alpha is .*, not a number"),
     "a pattern": (spoil_config(alpha_pattern={"(a+)+$": 3}), "is a pattern"),
     "too high a rank": (spoil_tensors(lambda held: held.update({FIRST: torch.zeros(65, 48)})), "has rank 65"),
     "no rank": (spoil_tensors(lambda held: held.update({FIRST: torch.zeros(0, 48)})), "has rank 0"),
