@@ -22,6 +22,7 @@ from pagewire_client import Client, SamplingParams
 from pagewire_client.admin import Admin
 from pagewire_client.llm import collect
 from pagewire_common.start_error import StartError
+from scheduler_service.access.keys import ApiKey, Keyring, digest_of
 from scheduler_service.recording.replayer import Replayer
 from worker_service.speculation import drafter
 
@@ -292,6 +293,22 @@ async def test_an_adapter_that_is_not_there_is_said_at_start(tiny_model_director
         with pytest.raises(StartError, match=sentence):
             async with scheduler("127.0.0.1:1", model=str(tiny_model_directory), lora=lora):
                 pass
+
+
+async def test_a_key_may_name_some_adapters_alone(tiny_model_directory: Path, adapters: Path) -> None:
+    """Whether or not others are there."""
+    key = ApiKey(id="one", digest=digest_of("secret"), tenant="t", adapters=frozenset({"one", "gone"}))
+    async with (
+        worker_in_process(tiny_model_directory, max_loras=4) as worker,
+        scheduler(worker.address, model=str(tiny_model_directory), lora_dir=adapters, keyring=Keyring([key])) as one,
+        Client(one.target, api_key="secret") as client,
+    ):
+        await until(lambda: one.engine.admits)
+        for name in ("", "one"):
+            assert (await collect(client, "a", SamplingParams(max_tokens=1), lora_name=name)).outputs
+        for name in ("two", "nowhere"):
+            assert (await refusal(client, name))[0] is grpc.StatusCode.PERMISSION_DENIED
+        assert (await refusal(client, "gone"))[0] is grpc.StatusCode.NOT_FOUND
 
 
 async def test_many_adapters_share_few_slots(tiny_model_directory: Path, tmp_path: Path) -> None:

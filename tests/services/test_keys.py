@@ -25,7 +25,7 @@ def entry(**fields: object) -> str:
 
 
 def test_a_file_says_what_a_key_may() -> None:
-    (key,) = parse_keys(entry(weight=2, requests_per_minute=5, concurrency=3, models=["m"], admin=True))
+    (key,) = parse_keys(entry(weight=2, requests_per_minute=5, concurrency=3, models=["m"], adapters=["a"], admin=True))
     assert key == ApiKey(
         id="one",
         digest=digest_of("secret"),
@@ -34,11 +34,16 @@ def test_a_file_says_what_a_key_may() -> None:
         requests_per_minute=5,
         concurrency=3,
         models=frozenset({"m"}),
+        adapters=frozenset({"a"}),
         admin=True,
     )
     key.check_model("m")
     with pytest.raises(RequestError, match="may not use the model 'other'"):
         key.check_model("other")
+    for name in ("", "a"):
+        key.check_adapter(name)
+    with pytest.raises(RequestError, match="may not use the adapter 'other'"):
+        key.check_adapter("other")
 
 
 @pytest.mark.parametrize(
@@ -109,11 +114,12 @@ def test_only_the_key_itself_is_the_key(metadata: tuple[tuple[str, str], ...] | 
 
 
 def test_front_ends_know_of_the_keys_what_they_need() -> None:
-    keyring = Keyring(parse_keys(entry(models=[]) + entry(id="two", sha256=hashlib.sha256(b"x").hexdigest())))
+    keyring = Keyring(
+        parse_keys(entry(models=[], adapters=["a"]) + entry(id="two", sha256=hashlib.sha256(b"x").hexdigest()))
+    )
     decoded = Keyring.decode(keyring.encode())
-    assert {key.id: (key.digest, key.tenant, key.models) for key in decoded.by_id.values()} == {
-        key.id: (key.digest, key.tenant, key.models) for key in keyring.by_id.values()
-    }
+    known = [(key.id, key.digest, key.tenant, key.models, key.adapters) for key in keyring.by_id.values()]
+    assert [(key.id, key.digest, key.tenant, key.models, key.adapters) for key in decoded.by_id.values()] == known
     assert b"secret" not in keyring.encode().SerializeToString()
 
 
