@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import hashlib
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import grpc
 import structlog
 
 from pagewire.v1 import worker_service_pb2 as worker_pb
+from pagewire.v1.admin_service_pb2 import FinishedRequest
 from pagewire_common.errors import RequestError
 from pagewire_common.start_error import StartError
 from scheduler_service.engine.worker_client import AdapterRefusedError, UnreachableError, WorkerClient, WorkerError
@@ -29,6 +31,8 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 PIECE_BYTES = 1 << 20
+MOST_COUNTED = 64
+OTHERS = "(others)"
 NAME = re.compile(r"[\w.@:-]{1,128}")
 
 
@@ -73,6 +77,23 @@ async def pieces_of(adapter: Adapter) -> AsyncIterator[worker_pb.TakeAdapterRequ
             yield worker_pb.TakeAdapterRequest(data=data)
 
 
+class AdapterCounts:
+    """Requests that are over, and tokens of theirs, by the names of adapters. After the first ones, further names are
+    counted together: each is a label for ever."""
+
+    def __init__(self) -> None:
+        self.num_requests: Counter[str] = Counter()
+        self.num_prompt_tokens: Counter[str] = Counter()
+        self.num_output_tokens: Counter[str] = Counter()
+
+    def add(self, name: str, finished: FinishedRequest) -> None:
+        if name not in self.num_requests and len(self.num_requests) >= MOST_COUNTED:
+            name = OTHERS
+        self.num_requests[name] += 1
+        self.num_prompt_tokens[name] += finished.prompt_tokens
+        self.num_output_tokens[name] += finished.output_tokens
+
+
 class Users(Protocol):
     """What an adapter matters to."""
 
@@ -93,6 +114,7 @@ class Adapters:
         """Reads the adapters that the settings name. Raises StartError."""
         self._folder = settings.lora_dir
         self._users = users
+        self.counts = AdapterCounts()
         self._named: dict[str, Adapter] = {}
         self._leaving: dict[str, Adapter] = {}  # by fingerprint: no name leads to them any more
         self._lock = asyncio.Lock()

@@ -25,6 +25,7 @@ class Call:
         "group",
         "is_aborted",
         "key",
+        "lora_name",
         "num_bytes",
         "num_resumed",
         "number",
@@ -38,7 +39,8 @@ class Call:
         self.number = number
         self.key = key
         self.api_key_id = api_key_id
-        self.adapter = ""  # the fingerprint of the adapter that it names
+        self.lora_name = ""
+        self.adapter = ""  # the fingerprint that the name led to
         self.num_bytes = 0  # of the server's memory
         self.num_resumed = 0  # tokens of outputs that came with the request
         self.group: SequenceGroup | None = None

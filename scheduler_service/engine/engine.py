@@ -103,7 +103,7 @@ class Engine:
             raise SHUTTING_DOWN
         adapter = self.adapters.find(lora_name) if lora_name else ""
         self.admission.admit(call, num_bytes, resumes=resumes, now=time.monotonic())
-        call.adapter = adapter
+        call.lora_name, call.adapter = lora_name, adapter
 
     def submit(self, call: Call, submission: pb.Submit) -> None:
         """Queue a request that was admitted.
@@ -171,6 +171,8 @@ class Engine:
             self.finished.add(finished)
         if call.adapter:
             self.adapters.released(call.adapter)
+            if finished is not None:
+                self.adapters.counts.add(call.lora_name, finished)
 
     def _leave(self, call: Call) -> None:
         if self.requests.get(call.key) is call:

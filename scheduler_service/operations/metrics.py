@@ -136,6 +136,13 @@ class SchedulerMetrics:
             yield family.counters(
                 metric, text, "tenant", {name: getattr(of, count) for name, of in counts.tenants.items()}
             )
+        adapters = self._front_ends.engine.adapters.counts
+        for metric, text, numbers in (
+            ("adapter_requests", "Requests of an adapter that are over.", adapters.num_requests),
+            ("adapter_prompt_tokens", "Tokens of their prompts.", adapters.num_prompt_tokens),
+            ("adapter_generation_tokens", "Tokens of their outputs.", adapters.num_output_tokens),
+        ):
+            yield family.counters(metric, text, "adapter", numbers)
         placement = state.placement
         yield family.counters("placements", "Requests that a worker took, by reason.", "reason", placement.placed)
         yield family.counters(

@@ -18,11 +18,13 @@ from scheduler_in_process import InProcess, scheduler
 from worker_in_process import ServedWorker, worker_in_process
 
 from pagewire.v1 import inference_service_pb2 as pb
+from pagewire.v1.admin_service_pb2 import FinishedRequest
 from pagewire_client import Client, SamplingParams
 from pagewire_client.admin import Admin
 from pagewire_client.llm import collect
 from pagewire_common.start_error import StartError
 from scheduler_service.access.keys import ApiKey, Keyring, digest_of
+from scheduler_service.engine.adapters import MOST_COUNTED, OTHERS, AdapterCounts
 from scheduler_service.recording.replayer import Replayer
 from worker_service.speculation import drafter
 
@@ -141,6 +143,10 @@ async def test_outputs_of_adapters_are_the_same_alone_and_together(
     async with serving(tiny_model_directory, adapters, recording, **settings) as (one, _):
         async with Client(one.target) as client:
             assert await all_together(client, ASKED) == expected
+        await until(lambda: not one.engine.requests)
+        counts, each = one.engine.adapters.counts, len(ASKED) // len(NAMES)
+        assert counts.num_requests == {"one": each, "two": each, "three": each}
+        assert counts.num_output_tokens["one"] == len(PROMPTS) * 24 * (4 + 3 + 2)
         (worker,) = one.engine.workers
         assert worker.scheduler is not None
         assert sum(worker.scheduler.num_preemptions.values()) > 0 or "num_device_blocks" not in settings
@@ -326,3 +332,12 @@ async def test_many_adapters_share_few_slots(tiny_model_directory: Path, tmp_pat
         for (prompt, name, _), found in list(zip(asked, together, strict=True))[::5]:
             assert await outputs(client, prompt, name, **sampling) == found
         assert len(worker.worker.adapters._slots) == 4
+
+
+def test_adapters_are_counted_by_name_up_to_a_number() -> None:
+    counts = AdapterCounts()
+    for number in range(MOST_COUNTED + 5):
+        counts.add(f"a{number}", FinishedRequest(prompt_tokens=2, output_tokens=3))
+    assert len(counts.num_requests) == MOST_COUNTED + 1
+    assert counts.num_requests[OTHERS] == 5
+    assert (counts.num_prompt_tokens[OTHERS], counts.num_output_tokens[OTHERS]) == (10, 15)
