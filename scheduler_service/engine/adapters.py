@@ -7,9 +7,13 @@ while requests of the old one still run, and are moved between workers.
 import asyncio
 import contextlib
 import hashlib
+import os
 import re
+import shutil
+import tempfile
+import weakref
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -33,46 +37,47 @@ MAX_CONFIG_BYTES = 1 << 20
 PIECE_BYTES = 1 << 20
 MOST_COUNTED = 64
 OTHERS = "(others)"
-NAME = re.compile(r"[\w.@:-]{1,128}")
+NAME = re.compile(r"(?!\.+$)[\w.@:-]{1,128}")
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A folder as PEFT writes it, and what was in it when it was read."""
+    """A copy of a folder as PEFT writes it: what happens to the folder does not matter to requests in flight."""
 
     name: str
-    folder: Path
     fingerprint: str
+    config: bytes
+    weights: Path
     num_bytes: int
 
 
-def read_adapter(name: str, folder: Path) -> Adapter:
-    """Read all of it once. Raises ValueError."""
+def read_adapter(name: str, folder: Path, copies: Path) -> Adapter:
+    """Copy it into a folder of copies. Raises ValueError."""
     if not NAME.fullmatch(name):
         raise ValueError(f"{name[:200]!r} cannot name an adapter: 1 to 128 letters, digits and . _ @ : -")
     try:
-        config = _config(folder)
-        with open(folder / WEIGHTS, "rb") as file:
+        with open(folder / CONFIG, "rb") as file:
+            config = file.read(MAX_CONFIG_BYTES + 1)
+        if len(config) > MAX_CONFIG_BYTES:
+            raise ValueError(f"adapter {name}: {CONFIG} has more than {MAX_CONFIG_BYTES} bytes")
+        handle, copy = tempfile.mkstemp(dir=copies)
+        os.close(handle)
+        shutil.copyfile(folder / WEIGHTS, copy)
+        with open(copy, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").digest()
             num_bytes = file.tell()
     except OSError as error:
         raise ValueError(f"adapter {name}: cannot read {error.filename}: {error.strerror}") from None
-    return Adapter(name, folder, hashlib.sha256(hashlib.sha256(config).digest() + digest).hexdigest(), num_bytes)
-
-
-def _config(folder: Path) -> bytes:
-    with open(folder / CONFIG, "rb") as file:
-        config = file.read(MAX_CONFIG_BYTES + 1)
-    if len(config) > MAX_CONFIG_BYTES:
-        raise ValueError(f"{folder / CONFIG} has more than {MAX_CONFIG_BYTES} bytes")
-    return config
+    fingerprint = hashlib.sha256(hashlib.sha256(config).digest() + digest).hexdigest()
+    weights = copies / fingerprint
+    os.replace(copy, weights)
+    return Adapter(name, fingerprint, config, weights, num_bytes)
 
 
 async def pieces_of(adapter: Adapter) -> AsyncIterator[worker_pb.TakeAdapterRequest]:
     """The messages that hand an adapter over. Raises OSError."""
-    config = await asyncio.to_thread(_config, adapter.folder)
-    yield worker_pb.TakeAdapterRequest(fingerprint=adapter.fingerprint, config=config)
-    with open(adapter.folder / WEIGHTS, "rb") as file:  # noqa: ASYNC230  # a thread's would stay open when cancelled
+    yield worker_pb.TakeAdapterRequest(fingerprint=adapter.fingerprint, config=adapter.config)
+    with open(adapter.weights, "rb") as file:  # noqa: ASYNC230  # a thread's would stay open when cancelled
         while data := await asyncio.to_thread(file.read, PIECE_BYTES):
             yield worker_pb.TakeAdapterRequest(data=data)
 
@@ -94,11 +99,20 @@ class AdapterCounts:
         self.num_output_tokens[name] += finished.output_tokens
 
 
+class Holder(Protocol):
+    """A worker that serves."""
+
+    client: WorkerClient
+
+    def drop_adapter(self, fingerprint: str) -> None:
+        """Have it forget an adapter once the steps that it has been sent are answered."""
+
+
 class Users(Protocol):
     """What an adapter matters to."""
 
-    def clients(self) -> Iterable[WorkerClient]:
-        """Of the workers that serve."""
+    def holders(self) -> Sequence[Holder]:
+        """The workers that serve."""
 
     def uses_adapter(self, fingerprint: str) -> bool:
         """Whether a request in flight names it."""
@@ -108,23 +122,25 @@ class Users(Protocol):
 
 
 class Adapters:
-    """Those that requests can name, and those that requests in flight still need."""
+    """Those that requests can name, those that are being handed to the workers, and those that requests in flight still
+    need. A worker that serves holds all of them."""
 
     def __init__(self, settings: SchedulerSettings, users: Users) -> None:
         """Reads the adapters that the settings name. Raises StartError."""
-        self._folder = settings.lora_dir
+        self._folder = settings.lora_dir.expanduser() if settings.lora_dir is not None else None
         self._users = users
         self.counts = AdapterCounts()
+        self._copies: Path | None = None
         self._named: dict[str, Adapter] = {}
-        self._leaving: dict[str, Adapter] = {}  # by fingerprint: no name leads to them any more
+        self._loading: dict[str, Adapter] = {}  # by fingerprint, as the next
+        self._leaving: dict[str, Adapter] = {}  # no name leads to them any more
         self._lock = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
         try:
-            for name, folder in _configured(settings):
+            for name, folder in _configured(settings.lora, self._folder):
                 if name in self._named:
                     raise ValueError(f"two adapters are named {name}")
-                self._named[name] = read_adapter(name, folder)
-        except (OSError, ValueError) as error:
+                self._named[name] = read_adapter(name, folder, self._place())
+        except ValueError as error:
             raise StartError(str(error)) from None
 
     @property
@@ -132,11 +148,21 @@ class Adapters:
         """Those that requests can name."""
         return sorted(self._named.values(), key=lambda adapter: adapter.name)
 
+    @property
+    def _wanted(self) -> dict[str, Adapter]:
+        """All that a worker must hold, by fingerprint."""
+        return self._leaving | self._loading | {adapter.fingerprint: adapter for adapter in self._named.values()}
+
     def find(self, name: str) -> str:
         """The fingerprint that a name leads to. Raises NOT_FOUND."""
         if (adapter := self._named.get(name)) is None:
             raise RequestError(grpc.StatusCode.NOT_FOUND, f"lora_name: there is no adapter {name!r}")
         return adapter.fingerprint
+
+    def check_held(self, fingerprint: str) -> None:
+        """Raises FAILED_PRECONDITION for an adapter that has turned out to be of no use since it was found."""
+        if fingerprint not in self._wanted:
+            raise RequestError(grpc.StatusCode.FAILED_PRECONDITION, "lora_name: the adapter cannot be used any more")
 
     # ---- for operators
 
@@ -149,24 +175,44 @@ class Adapters:
             raise RequestError(grpc.StatusCode.FAILED_PRECONDITION, "the scheduler runs without --lora-dir")
         async with self._lock:
             try:
-                adapter = await asyncio.to_thread(read_adapter, name, self._folder / name)
+                adapter = await asyncio.to_thread(read_adapter, name, self._folder / name, self._place())
             except ValueError as error:
                 raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
-            self._leaving.pop(adapter.fingerprint, None)
-            for client in self._users.clients():
-                try:
-                    await self._hand_over(client, adapter)
-                except AdapterRefusedError as error:
-                    self._leave(adapter)
-                    raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, f"adapter {name}: {error}") from None
-                except WorkerError:
-                    continue  # it is handed over when the worker is back
-            old = self._named.get(name)
-            self._named[name] = adapter
-            if old is not None:
-                self._leave(old)
+            self._loading[adapter.fingerprint] = adapter
+            old = None
+            try:
+                handing = [self._hand_over(holder, adapter) for holder in self._users.holders()]
+                for failure in await asyncio.gather(*handing, return_exceptions=True):
+                    if failure is not None:
+                        raise failure
+                old = self._named.get(name)
+                self._named[name] = adapter
+            finally:  # also when the call is cancelled
+                self._loading.pop(adapter.fingerprint, None)
+                for one in (adapter, old):
+                    if one is not None:
+                        self._leave(one)
         log.info("adapter loaded", name=name, fingerprint=adapter.fingerprint, bytes=adapter.num_bytes)
         return adapter
+
+    def _place(self) -> Path:
+        """Where copies are kept until this object is gone."""
+        if self._copies is None:
+            self._copies = Path(tempfile.mkdtemp(prefix="pagewire-adapters-"))
+            weakref.finalize(self, shutil.rmtree, self._copies, ignore_errors=True)
+        return self._copies
+
+    async def _hand_over(self, holder: Holder, adapter: Adapter) -> None:
+        """Raises RequestError where a worker that goes on serving does not hold it."""
+        try:
+            await holder.client.load_adapter(adapter.fingerprint, pieces_of(adapter))
+        except AdapterRefusedError as error:
+            raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, f"adapter {adapter.name}: {error}") from None
+        except WorkerError as error:
+            if holder in self._users.holders():
+                raise RequestError(
+                    grpc.StatusCode.UNAVAILABLE, f"adapter {adapter.name}: {holder.client.address}: {error}; try again"
+                ) from None
 
     async def unload(self, name: str) -> None:
         """Have no more requests name an adapter; those in flight go on. Raises NOT_FOUND."""
@@ -182,67 +228,67 @@ class Adapters:
 
     def released(self, fingerprint: str) -> None:
         """A request that named it is over: forget it if it was the last, and no name leads to it."""
-        if fingerprint in self._leaving and not self._users.uses_adapter(fingerprint):
-            del self._leaving[fingerprint]
-            for client in self._users.clients():
-                task = asyncio.create_task(_unload(client, fingerprint))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+        adapter = self._leaving.get(fingerprint)
+        if adapter is None or self._users.uses_adapter(fingerprint):
+            return
+        del self._leaving[fingerprint]
+        if fingerprint not in self._wanted:
+            adapter.weights.unlink(missing_ok=True)
+            for holder in self._users.holders():
+                holder.drop_adapter(fingerprint)
 
     # ---- for the worker loops
 
     async def bring_all(self, client: WorkerClient, info: WorkerInfo) -> None:
-        """Hand over what a worker lacks, and free what it need not have, before it serves. Raises WorkerError."""
-        wanted = {adapter.fingerprint: adapter for adapter in (*self._named.values(), *self._leaving.values())}
-        if wanted and not info.max_loras:
+        """Hand over what a worker lacks, before it serves. Raises WorkerError.
+
+        When it returns, the worker holds all that is wanted at that moment. What it holds besides is freed only where
+        there is no room: another scheduler may serve with it.
+        """
+        if self._wanted and not info.max_loras:
             raise WorkerError("the worker takes no adapters; start it with --max-loras, as this scheduler has adapters")
         client.adapters = set(info.adapters)
-        for fingerprint in client.adapters - wanted.keys():
-            await _unload(client, fingerprint)
-        await self.bring(client, wanted)
-
-    async def bring(self, client: WorkerClient, fingerprints: Iterable[str]) -> None:
-        """Hand over those of these that a worker lacks. An adapter that it refuses is there no more."""
-        for fingerprint in set(fingerprints) - client.adapters:
-            adapter = self._by_fingerprint(fingerprint)
-            if adapter is None:
-                continue
+        while lacking := self._wanted.keys() - client.adapters:
+            adapter = self._wanted[next(iter(lacking))]
             try:
-                await self._hand_over(client, adapter)
+                await client.load_adapter(adapter.fingerprint, pieces_of(adapter))
             except AdapterRefusedError as error:
+                if others := client.adapters - self._wanted.keys():
+                    for fingerprint in others:
+                        await client.unload_adapter(fingerprint)
+                    continue
+                if any(adapter.fingerprint in holder.client.adapters for holder in self._users.holders()):
+                    raise WorkerError(
+                        f"the worker cannot use the adapter {adapter.name}, as others do: {error}"
+                    ) from None
                 self._break(adapter, str(error))
 
-    def _by_fingerprint(self, fingerprint: str) -> Adapter | None:
-        everything = (*self._named.values(), *self._leaving.values())
-        return next((adapter for adapter in everything if adapter.fingerprint == fingerprint), None)
-
-    async def _hand_over(self, client: WorkerClient, adapter: Adapter) -> None:
-        """Raises WorkerError."""
-        try:
-            await client.load_adapter(adapter.fingerprint, pieces_of(adapter))
-        except OSError as error:
-            raise AdapterRefusedError(f"its files cannot be read any more: {error.strerror}") from None
+    async def forget(self, client: WorkerClient, fingerprint: str) -> None:
+        """Have a worker forget an adapter, unless it is wanted again."""
+        if fingerprint not in self._wanted:
+            with contextlib.suppress(UnreachableError):
+                await client.unload_adapter(fingerprint)
 
     def _break(self, adapter: Adapter, reason: str) -> None:
+        """It is of no use to the only worker there is."""
         log.error("adapter refused by a worker", name=adapter.name, reason=reason)
         for name in [name for name, other in self._named.items() if other.fingerprint == adapter.fingerprint]:
             del self._named[name]
         self._leaving.pop(adapter.fingerprint, None)
+        self._loading.pop(adapter.fingerprint, None)
         self._users.fail_adapter(adapter.fingerprint, f"the adapter {adapter.name} cannot be used: {reason}")
 
 
-async def _unload(client: WorkerClient, fingerprint: str) -> None:
-    with contextlib.suppress(UnreachableError):
-        await client.unload_adapter(fingerprint)
-
-
-def _configured(settings: SchedulerSettings) -> Sequence[tuple[str, Path]]:
+def _configured(named: Sequence[str], folder: Path | None) -> Sequence[tuple[str, Path]]:
+    """Raises ValueError."""
     found = []
-    for item in settings.lora:
-        name, is_pair, folder = item.partition("=")
+    for item in named:
+        name, is_pair, place = item.partition("=")
         if not is_pair:
             raise ValueError(f"--lora {item}: it must be NAME=FOLDER")
-        found.append((name, Path(folder).expanduser()))
-    if settings.lora_dir is not None:
-        found += [(file.parent.name, file.parent) for file in sorted(settings.lora_dir.glob(f"*/{CONFIG}"))]
+        found.append((name, Path(place).expanduser()))
+    if folder is not None:
+        if not folder.is_dir():
+            raise ValueError(f"--lora-dir: there is no folder {folder}")
+        found += [(file.parent.name, file.parent) for file in sorted(folder.glob(f"*/{CONFIG}"))]
     return found

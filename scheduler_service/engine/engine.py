@@ -114,7 +114,9 @@ class Engine:
         if self._is_draining:
             raise SHUTTING_DOWN
         self.admission.hold(call, submission.num_bytes)
-        goes_on = submission.supersedes and self._supersede(call.key, submission)
+        if call.adapter:
+            self.adapters.check_held(call.adapter)
+        goes_on = submission.supersedes and self._supersede(call, submission)
         if submission.is_complete:
             return
         call.first_output = submission.first_output
@@ -184,20 +186,21 @@ class Engine:
         if not self.requests:
             self._is_empty.set()
 
-    def _supersede(self, key: str, submission: pb.Submit) -> bool:
+    def _supersede(self, later: Call, submission: pb.Submit) -> bool:
         """End what is left of the same request's broken stream, because another call goes on with it. Returns whether
         there is any.
 
         The stream's memory counts until its call is closed: its client may have left a message unread.
         """
-        call = self.requests.get(key)
+        call = self.requests.get(later.key)
         if call is None:
             return False
         assert call.group is not None
-        if pack(call.group.prompt_token_ids) != submission.prompt_token_ids:
+        if call.adapter != later.adapter or pack(call.group.prompt_token_ids) != submission.prompt_token_ids:
             raise RequestError(
                 grpc.StatusCode.ALREADY_EXISTS,
-                "request_id is in flight already, with another prompt; a request that resumes is sent again as it was",
+                "request_id is in flight already, with another prompt or adapter; a request that resumes is sent again "
+                "as it was",
             )
         self._leave(call)
         call.tell_error(_RESUMED, at_once=True)
@@ -230,9 +233,9 @@ class Engine:
 
     # ---- for adapters
 
-    def clients(self) -> list[WorkerClient]:
-        """Of the workers that serve."""
-        return [worker.client for worker in self.serving.values()]
+    def holders(self) -> list[WorkerLoop]:
+        """The workers that serve."""
+        return list(self.serving.values())
 
     def uses_adapter(self, fingerprint: str) -> bool:
         """Whether a request in flight names it."""
@@ -338,18 +341,6 @@ class Engine:
             check_limits(self._limits.result(), self.settings, info)
         except ValueError as error:
             raise WorkerError(str(error)) from None
-        await self.adapters.bring_all(client, info)
-
-    async def bring_adapters(self, client: WorkerClient, output: SchedulerOutput) -> None:
-        """Hand over the adapters of new sequences that the worker lacks, as one that connected while they were loaded.
-
-        Raises WorkerError.
-        """
-        wanted = {new.sequence.group.lora_name for new in output.new_sequences} - {""}
-        if not wanted <= client.adapters:
-            await self.adapters.bring(client, wanted)
-            if not wanted <= client.adapters:
-                raise WorkerError("the worker was to compute with an adapter that cannot be used")
 
     def admitted(self, output: SchedulerOutput) -> None:
         """Take note of the requests that came to a worker with this step."""

@@ -243,7 +243,10 @@ class WorkerClient:
             if failures:
                 raise failures[0] from None
             if isinstance(error, asyncio.CancelledError):
-                raise
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                raise UnreachableError("the connection was closed") from None  # by `reconnect`
             if error.code() in _REFUSALS:
                 raise AdapterRefusedError(error.details() or error.code().name) from None
             raise _unreachable(error) from None

@@ -28,6 +28,7 @@ from scheduler_service.core import (
     WaitingQueue,
     WorkerScheduler,
 )
+from scheduler_service.engine.adapters import Adapters
 from scheduler_service.engine.answer_check import check_answer
 from scheduler_service.engine.guesses import Guesses
 from scheduler_service.engine.limits import scheduler_config, step_timeout
@@ -84,6 +85,9 @@ class Fleet(Protocol):
     def recorder(self) -> NoRecorder: ...
 
     @property
+    def adapters(self) -> Adapters: ...
+
+    @property
     def serving(self) -> "dict[WorkerScheduler, WorkerLoop]":
         """By the schedulers of open sessions."""
 
@@ -100,9 +104,6 @@ class Fleet(Protocol):
 
     async def accept(self, client: WorkerClient, info: WorkerInfo) -> None:
         """Check that a worker serves what the others serve. Raises WorkerError."""
-
-    async def bring_adapters(self, client: WorkerClient, output: SchedulerOutput) -> None:
-        """Hand over adapters that a step needs and the worker lacks. Raises WorkerError."""
 
     def admitted(self, output: SchedulerOutput) -> None:
         """Take note of the requests that came to a worker with this step."""
@@ -151,6 +152,8 @@ class WorkerLoop:
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._in_flight: deque[SchedulerOutput] = deque()  # steps that were sent and not answered
+        self._dropping: dict[str, SchedulerOutput | None] = {}  # adapters, and the last step that may need each
+        self._forgetting: set[asyncio.Task[None]] = set()
         self._most_in_flight = fleet.settings.max_in_flight_steps
         self.guesses = Guesses()  # of all sessions
         self._is_leaving = False  # the worker said so
@@ -276,9 +279,12 @@ class WorkerLoop:
             config = scheduler_config(settings, info)
             if not await self.client.is_serving(timeout=5):
                 raise UnreachableError("the worker is not serving: it is starting or shutting down")
+            self._check_is_available(info)
+            await self._fleet.adapters.bring_all(self.client, info)
         except UnreachableError:
             await self.client.reconnect()
             raise
+        # Nothing may wait from here until it is among those that serve: an adapter could be loaded meanwhile.
         self._check_is_available(info)
         self.instance_id = info.instance_id
         self.epoch = max(time.time_ns(), info.epoch + 1)
@@ -339,6 +345,7 @@ class WorkerLoop:
         self.scheduler = None
         del self._fleet.serving[scheduler]
         self._in_flight.clear()
+        self._dropping.clear()  # a next session begins with what is wanted then
         session.close()
         try:
             for group in scheduler.release_all(time.monotonic(), blames=blames_requests):
@@ -371,8 +378,6 @@ class WorkerLoop:
                     if output.new_sequences:
                         self._fleet.admitted(output)
                     self._fleet.tell_traced()
-                    if output.new_sequences:
-                        await self._fleet.bring_adapters(self.client, output)
                     await session.send(output)
                     continue
             if not scheduler.admits:
@@ -390,6 +395,19 @@ class WorkerLoop:
         if time.monotonic() >= self._drained_by:
             raise DrainedError("drained by an operator; its remaining requests go on elsewhere")
 
+    def drop_adapter(self, fingerprint: str) -> None:
+        """Have the worker forget an adapter once the steps that it has been sent are answered."""
+        self._dropping[fingerprint] = self._in_flight[-1] if self._in_flight else None
+        self._forget_adapters(None)
+
+    def _forget_adapters(self, answered: SchedulerOutput | None) -> None:
+        """Those that no step in flight can need, now that this one is answered."""
+        for fingerprint in [one for one, last in self._dropping.items() if last is answered]:
+            del self._dropping[fingerprint]
+            task = asyncio.create_task(self._fleet.adapters.forget(self.client, fingerprint))
+            self._forgetting.add(task)
+            task.add_done_callback(self._forgetting.discard)
+
     async def _receive_answers(self, scheduler: Scheduler, session: Session, vocabulary_size: int) -> None:
         while True:
             answer = await session.receive()
@@ -402,6 +420,7 @@ class WorkerLoop:
             except ValueError as error:
                 raise WorkerError(str(error)) from error
             self._in_flight.popleft()
+            self._forget_adapters(output)
             self.num_steps += 1
             updated = perf_counter_ns()
             self.split.update += updated - began

@@ -261,7 +261,6 @@ def test_a_fused_projection_attends_as_its_parts_do(
     close(cache.nan_to_num(0), expected_cache.nan_to_num(0), dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def lora_case(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor, LoraWeights]:
     """Inputs that lie apart, a slot for each row, and adapters of ranks 3, 0, 8 and 1 for three fused projections."""
     inputs, starts = 77, (0, 40, 61, 100)
@@ -302,6 +301,7 @@ def test_what_an_adapter_adds_does_not_depend_on_other_rows(
         assert torch.equal(alone[0], together[row])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_gated_activation(kernels: ModuleType, activation: str, dtype: torch.dtype, generator: torch.Generator) -> None:
     for shape in ((0, 8), (1, 2), (5, 246), (40, 3072)):

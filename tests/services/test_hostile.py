@@ -126,7 +126,7 @@ KINDS: dict[Callable[[Draw], pb.GenerateRequest], set[grpc.StatusCode]] = {
     floats: REFUSED,
     crowds: REFUSED,
     lists: REFUSED,
-    prompts: REFUSED | {Code.UNIMPLEMENTED},
+    prompts: REFUSED | {Code.NOT_FOUND},
     texts: FINE,
     forms: FINE,
     resumptions: FINE | {Code.FAILED_PRECONDITION},

@@ -24,7 +24,7 @@ class ServedWorker:
 
 
 @asynccontextmanager
-async def worker_in_process(model: Path, **settings: Any) -> AsyncIterator[ServedWorker]:
+async def worker_in_process(model: Path, listen: str = "127.0.0.1:0", **settings: Any) -> AsyncIterator[ServedWorker]:
     """Of a small cache, unless the settings say otherwise."""
     sizes = {"block_size": 8, "num_device_blocks": 128, "swap_space": 0.01, "threads": 1, "forms": False}
     worker = load_worker(WorkerSettings(**{"model": str(model)} | sizes | settings))
@@ -32,7 +32,7 @@ async def worker_in_process(model: Path, **settings: Any) -> AsyncIterator[Serve
     servicer = WorkerServicer(DeviceThread())
     add_WorkerServiceServicer_to_server(servicer, server.server)
     servicer.set_ready(worker)
-    address = await server.start("127.0.0.1:0")
+    address = await server.start(listen)
     await server.set_serving(True)
     try:
         yield ServedWorker(address, server, worker)

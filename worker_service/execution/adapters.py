@@ -4,6 +4,7 @@ A step's rows know their adapter by its slot. An adapter that a step needs and t
 that was used least recently, which costs a copy before the forward pass; nothing waits for a file or the network.
 """
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,8 +38,11 @@ class Adapters:
         self._places: Mapping[str, LoraPlace] = (
             model.allocate_lora(room.num_slots, room.max_rank) if room.num_slots else {}
         )
-        self._loaded: dict[str, Adapter] = {}
-        self._slots: OrderedDict[str, tuple[int, Adapter]] = OrderedDict()  # by how recently they were used
+        self._loaded: dict[str, tuple[int, Adapter]] = {}  # with the number of its loading
+        self._slots: OrderedDict[str, tuple[int, int]] = (
+            OrderedDict()
+        )  # with that number; by how recently they were used
+        self._numbers = itertools.count()
         self._free = list(range(room.num_slots))
 
     @property
@@ -67,7 +71,7 @@ class Adapters:
         return list(self._loaded)
 
     def add(self, fingerprint: str, adapter: Adapter) -> None:
-        self._loaded[fingerprint] = adapter
+        self._loaded[fingerprint] = next(self._numbers), adapter
 
     def remove(self, fingerprint: str) -> None:
         self._loaded.pop(fingerprint, None)
@@ -90,11 +94,12 @@ class Adapters:
 
     def _place(self, name: str, needed: Mapping[str, None]) -> int:
         """The slot of an adapter, which it is copied to if it is in none."""
-        adapter = self._loaded.get(name)
-        if adapter is None:
+        loaded = self._loaded.get(name)
+        if loaded is None:
             raise InvalidStepError(f"the adapter {name[:64]} is not loaded")
+        number, adapter = loaded
         held = self._slots.pop(name, None)
-        if held is not None and held[1] is adapter:
+        if held is not None and held[1] == number:
             self._slots[name] = held
             return held[0]
         if held is not None:  # it has been loaded anew
@@ -104,7 +109,7 @@ class Adapters:
             self._free.append(self._slots.pop(oldest)[0])
         slot = self._free.pop()
         self._fill(slot, adapter)
-        self._slots[name] = slot, adapter
+        self._slots[name] = slot, number
         return slot
 
     def _fill(self, slot: int, adapter: Adapter) -> None:

@@ -110,6 +110,8 @@ class DraftModel:
         rows, chunks = [], []
         left = self._max_num_batched_tokens
         for row, one in enumerate(beginnings):
+            if one.num_tokens > self._max_model_len:
+                continue
             start = self._num_filled(one.sequence, one.num_tokens)
             if numbers[row]:
                 start = min(start, one.num_tokens - 1)

@@ -22,6 +22,8 @@ from worker_service.wording import shown
 
 WEIGHTS = "model.safetensors"
 """The name under which an adapter's weights are read from a folder of their own."""
+_PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+"""How training began, where loading changes nothing of the base."""
 _LARGEST = 1e6
 """Of alpha: beyond it, scaled weights are nothing but errors."""
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
@@ -32,6 +34,11 @@ _REFUSED = {
     "trainable_token_indices": "token embeddings",
     "alora_invocation_tokens": "adapters that begin within a prompt",
     "target_parameters": "parameters of experts",
+    "lora_bias": "biases",
+    "use_qalora": "pooled inputs (QALoRA)",
+    "use_bdlora": "blocks of weights (BD-LoRA)",
+    "arrow_config": "a choice between adapters for each token (Arrow)",
+    "velora_config": "compressed inputs (VeLoRA)",
 }
 """What a configuration may ask for and this code does not do."""
 
@@ -89,6 +96,11 @@ def _read_config(content: bytes) -> dict[str, Any]:
     for name, meaning in _REFUSED.items():
         if fields.get(name):
             raise AdapterError(f"adapter_config.json: {name} asks for {meaning}, which is not supported")
+    if fields.get("init_lora_weights", True) not in _PLAIN_BEGINNINGS:
+        raise AdapterError(
+            f"adapter_config.json: init_lora_weights is {shown(fields['init_lora_weights'])}; such adapters may change "
+            "the base's weights when they are loaded, which is not supported (PEFT can convert them)"
+        )
     if fields.get("bias", "none") != "none":
         raise AdapterError("adapter_config.json: bias must be none")
     if fields.get("fan_in_fan_out"):

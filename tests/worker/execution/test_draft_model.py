@@ -217,6 +217,12 @@ def test_no_guess_is_made_beyond_the_models_longest_sequence_or_its_blocks() -> 
     assert draft_model(FakeRunner()).guess([Beginning(sequence, 10, 8)]) == [[10, 11, 12]]
 
 
+def test_a_sequence_that_is_longer_than_the_models_longest_is_not_computed() -> None:
+    runner, sequence = FakeRunner(), long_sequence(12)
+    assert draft_model(runner, max_model_len=11).guess([Beginning(sequence, 12, 3)]) == [[]]
+    assert not runner.num_computed
+
+
 def test_where_the_model_fails_there_is_no_guess() -> None:
     runner = FakeRunner()
     runner.failing = {2}

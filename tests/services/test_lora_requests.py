@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import product
@@ -15,6 +16,7 @@ import torch
 from engines import until
 from safetensors.torch import save_file
 from scheduler_in_process import InProcess, scheduler
+from test_processes import free_port
 from worker_in_process import ServedWorker, worker_in_process
 
 from pagewire.v1 import inference_service_pb2 as pb
@@ -24,8 +26,13 @@ from pagewire_client.admin import Admin
 from pagewire_client.llm import collect
 from pagewire_common.start_error import StartError
 from scheduler_service.access.keys import ApiKey, Keyring, digest_of
-from scheduler_service.engine.adapters import MOST_COUNTED, OTHERS, AdapterCounts
+from scheduler_service.engine import worker_loop
+from scheduler_service.engine.adapters import MOST_COUNTED, OTHERS, AdapterCounts, pieces_of, read_adapter
+from scheduler_service.engine.worker_client import UnreachableError, WorkerClient
 from scheduler_service.recording.replayer import Replayer
+from scheduler_service.wire.codec import WorkerInfo
+from worker_service.serving import servicer
+from worker_service.serving.adapters import load_adapter
 from worker_service.speculation import drafter
 
 PROMPTS = ["abcabcabcabc", "one two three one two three", "x" * 40]
@@ -268,7 +275,7 @@ async def test_an_adapter_that_cannot_be_used_is_refused_and_nothing_else_is_tou
         assert one.engine.workers[0].num_losses == 0
 
 
-@pytest.mark.parametrize("name", ["", "../adapters", "/etc", "a/b", "x" * 129, "a\nb"])
+@pytest.mark.parametrize("name", ["", "..", ".", "../adapters", "/etc", "a/b", "x" * 129, "a\nb"])
 async def test_a_name_leads_nowhere_but_into_the_folder(name: str, tiny_model_directory: Path, adapters: Path) -> None:
     async with serving(tiny_model_directory, adapters) as (one, _), Admin(one.admin_target) as admin:
         with pytest.raises(grpc.aio.AioRpcError, match="cannot name an adapter"):
@@ -295,9 +302,14 @@ async def test_a_worker_without_room_for_adapters_is_not_used_beside_them(
 
 
 async def test_an_adapter_that_is_not_there_is_said_at_start(tiny_model_directory: Path, tmp_path: Path) -> None:
-    for lora, sentence in ((["a=/nowhere"], "adapter a: cannot read"), (["a"], "it must be NAME=FOLDER")):
+    settings: list[tuple[dict[str, Any], str]] = [
+        ({"lora": ["a=/nowhere"]}, "adapter a: cannot read"),
+        ({"lora": ["a"]}, "it must be NAME=FOLDER"),
+        ({"lora_dir": tmp_path / "typo"}, "--lora-dir: there is no folder"),
+    ]
+    for named, sentence in settings:
         with pytest.raises(StartError, match=sentence):
-            async with scheduler("127.0.0.1:1", model=str(tiny_model_directory), lora=lora):
+            async with scheduler("127.0.0.1:1", model=str(tiny_model_directory), **named):
                 pass
 
 
@@ -332,6 +344,165 @@ async def test_many_adapters_share_few_slots(tiny_model_directory: Path, tmp_pat
         for (prompt, name, _), found in list(zip(asked, together, strict=True))[::5]:
             assert await outputs(client, prompt, name, **sampling) == found
         assert len(worker.worker.adapters._slots) == 4
+
+
+def slow_down(worker: ServedWorker, seconds: float) -> None:
+    """Each step of it takes so long."""
+    runner, launch = worker.worker.runner, worker.worker.runner.launch
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return launch(*arguments)
+
+    runner.launch = slowly  # type: ignore[method-assign]
+
+
+LONG = SamplingParams(max_tokens=150, ignore_eos=True, temperature=0)
+
+
+@pytest.mark.parametrize("way", ["left", "stopped"])
+async def test_an_adapter_is_dropped_only_when_no_step_in_flight_can_need_it(
+    way: str, tiny_model_directory: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    async with serving(tiny_model_directory, folder) as (one, worker), Client(one.target) as client:
+        slow_down(worker, 0.02)
+        beside = asyncio.create_task(collect(client, "x", LONG))
+        async with Admin(one.admin_target) as admin:
+            for number in range(3):
+                write_adapter(folder / str(number), number)
+                await admin.load_adapter(str(number))
+                whole = await collect(client, "abc", SamplingParams(max_tokens=9, temperature=0), lora_name=str(number))
+                stop = [whole.outputs[0].text[3:6]] if way == "stopped" else []
+                sampling = SamplingParams(max_tokens=150, ignore_eos=True, temperature=0, stop=stop)
+                stream = client.generate("abc", sampling, lora_name=str(number))
+                await anext(stream)
+                await admin.unload_adapter(str(number))
+                if way == "stopped":
+                    assert [message async for message in stream]
+                await stream.aclose()
+        await until(lambda: not worker.worker.adapters.fingerprints)
+        assert len((await beside).outputs[0].token_ids) == 150
+        assert one.engine.workers[0].num_losses == 0
+
+
+async def test_a_scheduler_that_has_lost_a_worker_to_another_leaves_its_adapters_alone(
+    tiny_model_directory: Path, adapters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_loop, "LONG_RETRY_SECONDS", 0.2)
+    (tmp_path / "none").mkdir()
+    model = str(tiny_model_directory)
+    async with (
+        worker_in_process(tiny_model_directory, max_loras=4) as worker,
+        scheduler(worker.address, model=model, lora_dir=tmp_path / "none") as older,
+    ):
+        await until(lambda: older.engine.admits)
+        async with Client(older.target) as client:
+            await collect(client, "a", SamplingParams(max_tokens=1))
+        async with scheduler(worker.address, model=model, lora_dir=adapters) as newer, Client(newer.target) as client:
+            await until(lambda: newer.engine.admits)
+            attempts: list[int] = []
+            get_info = older.engine.workers[0].client.get_info
+
+            async def counted() -> WorkerInfo:
+                attempts.append(len(attempts))
+                return await get_info()
+
+            monkeypatch.setattr(older.engine.workers[0].client, "get_info", counted)
+            for number in range(3):
+                assert (await collect(client, "a", SamplingParams(max_tokens=1), lora_name="one")).outputs
+                await until(lambda number=number: len(attempts) > number)  # type: ignore[misc]
+            assert len(worker.worker.adapters.fingerprints) == 3
+            assert newer.engine.workers[0].num_losses == 0
+
+
+async def test_a_worker_that_cannot_use_what_others_can_is_not_used(tiny_model_directory: Path, tmp_path: Path) -> None:
+    """And a folder that was replaced meanwhile does not matter to one that joins."""
+    folder, late = tmp_path / "adapters", f"127.0.0.1:{free_port()}"
+    write_adapter(folder / "a", 1, rank=8)
+    async with (
+        worker_in_process(tiny_model_directory, max_loras=4) as first,
+        scheduler(first.address, late, model=str(tiny_model_directory), lora_dir=folder) as one,
+        Client(one.target) as client,
+    ):
+        await until(lambda: one.engine.admits)
+        (folder / "a").rename(tmp_path / "gone")
+        async with worker_in_process(tiny_model_directory, listen=late, max_loras=4, max_lora_rank=4):
+            await until(lambda: any("rank 8" in loop.last_error for loop in one.engine.workers))
+        async with worker_in_process(tiny_model_directory, listen=late, max_loras=4) as second:
+            await until(lambda: len(one.engine.serving) == 2)
+            assert second.worker.adapters.fingerprints == first.worker.adapters.fingerprints
+        assert (await collect(client, "a", SamplingParams(max_tokens=1), lora_name="a")).outputs
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set once a worker begins to take an adapter, which it never ends."""
+    begun = asyncio.Event()
+
+    async def take(*_: Any) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(servicer, "load_adapter", take)
+    return begun
+
+
+async def test_a_load_that_is_cut_off_changes_nothing(
+    tiny_model_directory: Path, adapters: Path, monkeypatch: pytest.MonkeyPatch, stuck: asyncio.Event
+) -> None:
+    """An adapter that is leaving goes on being wanted by its requests, and is freed behind them."""
+    with monkeypatch.context() as before:
+        before.setattr(servicer, "load_adapter", load_adapter)
+        async with serving(tiny_model_directory, adapters) as (one, worker), Client(one.target) as client:
+            slow_down(worker, 0.01)
+            expected = await collect(client, "abc", LONG, lora_name="one")
+            stream = client.generate("abc", LONG, lora_name="one")
+            first = await anext(stream)
+            before.undo()
+            async with Admin(one.admin_target) as admin:
+                await admin.unload_adapter("one")
+                load = asyncio.create_task(admin.load_adapter("one"))
+                await stuck.wait()
+                load.cancel()
+                await asyncio.gather(load, return_exceptions=True)
+                await until(lambda: not one.engine.adapters._loading)
+            rest = [token_id async for message in stream for token_id in message.token_ids]
+            assert [*first.token_ids, *rest] == expected.outputs[0].token_ids
+            await until(lambda: len(worker.worker.adapters.fingerprints) == 2)
+            assert [adapter.name for adapter in one.engine.adapters.listed] == ["three", "two"]
+
+
+async def test_a_connection_that_is_closed_ends_what_is_handed_over(
+    tiny_model_directory: Path, adapters: Path, tmp_path: Path, stuck: asyncio.Event
+) -> None:
+    """It is not taken for a cancelled call of an operator."""
+    adapter = read_adapter("one", adapters / "one", tmp_path)
+    async with worker_in_process(tiny_model_directory, max_loras=4) as worker:
+        client = WorkerClient(worker.address)
+        handing = asyncio.create_task(client.load_adapter(adapter.fingerprint, pieces_of(adapter)))
+        await stuck.wait()
+        await client.reconnect()
+        with pytest.raises(UnreachableError):
+            await handing
+        await client.close()
+
+
+async def test_a_request_id_in_flight_is_not_gone_on_with_by_another_adapter(
+    tiny_model_directory: Path, adapters: Path
+) -> None:
+    async with serving(tiny_model_directory, adapters) as (one, worker), Client(one.target, retry_for=0) as client:
+        slow_down(worker, 0.01)
+        stream = client.generate("abc", LONG, lora_name="one", request_id="r")
+        first = await anext(stream)
+        resumed = pb.GenerateRequest(text="abc", lora_name="two", request_id="r", sampling=LONG)
+        resumed.resume.outputs.add(token_ids=first.token_ids)
+        resumed.sampling.seed = first.seed
+        with pytest.raises(grpc.aio.AioRpcError, match="with another prompt or adapter") as error:
+            await client._stub.Generate(resumed).read()
+        assert error.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        await stream.aclose()
 
 
 def test_adapters_are_counted_by_name_up_to_a_number() -> None:
