@@ -265,9 +265,10 @@ class Adapters:
 
     async def forget(self, client: WorkerClient, fingerprint: str) -> None:
         """Have a worker forget an adapter, unless it is wanted again."""
-        if fingerprint not in self._wanted:
-            with contextlib.suppress(UnreachableError):
-                await client.unload_adapter(fingerprint)
+        with contextlib.suppress(UnreachableError):
+            async with client.changing_adapters:
+                if fingerprint not in self._wanted:
+                    await client.unload_adapter(fingerprint)
 
     def _break(self, adapter: Adapter, reason: str) -> None:
         """It is of no use to the only worker there is."""

@@ -191,6 +191,8 @@ class WorkerClient:
         self.address = address
         self.adapters: set[str] = set()
         """The fingerprints of those that the worker holds."""
+        self.changing_adapters = asyncio.Lock()
+        """Held while one is handed over or forgotten, so that the two do not overtake each other."""
         self._tls = tls
         self._identity = identity
         self._connect()
@@ -238,7 +240,8 @@ class WorkerClient:
                 raise
 
         try:
-            await self._stub.TakeAdapter(sent(), timeout=ADAPTER_SECONDS)
+            async with self.changing_adapters:
+                await self._stub.TakeAdapter(sent(), timeout=ADAPTER_SECONDS)
         except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
             if failures:
                 raise failures[0] from None
