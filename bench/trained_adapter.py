@@ -49,7 +49,7 @@ def train(model: str, folder: Path, steps: int, rank: int) -> None:
         loss.backward()
         optimizer.step()
         if step % 25 == 0:
-            sys.stderr.write(f"step {step}: loss {float(loss):.3f}\n")
+            sys.stderr.write(f"step {step}: loss {loss.item():.3f}\n")
     network.save_pretrained(str(folder))
 
 
