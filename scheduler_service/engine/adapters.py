@@ -173,9 +173,10 @@ class Adapters:
         """
         if self._folder is None:
             raise RequestError(grpc.StatusCode.FAILED_PRECONDITION, "the scheduler runs without --lora-dir")
+        folder = self._folder / name
         async with self._lock:
             try:
-                adapter = await asyncio.to_thread(read_adapter, name, self._folder / name, self._place())
+                adapter = await asyncio.to_thread(lambda: read_adapter(name, folder, self._place()))
             except ValueError as error:
                 raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
             self._loading[adapter.fingerprint] = adapter
@@ -196,9 +197,12 @@ class Adapters:
         return adapter
 
     def _place(self) -> Path:
-        """Where copies are kept until this object is gone."""
+        """Where copies are kept until this object is gone. Raises ValueError."""
         if self._copies is None:
-            self._copies = Path(tempfile.mkdtemp(prefix="pagewire-adapters-"))
+            try:
+                self._copies = Path(tempfile.mkdtemp(prefix="pagewire-adapters-"))
+            except OSError as error:
+                raise ValueError(f"there is no folder for temporary files to copy adapters to: {error}") from None
             weakref.finalize(self, shutil.rmtree, self._copies, ignore_errors=True)
         return self._copies
 
