@@ -1,6 +1,6 @@
 """How often a draft model's guess is right, on real logits: by shared noise, by draws of its own, by the ratio test.
 
-    python -m bench.acceptance --model TARGET --draft-model DRAFT [--temperature 1.0]
+    python -m bench.acceptance --model TARGET --draft-model DRAFT [--temperature 1.0] [--texts 12]
 
 For each position of functions of this project, p and q are what target and draft say of the next token.
 
@@ -26,7 +26,6 @@ from worker_service.execution.sampler import sample
 from worker_service.session.session import SequenceState
 from worker_service.session.step import TOKENS, SamplingParams
 
-TEXTS = 12
 DRAWS = 32
 SKIPPED = 32
 """First positions of a text, where little is known yet."""
@@ -37,7 +36,7 @@ def logits_of(name: str, texts: list[list[int]]) -> list[Tensor]:
     """[positions, vocabulary_size] of each text."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     with torch.inference_mode():
         return [model(torch.tensor([text])).logits[0, SKIPPED:].float() for text in texts]
 
@@ -63,11 +62,12 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--draft-model", required=True)
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--texts", type=int, default=12)
     arguments = parser.parse_args()
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    texts = [tokenizer(text).input_ids[:TOKENS_OF_A_TEXT] for text in itertools.islice(edits(), TEXTS)]
+    texts = [tokenizer(text).input_ids[:TOKENS_OF_A_TEXT] for text in itertools.islice(edits(), arguments.texts)]
     pairs = zip(logits_of(arguments.model, texts), logits_of(arguments.draft_model, texts), strict=True)
     shared: list[Tensor] = []
     own: list[Tensor] = []
