@@ -7,7 +7,6 @@ while requests of the old one still run, and are moved between workers.
 import asyncio
 import contextlib
 import hashlib
-import os
 import re
 import shutil
 import tempfile
@@ -60,22 +59,27 @@ def read_adapter(name: str, folder: Path, copies: Path) -> Adapter:
             config = file.read(MAX_CONFIG_BYTES + 1)
         if len(config) > MAX_CONFIG_BYTES:
             raise ValueError(f"adapter {name}: {CONFIG} has more than {MAX_CONFIG_BYTES} bytes")
-        handle, copy = tempfile.mkstemp(dir=copies)
-        os.close(handle)
-        shutil.copyfile(folder / WEIGHTS, copy)
-        with open(copy, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").digest()
-            num_bytes = file.tell()
+        with open(folder / WEIGHTS, "rb") as source, tempfile.NamedTemporaryFile(dir=copies, delete=False) as copy:
+            digest = hashlib.sha256()
+            while data := source.read(PIECE_BYTES):
+                digest.update(data)
+                copy.write(data)
     except OSError as error:
         raise ValueError(f"adapter {name}: cannot read {error.filename}: {error.strerror}") from None
-    fingerprint = hashlib.sha256(hashlib.sha256(config).digest() + digest).hexdigest()
-    weights = copies / fingerprint
-    os.replace(copy, weights)
-    return Adapter(name, fingerprint, config, weights, num_bytes)
+    fingerprint = hashlib.sha256(hashlib.sha256(config).digest() + digest.digest()).hexdigest()
+    weights = Path(copy.name).replace(copies / fingerprint)
+    return Adapter(name, fingerprint, config, weights, weights.stat().st_size)
 
 
-async def pieces_of(adapter: Adapter) -> AsyncIterator[worker_pb.TakeAdapterRequest]:
-    """The messages that hand an adapter over. Raises OSError."""
+async def hand_over(client: WorkerClient, adapter: Adapter) -> None:
+    """Raises AdapterRefusedError where the worker cannot use it, and UnreachableError."""
+    try:
+        await client.load_adapter(adapter.fingerprint, _pieces_of(adapter))
+    except OSError as error:
+        raise UnreachableError(f"the copy of the adapter {adapter.name} cannot be read: {error.strerror}") from None
+
+
+async def _pieces_of(adapter: Adapter) -> AsyncIterator[worker_pb.TakeAdapterRequest]:
     yield worker_pb.TakeAdapterRequest(fingerprint=adapter.fingerprint, config=adapter.config)
     with open(adapter.weights, "rb") as file:  # noqa: ASYNC230  # a thread's would stay open when cancelled
         while data := await asyncio.to_thread(file.read, PIECE_BYTES):
@@ -209,7 +213,7 @@ class Adapters:
     async def _hand_over(self, holder: Holder, adapter: Adapter) -> None:
         """Raises RequestError where a worker that goes on serving does not hold it."""
         try:
-            await holder.client.load_adapter(adapter.fingerprint, pieces_of(adapter))
+            await hand_over(holder.client, adapter)
         except AdapterRefusedError as error:
             raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, f"adapter {adapter.name}: {error}") from None
         except WorkerError as error:
@@ -255,7 +259,7 @@ class Adapters:
         while lacking := self._wanted.keys() - client.adapters:
             adapter = self._wanted[next(iter(lacking))]
             try:
-                await client.load_adapter(adapter.fingerprint, pieces_of(adapter))
+                await hand_over(client, adapter)
             except AdapterRefusedError as error:
                 if others := client.adapters - self._wanted.keys():
                     for fingerprint in others:
@@ -281,6 +285,7 @@ class Adapters:
             del self._named[name]
         self._leaving.pop(adapter.fingerprint, None)
         self._loading.pop(adapter.fingerprint, None)
+        adapter.weights.unlink(missing_ok=True)
         self._users.fail_adapter(adapter.fingerprint, f"the adapter {adapter.name} cannot be used: {reason}")
 
 

@@ -11,7 +11,7 @@ from pagewire.v1 import scheduler_output_pb2 as wire
 from pagewire.v1.admin_service_pb2 import FinishedRequest
 from pagewire_common.errors import RequestError
 from scheduler_service.access.caller import caller
-from scheduler_service.core.blocks.prefix_key import block_keys, root_key
+from scheduler_service.core.blocks.prefix_key import block_keys, key_of_adapter, root_key
 from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.request import GenerationRequest, RequestState
@@ -108,18 +108,18 @@ class EngineCall:
         )
         encode_sampling(request.sampling, submission)
         if welcome.prefix_caching:
-            of_adapter = root_key(root, request.adapter.encode()) if request.adapter else root
-            submission.block_keys = await _block_keys(of_adapter, request, model.block_size)
+            first = key_of_adapter(root, request.adapter)
+            submission.block_keys = await _block_keys(first, request, model.block_size)
         await link.ask(self._number, submit=submission)
         return state
 
 
-async def _block_keys(root: bytes, request: GenerationRequest, block_size: int) -> bytes:
+async def _block_keys(first: bytes, request: GenerationRequest, block_size: int) -> bytes:
     """The keys of a request's full blocks in the prefix cache, made here because the engine is one and we are many."""
     token_ids = array("I", request.prompt_token_ids)
     for output in request.resumption.token_ids[:1]:
         token_ids.extend(output)
-    keys, remaining = bytearray(), block_keys(root, token_ids, block_size)
+    keys, remaining = bytearray(), block_keys(first, token_ids, block_size)
     while some := list(islice(remaining, KEYS_AT_ONCE)):
         keys += b"".join(some)
         if len(some) == KEYS_AT_ONCE:

@@ -76,3 +76,11 @@ def tiny_server(tiny_model_directory: Path) -> Iterator[LocalServer]:
         scheduler_arguments=["--check-invariants"],
     ) as server:
         yield server
+
+
+@pytest.fixture
+def adapters(tmp_path: Path) -> Path:
+    """A folder of three low-rank adapters for the tiny model."""
+    from lora_helpers import write_three  # imports torch
+
+    return write_three(tmp_path / "adapters")

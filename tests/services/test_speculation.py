@@ -22,6 +22,7 @@ from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.llm import collect
 from scheduler_service import core
 from scheduler_service.core import Scheduler, SequenceGroup, WaitingQueue
+from scheduler_service.engine.guesses import Guesses
 from scheduler_service.engine.limits import check_limits, model_limits, scheduler_config
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.sampling_validation import _max_tokens
@@ -130,29 +131,36 @@ async def test_outputs_are_the_same_alone_and_together_and_through_preemption(
     assert kinds["guesses"] > 10
 
 
-async def test_outputs_are_the_same_when_workers_are_lost(
-    oracle: Oracle, tiny_model_directory: Path, tiny_server: LocalServer
-) -> None:
-    """The worker that is lost first speculates; of the two that are left one does."""
-    plain = {name: sampling for name, sampling in KINDS.items() if name != "beams"}  # which have no first token
-    asked = [(prompt, sampling) for prompt in PROMPTS for sampling in plain.values()]
-    async with Client(tiny_server.target) as client:
-        expected = [await oracle.outputs(client, prompt, **sampling) for prompt, sampling in asked]
+# Beams show their first token when they are done.
+NO_BEAMS = [(prompt, KINDS[kind]) for prompt in PROMPTS for kind in KINDS if kind != "beams"]
+
+
+async def guesses_after_a_loss(expected: list[list[Shown]], model: Path, **settings: Any) -> Guesses:
+    """Of the worker that is left: one of two is lost after it has guessed, and the outputs are those expected."""
     async with (
-        worker_in_process(tiny_model_directory, speculate="ngram") as first,
-        worker_in_process(tiny_model_directory, speculate="ngram") as second,
-        scheduler(first.address, second.address, model=str(tiny_model_directory)) as one,
+        worker_in_process(model, **settings) as first,
+        worker_in_process(model, **settings) as second,
+        scheduler(first.address, second.address, model=str(model)) as one,
     ):
         await one.engine.model()
         await until(lambda: len(one.engine.serving) == 2)
         lost, other = one.engine.workers
         async with Client(one.target) as client:
-            together = [asyncio.create_task(outputs(client, prompt, **sampling)) for prompt, sampling in asked]
-            await until(lambda: lost.guesses.num_right > 20)
+            together = [asyncio.create_task(outputs(client, prompt, **sampling)) for prompt, sampling in NO_BEAMS]
+            await until(lambda: lost.guesses.num_verified > 20)
             await first.server.server.stop(None)
             assert await asyncio.gather(*together) == expected
         assert lost.num_losses == 1
-        assert other.guesses.num_right > 20
+        return other.guesses
+
+
+async def test_outputs_are_the_same_when_workers_are_lost(
+    oracle: Oracle, tiny_model_directory: Path, tiny_server: LocalServer
+) -> None:
+    async with Client(tiny_server.target) as client:
+        expected = [await oracle.outputs(client, prompt, **sampling) for prompt, sampling in NO_BEAMS]
+    other = await guesses_after_a_loss(expected, tiny_model_directory, speculate="ngram")
+    assert other.num_right > 20
 
 
 @pytest.fixture
@@ -196,26 +204,11 @@ async def test_outputs_are_the_same_with_a_draft_model_that_is_mostly_wrong_when
         small, byte_tokenizer_directory, seed=1, vocab_size=272, num_hidden_layers=1, max_position_embeddings=64
     )
     draft = {"speculate": "draft", "draft_model": str(small)}
-    plain = {name: sampling for name, sampling in KINDS.items() if name != "beams"}  # which have no first token
-    asked = [(prompt, sampling) for prompt in PROMPTS for sampling in plain.values()]
     async with Client(tiny_server.target) as client:
-        expected = [await outputs(client, prompt, **sampling) for prompt, sampling in asked]
-    async with (
-        worker_in_process(tiny_model_directory, **draft) as first,
-        worker_in_process(tiny_model_directory, **draft) as second,
-        scheduler(first.address, second.address, model=str(tiny_model_directory)) as one,
-    ):
-        await one.engine.model()
-        await until(lambda: len(one.engine.serving) == 2)
-        lost, other = one.engine.workers
-        async with Client(one.target) as client:
-            together = [asyncio.create_task(outputs(client, prompt, **sampling)) for prompt, sampling in asked]
-            await until(lambda: lost.guesses.num_verified > 20)
-            await first.server.server.stop(None)
-            assert await asyncio.gather(*together) == expected
-        assert lost.num_losses == 1
-        assert other.guesses.num_verified > 200
-        assert other.guesses.num_right < other.guesses.num_verified / 2
+        expected = [await outputs(client, prompt, **sampling) for prompt, sampling in NO_BEAMS]
+    other = await guesses_after_a_loss(expected, tiny_model_directory, **draft)
+    assert other.num_verified > 200
+    assert other.num_right < other.num_verified / 2
 
 
 LIES: dict[str, Callable[[pb.ModelOutput], object]] = {

@@ -39,9 +39,7 @@ class Adapters:
             model.allocate_lora(room.num_slots, room.max_rank) if room.num_slots else {}
         )
         self._loaded: dict[str, tuple[int, Adapter]] = {}  # with the number of its loading
-        self._slots: OrderedDict[str, tuple[int, int]] = (
-            OrderedDict()
-        )  # with that number; by how recently they were used
+        self._slots = OrderedDict[str, tuple[int, int]]()  # with that number; the one that was used last is the last
         self._numbers = itertools.count()
         self._free = list(range(room.num_slots))
 

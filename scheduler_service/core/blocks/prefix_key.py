@@ -22,7 +22,12 @@ def root_key(*parts: bytes) -> bytes:
 
 def first_key(group: SequenceGroup) -> bytes:
     """What the chain of a group's keys begins with: keys and values differ from adapter to adapter."""
-    return root_key(group.cache_root, group.lora_name.encode()) if group.lora_name else group.cache_root
+    return key_of_adapter(group.cache_root, group.lora_name)
+
+
+def key_of_adapter(root: bytes, adapter: str) -> bytes:
+    """What the chain begins with for an adapter; the root itself without one."""
+    return root_key(root, adapter.encode()) if adapter else root
 
 
 def block_keys(first: bytes, token_ids: "array[int]", block_size: int) -> Iterator[bytes]:

@@ -1,0 +1,108 @@
+"""Low-rank adapters of the tiny model, a worker and a scheduler with them, and what requests that name them say."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from engines import until
+from safetensors.torch import save_file
+from scheduler_in_process import InProcess, scheduler
+from worker_in_process import ServedWorker, worker_in_process
+
+from pagewire_client import Client, SamplingParams
+from pagewire_client.llm import collect
+
+PROMPTS = ["abcabcabcabc", "one two three one two three", "x" * 40]
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "drawn": {"temperature": 0.8, "seed": 5},
+    "several": {"n": 3, "temperature": 0.6, "seed": 7},
+    "penalized": {"temperature": 0, "repetition_penalty": 1.05},
+    "reported": {"temperature": 0, "logprobs": 2, "prompt_logprobs": 1},
+    "beams": {"beam_width": 2, "n": 2},
+}
+SIZES = {"self_attn.q_proj": (64, 64), "self_attn.v_proj": (32, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96)}
+
+
+def write_adapter(folder: Path, seed: int, rank: int = 4) -> Path:
+    """For the tiny model, as PEFT writes one."""
+    folder.mkdir(parents=True)
+    draw = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer, (name, (outputs, inputs)) in product(range(2), SIZES.items()):
+        module = f"base_model.model.model.layers.{layer}.{name}"
+        tensors[f"{module}.lora_A.weight"] = torch.randn(rank, inputs, generator=draw) * 0.3
+        tensors[f"{module}.lora_B.weight"] = torch.randn(outputs, rank, generator=draw) * 0.3
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(SIZES)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_three(folder: Path) -> Path:
+    for number, name in enumerate(("one", "two", "three")):
+        write_adapter(folder / name, number, rank=2 + 3 * number)
+    return folder
+
+
+@asynccontextmanager
+async def serving(
+    model: Path, lora_dir: Path, recording: Path | None = None, **settings: Any
+) -> AsyncIterator[tuple[InProcess, ServedWorker]]:
+    """A worker of four slots, and a scheduler."""
+    async with (
+        worker_in_process(model, **{"max_loras": 4} | settings) as worker,
+        scheduler(worker.address, model=str(model), lora_dir=lora_dir, preemption_mode="swap", record=recording) as one,
+    ):
+        await until(lambda: one.engine.admits)
+        yield one, worker
+
+
+Shown = list[tuple[list[int], str, list[list[int]]]]
+
+
+async def outputs(client: Client, prompt: str, lora_name: str, **sampling: Any) -> Shown:
+    """Tokens, text, and which tokens were likeliest."""
+    params = SamplingParams(**{"max_tokens": 24, "ignore_eos": True} | sampling)
+    completion = await collect(client, prompt, params, lora_name=lora_name)
+    return [
+        (output.token_ids, output.text, [[top.token_id for top in position.top] for position in output.logprobs])
+        for output in completion.outputs
+    ]
+
+
+Asked = tuple[str, str, dict[str, Any]]
+NAMES = ("", "one", "two", "three")
+ASKED: list[Asked] = list(product(PROMPTS, NAMES, KINDS.values()))
+
+
+async def all_together(client: Client, asked: list[Asked]) -> list[Shown]:
+    return await asyncio.gather(*(outputs(client, prompt, name, **sampling) for prompt, name, sampling in asked))
+
+
+async def refusal(client: Client, lora_name: str, **about: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await collect(client, "a", SamplingParams(max_tokens=1), lora_name=lora_name, **about)
+    return error.value.code(), str(error.value.details())
+
+
+def slow_down(worker: ServedWorker, seconds: float) -> None:
+    """Each step of it takes so long."""
+    runner, launch = worker.worker.runner, worker.worker.runner.launch
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return launch(*arguments)
+
+    runner.launch = slowly  # type: ignore[method-assign]
+
+
+LONG = SamplingParams(max_tokens=150, ignore_eos=True, temperature=0)
