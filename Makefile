@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/pagewire/v1/*.proto)
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: setup proto demo test fuzz chaos soak test-gpu lint fmt up down bench bench-fidelity bench-fleet bench-scheduler bench-simulate bench-speculation bench-adapters
+.PHONY: setup proto demo test fuzz chaos soak test-gpu lint fmt up down bench bench-fidelity bench-fleet bench-scheduler bench-simulate bench-speculation bench-adapters bench-embeddings \
+  demo-embed
 setup: $(VENV)/installed $(VENV)/generated $(VENV)/kernels
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -30,6 +31,14 @@ $(VENV)/generated: $(VENV)/installed $(PROTOS)
 demo: setup
 	$(BIN)/python -m pagewire_client generate --chat "What is the capital of France? Answer in one sentence."
 	@echo "OpenAI's HTTP API: $(BIN)/python -m pagewire_client serve"
+
+# MODELS: a folder with all-minilm-l6-v2, which makes vectors, and reranker, which reads both texts as one.
+DOCUMENTS := "Paris is the capital of France." "Berlin is the capital of Germany." "France has good cheese."
+demo-embed: setup
+	$(BIN)/python -m pagewire_client score --model $(MODELS)/all-minilm-l6-v2 "What is the capital of France?" $(DOCUMENTS)
+	$(BIN)/python -m pagewire_client score --model $(MODELS)/reranker --pair-format "Query: {query} Sentence: {document}" \
+	  "What is the capital of France?" $(DOCUMENTS)
+	$(BIN)/python -m pagewire_client embed --model $(MODELS)/all-minilm-l6-v2 "Paris" | cut -c 1-72
 
 # A process for each core: three for two cores took as long.
 test: setup
@@ -102,6 +111,10 @@ bench-speculation: setup
 # SEQUENCES, ADAPTERS: numbers, separated by commas.
 bench-adapters: setup
 	$(BIN)/python -m bench.adapters $(SEQUENCES:%=--sequences %) $(ADAPTERS:%=--adapters %) $(ROUNDS:%=--rounds %)
+
+# MODEL: a folder that sentence-transformers reads. PEER: a folder with it, if it is not installed.
+bench-embeddings: setup
+	$(BIN)/python -m bench.embeddings $(MODEL) $(PEER:%=--peer %) $(ROUNDS:%=--rounds %)
 
 bench-simulate: setup
 	$(BIN)/python -m bench.simulate $(TRACES)

@@ -4,12 +4,17 @@ from pagewire.v1.inference_service_pb2 import (
     FINISH_REASON_ABORT,
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
+    POOLING_ALL,
+    POOLING_CLS,
+    POOLING_LAST,
+    POOLING_MEAN,
     FinishReason,
     GenerateResponse,
     SamplingParams,
     Usage,
 )
 from pagewire_client.client import Client, Prompt
+from pagewire_client.embedding import Embedding
 from pagewire_client.llm import LLM, Completion, Output
 from pagewire_client.local import LocalServer, ServerError
 
@@ -18,8 +23,13 @@ __all__ = [
     "FINISH_REASON_LENGTH",
     "FINISH_REASON_STOP",
     "LLM",
+    "POOLING_ALL",
+    "POOLING_CLS",
+    "POOLING_LAST",
+    "POOLING_MEAN",
     "Client",
     "Completion",
+    "Embedding",
     "FinishReason",
     "GenerateResponse",
     "LocalServer",

@@ -1,5 +1,5 @@
-"""The command line: generate and chat, against a server or one of its own; serve OpenAI's HTTP API; watch a cluster,
-drain its workers."""
+"""The command line: generate, chat, embed and score, against a server or one of its own; serve OpenAI's HTTP API;
+watch a cluster and drain its workers."""
 
 import argparse
 import asyncio
@@ -105,6 +105,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default=os.environ.get("PAGEWIRE_OTLP_TRACES_ENDPOINT"),
         help="http://HOST:PORT of an OpenTelemetry collector that the gateway sends its spans to; a request's "
         "traceparent goes on to the scheduler then",
+    )
+    embed = commands.add_parser("embed", parents=[server], help="make vectors of texts: a JSON list a line")
+    embed.add_argument("texts", metavar="TEXT", nargs="+")
+    score = commands.add_parser("score", parents=[server], help="how well documents answer a query, the best first")
+    score.add_argument("query")
+    score.add_argument("documents", metavar="DOCUMENT", nargs="+")
+    score.add_argument(
+        "--pair-format",
+        default="",
+        metavar="TEXT",
+        help="for models that were trained on single texts: the text of both, with {query} and {document} in it",
     )
     _add_operators_commands(commands, tls)
     parsed = parser.parse_args(arguments)
@@ -295,8 +306,26 @@ async def adapters(arguments: argparse.Namespace, target: str) -> None:
             sys.stdout.write(f"{adapter.name}  {adapter.num_bytes / 2**20:.1f} MiB  {adapter.fingerprint}\n")
 
 
+async def embed(arguments: argparse.Namespace, target: str) -> None:
+    async with Client(target, **access(arguments)) as client:
+        for embedding in await client.embed(arguments.texts):
+            sys.stdout.write(f"{json.dumps([round(number, 7) for number in embedding.vector])}\n")
+
+
+async def score(arguments: argparse.Namespace, target: str) -> None:
+    async with Client(target, **access(arguments)) as client:
+        for number, found in await client.score(
+            arguments.query, arguments.documents, pair_format=arguments.pair_format
+        ):
+            sys.stdout.write(f"{found:.4f}  {arguments.documents[number]}\n")
+
+
 def run(arguments: argparse.Namespace, target: str) -> None:
     match arguments.command:
+        case "embed":
+            asyncio.run(embed(arguments, target))
+        case "score":
+            asyncio.run(score(arguments, target))
         case "generate":
             asyncio.run(generate(arguments, target))
         case "chat":

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client.channel import connect, key_metadata
+from pagewire_client.embedding import Embedding
 from pagewire_client.resumable import ResumableStream
 from pagewire_client.retry import Backoff
 
@@ -24,6 +25,12 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages with "role" and "content"."""
 
 RETRY_SECONDS = 60.0
+
+Text = str | Sequence[int]
+"""Text or token ids."""
+
+MAX_TEXTS = 2048
+"""Of one call; more are sent in several."""
 
 T = TypeVar("T")
 
@@ -131,6 +138,70 @@ class Client:
         finally:
             if self._streams.get(key) is stream:
                 del self._streams[key]
+
+    async def embed(
+        self,
+        texts: Sequence[Text],
+        *,
+        pooling: pb.Pooling = pb.POOLING_UNSPECIFIED,
+        normalize: bool | None = None,
+        dimensions: int = 0,
+        truncate: bool = False,
+        tenant: str = "",
+        lora_name: str = "",
+    ) -> list[Embedding]:
+        """The vectors of texts, each a text or its token ids, in their order; without `pooling` and `normalize` as the
+        model was trained."""
+        found: list[Embedding] = []
+        for start in range(0, len(texts), MAX_TEXTS):
+            request = pb.EmbedRequest(
+                pooling=pooling,
+                normalize=normalize,
+                dimensions=dimensions,
+                truncate=truncate,
+                tenant=tenant,
+                lora_name=lora_name,
+            )
+            for text in texts[start : start + MAX_TEXTS]:
+                item = request.inputs.add()
+                if isinstance(text, str):
+                    item.text = text
+                else:
+                    item.token_ids.ids.extend(text)
+                    item.token_ids.SetInParent()
+            found += await self._retrying(self._embed, request)
+        return found
+
+    async def _embed(self, request: pb.EmbedRequest, metadata: Any) -> list[Embedding]:
+        found = [Embedding() for _ in request.inputs]
+        async for response in self._stub.Embed(request, metadata=metadata):
+            found[response.index].add(response)
+        return found
+
+    async def score(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int = 0,
+        pair_format: str = "",
+        truncate: bool = False,
+        tenant: str = "",
+        lora_name: str = "",
+    ) -> list[tuple[int, float]]:
+        """Documents by their places, with how well they answer the query, the best first. `pair_format` is for models
+        that were trained on single texts, as "Query: {query} Answer: {document}"."""
+        request = pb.ScoreRequest(
+            query=query,
+            documents=documents,
+            top_n=top_n,
+            pair_format=pair_format,
+            truncate=truncate,
+            tenant=tenant,
+            lora_name=lora_name,
+        )
+        response = await self._retrying(self._stub.Score, request)
+        return [(one.index, one.score) for one in response.scores]
 
     async def abort(self, request_id: str, *, tenant: str = "") -> bool:
         """End a tenant's call in flight; returns whether there was one.

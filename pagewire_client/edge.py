@@ -28,7 +28,7 @@ from pagewire_client.channel import connect, key_metadata
 from pagewire_common.tls import TlsFolder
 
 OPEN_PATHS = ("/health", "/liveness", "/readiness")
-ROUTES = re.compile(r"GET /v1/models(/[\w.%-]+)?|POST /v1/(chat/completions|completions|tokenize)")
+ROUTES = re.compile(r"GET /v1/models(/[\w.%-]+)?|POST /v1/(chat/completions|completions|embeddings|tokenize)")
 LOOK_SECONDS = 1.0
 BODY_SECONDS = 60.0
 """That a client has for a request's body."""
@@ -37,6 +37,10 @@ _OWN_METHODS = frozenset(
     f"{_SERVICE}{name}" for name in ("HealthCheck", "GetModelInfo", "GetServerInfo", "GetTokenizer")
 )
 """What the gateway asks for itself."""
+_REQUESTS: dict[str, Any] = {
+    f"{_SERVICE}Generate": vllm.GenerateRequest,
+    f"{_SERVICE}Embed": vllm.EmbedRequest,
+}
 _ID_BYTES = 16
 _HOP_BY_HOP = frozenset(
     ("connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade")
@@ -115,8 +119,8 @@ class Edge:
         """None where there is none to show: the port is open to every process of this machine."""
         if method in _OWN_METHODS:
             return self._own
-        if method == f"{_SERVICE}Generate":
-            request_id = vllm.GenerateRequest.FromString(message).request_id
+        if method in _REQUESTS:
+            request_id = _REQUESTS[method].FromString(message).request_id
             request = self._requests.get(request_id[: 2 * _ID_BYTES])
             if request is None or request.request_id:
                 return None
@@ -151,7 +155,7 @@ class Edge:
         if path in OPEN_PATHS and request.method in ("GET", "HEAD"):
             return await self._forward(request, path, b"", "")
         key = _bearer(request.headers.getall("Authorization", []))
-        is_generation = path.endswith("completions")  # the scheduler counts it when it comes
+        is_generation = path.endswith(("completions", "embeddings"))  # the scheduler counts it when it comes
         check: Any = self._scheduler.unary_unary(f"{_SERVICE}{'HealthCheck' if is_generation else 'GetModelInfo'}")
         try:
             await check(b"", metadata=key_metadata(key))

@@ -2,20 +2,23 @@
 
 import asyncio
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_client.client import RETRY_SECONDS, Client, Prompt
+from pagewire_client.client import RETRY_SECONDS, Client, Prompt, Text
+from pagewire_client.embedding import Embedding
 from pagewire_client.local import LocalServer
 
 MAX_IN_FLIGHT = 512
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -96,6 +99,22 @@ class LLM:
             # A server of its own is not restarted, so a retry would wait for nothing.
             async with Client(self.target, retry_for=0 if self._server else RETRY_SECONDS) as client:
                 return await asyncio.gather(*(one(p, s) for p, s in zip(batch, each, strict=True)))
+
+    def embed(self, texts: Sequence[Text], **options: Any) -> list[Embedding]:
+        """The vectors of texts; `options` are those of `Client.embed`."""
+        return self._ask(lambda client: client.embed(texts, **options))
+
+    def score(self, query: str, documents: Sequence[str], **options: Any) -> list[tuple[int, float]]:
+        """Documents by their places, the best answer first; `options` are those of `Client.score`."""
+        return self._ask(lambda client: client.score(query, documents, **options))
+
+    def _ask(self, question: Callable[[Client], Coroutine[Any, Any, T]]) -> T:
+        async def ask() -> T:
+            async with Client(self.target, retry_for=0 if self._server else RETRY_SECONDS) as client:
+                return await question(client)
+
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(asyncio.run, ask()).result()
 
     def close(self) -> None:
         """Stop the LLM's own server."""

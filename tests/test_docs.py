@@ -25,6 +25,7 @@ from scheduler_service.frontend.sampling_validation import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
 )
+from scheduler_service.frontend.text_calls import IN_FLIGHT, MAX_TEXTS
 from scheduler_service.operations.admin_servicer import MAX_WATCHES
 from scheduler_service.replay import parse_arguments as replay_arguments
 from scheduler_service.settings import SchedulerSettings
@@ -38,7 +39,10 @@ SERVICES: tuple[type[ServiceSettings], ...] = (SchedulerSettings, WorkerSettings
 COMMANDS = {
     "client": [
         (client_arguments, [name])
-        for name in ("generate", "chat", "serve", "new-key", "watch", "requests", "drain", "undrain")
+        for name in (
+            *("generate", "chat", "embed", "score", "serve", "new-key", "watch", "requests", "drain", "undrain"),
+            *("adapters", "load-adapter", "unload-adapter"),
+        )
     ],
     "simulate": [(simulate_arguments, [])],
     "replay": [(replay_arguments, [])],
@@ -157,6 +161,7 @@ def test_every_variable_that_a_page_names_is_a_setting(page: Path) -> None:
     "number",
     [
         *(MAX_N, MAX_STOP_STRINGS, MAX_STOP_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_MESSAGES, MAX_TOKENIZE),
+        *(MAX_TEXTS, IN_FLIGHT),
         *(MOST_FIELDS, BYTES_PER_TOKEN, MAX_SIDE_CALLS, MAX_WATCHES, dict(OPTIONS)["grpc.max_concurrent_streams"]),
     ],
 )

@@ -40,6 +40,8 @@ class SchedulerConfig:
     sequence has past the tokens it computes next. With a `sliding_window` each token attends to so many up to itself,
     0 for all; blocks that fell behind the window are let go of, and prefixes are not cached, whose first blocks would
     be missing.
+    A worker without device blocks holds an encoder, which keeps no keys and values: a prompt is computed whole in one
+    step, and takes nothing but its tokens of it.
     `max_step_bytes` bounds what a step tells the worker of sequences that are new to it; see step_bytes.py.
     With SEPARATE phases admission waits until a request has waited for `delay_factor` times the last prompt step, so
     that prompts batch up; 0 admits at once. CHUNKED phases take no delay: prompts share the steps that the decodes take
@@ -69,7 +71,6 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         for name in (
             "block_size",
-            "num_device_blocks",
             "max_num_batched_tokens",
             "max_num_seqs",
             "max_model_len",
@@ -79,6 +80,7 @@ class SchedulerConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in (
+            "num_device_blocks",
             "num_host_blocks",
             "max_prefill_chunk",
             "num_lookahead_slots",
@@ -100,6 +102,13 @@ class SchedulerConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs "
                 f"({self.max_num_seqs}), so that every running sequence can gain a token in a step"
             )
+        if self.is_encoder:
+            if self.max_num_batched_tokens < self.max_model_len:
+                raise ValueError(
+                    f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_model_len "
+                    f"({self.max_model_len}), because an encoder computes a text whole"
+                )
+            return
         if self.max_num_batched_tokens < self.block_size:
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least block_size "
@@ -112,6 +121,11 @@ class SchedulerConfig:
             )
 
     @property
+    def is_encoder(self) -> bool:
+        """Whether there are no keys and values to keep."""
+        return not self.num_device_blocks
+
+    @property
     def max_blocks_per_sequence(self) -> int:
         """The most blocks that one sequence ever holds: the whole pool, or window and chunk, wherever they begin."""
         if not self.sliding_window:
@@ -122,7 +136,7 @@ class SchedulerConfig:
     @property
     def max_sequence_tokens(self) -> int:
         """The most tokens one sequence can reach: the model's limit, or what the pool has room for."""
-        if self.sliding_window and self.max_blocks_per_sequence <= self.num_device_blocks:
+        if self.is_encoder or (self.sliding_window and self.max_blocks_per_sequence <= self.num_device_blocks):
             return self.max_model_len
         return min(self.max_model_len, self.num_device_blocks * self.block_size - self.num_lookahead_slots)
 

@@ -111,13 +111,21 @@ class ModelOutput:
     failed_sequence_ids: frozenset[int] = frozenset()
     draft_tokens: dict[int, list[int]] = field(default_factory=dict)
     """By sequence id, guesses at how it goes on, for `Scheduler.update_draft_token_ids`."""
+    vectors: dict[int, bytes] = field(default_factory=dict)
+    """By sequence id, what was pooled of its states."""
+
+    @property
+    def has_tokens_alone(self) -> bool:
+        """Whether it reports nothing but tokens, of sequences that none failed of."""
+        return not (self.logprobs or self.prompt_logprobs or self.vectors or self.failed_sequence_ids)
 
 
 class SequenceOutput(NamedTuple):
     """What a sequence gained: nothing (`token_id` None) while its prompt is computed, else one token.
 
     A beam search reports once, when it is over: its outputs are the hypotheses of the sequence's group.
-    `prompt_logprobs` belong to the positions from `prompt_start` on.
+    `prompt_logprobs` belong to the positions from `prompt_start` on. A sequence that is pooled gains no token, but
+    `vectors`; those of tokens belong to the positions from the one before `prompt_start` on.
     """
 
     sequence: Sequence
@@ -127,3 +135,4 @@ class SequenceOutput(NamedTuple):
     prompt_start: int = 0
     goes_on: bool = False
     """Whether the same answer has more for the sequence, whose status is not yet what it is now."""
+    vectors: bytes = b""

@@ -55,11 +55,12 @@ class Admission:
         key = call.key
         mine = self._requests.get(key) if resumes else None
         takes_place = mine is not None and mine.api_key_id == call.api_key_id
-        self.quotas.admit(call.api_key_id, now, is_request=bool(key), takes_place=takes_place)
+        if not call.is_part:
+            self.quotas.admit(call.api_key_id, now, is_request=bool(key), takes_place=takes_place)
         try:
             self._admit(call, num_bytes, resumes=resumes)
         except RequestError:
-            if key:
+            if key and not call.is_part:
                 self.quotas.leave(call.api_key_id)
             raise
 
@@ -127,6 +128,7 @@ class Admission:
             self.num_bytes -= call.num_bytes
             if call.group is not None:
                 self.quotas.use_tokens(call.api_key_id, call.group.num_output_tokens - call.num_resumed)
-            self.quotas.leave(call.api_key_id)
+            if not call.is_part:
+                self.quotas.leave(call.api_key_id)
             call.api_key_id = ""
         call.num_bytes = 0

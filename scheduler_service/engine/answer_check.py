@@ -23,6 +23,12 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
         sampling = sequence.sampling
         if sequence in output.dropped or sequence.id in answer.failed_sequence_ids:
             continue
+        if (pooling := sampling.pooling) is not None:
+            num_bytes = pooling.num_vectors(num_tokens, is_last=samples) * pooling.vector_bytes
+            if len(vectors := answer.vectors.get(sequence.id, b"")) != num_bytes:
+                raise ValueError(
+                    f"the worker returned {len(vectors)} bytes of vectors for sequence {sequence.id}, not {num_bytes}"
+                )
         if samples and (width := sampling.num_logprobs) is not None:
             if (entry := answer.logprobs.get(sequence.id)) is None:
                 raise ValueError(f"the worker returned no log-probabilities for sequence {sequence.id}")

@@ -14,7 +14,8 @@ class Call:
     """One call of a front end, from its admission until it is closed.
 
     `number` is its name between the two, `first_output` that of its first output. `key` is empty for calls other than
-    Generate. `api_key_id` is empty where no API keys are wanted.
+    Generate. `api_key_id` is empty where no API keys are wanted. If it `is_part` of a call that was admitted, it counts
+    no further as a request of its key.
     """
 
     __slots__ = (
@@ -24,6 +25,7 @@ class Call:
         "first_output",
         "group",
         "is_aborted",
+        "is_part",
         "key",
         "lora_name",
         "num_bytes",
@@ -34,11 +36,12 @@ class Call:
         "told",
     )
 
-    def __init__(self, outbox: Outbox, number: int, key: str, api_key_id: str = "") -> None:
+    def __init__(self, outbox: Outbox, number: int, key: str, api_key_id: str = "", *, is_part: bool = False) -> None:
         self.outbox = outbox
         self.number = number
         self.key = key
         self.api_key_id = api_key_id
+        self.is_part = is_part
         self.lora_name = ""
         self.adapter = ""  # the fingerprint that the name led to
         self.num_bytes = 0  # of the server's memory

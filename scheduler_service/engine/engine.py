@@ -369,7 +369,7 @@ class Engine:
         """Bring what sequences gained to the front ends of their requests."""
         requests, running, num_tokens = self.requests, SequenceStatus.RUNNING, 0
         for item in gained:
-            sequence, token_id, logprobs, prompt_logprobs, _, goes_on = item
+            sequence, token_id, logprobs, prompt_logprobs, _, goes_on, _ = item
             group = sequence.group
             call = requests.get(group.request_id)
             if call is None or call.group is not group:

@@ -251,14 +251,12 @@ class Session:
     def _do(self, event: pb.FrontendEvent) -> None:
         match event.WhichOneof("event"):
             case "admit":
-                admitted = Call(self.outbox, event.call, event.admit.key, event.admit.api_key_id)
+                admit = event.admit
+                admitted = Call(self.outbox, event.call, admit.key, admit.api_key_id, is_part=admit.is_part)
                 if self._answer(
                     admitted,
                     lambda: self._engine.admit(
-                        admitted,
-                        event.admit.num_bytes,
-                        resumes=event.admit.resumes,
-                        lora_name=event.admit.lora_name,
+                        admitted, admit.num_bytes, resumes=admit.resumes, lora_name=admit.lora_name
                     ),
                 ):
                     self._calls[event.call] = admitted

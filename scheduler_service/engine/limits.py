@@ -30,6 +30,8 @@ def model_name(model: str) -> str:
 
 def max_sequence_tokens(info: WorkerInfo) -> int:
     """The most tokens of one sequence on this worker: the model's limit, or its pool if that must hold them all."""
+    if not info.num_device_blocks:
+        return info.max_model_len
     if info.sliding_window:
         chunk = info.max_num_batched_tokens + info.num_speculative_tokens
         held = blocks_within_window(info.sliding_window, chunk, info.block_size)
@@ -61,6 +63,12 @@ def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
         has_priorities=settings.policy == "priority",
         has_forms="forms" in info.features,
         num_lookahead_slots=info.num_speculative_tokens,
+        generates=info.num_device_blocks > 0,
+        embedding_size=info.embedding_size,
+        pooling_type=info.pooling_type,  # type: ignore[arg-type]
+        normalizes=info.normalizes,
+        num_labels=info.num_labels,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
     )
 
 
@@ -70,6 +78,8 @@ def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerI
         ("model fingerprint", limits.fingerprint, info.model_fingerprint),
         ("dtype", limits.dtype, info.dtype),
         ("block size", limits.block_size, info.block_size),
+        ("size of a vector", limits.embedding_size, info.embedding_size),
+        ("number of classes", limits.num_labels, info.num_labels),
     ):
         if ours != theirs:
             raise ValueError(f"the worker's {name} is {theirs}; that of earlier workers is {ours}")
@@ -84,7 +94,7 @@ def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerI
         )
     for name, promised, offered in (
         ("longest sequence", limits.context_length, max_sequence_tokens(info)),
-        ("pool", limits.pool_tokens, info.num_device_blocks * info.block_size),
+        ("pool", limits.pool_tokens, max(max_sequence_tokens(info), info.num_device_blocks * info.block_size)),
         ("largest step", limits.max_num_seqs, max_num_seqs(settings, info)),
     ):
         if offered < promised:

@@ -98,7 +98,7 @@ class Outbox:
 
     def _append(self, event: pb.EngineEvent, logprobs: _Logprobs = _NONE) -> None:
         self._events.append((self._num_taken + len(self.outputs), event, logprobs))
-        self._events_weight += EVENT_WEIGHT + logprobs.number
+        self._events_weight += _weight(event, logprobs)
 
     @property
     def _weight(self) -> int:
@@ -127,7 +127,7 @@ class Outbox:
         message, num_rows, left = pb.AttachResponse(), min(MOST_ROWS, len(self.outputs)), MOST_LOGPROBS
         while self._events and (row := self._events[0][0] - self._num_taken) <= num_rows:
             _, event, logprobs = self._events[0]
-            weight = EVENT_WEIGHT + logprobs.number
+            weight = _weight(event, logprobs)
             left -= weight
             if left < 0 and message.events:
                 num_rows = row
@@ -148,12 +148,17 @@ class Outbox:
         return message
 
 
+def _weight(event: pb.EngineEvent, logprobs: _Logprobs) -> int:
+    return EVENT_WEIGHT + logprobs.number + len(event.gained.vectors) // ROW_BYTES
+
+
 def _encode_gained(call: int, gained: SequenceOutput) -> pb.EngineEvent:
     """Without log-probabilities. The status is that of now: the sequence may end before the message is made."""
     sequence, status = gained.sequence, gained.sequence.status
     event = pb.EngineEvent(call=call)
     message = event.gained
     message.index = sequence.index
+    message.vectors = gained.vectors
     if gained.token_id is not None:
         message.token_id = gained.token_id
     if status.is_finished:

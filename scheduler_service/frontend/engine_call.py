@@ -55,9 +55,14 @@ class EngineCall:
         with contextlib.suppress(RequestError):  # the engine is gone, and the place with it
             await self._link.ask(self._number, close=pb.CloseCall(finished=self.finished, is_answered=True))
 
-    async def admit(self, key: str, num_bytes: int, *, resumes: bool = False, lora_name: str = "") -> str:
+    async def admit(
+        self, key: str, num_bytes: int, *, resumes: bool = False, lora_name: str = "", is_part: bool = False
+    ) -> str:
         """Have a place held, so that a flood is refused before any work is done. Returns the fingerprint of the adapter
-        that is named. Raises RequestError."""
+        that is named. Raises RequestError.
+
+        is_part: whether it is one of several texts of a call that has been admitted.
+        """
         api_key = caller.get()
         admit = pb.Admit(
             key=key,
@@ -65,6 +70,7 @@ class EngineCall:
             resumes=resumes,
             api_key_id=api_key.id if api_key else "",
             lora_name=lora_name,
+            is_part=is_part,
         )
         with self._link.waiting(num_bytes):
             answer = await self._link.ask(self._number, admit=admit)
@@ -107,7 +113,7 @@ class EngineCall:
             trace_parent=parent,
         )
         encode_sampling(request.sampling, submission)
-        if welcome.prefix_caching:
+        if welcome.prefix_caching and model.generates:
             first = key_of_adapter(root, request.adapter)
             submission.block_keys = await _block_keys(first, request, model.block_size)
         await link.ask(self._number, submit=submission)

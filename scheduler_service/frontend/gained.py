@@ -15,7 +15,8 @@ from scheduler_service.wire.fields import decode_enum
 class Gained:
     """What an output gained: nothing (`token_id` None) while its prompt is computed, else one token.
 
-    `status` is set if it ended with it. `prompt_logprobs` belong to the positions from `prompt_start` on.
+    `status` is set if it ended with it. `prompt_logprobs` belong to the positions from `prompt_start` on, `vectors` of
+    tokens to those from the one before it.
     """
 
     index: int
@@ -25,6 +26,7 @@ class Gained:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     prompt_start: int = 0
+    vectors: bytes = b""
 
 
 def decode_gained(message: pb.OutputGained) -> Gained:
@@ -37,6 +39,7 @@ def decode_gained(message: pb.OutputGained) -> Gained:
         logprobs[0] if logprobs else None,
         _decode_logprobs(message.prompt_logprobs),
         message.prompt_start,
+        message.vectors,
     )
 
 

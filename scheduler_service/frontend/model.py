@@ -12,10 +12,17 @@ from scheduler_service.frontend.forms import Forms
 from scheduler_service.frontend.generation_defaults import GenerationDefaults
 from scheduler_service.frontend.tokenization import Tokenizer
 
+MOST_SCORED = 2
+"""Classes among which one is the score."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """Name, limits, defaults and tokenizer of the model, and the files that say so, by name.
+
+    Where it `generates`, tokens can be sampled. `embedding_size` is that of its vectors, 0 if it makes none;
+    `pooling_type` and `normalizes` say how it was trained to be pooled. `num_labels` is how many classes it tells
+    apart, 0 if it tells none; where it `scores_plainly`, what it says of them is the score.
 
     `pool_tokens` is what all outputs of one request may take of a worker's KV cache, each with `num_lookahead_slots`
     behind it; `context_length` is without these.
@@ -36,9 +43,26 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer | None
     num_lookahead_slots: int = 0
+    generates: bool = True
+    embedding_size: int = 0
+    pooling_type: int = 0
+    normalizes: bool = False
+    num_labels: int = 0
+    max_num_batched_tokens: int = 0
+    scores_plainly: bool = False
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     files: Mapping[str, bytes] = field(default_factory=dict)
     forms: Forms = field(default_factory=Forms)
+
+    @property
+    def tasks(self) -> list[str]:
+        """What it can be asked for."""
+        able = {
+            "generate": self.generates,
+            "embed": self.embedding_size > 0,
+            "score": self.embedding_size > 0 or 0 < self.num_labels <= MOST_SCORED,
+        }
+        return [task for task, is_able in able.items() if is_able]
 
     @classmethod
     def load(cls, limits: ModelLimits, directory: Path) -> "ServedModel":
@@ -49,9 +73,19 @@ class ServedModel:
             **{name: getattr(limits, name) for name in limits.DESCRIPTOR.fields_by_name},
             eos_token_ids=eos_token_ids(config, generation, limits.vocabulary_size),
             tokenizer=Tokenizer(directory) if (directory / "tokenizer.json").exists() else None,
+            scores_plainly=_scores_plainly(config),
             defaults=GenerationDefaults.from_config(generation),
             files={path.name: path.read_bytes() for path in directory.iterdir()},
         )
+
+
+def _scores_plainly(config: Mapping[str, Any]) -> bool:
+    """Whether scores are the outputs of the classifier as they are: sentence-transformers notes the function that it
+    was trained with, under one of two names."""
+    notes = config.get("sentence_transformers")
+    notes = notes if isinstance(notes, dict) else {}
+    name = notes.get("activation_fn") or config.get("sbert_ce_default_activation_function")
+    return isinstance(name, str) and name.endswith(".Identity")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Protocol
 from urllib.parse import quote
 
 from pagewire.v1.engine_service_pb2 import Hypothesis, Standing
-from scheduler_service.core import SamplingParams, SequenceStatus
+from scheduler_service.core import PoolingParams, PoolingType, SamplingParams, SequenceStatus
 from scheduler_service.frontend.gained import Gained
 from scheduler_service.frontend.output_text import OutputText
 from scheduler_service.frontend.request_memory import STRING_BYTES, UnreadOutput
@@ -89,7 +89,7 @@ class GenerationRequest:
     def text(self, tokenizer: Tokenizer | None) -> OutputText:
         """The text of an output without tokens."""
         return OutputText(
-            tokenizer,
+            tokenizer if self.sampling.pooling is None else None,
             self.prompt_token_ids,
             skip_special_tokens=self.skip_special_tokens,
             stop=self.stop,
@@ -137,6 +137,7 @@ class RequestState:
         self._last_token_at = [0.0] * num_sequences  # of each output, 0 before this server's first
         self._first_token_at = [0.0] * num_sequences
         self._num_prompt_logprobs = resumption.num_prompt_logprobs
+        self._num_vector_bytes = 0
         self._ranked = [_Ranked() for _ in range(num_sequences)] if request.n is not None else None
         # Whether every delta before the last has only a token and its text.
         self._is_plain = not (
@@ -231,6 +232,9 @@ class RequestState:
             self._num_prompt_logprobs += len(new)
             if new:
                 self.stream.put_prompt_logprobs(new)
+        if (pooling := self.request.sampling.pooling) is not None:
+            self._gain_vectors(gained, pooling)
+            return False
         if token_id is None:
             return False
         self._count_token(index, now)
@@ -250,6 +254,16 @@ class RequestState:
             delta.stop, delta.status = gained.stop_token_id, gained.status
         self._put(delta)
         return stop is not None
+
+    def _gain_vectors(self, gained: Gained, pooling: PoolingParams) -> None:
+        """Those of tokens come again when a preempted prompt is computed again; they count once."""
+        vectors = gained.vectors
+        if pooling.type is PoolingType.ALL:
+            start = (gained.prompt_start - 1) * pooling.vector_bytes
+            vectors = vectors[max(0, self._num_vector_bytes - start) :]
+            self._num_vector_bytes += len(vectors)
+        if vectors or gained.status is not None:
+            self._put(OutputDelta(gained.index, vectors=vectors, status=gained.status))
 
     def gain_hypotheses(self, hypotheses: Sequence[Hypothesis], now: float) -> None:
         """A beam search is over."""

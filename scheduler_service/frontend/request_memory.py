@@ -29,6 +29,8 @@ one, 1,751 to 1,778 with 21.
 """
 OUTPUT_TOKEN_BYTES = 42
 """Bytes of an output's token until it is written: the number, and its place in a list that has grown."""
+TEXT_BYTES = 4 << 10
+"""Of one text of a call of many, for its task and its place in lists."""
 STRING_BYTES = 50
 """Bytes of a token's text, if it is kept as a string of its own."""
 
@@ -52,6 +54,28 @@ def request_bytes(message: pb.GenerateRequest, num_bytes: int = 0) -> int:
         + CHARACTER_BYTES * num_characters
         + 2 * max(num_bytes, message.ByteSize())
     )
+
+
+def texts_bytes(message: pb.EmbedRequest | pb.ScoreRequest, num_bytes: int = 0) -> int:
+    """The same for a call of many texts, without what each takes while it is computed."""
+    if isinstance(message, pb.EmbedRequest):
+        num_numbers = sum(len(item.token_ids.ids) for item in message.inputs)
+        num_characters, num_texts = sum(len(item.text) for item in message.inputs), len(message.inputs)
+    else:
+        num_numbers, num_texts = 0, len(message.documents)
+        num_characters = sum(map(len, message.documents)) + num_texts * (len(message.query) + len(message.pair_format))
+    return (
+        REQUEST_BYTES
+        + TEXT_BYTES * num_texts
+        + NUMBER_BYTES * num_numbers
+        + CHARACTER_BYTES * num_characters
+        + 2 * max(num_bytes, message.ByteSize())
+    )
+
+
+def text_bytes(num_tokens: int, num_vector_bytes: int) -> int:
+    """The bytes that one text of a call takes while its vectors are computed and until they are written."""
+    return REQUEST_BYTES + NUMBER_BYTES * num_tokens + num_vector_bytes
 
 
 def prompt_logprob_bytes(most: int | None, num_prompt_tokens: int) -> int:

@@ -8,6 +8,7 @@ from pagewire_common import errors
 from scheduler_service.access.caller import tenant_of
 from scheduler_service.core import SequenceStatus
 from scheduler_service.core.outputs import TokenLogprobs
+from scheduler_service.frontend.embedding import embed
 from scheduler_service.frontend.engine_call import EngineCall
 from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.generation import Context, allowed_model, generate
@@ -16,6 +17,7 @@ from scheduler_service.frontend.prompt import decode_tokens, encode_prompt
 from scheduler_service.frontend.request import RequestState, request_key
 from scheduler_service.frontend.resumption import served_fingerprint
 from scheduler_service.frontend.sampling_validation import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
+from scheduler_service.frontend.scoring import score
 from scheduler_service.frontend.streams import OutputDelta
 from scheduler_service.frontend.validation import check_names
 from scheduler_service.wire.columns import fill_column
@@ -59,6 +61,8 @@ class InferenceServicer(InferenceServiceServicer):
             eos_token_ids=model.eos_token_ids,
             has_chat_template=model.tokenizer is not None and model.tokenizer.has_chat_template,
             fingerprint=model.fingerprint,
+            tasks=model.tasks,
+            embedding_size=model.embedding_size,
         )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
@@ -72,6 +76,12 @@ class InferenceServicer(InferenceServiceServicer):
         with EngineCall(self._link) as call:
             await call.admit_side_call(_num_bytes(request))
             return pb.DetokenizeResponse(text=await decode_tokens(request, await allowed_model(self._link)))
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> None:  # type: ignore[override]  # as Generate
+        await embed(self._link, request, context)
+
+    async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
+        return await score(self._link, request)
 
 
 def _num_bytes(request: pb.TokenizeRequest | pb.DetokenizeRequest) -> int:

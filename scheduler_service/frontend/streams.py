@@ -22,6 +22,8 @@ MAX_LOGPROBS = 1024
 """A delta of as much is full: of tokens, of characters, or of single log-probabilities, which take 2.6 µs each to
 encode. Up to twice as many of the last may come together. That makes messages of at most 0.3 MB.
 """
+MAX_VECTOR_BYTES = 1 << 20
+"""A delta of as many bytes of vectors is full, too."""
 
 
 @dataclass(slots=True)
@@ -37,19 +39,21 @@ class OutputDelta:
     stop: str | int | None = None
     """The stop string or stop token that ended it, when the request named one."""
     num_output_tokens: int = 0
+    vectors: bytes = b""
 
     @property
     def is_full(self) -> bool:
         return (
             len(self.token_ids) >= MAX_TOKENS
             or len(self.text) >= MAX_CHARACTERS
+            or len(self.vectors) >= MAX_VECTOR_BYTES
             or _size(self.logprobs) + _size(self.prompt_logprobs) >= MAX_LOGPROBS
         )
 
     @property
     def num_bytes(self) -> int:
         """Bytes of memory, without the prompt's log-probabilities, which were counted when the request came."""
-        num_bytes = output_bytes(len(self.token_ids), len(self.text))
+        num_bytes = output_bytes(len(self.token_ids), len(self.text)) + len(self.vectors)
         if self.logprobs:
             num_bytes += logprob_bytes(len(self.logprobs), len(self.logprobs[0].token_ids))
         return num_bytes
@@ -62,6 +66,7 @@ class OutputDelta:
         self.status = later.status
         self.stop = later.stop
         self.num_output_tokens = later.num_output_tokens
+        self.vectors += later.vectors
 
 
 def _size(logprobs: Sequence[TokenLogprobs]) -> int:

@@ -115,6 +115,17 @@ class Tokenizer:
         tokenizer = self._parsing if parse_special_tokens else self._plain
         return await self._on_thread(lambda: _encode(tokenizer, text, most, add_special_tokens=True), aside=aside)
 
+    async def encode_texts(
+        self, texts: Sequence[str | tuple[str, str]], *, most: int, truncate: bool = False
+    ) -> list[tuple[list[int], int]]:
+        """Token ids of texts, or of pairs of texts, with what the model expects around them; and of a pair how many
+        tokens are of the first, 0 where the model does not tell the two apart.
+
+        Raises TooManyTokensError, with the number of the text, if one clearly has more than `most`; with `truncate` it
+        is cut instead, and of a pair the second.
+        """
+        return await self._on_thread(lambda: [self._encode_text(*item, most, truncate) for item in enumerate(texts)])
+
     async def encode_chat(
         self, messages: Sequence[dict[str, str]], *, most: int = MOST_TOKENS, aside: bool = False
     ) -> list[int]:
@@ -185,6 +196,29 @@ class Tokenizer:
                     raise TooManyTokensError
         return ids
 
+    def _encode_text(
+        self, number: int, text: str | tuple[str, str], most: int, truncate: bool
+    ) -> tuple[list[int], int]:
+        tokenizer, (first, second) = self._plain, (text, None) if isinstance(text, str) else text
+        if second is not None and _excess(tokenizer, first, most) is not None:
+            raise TooManyTokensError(number)
+        last = first if second is None else second
+        if (excess := _excess(tokenizer, last, most)) is not None:
+            if not truncate:
+                raise TooManyTokensError(number)
+            last = last[:excess]
+        parts = [last] if second is None else [first, last]
+        (encoding,) = tokenizer.encode_batch_fast([last if second is None else (first, last)])
+        if len(encoding) > most and truncate:
+            encodings = tokenizer.encode_batch_fast(parts, add_special_tokens=False)
+            room = most - tokenizer.num_special_tokens_to_add(second is not None) - sum(map(len, encodings[:-1]))
+            encodings[-1].truncate(max(1, room))
+            encoding = tokenizer.post_process(*encodings)  # type: ignore[arg-type]  # the stub has no pair
+        if len(encoding) > most:
+            raise TooManyTokensError(number)
+        types = encoding.type_ids
+        return list(encoding.ids), types.index(1) if 1 in types else 0
+
     def _encode_pieces(self, pieces: list[str], most: int) -> Iterator[list[int]]:
         """The token ids of pieces of a rendered chat. Raises TooManyTokensError."""
         if sum(map(len, pieces)) > CHARACTERS_AT_ONCE:
@@ -215,15 +249,22 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, add_specia
     The library releases the interpreter's lock while it encodes, but not while the result is read or freed, at 35 ns a
     token. So a text that may have many more tokens is first encoded in parts.
     """
+    if _excess(tokenizer, text, most) is not None:
+        raise TooManyTokensError
+    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return list(encoding.ids)
+
+
+def _excess(tokenizer: tokenizers.Tokenizer, text: str, most: int) -> int | None:
+    """After how many characters a text clearly has more than `most` tokens; None where that is not so."""
     parts = [text[start : start + CHARACTERS_AT_ONCE] for start in range(0, len(text), CHARACTERS_AT_ONCE)]
     if len(parts) > 1 and _most_tokens(tokenizer, parts) > most:
         num_tokens = 0
-        for part in parts:
+        for number, part in enumerate(parts, 1):
             num_tokens += len(tokenizer.encode_batch_fast([part], add_special_tokens=False)[0])
             if num_tokens > most + most // 8:  # cuts make a few more of them
-                raise TooManyTokensError
-    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-    return list(encoding.ids)
+                return number * CHARACTERS_AT_ONCE
+    return None
 
 
 def _pieces(text: str, mark: str, num_marks: int) -> Iterator[tuple[str, int | None]]:

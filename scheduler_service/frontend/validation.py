@@ -1,6 +1,9 @@
 """From a GenerateRequest to a checked GenerationRequest, or to a status that names the field and its limit."""
 
+import grpc
+
 from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_common.errors import RequestError
 from scheduler_service.frontend.checks import check_context, check_length, invalid
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.prompt import MAX_MESSAGES, encode_prompt
@@ -21,12 +24,13 @@ MAX_PRIORITY = 1000
 
 def check_names(message: pb.GenerateRequest | pb.AbortRequest) -> None:
     """Raises RequestError for a request_id or tenant that is too long to be carried through every log line."""
-    for name, text, most in (
-        ("request_id", message.request_id, MAX_REQUEST_ID),
-        ("tenant", message.tenant, MAX_STRING),
-    ):
-        if len(text) > most:
-            invalid(f"{name} has {len(text)} characters; at most {most} are allowed")
+    check_characters("request_id", message.request_id, MAX_REQUEST_ID)
+    check_characters("tenant", message.tenant)
+
+
+def check_characters(name: str, text: str, most: int = MAX_STRING) -> None:
+    if len(text) > most:
+        invalid(f"{name} has {len(text)} characters; at most {most} are allowed")
 
 
 def check_sizes(message: pb.GenerateRequest) -> None:
@@ -34,8 +38,7 @@ def check_sizes(message: pb.GenerateRequest) -> None:
 
     It is called before any code iterates over lists or counts their bytes, and before there is a model.
     """
-    if len(message.lora_name) > MAX_STRING:
-        invalid(f"lora_name has {len(message.lora_name)} characters; at most {MAX_STRING} are allowed")
+    check_characters("lora_name", message.lora_name)
     check_length("chat.messages", len(message.chat.messages), MAX_MESSAGES)
     check_length("resume.outputs", len(message.resume.outputs), MAX_N)
     check_length("sampling.bad_words", len(message.sampling.bad_words), MAX_BAD_WORDS)
@@ -46,14 +49,21 @@ def check_sizes(message: pb.GenerateRequest) -> None:
             invalid(f"sampling.{name} is {number}; it must be at most {MAX_N}")
 
 
-async def check_request(message: pb.GenerateRequest, request_id: str, model: ServedModel) -> GenerationRequest:
-    """Check everything else about a request, after `check_sizes`, cheapest first. Raises RequestError."""
-    if len(message.cache_salt) > MAX_STRING:
-        invalid(f"cache_salt has {len(message.cache_salt)} characters; at most {MAX_STRING} are allowed")
+def check_place(message: pb.GenerateRequest | pb.EmbedRequest | pb.ScoreRequest, model: ServedModel) -> None:
+    """Raises RequestError for what says wrongly where a request belongs in queue and cache."""
+    check_characters("cache_salt", message.cache_salt)
     if message.priority and not model.has_priorities:
         invalid(f"priority is {message.priority}; this server does not run with --policy priority")
     if abs(message.priority) > MAX_PRIORITY:
         invalid(f"priority is {message.priority}; it must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
+
+
+async def check_request(message: pb.GenerateRequest, request_id: str, model: ServedModel) -> GenerationRequest:
+    """Check everything else about a request, after `check_sizes`, cheapest first. Raises RequestError."""
+    if not model.generates:
+        reason = "this model reads texts and generates none; it can be asked to Embed or to Score"
+        raise RequestError(grpc.StatusCode.UNIMPLEMENTED, reason)
+    check_place(message, model)
     sampling = message.sampling
     check_sampling(sampling, model)
     prompt = await encode_prompt(message, model)

@@ -12,15 +12,18 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineServicer
 
+from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common import errors
 from pagewire_common.patient_writer import PatientWriter
 from scheduler_service.access.caller import tenant_of
 from scheduler_service.frontend.checks import check_length
+from scheduler_service.frontend.embedding import embed_one
 from scheduler_service.frontend.engine_call import EngineCall
 from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.generation import Context, allowed_model, generate
 from scheduler_service.frontend.request import request_key
 from scheduler_service.frontend.vllm_engine_codec import StreamedAnswers, WholeAnswers, decode_request
+from scheduler_service.wire.submission import floats
 
 PARSED_ID_BYTES = 8
 """Of a token id in the request as it came, which gRPC holds for as long as the call is open."""
@@ -30,7 +33,7 @@ MAX_ABORTS = 128
 
 
 class VllmEngine(VllmEngineServicer):
-    """Generate, Abort and what a gateway asks before it sends requests. Other methods are UNIMPLEMENTED."""
+    """Generate, Embed, Abort and what a gateway asks before it sends requests. Other methods are UNIMPLEMENTED."""
 
     def __init__(self, link: EngineLink) -> None:
         self._link = link
@@ -46,6 +49,13 @@ class VllmEngine(VllmEngineServicer):
             is_whole=not request.stream,
             num_bytes=errors.request_size.get() + PARSED_ID_BYTES * len(request.tokenized.input_ids),
         )
+
+    async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:
+        ours = pb.EmbedRequest()
+        ours.inputs.add().token_ids.ids.MergeFrom(request.tokenized.input_ids)
+        vector, num_tokens = await embed_one(self._link, ours)
+        numbers = floats(vector)
+        return vllm.EmbedResponse(embedding=numbers, prompt_tokens=num_tokens, embedding_dim=len(numbers))
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
         check_length("request_ids", len(request.request_ids), MAX_ABORTS)
@@ -67,7 +77,7 @@ class VllmEngine(VllmEngineServicer):
         return vllm.GetModelInfoResponse(
             model_path=model.name,
             served_model_name=model.name,
-            is_generation=True,
+            is_generation=model.generates,
             max_context_length=model.context_length,
             max_req_input_len=model.context_length - 1,
             vocab_size=model.vocabulary_size,

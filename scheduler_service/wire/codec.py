@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
-from scheduler_service.core import ModelOutput, SamplingParams, SchedulerOutput
+from scheduler_service.core import ModelOutput, PoolingParams, SamplingParams, SchedulerOutput
 from scheduler_service.core.outputs import Fork, NewSequence, TokenLogprobs
 from scheduler_service.wire.columns import fill_column
+from scheduler_service.wire.fields import encode_fields
 
 PROTOCOL_VERSION = 1
 
@@ -39,6 +40,10 @@ class WorkerInfo(NamedTuple):
     num_speculative_tokens: int = 0
     max_loras: int = 0
     adapters: Sequence[str] = ()
+    embedding_size: int = 0
+    pooling_type: int = 0
+    normalizes: bool = False
+    num_labels: int = 0
 
 
 def decode_worker_info(message: worker_pb.GetWorkerInfoResponse) -> WorkerInfo:
@@ -67,6 +72,8 @@ def _fill_sampling(message: pb.SequenceSampling, sampling: SamplingParams, index
         )
     )
     fill_column(message, "allowed_token_ids", sampling.allowed_token_ids)
+    if sampling.pooling is not None:
+        encode_fields(PoolingParams, sampling.pooling, message.pooling)
 
 
 def _encode_table(block_ids: list[int]) -> list[int]:
@@ -150,6 +157,7 @@ def decode_model_output(message: pb.ModelOutput) -> ModelOutput:
         list(message.num_tokens),
         failed_sequence_ids=frozenset((*message.failed_sequence_ids, *without)),
         draft_tokens={draft.sequence_id: list(draft.token_ids) for draft in message.draft_tokens},
+        vectors={vectors.sequence_id: vectors.data for vectors in message.vectors},
     )
     if output.num_tokens and not (min(output.num_tokens) >= 1 and sum(output.num_tokens) == len(output.token_ids)):
         raise ValueError(f"{len(output.token_ids)} tokens do not divide into {len(output.num_tokens)} shares")

@@ -29,6 +29,15 @@ def unpack(data: bytes) -> "array[int]":
     return numbers
 
 
+def floats(data: bytes) -> "array[float]":
+    """Numbers of 32 bits, the lowest byte first."""
+    numbers = array("f")
+    numbers.frombytes(data)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
+
+
 def encode_sampling(sampling: SamplingParams, submission: pb.Submit) -> None:
     encode_fields(SamplingParams, replace(sampling, allowed_token_ids=()), submission.sampling)
     submission.allowed_token_ids = pack(sampling.allowed_token_ids)

@@ -10,7 +10,7 @@ from scheduler_service.core import PhaseRule
     ("field", "value"),
     [
         ("block_size", 0),
-        ("num_device_blocks", 0),
+        ("num_device_blocks", -1),
         ("max_num_seqs", 0),
         ("max_model_len", -1),
         ("delay_factor", float("inf")),

@@ -1,6 +1,15 @@
 import pytest
 
-from scheduler_service.core import ModelOutput, SamplingParams, Scheduler, SchedulerConfig, SequenceGroup, WaitingQueue
+from scheduler_service.core import (
+    ModelOutput,
+    PoolingParams,
+    PoolingType,
+    SamplingParams,
+    Scheduler,
+    SchedulerConfig,
+    SequenceGroup,
+    WaitingQueue,
+)
 from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.engine.answer_check import check_answer
 
@@ -37,3 +46,29 @@ def test_what_is_said_of_log_probabilities_that_are_none_names_no_tokens() -> No
     with pytest.raises(ValueError, match=f"for sequence {sequence.id}: 1000 where 2 were asked for, or a") as error:
         check_answer(output, ModelOutput(1, [5], logprobs={sequence.id: entry}), 50_000)
     assert "31337" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "right"), [(PoolingType.LAST, [None, None, 8]), (PoolingType.ALL, [16, 16, 16])], ids=["last", "all"]
+)
+def test_vectors_have_the_size_that_was_asked_for(kind: PoolingType, right: list[int | None]) -> None:
+    """Those of tokens come with every chunk, others with the last one alone."""
+    config = SchedulerConfig(
+        block_size=2, num_device_blocks=4, max_num_batched_tokens=2, max_num_seqs=2, max_model_len=16
+    )
+    scheduler = Scheduler(config, WaitingQueue())
+    pooling = PoolingParams(type=kind, dimensions=4, half=True)
+    scheduler.add_request(SequenceGroup("a", range(6), SamplingParams(max_tokens=1, pooling=pooling)))
+    for number, size in enumerate(right):
+        output = scheduler.schedule()
+        sequence_id = output.scheduled[0].sequence.id
+        token_ids = [0] if number == 2 else []
+        for wrong in (None, 4, 8, 16, 24):
+            answer = ModelOutput(number + 1, token_ids, vectors={} if wrong is None else {sequence_id: bytes(wrong)})
+            if wrong == size:
+                check_answer(output, answer, 100)
+            else:
+                with pytest.raises(ValueError, match=f"bytes of vectors for sequence {sequence_id}, not {size or 0}"):
+                    check_answer(output, answer, 100)
+        vectors = {} if size is None else {sequence_id: bytes(size)}
+        scheduler.update_from_output(output, ModelOutput(number + 1, token_ids, vectors=vectors))

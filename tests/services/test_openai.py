@@ -140,7 +140,7 @@ async def test_log_probabilities_of_a_chat_are_our_own_but_of_special_tokens(
     assert found == pytest.approx([one.logprob for entry in visible for one in (entry.chosen, *entry.top)])
 
 
-async def test_bad_input_is_400_an_unknown_model_404_and_what_is_not_built_501(client: openai.AsyncOpenAI) -> None:
+async def test_bad_input_is_400_and_an_unknown_model_404(client: openai.AsyncOpenAI) -> None:
     create = client.completions.create
     with pytest.raises(openai.BadRequestError, match="the prompt needs at least one token"):
         await create(model=MODEL, prompt="")
@@ -148,9 +148,10 @@ async def test_bad_input_is_400_an_unknown_model_404_and_what_is_not_built_501(c
         await create(model=MODEL, prompt="x" * 600)
     with pytest.raises(openai.NotFoundError):
         await create(model="another", prompt="x")
-    with pytest.raises(openai.InternalServerError, match="does not implement") as error:
-        await client.embeddings.create(model=MODEL, input="x")
-    assert error.value.status_code == 501
+    with pytest.raises(openai.BadRequestError, match="cannot be empty"):
+        await client.embeddings.create(model=MODEL, input="")
+    with pytest.raises(openai.NotFoundError):
+        await client.embeddings.create(model="another", input="x")
 
 
 async def test_what_the_gateway_does_not_pass_on(client: openai.AsyncOpenAI, tiny_server: LocalServer) -> None:
@@ -167,6 +168,9 @@ async def test_what_the_gateway_does_not_pass_on(client: openai.AsyncOpenAI, tin
     usage = (await client.chat.completions.create(model=MODEL, messages=spelled, max_tokens=1)).usage
     async with Client(tiny_server.target) as ours:
         as_data = len(await ours.tokenize(spelled))
+        (joined,) = await ours.embed(["one two"])
+    many = await client.embeddings.create(model=MODEL, input=["one", "two"], dimensions=8)
+    assert [one.embedding for one in many.data] == [pytest.approx(list(joined.vector), abs=1e-6)]
     assert usage is not None
     assert usage.prompt_tokens == as_data - len(SPECIAL_TOKENS[1]) + 1
 
@@ -318,3 +322,15 @@ def test_it_listens_on_addresses_of_ipv6_too_and_ends_with_the_command_that_is_k
     _, alive = psutil.wait_procs(gateways, 30)
     assert not alive
     assert not is_ready(f"http://{listen}")
+
+
+async def test_embeddings_are_the_vectors_of_our_own_protocol(
+    client: openai.AsyncOpenAI, tiny_server: LocalServer
+) -> None:
+    texts = ["hello", "one two three"]
+    async with Client(tiny_server.target) as ours:
+        expected = await ours.embed(texts)
+    for text, vector in zip(texts, expected, strict=True):
+        found = await client.embeddings.create(model=MODEL, input=text)
+        assert found.data[0].embedding == pytest.approx(list(vector.vector), abs=1e-6)
+        assert found.usage.prompt_tokens == len(text)

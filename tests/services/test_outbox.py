@@ -72,6 +72,15 @@ def test_a_message_has_a_bounded_number_of_rows_and_of_log_probabilities() -> No
     assert [part.HasField("token_id") for part in gained] == [False] * (len(gained) - 1) + [True]
 
 
+def test_a_message_has_a_bounded_number_of_vectors() -> None:
+    outbox = Outbox()
+    for number in range(100):
+        outbox.tell_gained(number, SequenceOutput(sequence(), None, vectors=bytes(200_000)))
+    messages = take_all(outbox)
+    assert sum(len(message.events) for message in messages) == 100
+    assert max(message.ByteSize() for message in messages) < 1 << 20
+
+
 def test_a_status_is_that_of_the_moment_at_which_it_was_told() -> None:
     outbox, running = Outbox(), sequence()
     outbox.tell_gained(1, SequenceOutput(running, 7, entry(1)))

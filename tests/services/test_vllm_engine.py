@@ -192,5 +192,17 @@ async def test_a_gateway_is_told_of_the_model(stub: Any, tiny_model_directory: P
 
 async def test_other_methods_say_that_they_are_not_implemented(stub: Any) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as error:
-        await stub.Embed(vllm_engine_pb2.EmbedRequest())
+        await stub.StartProfile(common_pb2.StartProfileRequest())
     assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_vector_is_that_of_our_own_protocol(stub: Any, tiny_server: LocalServer) -> None:
+    async with Client(tiny_server.target) as client:
+        (expected,) = await client.embed([PROMPT])
+    tokenized = vllm_engine_pb2.TokenizedInput(input_ids=PROMPT)
+    found = await stub.Embed(vllm_engine_pb2.EmbedRequest(tokenized=tokenized))
+    assert list(found.embedding) == list(expected.vector)
+    assert (found.prompt_tokens, found.embedding_dim) == (5, 64)
+    with pytest.raises(grpc.aio.AioRpcError, match="is empty") as error:
+        await stub.Embed(vllm_engine_pb2.EmbedRequest())
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.upload import upload
 from worker_service.errors import InvalidStepError
 from worker_service.loading.adapter import Adapter
-from worker_service.models.causal_model import CausalModel, LoraPlace
+from worker_service.models.causal_model import Loadable, LoraPlace
 from worker_service.session.session import ScheduledChunk
 
 
@@ -32,7 +32,7 @@ class AdapterRoom:
 class Adapters:
     """`add` and `remove` may be called on any thread, `slots` on the device's thread alone."""
 
-    def __init__(self, model: CausalModel, room: AdapterRoom) -> None:
+    def __init__(self, model: Loadable, room: AdapterRoom) -> None:
         """Allocates the slots. It is called before the model's weights are packed."""
         self.room = room
         self._places: Mapping[str, LoraPlace] = (

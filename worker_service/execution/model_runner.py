@@ -20,11 +20,12 @@ from worker_service.execution.decode_graphs import DecodeGraphs
 from worker_service.execution.decode_inputs import UnseenTokens
 from worker_service.execution.forms import FormMasks, Forms
 from worker_service.execution.logprobs import check_finite, concatenate, gather_logprobs, sample_logprobs
+from worker_service.execution.pooling import encode, pool_all
 from worker_service.execution.sampler import FAILED, sample
 from worker_service.execution.step_clock import StepClock
 from worker_service.models.causal_model import CausalModel
 from worker_service.session.session import PLACEHOLDER, ScheduledChunk, SequenceState
-from worker_service.session.step import ModelOutput, SampleLogprobs, SchedulerOutput, StepTiming
+from worker_service.session.step import ModelOutput, SampleLogprobs, SchedulerOutput, SequenceVectors, StepTiming
 
 _LOGPROB_ROWS = 256
 """Prompt rows whose logits exist at a time; 2,048 rows of 49,152 float32 logits would be 400 MB."""
@@ -41,15 +42,19 @@ class RunningStep:
         token_ids: Tensor,
         prompt_logprobs: list[SampleLogprobs],
         failed: Set[int],
+        vectors: Sequence[tuple[ScheduledChunk, Tensor]] = (),
     ) -> None:
-        """logits: [rows, vocabulary_size], token_ids: [rows] int64, a row for each chunk that samples, and one more for
-        each of its guesses.
+        """logits: [rows, vocabulary_size], token_ids: [rows] int64, a row for each chunk that chooses a token, and one
+        more for each of its guesses.
 
-        failed: ids of sequences whose prompt has no log-probabilities.
+        failed: ids of sequences whose prompt has no log-probabilities. vectors: what chunks completed.
         """
         self.chunks = chunks
         self._sampling = [chunk for chunk in chunks if chunk.samples]
-        self._sequences = [chunk.sequence for chunk in self._sampling for _ in range(1 + len(chunk.drafts))]
+        self._vectors = vectors
+        self._sequences = [
+            chunk.sequence for chunk in self._sampling if chunk.chooses for _ in range(1 + len(chunk.drafts))
+        ]
         self._clock = clock
         self._logits = logits if any(sequence.sampling.logprobs is not None for sequence in self._sequences) else None
         self._token_ids = token_ids
@@ -76,26 +81,49 @@ class RunningStep:
         found = self._host_token_ids.tolist()
         logits, self._logits = self._logits, None
         rows = iter(found)
-        shares = [accepted(list(islice(rows, 1 + len(chunk.drafts))), chunk.drafts) for chunk in self._sampling]
-        failed = self._failed | {
-            chunk.sequence.sequence_id
-            for chunk, share in zip(self._sampling, shares, strict=True)
-            if share[0] == FAILED
-        }
+        shares = [
+            accepted(list(islice(rows, 1 + len(chunk.drafts))), chunk.drafts) if chunk.chooses else [PLACEHOLDER]
+            for chunk in self._sampling
+        ]
+        vectors, without = self._read_vectors()
+        failed = (
+            self._failed
+            | without
+            | {
+                chunk.sequence.sequence_id
+                for chunk, share in zip(self._sampling, shares, strict=True)
+                if share[0] == FAILED
+            }
+        )
         is_failed = [sequence.sequence_id in failed for sequence in self._sequences]
         for chunk, share in zip(self._sampling, shares, strict=True):
             if chunk.sequence.sequence_id in failed:
                 share[:] = [PLACEHOLDER]
         return ModelOutput(
             token_ids=[token_id for share in shares for token_id in share],
-            num_tokens=[len(share) for share in shares] if len(found) > len(shares) else [],
+            num_tokens=[len(share) for share in shares] if any(chunk.drafts for chunk in self._sampling) else [],
             timing=StepTiming(*durations),
             logprobs=[] if logits is None else sample_logprobs(logits, found, is_failed, self._sequences),
             prompt_logprobs=self._prompt_logprobs,
             failed_sequence_ids=[
                 chunk.sequence.sequence_id for chunk in self.chunks if chunk.sequence.sequence_id in failed
             ],
+            vectors=vectors,
         )
+
+    def _read_vectors(self) -> tuple[list[SequenceVectors], set[int]]:
+        """The vectors, and the ids of sequences whose vectors are not finite."""
+        found, without = [], set()
+        for chunk, tensor in self._vectors:
+            pooling = chunk.sequence.sampling.pooling
+            assert pooling is not None
+            vectors = encode(chunk.sequence.sequence_id, tensor, pooling)
+            if vectors is None:
+                without.add(chunk.sequence.sequence_id)
+            else:
+                found.append(vectors)
+        self._vectors = ()
+        return found, without
 
 
 def accepted(found: list[int], drafts: Sequence[int]) -> list[int]:
@@ -119,7 +147,46 @@ def _choosers(chunk: ScheduledChunk) -> list[SequenceState]:
     return [sequence, *guessed]
 
 
-class ModelRunner:
+class Runner:
+    """What computes steps on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step of one token a sequence may be launched before the one before it has finished."""
+        return False
+
+    def launch(
+        self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk], before: RunningStep | None = None
+    ) -> RunningStep:
+        """Have a step computed. `chunks` is `output`'s work as the session returned it.
+
+        before: the previous step, if it has not finished; only a step that `runs_ahead` may then be launched.
+        """
+        raise NotImplementedError
+
+    def execute(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> ModelOutput:
+        """Compute a step from beginning to end."""
+        return self.launch(output, chunks).finish()
+
+    def recover(self) -> None:
+        """Free the memory that a failed step held, so that the next one has room; call it when its tensors are gone.
+
+        Raises DeviceLostError if the device is lost to this process: after an illegal access or a failed assertion in a
+        kernel, every further call into CUDA fails.
+        """
+        if self.device.type != "cuda":
+            return
+        try:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            raise DeviceLostError(str(error).partition("\n")[0]) from None
+
+
+class ModelRunner(Runner):
     """A model and its cache on one device. Not thread-safe: one thread owns the device.
 
     A step waits for a GPU when it finishes, and while it is launched only for log-probabilities of a prompt.
@@ -138,22 +205,19 @@ class ModelRunner:
         self._forms = forms
         self.cache_engine = cache_engine
         self._decode_graphs = decode_graphs
-        self._device = cache_engine.device_blocks.device
+        super().__init__(cache_engine.device_blocks.device)
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a step of one token a sequence may be launched before the one before it has finished."""
+        """As `Runner` has it."""
         return self._decode_graphs is not None
 
     @torch.inference_mode()
     def launch(
         self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk], before: RunningStep | None = None
     ) -> RunningStep:
-        """Have a step computed. `chunks` is `output`'s work as the session returned it.
-
-        before: the previous step, if it has not finished; only a step that `runs_ahead` may then be launched.
-        """
-        clock = StepClock(self._device)
+        """As `Runner` has it."""
+        clock = StepClock(self.device)
         self.cache_engine.move(output)
         clock.mark()
         if not chunks:
@@ -164,10 +228,10 @@ class ModelRunner:
         rows = [
             row
             for stop, chunk in zip(query_start[1:], chunks, strict=True)
-            if chunk.samples
+            if chunk.chooses
             for row in range(stop - 1 - len(chunk.drafts), stop)
         ]
-        sampling = hidden if len(rows) == len(hidden) else hidden[upload(rows, torch.int64, self._device)]
+        sampling = hidden if len(rows) == len(hidden) else hidden[upload(rows, torch.int64, self.device)]
         logits = self.model.compute_logits(sampling)
         clock.mark()
         prompt_logprobs: list[SampleLogprobs] = []
@@ -179,13 +243,11 @@ class ModelRunner:
                 failed.add(chunk.sequence.sequence_id)
         token_ids = torch.empty(0, dtype=torch.int64)
         if rows:
-            choosers = [chooser for chunk in chunks if chunk.samples for chooser in _choosers(chunk)]
+            choosers = [chooser for chunk in chunks if chunk.chooses for chooser in _choosers(chunk)]
             token_ids = sample(logits, choosers, masks)
-        return RunningStep(chunks, clock, logits, token_ids, prompt_logprobs, failed)
-
-    def execute(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> ModelOutput:
-        """Compute a step from beginning to end."""
-        return self.launch(output, chunks).finish()
+        return RunningStep(
+            chunks, clock, logits, token_ids, prompt_logprobs, failed, pool_all(chunks, query_start, hidden)
+        )
 
     def _begin_forms(self, chunks: Sequence[ScheduledChunk]) -> FormMasks | None:
         if self._forms is not None:
@@ -202,24 +264,10 @@ class ModelRunner:
             return self._decode_graphs.forward(chunks, unseen), range(len(chunks) + 1)
         assert before is None
         cache = self.cache_engine.device_blocks
-        batch = build_batch(chunks, cache.shape[3], self._device)
+        batch = build_batch(chunks, cache.shape[3], self.device)
         return self.model.forward(
             batch.token_ids, batch.positions, batch.slots, batch.attention, cache, lora_slots
         ), batch.query_start
-
-    def recover(self) -> None:
-        """Free the memory that a failed step held, so that the next one has room; call it when its tensors are gone.
-
-        Raises DeviceLostError if the device is lost to this process: after an illegal access or a failed assertion in a
-        kernel, every further call into CUDA fails.
-        """
-        if self._device.type != "cuda":
-            return
-        try:
-            torch.cuda.synchronize(self._device)
-            torch.cuda.empty_cache()
-        except RuntimeError as error:
-            raise DeviceLostError(str(error).partition("\n")[0]) from None
 
     def _prompt_logprobs(self, chunk: ScheduledChunk, hidden: Tensor) -> list[SampleLogprobs]:
         """Log-probabilities of the prompt tokens that the chunk's rows predict: from its second to the one behind its
@@ -232,7 +280,7 @@ class ModelRunner:
         first, last = chunk.start + 1, min(chunk.stop + 1, chunk.sequence.num_prompt_tokens)
         if num_top is None or first >= last:
             return []
-        token_ids = upload(chunk.sequence.token_ids[first:last], torch.int64, self._device)
+        token_ids = upload(chunk.sequence.token_ids[first:last], torch.int64, self.device)
         rows = torch.split(hidden[: len(token_ids)], _LOGPROB_ROWS)
         parts = []
         for part, tokens in zip(rows, torch.split(token_ids, _LOGPROB_ROWS), strict=True):

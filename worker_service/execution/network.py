@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,10 +15,11 @@ from worker_service.execution.cache_engine import CacheShape
 from worker_service.loading.checkpoint import Checkpoint
 from worker_service.loading.dummy_weights import DummyWeights
 from worker_service.loading.model_store import find_model
+from worker_service.loading.sentence_files import SentenceSettings
 from worker_service.loading.tokenizer_files import find_tokenizer_files
-from worker_service.models.causal_model import CausalModel
+from worker_service.models.causal_model import Loadable
 from worker_service.models.decoder_config import DecoderConfig
-from worker_service.models.registry import AnyConfig, build_model, read_config
+from worker_service.models.registry import AnyConfig, build_encoder, build_model, read_config
 from worker_service.models.shard import part_of
 from worker_service.parallel.cut import Cut
 from worker_service.parallel.ranks import Ranks
@@ -41,6 +43,7 @@ class Network:
     device: torch.device
     ranks: Ranks
     quantization: str
+    sentences: SentenceSettings
 
     @classmethod
     def open(cls, name: str, settings: WorkerSettings, device: torch.device, ranks: Ranks) -> "Network":
@@ -62,18 +65,29 @@ class Network:
             device,
             ranks,
             settings.quantization,
+            SentenceSettings.read(source.path, "LAST" if config.num_layers else "MEAN"),
         )
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether it reads texts whole and keeps no keys and values."""
+        return self.config.num_layers == 0
 
     def check(self, room: AdapterRoom = NO_ADAPTERS) -> list[int]:
         """The bytes of each of its tensors. Raises StartError where they cannot be loaded; allocates no memory.
 
         room: for adapters, which counts as well.
         """
-        model = build_model(self.config, self.dtype, torch.device("meta"), self.ranks)
+        model = self._build(torch.device("meta"))
         blueprint = model.checkpoint_tensors()
         self.checkpoint.check(blueprint, self.cuts)
         self._check_quantization()
         return [*(tensor.nbytes for tensor in blueprint.values()), Adapters(model, room).num_bytes]
+
+    def _build(self, device: torch.device) -> Loadable:
+        if self.is_encoder:
+            return build_encoder(self.config, self.dtype, device)
+        return build_model(self.config, self.dtype, device, self.ranks)
 
     def fingerprint(self) -> str:
         """Of the whole model, whatever this rank's part is. Several threads read the files, so that loading finds them
@@ -83,11 +97,14 @@ class Network:
         together.
         """
         scheme = f"int8 by {INT8_GROUP}" if self.quantization == "int8" else self.quantization
+        if (self.checkpoint.path / "modules.json").is_file():
+            scheme += f" {self.sentences}"
         return self.checkpoint.fingerprint(self.tokenizer_files, self.dtype, scheme)
 
-    def load(self, room: AdapterRoom = NO_ADAPTERS) -> tuple[CausalModel, Adapters]:
-        """Raises StartError, and what torch raises where there is no memory for it."""
-        model = build_model(self.config, self.dtype, self.device, self.ranks)
+    def load(self, room: AdapterRoom = NO_ADAPTERS) -> tuple[Any, Adapters]:
+        """The network, of the kind that `config` says. Raises StartError, and what torch raises where there is no room
+        for it."""
+        model = self._build(self.device)
         self.checkpoint.load_into(model.checkpoint_tensors(), self.cuts)
         adapters = Adapters(model, room)
         model.pack(int8=self.quantization == "int8")

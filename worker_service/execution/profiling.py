@@ -10,7 +10,7 @@ from array import array
 import torch
 
 from worker_service.execution.cache_engine import CacheEngine, CacheShape
-from worker_service.execution.model_runner import ModelRunner
+from worker_service.execution.model_runner import ModelRunner, Runner
 from worker_service.models.causal_model import CausalModel
 from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import TOKENS, SamplingParams, SchedulerOutput
@@ -53,7 +53,28 @@ def measure_prefill(
         )
         for number, length in enumerate(lengths)
     ]
-    runner = ModelRunner(model, CacheEngine(shape, len(blocks), 0, device))
+    return _speed(ModelRunner(model, CacheEngine(shape, len(blocks), 0, device)), chunks)
+
+
+def measure_encoder(runner: Runner, max_model_len: int, max_num_batched_tokens: int) -> int:
+    """The same for an encoder: of texts as long as it reads, on a GPU as many as a step can have."""
+    num_tokens = max_num_batched_tokens if runner.device.type == "cuda" else _CPU_TOKENS
+    length = min(max_model_len, num_tokens)
+    states = [
+        SequenceState(
+            sequence_id=number,
+            token_ids=array(TOKENS, bytes(8 * length)),
+            num_prompt_tokens=length,
+            num_computed_tokens=0,
+            block_ids=array(TOKENS),
+            sampling=SamplingParams(),
+        )
+        for number in range(num_tokens // length)
+    ]
+    return _speed(runner, [ScheduledChunk(state, start=0, stop=length, samples=False) for state in states])
+
+
+def _speed(runner: Runner, chunks: list[ScheduledChunk]) -> int:
     nothing_to_move = SchedulerOutput(epoch=0, step_id=0)
     runner.execute(nothing_to_move, chunks)  # the first pass also pays for lazy loading and choices
     timing = runner.execute(nothing_to_move, chunks).timing

@@ -22,15 +22,16 @@ from worker_service.execution.cache_engine import CacheEngine
 from worker_service.execution.capacity import check_room_for_weights, count_device_blocks
 from worker_service.execution.decode_graphs import DecodeGraphs
 from worker_service.execution.draft_model import DraftModel, with_vocabulary
+from worker_service.execution.encoder_runner import EncoderRunner
 from worker_service.execution.forms import Forms
-from worker_service.execution.model_runner import ModelRunner
+from worker_service.execution.model_runner import ModelRunner, Runner
 from worker_service.execution.network import Network
-from worker_service.execution.profiling import measure_prefill
+from worker_service.execution.profiling import measure_encoder, measure_prefill
 from worker_service.loading.tokenizer_files import vocabulary
 from worker_service.models.causal_model import CausalModel, ModelConfig
 from worker_service.models.decoder_config import DecoderConfig
 from worker_service.parallel.ranks import Ranks, join_ranks
-from worker_service.session.step import Limits, WorkerInfo
+from worker_service.session.step import Limits, PoolingType, WorkerInfo
 from worker_service.settings import WorkerSettings
 from worker_service.speculation.drafter import Drafter, Proposer
 from worker_service.speculation.ngram import Ngrams
@@ -45,7 +46,7 @@ class Worker:
     ranks: Ranks
     info: WorkerInfo
     limits: Limits
-    runner: ModelRunner
+    runner: Runner
     tokenizer_files: list[Path]
     adapters: Adapters
     drafter: Drafter | None = None
@@ -65,8 +66,10 @@ def load_worker(settings: WorkerSettings) -> Worker:
         missing = "triton" if device.type == "cuda" else what_is_missing()
         log.warning(f"eager torch computes, more slowly; missing: {missing}")
     target = Network.open(settings.model, settings, device, ranks)
+    if target.is_encoder:
+        return _load_encoder(settings, target, kernels)
     config, tokenizer_files = target.config, target.tokenizer_files
-    max_model_len = _choose_max_model_len(settings, config)
+    max_model_len = _choose_max_model_len(settings, config.max_model_len)
     sliding_window = _sliding_window(config, max_model_len)
     draft = _open_draft(settings, target, sliding_window)
     networks = [target, *([] if draft is None else [draft])]
@@ -127,6 +130,8 @@ def load_worker(settings: WorkerSettings) -> Worker:
             swap_bytes_per_second=_slowest(caches[0].measure_swap_bandwidth(), block_bytes, ranks),
             prefill_tokens_per_second=speeds[0],
             block_bytes=sum(block_bytes),
+            pooling_type=PoolingType[target.sentences.pooling],
+            normalizes=target.sentences.normalizes,
         ),
         limits=Limits(
             block_size=settings.block_size,
@@ -138,11 +143,72 @@ def load_worker(settings: WorkerSettings) -> Worker:
             max_num_seqs=settings.max_num_seqs,
             num_speculative_tokens=settings.num_speculative_tokens if settings.speculate != "none" else 0,
             max_loras=settings.max_loras,
+            embedding_size=config.hidden_size,
         ),
         runner=ModelRunner(models[0], caches[0], graphs[0], forms, adapters),
         tokenizer_files=tokenizer_files,
         adapters=adapters,
         drafter=Drafter(proposer, settings.num_speculative_tokens, speeds[0]) if proposer is not None else None,
+    )
+
+
+def _load_encoder(settings: WorkerSettings, target: Network, kernels: str) -> Worker:
+    """The same for an encoder, which has neither a cache nor anything that is for sampling. Raises StartError."""
+    for name, is_set in (
+        ("--speculate", settings.speculate != "none"),
+        ("--max-loras", settings.max_loras > 0),
+        ("--num-device-blocks", settings.num_device_blocks is not None),
+    ):
+        if is_set:
+            raise StartError(f"{name} is for models that generate text; {target.model_id} is an encoder")
+    config, device, sentences = target.config, target.device, target.sentences
+    limits = [config.max_model_len, *filter(None, [sentences.max_length])]
+    max_model_len = _choose_max_model_len(settings, min(limits))
+    if settings.max_num_batched_tokens < max_model_len:
+        raise StartError(
+            f"--max-num-batched-tokens is {settings.max_num_batched_tokens}; an encoder computes a text whole, and "
+            f"{target.model_id} reads up to {max_model_len} tokens: raise it, or lower --max-model-len"
+        )
+    try:
+        check_room_for_weights(device, target.dtype, target.check())
+        fingerprint = target.fingerprint()
+        model, adapters = target.load()
+        runner = EncoderRunner(model, device)
+        speed = measure_encoder(runner, max_model_len, settings.max_num_batched_tokens)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise StartError(f"{settings.model} does not fit into the memory of {device.type}") from error
+    num_labels = model.config.num_labels
+    return Worker(
+        ranks=target.ranks,
+        info=WorkerInfo(
+            model_id=target.model_id,
+            model_fingerprint=fingerprint,
+            dtype=str(target.dtype).removeprefix("torch."),
+            device=f"{device.type} ({_device_name(device)}, {kernels})",
+            features=(),
+            sliding_window=0,
+            swap_bytes_per_second=0,
+            prefill_tokens_per_second=speed,
+            block_bytes=0,
+            pooling_type=None if num_labels else PoolingType[sentences.pooling],
+            normalizes=sentences.normalizes,
+        ),
+        limits=Limits(
+            block_size=settings.block_size,
+            num_device_blocks=0,
+            num_host_blocks=0,
+            vocabulary_size=config.vocabulary_size,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            embedding_size=0 if num_labels else config.hidden_size,
+            num_labels=num_labels,
+        ),
+        runner=runner,
+        tokenizer_files=target.tokenizer_files,
+        adapters=adapters,
     )
 
 
@@ -185,11 +251,11 @@ def _choose_device(settings: WorkerSettings) -> torch.device:
     return torch.device("cuda", number if settings.tensor_parallel_size > 1 else 0)
 
 
-def _choose_max_model_len(settings: WorkerSettings, config: ModelConfig) -> int:
+def _choose_max_model_len(settings: WorkerSettings, most: int) -> int:
     if settings.max_model_len is None:
-        return config.max_model_len
-    if settings.max_model_len > config.max_model_len:
-        raise StartError(f"--max-model-len is {settings.max_model_len}; the model's limit is {config.max_model_len}")
+        return most
+    if settings.max_model_len > most:
+        raise StartError(f"--max-model-len is {settings.max_model_len}; the model's limit is {most}")
     return settings.max_model_len
 
 

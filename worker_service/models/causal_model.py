@@ -35,8 +35,12 @@ class ModelConfig(Protocol):
     def vocabulary_size(self) -> int: ...
 
     @property
+    def hidden_size(self) -> int:
+        """Numbers of a token's state."""
+
+    @property
     def num_layers(self) -> int:
-        """How many layers the cache has to hold keys and values of."""
+        """How many layers the cache has to hold keys and values of; 0 for an encoder."""
 
     @property
     def num_kv_heads(self) -> int: ...
@@ -52,11 +56,8 @@ class ModelConfig(Protocol):
         """How many tokens up to itself a token attends to, whatever the layer; None for all."""
 
 
-class CausalModel(Protocol):
+class Loadable(Protocol):
     """A network whose weights lie on a device."""
-
-    @property
-    def config(self) -> ModelConfig: ...
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """The tensors that a checkpoint must hold, by their names in it, and the places that they fill."""
@@ -67,6 +68,13 @@ class CausalModel(Protocol):
     def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
         """Make room for so many adapters of up to so many inner units, and say where those of each projection go, by
         its name in a checkpoint. Empty for a network that takes no adapters. Called once, before `pack`."""
+
+
+class CausalModel(Loadable, Protocol):
+    """A network of which every token sees those before it."""
+
+    @property
+    def config(self) -> ModelConfig: ...
 
     def forward(
         self,

@@ -13,15 +13,24 @@ from worker_service.parallel.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     # Otherwise imported only where it is needed: transformers takes two seconds.
+    from worker_service.models.encoder import Encoder
+    from worker_service.models.encoder_config import EncoderConfig
     from worker_service.models.transformers_config import TransformersConfig
 
-AnyConfig: TypeAlias = "DecoderConfig | TransformersConfig"
+AnyConfig: TypeAlias = "DecoderConfig | EncoderConfig | TransformersConfig"
+
+ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")
+"""Families whose tokens see those behind them. Others differ in what their code wants besides tokens and positions."""
 
 
 def read_config(json: Mapping[str, Any]) -> AnyConfig:
     """Read a config.json. Raises ValueError, KeyError or TypeError where it describes no network that can be run."""
     if (family := json.get("model_type")) in FAMILIES:
         return FAMILIES[family](json)
+    if family in ENCODERS:
+        from worker_service.models.encoder_config import EncoderConfig
+
+        return EncoderConfig.from_json(json)
     from worker_service.models.transformers_config import TransformersConfig
 
     return TransformersConfig.from_json(json)
@@ -33,4 +42,11 @@ def build_model(config: AnyConfig, dtype: torch.dtype, device: torch.device, ran
         return Decoder(config, dtype, device, ranks)
     from worker_service.models.transformers_model import TransformersModel
 
-    return TransformersModel(config, dtype, device)
+    return TransformersModel(config, dtype, device)  # type: ignore[arg-type]
+
+
+def build_encoder(config: AnyConfig, dtype: torch.dtype, device: torch.device) -> "Encoder":
+    """The same for an encoder."""
+    from worker_service.models.encoder import Encoder
+
+    return Encoder(config, dtype, device)  # type: ignore[arg-type]

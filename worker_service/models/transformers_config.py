@@ -42,6 +42,11 @@ class TransformersConfig:
         )
 
     @property
+    def hidden_size(self) -> int:
+        """Numbers of a token's state."""
+        return self.needs.hidden_size
+
+    @property
     def num_layers(self) -> int:
         """How many layers the cache has to hold keys and values of."""
         return self.needs.num_layers

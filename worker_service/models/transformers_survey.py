@@ -26,6 +26,7 @@ class Survey:
     head_dim: int
     sliding_window: int | None
     """As `ModelConfig` has it."""
+    hidden_size: int
 
 
 class _Observer:
@@ -66,7 +67,9 @@ def survey(network_class: Any, config: Any) -> Survey:
             checkpoint_places(network)
             tokens = torch.zeros((1, 2), dtype=torch.long)
             with within(observer):
-                body(input_ids=tokens, position_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+                output = body(
+                    input_ids=tokens, position_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False
+                )
     except ValueError:
         raise
     except Exception as error:
@@ -81,7 +84,8 @@ def survey(network_class: Any, config: Any) -> Survey:
     if len(set(observer.shapes)) > 1:
         sizes = " and ".join(f"{heads} x {size}" for heads, size in sorted(set(observer.shapes)))
         raise ValueError(f"its layers have keys of different sizes, {sizes}")
-    return Survey(len(observer.shapes), *observer.shapes[0], widest(observer.windows))
+    hidden_size = output.last_hidden_state.shape[-1]
+    return Survey(len(observer.shapes), *observer.shapes[0], widest(observer.windows), hidden_size)
 
 
 def _without_data(config: Any) -> Any:

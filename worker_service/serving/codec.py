@@ -19,6 +19,8 @@ from worker_service.session.step import (
     Limits,
     ModelOutput,
     NewSequence,
+    PoolingParams,
+    PoolingType,
     SampleLogprobs,
     SamplingParams,
     SchedulerOutput,
@@ -26,6 +28,7 @@ from worker_service.session.step import (
 )
 
 PROTOCOL_VERSION = 1
+_PREFIX = "POOLING_TYPE_"
 
 
 def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> SchedulerOutput:
@@ -99,6 +102,7 @@ def encode_model_output(epoch: int, step_id: int, output: ModelOutput) -> pb.Mod
             guess_us=output.timing.guess_us,
         ),
         failed_sequence_ids=output.failed_sequence_ids,
+        vectors=[pb.SequenceVectors(sequence_id=one.sequence_id, data=one.data) for one in output.vectors],
     )
 
 
@@ -136,6 +140,10 @@ def encode_worker_info(
         num_speculative_tokens=limits.num_speculative_tokens,
         max_loras=limits.max_loras,
         adapters=adapters,
+        embedding_size=limits.embedding_size,
+        pooling_type=f"{_PREFIX}{info.pooling_type.name}" if info.pooling_type else None,
+        normalizes=info.normalizes,
+        num_labels=limits.num_labels,
     )
 
 
@@ -212,6 +220,23 @@ def _sampling(where: str, message: pb.SequenceSampling, limits: Limits) -> Sampl
         allowed_token_ids=array(TOKENS, _token_ids(f"{where}: allowed_token_ids", message.allowed_token_ids, limits)),
         bad_words=tuple(tuple(_token_ids(f"{where}: bad_words", word.token_ids, limits)) for word in message.bad_words),
         form=message.form,
+        pooling=_pooling(f"{where}: pooling", message.pooling, limits) if message.HasField("pooling") else None,
+    )
+
+
+def _pooling(where: str, message: pb.PoolingParams, limits: Limits) -> PoolingParams:
+    if message.type == pb.POOLING_TYPE_UNSPECIFIED or message.type not in pb.PoolingType.values():
+        raise InvalidStepError(f"{where}: type {message.type} is none that is known")
+    kind = PoolingType[pb.PoolingType.Name(message.type).removeprefix(_PREFIX)]
+    most = limits.num_labels if kind is PoolingType.SCORE else limits.embedding_size
+    if not 1 <= message.dimensions <= most:
+        raise InvalidStepError(f"{where}: dimensions is {message.dimensions}; this worker's vectors have {most}")
+    return PoolingParams(
+        type=kind,
+        dimensions=message.dimensions,
+        normalize=message.normalize,
+        half=message.half,
+        num_first_tokens=message.num_first_tokens,
     )
 
 

@@ -41,10 +41,14 @@ class SequenceState:
     """Where its output is in its form, for the code that computes steps."""
     speculation: object = None
     """What is known of guesses for it, for the code that makes them."""
+    pooled: object = None
+    """What is pooled of its states so far, for the code that computes steps."""
 
     @property
-    def reports_logprobs(self) -> bool:
-        """Whether its next step reports log-probabilities, of sampled tokens or of its prompt."""
+    def reports(self) -> bool:
+        """Whether its next step reports vectors, or log-probabilities of sampled tokens or of its prompt."""
+        if self.sampling.pooling is not None:
+            return True
         in_prompt = self.num_computed_tokens + 1 < self.num_prompt_tokens
         return self.sampling.logprobs is not None or (self.sampling.prompt_logprobs is not None and in_prompt)
 
@@ -60,6 +64,11 @@ class ScheduledChunk(NamedTuple):
     drafts: "array[int]" = array(TOKENS)
     """Guesses at the tokens behind the sequence's last one, which are the end of the chunk. A token is sampled after
     each of them as well."""
+
+    @property
+    def chooses(self) -> bool:
+        """Whether a token is chosen after the chunk: a sequence that is pooled gains a placeholder."""
+        return self.samples and self.sequence.sampling.pooling is None
 
     @property
     def token_ids(self) -> "array[int]":
@@ -110,14 +119,14 @@ class Session:
         """Whether a step can be launched before the tokens of the last one are known to the host.
 
         That is a step of one token for each of its sequences, none of which needs the values of earlier ones to sample.
-        It reports no log-probabilities: they are read behind all that was launched, so a step ahead would delay every
-        sequence's token. It has no adapters, which captured graphs do not apply.
+        It reports nothing but tokens: what else there is is read behind all that was launched, so a step ahead would
+        delay every sequence's token. It has no adapters, which captured graphs do not apply.
         """
         return (
             not (output.new_sequences or output.forks or output.draft_tokens or self._has_drafts)
             and all(num_tokens == 1 for num_tokens in output.num_scheduled_tokens)
             and not any(
-                sequence is None or sequence.adapter or sequence.sampling.edits_logits or sequence.reports_logprobs
+                sequence is None or sequence.adapter or sequence.sampling.edits_logits or sequence.reports
                 for sequence in map(self.sequences.get, output.sequence_ids)
             )
         )
@@ -172,6 +181,8 @@ class Session:
 
     def _fork(self, fork: Fork) -> None:
         parent = self._known(fork.parent_id)
+        if parent.sampling.pooling is not None:
+            raise InvalidStepError(f"sequence {fork.parent_id} is pooled and cannot be forked")
         if not parent.num_prompt_tokens <= fork.num_tokens <= len(parent.token_ids):
             raise InvalidStepError(
                 f"sequence {fork.child_id} takes {fork.num_tokens} tokens of sequence {fork.parent_id}, "
@@ -226,6 +237,7 @@ class Session:
                 raise InvalidStepError(f"draft_tokens: sequence {sequence_id} does not go on from its last token")
             if drafts and (sequence.sampling.form or sequence.sampling.logprobs is not None):
                 raise InvalidStepError(f"draft_tokens: sequence {sequence_id} has a form or reports log-probabilities")
+            self._check_pooling(sequence, stop, drafts)
             if stop > known:
                 raise InvalidStepError(
                     f"sequence {sequence_id} cannot compute {num_tokens} tokens from token {start} on: it has {known}"
@@ -239,12 +251,25 @@ class Session:
                     f"sequence {sequence_id} would reach {stop} tokens; the limit is {self._limits.max_model_len}"
                 )
             room = len(sequence.block_ids) * self._limits.block_size
-            if stop > room:
+            if stop > room and not self._limits.is_encoder:
                 raise InvalidStepError(
                     f"the block table of sequence {sequence_id} has room for {room} tokens, not for {stop}"
                 )
             chunks.append(ScheduledChunk(sequence, start, stop, samples, drafts))
         return chunks
+
+    def _check_pooling(self, sequence: SequenceState, stop: int, drafts: "array[int]") -> None:
+        """Raises InvalidStepError where more or less than the states of a prompt would be pooled."""
+        where = f"sequence {sequence.sequence_id}"
+        pooling = sequence.sampling.pooling
+        if pooling is None:
+            if self._limits.is_encoder:
+                raise InvalidStepError(f"{where} is to sample tokens, and this worker holds an encoder")
+            return
+        if drafts or stop > sequence.num_prompt_tokens:
+            raise InvalidStepError(f"{where} is pooled and has nothing to compute but its prompt")
+        if self._limits.is_encoder and not sequence.num_computed_tokens == stop - sequence.num_prompt_tokens == 0:
+            raise InvalidStepError(f"{where} is not computed whole, and this worker holds an encoder")
 
     def _known(self, sequence_id: int) -> SequenceState:
         try:

@@ -4,6 +4,7 @@
 rest.
 """
 
+import enum
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,15 @@ class Limits:
     """Guesses for one sequence in one step."""
     max_loras: int = 0
     """Adapters in one step."""
+    embedding_size: int = 0
+    """Numbers of a vector that is pooled from states; 0 if none is."""
+    num_labels: int = 0
+    """Numbers that a classifier makes of a text; 0 without one."""
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether texts are computed whole and no keys and values are kept."""
+        return not self.num_device_blocks
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,32 @@ class WorkerInfo:
     swap_bytes_per_second: int
     prefill_tokens_per_second: int
     block_bytes: int
+    pooling_type: "PoolingType | None" = None
+    """How it was trained to be pooled; None where it is not pooled at all."""
+    normalizes: bool = False
+    """Whether the vectors that it was trained for are 1 long."""
+
+
+class PoolingType(enum.Enum):
+    """How the states of a text become one vector, or one for each token."""
+
+    CLS = enum.auto()
+    MEAN = enum.auto()
+    LAST = enum.auto()
+    ALL = enum.auto()
+    SCORE = enum.auto()
+    """What the network's classifier makes of the text."""
+
+
+@dataclass(frozen=True)
+class PoolingParams:
+    """What to make of a sequence's states; the meaning of each field is the message's."""
+
+    type: PoolingType
+    dimensions: int
+    normalize: bool = False
+    half: bool = False
+    num_first_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,6 +103,8 @@ class SamplingParams:
     allowed_token_ids: "array[int]" = field(default_factory=lambda: array(TOKENS))
     bad_words: tuple[tuple[int, ...], ...] = ()
     form: str = ""
+    pooling: PoolingParams | None = None
+    """With it nothing is sampled."""
 
     @cached_property
     def edits_logits(self) -> bool:
@@ -160,6 +198,15 @@ class SampleLogprobs:
 
 
 @dataclass(frozen=True)
+class SequenceVectors:
+    """What was pooled of one sequence."""
+
+    sequence_id: int
+    data: bytes
+    """Floats of 32 or 16 bits, little-endian, one vector after the other."""
+
+
+@dataclass(frozen=True)
 class StepTiming:
     """Durations of a step's parts in microseconds."""
 
@@ -189,3 +236,4 @@ class ModelOutput:
     """How many tokens each sequence gained that sampled, if not each gained one."""
     draft_tokens: Mapping[int, list[int]] = field(default_factory=dict)
     """Guesses for the next step, by sequence id."""
+    vectors: list[SequenceVectors] = field(default_factory=list)

@@ -135,9 +135,9 @@ class BlockManager:
         """Keys of the blocks that a sequence could find computed: all full ones short of the last token, because that
         one has to be computed for its logits.
 
-        A prompt whose log-probabilities were asked for has to be computed whole.
+        None where log-probabilities or vectors were asked for that need the states of all tokens.
         """
-        if not self.prefix_caching or sequence.sampling.prompt_logprobs is not None:
+        if not self.prefix_caching or sequence.sampling.needs_all_states:
             return []
         num_full = (sequence.num_tokens - 1) // self.block_size
         return self._keys(sequence, num_full)[:num_full]

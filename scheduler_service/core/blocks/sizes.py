@@ -7,7 +7,7 @@ from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
 
 @dataclass(frozen=True, slots=True)
 class TableSizes:
-    """The sizes of one worker's block tables; `num_blocks` are those of its whole pool.
+    """The sizes of one worker's block tables; `num_blocks` are those of its whole pool, without which nothing is kept.
 
     A table has room for `num_lookahead_slots` tokens past those that its sequence computes next. With a
     `sliding_window` a sequence lets go of blocks in time and holds at most `max_blocks_per_sequence`.
@@ -21,7 +21,7 @@ class TableSizes:
     max_sequence_tokens: int
 
     def blocks_of(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        return -(-num_tokens // self.block_size) if self.num_blocks else 0
 
     def blocks_ahead(self, num_tokens: int) -> int:
         """Entries of a table with room for so many tokens and what may follow them."""
@@ -43,6 +43,8 @@ class TableSizes:
 
     def never_fits(self, group: SequenceGroup) -> bool:
         """Whether a waiting group outgrows the whole pool, at the latest with its longest outputs."""
+        if not self.num_blocks:
+            return len(group.prompt_token_ids) > self.max_sequence_tokens
         most = group.max_num_tokens(self.max_sequence_tokens) - 1  # the last token is never computed
         num_prompt = len(group.prompt_token_ids)
         leader, *followers = [sequence.num_tokens for sequence in group.live]

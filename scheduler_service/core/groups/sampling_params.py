@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
+from scheduler_service.core.groups.pooling_params import PoolingParams
+
 NOTHING_ALLOWED = (
     "sampling.allowed_token_ids, sampling.bad_words and sampling.min_tokens together leave nothing that may come next; "
     "allow more tokens, or ban fewer"
@@ -22,7 +24,7 @@ class SamplingParams:
     are the tokens that end the output silently (empty with ignore_eos), `stop_token_ids` those that the request
     named. `logprobs` None asks for none, 0 for the chosen token's alone. `beam_width` 0 is no beam search; with it
     nothing is sampled, and `n` of the `beam_width` outputs that the search ends with are wanted. `form` is the grammar
-    that an output must follow, as the worker reads it.
+    that an output must follow, as the worker reads it. With `pooling` nothing is sampled, and vectors are wanted.
     """
 
     max_tokens: int
@@ -47,6 +49,7 @@ class SamplingParams:
     length_penalty: float = 1.0
     early_stopping: bool = False
     form: str = ""
+    pooling: PoolingParams | None = None
 
     @property
     def end_token_ids(self) -> frozenset[int]:
@@ -56,6 +59,16 @@ class SamplingParams:
     def num_logprobs(self) -> int | None:
         """What the worker is asked for: beams need as many continuations that end nothing as there are beams."""
         return self.beam_width + len(self.end_token_ids) if self.beam_width else self.logprobs
+
+    @property
+    def needs_all_states(self) -> bool:
+        """Whether the whole prompt has to be computed, whatever of it the cache has."""
+        return self.prompt_logprobs is not None or (self.pooling is not None and self.pooling.needs_all_states)
+
+    @property
+    def reports(self) -> bool:
+        """Whether answers have more for it than tokens."""
+        return self.num_logprobs is not None or self.prompt_logprobs is not None or self.pooling is not None
 
     def allows_some(self, token_ids: SequenceOf[int], num_output_tokens: int) -> bool:
         """Whether any token may follow these, of which the last so many are output.

@@ -78,8 +78,8 @@ class Sequence:
         self.group = group
         self.index = index
         self.sampling = group.sampling.for_index(index)
-        # Kept, because they are asked for every sequence and step: whether it reports log-probabilities, what ends it.
-        self.reports = self.sampling.num_logprobs is not None or self.sampling.prompt_logprobs is not None
+        # Kept, because they are asked for every sequence and step.
+        self.reports = self.sampling.reports
         self.end_token_ids = self.sampling.end_token_ids
         self.prompt_token_ids = group.prompt_token_ids  # the group's own, which all its sequences share
         self.num_prompt_tokens = len(self.prompt_token_ids)

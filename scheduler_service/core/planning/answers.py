@@ -37,7 +37,7 @@ class Answers:
         gained: list[SequenceOutput] = []
         sampled = iter(self._accept_drafts(output, answer, gained) if output.draft_tokens else answer.token_ids)
         block_size, dropped, failed = self._config.block_size, output.dropped, answer.failed_sequence_ids
-        reports = bool(answer.logprobs or answer.prompt_logprobs)
+        reports = bool(answer.logprobs or answer.prompt_logprobs or answer.vectors)
         for sequence, num_tokens, samples in output.scheduled:
             token_id = next(sampled) if samples else None
             status = sequence.status
@@ -58,7 +58,11 @@ class Answers:
                 self._append_token(sequence, token_id)
             if reports:
                 logprobs, prompt_logprobs = answer.logprobs.get(sequence.id), answer.prompt_logprobs.get(sequence.id)
-                gained.append(SequenceOutput(sequence, token_id, logprobs, prompt_logprobs, start))
+                if sequence.sampling.pooling is not None:
+                    token_id = None  # nothing was sampled
+                vectors = answer.vectors.get(sequence.id, b"")
+                item = SequenceOutput(sequence, token_id, logprobs, prompt_logprobs, start, vectors=vectors)
+                gained.append(item)
             else:
                 gained.append(SequenceOutput(sequence, token_id))
         for group in searches:
@@ -75,7 +79,7 @@ class Answers:
         return (
             output.num_samples == len(output.scheduled) == output.num_tokens
             and not (output.draft_tokens or output.dropped)
-            and not (answer.logprobs or answer.prompt_logprobs or answer.failed_sequence_ids)
+            and answer.has_tokens_alone
             and not (groups.accused or groups.swapped or self._waiting.charges)
         )
 
@@ -93,7 +97,7 @@ class Answers:
             # All of its tokens are stored but this one.
             if token_id in sequence.end_token_ids or num_stored + 1 >= sequence.max_num_tokens:
                 self._end_if_due(sequence, token_id)
-            gained.append(new(SequenceOutput, (sequence, token_id, None, None, 0, False)))
+            gained.append(new(SequenceOutput, (sequence, token_id, None, None, 0, False, b"")))
         return gained
 
     def _append_token(self, sequence: Sequence, token_id: int) -> None:
@@ -117,7 +121,10 @@ class Answers:
     def _fail(self, sequence: Sequence) -> None:
         """End a sequence for which no token could be chosen."""
         self._blocks.withdraw(sequence)
-        if sequence.sampling.form:
+        if sequence.sampling.pooling is not None:
+            sequence.group.error = "the model's output was not finite"
+            self._groups.finish_sequence(sequence, SequenceStatus.FINISHED_ABORTED)
+        elif sequence.sampling.form:
             sequence.group.error = FORM_FAILED
             self._groups.finish_sequence(sequence, SequenceStatus.FINISHED_IGNORED)
         elif sequence.sampling.allows_some(sequence.token_ids, sequence.num_output_tokens):

@@ -14,6 +14,7 @@ class ChunkSizes:
         config = session.config
         self.max_chunk = config.max_prefill_chunk or config.max_num_batched_tokens
         self._is_separate = config.phase_rule is PhaseRule.SEPARATE
+        self._is_encoder = config.is_encoder
         self._blocks = session.blocks
 
     def of(self, group: SequenceGroup, step: Step) -> list[Chunk]:
@@ -27,10 +28,13 @@ class ChunkSizes:
         chunks: list[Chunk] = []
         for sequence in self._due(group):
             num_tokens = sequence.num_uncomputed_tokens
-            is_long = num_tokens > self.max_chunk
+            is_long = num_tokens > self.max_chunk and not self._is_encoder
             if is_long:
                 num_tokens = max(1, self.max_chunk >> num_long)
-            num_tokens = min(num_tokens, num_tokens_left)
+            if not self._is_encoder:
+                num_tokens = min(num_tokens, num_tokens_left)
+            elif num_tokens > num_tokens_left:
+                continue
             if num_tokens and sequence.id in self._blocks.tables:
                 has_drafts = sequence.draft_token_ids and sequence.draft_position == sequence.num_computed_tokens
                 if num_tokens == 1 and has_drafts and not is_long:

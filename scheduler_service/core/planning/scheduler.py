@@ -271,7 +271,7 @@ def _blocks(config: SchedulerConfig, member: Member, waiting: WaitingQueue) -> B
         config.num_device_blocks,
         config.num_host_blocks,
         config.watermark,
-        prefix_caching=config.prefix_caching and not config.sliding_window,
+        prefix_caching=config.prefix_caching and not (config.sliding_window or config.is_encoder),
         num_lookahead_slots=config.num_lookahead_slots,
         sliding_window=config.sliding_window,
         max_blocks_per_sequence=config.max_blocks_per_sequence,

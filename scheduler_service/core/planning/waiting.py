@@ -46,6 +46,8 @@ class WaitingPlanner:
             return AllocStatus.NEVER  # before any group is preempted for it
         if not budget.num_tokens or group.num_seqs > budget.num_seqs or not self._groups.has_lora_slot(group):
             return AllocStatus.LATER
+        if self._config.is_encoder and len(group.prompt_token_ids) > budget.num_tokens:
+            return AllocStatus.LATER  # it is computed whole
         return self._blocks.can_allocate(group, leave_watermark=bool(self._groups.running))
 
     def is_time(self, now: float) -> bool:
@@ -112,8 +114,11 @@ class WaitingPlanner:
         return swapped is not None and not self._waiting.outranks(group, swapped)
 
     def _make_room(self, group: SequenceGroup, step: Step, *, has_choice: bool) -> bool:
-        """Preempt running groups for a waiting one, unless it is left to another worker that has room for it."""
-        if not self.could_make_room(group):
+        """Preempt running groups for a waiting one, unless it is left to another worker that has room for it.
+
+        Those of an encoder run for one step, and then they have ended.
+        """
+        if self._config.is_encoder or not self.could_make_room(group):
             return False
         elsewhere = self._balancer.place_elsewhere(self._member, group, step.now) if has_choice else None
         if elsewhere is not None:

@@ -10,7 +10,14 @@ from worker_helpers import LIMITS
 from pagewire.v1 import scheduler_output_pb2 as pb
 from worker_service.errors import InvalidStepError
 from worker_service.serving.codec import decode_scheduler_output, encode_model_output
-from worker_service.session.step import ModelOutput, SampleLogprobs, StepTiming
+from worker_service.session.step import (
+    ModelOutput,
+    PoolingParams,
+    PoolingType,
+    SampleLogprobs,
+    SequenceVectors,
+    StepTiming,
+)
 
 
 def test_empty_columns_mean_one_token_each_and_all_sample() -> None:
@@ -156,3 +163,34 @@ def test_guesses_are_of_scheduled_sequences_few_and_tokens(drafts: list[tuple[in
 
 def test_a_steady_decode_step_of_256_sequences_is_small() -> None:
     assert pb.SchedulerOutput(epoch=1, step_id=1000, sequence_ids=range(10_000, 10_256)).ByteSize() < 2048
+
+
+def pooling_message(**changes: Any) -> pb.SchedulerOutput:
+    pooling = pb.PoolingParams(**{"type": pb.POOLING_TYPE_MEAN, "dimensions": 4} | changes)
+    return pb.SchedulerOutput(new_sequences=[new_message(1, [5, 6], [0], pooling=pooling)])
+
+
+POOLS = replace(LIMITS, embedding_size=8, num_labels=2)
+
+
+def test_what_is_pooled_arrives_and_vectors_are_answered() -> None:
+    every = {"normalize": True, "half": True, "num_first_tokens": 1}
+    (new,) = decode_scheduler_output(pooling_message(**every), POOLS).new_sequences
+    assert new.sampling.pooling == PoolingParams(PoolingType.MEAN, 4, True, True, 1)
+    answer = encode_model_output(1, 2, ModelOutput([0], StepTiming(1, 2, 3), vectors=[SequenceVectors(4, b"abcd")]))
+    assert answer.vectors == [pb.SequenceVectors(sequence_id=4, data=b"abcd")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"type": 0}, "type 0 is none that is known"),
+        ({"type": 9}, "type 9 is none that is known"),
+        ({"dimensions": 0}, "dimensions is 0; this worker's vectors have 8"),
+        ({"dimensions": 9}, "dimensions is 9; this worker's vectors have 8"),
+        ({"type": pb.POOLING_TYPE_SCORE}, "dimensions is 4; this worker's vectors have 2"),
+    ],
+)
+def test_what_cannot_be_pooled_is_refused(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidStepError, match=sentence):
+        decode_scheduler_output(pooling_message(**changes), POOLS)

@@ -8,7 +8,7 @@ from worker_helpers import LIMITS, new_sequence, tokens
 
 from worker_service.errors import FencingError, InvalidStepError
 from worker_service.session.session import ScheduledChunk, Session
-from worker_service.session.step import BlockTableUpdate, Fork, SchedulerOutput
+from worker_service.session.step import BlockTableUpdate, Fork, PoolingParams, PoolingType, SchedulerOutput
 
 
 class Scheduler:
@@ -187,3 +187,38 @@ def test_guesses_that_cannot_be_verified_end_the_session(
     scheduler.step((1, 3, True), samples=(42,), new_sequences=(new_sequence(1, [5, 6, 7], [0, 1], **sampling),))
     with pytest.raises(InvalidStepError, match=sentence):
         scheduler.step(scheduled, draft_tokens={1: tokens([50, 51])})
+
+
+POOLED = PoolingParams(PoolingType.MEAN, 4)
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "sampling", "sentence"),
+    [
+        ((1, 3, True), {}, "sequence 1 is to sample tokens, and this worker holds an encoder"),
+        ((1, 2, False), {"pooling": POOLED}, "sequence 1 is not computed whole"),
+    ],
+)
+def test_an_encoder_computes_whole_texts_and_samples_nothing(
+    scheduled: tuple[int, int, bool], sampling: dict[str, Any], sentence: str
+) -> None:
+    scheduler = Scheduler()
+    scheduler.session = Session(7, replace(LIMITS, num_device_blocks=0))
+    with pytest.raises(InvalidStepError, match=sentence):
+        scheduler.step(scheduled, new_sequences=(new_sequence(1, [5, 6, 7], [], **sampling),))
+
+
+def test_an_encoder_needs_no_blocks() -> None:
+    scheduler = Scheduler()
+    scheduler.session = Session(7, replace(LIMITS, num_device_blocks=0))
+    (chunk,) = scheduler.step(
+        (1, 3, True), samples=(0,), new_sequences=(new_sequence(1, [5, 6, 7], [], pooling=POOLED),)
+    )
+    assert chunk.samples
+    assert not chunk.chooses
+
+
+def test_a_step_does_not_run_ahead_of_one_that_reports_vectors(scheduler: Scheduler) -> None:
+    scheduler.step((1, 2, False), new_sequences=(new_sequence(1, [5, 6, 7], [0], pooling=POOLED),))
+    step = SchedulerOutput(7, 2, sequence_ids=(1,), num_scheduled_tokens=(1,), samples=(True,))
+    assert not scheduler.session.follows_unseen(step)

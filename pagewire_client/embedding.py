@@ -1,0 +1,45 @@
+"""Vectors as the server sends them."""
+
+import sys
+from array import array
+from dataclasses import dataclass, field
+
+from pagewire.v1 import inference_service_pb2 as pb
+
+
+@dataclass(slots=True)
+class Embedding:
+    """The vectors of one text: one, or with POOLING_ALL one for each of its tokens."""
+
+    data: bytes = b""
+    """float32, little-endian, one vector after the other: what numpy.frombuffer(data, "<f4") reads."""
+    dimensions: int = 0
+    usage: pb.Usage = field(default_factory=pb.Usage)
+    model_fingerprint: str = ""
+    """Vectors can be compared where it is equal."""
+
+    @property
+    def vector(self) -> "array[float]":
+        """The only one, or the first."""
+        return self._numbers(self.data[: 4 * self.dimensions])
+
+    @property
+    def vectors(self) -> "list[array[float]]":
+        """All of them."""
+        size = 4 * self.dimensions
+        return [self._numbers(self.data[start : start + size]) for start in range(0, len(self.data), size)]
+
+    def add(self, response: pb.EmbedResponse) -> None:
+        """Take the next message of the text in."""
+        self.data += response.vectors
+        self.dimensions = response.dimensions
+        self.model_fingerprint = response.model_fingerprint
+        if response.HasField("usage"):
+            self.usage = response.usage
+
+    @staticmethod
+    def _numbers(data: bytes) -> "array[float]":
+        numbers = array("f", data)
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        return numbers

@@ -1,0 +1,76 @@
+"""Vectors of texts as transformers makes them, slowly, and workers and schedulers that make them."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from engines import until
+from scheduler_in_process import InProcess, scheduler
+from torch import Tensor
+from torch.nn import functional
+from worker_in_process import ServedWorker, worker_in_process
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_client import Embedding
+
+TEXTS = ["hello", "a", "one two three one two three", "x" * 40, "héllo wörld", "the quick brown fox", "ab" * 15]
+
+
+class SlowEncoder:
+    """A checkpoint's body as transformers computes it, a text at a time."""
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoModel, AutoTokenizer
+
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(path)
+        self._network = AutoModel.from_pretrained(path, attn_implementation="eager").eval()
+
+    def states(self, text: str) -> Tensor:
+        token_ids = torch.tensor([self.tokenizer(text)["input_ids"]])
+        with torch.inference_mode():
+            found: Tensor = self._network(input_ids=token_ids).last_hidden_state[0]
+        return found
+
+    def vectors(
+        self, text: str, pooling: pb.Pooling = pb.POOLING_MEAN, dimensions: int | None = None, *, normalize: bool = True
+    ) -> Tensor:
+        """[vectors, dimensions]"""
+        states = self.states(text)
+        pooled = {
+            pb.POOLING_CLS: states[:1],
+            pb.POOLING_LAST: states[-1:],
+            pb.POOLING_MEAN: states.mean(0, keepdim=True),
+            pb.POOLING_ALL: states,
+        }[pooling][:, :dimensions]
+        return functional.normalize(pooled, dim=1) if normalize else pooled
+
+
+def tensor(embedding: Embedding) -> Tensor:
+    """[vectors, dimensions]"""
+    return torch.tensor([list(vector) for vector in embedding.vectors])
+
+
+def assert_close(found: Sequence[Embedding], expected: Sequence[Tensor]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(tensor(one), other, rtol=1e-5, atol=1e-5)
+
+
+@asynccontextmanager
+async def serving(
+    model: Path, scheduler_settings: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[tuple[InProcess, ServedWorker]]:
+    """A worker and a scheduler, which looks at all of its blocks after every step."""
+    async with (
+        worker_in_process(model, **settings) as worker,
+        scheduler(worker.address, model=str(model), check_invariants=True, **scheduler_settings or {}) as one,
+    ):
+        await until(lambda: one.engine.admits)
+        yield one, worker
+
+
+def encoder_settings() -> dict[str, Any]:
+    """For workers that hold no cache."""
+    return {"num_device_blocks": None, "swap_space": 0, "max_num_batched_tokens": 128}

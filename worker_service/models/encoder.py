@@ -1,0 +1,175 @@
+"""An encoder, run through its own code in transformers with attention of ours: texts of any lengths in one flat batch.
+
+All tokens of a step go through the network as one row, without padding. Only attention looks across tokens, and it
+takes the texts of one length together. Where weights
+are packed, as the decoder's are, what a text comes to is the same to the bit whatever is beside it.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.initialization import no_init_weights
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from worker_service.models.causal_model import LoraPlace
+from worker_service.models.encoder_config import EncoderConfig
+from worker_service.models.linear import Linear
+from worker_service.models.transformers_weights import checkpoint_places
+
+NAME = "pagewire-encoder"
+"""The value for a network's `attn_implementation`."""
+
+_FAR = 1 << 30
+"""Farther than any window."""
+
+_lengths: ContextVar[Sequence[int]] = ContextVar("lengths")
+
+
+class Encoder:
+    """The network from token ids to states."""
+
+    def __init__(self, config: EncoderConfig, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate the weights, without values yet."""
+        self.config = config
+        with device, no_init_weights():
+            network = config.network_class._from_config(
+                copy.deepcopy(config.network), dtype=dtype, attn_implementation=NAME, **config.options
+            )
+        self._network = network.requires_grad_(False).eval()
+        self._body = network.base_model if config.num_labels else network
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """As `CausalModel` has it."""
+        return {f"{self.config.prefix}{name}": place for name, place in checkpoint_places(self._network).items()}
+
+    def pack(self, int8: bool = False) -> None:
+        """As `CausalModel` has it, but without int8."""
+        assert not int8
+        for module in list(self._body.modules()):
+            for name, part in module.named_children():
+                if type(part) is nn.Linear:
+                    setattr(module, name, _Packed(part))
+
+    def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
+        """As `CausalModel` has it: it takes no adapters."""
+        del num_slots, max_rank
+        return {}
+
+    def forward(self, token_ids: Tensor, positions: Tensor, types: Tensor, lengths: Sequence[int]) -> Tensor:
+        """token_ids, positions, types: [num_tokens] int64, text after text, those of one length side by side; types: 1
+        for the second text of a pair. lengths: of each text. Returns states, [num_tokens, hidden_size].
+        """
+        others = {"token_type_ids": types[None]} if self.config.has_types else {}
+        with _within(lengths):
+            output = self._body(
+                input_ids=token_ids[None], position_ids=positions[None] + self.config.first_position, **others
+            )
+        states: Tensor = output.last_hidden_state[0]
+        return states
+
+    def classify(self, states: Tensor) -> Tensor:
+        """states: [tokens, hidden_size] of one text. Returns what the network's head makes of them, [num_labels]."""
+        head = copy.copy(self._network)
+        body = _GivenStates(states, getattr(self._body, "pooler", None))
+        head._modules = {**self._network._modules, self._network.base_model_prefix: body}
+        logits: Tensor = head(input_ids=None, inputs_embeds=states[None]).logits[0]
+        return logits.float()
+
+
+@contextmanager
+def _within(lengths: Sequence[int]) -> Iterator[None]:
+    token = _lengths.set(lengths)
+    try:
+        yield
+    finally:
+        _lengths.reset(token)
+
+
+class _Packed(nn.Module):
+    """Takes the place of a linear layer."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = linear.weight  # some networks ask for its dtype
+        self._linear = Linear(linear.weight, linear.bias)
+        self._linear.pack()
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = self._linear(x.flatten(0, -2))
+        return product.view(*x.shape[:-1], product.shape[1])
+
+
+class _GivenStates(nn.Module):
+    """Takes the place of the body, and returns states that were computed before, pooled as the body would."""
+
+    def __init__(self, states: Tensor, pooler: nn.Module | None) -> None:
+        super().__init__()
+        self._states = states[None]
+        self._pooler = pooler
+
+    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPooling:
+        pooled = None if self._pooler is None else self._pooler(self._states)
+        return BaseModelOutputWithPooling(last_hidden_state=self._states, pooler_output=pooled)
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """Tokens see all of their text, or with a window those at most so far away."""
+
+    window: int | None
+
+
+def _describe_mask(*, config: Any, use_vmap: bool, mask_function: Any, **_: Any) -> _Mask:
+    """Takes the place of the function that fills a mask."""
+    if use_vmap:
+        raise ValueError("its attention has a mask of its own")
+    here = torch.tensor(0)
+    sees_far = bool(mask_function(here, here, here, torch.tensor(_FAR)))
+    return _Mask(None if sees_far else int(config.sliding_window))
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    scaling: float | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """query, key, value: [1, num_heads, num_tokens, head_dim]. Returns [1, num_tokens, num_heads, head_dim]."""
+    del module
+    assert isinstance(attention_mask, _Mask)
+    output = torch.empty_like(query[0])
+    start = 0
+    for length, texts in groupby(_lengths.get()):
+        count = len(list(texts))
+        stop = start + count * length
+        shape = (query.shape[1], count, length, query.shape[3])
+        q, k, v = (part[0, :, start:stop].view(shape).transpose(0, 1) for part in (query, key, value))
+        mask = _band(length, attention_mask.window, query.device)
+        attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+        output[:, start:stop] = attended.transpose(0, 1).flatten(1, 2)
+        start = stop
+    return output.transpose(0, 1)[None], None
+
+
+def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """[length, length] bool: which tokens are at most `window` apart; None where all are."""
+    if window is None or window >= length - 1:
+        return None
+    places = torch.arange(length, device=device)
+    return (places[:, None] - places[None]).abs() <= window
+
+
+AttentionInterface.register(NAME, _attend)
+AttentionMaskInterface.register(NAME, _describe_mask)

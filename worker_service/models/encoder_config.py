@@ -1,0 +1,64 @@
+"""The config.json of an encoder: a network whose tokens attend to all tokens of their text, before and behind them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+from transformers import AutoModel, AutoModelForSequenceClassification
+
+from worker_service.models.transformers_json import parse
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """A network of one of `registry.ENCODERS`, and the class that computes it. There is nothing for a cache to hold."""
+
+    network: Any
+    """The configuration as transformers has it."""
+    network_class: Any
+    prefix: str
+    """What the names of its body's tensors begin with in a checkpoint."""
+    vocabulary_size: int
+    hidden_size: int
+    max_model_len: int
+    num_labels: int
+    """Numbers that its classifier makes of a text; 0 without one."""
+    first_position: int
+    """Positions are counted from here: RoBERTa has those before it for padding."""
+    has_types: bool
+    """Whether it tells the two texts of a pair apart."""
+
+    num_layers = num_kv_heads = head_dim = 0
+    sliding_window = None
+
+    @classmethod
+    def from_json(cls, json: Mapping[str, Any]) -> "EncoderConfig":
+        """Raises ValueError where it describes no network that can be run."""
+        network = parse(json)
+        name = (json.get("architectures") or [""])[0]
+        classifies = isinstance(name, str) and name.endswith("ForSequenceClassification")
+        mapping = (AutoModelForSequenceClassification if classifies else AutoModel)._model_mapping
+        network_class = mapping[type(network)]
+        if getattr(network, "is_decoder", False):
+            raise ValueError(f"a model {network.model_type} is not supported as a decoder")
+        body = AutoModel._model_mapping[type(network)]
+        first = network.pad_token_id + 1 if network.model_type in ("roberta", "xlm-roberta") else 0
+        return cls(
+            network=network,
+            network_class=network_class,
+            # A checkpoint of the body alone has its tensors by their own names; one with any head has them in a part.
+            prefix="" if classifies or name in ("", body.__name__) else f"{body.base_model_prefix}.",
+            vocabulary_size=int(network.vocab_size),
+            hidden_size=int(network.hidden_size),
+            max_model_len=int(network.max_position_embeddings) - first,
+            num_labels=int(network.num_labels) if classifies else 0,
+            first_position=first,
+            has_types=getattr(network, "type_vocab_size", 0) > 1,
+        )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For the network's constructor: bodies come without the pooler that their first training had."""
+        has_pooler = not self.num_labels and "add_pooling_layer" in signature(self.network_class.__init__).parameters
+        return {"add_pooling_layer": False} if has_pooler else {}
