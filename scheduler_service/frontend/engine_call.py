@@ -72,7 +72,7 @@ class EngineCall:
             lora_name=lora_name,
             is_part=is_part,
         )
-        with self._link.waiting(num_bytes):
+        with self._link.waiting(0 if is_part else num_bytes):  # the text of a part was counted with its call
             answer = await self._link.ask(self._number, admit=admit)
         return answer.lora_fingerprint
 

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import structlog
@@ -36,6 +37,8 @@ log = structlog.get_logger()
 MAX_TEXTS = 2048
 IN_FLIGHT = 128
 """Texts of one call that are with the engine at a time: enough for steps of 2,048 tokens with texts of 16."""
+IN_FLIGHT_BYTES = 32 << 20
+"""Of memory that these may take, if there are several: with a vector for each token one text may take more."""
 
 Take = Callable[[int, RequestState], Awaitable[None]]
 """Takes what comes of the text of this number."""
@@ -87,15 +90,17 @@ class TextCall:
 
     async def run(self, items: AsyncIterator[TextItem], pooling: PoolingParams, take: Take) -> None:
         """Have every text computed, and what came of each taken, in their order. Raises RequestError."""
-        places, number, before = asyncio.Semaphore(IN_FLIGHT), 0, asyncio.Event()
+        room, number, before = _Room(), 0, asyncio.Event()
         before.set()
         try:
             async with asyncio.TaskGroup() as tasks:
                 async for item in items:
-                    await places.acquire()
-                    pooled = replace(pooling, num_first_tokens=item.num_first_tokens)
-                    task = tasks.create_task(self._one(number, item, pooled, take, before, after := asyncio.Event()))
-                    task.add_done_callback(lambda _: places.release())
+                    num_tokens, after = len(item.token_ids), asyncio.Event()
+                    num_vectors = num_tokens if pooling.type is PoolingType.ALL else 1
+                    num_bytes = text_bytes(num_tokens, num_vectors * pooling.vector_bytes)
+                    await room.enter(num_bytes)
+                    task = tasks.create_task(self._one(number, item, num_bytes, pooling, take, before, after))
+                    task.add_done_callback(partial(room.leave, num_bytes))
                     number, before = number + 1, after
         except BaseExceptionGroup as group:
             refusals = (error for error in group.exceptions if isinstance(error, RequestError))
@@ -105,6 +110,7 @@ class TextCall:
         self,
         number: int,
         item: TextItem,
+        num_bytes: int,
         pooling: PoolingParams,
         take: Take,
         before: asyncio.Event,
@@ -112,15 +118,14 @@ class TextCall:
     ) -> None:
         """before: set when the texts before this one were taken; after: to be set when this one was."""
         request, num_tokens, request_id = self._request, len(item.token_ids), f"{self._id}-{number}"
-        num_vectors = num_tokens if pooling.type is PoolingType.ALL else 1
-        num_bytes = text_bytes(num_tokens, num_vectors * pooling.vector_bytes)
+        pooled = replace(pooling, num_first_tokens=item.num_first_tokens)
         with EngineCall(self._link) as call:
             key = request_key(request.tenant, request_id)
             adapter = await call.admit(key, num_bytes, lora_name=request.lora_name, is_part=True)
             checked = GenerationRequest(
                 request_id=request_id,
                 prompt_token_ids=item.token_ids,
-                sampling=SamplingParams(max_tokens=1, pooling=pooling),
+                sampling=SamplingParams(max_tokens=1, pooling=pooled),
                 cache_salt=request.cache_salt,
                 tenant=request.tenant,
                 priority=request.priority,
@@ -165,3 +170,24 @@ class TextCall:
                 total_seconds=time.monotonic() - began,
                 **names,
             )
+
+
+class _Room:
+    """For texts that are with the engine, by number and by memory; there always is some for a single one."""
+
+    def __init__(self) -> None:
+        self._num_texts = 0
+        self._num_bytes = 0
+        self._left = asyncio.Event()
+
+    async def enter(self, num_bytes: int) -> None:
+        while self._num_texts and (self._num_texts >= IN_FLIGHT or self._num_bytes + num_bytes > IN_FLIGHT_BYTES):
+            self._left.clear()
+            await self._left.wait()
+        self._num_texts += 1
+        self._num_bytes += num_bytes
+
+    def leave(self, num_bytes: int, _: object) -> None:
+        self._num_texts -= 1
+        self._num_bytes -= num_bytes
+        self._left.set()

@@ -13,6 +13,8 @@ from scheduler_service.core import (
     FairQueue,
     ModelOutput,
     PhaseRule,
+    PoolingParams,
+    PoolingType,
     PreemptionMode,
     PriorityQueue,
     SchedulerOutput,
@@ -30,6 +32,7 @@ requests = st.tuples(
     st.integers(0, 12),  # arrives before this step
     st.one_of(st.none(), st.integers(0, 12)),  # is aborted before this step
     st.sampled_from([0, 0, 0, 1, 2, 3]),  # beams
+    st.sampled_from([None, None, None, None, PoolingType.LAST, PoolingType.MEAN]),  # is pooled
 )
 
 
@@ -54,7 +57,7 @@ requests = st.tuples(
     st.sampled_from([0, 1, 4, 9]),  # tokens of a prompt in a step at first
 )
 def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_behind(
-    specs: SequenceOf[tuple[int, int, int, int, set[int], int, int | None, int]],
+    specs: SequenceOf[tuple[int, int, int, int, set[int], int, int | None, int, PoolingType | None]],
     block_size: int,
     num_blocks: int,
     max_num_seqs: int,
@@ -102,18 +105,24 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
             priority=-(i % 4),
             tenant=str(i % 3),
             lora_name=["", "a", "b", "c"][i % 4],
-            n=n,
-            max_tokens=max_tokens,
-            min_tokens=min(min_tokens, max_tokens),
-            eos_token_ids=frozenset(ends),
-            beam_width=beam_width,
+            **(
+                {"max_tokens": 1, "pooling": PoolingParams(type=pooled, dimensions=1)}
+                if pooled
+                else {
+                    "n": n,
+                    "max_tokens": max_tokens,
+                    "min_tokens": min(min_tokens, max_tokens),
+                    "eos_token_ids": frozenset(ends),
+                    "beam_width": beam_width,
+                }
+            ),
         )
-        for i, (length, n, max_tokens, min_tokens, ends, _, _, beam_width) in enumerate(specs)
+        for i, (length, n, max_tokens, min_tokens, ends, _, _, beam_width, pooled) in enumerate(specs)
     ]
     finished: dict[Sequence, int] = {}
     in_flight: list[tuple[SchedulerOutput, ModelOutput]] = []
     for now in range(5_000):
-        for group, (*_, arrival, abort, _) in zip(groups, specs, strict=True):
+        for group, (*_, arrival, abort, _, _) in zip(groups, specs, strict=True):
             if now == arrival:
                 scheduler.add_request(group)
             if now == abort:

@@ -6,9 +6,12 @@ import signal
 import time
 
 import psutil
+import pytest
 from cluster import front_ends, is_busy
 from fleet_helpers import Fleet, Scale, Serve, storm
 from processes import Member, Supervisor, Workers
+
+from pagewire_client import POOLING_ALL, POOLING_CLS, POOLING_LAST, POOLING_MEAN
 
 MEMORY_GROWTH = 16 << 20
 """Bytes that the scheduler may have more at the end than halfway, because its heaps grow and shrink."""
@@ -48,6 +51,29 @@ async def test_workers_are_killed_one_after_the_other_and_no_stream_notices(
     grown = memory[-1] - settled
     print(f"{load.num_completed} streams through {num_kills} kills; MiB after each:", [m >> 20 for m in memory])  # noqa: T201
     assert grown < MEMORY_GROWTH
+
+
+async def test_vectors_beside_streams_are_the_same_through_kills(workers: Workers, serve: Serve, scale: Scale) -> None:
+    """Of every pooling: what was summed up on a lost worker is summed up again."""
+    poolings = [POOLING_CLS, POOLING_MEAN, POOLING_LAST, POOLING_ALL]
+    draw = random.Random(1)
+    texts = ["".join(draw.choices("abcdefgh ", k=draw.randint(1, 200))) for _ in range(scale(60, 600))]
+    members = workers.up(2)
+    fleet = await serve([member.address for member in members])
+    expected = [await fleet.client.embed(texts, pooling=pooling) for pooling in poolings]
+    async with fleet.load(8) as load:
+        await load.gain(50)
+        calls = asyncio.gather(*(fleet.client.embed(texts, pooling=pooling) for pooling in poolings))
+        for _ in range(scale(2, 10)):
+            victim = await kill_one(fleet, members, draw)
+            await load.gain(50)
+            victim.start()
+            await asyncio.to_thread(victim.wait_for, "ready")
+        for found, right in zip(await calls, expected, strict=True):
+            for one, other in zip(found, right, strict=True):
+                assert list(one.vector) == pytest.approx(list(other.vector), abs=1e-5)
+                assert len(one.data) == len(other.data)
+    await fleet.check_empty()
 
 
 async def test_the_only_worker_is_killed_and_its_successor_goes_on(workers: Workers, serve: Serve) -> None:

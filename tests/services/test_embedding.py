@@ -20,6 +20,7 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import POOLING_ALL, POOLING_CLS, POOLING_LAST, POOLING_MEAN, Client, SamplingParams
 from pagewire_client.llm import collect
 from scheduler_service.access.keys import ApiKey, Keyring, digest_of
+from scheduler_service.frontend.text_calls import IN_FLIGHT_BYTES
 from scheduler_service.recording.replayer import Replayer
 
 POOLINGS = [POOLING_CLS, POOLING_MEAN, POOLING_LAST, POOLING_ALL]
@@ -282,6 +283,21 @@ async def test_a_client_that_does_not_read_holds_little(encoder: Path) -> None:
             assert await client.embed(["b"])
         assert len(one.engine.requests) <= 128
         call.cancel()
+        await assert_nothing_is_left(one)
+
+
+async def test_texts_with_large_vectors_take_turns(tmp_path: Path) -> None:
+    """A call of more than may be in flight is served, where its texts fit one by one."""
+    folder = write_encoder(tmp_path, max_position_embeddings=1200, hidden_size=960, num_hidden_layers=1)
+    settings = encoder_settings() | {"max_num_batched_tokens": 1200}
+    async with serving(folder, {"request_memory": 0.05}, **settings) as (one, _), Client(one.target) as client:
+        request = pb.EmbedRequest(inputs=[pb.EmbedInput(text="a" * 1100)] * 20, pooling=POOLING_ALL)
+        num_bytes, most = 0, 0
+        async for response in client._stub.Embed(request):
+            num_bytes += len(response.vectors)
+            most = max(most, len(one.engine.requests))
+        assert num_bytes == 20 * 1102 * 960 * 4
+        assert 2 <= most <= IN_FLIGHT_BYTES // (1102 * 960 * 4)
         await assert_nothing_is_left(one)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,9 +11,11 @@ from kernels.upload import upload
 from worker_service.execution.model_runner import Runner, RunningStep
 from worker_service.execution.pooling import pool_all
 from worker_service.execution.step_clock import StepClock
-from worker_service.models.encoder import Encoder
 from worker_service.session.session import ScheduledChunk
 from worker_service.session.step import SchedulerOutput
+
+if TYPE_CHECKING:
+    from worker_service.models.encoder import Encoder  # which imports transformers, two seconds of every start
 
 
 class EncoderRunner(Runner):
@@ -20,7 +23,7 @@ class EncoderRunner(Runner):
 
     runs_ahead = False
 
-    def __init__(self, model: Encoder, device: torch.device) -> None:
+    def __init__(self, model: "Encoder", device: torch.device) -> None:
         super().__init__(device)
         self._model = model
 
