@@ -9,12 +9,12 @@ from scheduler_service.core import SchedulerOutput
 from scheduler_service.recording.step_work import StepWork
 
 # Fields that may be 0; all others are positive.
-MAY_BE_ZERO = frozenset(("step_us", "decode_token_us", "context_token_us", "num_host_blocks"))
+MAY_BE_ZERO = frozenset(("step_us", "decode_token_us", "context_token_us", "num_device_blocks", "num_host_blocks"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Microseconds of a step as a sum over its `StepWork`, and the worker's sizes.
+    """Microseconds of a step as a sum over its `StepWork`, and the worker's sizes: an encoder's has no blocks.
 
     The defaults are round numbers, of the order of a small model on a few CPU cores, not a measurement; fit one to a
     recording of your own to plan anything.

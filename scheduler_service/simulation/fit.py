@@ -5,7 +5,7 @@ the least-squares fit of one of them, so all are tried. That is exact and needs 
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -17,6 +17,7 @@ from scheduler_service.simulation.cost_model import CostModel
 
 COLUMNS = ("step", *StepWork._fields)
 OPTIONAL_COLUMNS = frozenset(("swapped_blocks",))  # a worker may never have to swap
+DECODING_COLUMNS = frozenset(("decode_tokens", "context_tokens"))  # an encoder's work has none
 MIN_STEPS = 50  # ten for each coefficient
 SAME = 1e-9  # of a unit vector: if no more is left of a column outside of the others' span, it is their sum
 SMALLEST_PREFILL_US = 1e-6  # a cost model divides by it
@@ -67,10 +68,14 @@ def fit(steps: Sequence[Step], config: SchedulerConfig) -> Fit:
     """Fit a cost model. Raises ValueError when the steps cannot tell its coefficients."""
     if len(steps) < MIN_STEPS:
         raise ValueError(f"{len(steps)} steps are too few to tell what one costs; at least {MIN_STEPS} are needed")
+    optional = OPTIONAL_COLUMNS
+    if config.is_encoder:
+        steps = [(StepWork(work.prefill_tokens + work.decode_tokens, 0, 0, 0), seconds) for work, seconds in steps]
+        optional |= DECODING_COLUMNS
     rows = [(1.0, *map(float, work)) for work, _ in steps]
     times = [1e6 * seconds for _, seconds in steps]
     coefficients = dict.fromkeys(COLUMNS, 0.0)
-    coefficients.update(_non_negative_least_squares(rows, times))
+    coefficients.update(_non_negative_least_squares(rows, times, optional))
     fitted = [sum(c * x for c, x in zip(coefficients.values(), row, strict=True)) for row in rows]
     mean = sum(times) / len(times)
     spread = sum((time - mean) ** 2 for time in times)
@@ -108,13 +113,15 @@ def _sizes(config: SchedulerConfig) -> tuple[int, ...]:
     return tuple(getattr(config, name) for name in SIZES)
 
 
-def _non_negative_least_squares(rows: Sequence[Sequence[float]], times: Sequence[float]) -> Iterator[tuple[str, float]]:
-    """Coefficients of the columns that cost anything, by name."""
+def _non_negative_least_squares(
+    rows: Sequence[Sequence[float]], times: Sequence[float], optional: Set[str]
+) -> Iterator[tuple[str, float]]:
+    """Coefficients of the columns that cost anything, by name; those that are `optional` may be missing."""
     columns = list(zip(*rows, strict=True))
     lengths = [sum(x * x for x in column) ** 0.5 for column in columns]
     present = [i for i, length in enumerate(lengths) if length]
     for i, name in enumerate(COLUMNS):
-        if i not in present and name not in OPTIONAL_COLUMNS:
+        if i not in present and name not in optional:
             raise ValueError(f"no step has any {name.replace('_', ' ')}: record some, to tell what they cost")
     # The normal equations, of columns of length 1, so that one bound for zero fits all.
     gram = {

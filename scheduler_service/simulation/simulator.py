@@ -106,8 +106,12 @@ class Simulator:
         max_prefill_chunk: int = 0,
         slowness: Mapping[int, float] | None = None,
     ) -> None:
-        pool = cost_model.num_device_blocks * cost_model.block_size
-        if (longest := longest_sequence(arrivals)) > pool:
+        pool, longest = cost_model.num_device_blocks * cost_model.block_size, longest_sequence(arrivals)
+        if not pool:  # an encoder: a text is computed whole, and what it gains takes no room
+            pool, longest = cost_model.max_num_batched_tokens, longest - 1
+            if any(arrival.output_tokens > 1 for arrival in arrivals):
+                raise ValueError("the trace has requests of several output tokens, and an encoder samples none")
+        if longest > pool:
             raise ValueError(f"the longest request of the trace has {longest} tokens; a worker's pool has {pool}")
         config = SchedulerConfig(
             block_size=cost_model.block_size,

@@ -161,6 +161,18 @@ def test_steps_that_cannot_tell_costs_apart_are_refused(work: list[StepWork], re
         fit([(item, 0.01) for item in work], CONFIG)
 
 
+def test_an_encoder_has_no_decodes_to_tell_the_cost_of() -> None:
+    config = SchedulerConfig(
+        block_size=16, num_device_blocks=0, max_num_batched_tokens=512, max_num_seqs=64, max_model_len=512
+    )
+    work = [StepWork(tokens, number % 2, tokens + number % 2, 0) for number, tokens in enumerate(range(10, 500, 7))]
+    steps = [(item, (2000 + 50 * (item.prefill_tokens + item.decode_tokens)) / 1e6) for item in work]
+    found = fit(steps, config)
+    assert found.fields["prefill_token_us"] == pytest.approx(50)
+    assert found.fields["step_us"] == pytest.approx(2000)
+    assert (found.fields["num_device_blocks"], found.fields["decode_token_us"]) == (0, 0)
+
+
 def test_a_plan_is_made_of_a_recording_by_two_commands(tmp_path: Path) -> None:
     recording, model, trace = tmp_path / "recording", tmp_path / "costs.json", tmp_path / "trace.csv"
     record_worker(recording, COSTS, noise=0.05)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,18 @@ def test_more_workers_shorten_the_queue() -> None:
 def test_a_request_larger_than_a_workers_pool_is_refused_with_both_numbers() -> None:
     with pytest.raises(ValueError, match="129 tokens; a worker's pool has 128"):
         Simulator([Arrival(0.0, 100, 29)], COSTS, num_workers=1)
+
+
+def test_an_encoder_computes_texts_whole_and_samples_nothing() -> None:
+    costs = replace(COSTS, num_device_blocks=0, num_host_blocks=0)
+    texts = [Arrival(0.0, 40, 1), Arrival(0.0, 30, 1), Arrival(0.0, 20, 1)]
+    result = Simulator(texts, costs, num_workers=1).run()
+    first, second = ((1000 + tokens * (100 + 1)) / 1e6 for tokens in (40, 50))  # 64 tokens a step, context included
+    assert [request.ttft for request in result.requests] == pytest.approx([first, first + second, first + second])
+    with pytest.raises(ValueError, match="65 tokens; a worker's pool has 64"):
+        Simulator([Arrival(0.0, 65, 1)], costs, num_workers=1)
+    with pytest.raises(ValueError, match="an encoder samples none"):
+        Simulator([Arrival(0.0, 10, 2)], costs, num_workers=1)
 
 
 def test_a_trace_is_read_with_times_after_its_first_request(tmp_path: Path) -> None:
