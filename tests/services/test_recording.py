@@ -22,6 +22,7 @@ from scheduler_service.core import (
     SequenceStatus,
     WaitingQueue,
 )
+from scheduler_service.core.groups.pooling_params import PoolingParams, PoolingType
 from scheduler_service.core.planning.step_writer import StepWriter
 from scheduler_service.recording import writer
 from scheduler_service.recording.format import MAX_EVENT_BYTES, ReadEvent, RecordingError, frame, read_events
@@ -52,6 +53,7 @@ SAMPLING = SamplingParams(
     beam_width=4,
     length_penalty=-0.3,
     early_stopping=True,
+    pooling=PoolingParams(type=PoolingType.MEAN, dimensions=3, normalize=True, half=True, num_first_tokens=2),
 )
 CONFIG = SchedulerConfig(
     block_size=3,
