@@ -27,7 +27,9 @@ def unread_bytes(settings: SchedulerSettings) -> int:
 class Admission:
     """What is in flight: requests that are being checked, and those that were submitted (`requests`, by their keys).
 
-    A request that is resumed may be both, in two calls. The memory of a call counts until the call is closed.
+    A request that is resumed may be both, in two calls. The memory of a call counts until the call is closed. A call of
+    many texts is being checked until it is closed; its texts are submitted, take no places, and what memory they take
+    the call has held.
     """
 
     def __init__(self, settings: SchedulerSettings, requests: dict[str, Call], keyring: Keyring | None = None) -> None:
@@ -41,6 +43,7 @@ class Admission:
         )
         self.num_bytes = 0
         """Of all requests, also after they were superseded."""
+        self._num_texts = 0  # of calls, among the requests
 
     @property
     def being_checked(self) -> Mapping[str, Call]:
@@ -55,12 +58,11 @@ class Admission:
         key = call.key
         mine = self._requests.get(key) if resumes else None
         takes_place = mine is not None and mine.api_key_id == call.api_key_id
-        if not call.is_part:
-            self.quotas.admit(call.api_key_id, now, is_request=bool(key), takes_place=takes_place)
+        self.quotas.admit(call.api_key_id, now, is_request=bool(key), takes_place=takes_place)
         try:
             self._admit(call, num_bytes, resumes=resumes)
         except RequestError:
-            if key and not call.is_part:
+            if key:
                 self.quotas.leave(call.api_key_id)
             raise
 
@@ -71,7 +73,7 @@ class Admission:
             call.num_bytes = num_bytes
             return
         has_place = resumes and key in self._requests
-        in_flight = len(self._requests) + len(self._being_checked)
+        in_flight = len(self._requests) - self._num_texts + len(self._being_checked)
         if in_flight >= self._max_num_requests and not has_place:
             raise RequestError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, f"{in_flight} requests are in flight; try again later"
@@ -108,7 +110,10 @@ class Admission:
         call.num_resumed = group.num_output_tokens
         if not goes_on:
             self.quotas.use_tokens(call.api_key_id, len(group.prompt_token_ids) + call.num_resumed)
-        del self._being_checked[call.key]
+        if call.parent is None:
+            del self._being_checked[call.key]
+        else:
+            self._num_texts += 1
         self._requests[call.key] = call
 
     def abort(self, key: str) -> bool:
@@ -126,9 +131,11 @@ class Admission:
             if self._being_checked.get(call.key) is call:
                 del self._being_checked[call.key]
             self.num_bytes -= call.num_bytes
-            if call.group is not None:
-                self.quotas.use_tokens(call.api_key_id, call.group.num_output_tokens - call.num_resumed)
-            if not call.is_part:
+            if call.parent is not None:
+                self._num_texts -= call.group is not None
+            else:
+                if call.group is not None:
+                    self.quotas.use_tokens(call.api_key_id, call.group.num_output_tokens - call.num_resumed)
                 self.quotas.leave(call.api_key_id)
             call.api_key_id = ""
         call.num_bytes = 0

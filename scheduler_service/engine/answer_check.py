@@ -2,6 +2,8 @@
 
 import math
 
+import numpy as np
+
 from scheduler_service.core import ModelOutput, SchedulerOutput, Sequence
 from scheduler_service.core.outputs import TokenLogprobs
 
@@ -29,6 +31,8 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
                 raise ValueError(
                     f"the worker returned {len(vectors)} bytes of vectors for sequence {sequence.id}, not {num_bytes}"
                 )
+            if not np.isfinite(np.frombuffer(vectors, "<f2" if pooling.half else "<f4")).all():
+                raise ValueError(f"the worker returned vectors with NaN or infinity for sequence {sequence.id}")
         if samples and (width := sampling.num_logprobs) is not None:
             if (entry := answer.logprobs.get(sequence.id)) is None:
                 raise ValueError(f"the worker returned no log-probabilities for sequence {sequence.id}")

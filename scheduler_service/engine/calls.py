@@ -14,8 +14,8 @@ class Call:
     """One call of a front end, from its admission until it is closed.
 
     `number` is its name between the two, `first_output` that of its first output. `key` is empty for calls other than
-    Generate. `api_key_id` is empty where no API keys are wanted. If it `is_part` of a call that was admitted, it counts
-    no further as a request of its key.
+    Generate. `api_key_id` is empty where no API keys are wanted. One of many texts of a call is a call with a `parent`,
+    which has been admitted for all of them.
     """
 
     __slots__ = (
@@ -24,26 +24,30 @@ class Call:
         "expiry",
         "first_output",
         "group",
+        "has_texts",
         "is_aborted",
-        "is_part",
         "key",
         "lora_name",
         "num_bytes",
         "num_resumed",
         "number",
         "outbox",
+        "parent",
         "queued_seconds",
         "told",
     )
 
-    def __init__(self, outbox: Outbox, number: int, key: str, api_key_id: str = "", *, is_part: bool = False) -> None:
+    def __init__(
+        self, outbox: Outbox, number: int, key: str, api_key_id: str = "", *, parent: "Call | None" = None
+    ) -> None:
         self.outbox = outbox
         self.number = number
         self.key = key
-        self.api_key_id = api_key_id
-        self.is_part = is_part
+        self.api_key_id: str = api_key_id if parent is None else parent.api_key_id
+        self.parent = parent
+        self.has_texts = False  # as calls of their own
         self.lora_name = ""
-        self.adapter = ""  # the fingerprint that the name led to
+        self.adapter: str = "" if parent is None else parent.adapter  # the fingerprint that the name led to
         self.num_bytes = 0  # of the server's memory
         self.num_resumed = 0  # tokens of outputs that came with the request
         self.group: SequenceGroup | None = None

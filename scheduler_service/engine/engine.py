@@ -88,6 +88,7 @@ class Engine:
         self._limits: asyncio.Future[pb.ModelLimits] = asyncio.get_running_loop().create_future()
         self._limits_lock = asyncio.Lock()
         self._is_draining = False
+        self._is_over = False
         self._is_empty = asyncio.Event()
         self._outage = Outage(settings.no_worker_timeout)
 
@@ -105,13 +106,18 @@ class Engine:
         self.admission.admit(call, num_bytes, resumes=resumes, now=time.monotonic())
         call.lora_name, call.adapter = lora_name, adapter
 
-    def submit(self, call: Call, submission: pb.Submit) -> None:
-        """Queue a request that was admitted.
+    def hold(self, call: Call, num_bytes: int) -> None:
+        """Have an admitted call take so much more memory, for texts of it. Raises what `admit` raises for memory."""
+        call.has_texts = True
+        self.admission.hold(call, num_bytes)
 
-        Raises UNAVAILABLE when the server began to shut down meanwhile, ALREADY_EXISTS when it would supersede a
-        request of another prompt, and what `admit` raises for its memory.
+    def submit(self, call: Call, submission: pb.Submit) -> None:
+        """Queue a request that was admitted, or a text of a call that was.
+
+        Raises UNAVAILABLE when the server began to shut down meanwhile, or for a text is shut down, ALREADY_EXISTS when
+        it would supersede a request of another prompt, and what `admit` raises for its memory.
         """
-        if self._is_draining:
+        if self._is_draining and (call.parent is None or self._is_over):
             raise SHUTTING_DOWN
         self.admission.hold(call, submission.num_bytes)
         if call.adapter:
@@ -122,7 +128,6 @@ class Engine:
         call.first_output = submission.first_output
         call.group = decode_group(call.key, submission, time.monotonic(), call.adapter)
         self.admission.submitted(call, goes_on=goes_on)
-        self._is_empty.clear()
         if call.group.trace_parent:
             self.traced.add(call)
         self.waiting.append(call.group)
@@ -175,6 +180,8 @@ class Engine:
             self.adapters.released(call.adapter)
             if finished is not None:
                 self.adapters.counts.add(call.lora_name, finished)
+        if self._is_draining and not self._has_unfinished:
+            self._is_empty.set()
 
     def _leave(self, call: Call) -> None:
         if self.requests.get(call.key) is call:
@@ -183,8 +190,11 @@ class Engine:
             if call.expiry is not None:
                 call.expiry.cancel()
             self._finish(call, SequenceStatus.FINISHED_ABORTED)
-        if not self.requests:
-            self._is_empty.set()
+
+    @property
+    def _has_unfinished(self) -> bool:
+        """Whether there are calls that were accepted and are not closed: requests, and calls of texts between two."""
+        return bool(self.requests) or any(call.has_texts for call in self.admission.being_checked.values())
 
     def _supersede(self, later: Call, submission: pb.Submit) -> bool:
         """End what is left of the same request's broken stream, because another call goes on with it. Returns whether
@@ -270,8 +280,9 @@ class Engine:
         self._is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace):
-                if self.requests:
+                if self._has_unfinished:
                     await self._is_empty.wait()
+        self._is_over = True
         for call in self.requests.values():
             self._finish(call, SequenceStatus.FINISHED_ABORTED)
             call.tell_error(SHUTTING_DOWN)

@@ -252,7 +252,7 @@ class Session:
         match event.WhichOneof("event"):
             case "admit":
                 admit = event.admit
-                admitted = Call(self.outbox, event.call, admit.key, admit.api_key_id, is_part=admit.is_part)
+                admitted = Call(self.outbox, event.call, admit.key, admit.api_key_id)
                 if self._answer(
                     admitted,
                     lambda: self._engine.admit(
@@ -260,7 +260,13 @@ class Session:
                     ),
                 ):
                     self._calls[event.call] = admitted
+            case "hold":
+                holding = self._calls[event.call]
+                self._answer(holding, lambda: self._engine.hold(holding, event.hold.num_bytes))
             case "submit":
+                if event.submit.part_of:
+                    parent = self._calls[event.submit.part_of]
+                    self._calls[event.call] = Call(self.outbox, event.call, event.submit.key, parent=parent)
                 submitted = self._calls[event.call]
                 self._answer(submitted, lambda: self._engine.submit(submitted, event.submit))
             case "stop_output":

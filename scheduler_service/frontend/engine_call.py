@@ -34,17 +34,17 @@ class EngineCall:
         self._is_closed = False
         self._state: RequestState | None = None
         self._link = link
-        self._number = link.new_number()
+        self.number = link.new_number()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._link.forget(self._number)
+        self._link.forget(self.number)
         if self._state is not None:
             self._state.stream.leave()
         if not self._is_closed:
-            self._link.say(self._number, close=pb.CloseCall(finished=self.finished))
+            self._link.say(self.number, close=pb.CloseCall(finished=self.finished))
 
     async def close(self) -> None:
         """Return when the place is free, so that a client that has the status may use its request id again at once.
@@ -53,15 +53,11 @@ class EngineCall:
         """
         self._is_closed = True
         with contextlib.suppress(RequestError):  # the engine is gone, and the place with it
-            await self._link.ask(self._number, close=pb.CloseCall(finished=self.finished, is_answered=True))
+            await self._link.ask(self.number, close=pb.CloseCall(finished=self.finished, is_answered=True))
 
-    async def admit(
-        self, key: str, num_bytes: int, *, resumes: bool = False, lora_name: str = "", is_part: bool = False
-    ) -> str:
+    async def admit(self, key: str, num_bytes: int, *, resumes: bool = False, lora_name: str = "") -> str:
         """Have a place held, so that a flood is refused before any work is done. Returns the fingerprint of the adapter
         that is named. Raises RequestError.
-
-        is_part: whether it is one of several texts of a call that has been admitted.
         """
         api_key = caller.get()
         admit = pb.Admit(
@@ -70,22 +66,29 @@ class EngineCall:
             resumes=resumes,
             api_key_id=api_key.id if api_key else "",
             lora_name=lora_name,
-            is_part=is_part,
         )
-        with self._link.waiting(0 if is_part else num_bytes):  # the text of a part was counted with its call
-            answer = await self._link.ask(self._number, admit=admit)
+        with self._link.waiting(num_bytes):
+            answer = await self._link.ask(self.number, admit=admit)
         return answer.lora_fingerprint
+
+    async def hold(self, num_bytes: int) -> None:
+        """Take so much more memory, for texts of this call. Raises RequestError."""
+        await self._link.ask(self.number, hold=pb.Hold(num_bytes=num_bytes))
 
     async def admit_side_call(self, num_bytes: int = 0) -> None:
         """The same for a call other than Generate, which has no key; they have limits of their own."""
         await self.admit("", num_bytes)
 
     async def submit(
-        self, request: GenerationRequest, model: ServedModel, num_bytes: int = 0, trace: RequestTrace | None = None
+        self,
+        request: GenerationRequest,
+        model: ServedModel,
+        num_bytes: int = 0,
+        trace: RequestTrace | None = None,
+        part_of: "EngineCall | None" = None,
     ) -> RequestState:
-        """Queue the request, in place of one that it goes on with. `num_bytes` is further memory that it takes.
-
-        Raises RequestError.
+        """Queue the request, in place of one that it goes on with. `num_bytes` is further memory that it takes. A text
+        that is `part_of` a call needs no place of its own. Raises RequestError.
         """
         link, welcome = self._link, self._link.welcome.result()
         counts = link.counts.of(request.tenant)
@@ -95,7 +98,7 @@ class EngineCall:
             trace.submitted(request, model.name, state.arrived_at)
         else:
             parent = ""
-        link.register(self._number, state)
+        link.register(self.number, state)
         self._state = state
         resumption = request.resumption
         root = root_key(welcome.cache_secret, request.tenant.encode(), request.cache_salt.encode())
@@ -112,11 +115,13 @@ class EngineCall:
             is_complete=request.is_complete,
             trace_parent=parent,
         )
+        if part_of is not None:
+            submission.part_of, submission.key = part_of.number, request.key
         encode_sampling(request.sampling, submission)
         if welcome.prefix_caching and model.generates:
             first = key_of_adapter(root, request.adapter)
             submission.block_keys = await _block_keys(first, request, model.block_size)
-        await link.ask(self._number, submit=submission)
+        await link.ask(self.number, submit=submission)
         return state
 
 

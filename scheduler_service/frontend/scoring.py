@@ -15,7 +15,8 @@ from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.model import MOST_SCORED
 from scheduler_service.frontend.request import RequestState
 from scheduler_service.frontend.text_calls import TextCall
-from scheduler_service.frontend.text_items import Text, encode_texts
+from scheduler_service.frontend.text_items import encode_texts
+from scheduler_service.frontend.tokenization import Text
 from scheduler_service.wire.submission import floats
 
 QUERY, DOCUMENT = "{query}", "{document}"

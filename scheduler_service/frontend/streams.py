@@ -52,8 +52,8 @@ class OutputDelta:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory, without the prompt's log-probabilities, which were counted when the request came."""
-        num_bytes = output_bytes(len(self.token_ids), len(self.text)) + len(self.vectors)
+        """Bytes of memory, without the prompt's log-probabilities and vectors, which were counted with the request."""
+        num_bytes = output_bytes(len(self.token_ids), len(self.text))
         if self.logprobs:
             num_bytes += logprob_bytes(len(self.logprobs), len(self.logprobs[0].token_ids))
         return num_bytes

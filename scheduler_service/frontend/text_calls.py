@@ -1,8 +1,8 @@
 """Calls of many texts, each of which goes through the engine as a request of its own.
 
-A call is admitted as one request, and then each of its texts as a part of it. Some of them are with the engine at a
-time, and what comes of them is taken in their order: so memory depends on what is in flight, and a client that reads
-slowly slows its own call alone.
+A call is admitted as one request, and then holds memory for some of its texts, as much as there is; so no text is
+refused for others of its call. What comes of them is taken in their order: memory depends on what is in flight, and a
+client that reads slowly slows its own call alone.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.request import GenerationRequest, RequestState, request_key
 from scheduler_service.frontend.request_memory import text_bytes, texts_bytes
 from scheduler_service.frontend.sampling_validation import MAX_STRING
-from scheduler_service.frontend.text_items import TextItem
+from scheduler_service.frontend.tokenization import TextItem
 from scheduler_service.frontend.validation import check_characters, check_place
 
 log = structlog.get_logger()
@@ -38,7 +38,7 @@ MAX_TEXTS = 2048
 IN_FLIGHT = 128
 """Texts of one call that are with the engine at a time: enough for steps of 2,048 tokens with texts of 16."""
 IN_FLIGHT_BYTES = 32 << 20
-"""Of memory that these may take, if there are several: with a vector for each token one text may take more."""
+"""Of memory that a call holds for these, if there are several: with a vector for each token one may take more."""
 
 Take = Callable[[int, RequestState], Awaitable[None]]
 """Takes what comes of the text of this number."""
@@ -77,9 +77,10 @@ class TextCall:
             request.tenant = tenant_of(request.tenant)
             if (api_key := caller.get()) is not None:
                 api_key.check_adapter(request.lora_name)
-            call = stack.enter_context(EngineCall(self._link))
+            self._call = stack.enter_context(EngineCall(self._link))
             num_bytes = texts_bytes(request, errors.request_size.get())
-            await call.admit(request_key(request.tenant, self._id), num_bytes, lora_name=request.lora_name)
+            key = request_key(request.tenant, self._id)
+            self._adapter = await self._call.admit(key, num_bytes, lora_name=request.lora_name)
             self.model = await allowed_model(self._link)
             check_place(request, self.model)
             self._open = stack.pop_all()
@@ -90,7 +91,7 @@ class TextCall:
 
     async def run(self, items: AsyncIterator[TextItem], pooling: PoolingParams, take: Take) -> None:
         """Have every text computed, and what came of each taken, in their order. Raises RequestError."""
-        room, number, before = _Room(), 0, asyncio.Event()
+        room, number, before = _Room(self._call), 0, asyncio.Event()
         before.set()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -99,7 +100,7 @@ class TextCall:
                     num_vectors = num_tokens if pooling.type is PoolingType.ALL else 1
                     num_bytes = text_bytes(num_tokens, num_vectors * pooling.vector_bytes)
                     await room.enter(num_bytes)
-                    task = tasks.create_task(self._one(number, item, num_bytes, pooling, take, before, after))
+                    task = tasks.create_task(self._one(number, item, pooling, take, before, after))
                     task.add_done_callback(partial(room.leave, num_bytes))
                     number, before = number + 1, after
         except BaseExceptionGroup as group:
@@ -110,28 +111,25 @@ class TextCall:
         self,
         number: int,
         item: TextItem,
-        num_bytes: int,
         pooling: PoolingParams,
         take: Take,
         before: asyncio.Event,
         after: asyncio.Event,
     ) -> None:
         """before: set when the texts before this one were taken; after: to be set when this one was."""
-        request, num_tokens, request_id = self._request, len(item.token_ids), f"{self._id}-{number}"
+        request, num_tokens = self._request, len(item.token_ids)
         pooled = replace(pooling, num_first_tokens=item.num_first_tokens)
+        checked = GenerationRequest(
+            request_id=f"{self._id}-{number}",
+            prompt_token_ids=item.token_ids,
+            sampling=SamplingParams(max_tokens=1, pooling=pooled),
+            cache_salt=request.cache_salt,
+            tenant=request.tenant,
+            priority=request.priority,
+            adapter=self._adapter,
+        )
         with EngineCall(self._link) as call:
-            key = request_key(request.tenant, request_id)
-            adapter = await call.admit(key, num_bytes, lora_name=request.lora_name, is_part=True)
-            checked = GenerationRequest(
-                request_id=request_id,
-                prompt_token_ids=item.token_ids,
-                sampling=SamplingParams(max_tokens=1, pooling=pooled),
-                cache_salt=request.cache_salt,
-                tenant=request.tenant,
-                priority=request.priority,
-                adapter=adapter,
-            )
-            state = await call.submit(checked, self.model)
+            state = await call.submit(checked, self.model, part_of=self._call)
             await before.wait()
             await take(number, state)
             after.set()
@@ -173,19 +171,39 @@ class TextCall:
 
 
 class _Room:
-    """For texts that are with the engine, by number and by memory; there always is some for a single one."""
+    """For texts that are with the engine: by number, and by the memory that their call holds."""
 
-    def __init__(self) -> None:
+    def __init__(self, call: EngineCall) -> None:
+        self._call = call
+        self._held = 0
         self._num_texts = 0
         self._num_bytes = 0
         self._left = asyncio.Event()
 
     async def enter(self, num_bytes: int) -> None:
-        while self._num_texts and (self._num_texts >= IN_FLIGHT or self._num_bytes + num_bytes > IN_FLIGHT_BYTES):
-            self._left.clear()
-            await self._left.wait()
+        """Wait for room. Raises RequestError where there is no memory even for a single text."""
+        while self._num_texts >= IN_FLIGHT or self._num_bytes + num_bytes > self._held:
+            if self._num_texts >= IN_FLIGHT or not await self._grow(self._num_bytes + num_bytes - self._held):
+                self._left.clear()
+                await self._left.wait()
         self._num_texts += 1
         self._num_bytes += num_bytes
+
+    async def _grow(self, missing: int) -> bool:
+        """Hold more memory, to twice as much if there are texts to wait for otherwise; returns whether there is any."""
+        more, allowed = missing, IN_FLIGHT_BYTES - self._held
+        if self._num_texts:
+            if missing > allowed:
+                return False
+            more = max(missing, min(self._held, allowed))
+        try:
+            await self._call.hold(more)
+        except RequestError:
+            if not self._num_texts:
+                raise
+            return False
+        self._held += more
+        return True
 
     def leave(self, num_bytes: int, _: object) -> None:
         self._num_texts -= 1

@@ -1,33 +1,23 @@
 """The texts of a call as token ids, encoded a few at a time. Every error names the text and the limit."""
 
-from array import array
-from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.frontend.checks import check_token_ids, invalid, require_tokenizer, take_token_ids
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.tokenization import TooManyTokensError
+from scheduler_service.frontend.tokenization import Text, TextItem, TooManyTokensError
 
-ENCODED_AT_ONCE = 16
+T = TypeVar("T")
 
-Text = str | tuple[str, str]
-"""A text, or a pair."""
-
-
-@dataclass(frozen=True, slots=True)
-class TextItem:
-    """Of a pair the first text has `num_first_tokens`, 0 where the model does not tell the two apart."""
-
-    token_ids: "array[int]"
-    num_first_tokens: int = 0
+TEXTS_AT_ONCE = 16
+CHARACTERS_AT_ONCE = 1 << 16
+"""Of several texts that are encoded at once."""
 
 
 async def encode_inputs(request: pb.EmbedRequest, model: ServedModel) -> AsyncIterator[TextItem]:
     """The inputs in order. Raises RequestError."""
-    inputs = iter(enumerate(request.inputs))
-    while some := list(islice(inputs, ENCODED_AT_ONCE)):
+    for some in _batches(enumerate(request.inputs), lambda numbered: len(numbered[1].text)):
         names = [f"inputs[{number}]" for number, item in some if item.HasField("text")]
         texts = [item.text for _, item in some if item.HasField("text")]
         encoded = iter(await _encode(texts, names, model, request.truncate))
@@ -44,10 +34,27 @@ async def encode_texts(
     named: Iterable[tuple[str, Text]], model: ServedModel, *, truncate: bool
 ) -> AsyncIterator[TextItem]:
     """Texts in order, each with a name for errors. Raises RequestError."""
-    remaining = iter(named)
-    while some := list(islice(remaining, ENCODED_AT_ONCE)):
+    for some in _batches(named, lambda pair: _length(pair[1])):
         for item in await _encode([text for _, text in some], [name for name, _ in some], model, truncate):
             yield item
+
+
+def _batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """As many items as are encoded at once; `size` tells an item's characters."""
+    batch: list[T] = []
+    num_characters = 0
+    for item in items:
+        if batch and (len(batch) == TEXTS_AT_ONCE or num_characters + size(item) > CHARACTERS_AT_ONCE):
+            yield batch
+            batch, num_characters = [], 0
+        batch.append(item)
+        num_characters += size(item)
+    if batch:
+        yield batch
+
+
+def _length(text: Text) -> int:
+    return len(text) if isinstance(text, str) else sum(map(len, text))
 
 
 async def _encode(texts: Sequence[Text], names: Sequence[str], model: ServedModel, truncate: bool) -> list[TextItem]:
@@ -58,9 +65,9 @@ async def _encode(texts: Sequence[Text], names: Sequence[str], model: ServedMode
         encoded = await tokenizer.encode_texts(texts, most=most, truncate=truncate)
     except TooManyTokensError as error:
         invalid(f"{names[error.args[0]]} has more tokens than the {most} that this model reads; set truncate to cut it")
-    for name, (token_ids, _) in zip(names, encoded, strict=True):
-        _check(name, token_ids, model)
-    return [TextItem(array("I", token_ids), num_first_tokens) for token_ids, num_first_tokens in encoded]
+    for name, item in zip(names, encoded, strict=True):
+        _check(name, item.token_ids, item.largest_id, model)
+    return encoded
 
 
 async def _take(name: str, ids: Sequence[int], model: ServedModel, truncate: bool) -> TextItem:
@@ -68,11 +75,12 @@ async def _take(name: str, ids: Sequence[int], model: ServedModel, truncate: boo
     if len(ids) > most and not truncate:
         invalid(f"{name} has {len(ids)} tokens; this model reads {most} at most; set truncate to cut it")
     token_ids = await take_token_ids(ids[:most])
-    _check(name, token_ids, model)
-    return TextItem(token_ids)
+    largest = max(token_ids, default=0)
+    _check(name, token_ids, largest, model)
+    return TextItem(token_ids, largest)
 
 
-def _check(name: str, token_ids: Sequence[int], model: ServedModel) -> None:
+def _check(name: str, token_ids: Sequence[int], largest: int, model: ServedModel) -> None:
     if not token_ids:
         invalid(f"{name} is empty; at least one token is needed")
-    check_token_ids(name, token_ids, model)
+    check_token_ids(name, (largest,), model)

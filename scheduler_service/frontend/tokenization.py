@@ -10,8 +10,10 @@ import asyncio
 import os
 import secrets
 import unicodedata
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -72,6 +74,21 @@ def without_panic(function: Callable[[], T]) -> T:
         raise
 
 
+Text = str | tuple[str, str]
+"""A text, or a pair."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextItem:
+    """A text, or a pair, of whose tokens `num_first_tokens` are of the first text, 0 where the model does not tell the
+    two apart. `largest_id` is 0 where there is none.
+    """
+
+    token_ids: "array[int]"
+    largest_id: int
+    num_first_tokens: int = 0
+
+
 class Tokenizer:
     """Encodes prompts off the event loop and makes incremental detokenizers.
 
@@ -115,11 +132,8 @@ class Tokenizer:
         tokenizer = self._parsing if parse_special_tokens else self._plain
         return await self._on_thread(lambda: _encode(tokenizer, text, most, add_special_tokens=True), aside=aside)
 
-    async def encode_texts(
-        self, texts: Sequence[str | tuple[str, str]], *, most: int, truncate: bool = False
-    ) -> list[tuple[list[int], int]]:
-        """Token ids of texts, or of pairs of texts, with what the model expects around them; and of a pair how many
-        tokens are of the first, 0 where the model does not tell the two apart.
+    async def encode_texts(self, texts: Sequence[Text], *, most: int, truncate: bool = False) -> list[TextItem]:
+        """Token ids of texts, or of pairs of texts, with what the model expects around them.
 
         Raises TooManyTokensError, with the number of the text, if one clearly has more than `most`; with `truncate` it
         is cut instead, and of a pair the second.
@@ -196,9 +210,7 @@ class Tokenizer:
                     raise TooManyTokensError
         return ids
 
-    def _encode_text(
-        self, number: int, text: str | tuple[str, str], most: int, truncate: bool
-    ) -> tuple[list[int], int]:
+    def _encode_text(self, number: int, text: Text, most: int, truncate: bool) -> TextItem:
         tokenizer, (first, second) = self._plain, (text, None) if isinstance(text, str) else text
         if second is not None and _excess(tokenizer, first, most) is not None:
             raise TooManyTokensError(number)
@@ -216,8 +228,8 @@ class Tokenizer:
             encoding = tokenizer.post_process(*encodings)  # type: ignore[arg-type]  # the stub has no pair
         if len(encoding) > most:
             raise TooManyTokensError(number)
-        types = encoding.type_ids
-        return list(encoding.ids), types.index(1) if 1 in types else 0
+        types, token_ids = encoding.type_ids, array("I", encoding.ids)
+        return TextItem(token_ids, max(token_ids, default=0), types.index(1) if 1 in types else 0)
 
     def _encode_pieces(self, pieces: list[str], most: int) -> Iterator[list[int]]:
         """The token ids of pieces of a rendered chat. Raises TooManyTokensError."""

@@ -159,6 +159,8 @@ def decode_model_output(message: pb.ModelOutput) -> ModelOutput:
         draft_tokens={draft.sequence_id: list(draft.token_ids) for draft in message.draft_tokens},
         vectors={vectors.sequence_id: vectors.data for vectors in message.vectors},
     )
+    if len(output.vectors) != len(message.vectors):
+        raise ValueError("vectors of a sequence came twice")
     if output.num_tokens and not (min(output.num_tokens) >= 1 and sum(output.num_tokens) == len(output.token_ids)):
         raise ValueError(f"{len(output.token_ids)} tokens do not divide into {len(output.num_tokens)} shares")
     for columns in message.logprobs:

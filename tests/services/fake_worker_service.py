@@ -29,6 +29,7 @@ class FakeWorkerService(WorkerServiceServicer, health.aio.HealthServicer):
         self.tokenizer_directory = tokenizer_directory
         self.poison = poison
         self.poison_status = grpc.StatusCode.INTERNAL
+        self._vector_bytes: dict[int, int] = {}  # of a sequence; forks have none
         self.spoil: Callable[[pb.ModelOutput], Any] = lambda answer: answer
         self.runs, self.is_well = asyncio.Event(), asyncio.Event()
         self.runs.set()
@@ -85,8 +86,16 @@ class FakeWorkerService(WorkerServiceServicer, health.aio.HealthServicer):
             if self.num_steps == self.stops_at:
                 self.runs.clear()
             self.num_prompts += len(output.new_sequences)
+            for new in output.new_sequences:
+                self._vector_bytes[new.sequence_id] = 4 * new.sampling.pooling.dimensions
+            vectors = [
+                pb.SequenceVectors(sequence_id=sequence_id, data=bytes(num_bytes))
+                for sequence_id, is_sampling in zip(output.sequence_ids, samples, strict=True)
+                if is_sampling and (num_bytes := self._vector_bytes.get(sequence_id, 0))
+            ]
             yield self.spoil(
                 pb.ModelOutput(
+                    vectors=vectors,
                     epoch=output.epoch,
                     step_id=output.step_id,
                     token_ids=[TOKEN] * sum(num_tokens),

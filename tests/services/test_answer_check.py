@@ -67,6 +67,10 @@ def test_vectors_have_the_size_that_was_asked_for(kind: PoolingType, right: list
             answer = ModelOutput(number + 1, token_ids, vectors={} if wrong is None else {sequence_id: bytes(wrong)})
             if wrong == size:
                 check_answer(output, answer, 100)
+                if size is not None:
+                    answer.vectors[sequence_id] = bytes(size - 2) + b"\x00\x7e"
+                    with pytest.raises(ValueError, match=f"vectors with NaN or infinity for sequence {sequence_id}"):
+                        check_answer(output, answer, 100)
             else:
                 with pytest.raises(ValueError, match=f"bytes of vectors for sequence {sequence_id}, not {size or 0}"):
                     check_answer(output, answer, 100)

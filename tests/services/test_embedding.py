@@ -11,13 +11,14 @@ import pytest
 import torch
 from embedding_helpers import TEXTS, SlowEncoder, assert_close, encoder_settings, serving, tensor
 from engines import until
-from lora_helpers import slow_down
+from lora_helpers import slow_down, write_adapter
 from scheduler_in_process import scheduler
 from tiny_encoder import FAMILIES, write_encoder, write_modules
 from worker_in_process import worker_in_process
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import POOLING_ALL, POOLING_CLS, POOLING_LAST, POOLING_MEAN, Client, SamplingParams
+from pagewire_client.admin import Admin
 from pagewire_client.llm import collect
 from scheduler_service.access.keys import ApiKey, Keyring, digest_of
 from scheduler_service.frontend.text_calls import IN_FLIGHT_BYTES
@@ -180,6 +181,29 @@ async def test_adapters_apply_to_vectors(tiny_model_directory: Path, adapters: P
     assert len({found[0].model_fingerprint for found in alone}) == 4
 
 
+async def test_a_call_keeps_the_adapter_that_it_named(tiny_model_directory: Path, tmp_path: Path) -> None:
+    """Though its name comes to mean another one in the meantime."""
+    folder = tmp_path / "adapters"
+    write_adapter(folder / "same", 1)
+    async with (
+        serving(tiny_model_directory, {"lora_dir": folder}, max_loras=2) as (one, worker),
+        Client(one.target) as client,
+    ):
+        slow_down(worker, 0.005)
+        call = asyncio.create_task(client.embed(["abc"] * 600, lora_name="same"))
+        await until(lambda: len(one.engine.requests) > 0)
+        (folder / "same").rename(tmp_path / "old")
+        write_adapter(folder / "same", 2)
+        async with Admin(one.admin_target) as admin:
+            await admin.load_adapter("same")
+        assert not call.done()
+        (new,) = await client.embed(["abc"], lora_name="same")
+        first, *others = await call
+    assert {found.model_fingerprint for found in others} == {first.model_fingerprint} != {new.model_fingerprint}
+    assert_close(others, [tensor(first)] * 599)
+    assert not torch.allclose(tensor(first), tensor(new), atol=1e-3)
+
+
 @pytest.mark.parametrize("kind", ["encoder", "model that generates"])
 async def test_a_lost_worker_is_not_seen(
     kind: str, encoder: Path, slow: SlowEncoder, tiny_model_directory: Path, slow_llama: SlowEncoder
@@ -301,6 +325,60 @@ async def test_texts_with_large_vectors_take_turns(tmp_path: Path) -> None:
         await assert_nothing_is_left(one)
 
 
+async def test_texts_of_a_call_take_no_places(encoder: Path) -> None:
+    async with (
+        serving(encoder, {"max_num_requests": 9}, **encoder_settings()) as (one, worker),
+        Client(one.target, retry_for=0) as client,
+    ):
+        slow_down(worker, 0.002)
+        calls = [asyncio.create_task(client.embed(["a" * 40] * 150)) for _ in range(8)]
+        await until(lambda: len(one.engine.requests) > 100)
+        while not all(call.done() for call in calls):
+            assert len(await client.embed(["b"])) == 1
+        assert [len(call.result()) for call in calls] == [150] * 8
+        await assert_nothing_is_left(one)
+
+
+async def test_texts_of_a_call_wait_for_memory(encoder: Path) -> None:
+    """Of a call that was admitted no text is refused for the others, however little memory there is."""
+    async with (
+        serving(encoder, {"request_memory": 2**20 / 2**30}, **encoder_settings()) as (one, worker),
+        Client(one.target, retry_for=0) as client,
+    ):
+        slow_down(worker, 0.002)
+        call = asyncio.create_task(client.embed(["a" * 40] * 150))
+        most_bytes = most_texts = 0
+        while not call.done():
+            most_bytes = max(most_bytes, one.engine.admission.num_bytes)
+            most_texts = max(most_texts, len(one.engine.requests))
+            await asyncio.sleep(0)
+        assert len(await call) == 150
+        assert 2**19 < most_bytes <= 2**20
+        assert 2 <= most_texts <= 16
+        await assert_nothing_is_left(one)
+
+
+async def test_a_call_goes_on_while_the_server_shuts_down(encoder: Path) -> None:
+    """Also with the texts that the engine has not seen by then; but not beyond the grace."""
+    for grace, is_served in ((60, True), (0.05, False)):
+        async with serving(encoder, **encoder_settings()) as (one, worker), Client(one.target, retry_for=0) as client:
+            slow_down(worker, 0.01)
+            call = asyncio.create_task(client.embed(["a" * 60] * 300))
+            await until(lambda: worker.worker.runner is not None and one.engine.workers[0].num_steps > 3)
+            draining = asyncio.create_task(one.engine.drain(grace))
+            await until(lambda: one.engine.is_draining)
+            with pytest.raises(grpc.aio.AioRpcError, match="shutting down"):
+                await client.embed(["a"])
+            if is_served:
+                assert len(await call) == 300
+            else:
+                with pytest.raises(grpc.aio.AioRpcError, match="shutting down") as error:
+                    await call
+                assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+            await draining
+            await assert_nothing_is_left(one)
+
+
 async def assert_nothing_is_left(one: Any) -> None:
     await until(lambda: not one.engine.requests and not one.engine.admission.being_checked)
     await until(lambda: not one.engine.admission.num_bytes)
@@ -322,6 +400,18 @@ async def test_a_call_of_many_texts_is_one_request_of_its_key(encoder: Path) -> 
         with pytest.raises(grpc.aio.AioRpcError, match="has used its 3 requests a minute"):
             await client.embed(["a"])
         await assert_nothing_is_left(one)
+
+
+async def test_a_key_is_charged_for_the_tokens_of_its_texts(encoder: Path) -> None:
+    key = ApiKey(id="one", digest=digest_of("secret"), tenant="t", tokens_per_minute=60)
+    async with (
+        serving(encoder, {"keyring": Keyring([key])}, **encoder_settings()) as (one, _),
+        Client(one.target, api_key="secret", retry_for=0) as client,
+    ):
+        await client.embed(["a"] * 19)  # of three tokens each, with the two that the model expects
+        await client.embed(["a"])
+        with pytest.raises(grpc.aio.AioRpcError, match="has used its 60 tokens a minute"):
+            await client.embed(["a"])
 
 
 async def test_an_encoder_that_cannot_be_served_says_why(encoder: Path) -> None:

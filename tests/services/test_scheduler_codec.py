@@ -73,6 +73,13 @@ def test_guesses_go_out_and_what_each_sequence_gained_comes_back() -> None:
             decode_model_output(pb.ModelOutput(token_ids=[1, 5, 6], num_tokens=shares))
 
 
+def test_vectors_that_come_twice_are_refused() -> None:
+    vectors = pb.SequenceVectors(sequence_id=3, data=b"abcd")
+    assert decode_model_output(pb.ModelOutput(vectors=[vectors])).vectors == {3: b"abcd"}
+    with pytest.raises(ValueError, match="vectors of a sequence came twice"):
+        decode_model_output(pb.ModelOutput(vectors=[vectors, vectors]))
+
+
 def test_logprob_columns_are_cut_into_positions() -> None:
     columns = pb.SampleLogprobs(
         sequence_id=7, width=2, token_ids=[1, 2, 3, 4], logprobs=[-1.0, -0.5, -2.0, -0.25], ranks=[2, 9]

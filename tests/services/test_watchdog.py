@@ -26,6 +26,7 @@ from tokenizer_shapes import SHAPES, SPECIAL, worst_texts, write
 
 from pagewire.v1 import engine_service_pb2 as pb_engine
 from pagewire.v1 import inference_service_pb2 as pb
+from pagewire.v1 import scheduler_output_pb2 as pb_step
 from pagewire.v1.admin_service_pb2 import FinishedRequest
 from scheduler_service.core import SamplingParams, SequenceGroup, SequenceOutput, SequenceStatus
 from scheduler_service.core.groups.beam_search import Hypothesis
@@ -103,6 +104,7 @@ async def serving_shape(shape: str, directory: Path) -> AsyncIterator[tuple[int,
     worker.info.max_model_len, worker.info.vocabulary_size = CONTEXT, VOCABULARY
     worker.info.max_num_batched_tokens, worker.info.block_size = 8192, 16
     worker.info.features.append("forms")
+    worker.info.embedding_size, worker.info.pooling_type = 8, pb_step.POOLING_TYPE_LAST
     async with (
         serving(worker) as address,
         scheduler(address, max_num_batched_tokens=8192, check_invariants=False) as server,
@@ -116,7 +118,7 @@ async def call(channel: grpc.aio.Channel, method: str, data: bytes) -> None:
     """A call from bytes to bytes, so that the client's side costs little; it may be refused."""
     path = f"/pagewire.v1.InferenceService/{method}"
     with suppress(grpc.aio.AioRpcError):
-        if method == "Generate":
+        if method in ("Generate", "Embed"):
             async for _ in channel.unary_stream(path)(data, timeout=60):
                 pass
         else:
@@ -172,6 +174,9 @@ def attacks(num_bytes: int) -> dict[str, tuple[str, bytes]]:
     def detokenize(**fields: Any) -> tuple[str, bytes]:
         return "Detokenize", pb.DetokenizeRequest(**fields).SerializeToString()
 
+    def embed(*inputs: pb.EmbedInput) -> tuple[str, bytes]:
+        return "Embed", pb.EmbedRequest(inputs=inputs).SerializeToString()
+
     def form(**form: str) -> tuple[str, bytes]:
         return generate(sampling={"max_tokens": 2} | form)
 
@@ -208,6 +213,11 @@ def attacks(num_bytes: int) -> dict[str, tuple[str, bytes]]:
         "a form beyond the limit": form(regex="a" * (num_bytes - 100)),
         "tokens to decode": detokenize(token_ids=[1100] * CONTEXT),
         "long tokens to decode": detokenize(token_ids=[len(SPECIAL) - 1] * CONTEXT, skip_special_tokens=False),
+        "long texts": embed(*[pb.EmbedInput(text="a " * 60_000)] * (num_bytes // 120_100)),
+        "short texts": embed(*[pb.EmbedInput(text="abc de fgh")] * 2048),
+        "texts of many ids": embed(
+            *[pb.EmbedInput(token_ids=pb.TokenIds(ids=[100] * 130_000))] * (num_bytes // 130_100)
+        ),
         "empty choices up to the limit": generate(sampling={"choice": {"options": [""] * (num_bytes // 2 - 20)}}),
         "fields of many bytes, and empty roles": (
             "Generate",

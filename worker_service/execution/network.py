@@ -10,6 +10,7 @@ import torch
 from kernels.backends import ops_for
 from kernels.reference import INT8_GROUP
 from pagewire_common.start_error import StartError
+from worker_service.errors import is_out_of_memory
 from worker_service.execution.adapters import AdapterRoom, Adapters
 from worker_service.execution.cache_engine import CacheShape
 from worker_service.loading.checkpoint import Checkpoint
@@ -54,6 +55,8 @@ class Network:
         config = _read_config(checkpoint)
         dtype = checkpoint.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
         num_kv_heads, cuts = part_of(config, ranks)
+        otherwise = "LAST" if config.num_layers else "MEAN"
+        is_classifier = getattr(config, "num_labels", 0) > 0
         return cls(
             source.model_id,
             checkpoint,
@@ -65,7 +68,8 @@ class Network:
             device,
             ranks,
             settings.quantization,
-            SentenceSettings.read(source.path, "LAST" if config.num_layers else "MEAN"),
+            # A classifier makes no vectors, whatever the files beside it say.
+            SentenceSettings(otherwise) if is_classifier else SentenceSettings.read(source.path, otherwise),
         )
 
     @property
@@ -86,7 +90,13 @@ class Network:
 
     def _build(self, device: torch.device) -> Loadable:
         if self.is_encoder:
-            return build_encoder(self.config, self.dtype, device)
+            try:
+                return build_encoder(self.config, self.dtype, device)
+            except Exception as error:  # its code takes any value, until one makes no sense
+                if is_out_of_memory(error):
+                    raise
+                file = self.checkpoint.path / "config.json"
+                raise StartError(f"{file} describes no network: {type(error).__name__}: {error}") from error
         return build_model(self.config, self.dtype, device, self.ranks)
 
     def fingerprint(self) -> str:

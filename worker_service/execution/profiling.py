@@ -13,7 +13,7 @@ from worker_service.execution.cache_engine import CacheEngine, CacheShape
 from worker_service.execution.model_runner import ModelRunner, Runner
 from worker_service.models.causal_model import CausalModel
 from worker_service.session.session import ScheduledChunk, SequenceState
-from worker_service.session.step import TOKENS, SamplingParams, SchedulerOutput
+from worker_service.session.step import TOKENS, PoolingParams, PoolingType, SamplingParams, SchedulerOutput
 
 _CPU_TOKENS = 256
 """Tokens of the pass on a CPU: 0.2 s for the default model on two cores, where 2,048 tokens take two seconds."""
@@ -56,8 +56,9 @@ def measure_prefill(
     return _speed(ModelRunner(model, CacheEngine(shape, len(blocks), 0, device)), chunks)
 
 
-def measure_encoder(runner: Runner, max_model_len: int, max_num_batched_tokens: int) -> int:
+def measure_encoder(runner: Runner, max_model_len: int, max_num_batched_tokens: int, num_labels: int = 0) -> int:
     """The same for an encoder: of texts as long as it reads, on a GPU as many as a step can have."""
+    pooling = PoolingParams(type=PoolingType.SCORE if num_labels else PoolingType.CLS, dimensions=max(1, num_labels))
     num_tokens = max_num_batched_tokens if runner.device.type == "cuda" else _CPU_TOKENS
     length = min(max_model_len, num_tokens)
     states = [
@@ -67,11 +68,11 @@ def measure_encoder(runner: Runner, max_model_len: int, max_num_batched_tokens: 
             num_prompt_tokens=length,
             num_computed_tokens=0,
             block_ids=array(TOKENS),
-            sampling=SamplingParams(),
+            sampling=SamplingParams(pooling=pooling),
         )
         for number in range(num_tokens // length)
     ]
-    return _speed(runner, [ScheduledChunk(state, start=0, stop=length, samples=False) for state in states])
+    return _speed(runner, [ScheduledChunk(state, start=0, stop=length, samples=True) for state in states])
 
 
 def _speed(runner: Runner, chunks: list[ScheduledChunk]) -> int:

@@ -173,13 +173,15 @@ def _load_encoder(settings: WorkerSettings, target: Network, kernels: str) -> Wo
         check_room_for_weights(device, target.dtype, target.check())
         fingerprint = target.fingerprint()
         model, adapters = target.load()
+        num_labels = model.config.num_labels
         runner = EncoderRunner(model, device)
-        speed = measure_encoder(runner, max_model_len, settings.max_num_batched_tokens)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise StartError(f"{settings.model} does not fit into the memory of {device.type}") from error
-    num_labels = model.config.num_labels
+        speed = measure_encoder(runner, max_model_len, settings.max_num_batched_tokens, num_labels)
+    except StartError:
+        raise
+    except Exception as error:  # the network's own code, given values that nobody has tried
+        if is_out_of_memory(error):
+            raise StartError(f"{settings.model} does not fit into the memory of {device.type}") from error
+        raise StartError(f"{settings.model} cannot be computed: {type(error).__name__}: {error}") from error
     return Worker(
         ranks=target.ranks,
         info=WorkerInfo(

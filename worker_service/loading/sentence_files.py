@@ -16,6 +16,9 @@ from worker_service.wording import shown
 _MODES = {"cls": "CLS", "cls_token": "CLS", "mean": "MEAN", "mean_tokens": "MEAN", "lasttoken": "LAST"}
 """The names of `PoolingType`, by those of sentence-transformers."""
 _PREFIX = "pooling_mode_"
+_PLAIN = ("Transformer", "Pooling")
+_NORMALIZED = (*_PLAIN, "Normalize")
+_SUPPORTED = "Transformer and Pooling, with or without Normalize"
 
 
 @dataclass(frozen=True)
@@ -34,18 +37,20 @@ class SentenceSettings:
         file = folder / "modules.json"
         if not file.is_file():
             return cls(otherwise)
-        kind, normalizes = None, False
-        for module in _modules(file):
-            name = str(module.get("type", "")).rpartition(".")[2]
-            if name == "Pooling":
-                kind = _pooling_type(folder / str(module.get("path", "")) / "config.json")
-            elif name == "Normalize":
-                normalizes = True
-            elif name != "Transformer":
-                raise StartError(f"{file} names {shown(name)}, which is not supported between states and vectors")
-        if kind is None:
-            raise StartError(f"{file} names no pooling")
-        return cls(kind, normalizes, _max_length(folder / "sentence_bert_config.json"))
+        modules = [
+            (str(module.get("type", "")).rpartition(".")[2], module.get("path", "")) for module in _modules(file)
+        ]
+        names = tuple(name for name, _ in modules)
+        if names not in (_PLAIN, _NORMALIZED):
+            what = ", ".join(map(shown, names)) or "nothing"
+            raise StartError(f"{file} has texts go through {what}; supported are {_SUPPORTED}")
+        (_, network), (_, pooling), *_ = modules
+        if network != "":
+            raise StartError(f"{file} has the network in {shown(network)}; it must be in this folder")
+        if not isinstance(pooling, str):
+            raise StartError(f"{file} has the pooling in {shown(pooling)}, which is no folder")
+        kind = _pooling_type(folder / pooling / "config.json")
+        return cls(kind, names == _NORMALIZED, _max_length(folder / "sentence_bert_config.json"))
 
 
 def _modules(file: Path) -> list[dict[str, Any]]:
@@ -72,7 +77,10 @@ def _pooling_type(file: Path) -> str:
 def _max_length(file: Path) -> int | None:
     if not file.is_file():
         return None
-    length = read_json(file).get("max_seq_length")
+    settings = read_json(file)
+    if settings.get("do_lower_case"):
+        raise StartError(f"{file} has texts made lower-case, which is not supported beside what the tokenizer does")
+    length = settings.get("max_seq_length")
     if length is None:
         return None
     if type(length) is not int or length < 1:

@@ -8,6 +8,10 @@ from typing import Any
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from worker_service.models.transformers_json import parse
+from worker_service.wording import shown
+
+MAX_LABELS = 1 << 16
+"""transformers makes a name for each, before anything else is looked at."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,14 @@ class EncoderConfig:
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> "EncoderConfig":
         """Raises ValueError where it describes no network that can be run."""
-        network = parse(json)
-        name = (json.get("architectures") or [""])[0]
-        classifies = isinstance(name, str) and name.endswith("ForSequenceClassification")
+        names, num_labels = json.get("architectures") or [""], json.get("num_labels") or 1
+        if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            raise ValueError("architectures is not a list of names")
+        if type(num_labels) is not int or not 1 <= num_labels <= MAX_LABELS:
+            raise ValueError(f"num_labels is {shown(num_labels)}; it must be a whole number from 1 to {MAX_LABELS}")
+        # Neither changes what a network computes; one refuses odd numbers of tokens, the other one gives no names.
+        network, name = parse({**json, "chunk_size_feed_forward": 0, "return_dict": True}), names[0]
+        classifies = name.endswith("ForSequenceClassification")
         mapping = (AutoModelForSequenceClassification if classifies else AutoModel)._model_mapping
         network_class = mapping[type(network)]
         if getattr(network, "is_decoder", False):

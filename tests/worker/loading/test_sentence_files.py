@@ -32,14 +32,38 @@ def test_the_newer_form_of_a_pooling_is_read(tmp_path: Path) -> None:
     assert SentenceSettings.read(tmp_path, "ALL").pooling == "CLS"
 
 
+network, pooling = {"type": "x.Transformer", "path": ""}, {"type": "x.Pooling", "path": "1_Pooling"}
+
+
+def write(folder: Path, *modules: dict[str, object]) -> None:
+    (folder / "modules.json").write_text(json.dumps(modules))
+
+
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "another pooling": (lambda folder: write_modules(folder, "max_tokens"), "pools by 'max_tokens'"),
-    "a layer more": (lambda folder: write_modules(folder, "mean_tokens", "Dense"), "names 'Dense'"),
-    "no pooling": (lambda folder: (folder / "modules.json").write_text("[]"), "names no pooling"),
+    "a layer more": (
+        lambda folder: write_modules(folder, "mean_tokens", "Dense"),
+        "go through 'Transformer', 'Pooling', 'Dense'; supported are Transformer and Pooling",
+    ),
+    "a layer twice": (lambda folder: write_modules(folder, "mean_tokens", "Normalize", "Normalize"), "go through"),
+    "no pooling": (lambda folder: (folder / "modules.json").write_text("[]"), "go through nothing"),
+    "no network": (lambda folder: write(folder, pooling), "go through 'Pooling'"),
+    "another order": (lambda folder: write(folder, pooling, network), "go through 'Pooling', 'Transformer'"),
+    "a network elsewhere": (
+        lambda folder: write(folder, network | {"path": "0_Transformer"}, pooling),
+        "has the network in '0_Transformer'; it must be in this folder",
+    ),
+    "a pooling in a number": (lambda folder: write(folder, network, pooling | {"path": 1}), "has the pooling in 1"),
+    "lower case": (
+        lambda folder: (write_modules(folder, "mean_tokens") / "sentence_bert_config.json").write_text(
+            '{"do_lower_case": true}'
+        ),
+        "has texts made lower-case",
+    ),
     "no list": (lambda folder: (folder / "modules.json").write_text("{}"), "is not a list of modules"),
     "no JSON": (lambda folder: (folder / "modules.json").write_text("["), "cannot be read as JSON"),
     "no folder of it": (
-        lambda folder: (folder / "modules.json").write_text(json.dumps([{"type": "x.Pooling", "path": "nowhere"}])),
+        lambda folder: write(folder, network, pooling | {"path": "nowhere"}),
         "cannot read",
     ),
     "a length of no tokens": (
