@@ -178,7 +178,7 @@ def _load_encoder(settings: WorkerSettings, target: Network, kernels: str) -> Wo
         speed = measure_encoder(runner, max_model_len, settings.max_num_batched_tokens, num_labels)
     except StartError:
         raise
-    except Exception as error:  # the network's own code, given values that nobody has tried
+    except Exception as error:  # the network's own code, given values that were never tried
         if is_out_of_memory(error):
             raise StartError(f"{settings.model} does not fit into the memory of {device.type}") from error
         raise StartError(f"{settings.model} cannot be computed: {type(error).__name__}: {error}") from error
