@@ -280,7 +280,8 @@ class Engine:
         self._is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace):
-                if self._has_unfinished:
+                while self._has_unfinished:
+                    self._is_empty.clear()
                     await self._is_empty.wait()
         self._is_over = True
         for call in self.requests.values():

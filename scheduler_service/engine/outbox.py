@@ -6,6 +6,7 @@ there are more steps than time: a message costs about as much as the rows of 100
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pagewire.v1 import engine_service_pb2 as pb
@@ -20,6 +21,8 @@ MOST_LOGPROBS = 1 << 13
 EVENT_WEIGHT = 8
 """Rows and log-probabilities of one message, among which any other event counts as so many: 5 ms of a front end to take
 in, and at most 0.1 MiB."""
+MOST_VECTOR_BYTES = 1 << 18
+"""Of one event, if it has several vectors."""
 ROW_BYTES = 72
 """Of memory, until a row or a log-probability is taken."""
 MOST_WAITING = 1 << 14
@@ -30,18 +33,21 @@ have not.
 """
 
 
-class _Logprobs(NamedTuple):
-    """Log-probabilities of an event, which are encoded when the event's message is made."""
+class _Bulk(NamedTuple):
+    """What is large of an event, and is encoded when the event's message is made."""
 
-    sampled: list[TokenLogprobs]
-    prompt: list[TokenLogprobs]
+    sampled: Sequence[TokenLogprobs] = ()
+    prompt: Sequence[TokenLogprobs] = ()
+    vectors: bytes | memoryview = b""
 
     @property
-    def number(self) -> int:
-        return sum(len(positions) * len(positions[0].token_ids) for positions in self if positions)
+    def weight(self) -> int:
+        logprobs = (positions for positions in (self.sampled, self.prompt) if positions)
+        number = sum(len(positions) * len(positions[0].token_ids) for positions in logprobs)
+        return number + len(self.vectors) // ROW_BYTES
 
 
-_NONE = _Logprobs([], [])
+_NONE = _Bulk()
 
 
 class Outbox:
@@ -68,7 +74,7 @@ class Outbox:
         self._most_weight = most_bytes // ROW_BYTES
         self.outputs: list[int] = []
         self.token_ids: list[int] = []
-        self._events: deque[tuple[int, pb.EngineEvent, _Logprobs]] = deque()  # each after so many rows of all
+        self._events: deque[tuple[int, pb.EngineEvent, _Bulk]] = deque()  # each after so many rows of all
         self._events_weight = 0  # of all events, in rows
         self._num_taken = 0  # rows of earlier messages
         self._taken = asyncio.Event()  # some, since this was cleared
@@ -84,21 +90,38 @@ class Outbox:
         self.has_some.set()
 
     def tell_gained(self, call: int, gained: SequenceOutput) -> None:
-        """Append what an output gained; many positions of a prompt become several events."""
+        """Append what an output gained; many positions or vectors of a prompt become several events."""
         event, positions = _encode_gained(call, gained), gained.prompt_logprobs or []
+        if gained.vectors:
+            self._tell_vectors(event, gained)
+            return
         at_once = max(1, MOST_LOGPROBS // len(positions[0].token_ids)) if positions else 1
         start = 0
         while len(positions) - start > at_once:
             part = pb.OutputGained(index=gained.sequence.index, prompt_start=gained.prompt_start + start)
-            self._append(pb.EngineEvent(call=call, gained=part), _Logprobs([], positions[start : start + at_once]))
+            self._append(pb.EngineEvent(call=call, gained=part), _Bulk(prompt=positions[start : start + at_once]))
             start += at_once
         event.gained.prompt_start = gained.prompt_start + start
-        self._append(event, _Logprobs([gained.logprobs] if gained.logprobs else [], positions[start:]))
+        self._append(event, _Bulk([gained.logprobs] if gained.logprobs else [], positions[start:]))
         self.has_some.set()
 
-    def _append(self, event: pb.EngineEvent, logprobs: _Logprobs = _NONE) -> None:
-        self._events.append((self._num_taken + len(self.outputs), event, logprobs))
-        self._events_weight += _weight(event, logprobs)
+    def _tell_vectors(self, last: pb.EngineEvent, gained: SequenceOutput) -> None:
+        """Append them; `last` is the last of their events."""
+        pooling, vectors, start = gained.sequence.sampling.pooling, memoryview(gained.vectors), gained.prompt_start
+        assert pooling is not None
+        at_once = max(1, MOST_VECTOR_BYTES // pooling.vector_bytes)
+        num_bytes = at_once * pooling.vector_bytes
+        while len(vectors) > num_bytes:
+            part = pb.OutputGained(index=gained.sequence.index, prompt_start=start)
+            self._append(pb.EngineEvent(call=last.call, gained=part), _Bulk(vectors=vectors[:num_bytes]))
+            vectors, start = vectors[num_bytes:], start + at_once
+        last.gained.prompt_start = start
+        self._append(last, _Bulk(vectors=vectors))
+        self.has_some.set()
+
+    def _append(self, event: pb.EngineEvent, bulk: _Bulk = _NONE) -> None:
+        self._events.append((self._num_taken + len(self.outputs), event, bulk))
+        self._events_weight += EVENT_WEIGHT + bulk.weight
 
     @property
     def _weight(self) -> int:
@@ -126,8 +149,8 @@ class Outbox:
         self._is_stuck = False
         message, num_rows, left = pb.AttachResponse(), min(MOST_ROWS, len(self.outputs)), MOST_LOGPROBS
         while self._events and (row := self._events[0][0] - self._num_taken) <= num_rows:
-            _, event, logprobs = self._events[0]
-            weight = _weight(event, logprobs)
+            _, event, bulk = self._events[0]
+            weight = EVENT_WEIGHT + bulk.weight
             left -= weight
             if left < 0 and message.events:
                 num_rows = row
@@ -135,9 +158,10 @@ class Outbox:
             self._events.popleft()
             self._events_weight -= weight
             event.row = row
-            if logprobs is not _NONE:
-                _fill_logprobs(event.gained.logprobs, logprobs.sampled)
-                _fill_logprobs(event.gained.prompt_logprobs, logprobs.prompt)
+            if bulk is not _NONE:
+                _fill_logprobs(event.gained.logprobs, bulk.sampled)
+                _fill_logprobs(event.gained.prompt_logprobs, bulk.prompt)
+                event.gained.vectors = bytes(bulk.vectors)
             message.events.append(event)
         message.outputs.extend(self.outputs[:num_rows])
         message.token_ids.extend(self.token_ids[:num_rows])
@@ -148,17 +172,12 @@ class Outbox:
         return message
 
 
-def _weight(event: pb.EngineEvent, logprobs: _Logprobs) -> int:
-    return EVENT_WEIGHT + logprobs.number + len(event.gained.vectors) // ROW_BYTES
-
-
 def _encode_gained(call: int, gained: SequenceOutput) -> pb.EngineEvent:
-    """Without log-probabilities. The status is that of now: the sequence may end before the message is made."""
+    """Without log-probabilities and vectors. The status is that of now: the sequence may end before it is sent."""
     sequence, status = gained.sequence, gained.sequence.status
     event = pb.EngineEvent(call=call)
     message = event.gained
     message.index = sequence.index
-    message.vectors = gained.vectors
     if gained.token_id is not None:
         message.token_id = gained.token_id
     if status.is_finished:
@@ -168,7 +187,7 @@ def _encode_gained(call: int, gained: SequenceOutput) -> pb.EngineEvent:
     return event
 
 
-def _fill_logprobs(message: wire.SampleLogprobs, positions: list[TokenLogprobs]) -> None:
+def _fill_logprobs(message: wire.SampleLogprobs, positions: Sequence[TokenLogprobs]) -> None:
     if positions:
         message.width = len(positions[0].token_ids)
         message.ranks.extend(position.rank for position in positions)

@@ -17,11 +17,11 @@ from scheduler_service.frontend.request import RequestState
 from scheduler_service.frontend.resumption import served_fingerprint
 from scheduler_service.frontend.streams import MAX_VECTOR_BYTES, OutputDelta
 from scheduler_service.frontend.text_calls import TextCall
-from scheduler_service.frontend.text_items import encode_inputs
+from scheduler_service.frontend.text_items import encode_inputs, longest_input
 from scheduler_service.wire.fields import decode_enum
 
-MAX_STEP_BYTES = 32 << 20
-"""Of the vectors that one step may bring, if all that it computes is of one kind; a message has at most 64 MiB."""
+MAX_STEP_BYTES = 16 << 20
+"""Of the vectors that one step may bring, if all that it computes is of one kind: 5 ms to parse, decode and check."""
 
 
 async def embed(link: EngineLink, request: pb.EmbedRequest, context: Context) -> None:
@@ -40,7 +40,7 @@ async def embed(link: EngineLink, request: pb.EmbedRequest, context: Context) ->
                     await writer.write(message)
 
         try:
-            await call.run(encode_inputs(request, model), pooling, write)
+            await call.run(encode_inputs(request, model), pooling, write, longest_input(request))
         finally:
             writer.close()
 
@@ -53,7 +53,8 @@ async def embed_one(link: EngineLink, request: pb.EmbedRequest) -> tuple[bytes, 
         parts.extend([delta.vectors async for delta in state.stream])
 
     async with TextCall(link, request) as call:
-        await call.run(encode_inputs(request, call.model), read_pooling(request, call.model), take)
+        pooling = read_pooling(request, call.model)
+        await call.run(encode_inputs(request, call.model), pooling, take, longest_input(request))
         return b"".join(parts), call.num_tokens
 
 

@@ -15,7 +15,7 @@ from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.model import MOST_SCORED
 from scheduler_service.frontend.request import RequestState
 from scheduler_service.frontend.text_calls import TextCall
-from scheduler_service.frontend.text_items import encode_texts
+from scheduler_service.frontend.text_items import encode_texts, most_tokens
 from scheduler_service.frontend.tokenization import Text
 from scheduler_service.wire.submission import floats
 
@@ -52,8 +52,14 @@ async def _scores_of_pairs(call: TextCall, request: pb.ScoreRequest) -> list[flo
 
     pooling = PoolingParams(type=PoolingType.SCORE, dimensions=model.num_labels)
     named = ((f"documents[{number}], with the query,", pair) for number, pair in enumerate(_pairs(request)))
-    await call.run(encode_texts(named, model, truncate=request.truncate), pooling, take)
+    around = len(request.query) + len(request.pair_format)
+    await call.run(encode_texts(named, model, truncate=request.truncate), pooling, take, _longest(request, around))
     return scores
+
+
+def _longest(request: pb.ScoreRequest, num_characters: int) -> int:
+    """The tokens at most of a document with so many characters around it."""
+    return most_tokens(max(map(len, request.documents)) + num_characters)
 
 
 def _pairs(request: pb.ScoreRequest) -> Iterator[Text]:
@@ -93,7 +99,8 @@ async def _similarities(call: TextCall, request: pb.ScoreRequest) -> list[float]
             scores[number - 1] = sum(map(mul, query, vector))
 
     named = [("query", request.query), *((f"documents[{n}]", text) for n, text in enumerate(request.documents))]
-    await call.run(encode_texts(named, model, truncate=request.truncate), pooling, take)
+    longest = max(most_tokens(len(request.query)), _longest(request, 0))
+    await call.run(encode_texts(named, model, truncate=request.truncate), pooling, take, longest)
     return scores
 
 

@@ -89,16 +89,18 @@ class TextCall:
     async def __aexit__(self, *error: Any) -> None:
         self._open.__exit__(*error)
 
-    async def run(self, items: AsyncIterator[TextItem], pooling: PoolingParams, take: Take) -> None:
-        """Have every text computed, and what came of each taken, in their order. Raises RequestError."""
-        room, number, before = _Room(self._call), 0, asyncio.Event()
+    async def run(self, items: AsyncIterator[TextItem], pooling: PoolingParams, take: Take, longest: int) -> None:
+        """Have every text computed, and what came of each taken, in their order. Raises RequestError.
+
+        longest: the tokens of the longest one at most.
+        """
+        room = _Room(self._call, _bytes_of(min(longest, self.model.context_length), pooling))
+        number, before = 0, asyncio.Event()
         before.set()
         try:
             async with asyncio.TaskGroup() as tasks:
                 async for item in items:
-                    num_tokens, after = len(item.token_ids), asyncio.Event()
-                    num_vectors = num_tokens if pooling.type is PoolingType.ALL else 1
-                    num_bytes = text_bytes(num_tokens, num_vectors * pooling.vector_bytes)
+                    num_bytes, after = _bytes_of(len(item.token_ids), pooling), asyncio.Event()
                     await room.enter(num_bytes)
                     task = tasks.create_task(self._one(number, item, pooling, take, before, after))
                     task.add_done_callback(partial(room.leave, num_bytes))
@@ -170,11 +172,21 @@ class TextCall:
             )
 
 
-class _Room:
-    """For texts that are with the engine: by number, and by the memory that their call holds."""
+def _bytes_of(num_tokens: int, pooling: PoolingParams) -> int:
+    """Of a text's memory, with its vectors."""
+    num_vectors = num_tokens if pooling.type is PoolingType.ALL else 1
+    return text_bytes(num_tokens, num_vectors * pooling.vector_bytes)
 
-    def __init__(self, call: EngineCall) -> None:
+
+class _Room:
+    """For texts that are with the engine: by number, and by the memory that their call holds.
+
+    That is `least` or more from the beginning, so that the longest text needs no more when its turn comes.
+    """
+
+    def __init__(self, call: EngineCall, least: int) -> None:
         self._call = call
+        self._least = least
         self._held = 0
         self._num_texts = 0
         self._num_bytes = 0
@@ -191,7 +203,7 @@ class _Room:
 
     async def _grow(self, missing: int) -> bool:
         """Hold more memory, to twice as much if there are texts to wait for otherwise; returns whether there is any."""
-        more, allowed = missing, IN_FLIGHT_BYTES - self._held
+        more, allowed = max(missing, self._least - self._held), IN_FLIGHT_BYTES - self._held
         if self._num_texts:
             if missing > allowed:
                 return False

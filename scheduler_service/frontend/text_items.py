@@ -11,8 +11,21 @@ from scheduler_service.frontend.tokenization import Text, TextItem, TooManyToken
 T = TypeVar("T")
 
 TEXTS_AT_ONCE = 16
+TOKENS_OF_CHARACTER = 4
+TOKENS_AROUND = 8
+"""That the model expects besides a text's own."""
 CHARACTERS_AT_ONCE = 1 << 16
 """Of several texts that are encoded at once."""
+
+
+def longest_input(request: pb.EmbedRequest) -> int:
+    """The tokens of the longest input at most."""
+    return max(len(item.token_ids.ids) or most_tokens(len(item.text)) for item in request.inputs)
+
+
+def most_tokens(num_characters: int) -> int:
+    """Tokens that a text of so many characters has at most, but where a tokenizer makes more characters of one."""
+    return TOKENS_OF_CHARACTER * num_characters + TOKENS_AROUND
 
 
 async def encode_inputs(request: pb.EmbedRequest, model: ServedModel) -> AsyncIterator[TextItem]:

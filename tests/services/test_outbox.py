@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.v1 import engine_service_pb2 as pb
-from scheduler_service.core import SamplingParams, Sequence, SequenceGroup, SequenceOutput, SequenceStatus
+from scheduler_service.core import (
+    PoolingParams,
+    PoolingType,
+    SamplingParams,
+    Sequence,
+    SequenceGroup,
+    SequenceOutput,
+    SequenceStatus,
+)
 from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.engine import outbox as outbox_module
 from scheduler_service.engine.outbox import MOST_LOGPROBS, MOST_ROWS, MOST_WAITING, Outbox
@@ -16,6 +24,12 @@ from scheduler_service.engine.outbox import MOST_LOGPROBS, MOST_ROWS, MOST_WAITI
 
 def sequence() -> Sequence:
     return SequenceGroup("a", array("I", [5]), SamplingParams(max_tokens=9)).sequences[0]
+
+
+def pooled_sequence(dimensions: int, half: bool = False) -> Sequence:
+    """For a vector for each token."""
+    pooling = PoolingParams(type=PoolingType.ALL, dimensions=dimensions, half=half)
+    return SequenceGroup("a", array("I", [5]), SamplingParams(max_tokens=1, pooling=pooling)).sequences[0]
 
 
 def entry(width: int) -> TokenLogprobs:
@@ -57,6 +71,28 @@ def test_rows_and_events_come_in_the_order_in_which_they_were_told(kinds: list[s
         assert not outbox.has_some.is_set()
 
 
+@given(st.integers(1, 3000), st.integers(1, 40), st.booleans())
+def test_many_vectors_come_in_events_of_bounded_size(dimensions: int, num_vectors: int, half: bool) -> None:
+    """Each says which tokens its vectors are of."""
+    one = pooled_sequence(dimensions, half)
+    pooling = one.sampling.pooling
+    assert pooling is not None
+    data = bytes(number % 251 for number in range(pooling.vector_bytes)) * num_vectors
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outbox_module, "MOST_VECTOR_BYTES", 5000)
+        outbox = Outbox()
+        outbox.tell_gained(3, SequenceOutput(one, 0, prompt_start=8, vectors=data))
+    events = [event for message in take_all(outbox) for event in message.events]
+    start, found = 8, b""
+    for event in events:
+        assert (event.call, event.gained.prompt_start) == (3, start)
+        assert len(event.gained.vectors) <= max(5000, pooling.vector_bytes)
+        found += event.gained.vectors
+        start += len(event.gained.vectors) // pooling.vector_bytes
+    assert found == data
+    assert [event.gained.HasField("token_id") for event in events] == [False] * (len(events) - 1) + [True]
+
+
 def test_a_message_has_a_bounded_number_of_rows_and_of_log_probabilities() -> None:
     outbox = Outbox()
     outbox.outputs += range(3 * MOST_ROWS)
@@ -75,7 +111,7 @@ def test_a_message_has_a_bounded_number_of_rows_and_of_log_probabilities() -> No
 def test_a_message_has_a_bounded_number_of_vectors() -> None:
     outbox = Outbox()
     for number in range(100):
-        outbox.tell_gained(number, SequenceOutput(sequence(), None, vectors=bytes(200_000)))
+        outbox.tell_gained(number, SequenceOutput(pooled_sequence(50_000), None, vectors=bytes(200_000)))
     messages = take_all(outbox)
     assert sum(len(message.events) for message in messages) == 100
     assert max(message.ByteSize() for message in messages) < 1 << 20

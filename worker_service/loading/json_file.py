@@ -1,6 +1,7 @@
-"""JSON objects from files of a model's folder. Whatever is wrong with one ends in a StartError that names the file."""
+"""JSON from files of a model's folder. Whatever is wrong with one ends in a StartError that names the file."""
 
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,22 @@ _MAX_BYTES = 100 << 20
 
 def read_json(file: Path) -> dict[str, Any]:
     """The object that a file holds."""
+    content = read_any_json(file)
+    if not isinstance(content, dict):
+        raise StartError(f"{file} does not hold a JSON object")
+    return content
+
+
+def read_any_json(file: Path, most: int = _MAX_BYTES) -> Any:
+    """What a file of at most so many bytes holds."""
     try:
-        if (size := file.stat().st_size) > _MAX_BYTES:
-            raise StartError(f"{file} has {size} bytes; at most {_MAX_BYTES} are read")
-        content = json.loads(file.read_bytes())
+        found = file.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise StartError(f"{file} is not a file")
+        if found.st_size > most:
+            raise StartError(f"{file} has {found.st_size} bytes; at most {most} are read")
+        return json.loads(file.read_bytes())
     except OSError as error:
         raise StartError(f"cannot read {file}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise StartError(f"{file} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise StartError(f"{file} does not hold a JSON object")
-    return content

@@ -4,18 +4,20 @@ Whatever is not understood ends in a StartError that names the file: vectors wou
 network was trained for.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pagewire_common.start_error import StartError
-from worker_service.loading.json_file import read_json
+from worker_service.loading.json_file import read_any_json, read_json
 from worker_service.wording import shown
 
 _MODES = {"cls": "CLS", "cls_token": "CLS", "mean": "MEAN", "mean_tokens": "MEAN", "lasttoken": "LAST"}
 """The names of `PoolingType`, by those of sentence-transformers."""
 _PREFIX = "pooling_mode_"
+_MAX_BYTES = 1 << 20
+_MAX_MODULES = 8
+"""Of a list of modules."""
 _PLAIN = ("Transformer", "Pooling")
 _NORMALIZED = (*_PLAIN, "Normalize")
 _SUPPORTED = "Transformer and Pooling, with or without Normalize"
@@ -54,12 +56,11 @@ class SentenceSettings:
 
 
 def _modules(file: Path) -> list[dict[str, Any]]:
-    try:
-        modules = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise StartError(f"{file} cannot be read as JSON: {error}") from error
+    modules = read_any_json(file, _MAX_BYTES)
     if not (isinstance(modules, list) and all(isinstance(module, dict) for module in modules)):
         raise StartError(f"{file} is not a list of modules")
+    if len(modules) > _MAX_MODULES:
+        raise StartError(f"{file} names {len(modules)} modules; supported are {_SUPPORTED}")
     return modules
 
 

@@ -16,7 +16,7 @@ from worker_service.models.encoder import Encoder
 from worker_service.models.registry import build_encoder, read_config
 
 CPU = torch.device("cpu")
-TEXTS = [[1, *range(10, 10 + length), 2] for length in (1, 5, 30, 5, 62, 1, 17)]
+TEXTS = [[1, *range(10, 10 + length), 2] for length in (1, 5, 30, 5, 63, 1, 17)]
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> Encoder:
