@@ -21,7 +21,7 @@ from pagewire_client import POOLING_ALL, POOLING_CLS, POOLING_LAST, POOLING_MEAN
 from pagewire_client.admin import Admin
 from pagewire_client.llm import collect
 from scheduler_service.access.keys import ApiKey, Keyring, digest_of
-from scheduler_service.frontend.text_calls import IN_FLIGHT_BYTES
+from scheduler_service.frontend.text_calls import IN_FLIGHT, IN_FLIGHT_BYTES
 from scheduler_service.recording.replayer import Replayer
 
 POOLINGS = [POOLING_CLS, POOLING_MEAN, POOLING_LAST, POOLING_ALL]
@@ -305,7 +305,7 @@ async def test_a_client_that_does_not_read_holds_little(encoder: Path) -> None:
         await call.read()
         for _ in range(20):
             assert await client.embed(["b"])
-        assert len(one.engine.requests) <= 128
+        assert len(one.engine.requests) <= IN_FLIGHT
         call.cancel()
         await assert_nothing_is_left(one)
 
