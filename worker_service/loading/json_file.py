@@ -1,7 +1,6 @@
 """JSON from files of a model's folder. Whatever is wrong with one ends in a StartError that names the file."""
 
 import json
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,8 @@ def read_json(file: Path) -> dict[str, Any]:
 def read_any_json(file: Path, most: int = _MAX_BYTES) -> Any:
     """What a file of at most so many bytes holds."""
     try:
-        found = file.stat()
-        if not stat.S_ISREG(found.st_mode):
-            raise StartError(f"{file} is not a file")
-        if found.st_size > most:
-            raise StartError(f"{file} has {found.st_size} bytes; at most {most} are read")
+        if (size := file.stat().st_size) > most:
+            raise StartError(f"{file} has {size} bytes; at most {most} are read")
         return json.loads(file.read_bytes())
     except OSError as error:
         raise StartError(f"cannot read {file}: {error.strerror}") from error

@@ -1,7 +1,6 @@
 """What a folder of sentence-transformers says, and which of it cannot be followed."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,7 +32,6 @@ def test_the_newer_form_of_a_pooling_is_read(tmp_path: Path) -> None:
     assert SentenceSettings.read(tmp_path, "ALL").pooling == "CLS"
 
 
-PATH = "1_Pooling/config.json"
 network, pooling = {"type": "x.Transformer", "path": ""}, {"type": "x.Pooling", "path": "1_Pooling"}
 
 
@@ -51,10 +49,6 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no pooling": (lambda folder: (folder / "modules.json").write_text("[]"), "go through nothing"),
     "many layers": (lambda folder: write(folder, *[network] * 9), "names 9 modules"),
     "a large list": (lambda folder: write(folder, *[network] * 30_000), "at most 1048576 are read"),
-    "a pipe": (
-        lambda folder: (write(folder, network, pooling), (folder / "1_Pooling").mkdir(), os.mkfifo(folder / PATH)),
-        "is not a file",
-    ),
     "no network": (lambda folder: write(folder, pooling), "go through 'Pooling'"),
     "another order": (lambda folder: write(folder, pooling, network), "go through 'Pooling', 'Transformer'"),
     "a network elsewhere": (
