@@ -74,3 +74,12 @@ async def serving(
 def encoder_settings() -> dict[str, Any]:
     """For workers that hold no cache."""
     return {"num_device_blocks": None, "swap_space": 0, "max_num_batched_tokens": 128}
+
+
+async def assert_nothing_is_left(one: Any) -> None:
+    await until(lambda: not one.engine.requests and not one.engine.admission.being_checked)
+    await until(lambda: not one.engine.admission.num_bytes)
+    assert not one.link.requests
+    assert not len(one.engine.waiting)
+    for worker in one.engine.workers:
+        await until(lambda worker=worker: not worker.scheduler.running)
