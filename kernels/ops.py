@@ -59,6 +59,8 @@ class Ops(Protocol):
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        bias: Tensor | None = None,
+        causal: bool = True,
     ) -> Tensor: ...
 
     def qkv_attention(

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import composed
+from kernels.attention_options import check_attention_options
 from kernels.metadata import AttentionMetadata
 from kernels.ops import LoraWeights, Ops, Product
 
@@ -88,6 +89,8 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    bias: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
     """`softmax(q kᵀ * scale) v` of each query token over its sequence's tokens up to itself. (Kwon et al., 2023.)
 
@@ -97,7 +100,15 @@ def paged_attention(
     that many tokens, itself included; with a soft cap, scores become `cap * tanh(score / cap)` (Gemma Team, 2024).
     Returns the shape and dtype of query, contiguous. Whatever lies in slots that a sequence does not own, NaN
     included, never reaches its result; and blocks behind the windows of all its query tokens are not its own any more.
+
+    bias: [num_heads, num_distances] float32, contiguous, added to the scaled scores: entry d for the key d tokens
+    before the query token, the last entry for all that are farther (a relative position bias; Raffel et al., 2020).
+
+    If not causal, each query token sees all `context_lens` tokens of its sequence's blocks, at least one, in whatever
+    order (an encoder's tokens, which a decoder's attend to); a sequence may have more query tokens than those.
+    `check_attention_options` says which options go together.
     """
+    check_attention_options(query, window, soft_cap, bias, causal)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     starts, block_size = metadata.query_start.tolist(), layer_cache.shape[2]
     groups = query.shape[1] // layer_cache.shape[3]
@@ -111,10 +122,14 @@ def paged_attention(
             blocks[:, part].flatten(0, 1)[: len(positions)].transpose(0, 1).repeat_interleave(groups, dim=0)
             for part in (0, 1)
         )
-        distance = torch.arange(computed, context_len, device=query.device)[:, None] - positions
+        if causal:
+            distance = torch.arange(computed, context_len, device=query.device)[:, None] - positions
+        else:
+            distance = torch.zeros((stop - start, context_len), dtype=torch.int64, device=query.device)
         visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        added = None if bias is None else bias[:, distance.clamp(0, bias.shape[1] - 1)]
         output[start:stop] = _attend(
-            query[start:stop].transpose(0, 1), keys, values, visible, scale, soft_cap
+            query[start:stop].transpose(0, 1), keys, values, visible, scale, soft_cap, added
         ).transpose(0, 1)
     return output
 
@@ -224,11 +239,23 @@ def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, soft_cap: float | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    scale: float,
+    soft_cap: float | None,
+    bias: Tensor | None,
 ) -> Tensor:
-    """query: [heads, n, head_dim]; keys, values: [heads, context, head_dim]; visible: [n, context] bool."""
-    if soft_cap is None:
+    """query: [heads, n, head_dim]; keys, values: [heads, context, head_dim]; visible: [n, context] bool; bias: [heads,
+    n, context] float32.
+    """
+    if soft_cap is None and bias is None:
         return functional.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scale)
     scores = query.float() @ keys.float().transpose(1, 2) * scale
-    scores = (soft_cap * (scores / soft_cap).tanh()).masked_fill_(~visible, -torch.inf)
+    if soft_cap is not None:
+        scores = soft_cap * (scores / soft_cap).tanh()
+    if bias is not None:
+        scores = scores + bias
+    scores = scores.masked_fill_(~visible, -torch.inf)
     return (scores.softmax(dim=-1) @ values.float()).to(query.dtype)

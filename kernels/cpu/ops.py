@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
+from kernels.attention_options import check_attention_options
 from kernels.cpu.library import library_path, load_library, supported, what_is_missing
 from kernels.metadata import AttentionMetadata
 from kernels.ops import LoraWeights, Product
@@ -41,7 +42,10 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    bias: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
+    check_attention_options(query, window, soft_cap, bias, causal)
     output: Tensor = _library.paged_attention(
         query,
         layer_cache,
@@ -51,6 +55,8 @@ def paged_attention(
         scale,
         window or 0,
         soft_cap or 0.0,
+        bias,
+        causal,
     )
     return output
 

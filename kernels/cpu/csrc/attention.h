@@ -44,6 +44,9 @@ struct Attention {
   int64_t num_sequences, num_heads, num_kv_heads, head_dim, block_size;
   float scale, soft_cap;  // soft_cap 0: none
   int64_t window;         // 0: none
+  const float* bias;      // [num_heads, num_distances], or null
+  int64_t num_distances;
+  bool causal;
 };
 
 // Where the keys and values of a tile lie. Zeros are before the first that the item has, and follow the last of `count`,
@@ -58,7 +61,7 @@ struct Tile {
 struct Item {
   int64_t sequence, kv_head;
   int64_t first_row, tokens;  // of the query
-  int64_t first_position;     // of the first token in its sequence
+  int64_t first_position;     // of the first token in its sequence; of the last key if attention is not causal
   int64_t keys_begin, keys_end;
   int64_t partial;  // where a part's result goes, or -1: straight to the output
 };
@@ -371,8 +374,9 @@ class Attender {
       }
       tiles_.score(rows, *current_, scores_.data());
       if (a.soft_cap > 0) cap(a, rows);
+      if (a.bias != nullptr) add_bias(a, item, item.first_position - key, rows, group);
       hide(a, item.first_position - key, rows, group);
-      weigh(rows, (a.soft_cap > 0 ? 1.0f : a.scale) / Tiles::kLogBase);
+      weigh(rows, (a.soft_cap > 0 || a.bias != nullptr ? 1.0f : a.scale) / Tiles::kLogBase);
       tiles_.add_values(rows, *current_, corrections_.data(), sums_.data());
     }
     for (int64_t row = 0; row < rows; ++row) {
@@ -430,6 +434,30 @@ class Attender {
   void cap(const Attention<T>& a, int64_t rows) {
     for (int64_t i = 0; i < rows * kTileKeys; i += kLanes)
       ((Vec::loadu(&scores_[i]) * Vec(a.scale / a.soft_cap)).tanh() * Vec(a.soft_cap)).store(&scores_[i]);
+  }
+
+  // Scales the scores and adds to each the bias of its key's distance; what is added for keys behind the row's token
+  // may be anything. distance: as `hide` has it. Neighbouring keys have neighbouring entries, in the opposite order:
+  // one load for a vector, but where it reaches past an end of the table it takes them one by one.
+  void add_bias(const Attention<T>& a, const Item& item, int64_t distance, int64_t rows, int64_t group) {
+    const int64_t last = a.num_distances - 1;
+    for (int64_t row = 0; row < rows; ++row) {
+      const float* bias = a.bias + (item.kv_head * group + row % group) * a.num_distances;
+      for (int64_t i = 0; i < kTileKeys; i += kLanes) {
+        const int64_t farthest = distance + row / group - i, nearest = farthest - kLanes + 1;
+        Vec added(bias[last]);
+        if (nearest >= 0 && farthest <= last) {
+          added = at::vec::flip(Vec::loadu(bias + nearest));
+        } else if (nearest < last) {
+          float near[kLanes];
+          for (int64_t lane = 0; lane < kLanes; ++lane)
+            near[lane] = bias[std::clamp<int64_t>(farthest - lane, 0, last)];
+          added = Vec::loadu(near);
+        }
+        float* scores = &scores_[row * kTileKeys + i];
+        at::vec::fmadd(Vec::loadu(scores), Vec(a.scale), added).store(scores);
+      }
+    }
   }
 
   // Masks the scores of keys that a row does not see. distance: from the tile's first key to the first row's token.
@@ -519,9 +547,11 @@ std::vector<Item> cut_into_items(const Attention<T>& a, int64_t& num_partials) {
     const int64_t start = a.query_start[sequence], queries = a.query_start[sequence + 1] - start;
     const int64_t computed = a.context_lens[sequence] - queries;
     for (int64_t token = 0; token < queries; token += tokens_an_item) {
-      const int64_t tokens = std::min(tokens_an_item, queries - token), position = computed + token;
+      const int64_t tokens = std::min(tokens_an_item, queries - token);
+      // Tokens that see all keys have the last key's place or follow it.
+      const int64_t position = a.causal ? computed + token : a.context_lens[sequence] - 1;
       const int64_t begin = a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
-      const int64_t end = position + tokens;
+      const int64_t end = a.causal ? position + tokens : a.context_lens[sequence];
       const bool split = queries == 1 && begin / kPartKeys < (end - 1) / kPartKeys;
       for (int64_t kv_head = 0; kv_head < a.num_kv_heads; ++kv_head) {
         if (!split) {

@@ -193,7 +193,8 @@ struct Metadata {
 
 // query: [tokens, heads, head_dim]; returns [tokens, heads * head_dim].
 Tensor attend(
-    const Tensor& query, const Tensor& cache, const Metadata& metadata, double scale, int64_t window, double soft_cap) {
+    const Tensor& query, const Tensor& cache, const Metadata& metadata, double scale, int64_t window, double soft_cap,
+    const std::optional<Tensor>& bias = std::nullopt, bool causal = true) {
   for (const auto* tensor : {&metadata.query_start, &metadata.context_lens, &metadata.block_tables}) {
     check_contiguous(*tensor, "metadata");
     TORCH_CHECK(tensor->scalar_type() == at::kInt, "metadata must be int32");
@@ -206,11 +207,18 @@ Tensor attend(
   const auto *starts = metadata.query_start.const_data_ptr<int32_t>(),
              *contexts = metadata.context_lens.const_data_ptr<int32_t>();
   for (int64_t i = 0; i < sequences; ++i)
-    TORCH_CHECK(starts[i] <= starts[i + 1] && starts[i + 1] - starts[i] <= contexts[i] &&
+    TORCH_CHECK(starts[i] <= starts[i + 1] &&
+                    (causal ? starts[i + 1] - starts[i] : starts[i + 1] > starts[i]) <= contexts[i] &&
                     contexts[i] <= metadata.block_tables.size(1) * cache.size(2),
                 "sequence ", i, " has ", starts[i + 1] - starts[i], " query tokens of ", contexts[i], " and room for ",
                 metadata.block_tables.size(1) * cache.size(2), " in its block table");
   TORCH_CHECK(starts[0] == 0 && starts[sequences] == query.size(0), "query_start does not fit the query");
+  if (bias.has_value()) {
+    check_contiguous(*bias, "bias");
+    TORCH_CHECK(bias->device().is_cpu() && bias->scalar_type() == at::kFloat && bias->dim() == 2 &&
+                    bias->size(0) == query.size(1) && bias->size(1) > 0,
+                "bias must be float32 [num_heads, at least one distance]");
+  }
   auto out = at::empty({query.size(0), query.size(1) * query.size(2)}, query.options());
   for_type(query, [&](auto type) {
     using T = decltype(type);
@@ -219,7 +227,9 @@ Tensor attend(
         metadata.query_start.const_data_ptr<int32_t>(), metadata.context_lens.const_data_ptr<int32_t>(),
         metadata.block_tables.const_data_ptr<int32_t>(), query.stride(0), cache.stride(0), cache.stride(1),
         metadata.block_tables.size(1), sequences, query.size(1), cache.size(3), query.size(2), cache.size(2),
-        static_cast<float>(scale), static_cast<float>(soft_cap), window};
+        static_cast<float>(scale), static_cast<float>(soft_cap), window,
+        bias.has_value() ? bias->template const_data_ptr<float>() : nullptr, bias.has_value() ? bias->size(1) : 0,
+        causal};
 #if defined(__AVX512BF16__)
     if constexpr (std::is_same_v<T, at::BFloat16>)
       if (Bf16Tiles::can(a)) return paged_attention<T, Bf16Tiles>(a);
@@ -231,11 +241,12 @@ Tensor attend(
 
 Tensor paged_attention_op(
     const Tensor& query, const Tensor& cache, const Tensor& query_start, const Tensor& context_lens,
-    const Tensor& block_tables, double scale, int64_t window, double soft_cap) {
+    const Tensor& block_tables, double scale, int64_t window, double soft_cap, const std::optional<Tensor>& bias,
+    bool causal) {
   check_heads(query, "query");
   check_layer_cache(cache);
   check_like(query, cache, "query");
-  return attend(query, cache, {query_start, context_lens, block_tables}, scale, window, soft_cap)
+  return attend(query, cache, {query_start, context_lens, block_tables}, scale, window, soft_cap, bias, causal)
       .view(query.sizes());
 }
 
