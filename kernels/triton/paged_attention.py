@@ -15,7 +15,8 @@ captured in a CUDA graph. A captured grid serves any contexts up to the captured
 one query token and context 0; its result is zero.
 
 Oracle: `kernels.reference.paged_attention`. Sizes that hurt: one token; one past a block; 7 query heads a key head;
-heads of 10 or 80; a block size of 3; a window that ends within a tile; NaN in every unused slot.
+heads of 10 or 80; a block size of 3; a window that ends within a tile; NaN in every unused slot; a bias of one
+distance; more query tokens than keys, where attention is not causal.
 """
 
 from functools import cache
@@ -26,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.attention_options import check_attention_options
 from kernels.metadata import AttentionMetadata
 from kernels.triton.launch import OPTIONS
 from kernels.triton.merge_splits import merge_splits
@@ -43,8 +45,11 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    bias: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
     """As `kernels.reference.paged_attention`; every row of query must belong to a sequence."""
+    check_attention_options(query, window, soft_cap, bias, causal)
     num_tokens, num_heads, head_dim = query.shape
     num_sequences, num_kv_heads = len(metadata.context_lens), layer_cache.shape[3]
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -74,8 +79,10 @@ def paged_attention(
             metadata.query_start,
             metadata.context_lens,
             metadata.block_tables,
+            query if bias is None else bias,  # not touched where there is none
             num_sequences,
             num_splits,
+            0 if bias is None else bias.shape[1],
             query.stride(0),
             layer_cache.stride(0),
             layer_cache.stride(1),
@@ -89,6 +96,8 @@ def paged_attention(
             block_size=layer_cache.shape[2],
             window=window or 0,
             soft_cap=soft_cap or 0.0,
+            biased=bias is not None,
+            causal=causal,
             tile_rows=tile.rows,
             tile_keys=tile_keys,
             head_columns=head_columns,
@@ -161,7 +170,7 @@ def _shared_memory(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_splits", "table_stride"])
+@triton.jit(do_not_specialize=["num_sequences", "num_splits", "num_distances", "table_stride"])
 def _paged_attention_kernel(
     query,
     layer_cache,
@@ -170,8 +179,10 @@ def _paged_attention_kernel(
     query_start,
     context_lens,
     block_tables,
+    bias,
     num_sequences,
     num_splits,
+    num_distances,
     query_stride,
     block_stride,
     part_stride,
@@ -185,6 +196,8 @@ def _paged_attention_kernel(
     block_size: tl.constexpr,
     window: tl.constexpr,
     soft_cap: tl.constexpr,
+    biased: tl.constexpr,
+    causal: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_keys: tl.constexpr,
     head_columns: tl.constexpr,
@@ -211,7 +224,8 @@ def _paged_attention_kernel(
         if (query_len == 1) | (first_token >= query_len):
             return
     context_len = tl.load(context_lens + sequence)
-    first_position = context_len - query_len + first_token
+    # Tokens that see all keys have the last key's place or follow it.
+    first_position = context_len - query_len + first_token if causal else context_len - 1
 
     row = tl.arange(0, tile_rows)
     column = tl.arange(0, head_columns)[None, :]
@@ -221,6 +235,7 @@ def _paged_attention_kernel(
     wide_row = (first_row + token).to(tl.int64)
     queries = tl.load(query + (wide_row * query_stride + head * head_dim)[:, None] + column, mask=inside, other=0.0)
     position = first_position + row // groups
+    head_bias = bias + head * num_distances
 
     low = tl.maximum(first_position - window + 1, 0) if window > 0 else 0
     high = tl.minimum(first_position + tile_tokens, context_len)
@@ -238,15 +253,15 @@ def _paged_attention_kernel(
     table = block_tables + sequence.to(tl.int64) * table_stride
     for index in range(begin, seen_by_all):
         largest, total, weighted = _attend_tile(
-            queries, largest, total, weighted, position, index * tile_keys, low, high, head_cache, table,
-            block_stride, part_stride, scale, False,
-            num_kv_heads, head_dim, block_size, window, soft_cap, tile_keys, head_columns,
+            queries, largest, total, weighted, position, index * tile_keys, low, high, head_cache, table, head_bias,
+            num_distances, block_stride, part_stride, scale, False,
+            num_kv_heads, head_dim, block_size, window, soft_cap, biased, tile_keys, head_columns,
         )  # fmt: skip
     for index in range(seen_by_all, end):
         largest, total, weighted = _attend_tile(
-            queries, largest, total, weighted, position, index * tile_keys, low, high, head_cache, table,
-            block_stride, part_stride, scale, True,
-            num_kv_heads, head_dim, block_size, window, soft_cap, tile_keys, head_columns,
+            queries, largest, total, weighted, position, index * tile_keys, low, high, head_cache, table, head_bias,
+            num_distances, block_stride, part_stride, scale, True,
+            num_kv_heads, head_dim, block_size, window, soft_cap, biased, tile_keys, head_columns,
         )  # fmt: skip
 
     empty = total == 0  # no key: a padding row, or a part behind the last tile
@@ -290,6 +305,8 @@ def _attend_tile(
     high,
     head_cache,
     table,
+    head_bias,
+    num_distances,
     block_stride,
     part_stride,
     scale,
@@ -299,11 +316,14 @@ def _attend_tile(
     block_size: tl.constexpr,
     window: tl.constexpr,
     soft_cap: tl.constexpr,
+    biased: tl.constexpr,
     tile_keys: tl.constexpr,
     head_columns: tl.constexpr,
 ):
     """Go on with the online softmax over keys [start, start + tile_keys), of which the keys in [low, high) exist.
 
+    head_bias: where the entries of each row's head start, if the scores are biased. A tile reads one for each score,
+    through shared memory: 256 rows of 128 columns take 193 KiB of it on an H200, 129 KiB without. Not measured.
     Returns the new largest score in powers of two, the sum of the weights, and the weighted sum of the values.
     """
     log2_e: tl.constexpr = 1.4426950408889634
@@ -331,6 +351,10 @@ def _attend_tile(
         # tanh(x) = 2 sigmoid(2x) - 1
         scores = 2.0 * tl.sigmoid(scores * (2.0 * scale / soft_cap)) - 1.0
         factor = soft_cap * log2_e
+    elif biased:
+        distance = tl.minimum(tl.maximum(position[:, None] - key[None, :], 0), num_distances - 1)
+        scores = scores * scale + tl.load(head_bias[:, None] + distance)
+        factor = log2_e
     else:
         factor = scale * log2_e
     if masked:

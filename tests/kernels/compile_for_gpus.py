@@ -76,10 +76,12 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """All kernels for one GPU; for others only kernels that differ most: products and shared memory."""
     yield "decode", lambda: attention(1, 100)
     yield "chunk and decode", lambda: attention(2000, 2000)
+    bias = empty(32, 129, dtype=torch.float32)  # which takes shared memory too
     if capability != 90:
+        yield "chunk and decode with a bias", lambda: attention(2000, 2000, bias=bias)
         return
-    yield "split decode", lambda: attention(1, 8000, kv_heads=1)
-    yield "heads of 256", lambda: attention(500, 2000, head_dim=256)
+    yield "split decode over a whole context", lambda: attention(1, 8000, kv_heads=1, causal=False)
+    yield "heads of 256 with a bias", lambda: attention(500, 2000, head_dim=256, bias=bias)
     yield "heads of 80, a window, a soft cap", lambda: attention(9, 8000, groups=7, head_dim=80, window=9, soft_cap=5.0)
     floats = empty(5, 32, dtype=torch.float32)
     ids = empty(5, dtype=torch.int64)
@@ -98,10 +100,10 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "copy_blocks", lambda: ops.copy_blocks(empty(9, 4096), ids, ids)
     for norms in (None, (empty(128), empty(128))):
         yield "qkv_attention", lambda norms=norms: qkv_attention(norms)
-    for bias in (None, empty(512)):
+    for added in (None, empty(512)):
         for wide in (False, True):
             product = ops.pack(empty(512, 14_336), wide)
-            yield "linear", lambda product=product, bias=bias: product(empty(1, 14_336), bias)
+            yield "linear", lambda product=product, added=added: product(empty(1, 14_336), added)
     logits, numbers = empty(5, 128_256, dtype=torch.float32), empty(5, dtype=torch.float32)
     draws = Draws(rows=ids, keys=ids, temperature=numbers, min_p=numbers, top_k=ids, top_p=numbers)
     yield "greedy", lambda: sampling.greedy(logits)

@@ -74,14 +74,21 @@ def attention_case(
 
 
 def reference_attention(
-    query: Tensor, cache: Tensor, metadata: AttentionMetadata, window: int | None, soft_cap: float | None
+    query: Tensor,
+    cache: Tensor,
+    metadata: AttentionMetadata,
+    window: int | None,
+    soft_cap: float | None,
+    bias: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
     """In float32, with zeros where nothing may be read."""
     tables = metadata.block_tables.clamp(0, len(cache) - 1)
     safe = AttentionMetadata(
         metadata.query_start, metadata.context_lens, tables, metadata.max_query_len, metadata.max_context_len
     )
-    return reference.paged_attention(query.float(), cache.float().nan_to_num(0), safe, 0.3, window, soft_cap)
+    zeroed = cache.float().nan_to_num(0)
+    return reference.paged_attention(query.float(), zeroed, safe, 0.3, window, soft_cap, bias, causal)
 
 
 HEADS = [(9, 3, 64), (2, 2, 10), (8, 1, 128), (40, 1, 96), (3, 1, 33), (2, 1, 256)]
@@ -171,6 +178,57 @@ def test_the_tokens_that_are_computed_with_one_do_not_change_a_bit_of_it(
             chunk = AttentionMetadata.build([stop - start], [stop], tables, CPU)
             found = kernels.paged_attention(query[start:stop], cache, chunk, 0.3, window, soft_cap)
             assert torch.equal(found, whole[start:stop])
+
+
+ODD_HEADS = [((9, 3, 64), 16), ((2, 2, 5), 1), ((40, 1, 80), 16)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "block_size"), ODD_HEADS, ids=str)
+def test_a_bias_is_added_by_distance(
+    kernels: ModuleType, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    lens = [(1, 1), (1, 65), (40, 100), (3, 130), (1, 1030), (7, 600)]
+    for window in (None, 70):
+        query, cache, metadata = attention_case(lens, heads, block_size, dtype, window)
+        for num_distances in (1, 33, 128, 1200):
+            bias = torch.randn(heads[0], num_distances, generator=generator) * 2
+            found = kernels.paged_attention(query, cache, metadata, 0.3, window, None, bias)
+            close(found, reference_attention(query, cache, metadata, window, None, bias), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "block_size"), ODD_HEADS, ids=str)
+def test_queries_that_see_a_whole_context_may_be_more_than_its_tokens(
+    kernels: ModuleType, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
+) -> None:
+    lens = [(1, 1), (1, 65), (40, 7), (3, 130), (1, 1030), (35, 600)]
+    query, cache, metadata = attention_case(lens, heads, block_size, dtype)
+    for soft_cap in (None, 2.0):
+        found = kernels.paged_attention(query, cache, metadata, 0.3, None, soft_cap, None, False)
+        close(found, reference_attention(query, cache, metadata, None, soft_cap, None, False), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_distances", [None, 1, 77, 1000], ids=lambda n: f"bias{n}" if n else "not_causal")
+def test_neither_a_bias_nor_a_whole_context_lets_other_rows_change_a_bit(
+    kernels: ModuleType, num_distances: int | None, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    """Alone, as decodes, and in chunks, which begin anywhere in tiles and parts."""
+    lens = [(1, 40), (620, 620), (9, 133)]
+    query, cache, metadata = attention_case(lens, (6, 2, 64), 16, dtype)
+    bias = None if num_distances is None else torch.randn(6, num_distances, generator=generator)
+    together = kernels.paged_attention(query, cache, metadata, 0.3, None, None, bias, bias is not None)
+    for row, (query_len, context) in enumerate(lens):
+        first = sum(n for n, _ in lens[:row])
+        for start, stop in ((0, 1), (0, query_len), (3, 8), (500, 505), (507, 600), (619, 620)):
+            if stop > query_len:
+                continue
+            length = context if bias is None else context - query_len + stop
+            part = AttentionMetadata.build([stop - start], [length], metadata.block_tables[row : row + 1], CPU)
+            rows = slice(first + start, first + stop)
+            found = kernels.paged_attention(query[rows], cache, part, 0.3, None, None, bias, bias is not None)
+            assert torch.equal(found, together[rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -431,6 +489,11 @@ def test_what_does_not_fit_is_refused(kernels: ModuleType) -> None:
         kernels.paged_attention(query[:, :3], cache, metadata, 0.3)
     with pytest.raises(RuntimeError, match="must be on the CPU and"):
         kernels.paged_attention(query.half(), cache, metadata, 0.3)
+    with pytest.raises(ValueError, match="must be contiguous float32"):
+        kernels.paged_attention(query, cache, metadata, 0.3, None, None, torch.zeros(3, 1))
+    empty = AttentionMetadata.build([1], [0], metadata.block_tables, CPU)
+    with pytest.raises(RuntimeError, match="has 1 query tokens of 0"):
+        kernels.paged_attention(query, cache, empty, 0.3, causal=False)
     with pytest.raises(RuntimeError, match="does not go with one of"):
         kernels.rms_norm(torch.zeros(2, 2).half(), torch.zeros(2), 1e-5)
     with pytest.raises(RuntimeError, match="residual must be on the CPU and Float"):

@@ -1,6 +1,7 @@
 """Paged attention against dense attention in float64, with everything that a sequence does not own poisoned."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -26,12 +27,19 @@ class Case:
     keys: list[Tensor]
     values: list[Tensor]
 
-    def run(self, rows: slice = slice(None)) -> Tensor:
+    def run(
+        self,
+        rows: slice = slice(None),
+        window: int | None = None,
+        bias: Tensor | None = None,
+        causal: bool = True,
+    ) -> Tensor:
         """Attend with only some of the sequences in the step."""
         query_lens, context_lens = self.query_lens[rows], self.context_lens[rows]
         first = sum(self.query_lens[: rows.start or 0])
         metadata = AttentionMetadata.build(query_lens, context_lens, self.block_tables[rows], torch.device("cpu"))
-        return paged_attention(self.query[first : first + sum(query_lens)], self.layer_cache, metadata, 0.3)
+        query = self.query[first : first + sum(query_lens)]
+        return paged_attention(query, self.layer_cache, metadata, 0.3, window, None, bias, causal)
 
 
 def make_case(
@@ -60,7 +68,7 @@ def make_case(
     return Case(query_lens, context_lens, query, layer_cache, block_tables, keys, values)
 
 
-def dense(case: Case) -> Tensor:
+def dense(case: Case, window: int | None = None, bias: Tensor | None = None, causal: bool = True) -> Tensor:
     """The obvious way: one query token and one head at a time."""
     output = torch.empty_like(case.query, dtype=torch.float64)
     groups = case.query.shape[1] // case.layer_cache.shape[3]
@@ -70,9 +78,14 @@ def dense(case: Case) -> Tensor:
     ):
         for position in range(context_len - query_len, context_len):
             for head in range(case.query.shape[1]):
-                visible = key[: position + 1, head // groups].double()
-                weights = (visible @ case.query[row, head].double() * 0.3).softmax(0)
-                output[row, head] = weights @ value[: position + 1, head // groups].double()
+                first = 0 if window is None else max(0, position - window + 1)
+                visible = slice(first, position + 1) if causal else slice(context_len)
+                scores = key[visible, head // groups].double() @ case.query[row, head].double() * 0.3
+                if bias is not None:
+                    scores += torch.stack(
+                        [bias[head, : position - other + 1][-1] for other in range(first, position + 1)]
+                    )
+                output[row, head] = scores.softmax(0) @ value[visible, head // groups].double()
             row += 1
     return output.float()
 
@@ -89,6 +102,45 @@ def test_chunks_and_decodes_in_one_step_match_dense_attention(
 ) -> None:
     case = make_case(lens, block_size, *heads, head_dim)
     torch.testing.assert_close(case.run(), dense(case), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("num_distances", [1, 5, 60])
+@pytest.mark.parametrize(("block_size", "head_dim", "dtype", "tolerance"), [
+    (1, 5, torch.float32, 1e-5), (16, 64, torch.float32, 1e-5), (16, 80, torch.bfloat16, 3e-2)
+])  # fmt: skip
+def test_a_bias_is_added_by_distance_and_its_last_entry_beyond(
+    block_size: int, head_dim: int, dtype: torch.dtype, tolerance: float, num_distances: int, window: int | None
+) -> None:
+    case = make_case([(1, 40), (7, 9), (3, 0)], block_size, 2, 2, head_dim)
+    bias = torch.randn(4, num_distances, generator=torch.Generator().manual_seed(1)) * 2
+    expected = dense(case, window, bias)
+    case.query, case.layer_cache = case.query.to(dtype), case.layer_cache.to(dtype)
+    found = case.run(window=window, bias=bias)
+    assert found.dtype is dtype
+    torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_queries_that_see_a_whole_context_may_be_more_than_its_tokens(block_size: int) -> None:
+    case = make_case([(1, 40), (9, -6), (3, 0), (5, 20)], block_size, num_kv_heads=2, groups=2, head_dim=5)
+    torch.testing.assert_close(case.run(causal=False), dense(case, causal=False), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("options", "sentence"), [
+    ({"causal": False, "window": 3}, "neither a window nor a bias"),
+    ({"causal": False, "bias": torch.zeros(4, 1)}, "neither a window nor a bias"),
+    ({"soft_cap": 1.0, "bias": torch.zeros(4, 1)}, "either a bias or a soft cap"),
+    *(({"bias": bias}, r"must be contiguous float32 of \(4 heads, at least one distance\) on cpu") for bias in (
+        torch.zeros(3, 1), torch.zeros(4, 0), torch.zeros(4), torch.zeros(1, 4).T.expand(4, 2),
+        torch.zeros(4, 1).bfloat16(), torch.zeros(4, 1, device="meta"),
+    )),
+])  # fmt: skip
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], sentence: str) -> None:
+    case = make_case([(1, 5)], block_size=4, num_kv_heads=2, groups=2, head_dim=8)
+    metadata = AttentionMetadata.build(case.query_lens, case.context_lens, case.block_tables, torch.device("cpu"))
+    with pytest.raises(ValueError, match=sentence):
+        paged_attention(case.query, case.layer_cache, metadata, 0.3, **options)
 
 
 def test_garbage_in_unused_slots_never_reaches_a_row() -> None:

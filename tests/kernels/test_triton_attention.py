@@ -24,12 +24,26 @@ class Case:
     scale: float
     tolerance: float
 
-    def run(self, window: int | None = None, soft_cap: float | None = None) -> Tensor:
-        found: Tensor = ops.paged_attention(self.query, self.layer_cache, self.metadata, self.scale, window, soft_cap)
+    def run(
+        self,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        bias: Tensor | None = None,
+        causal: bool = True,
+    ) -> Tensor:
+        found: Tensor = ops.paged_attention(
+            self.query, self.layer_cache, self.metadata, self.scale, window, soft_cap, bias, causal
+        )
         return found
 
-    def check(self, window: int | None = None, soft_cap: float | None = None) -> None:
-        found = self.run(window, soft_cap)
+    def check(
+        self,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        bias: Tensor | None = None,
+        causal: bool = True,
+    ) -> None:
+        found = self.run(window, soft_cap, bias, causal)
         assert found.shape == self.query.shape
         assert found.dtype is self.query.dtype
         assert found.is_contiguous()
@@ -41,7 +55,8 @@ class Case:
             block_tables=self.metadata.block_tables.to(cpu),
         )
         query, layer_cache = self.query.to(cpu, torch.float32), self.layer_cache.to(cpu, torch.float32)
-        expected = reference.paged_attention(query, layer_cache, metadata, self.scale, window, soft_cap)
+        bias = None if bias is None else bias.to(cpu)
+        expected = reference.paged_attention(query, layer_cache, metadata, self.scale, window, soft_cap, bias, causal)
         torch.testing.assert_close(found.to(cpu, torch.float32), expected, atol=self.tolerance, rtol=self.tolerance)
 
 
@@ -123,6 +138,30 @@ def test_what_left_the_window_may_be_anything() -> None:
     assert torch.equal(case.run(window), expected)
 
 
+@pytest.mark.parametrize(("head_dim", "block_size"), [(5, 1), (80, 16)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_bias_is_added_by_distance(head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+    case = make_case([(12, 60), (1, 64)], block_size, 1, 3, head_dim, dtype)
+    case.check(bias=randn(3, 33))
+    case.check(window=30, bias=randn(3, 1))
+
+
+def test_a_bias_is_added_to_each_part_of_a_long_context() -> None:
+    case = make_case([(1, 520), (1, 30)], kv_heads=1, groups=7, head_dim=64)
+    for num_distances in (100, 1000):
+        case.check(bias=randn(7, num_distances))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("lens", "head_dim", "block_size"), [
+    ([(12, -10), (9, 60), (1, 64)], 5, 1), ([(1, 63), (1, 520)], 64, 16)
+])  # fmt: skip
+def test_queries_that_see_a_whole_context_may_be_more_than_its_tokens(
+    lens: list[tuple[int, int]], head_dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    make_case(lens, block_size, 1, 3, head_dim, dtype).check(causal=False)
+
+
 def test_soft_caps() -> None:
     case = make_case([(70, 3), (5, 100), (1, 64), (1, 200)])
     case.check(soft_cap=2.0)
@@ -147,7 +186,7 @@ def test_a_long_prompt_is_not_split() -> None:
 
 def test_a_padding_row_becomes_zero() -> None:
     """Decodes of a captured graph: contexts at a replay may be shorter than at the capture."""
-    for longest in (33, 5000):  # not split, and split
+    for longest in (5000, 33):  # split, and not split
         case = make_case([(1, 32), (1, 4), (1, 0), (1, 0)])
         expected = case.run()
         case.metadata.context_lens[2:] = 0
@@ -156,6 +195,7 @@ def test_a_padding_row_becomes_zero() -> None:
         found = case.run()
         torch.testing.assert_close(found[:2], expected[:2])
         assert not found[2:].any()
+    torch.testing.assert_close(case.run(causal=False), found)  # a sequence's last token sees all of it anyway
 
 
 @quiet_interpreter
