@@ -7,6 +7,7 @@ import math
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -21,8 +22,18 @@ from pagewire_client.embedding import Embedding
 from pagewire_client.resumable import ResumableStream
 from pagewire_client.retry import Backoff
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Text, token ids, or chat messages with "role" and "content"."""
+
+@dataclass(frozen=True)
+class EncoderPrompt:
+    """For a model with an encoder beside its decoder: the text or token ids that the encoder reads, and the tokens that
+    the decoder goes on from, by default the model's own start."""
+
+    encoder: str | Sequence[int]
+    decoder: Sequence[int] = ()
+
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | EncoderPrompt
+"""Text, token ids, chat messages with "role" and "content", or what an encoder and a decoder begin with."""
 
 RETRY_SECONDS = 60.0
 
@@ -116,13 +127,7 @@ class Client:
             lora_name=lora_name,
             parse_special_tokens=parse_special_tokens,
         )
-        if isinstance(prompt, str):
-            request.text = prompt
-        elif prompt and isinstance(prompt[0], Mapping):
-            request.chat.CopyFrom(to_chat(prompt))  # type: ignore[arg-type]
-        else:
-            request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
-            request.token_ids.SetInParent()
+        set_prompt(request, prompt)
         stream = ResumableStream(
             lambda request, timeout: self._stub.Generate(request, timeout=timeout, metadata=self._metadata),
             request,
@@ -240,6 +245,24 @@ class Client:
             except grpc.aio.AioRpcError as error:
                 pause = backoff.pause(error)
             await asyncio.sleep(pause)
+
+
+def set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif isinstance(prompt, EncoderPrompt):
+        if isinstance(prompt.encoder, str):
+            request.encoder_text = prompt.encoder
+        else:
+            request.encoder_token_ids.ids.extend(prompt.encoder)
+            request.encoder_token_ids.SetInParent()
+        if prompt.decoder:
+            request.token_ids.ids.extend(prompt.decoder)
+    elif prompt and isinstance(prompt[0], Mapping):
+        request.chat.CopyFrom(to_chat(prompt))  # type: ignore[arg-type]
+    else:
+        request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
+        request.token_ids.SetInParent()
 
 
 def to_chat(messages: Sequence[Mapping[str, str]]) -> pb.Chat:

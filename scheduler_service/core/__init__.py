@@ -6,6 +6,7 @@ A `Scheduler` plans the steps of one worker; several share one `WaitingQueue`.
 from scheduler_service.core.blocks.allocator import BlockAllocator
 from scheduler_service.core.blocks.manager import AllocStatus, BlockManager
 from scheduler_service.core.config import PhaseRule, PreemptionMode, SchedulerConfig
+from scheduler_service.core.groups.encoder_input import EncoderInput
 from scheduler_service.core.groups.pooling_params import PoolingParams, PoolingType
 from scheduler_service.core.groups.sampling_params import SamplingParams
 from scheduler_service.core.groups.sequence import Sequence, SequenceGroup, SequenceStatus
@@ -24,6 +25,7 @@ __all__ = [
     "Balancer",
     "BlockAllocator",
     "BlockManager",
+    "EncoderInput",
     "FairQueue",
     "ModelOutput",
     "PhaseRule",

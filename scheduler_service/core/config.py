@@ -42,6 +42,7 @@ class SchedulerConfig:
     be missing.
     A worker without device blocks holds an encoder, which keeps no keys and values: a prompt is computed whole in one
     step, and takes nothing but its tokens of it.
+    A step computes up to `max_num_encoder_tokens` of what encoders of encoder-decoder models read, 0 for other models.
     `max_step_bytes` bounds what a step tells the worker of sequences that are new to it; see step_bytes.py.
     With SEPARATE phases admission waits until a request has waited for `delay_factor` times the last prompt step, so
     that prompts batch up; 0 admits at once. CHUNKED phases take no delay: prompts share the steps that the decodes take
@@ -66,6 +67,7 @@ class SchedulerConfig:
     block_bytes: int = 0
     swap_bytes_per_second: int = 0
     prefill_tokens_per_second: int = 0
+    max_num_encoder_tokens: int = 0
     max_step_bytes: int = 8 << 20  # a prompt of 131,072 tokens counts 0.7 MB; encoding so much takes about 15 ms
 
     def __post_init__(self) -> None:
@@ -88,6 +90,7 @@ class SchedulerConfig:
             "block_bytes",
             "swap_bytes_per_second",
             "prefill_tokens_per_second",
+            "max_num_encoder_tokens",
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")

@@ -206,7 +206,10 @@ class Engine:
         if call is None:
             return False
         assert call.group is not None
-        if call.adapter != later.adapter or pack(call.group.prompt_token_ids) != submission.prompt_token_ids:
+        encoder_input = call.group.encoder_input
+        digest = b"" if encoder_input is None else encoder_input.digest
+        ours = (call.adapter, pack(call.group.prompt_token_ids), digest)
+        if ours != (later.adapter, submission.prompt_token_ids, submission.encoder_input.digest):
             raise RequestError(
                 grpc.StatusCode.ALREADY_EXISTS,
                 "request_id is in flight already, with another prompt or adapter; a request that resumes is sent again "

@@ -32,12 +32,13 @@ def max_sequence_tokens(info: WorkerInfo) -> int:
     """The most tokens of one sequence on this worker: the model's limit, or its pool if that must hold them all."""
     if not info.num_device_blocks:
         return info.max_model_len
+    num_blocks = info.num_device_blocks - -(-info.max_encoder_len // info.block_size)
     if info.sliding_window:
         chunk = info.max_num_batched_tokens + info.num_speculative_tokens
         held = blocks_within_window(info.sliding_window, chunk, info.block_size)
         if held <= info.num_device_blocks:
             return info.max_model_len
-    return min(info.max_model_len, info.num_device_blocks * info.block_size - info.num_speculative_tokens)
+    return min(info.max_model_len, num_blocks * info.block_size - info.num_speculative_tokens)
 
 
 def max_num_seqs(settings: SchedulerSettings, info: WorkerInfo) -> int:
@@ -69,6 +70,8 @@ def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
         normalizes=info.normalizes,
         num_labels=info.num_labels,
         max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_encoder_len=info.max_encoder_len,
+        feature_bytes=info.feature_bytes,
     )
 
 
@@ -80,6 +83,7 @@ def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerI
         ("block size", limits.block_size, info.block_size),
         ("size of a vector", limits.embedding_size, info.embedding_size),
         ("number of classes", limits.num_labels, info.num_labels),
+        ("longest input of an encoder", limits.max_encoder_len, info.max_encoder_len),
     ):
         if ours != theirs:
             raise ValueError(f"the worker's {name} is {theirs}; that of earlier workers is {ours}")
@@ -111,6 +115,10 @@ def step_timeout(settings: SchedulerSettings, config: SchedulerConfig) -> float:
 
 def scheduler_config(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerConfig:
     """What the core is told of a worker. Raises ValueError for a worker that it cannot schedule."""
+    if info.max_encoder_len and max_sequence_tokens(info) < 2:
+        raise ValueError(
+            f"the worker has {info.num_device_blocks} blocks; what its encoder reads of one request takes them all"
+        )
     max_num_batched_tokens = min(settings.max_num_batched_tokens, info.max_num_batched_tokens)
     return SchedulerConfig(
         block_size=info.block_size,
@@ -131,4 +139,5 @@ def scheduler_config(settings: SchedulerSettings, info: WorkerInfo) -> Scheduler
         prefill_tokens_per_second=info.prefill_tokens_per_second,
         num_lookahead_slots=info.num_speculative_tokens,
         max_loras=max(1, info.max_loras),
+        max_num_encoder_tokens=info.max_num_encoder_tokens,
     )

@@ -11,11 +11,13 @@ from pagewire.v1 import scheduler_output_pb2 as wire
 from pagewire.v1.admin_service_pb2 import FinishedRequest
 from pagewire_common.errors import RequestError
 from scheduler_service.access.caller import caller
+from scheduler_service.core import EncoderInput
 from scheduler_service.core.blocks.prefix_key import block_keys, key_of_adapter, root_key
 from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.request import GenerationRequest, RequestState
 from scheduler_service.frontend.request_trace import RequestTrace
+from scheduler_service.wire.fields import encode_fields
 from scheduler_service.wire.submission import encode_sampling, pack
 
 KEYS_AT_ONCE = 1024
@@ -115,6 +117,9 @@ class EngineCall:
             is_complete=request.is_complete,
             trace_parent=parent,
         )
+        if request.encoder_input is not None:
+            encode_fields(EncoderInput, request.encoder_input, submission.encoder_input)
+            root = request.encoder_input.root_after(root)
         if part_of is not None:
             submission.part_of, submission.key = part_of.number, request.key
         encode_sampling(request.sampling, submission)

@@ -27,6 +27,9 @@ class ServedModel:
     `pool_tokens` is what all outputs of one request may take of a worker's KV cache, each with `num_lookahead_slots`
     behind it; `context_length` is without these.
 
+    Beside the decoder there may be an encoder that reads up to `max_encoder_len` tokens of a text, or a sound whose
+    features have `feature_bytes`; outputs then begin with `decoder_start_token_ids` where the request says nothing.
+
     Random weights may come without a tokenizer; then requests are of token ids, and outputs have no text.
     """
 
@@ -49,6 +52,9 @@ class ServedModel:
     normalizes: bool = False
     num_labels: int = 0
     max_num_batched_tokens: int = 0
+    max_encoder_len: int = 0
+    feature_bytes: int = 0
+    decoder_start_token_ids: tuple[int, ...] = ()
     scores_plainly: bool = False
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -74,9 +80,20 @@ class ServedModel:
             eos_token_ids=eos_token_ids(config, generation, limits.vocabulary_size),
             tokenizer=Tokenizer(directory) if (directory / "tokenizer.json").exists() else None,
             scores_plainly=_scores_plainly(config),
+            decoder_start_token_ids=_decoder_start(config, generation, limits.vocabulary_size),
             defaults=GenerationDefaults.from_config(generation),
             files={path.name: path.read_bytes() for path in directory.iterdir()},
         )
+
+
+def _decoder_start(config: Mapping[str, Any], generation: Mapping[str, Any], vocabulary_size: int) -> tuple[int, ...]:
+    """What a decoder goes on from where nothing is said: its start token, and the first that some are made to take."""
+    found = []
+    for name in ("decoder_start_token_id", "forced_bos_token_id"):
+        token_id = generation.get(name, config.get(name))
+        if type(token_id) is int and 0 <= token_id < vocabulary_size:
+            found.append(token_id)
+    return tuple(found)
 
 
 def _scores_plainly(config: Mapping[str, Any]) -> bool:

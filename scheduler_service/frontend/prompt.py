@@ -31,6 +31,10 @@ async def encode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, model:
     aside = isinstance(message, pb.TokenizeRequest)
     kind = message.WhichOneof("input" if aside else "prompt")
     most = max(model.context_length, MAX_TOKENIZE) if aside else model.context_length
+    if model.max_encoder_len and not aside and kind != "token_ids":
+        if kind is not None:
+            invalid(f"{kind} is not what a decoder goes on from; give it as encoder_text, or token_ids for the decoder")
+        return array("I", model.decoder_start_token_ids)
     try:
         if kind == "token_ids" and isinstance(message, pb.GenerateRequest):
             check_context("token_ids", len(message.token_ids.ids), model)

@@ -7,7 +7,7 @@ from typing import Protocol
 from urllib.parse import quote
 
 from pagewire.v1.engine_service_pb2 import Hypothesis, Standing
-from scheduler_service.core import PoolingParams, PoolingType, SamplingParams, SequenceStatus
+from scheduler_service.core import EncoderInput, PoolingParams, PoolingType, SamplingParams, SequenceStatus
 from scheduler_service.frontend.gained import Gained
 from scheduler_service.frontend.output_text import OutputText
 from scheduler_service.frontend.request_memory import STRING_BYTES, UnreadOutput
@@ -49,7 +49,8 @@ class GenerationRequest:
 
     `n` is how many outputs are wanted, None for as many as there are sequences; if it is less, the likeliest are given.
     `hides_logprobs` when log-probabilities serve that ranking alone. `resumes` if it goes on with a broken stream.
-    `is_whole` if its client is sent each output once it has ended. `adapter` is the fingerprint of a low-rank adapter.
+    `is_whole` if its client is sent each output once it has ended. `adapter` is the fingerprint of a low-rank adapter;
+    `encoder_input` what an encoder beside the decoder reads.
     """
 
     request_id: str
@@ -67,6 +68,7 @@ class GenerationRequest:
     resumes: bool = False
     is_whole: bool = False
     adapter: str = ""
+    encoder_input: EncoderInput | None = None
 
     @property
     def key(self) -> str:

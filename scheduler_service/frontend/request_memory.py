@@ -42,8 +42,11 @@ def request_bytes(message: pb.GenerateRequest, num_bytes: int = 0) -> int:
     """
     sampling = message.sampling
     num_numbers = len(message.token_ids.ids) + len(sampling.allowed_token_ids) + 8 * len(sampling.logit_bias)
+    num_numbers += len(message.encoder_token_ids.ids)
     num_numbers += sum(len(output.token_ids) for output in message.resume.outputs)
-    num_characters = len(message.text) + sum(len(part.content) for part in message.chat.messages)
+    num_characters = (
+        len(message.text) + len(message.encoder_text) + sum(len(part.content) for part in message.chat.messages)
+    )
     num_characters += sum(map(len, sampling.bad_words)) + sum(map(len, sampling.choice.options))
     num_characters += len(sampling.json_schema) + len(sampling.regex) + len(sampling.grammar)
     num_outputs = max(1, sampling.n, sampling.best_of, sampling.beam_width)

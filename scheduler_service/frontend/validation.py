@@ -5,6 +5,7 @@ import grpc
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.errors import RequestError
 from scheduler_service.frontend.checks import check_context, check_length, invalid
+from scheduler_service.frontend.encoder_prompt import read_encoder_prompt
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.prompt import MAX_MESSAGES, encode_prompt
 from scheduler_service.frontend.request import GenerationRequest
@@ -66,6 +67,7 @@ async def check_request(message: pb.GenerateRequest, request_id: str, model: Ser
     check_place(message, model)
     sampling = message.sampling
     check_sampling(sampling, model)
+    encoder_input = await read_encoder_prompt(message, model)
     prompt = await encode_prompt(message, model)
     check_context("the prompt", len(prompt), model)
     return GenerationRequest(
@@ -79,5 +81,6 @@ async def check_request(message: pb.GenerateRequest, request_id: str, model: Ser
         cache_salt=message.cache_salt,
         tenant=message.tenant,
         priority=message.priority,
+        encoder_input=encoder_input,
         skip_special_tokens=sampling.skip_special_tokens if sampling.HasField("skip_special_tokens") else True,
     )

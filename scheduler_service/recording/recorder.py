@@ -130,7 +130,12 @@ class Recorder(NoRecorder):
         return scheduler
 
     def arrived(self, group: SequenceGroup) -> None:
-        self.note(lambda event: encode_fields(SequenceGroup, group, event.arrival))
+        def write(event: pb.RecordedEvent) -> None:
+            encode_fields(SequenceGroup, group, event.arrival)
+            if event.arrival.encoder_input.features:  # which no decision depends on
+                event.arrival.encoder_input.ClearField("features")
+
+        self.note(write)
 
     def withdrawn(self, group: SequenceGroup, status: SequenceStatus, index: int | None = None) -> None:
         self.note(
@@ -183,6 +188,8 @@ class RecordedScheduler(Scheduler):
                 plan.step.MergeFrom(encode_scheduler_output(output, self._wire.epoch))
                 for new in plan.step.new_sequences:  # no decision of the core's, and a replay has no traces
                     new.ClearField("trace_parent")
+                    if new.encoder_input.features:
+                        new.encoder_input.ClearField("features")
             encode_placements(output, plan, lambda scheduler: scheduler.session)  # type: ignore[attr-defined]
 
     def update_from_output(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from scheduler_service.core import ModelOutput, PoolingParams, SamplingParams, SchedulerOutput
+from scheduler_service.core.groups.sequence import EncoderSequence
 from scheduler_service.core.outputs import Fork, NewSequence, TokenLogprobs
 from scheduler_service.wire.columns import fill_column
 from scheduler_service.wire.fields import encode_fields
@@ -44,6 +45,9 @@ class WorkerInfo(NamedTuple):
     pooling_type: int = 0
     normalizes: bool = False
     num_labels: int = 0
+    max_encoder_len: int = 0
+    max_num_encoder_tokens: int = 0
+    feature_bytes: int = 0
 
 
 def decode_worker_info(message: worker_pb.GetWorkerInfoResponse) -> WorkerInfo:
@@ -84,13 +88,21 @@ def _encode_table(block_ids: list[int]) -> list[int]:
 def _fill_new_sequence(message: pb.NewSequence, new: NewSequence) -> None:
     sequence = new.sequence
     message.sequence_id = sequence.id
-    fill_column(message, "token_ids", sequence.tokens_between(0, sequence.num_tokens))
-    message.num_prompt_tokens = sequence.num_prompt_tokens
     message.num_computed_tokens = new.num_computed_tokens
     fill_column(message, "block_ids", _encode_table(new.block_ids))
-    _fill_sampling(message.sampling, sequence.sampling, sequence.index)
     message.lora_name = sequence.group.lora_name
     message.trace_parent = sequence.group.trace_parent
+    if isinstance(sequence, EncoderSequence):
+        message.encoder_input.num_tokens = sequence.num_prompt_tokens
+        if not new.num_computed_tokens:
+            fill_column(message.encoder_input, "token_ids", sequence.input.token_ids)
+            message.encoder_input.features = sequence.input.features
+        return
+    fill_column(message, "token_ids", sequence.tokens_between(0, sequence.num_tokens))
+    message.num_prompt_tokens = sequence.num_prompt_tokens
+    _fill_sampling(message.sampling, sequence.sampling, sequence.index)
+    if sequence.group.encoder is not None:
+        message.encoder_sequence_id = sequence.group.encoder.id
 
 
 def _fill_fork(message: pb.Fork, fork: Fork) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pagewire.v1 import engine_service_pb2 as pb
-from scheduler_service.core import SamplingParams, SequenceGroup
+from scheduler_service.core import EncoderInput, SamplingParams, SequenceGroup
 from scheduler_service.wire.fields import decode_fields, encode_fields
 
 KEY_BYTES = 32
@@ -59,6 +59,9 @@ def decode_group(request_id: str, submission: pb.Submit, now: float, adapter: st
         output_token_ids=tuple(output.token_ids for output in submission.output_token_ids),
         ended=frozenset(submission.ended),
         lora_name=adapter,
+        encoder_input=(
+            decode_fields(EncoderInput, submission.encoder_input) if submission.HasField("encoder_input") else None
+        ),
     )
     group.trace_parent = submission.trace_parent
     keys = submission.block_keys

@@ -1,5 +1,7 @@
 """A worker without a model: it stores in every KV slot a hash of the prefix that belongs there.
 
+What an encoder reads is the beginning of every prefix of its group.
+
 It knows only what a SchedulerOutput tells it, and checks before each "attention" that every slot it would read holds
 the right prefix. The token it samples is a function of the prefix, so the right output of a request is known.
 """
@@ -8,6 +10,7 @@ from dataclasses import dataclass, field
 
 from scheduler_service.core import ModelOutput, SchedulerConfig, SchedulerOutput, SequenceGroup
 from scheduler_service.core.blocks.pool import NO_BLOCK
+from scheduler_service.core.groups.sequence import EncoderSequence, Sequence
 from scheduler_service.core.outputs import TokenLogprobs
 
 VOCABULARY = 50
@@ -22,8 +25,12 @@ def sample(prefix: int, index: int) -> int:
     return (prefix ^ (prefix >> 17)) * (2 * index + 3) % VOCABULARY
 
 
-def prefix_of(tokens: list[int]) -> int:
-    prefix = 0
+def seed_of(group: SequenceGroup) -> int:
+    """What prefixes of a group begin with: its encoder's input, if any."""
+    return 0 if group.encoder is None else prefix_of(list(group.encoder.input.token_ids), 1)
+
+
+def prefix_of(tokens: list[int], prefix: int = 0) -> int:
     for token in tokens:
         prefix = extend(prefix, token)
     return prefix
@@ -38,6 +45,7 @@ def candidates(prefix: int) -> list[tuple[int, float]]:
 def reference_beams(group: SequenceGroup, max_sequence_tokens: int) -> list[list[int]]:
     """Beam search over the whole vocabulary, one list after the other, as transformers defines it; best first."""
     sampling, prompt = group.sampling, list(group.prompt_token_ids)
+    seed = seed_of(group)
     width, ends = sampling.beam_width, sampling.eos_token_ids | sampling.stop_token_ids
     most = min(sampling.max_tokens, max(1, max_sequence_tokens - len(prompt)))
     running: list[tuple[float, list[int]]] = [(0.0, [])]
@@ -46,7 +54,7 @@ def reference_beams(group: SequenceGroup, max_sequence_tokens: int) -> list[list
         scored = [
             (score + logprob, [*output, token])
             for score, output in running
-            for token, logprob in candidates(prefix_of(prompt + output))
+            for token, logprob in candidates(prefix_of(prompt + output, seed))
             if token not in ends or length > sampling.min_tokens
         ]
         scored.sort(key=lambda item: -item[0])
@@ -69,7 +77,7 @@ def reference_beams(group: SequenceGroup, max_sequence_tokens: int) -> list[list
 
 def reference_output(group: SequenceGroup, index: int, max_sequence_tokens: int) -> list[int]:
     """What one output of a request is, computed alone and obviously."""
-    prefix = 0
+    prefix = seed_of(group)
     sequence, sampling = group.sequences[index], group.sampling
     for token in sequence.token_ids[: sequence.num_prompt_tokens]:
         prefix = extend(prefix, token)
@@ -91,12 +99,14 @@ class Mirror:
     index: int
     num_computed: int
     num_draft: int = 0
+    encoder: "Mirror | None" = None
+    seed: int = 0
     known_prefixes: list[int] = field(default_factory=list)
 
     def prefixes(self, end: int) -> list[int]:
         """The hashes of the prefixes that end with each of the first `end` tokens, and perhaps of more."""
         known = self.known_prefixes  # tokens come and go at the end only
-        prefix = known[-1] if known else 0
+        prefix = known[-1] if known else self.seed
         for token in self.tokens[len(known) : end]:
             prefix = extend(prefix, token)
             known.append(prefix)
@@ -136,12 +146,16 @@ class FakeWorker:
             self.slots[destination] = list(self.slots[source])
         for sequence, table, num_computed in output.new_sequences:
             assert sequence.id not in self.mirrors, "a known sequence was sent as new"
-            self.mirrors[sequence.id] = Mirror(list(sequence.token_ids), list(table), sequence.index, num_computed)
+            mirror = Mirror(list(sequence.token_ids), list(table), sequence.index, num_computed)
+            self._give_encoder(mirror, sequence)
+            self.mirrors[sequence.id] = mirror
         for parent_id, child, num_tokens, table, num_computed in output.forks:
             assert child.id not in self.mirrors, "a known sequence was forked"
             assert num_tokens <= len(self.mirrors[parent_id].tokens)
             tokens = self.mirrors[parent_id].tokens[:num_tokens] + child.token_ids[num_tokens:]
-            self.mirrors[child.id] = Mirror(tokens, list(table), child.index, num_computed)
+            parent = self.mirrors[parent_id]
+            mirror = Mirror(tokens, list(table), child.index, num_computed, encoder=parent.encoder, seed=parent.seed)
+            self.mirrors[child.id] = mirror
         for update in output.block_table_updates:
             table = self.mirrors[update.sequence_id].table
             assert update.start <= len(table)
@@ -153,10 +167,14 @@ class FakeWorker:
             self.mirrors[sequence_id].num_draft = len(draft)
         # All keys and values of a step are written before any are read.
         for sequence, num_tokens, samples in output.scheduled:
-            self._store(self.mirrors[sequence.id], num_tokens, samples)
+            if sequence.is_encoder:
+                self._store_encoder(self.mirrors[sequence.id], num_tokens)
+            else:
+                self._store(self.mirrors[sequence.id], num_tokens, samples)
         sampled = [
             self._attend(self.mirrors[sequence.id], num_tokens, samples)
             for sequence, num_tokens, samples in output.scheduled
+            if not sequence.is_encoder
         ]
         answer = ModelOutput(output.step_id, [token for tokens in sampled for token in tokens])
         if output.draft_tokens:
@@ -171,6 +189,22 @@ class FakeWorker:
                 )
         return answer
 
+    def _give_encoder(self, mirror: Mirror, sequence: Sequence) -> None:
+        if isinstance(sequence, EncoderSequence):
+            mirror.seed = 1
+        elif (encoder := sequence.group.encoder) is not None:
+            mirror.encoder, mirror.seed = self.mirrors[encoder.id], seed_of(sequence.group)
+
+    def _store_encoder(self, mirror: Mirror, num_tokens: int) -> None:
+        """Whole: each slot holds what stands for the whole input, and its own place."""
+        assert (mirror.num_computed, num_tokens) == (0, len(mirror.tokens)), "an encoder's input is not computed whole"
+        mirror.num_computed = num_tokens
+        for position, stored in enumerate(self._encoded(mirror)):
+            self._slot(mirror, position)[position % self.config.block_size] = stored
+
+    def _encoded(self, mirror: Mirror) -> list[int]:
+        return [extend(prefix_of(mirror.tokens, mirror.seed), position) for position in range(len(mirror.tokens))]
+
     def _store(self, mirror: Mirror, num_tokens: int, samples: bool) -> None:
         end = mirror.num_computed + num_tokens
         assert end <= len(mirror.tokens)
@@ -184,6 +218,10 @@ class FakeWorker:
     def _attend(self, mirror: Mirror, num_tokens: int, samples: bool) -> list[int]:
         """The sampled token, after those guesses that are what would have been sampled."""
         end = mirror.num_computed + num_tokens
+        if mirror.encoder is not None:
+            positions = range(len(mirror.encoder.tokens))
+            stored = [self._slot(mirror.encoder, position)[position % self.config.block_size] for position in positions]
+            assert stored == self._encoded(mirror.encoder), "the cross table holds others' keys and values"
         window, block_size = self.config.sliding_window, self.config.block_size
         start = max(0, mirror.num_computed - window + 1) if window else 0
         prefixes = mirror.prefixes(end)

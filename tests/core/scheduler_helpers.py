@@ -1,11 +1,14 @@
 """Small schedulers and groups, and ways to run them."""
 
 import itertools
+from array import array
+from collections.abc import Iterable
 
 import pytest
 from fake_worker import FakeWorker
 
 from scheduler_service.core import (
+    EncoderInput,
     ModelOutput,
     SamplingParams,
     Scheduler,
@@ -44,11 +47,22 @@ def make_group(
     priority: int = 0,
     tenant: str = "",
     lora_name: str = "",
+    encoder: Iterable[int] = (),
     **sampling: object,
 ) -> SequenceGroup:
-    """Its prompt is 0, 1, 2, …, so that any two prompts begin alike."""
+    """Its prompt is 0, 1, 2, …, so that any two prompts begin alike. `encoder`: the tokens that its encoder reads."""
     params = SamplingParams(**({"max_tokens": 4} | sampling))  # type: ignore[arg-type]
-    return SequenceGroup(name, range(num_tokens), params, root, priority=priority, tenant=tenant, lora_name=lora_name)
+    tokens = array("I", encoder)
+    return SequenceGroup(
+        name,
+        range(num_tokens),
+        params,
+        root,
+        priority=priority,
+        tenant=tenant,
+        lora_name=lora_name,
+        encoder_input=EncoderInput(num_tokens=len(tokens), token_ids=tokens) if tokens else None,
+    )
 
 
 def suspect(group: SequenceGroup, num_losses: int = 2, *workers: str) -> SequenceGroup:

@@ -33,6 +33,7 @@ requests = st.tuples(
     st.one_of(st.none(), st.integers(0, 12)),  # is aborted before this step
     st.sampled_from([0, 0, 0, 1, 2, 3]),  # beams
     st.sampled_from([None, None, None, None, PoolingType.LAST, PoolingType.MEAN]),  # is pooled
+    st.sampled_from([0, 0, 0, 1, 5, 10, 12]),  # tokens that its encoder reads
 )
 
 
@@ -57,7 +58,7 @@ requests = st.tuples(
     st.sampled_from([0, 1, 4, 9]),  # tokens of a prompt in a step at first
 )
 def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_behind(
-    specs: SequenceOf[tuple[int, int, int, int, set[int], int, int | None, int, PoolingType | None]],
+    specs: SequenceOf[tuple[int, int, int, int, set[int], int, int | None, int, PoolingType | None, int]],
     block_size: int,
     num_blocks: int,
     max_num_seqs: int,
@@ -93,6 +94,7 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
         "sliding_window": sliding_window,
         "max_loras": max_loras,
         "max_prefill_chunk": max_prefill_chunk,
+        "max_num_encoder_tokens": 11,
     }
     waiting = policy()
     scheduler = make_scheduler(waiting, **sizes)
@@ -105,6 +107,7 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
             priority=-(i % 4),
             tenant=str(i % 3),
             lora_name=["", "a", "b", "c"][i % 4],
+            encoder=range(num_encoder_tokens),
             **(
                 {"max_tokens": 1, "pooling": PoolingParams(type=pooled, dimensions=1)}
                 if pooled
@@ -117,12 +120,14 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
                 }
             ),
         )
-        for i, (length, n, max_tokens, min_tokens, ends, _, _, beam_width, pooled) in enumerate(specs)
+        for i, (length, n, max_tokens, min_tokens, ends, _, _, beam_width, pooled, num_encoder_tokens) in enumerate(
+            specs
+        )
     ]
     finished: dict[Sequence, int] = {}
     in_flight: list[tuple[SchedulerOutput, ModelOutput]] = []
     for now in range(5_000):
-        for group, (*_, arrival, abort, _, _) in zip(groups, specs, strict=True):
+        for group, (*_, arrival, abort, _, _, _) in zip(groups, specs, strict=True):
             if now == arrival:
                 scheduler.add_request(group)
             if now == abort:
@@ -144,9 +149,11 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
             prompts = [s for s, n, samples in output.scheduled if n > 1 or not samples or s.group in new]
             decodes = [s for s, *_ in output.scheduled if s not in prompts and s.num_output_tokens]
             assert not (decodes and prompts)
-        assert sum(scheduled.num_tokens for scheduled in output.scheduled) <= sizes["max_num_batched_tokens"]
+        chunks = [scheduled for scheduled in output.scheduled if not scheduled.sequence.is_encoder]
+        assert sum(chunk.num_tokens for chunk in chunks) <= sizes["max_num_batched_tokens"]
+        assert output.num_tokens - sum(chunk.num_tokens for chunk in chunks) <= sizes["max_num_encoder_tokens"]
         assert len({group.lora_name for group in scheduler.running} - {""}) <= max_loras
-        assert len(output.scheduled) <= sum(group.num_seqs for group in scheduler.running) <= max_num_seqs
+        assert len(chunks) <= sum(group.num_seqs for group in scheduler.running) <= max_num_seqs
         if not output.is_empty:
             in_flight.append((output, worker.execute(output)))
         if in_flight and (output.is_empty or len(in_flight) == max_in_flight):

@@ -82,4 +82,4 @@ async def assert_nothing_is_left(one: Any) -> None:
     assert not one.link.requests
     assert not len(one.engine.waiting)
     for worker in one.engine.workers:
-        await until(lambda worker=worker: not worker.scheduler.running)
+        await until(lambda worker=worker: worker.scheduler is None or not worker.scheduler.running)

@@ -10,9 +10,11 @@ import structlog
 from recorded_workload import OVERTAKES, WEIGHTS, Connection, MemorySink, Worker, Workload, record
 
 from pagewire.v1 import recording_pb2 as pb
+from pagewire.v1 import scheduler_output_pb2 as wire_pb
 from pagewire.v1 import sequence_group_pb2 as group_pb
 from pagewire_common.start_error import StartError
 from scheduler_service.core import (
+    EncoderInput,
     PhaseRule,
     PreemptionMode,
     SamplingParams,
@@ -75,7 +77,9 @@ CONFIG = SchedulerConfig(
     sliding_window=7,
     max_step_bytes=1000,
     max_prefill_chunk=13,
+    max_num_encoder_tokens=77,
 )
+ENCODER_INPUT = EncoderInput(num_tokens=5, token_ids=(3, 1, 4), features=b"sound", num_feature_bytes=5, digest=b"d")
 
 
 def header() -> pb.RecordedEvent:
@@ -107,10 +111,12 @@ def read_all(path: Path) -> tuple[list[ReadEvent], str]:
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [(SAMPLING, group_pb.GroupSampling()), (CONFIG, pb.RecordedConfig())],
-    ids=["sampling", "config"],
+    [(SAMPLING, group_pb.GroupSampling()), (CONFIG, pb.RecordedConfig()), (ENCODER_INPUT, wire_pb.EncoderInput())],
+    ids=["sampling", "config", "encoder's input"],
 )
-def test_every_field_is_carried_and_comes_back(value: SamplingParams | SchedulerConfig, message: object) -> None:
+def test_every_field_is_carried_and_comes_back(
+    value: SamplingParams | SchedulerConfig | EncoderInput, message: object
+) -> None:
     for field in dataclasses.fields(value):
         assert getattr(value, field.name) != field.default, f"give {field.name} a value here that is not its default"
     encode_fields(type(value), value, message)  # type: ignore[arg-type]

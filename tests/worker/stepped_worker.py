@@ -21,7 +21,7 @@ from worker_service.models.registry import build_model, read_config
 from worker_service.models.shard import part_of
 from worker_service.parallel.ranks import ALONE, Ranks
 from worker_service.session.session import Session
-from worker_service.session.step import ModelOutput, NewSequence, SchedulerOutput
+from worker_service.session.step import Limits, ModelOutput, NewSequence, SchedulerOutput
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPT = [(7 * number * number + 3) % 131 for number in range(37)]
@@ -58,9 +58,9 @@ def load_runner(
 class SteppedWorker:
     """A session and a runner."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, limits: Limits = LIMITS) -> None:
         self.runner = runner
-        self.session = Session(1, LIMITS)
+        self.session = Session(1, limits)
         self.step_id = 0
 
     def step(self, *scheduled: tuple[int, int, bool], **output: Any) -> ModelOutput:

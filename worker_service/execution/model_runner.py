@@ -220,6 +220,7 @@ class ModelRunner(Runner):
         clock = StepClock(self.device)
         self.cache_engine.move(output)
         clock.mark()
+        chunks = self._encode(chunks)
         if not chunks:
             clock.mark()
             return RunningStep(chunks, clock, torch.empty(0), torch.empty(0, dtype=torch.int64), [], set())
@@ -248,6 +249,10 @@ class ModelRunner(Runner):
         return RunningStep(
             chunks, clock, logits, token_ids, prompt_logprobs, failed, pool_all(chunks, query_start, hidden)
         )
+
+    def _encode(self, chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:
+        """Have an encoder, if there is one, read what the step has for it; returns the other chunks."""
+        return chunks
 
     def _begin_forms(self, chunks: Sequence[ScheduledChunk]) -> FormMasks | None:
         if self._forms is not None:

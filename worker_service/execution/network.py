@@ -20,7 +20,7 @@ from worker_service.loading.sentence_files import SentenceSettings
 from worker_service.loading.tokenizer_files import find_tokenizer_files
 from worker_service.models.causal_model import Loadable
 from worker_service.models.decoder_config import DecoderConfig
-from worker_service.models.registry import AnyConfig, build_encoder, build_model, read_config
+from worker_service.models.registry import AnyConfig, build_encoder, build_encoder_decoder, build_model, read_config
 from worker_service.models.shard import part_of
 from worker_service.parallel.cut import Cut
 from worker_service.parallel.ranks import Ranks
@@ -77,6 +77,11 @@ class Network:
         """Whether it reads texts whole and keeps no keys and values."""
         return self.config.num_layers == 0
 
+    @property
+    def max_encoder_len(self) -> int:
+        """Tokens that an encoder beside the decoder reads; 0 without one."""
+        return getattr(self.config, "max_encoder_len", 0)
+
     def check(self, room: AdapterRoom = NO_ADAPTERS) -> list[int]:
         """The bytes of each of its tensors. Raises StartError where they cannot be loaded; allocates no memory.
 
@@ -89,9 +94,10 @@ class Network:
         return [*(tensor.nbytes for tensor in blueprint.values()), Adapters(model, room).num_bytes]
 
     def _build(self, device: torch.device) -> Loadable:
-        if self.is_encoder:
+        if self.is_encoder or self.max_encoder_len:
+            build = build_encoder if self.is_encoder else build_encoder_decoder
             try:
-                return build_encoder(self.config, self.dtype, device)
+                return build(self.config, self.dtype, device)
             except Exception as error:  # its code takes any value, until one makes no sense
                 if is_out_of_memory(error):
                     raise

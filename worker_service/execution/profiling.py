@@ -6,14 +6,19 @@ without delaying the start.
 """
 
 from array import array
+from typing import TYPE_CHECKING
 
 import torch
 
 from worker_service.execution.cache_engine import CacheEngine, CacheShape
+from worker_service.execution.encoder_decoder_runner import EncoderDecoderRunner
 from worker_service.execution.model_runner import ModelRunner, Runner
 from worker_service.models.causal_model import CausalModel
 from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import TOKENS, PoolingParams, PoolingType, SamplingParams, SchedulerOutput
+
+if TYPE_CHECKING:
+    from worker_service.models.encoder_decoder import EncoderDecoder  # which imports transformers
 
 _CPU_TOKENS = 256
 """Tokens of the pass on a CPU: 0.2 s for the default model on two cores, where 2,048 tokens take two seconds."""
@@ -54,6 +59,48 @@ def measure_prefill(
         for number, length in enumerate(lengths)
     ]
     return _speed(ModelRunner(model, CacheEngine(shape, len(blocks), 0, device)), chunks)
+
+
+def measure_encoder_decoder(
+    model: "EncoderDecoder",
+    shape: CacheShape,
+    device: torch.device,
+    max_num_batched_tokens: int,
+    max_num_encoder_tokens: int,
+) -> int:
+    """The same for an encoder and a decoder, the tokens of both together. A sound is never shorter than it can be."""
+    config = model.config
+    most = _CPU_TOKENS if device.type == "cpu" else max(max_num_batched_tokens, max_num_encoder_tokens)
+    num_encoder_tokens = config.max_encoder_len if config.feature_bytes else min(config.max_encoder_len, most)
+    num_tokens = min(config.max_model_len, max_num_batched_tokens, most)
+    encoder = SequenceState(
+        sequence_id=0,
+        token_ids=array(TOKENS, bytes(8 * num_encoder_tokens)),
+        num_prompt_tokens=num_encoder_tokens,
+        num_computed_tokens=0,
+        block_ids=array(TOKENS, range(-(-num_encoder_tokens // shape.block_size))),
+        sampling=SamplingParams(),
+        is_encoder=True,
+    )
+    first = len(encoder.block_ids)
+    decoders = [
+        SequenceState(
+            sequence_id=1 + number,
+            token_ids=array(TOKENS, bytes(8 * num_tokens)),
+            num_prompt_tokens=1,
+            num_computed_tokens=0,
+            block_ids=array(TOKENS, range(first, first - (-num_tokens // shape.block_size))),
+            sampling=SamplingParams(temperature=1.0, top_p=0.9),
+            encoder=encoder,
+        )
+        for number in range(max(1, max_num_batched_tokens // num_tokens if device.type == "cuda" else 1))
+    ]
+    num_encoders = max(1, max_num_encoder_tokens // num_encoder_tokens if device.type == "cuda" else 1)
+    chunks = [ScheduledChunk(encoder, 0, num_encoder_tokens, False)] * num_encoders
+    chunks += [ScheduledChunk(decoder, 0, num_tokens, True) for decoder in decoders]
+    cache = CacheEngine(shape, first + len(decoders[0].block_ids), 0, device)
+    encoder.features = bytes(config.feature_bytes)
+    return _speed(EncoderDecoderRunner(model, cache), chunks)
 
 
 def measure_encoder(runner: Runner, max_model_len: int, max_num_batched_tokens: int, num_labels: int = 0) -> int:

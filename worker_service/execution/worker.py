@@ -22,11 +22,12 @@ from worker_service.execution.cache_engine import CacheEngine
 from worker_service.execution.capacity import check_room_for_weights, count_device_blocks
 from worker_service.execution.decode_graphs import DecodeGraphs
 from worker_service.execution.draft_model import DraftModel, with_vocabulary
+from worker_service.execution.encoder_decoder_runner import EncoderDecoderRunner
 from worker_service.execution.encoder_runner import EncoderRunner
 from worker_service.execution.forms import Forms
 from worker_service.execution.model_runner import ModelRunner, Runner
 from worker_service.execution.network import Network
-from worker_service.execution.profiling import measure_encoder, measure_prefill
+from worker_service.execution.profiling import measure_encoder, measure_encoder_decoder, measure_prefill
 from worker_service.loading.tokenizer_files import vocabulary
 from worker_service.models.causal_model import CausalModel, ModelConfig
 from worker_service.models.decoder_config import DecoderConfig
@@ -68,8 +69,12 @@ def load_worker(settings: WorkerSettings) -> Worker:
     target = Network.open(settings.model, settings, device, ranks)
     if target.is_encoder:
         return _load_encoder(settings, target, kernels)
+    _check_encoder_decoder(settings, target)
     config, tokenizer_files = target.config, target.tokenizer_files
     max_model_len = _choose_max_model_len(settings, config.max_model_len)
+    max_num_encoder_tokens = (
+        max(target.max_encoder_len, settings.max_num_batched_tokens) if target.max_encoder_len else 0
+    )
     sliding_window = _sliding_window(config, max_model_len)
     draft = _open_draft(settings, target, sliding_window)
     networks = [target, *([] if draft is None else [draft])]
@@ -90,11 +95,16 @@ def load_worker(settings: WorkerSettings) -> Worker:
         models = [model]
         if draft is not None:
             models.append(with_vocabulary(draft.load()[0], config.vocabulary_size))
-        speeds = [
-            measure_prefill(model, shape, device, settings.max_num_batched_tokens, settings.max_num_seqs)
-            for model, shape in zip(models, shapes, strict=True)
-        ]
-        num_device_blocks = count_device_blocks(device, shapes, max_model_len, sliding_window, settings, ranks)
+        if target.max_encoder_len:
+            num_tokens = settings.max_num_batched_tokens, max_num_encoder_tokens
+            speeds = [measure_encoder_decoder(model, target.shape, device, *num_tokens)]
+        else:
+            speeds = [
+                measure_prefill(model, shape, device, settings.max_num_batched_tokens, settings.max_num_seqs)
+                for model, shape in zip(models, shapes, strict=True)
+            ]
+        longest = max_model_len + target.max_encoder_len
+        num_device_blocks = count_device_blocks(device, shapes, longest, sliding_window, settings, ranks)
         caches = [CacheEngine(shape, num_device_blocks, num_host_blocks, device) for shape in shapes]
         graphs = [
             _capture(network, model, cache, settings, max_model_len)
@@ -143,13 +153,30 @@ def load_worker(settings: WorkerSettings) -> Worker:
             max_num_seqs=settings.max_num_seqs,
             num_speculative_tokens=settings.num_speculative_tokens if settings.speculate != "none" else 0,
             max_loras=settings.max_loras,
-            embedding_size=config.hidden_size,
+            embedding_size=0 if target.max_encoder_len else config.hidden_size,
+            max_encoder_len=target.max_encoder_len,
+            max_num_encoder_tokens=max_num_encoder_tokens,
+            feature_bytes=getattr(config, "feature_bytes", 0),
         ),
-        runner=ModelRunner(models[0], caches[0], graphs[0], forms, adapters),
+        runner=(
+            EncoderDecoderRunner(model, caches[0], forms)
+            if target.max_encoder_len
+            else ModelRunner(models[0], caches[0], graphs[0], forms, adapters)
+        ),
         tokenizer_files=tokenizer_files,
         adapters=adapters,
         drafter=Drafter(proposer, settings.num_speculative_tokens, speeds[0]) if proposer is not None else None,
     )
+
+
+def _check_encoder_decoder(settings: WorkerSettings, target: Network) -> None:
+    """Raises StartError for what is not there for models of encoder and decoder."""
+    for name, is_set in (
+        ("--speculate draft", settings.draft_model is not None),
+        ("--max-loras", settings.max_loras > 0),
+    ):
+        if is_set and target.max_encoder_len:
+            raise StartError(f"{name}: {target.model_id} has an encoder beside its decoder, which does without")
 
 
 def _load_encoder(settings: WorkerSettings, target: Network, kernels: str) -> Worker:

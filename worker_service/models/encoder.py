@@ -62,7 +62,7 @@ class Encoder:
         for module in list(self._body.modules()):
             for name, part in module.named_children():
                 if type(part) is nn.Linear:
-                    setattr(module, name, _Packed(part))
+                    setattr(module, name, PackedLinear(part))
 
     def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
         """As `CausalModel` has it: it takes no adapters."""
@@ -99,7 +99,7 @@ def _within(lengths: Sequence[int]) -> Iterator[None]:
         _lengths.reset(token)
 
 
-class _Packed(nn.Module):
+class PackedLinear(nn.Module):
     """Takes the place of a linear layer."""
 
     def __init__(self, linear: nn.Linear) -> None:

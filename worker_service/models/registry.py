@@ -15,12 +15,17 @@ if TYPE_CHECKING:
     # Otherwise imported only where it is needed: transformers takes two seconds.
     from worker_service.models.encoder import Encoder
     from worker_service.models.encoder_config import EncoderConfig
+    from worker_service.models.encoder_decoder import EncoderDecoder
+    from worker_service.models.encoder_decoder_config import EncoderDecoderConfig
     from worker_service.models.transformers_config import TransformersConfig
 
-AnyConfig: TypeAlias = "DecoderConfig | EncoderConfig | TransformersConfig"
+AnyConfig: TypeAlias = "DecoderConfig | EncoderConfig | EncoderDecoderConfig | TransformersConfig"
 
 ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")
 """Families whose tokens see those behind them. Others differ in what their code wants besides tokens and positions."""
+
+ENCODER_DECODERS = ("t5", "bart", "whisper")
+"""Families whose decoders attend to what an encoder has read."""
 
 
 def read_config(json: Mapping[str, Any]) -> AnyConfig:
@@ -31,6 +36,10 @@ def read_config(json: Mapping[str, Any]) -> AnyConfig:
         from worker_service.models.encoder_config import EncoderConfig
 
         return EncoderConfig.from_json(json)
+    if family in ENCODER_DECODERS:
+        from worker_service.models.encoder_decoder_config import EncoderDecoderConfig
+
+        return EncoderDecoderConfig.from_json(json)
     from worker_service.models.transformers_config import TransformersConfig
 
     return TransformersConfig.from_json(json)
@@ -50,3 +59,10 @@ def build_encoder(config: AnyConfig, dtype: torch.dtype, device: torch.device) -
     from worker_service.models.encoder import Encoder
 
     return Encoder(config, dtype, device)  # type: ignore[arg-type]
+
+
+def build_encoder_decoder(config: AnyConfig, dtype: torch.dtype, device: torch.device) -> "EncoderDecoder":
+    """The same for an encoder and a decoder."""
+    from worker_service.models.encoder_decoder import EncoderDecoder
+
+    return EncoderDecoder(config, dtype, device)  # type: ignore[arg-type]

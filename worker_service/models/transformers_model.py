@@ -37,12 +37,12 @@ class TransformersModel:
         network.tie_weights()
         self._network = network.requires_grad_(False).eval()
         self._body = network.get_decoder()
-        self._head = _with_part(network, _path(network, self._body), _GivenBody())
+        self._head = with_part(network, path_of(network, self._body), GivenBody())
         self._logits = None
         self._lora_slots: Tensor | None = None  # of the pass that is being computed
         if type(product := network.get_output_embeddings()) is nn.Linear:
             self._logits = Linear(product.weight, product.bias, wide=True)
-            self._head = _with_part(self._head, _path(network, product), _GivenProduct(product.weight, self._logits))
+            self._head = with_part(self._head, path_of(network, product), GivenProduct(product.weight, self._logits))
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """As `CausalModel` has it."""
@@ -120,14 +120,14 @@ class _CachedAttention:
         return self._ops.paged_attention(query, layer_cache, self._metadata, scale, window, soft_cap)
 
 
-class _GivenBody(nn.Module):
+class GivenBody(nn.Module):
     """Takes the place of the module that computes hidden states, and returns the ones that it is given."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> "_Output":
         return _Output(inputs_embeds)
 
 
-class _GivenProduct(nn.Module):
+class GivenProduct(nn.Module):
     """Takes the place of the module that multiplies hidden states by the head's weights."""
 
     def __init__(self, weight: Tensor, product: Linear) -> None:
@@ -153,15 +153,16 @@ class _Output:
         return None
 
 
-def _path(module: nn.Module, part: nn.Module) -> list[str]:
+def path_of(module: nn.Module, part: nn.Module) -> list[str]:
+    """The names that lead to a part."""
     path: str
     (path,) = (name for name, candidate in module.named_modules() if candidate is part)
     return path.split(".")
 
 
-def _with_part(module: nn.Module, path: list[str], part: nn.Module) -> Any:
+def with_part(module: nn.Module, path: list[str], part: nn.Module) -> Any:
     """The same module, weights and all, with another part in place of the one at `path`."""
     name, *rest = path
     other = copy.copy(module)
-    other._modules = {**module._modules, name: _with_part(getattr(module, name), rest, part) if rest else part}
+    other._modules = {**module._modules, name: with_part(getattr(module, name), rest, part) if rest else part}
     return other

@@ -28,6 +28,7 @@ from worker_service.session.step import (
 )
 
 PROTOCOL_VERSION = 1
+TOKEN_BYTES = array(TOKENS).itemsize
 _PREFIX = "POOLING_TYPE_"
 
 
@@ -36,8 +37,9 @@ def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> Sche
     sequence_ids = tuple(message.sequence_ids)
     if len(set(sequence_ids)) != len(sequence_ids):
         raise InvalidStepError("sequence_ids: a sequence is scheduled twice")
-    if len(sequence_ids) > limits.max_num_seqs:
-        raise InvalidStepError(f"sequence_ids: {len(sequence_ids)} sequences; the limit is {limits.max_num_seqs}")
+    most_sequences = limits.max_num_seqs * (2 if limits.max_encoder_len else 1)  # and what an encoder reads for each
+    if len(sequence_ids) > most_sequences:
+        raise InvalidStepError(f"sequence_ids: {len(sequence_ids)} sequences; the limit is {most_sequences}")
     num_scheduled_tokens = tuple(message.num_scheduled_tokens) or (1,) * len(sequence_ids)
     samples = tuple(message.samples) or (True,) * len(sequence_ids)
     for name, column in (("num_scheduled_tokens", num_scheduled_tokens), ("samples", samples)):
@@ -45,10 +47,10 @@ def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> Sche
             raise InvalidStepError(f"{name}: {len(column)} entries for {len(sequence_ids)} sequence_ids")
     if 0 in num_scheduled_tokens:
         raise InvalidStepError("num_scheduled_tokens: an entry is 0")
-    if sum(num_scheduled_tokens) > limits.max_num_batched_tokens:
-        raise InvalidStepError(
-            f"num_scheduled_tokens: {sum(num_scheduled_tokens)} tokens; the limit is {limits.max_num_batched_tokens}"
-        )
+    # Which of them encoders read is known to the session, which judges the rest.
+    most = limits.max_num_batched_tokens + limits.max_num_encoder_tokens
+    if sum(num_scheduled_tokens) > most:
+        raise InvalidStepError(f"num_scheduled_tokens: {sum(num_scheduled_tokens)} tokens; the limit is {most}")
     device, host = limits.num_device_blocks, limits.num_host_blocks
     return SchedulerOutput(
         epoch=message.epoch,
@@ -144,6 +146,9 @@ def encode_worker_info(
         pooling_type=f"{_PREFIX}{info.pooling_type.name}" if info.pooling_type else None,
         normalizes=info.normalizes,
         num_labels=limits.num_labels,
+        max_encoder_len=limits.max_encoder_len,
+        max_num_encoder_tokens=limits.max_num_encoder_tokens,
+        feature_bytes=limits.feature_bytes,
     )
 
 
@@ -165,6 +170,8 @@ def _new_sequence(message: pb.NewSequence, limits: Limits) -> NewSequence:
     where = f"new_sequences: sequence {message.sequence_id}"
     if message.lora_name and not limits.max_loras:
         raise InvalidStepError(f"{where}: lora_name: this worker takes no adapters")
+    if message.HasField("encoder_input"):
+        return _encoder_input(where, message, limits)
     num_tokens = len(message.token_ids)
     if not 1 <= message.num_prompt_tokens <= num_tokens:
         raise InvalidStepError(f"{where}: {message.num_prompt_tokens} prompt tokens of {num_tokens}")
@@ -176,6 +183,36 @@ def _new_sequence(message: pb.NewSequence, limits: Limits) -> NewSequence:
         _block_ids(message.block_ids, limits),
         _sampling(f"{where}: sampling", message.sampling, limits),
         message.lora_name,
+        encoder_id=message.encoder_sequence_id,
+    )
+
+
+def _encoder_input(where: str, message: pb.NewSequence, limits: Limits) -> NewSequence:
+    given = message.encoder_input
+    least = limits.max_encoder_len if limits.feature_bytes else 1
+    if not least <= given.num_tokens <= limits.max_encoder_len:
+        raise InvalidStepError(f"{where}: {given.num_tokens} tokens for an encoder that reads {limits.max_encoder_len}")
+    if len(message.block_ids) != -(-given.num_tokens // limits.block_size):
+        raise InvalidStepError(f"{where}: {len(message.block_ids)} blocks for {given.num_tokens} tokens")
+    token_ids = array(TOKENS, _token_ids(f"{where}: encoder_input", given.token_ids, limits))
+    if message.num_computed_tokens not in (0, given.num_tokens):
+        raise InvalidStepError(f"{where}: an encoder reads all of it or nothing")
+    if message.num_computed_tokens or limits.feature_bytes:
+        token_ids = array(TOKENS, bytes(TOKEN_BYTES * given.num_tokens))
+    if len(token_ids) != given.num_tokens:
+        raise InvalidStepError(f"{where}: {len(token_ids)} token ids for {given.num_tokens} tokens")
+    if len(given.features) not in (0, limits.feature_bytes):
+        raise InvalidStepError(f"{where}: {len(given.features)} bytes of features instead of {limits.feature_bytes}")
+    return NewSequence(
+        message.sequence_id,
+        token_ids,
+        given.num_tokens,
+        message.num_computed_tokens,
+        _block_ids(message.block_ids, limits),
+        SamplingParams(),
+        message.lora_name,
+        is_encoder=True,
+        features=given.features,
     )
 
 

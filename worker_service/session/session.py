@@ -43,6 +43,12 @@ class SequenceState:
     """What is known of guesses for it, for the code that makes them."""
     pooled: object = None
     """What is pooled of its states so far, for the code that computes steps."""
+    is_encoder: bool = False
+    """Whether it is what an encoder reads, and its blocks the table of cross attention."""
+    features: bytes = b""
+    """As `NewSequence` has them."""
+    encoder: "SequenceState | None" = None
+    """What its encoder reads."""
 
     @property
     def reports(self) -> bool:
@@ -141,6 +147,7 @@ class Session:
             if drafts:
                 continue
             sequence.num_computed_tokens = stop
+            sequence.features = b""  # what an encoder has read is needed no more
             if samples:
                 sequence.token_ids.append(PLACEHOLDER)
 
@@ -176,13 +183,25 @@ class Session:
                 new.block_ids,
                 new.sampling,
                 new.adapter,
+                is_encoder=new.is_encoder,
+                features=new.features,
+                encoder=self._encoder(new),
             )
         )
 
+    def _encoder(self, new: NewSequence) -> SequenceState | None:
+        """What the encoder of a new sequence reads. Raises InvalidStepError where it has none, and needs one."""
+        if new.is_encoder or not self._limits.max_encoder_len:
+            return None
+        encoder = self._known(new.encoder_id)
+        if not encoder.is_encoder:
+            raise InvalidStepError(f"sequence {new.sequence_id}: sequence {new.encoder_id} is none for an encoder")
+        return encoder
+
     def _fork(self, fork: Fork) -> None:
         parent = self._known(fork.parent_id)
-        if parent.sampling.pooling is not None:
-            raise InvalidStepError(f"sequence {fork.parent_id} is pooled and cannot be forked")
+        if parent.sampling.pooling is not None or parent.is_encoder:
+            raise InvalidStepError(f"sequence {fork.parent_id} has no outputs and cannot be forked")
         if not parent.num_prompt_tokens <= fork.num_tokens <= len(parent.token_ids):
             raise InvalidStepError(
                 f"sequence {fork.child_id} takes {fork.num_tokens} tokens of sequence {fork.parent_id}, "
@@ -202,6 +221,7 @@ class Session:
                 fork.block_ids,
                 replace(parent.sampling, index=fork.index),
                 parent.adapter,
+                encoder=parent.encoder,
             )
         )
 
@@ -246,7 +266,9 @@ class Session:
                 raise InvalidStepError(
                     f"sequence {sequence_id} cannot sample after token {stop}: it has {known} tokens"
                 )
-            if stop > self._limits.max_model_len:
+            if sequence.is_encoder:
+                self._check_encoder(sequence, stop, samples)
+            elif stop > self._limits.max_model_len:
                 raise InvalidStepError(
                     f"sequence {sequence_id} would reach {stop} tokens; the limit is {self._limits.max_model_len}"
                 )
@@ -256,10 +278,38 @@ class Session:
                     f"the block table of sequence {sequence_id} has room for {room} tokens, not for {stop}"
                 )
             chunks.append(ScheduledChunk(sequence, start, stop, samples, drafts))
+        if self._limits.max_encoder_len:
+            self._check_encoders(chunks)
         return chunks
+
+    def _check_encoder(self, sequence: SequenceState, stop: int, samples: bool) -> None:
+        """Raises InvalidStepError where what an encoder reads would not be computed whole, or is not there."""
+        where = f"sequence {sequence.sequence_id} is for an encoder"
+        if samples or sequence.num_computed_tokens or stop != len(sequence.token_ids):
+            raise InvalidStepError(f"{where} and is not computed whole")
+        if len(sequence.features) != self._limits.feature_bytes:
+            raise InvalidStepError(f"{where} and came without features")
+
+    def _check_encoders(self, chunks: Iterable[ScheduledChunk]) -> None:
+        """Raises InvalidStepError where tokens would attend to what no encoder has read."""
+        num_tokens, encoded = 0, {chunk.sequence.sequence_id for chunk in chunks if chunk.sequence.is_encoder}
+        for sequence, start, stop, _, _ in chunks:
+            encoder = sequence.encoder
+            if encoder is None:
+                continue
+            num_tokens += stop - start
+            is_there = self.sequences.get(encoder.sequence_id) is encoder
+            if not is_there or not (encoder.num_computed_tokens or encoder.sequence_id in encoded):
+                raise InvalidStepError(
+                    f"sequence {sequence.sequence_id} attends to sequence {encoder.sequence_id}, which is not computed"
+                )
+        if num_tokens > self._limits.max_num_batched_tokens:
+            raise InvalidStepError(f"{num_tokens} tokens; the limit is {self._limits.max_num_batched_tokens}")
 
     def _check_pooling(self, sequence: SequenceState, stop: int, drafts: "array[int]") -> None:
         """Raises InvalidStepError where more or less than the states of a prompt would be pooled."""
+        if self._limits.max_encoder_len and sequence.sampling.pooling is not None:
+            raise InvalidStepError(f"sequence {sequence.sequence_id} is pooled, and this worker generates text only")
         where = f"sequence {sequence.sequence_id}"
         pooling = sequence.sampling.pooling
         if pooling is None:

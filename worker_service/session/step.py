@@ -33,6 +33,12 @@ class Limits:
     """Numbers of a vector that is pooled from states; 0 if none is."""
     num_labels: int = 0
     """Numbers that a classifier makes of a text; 0 without one."""
+    max_encoder_len: int = 0
+    """Tokens of what an encoder reads of one request; 0 without an encoder beside the decoder."""
+    max_num_encoder_tokens: int = 0
+    """Of all that encoders read in one step."""
+    feature_bytes: int = 0
+    """Of a sound's features; 0 where the encoder reads token ids."""
 
     @property
     def is_encoder(self) -> bool:
@@ -132,6 +138,12 @@ class NewSequence:
     sampling: SamplingParams
     adapter: str = ""
     """The fingerprint of its adapter; empty for the base model."""
+    is_encoder: bool = False
+    """Whether it is what an encoder reads. Of a sound its `token_ids` are placeholders."""
+    features: bytes = b""
+    """Of a sound: float32, little-endian, one mel bin's frames after the other's."""
+    encoder_id: int = 0
+    """The sequence that its encoder reads; 0 for none."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ back: what the other pool already has under a key is shared there, and only the 
 as soon as they are planned, because every step does its copies before it reads, and steps are done in order.
 
 With a sliding window a table's leading entries become NO_BLOCK as soon as no token to come attends to them.
+
+What a group's encoder reads has a table of its own, that of cross attention: see groups/encoder_input.py.
 """
 
 import enum
@@ -20,9 +22,9 @@ from typing import Any
 from scheduler_service.core.blocks.allocator import BlockAllocator, Content
 from scheduler_service.core.blocks.pool import NO_BLOCK, Pool, move, own_contents
 from scheduler_service.core.blocks.prefix_directory import PrefixDirectory
-from scheduler_service.core.blocks.prefix_key import first_key, next_key
+from scheduler_service.core.blocks.prefix_key import encoder_keys, first_key, next_key
 from scheduler_service.core.blocks.sizes import TableSizes
-from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
+from scheduler_service.core.groups.sequence import EncoderSequence, Sequence, SequenceGroup
 
 
 class AllocStatus(enum.Enum):
@@ -82,30 +84,50 @@ class BlockManager:
         """
         if self.sizes.never_fits(group):
             return AllocStatus.NEVER
-        leaving = Counter(block for other in without for s in other.live for block in self.tables.get(s.id, ()))
+        leaving = Counter(itertools.chain(*map(self._on_device.held_by_each, without)))
         del leaving[NO_BLOCK]
         num_free = self.device.num_free + sum(self.device.ref_count(b) == n for b, n in leaving.items())
         # A cached block that a sequence goes on holding costs nothing.
         needed = self.sizes.blocks_of_group(group)
         needed -= self.device.num_held(self._cached_blocks(group.live[0]), leaving)
+        if group.encoder is not None:
+            needed -= self.device.num_held(self._cached_encoder_blocks(group.encoder), leaving)
         reserve = self.num_watermark_blocks if leave_watermark else 0
         return AllocStatus.OK if needed + reserve <= num_free else AllocStatus.LATER
 
     def allocate(self, leader: Sequence) -> None:
-        """Give a sequence without a table its first blocks, cached ones before others: those are computed."""
+        """Give a sequence without a table its first blocks, cached ones before others: those are computed.
+
+        And what its group's encoder reads all of its blocks.
+        """
         assert leader.id not in self.tables
-        table = self._cached_blocks(leader)
-        for block in table:
+        table, encoder = self._cached_blocks(leader), leader.group.encoder
+        cross_table = [] if encoder is None else self._cached_encoder_blocks(encoder)
+        for block in itertools.chain(table, cross_table):
             self.device.share(block)
+        if encoder is not None:
+            self._allocate_encoder(encoder, cross_table)
         leader.num_computed_tokens = leader.num_stored_tokens = len(table) * self.block_size
         leader.num_published_blocks = len(table)
         table.extend(self.device.allocate() for _ in range(self.sizes.first_blocks(leader) - len(table)))
         self.tables[leader.id] = table
         leader.num_slots = self.sizes.slots(len(table))
 
+    def _allocate_encoder(self, encoder: EncoderSequence, cached: list[int]) -> None:
+        if cached:
+            encoder.num_computed_tokens = encoder.num_stored_tokens = encoder.num_prompt_tokens
+            encoder.num_published_blocks = len(cached)
+        num_blocks = self.sizes.blocks_of(encoder.num_prompt_tokens)
+        self.tables[encoder.id] = cached or [self.device.allocate() for _ in range(num_blocks)]
+
     def publish(self, sequence: Sequence) -> None:
-        """Make the full blocks of a sequence's stored tokens findable, on the device or where they were swapped out."""
+        """Make the full blocks of a sequence's stored tokens findable, on the device or where they were swapped out.
+
+        Of what an encoder read, which grows no more, the last block counts as full.
+        """
         num_full, start = sequence.num_stored_tokens // self.block_size, sequence.num_published_blocks
+        if sequence.is_encoder:
+            num_full = self.sizes.blocks_of(sequence.num_stored_tokens)
         if not self.prefix_caching or num_full <= start:
             return
         blocks, table = self.device, self.tables.get(sequence.id)
@@ -118,9 +140,11 @@ class BlockManager:
             sequence.num_published_blocks = num_full
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Take what the sequence's blocks hold out of the prefix cache, because it is not sound."""
+        """Take what the sequence's blocks hold out of the prefix cache, and its encoder's: it is not sound."""
+        encoder = sequence.group.encoder
+        ids = [sequence.id] if encoder is None else [sequence.id, encoder.id]
         for pool in (self._on_device, self._on_host):
-            for block in pool.tables.get(sequence.id, ()):
+            for block in itertools.chain(*(pool.tables.get(id_, ()) for id_ in ids)):
                 if block != NO_BLOCK and (key := pool.blocks.key(block)) is not None:
                     pool.blocks.withdraw(block)
                     for other in (self.device, self.host):
@@ -128,8 +152,24 @@ class BlockManager:
                             other.withdraw(copy)
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
-        """Tokens that a sequence without a table would find computed."""
-        return len(self._cached_blocks(sequence)) * self.block_size
+        """Tokens that a sequence without a table would find computed, those of its group's encoder included."""
+        num_tokens = len(self._cached_blocks(sequence)) * self.block_size
+        encoder = sequence.group.encoder
+        if encoder is not None and self._cached_encoder_blocks(encoder):
+            num_tokens += encoder.num_prompt_tokens
+        return num_tokens
+
+    def has_encoded(self, group: SequenceGroup) -> bool:
+        """Whether a waiting group would find computed what its encoder reads."""
+        return group.encoder is not None and bool(self._cached_encoder_blocks(group.encoder))
+
+    def findable_keys(self, leader: Sequence) -> list[bytes]:
+        """Keys of all blocks that a waiting group could find computed, those of its encoder first."""
+        encoder = leader.group.encoder
+        own = self.cacheable_keys(leader)
+        if encoder is None or not self.prefix_caching:
+            return own
+        return [*self._keys(encoder, self.sizes.blocks_of(encoder.num_prompt_tokens)), *own]
 
     def cacheable_keys(self, sequence: Sequence) -> list[bytes]:
         """Keys of the blocks that a sequence could find computed: all full ones short of the last token, because that
@@ -146,9 +186,19 @@ class BlockManager:
         """The longest cached prefix."""
         return self.device.find_run(self.cacheable_keys(sequence))
 
+    def _cached_encoder_blocks(self, encoder: EncoderSequence) -> list[int]:
+        """All blocks of what an encoder reads, or none if any is not cached."""
+        if not self.prefix_caching:
+            return []
+        keys = self._keys(encoder, self.sizes.blocks_of(encoder.num_prompt_tokens))
+        blocks = self.device.find_run(keys)
+        return blocks if len(blocks) == len(keys) else []
+
     def _keys(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
         """Keys of at least the first `num_blocks` blocks, which must be full; computed once."""
         keys = sequence.block_keys
+        if sequence.is_encoder and not keys:
+            keys += encoder_keys(first_key(sequence.group), num_blocks)
         for index in range(len(keys), num_blocks):
             tokens = sequence.tokens_between(index * self.block_size, (index + 1) * self.block_size)
             keys.append(next_key(keys[-1] if keys else first_key(sequence.group), tokens))
@@ -254,7 +304,7 @@ class BlockManager:
 
     def swap_in(self, group: SequenceGroup) -> list[tuple[int, int]]:
         """Move a group's tables back to device blocks; returns the pairs of host and device block to copy."""
-        for sequence in group.live:
+        for sequence in group.with_tables:
             sequence.num_known_blocks = 0
         return move(group, self._on_host, self._on_device, self._num_filled)
 
@@ -265,7 +315,7 @@ class BlockManager:
         found for now, the group makes room because others need those blocks.
         """
         contents = self._on_device.contents(group)
-        filled = {c for s in group.live for c in contents.get(s.id, ())[: self._num_filled(s)]}
+        filled = {c for s in group.with_tables for c in contents.get(s.id, ())[: self._num_filled(s)]}
         filled.discard(NO_BLOCK)
         held = self._on_device.held_by(group)
         num_out = sum(self.host.find(content) is None for content in filled)
@@ -277,6 +327,10 @@ class BlockManager:
         held = self._on_device.held_by(group)
         kept = itertools.takewhile(lambda key: self._is_held_by_others(key, held), self.cacheable_keys(leader))
         num_tokens = max(0, leader.num_computed_tokens - sum(self.block_size for _ in kept))
+        if (encoder := group.encoder) is not None and not all(
+            self._is_held_by_others(key, held) for key in encoder.block_keys or [b""]
+        ):
+            num_tokens += encoder.num_computed_tokens
         return num_tokens + sum(max(0, f.num_computed_tokens - f.num_prompt_tokens) for f in followers)
 
     def _is_held_by_others(self, content: Content, held: Counter[int]) -> bool:

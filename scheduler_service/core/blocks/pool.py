@@ -27,11 +27,15 @@ class Pool:
 
     def contents(self, group: SequenceGroup) -> dict[int, list[Content]]:
         """A group's tables, with what the blocks hold instead of their numbers."""
-        return {s.id: self.blocks.contents(self.tables[s.id]) for s in group.live if s.id in self.tables}
+        return {s.id: self.blocks.contents(self.tables[s.id]) for s in group.with_tables if s.id in self.tables}
 
     def held_by(self, group: SequenceGroup) -> Counter[int]:
         """The blocks that a group holds, and how often they stand in its tables."""
-        return Counter(itertools.chain(*(self.tables.get(s.id, ()) for s in group.live)))
+        return Counter(self.held_by_each(group))
+
+    def held_by_each(self, group: SequenceGroup) -> list[int]:
+        """The blocks in a group's tables, as often as they stand there."""
+        return [block for s in group.with_tables for block in self.tables.get(s.id, ())]
 
     def free(self, table: SequenceOf[int]) -> None:
         """Let go of a table's blocks, the last first: see `Evictor`."""
@@ -72,7 +76,7 @@ def move(
             target.blocks.share(block)
             arrived[content] = block
     copies: list[tuple[int, int]] = []
-    for sequence in group.live:
+    for sequence in group.with_tables:
         if sequence.id not in contents:
             continue
         table = source.tables.pop(sequence.id)

@@ -20,9 +20,16 @@ def root_key(*parts: bytes) -> bytes:
     return digest.digest()
 
 
+def encoder_keys(first: bytes, num_blocks: int) -> list[bytes]:
+    """The keys of an encoder's blocks, the last of which need not be full: each stands for the whole input."""
+    return [root_key(first, index.to_bytes(8, "little"), b"encoder") for index in range(num_blocks)]
+
+
 def first_key(group: SequenceGroup) -> bytes:
-    """What the chain of a group's keys begins with: keys and values differ from adapter to adapter."""
-    return key_of_adapter(group.cache_root, group.lora_name)
+    """What the chain of a group's keys begins with: keys and values differ from adapter to adapter, and with what an
+    encoder has read."""
+    root = group.cache_root if group.encoder is None else group.encoder.input.root_after(group.cache_root)
+    return key_of_adapter(root, group.lora_name)
 
 
 def key_of_adapter(root: bytes, adapter: str) -> bytes:

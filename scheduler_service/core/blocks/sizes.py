@@ -39,7 +39,8 @@ class TableSizes:
         """Blocks that the group needs to reach the state it is in, those of the prompt shared if only read."""
         leader, *followers = group.live
         lengths = [follower.num_tokens for follower in followers]
-        return self.first_blocks(leader) + sum(self._own_blocks(group, length, length) for length in lengths)
+        needed = self.first_blocks(leader) + sum(self._own_blocks(group, length, length) for length in lengths)
+        return needed + self.blocks_of(group.num_encoder_tokens)
 
     def never_fits(self, group: SequenceGroup) -> bool:
         """Whether a waiting group outgrows the whole pool, at the latest with its longest outputs."""
@@ -53,7 +54,8 @@ class TableSizes:
         needed = self._within_window(shared)
         needed += self._within_window(self.blocks_ahead(max(leader, most)) - shared)
         needed += sum(self._own_blocks(group, length, max(length, most)) for length in followers)
-        return self._within_window(needed, 1 + len(followers)) > self.num_blocks
+        needed = self._within_window(needed, 1 + len(followers))
+        return needed + self.blocks_of(group.num_encoder_tokens) > self.num_blocks
 
     def _own_blocks(self, group: SequenceGroup, num_forked_with: int, num_tokens: int) -> int:
         """Blocks that a follower, which forks with so many tokens, shares with none when it has `num_tokens`.

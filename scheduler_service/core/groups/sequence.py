@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 from scheduler_service.core.groups.beam_search import BeamSearch
+from scheduler_service.core.groups.encoder_input import EncoderInput
 from scheduler_service.core.groups.sampling_params import SamplingParams
 from scheduler_service.core.suspects.suspicion import Suspicion
 
@@ -43,6 +44,8 @@ class Sequence:
 
     `id` is given by a worker's scheduler on admission, a new one each time; while the sequence waits it is 0.
     """
+
+    is_encoder = False
 
     __slots__ = (
         "block_keys",
@@ -155,6 +158,26 @@ class Sequence:
         return f"Sequence({self.id}, {self.status.name}, {self.num_computed_tokens}/{self.num_tokens})"
 
 
+class EncoderSequence(Sequence):
+    """What a group's encoder reads: all prompt, and computed in one step. It is no output, and not among `live`."""
+
+    is_encoder = True
+
+    __slots__ = ("input",)
+
+    def __init__(self, group: "SequenceGroup", encoder_input: EncoderInput) -> None:
+        super().__init__(group, 0)
+        self.input = encoder_input
+        self.reports = False
+        self.prompt_token_ids = encoder_input.token_ids  # type: ignore[assignment]  # which has made it an array
+        self.num_prompt_tokens = self.max_num_tokens = encoder_input.num_tokens
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the steps sent so far compute it."""
+        return self.num_computed_tokens == self.num_prompt_tokens
+
+
 class SequenceGroup:
     """One request: `sampling.n` sequences that start from the same prompt, or the running beams of a search.
 
@@ -164,7 +187,8 @@ class SequenceGroup:
     `suspicion` is None until a worker is lost with it in flight. Groups of equal `cache_root` and adapter may share
     cached prefixes; `num_cached_tokens` is what was found of the prompt when it was first admitted. `lora_name` is the
     adapter that it needs, empty for the base model. `arrived_at` is in seconds of the clock that `Scheduler.schedule`
-    is told.
+    is told. `encoder` is what an encoder-decoder model's encoder reads of it, None for other models; what the decoder
+    makes of a prompt depends on it, and with it the root of its cached prefixes.
 
     What the balancer keeps of a group while it waits: `num_overtaken` counts the later ones that were taken before it;
     until `left_until` it may be left to a better worker. While it is swapped out, `swapped_at` says since when, and
@@ -182,6 +206,7 @@ class SequenceGroup:
         "arrived_at",
         "beams",
         "cache_root",
+        "encoder",
         "ended",
         "error",
         "has_unforked",
@@ -216,6 +241,7 @@ class SequenceGroup:
         priority: int = 0,
         tenant: str = "",
         lora_name: str = "",
+        encoder_input: EncoderInput | None = None,
         arrived_at: float = 0.0,
         output_token_ids: tuple[SequenceOf[int], ...] = (),
         ended: frozenset[int] = frozenset(),
@@ -236,6 +262,7 @@ class SequenceGroup:
         num_sequences = 1 if self.beams else sampling.n
         outputs = dict(enumerate(output_token_ids))
         self.sequences = [Sequence(self, index, outputs.get(index, ())) for index in range(num_sequences)]
+        self.encoder = None if encoder_input is None else EncoderSequence(self, encoder_input)
         self.has_unforked = num_sequences > 1
         self.ended = ended
         for index in ended:
@@ -292,9 +319,27 @@ class SequenceGroup:
         return [sequence for sequence in self.sequences if not sequence.status.is_finished]
 
     @property
+    def with_tables(self) -> list[Sequence]:
+        """All that may have a block table: the live sequences, and behind them what the encoder reads."""
+        return self.live if self.encoder is None else [*self.live, self.encoder]
+
+    @property
+    def encoder_input(self) -> EncoderInput | None:
+        return None if self.encoder is None else self.encoder.input
+
+    @property
+    def num_encoder_tokens(self) -> int:
+        return 0 if self.encoder is None else self.encoder.num_prompt_tokens
+
+    @property
+    def waits_for_encoder(self) -> bool:
+        """Whether its encoder's tokens have yet to be given to a step."""
+        return self.encoder is not None and not self.encoder.is_computed
+
+    @property
     def is_behind(self) -> bool:
-        """Whether any of its sequences has more than a single token to compute before it can decode."""
-        return any(sequence.num_uncomputed_tokens > 1 for sequence in self.live)
+        """Whether any of its sequences has more than a single token to compute before it can decode, or its encoder."""
+        return self.waits_for_encoder or any(sequence.num_uncomputed_tokens > 1 for sequence in self.live)
 
     @property
     def num_seqs(self) -> int:

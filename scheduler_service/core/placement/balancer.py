@@ -252,8 +252,8 @@ class Balancer:
     def _holders(self, member: Member, group: SequenceGroup) -> list[Member]:
         """Others that hold at least as long a prefix as this one."""
         leader = group.live[0]
-        keys = member.scheduler.blocks.cacheable_keys(leader)
-        first = max(0, member.scheduler.blocks.num_cached_tokens(leader) // member.scheduler.blocks.block_size - 1)
+        keys = member.scheduler.blocks.findable_keys(leader)
+        first = max(0, len(member.scheduler.blocks.device.find_run(keys)) - 1)
         bits = self.directory.holders(keys, first, self._is_open & ~member.bit)
         holders: list[Member] = []
         while bits and len(holders) < MOST_CANDIDATES:
@@ -267,12 +267,12 @@ class Balancer:
 
         To the nearest group: half of this one may be too much.
         """
-        tokens = group.live[0].num_tokens - cached + SEQUENCE_TOKENS * group.num_seqs
+        tokens = _num_tokens(group) - cached + SEQUENCE_TOKENS * group.num_seqs
         return (2 * member.work + tokens) * self._speed <= 2 * (self._work + num_waiting * tokens) * member.speed
 
     def _seconds(self, member: Member, group: SequenceGroup, cached: int, now: float) -> float:
         """Until what a group brings were done, if all that the worker has were done one after the other."""
-        tokens = group.live[0].num_tokens - cached + SEQUENCE_TOKENS * group.num_seqs
+        tokens = _num_tokens(group) - cached + SEQUENCE_TOKENS * group.num_seqs
         factor = 1000 / member.speed
         return factor * self.times.seconds(member.work + tokens) + self._seconds_in_flight(member, factor, now)
 
@@ -294,7 +294,7 @@ class Balancer:
         group.left_until = None
         if not self.has_others(member):
             return
-        backlog = member.backlog + group.live[0].num_tokens - placement.cached_tokens
+        backlog = member.backlog + _num_tokens(group) - placement.cached_tokens
         self.report(member, backlog, member.num_seqs + group.num_seqs, is_open=member.is_open)
 
     def left(self, placement: Placement, now: float) -> None:
@@ -314,3 +314,8 @@ class Balancer:
         """A worker's step is done; a worker that is alone is compared with none."""
         if len(self._members) > 1 and seconds > 0 and num_tokens:
             member.slowness.observe(self.times.observe(num_tokens, seconds))
+
+
+def _num_tokens(group: SequenceGroup) -> int:
+    """What a worker has to compute of a waiting group if it finds nothing of it."""
+    return group.live[0].num_tokens + group.num_encoder_tokens

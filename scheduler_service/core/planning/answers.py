@@ -47,6 +47,8 @@ class Answers:
             sequence.num_stored_tokens += num_tokens
             if num_tokens > 1 or sequence.num_stored_tokens % block_size == 0:
                 self._blocks.publish(sequence)
+            if sequence.is_encoder:
+                continue
             if failed and sequence.id in failed:
                 self._fail(sequence)
                 token_id = None

@@ -22,10 +22,20 @@ class ChunkSizes:
 
         Each long chunk takes half as many tokens as the one before it, the first `max_chunk` of them. So all of them
         together leave room in the step for what is shorter, however many there are. A follower has no table before its
-        leader's prompt is done.
+        leader's prompt is done. What the group's encoder reads comes first, and whole; nothing else does before it.
         """
         num_tokens_left, num_bytes_left, num_long = step.budget.num_tokens, step.budget.num_bytes, step.num_long
         chunks: list[Chunk] = []
+        encoder, encoder_bytes = group.encoder, 0
+        if encoder is not None:
+            if not encoder.num_known_blocks:
+                encoder_bytes = bytes_to_tell(encoder, len(self._blocks.tables[encoder.id]))
+            if not encoder.is_computed:
+                has_room = encoder.num_prompt_tokens <= step.budget.num_encoder_tokens
+                if not has_room or (encoder_bytes and num_bytes_left <= 0):
+                    return []
+                chunks.append(Chunk(encoder, encoder.num_prompt_tokens, encoder_bytes))
+                num_bytes_left, encoder_bytes = num_bytes_left - encoder_bytes, 0
         for sequence in self._due(group):
             num_tokens = sequence.num_uncomputed_tokens
             is_long = num_tokens > self.max_chunk and not self._is_encoder
@@ -43,7 +53,9 @@ class ChunkSizes:
                 if not sequence.num_known_blocks:
                     if num_bytes_left <= 0:
                         continue
-                    num_bytes = bytes_to_tell(sequence, self._blocks.num_table_entries(sequence, num_tokens))
+                    num_entries = self._blocks.num_table_entries(sequence, num_tokens)
+                    num_bytes = encoder_bytes + bytes_to_tell(sequence, num_entries)
+                    encoder_bytes = 0
                     num_bytes_left -= num_bytes
                 chunks.append(Chunk(sequence, num_tokens, num_bytes, is_long=is_long))
                 num_long += is_long

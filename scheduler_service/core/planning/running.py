@@ -38,7 +38,9 @@ class RunningPlanner:
             self._groups.give_back(group)
             return
         chunks = self._chunk_sizes.of(group, step)
-        while not self._blocks.can_append_slots((chunk.sequence, chunk.num_tokens) for chunk in chunks):
+        while not self._blocks.can_append_slots(
+            (chunk.sequence, chunk.num_tokens) for chunk in chunks if not chunk.sequence.is_encoder
+        ):
             if len(self._groups.running) == 1:
                 step.budget.give_back(num_seqs=group.num_seqs)
                 self._groups.ignore(group)
@@ -48,6 +50,8 @@ class RunningPlanner:
                 return
             chunks = self._chunk_sizes.of(group, step)
         for chunk in chunks:
+            if chunk.sequence.is_encoder:
+                continue  # it has all its blocks
             chunk.copies = self._blocks.append_slots(chunk.sequence, chunk.num_tokens)
         if chunks:
             step.take(group, chunks)

@@ -45,8 +45,10 @@ class Step:
     )
 
     def __init__(self, config: SchedulerConfig, queue: QueueView, now: float) -> None:
-        self.budget = SchedulingBudget(config.max_num_batched_tokens, config.max_num_seqs, config.max_step_bytes)
-        self._token_budget = config.max_num_batched_tokens
+        self.budget = SchedulingBudget(
+            config.max_num_batched_tokens, config.max_num_seqs, config.max_step_bytes, config.max_num_encoder_tokens
+        )
+        self._token_budget = config.max_num_batched_tokens + config.max_num_encoder_tokens
         self.queue = queue
         self.now = now
         self.chunks: dict[SequenceGroup, list[Chunk]] = {}
@@ -65,31 +67,25 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        """What all groups take of the step, as it is planned by now."""
-        return self._token_budget - self.budget.num_tokens
+        """What all groups take of the step, as it is planned by now, tokens of encoders included."""
+        return self._token_budget - self.budget.num_tokens - self.budget.num_encoder_tokens
 
     def num_tokens_of(self, group: SequenceGroup) -> int:
-        """What a group takes of the step, as it is planned by now."""
+        """What a group takes of the step, as it is planned by now, without tokens of its encoder."""
         num_repeated = sum(sequence.group is group for sequence, _, _ in self.steady)
-        return num_repeated + sum(chunk.num_tokens for chunk in self.chunks.get(group, ()))
+        return num_repeated + _sizes(self.chunks.get(group, []))["num_tokens"]
 
     def take(self, group: SequenceGroup, chunks: list[Chunk]) -> None:
         """Give a group, whose sequences are counted already, these chunks."""
         self.chunks[group] = chunks
         self.num_long += sum(chunk.is_long for chunk in chunks)
-        self.budget.take(
-            num_tokens=sum(chunk.num_tokens for chunk in chunks), num_bytes=sum(chunk.num_bytes for chunk in chunks)
-        )
+        self.budget.take(**_sizes(chunks))
 
     def give_back(self, group: SequenceGroup) -> list[Chunk]:
         """Take a group out of the step, with all that it took; returns its chunks."""
         chunks = self.chunks.pop(group, [])
         self.num_long -= sum(chunk.is_long for chunk in chunks)
-        self.budget.give_back(
-            num_tokens=sum(chunk.num_tokens for chunk in chunks),
-            num_seqs=group.num_seqs,
-            num_bytes=sum(chunk.num_bytes for chunk in chunks),
-        )
+        self.budget.give_back(num_seqs=group.num_seqs, **_sizes(chunks))
         return chunks
 
     def unfold(self) -> None:
@@ -99,3 +95,13 @@ class Step:
             repeated.setdefault(sequence.group, []).append(Chunk(sequence, num_tokens))
         self.chunks = repeated | self.chunks
         self.steady, self.needy = [], []
+
+
+def _sizes(chunks: list[Chunk]) -> dict[str, int]:
+    """What chunks take of a budget."""
+    num_encoder_tokens = sum(chunk.num_tokens for chunk in chunks if chunk.sequence.is_encoder)
+    return {
+        "num_tokens": sum(chunk.num_tokens for chunk in chunks) - num_encoder_tokens,
+        "num_bytes": sum(chunk.num_bytes for chunk in chunks),
+        "num_encoder_tokens": num_encoder_tokens,
+    }

@@ -1,9 +1,10 @@
 """How large a step is on the wire, bounded from above by arithmetic: nothing is encoded to find out.
 
 Most of a step is small: of a sequence that the worker knows, a few numbers. What can be large is telling the worker of
-a sequence for the first time, or of a block table that is another one after a swap. So these are counted in bytes, as
-chunks are counted in tokens: a step may tell of sequences until `SchedulerConfig.max_step_bytes` are spent. The last
-one may go beyond that, so the first always fits, however large it is; the others are told of in later steps.
+a sequence for the first time, of what its encoder reads, or of a block table that is another one after a swap. So
+these are counted in bytes, as chunks are counted in tokens: a step may tell of sequences until
+`SchedulerConfig.max_step_bytes` are spent. The last one may go beyond that, so the first always fits, however large it
+is; the others are told of in later steps.
 
 Why no step comes near the 64 MiB that a message may have: besides `max_step_bytes`, 8 MiB, it holds one sequence, of
 at most 5 bytes for each token of the context and what a request of 16 MiB can say of its sampling; at most 16 MiB of
@@ -14,7 +15,7 @@ in a step, the most that the settings allow, make 42 MB.
 """
 
 from scheduler_service.core.groups.sampling_params import SamplingParams
-from scheduler_service.core.groups.sequence import Sequence
+from scheduler_service.core.groups.sequence import EncoderSequence, Sequence
 
 NUMBER_BYTES = 5
 """The most that a number of 32 bits takes in a column."""
@@ -37,6 +38,11 @@ def bytes_to_tell(sequence: Sequence, num_blocks: int) -> int:
     num_bytes = FIELDS_BYTES
     if sequence.is_known:
         pass
+    elif isinstance(sequence, EncoderSequence):
+        num_bytes += CHARACTER_BYTES * len(sequence.group.lora_name)
+        if not sequence.is_computed:
+            num_numbers += len(sequence.input.token_ids)
+            num_bytes += sequence.input.num_feature_bytes
     elif parent is not None and parent.is_known:
         num_numbers += sequence.num_tokens - sequence.num_forked_tokens
     else:

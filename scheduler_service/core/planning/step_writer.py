@@ -64,6 +64,11 @@ class StepWriter:
         for chunks in step.chunks.values():
             for chunk in chunks:
                 sequence, num_tokens = chunk.sequence, chunk.num_tokens
+                if sequence.is_encoder:
+                    scheduled.append(ScheduledSequence(sequence, num_tokens, False))
+                    self._write_table(sequence, output)
+                    sequence.num_computed_tokens += num_tokens
+                    continue
                 num_uncomputed = sequence.num_uncomputed_tokens
                 self._write_draft(sequence, num_tokens - num_uncomputed, output)
                 scheduled.append(ScheduledSequence(sequence, num_tokens, num_tokens >= num_uncomputed))
@@ -103,7 +108,10 @@ class StepWriter:
         sequence.draft_token_ids = []
 
     def _write_table(self, sequence: Sequence, output: SchedulerOutput) -> None:
-        """Tell the worker what it does not know of a sequence and its block table."""
+        """Tell the worker what it does not know of a sequence and its block table, its encoder's first."""
+        encoder = sequence.group.encoder
+        if encoder is not None and encoder is not sequence:
+            self._write_table(encoder, output)
         table, num_known = self._blocks.tables[sequence.id], sequence.num_known_blocks
         if not sequence.is_known:
             sequence.is_known = True

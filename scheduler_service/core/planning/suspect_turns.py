@@ -74,7 +74,8 @@ class SuspectTurns:
 
     def _can_start(self, suspect: SequenceGroup, step: Step) -> bool:
         """Whether a waiting suspect would start in a step of its own; else no other group need wait for it."""
-        budget = SchedulingBudget(step.budget.num_tokens, step.budget.num_seqs, step.budget.num_bytes)
+        left = step.budget
+        budget = SchedulingBudget(left.num_tokens, left.num_seqs, left.num_bytes, left.num_encoder_tokens)
         budget.take(num_seqs=self._groups.num_running_seqs)
         if self._admission.status(suspect, budget) is not AllocStatus.LATER:
             return True

@@ -44,11 +44,19 @@ class WaitingPlanner:
         """Whether a waiting group fits the worker and what is left of a step."""
         if group.num_seqs > self._config.max_num_seqs or self._blocks.sizes.never_fits(group):
             return AllocStatus.NEVER  # before any group is preempted for it
+        if group.num_encoder_tokens > self._config.max_num_encoder_tokens:
+            return AllocStatus.NEVER
         if not budget.num_tokens or group.num_seqs > budget.num_seqs or not self._groups.has_lora_slot(group):
             return AllocStatus.LATER
         if self._config.is_encoder and len(group.prompt_token_ids) > budget.num_tokens:
             return AllocStatus.LATER  # it is computed whole
+        if not self._has_encoder_tokens(group, budget):
+            return AllocStatus.LATER
         return self._blocks.can_allocate(group, leave_watermark=bool(self._groups.running))
+
+    def _has_encoder_tokens(self, group: SequenceGroup, budget: SchedulingBudget) -> bool:
+        """Whether a step has tokens left for what the group's encoder reads, if that is not cached."""
+        return group.num_encoder_tokens <= budget.num_encoder_tokens or self._blocks.has_encoded(group)
 
     def is_time(self, now: float) -> bool:
         """Whether the earliest arrival has waited for long enough that prompts could batch up."""
@@ -120,6 +128,8 @@ class WaitingPlanner:
         """
         if self._config.is_encoder or not self.could_make_room(group):
             return False
+        if not self._has_encoder_tokens(group, step.budget):
+            return False
         elsewhere = self._balancer.place_elsewhere(self._member, group, step.now) if has_choice else None
         if elsewhere is not None:
             self.leave(elsewhere, step)
@@ -150,8 +160,9 @@ class WaitingPlanner:
         leader = group.live[0]
         if group.num_cached_tokens is None:
             group.num_cached_tokens = leader.num_computed_tokens
-            self._waiting.charge(group, leader.num_prompt_tokens, 0)
-        placement = placement._replace(cached_tokens=leader.num_computed_tokens, num_overtaken=group.num_overtaken)
+            self._waiting.charge(group, leader.num_prompt_tokens + group.num_encoder_tokens, 0)
+        num_cached = leader.num_computed_tokens + (group.encoder.num_computed_tokens if group.encoder else 0)
+        placement = placement._replace(cached_tokens=num_cached, num_overtaken=group.num_overtaken)
         self._balancer.took(self._member, placement)
         self._balancer.overtook(step.queue.overtaken)
         step.queue.renew()
@@ -172,7 +183,7 @@ class WaitingPlanner:
         backlog = 0
         for group in step.prompts:
             if group in self._groups.running:
-                for sequence in group.live:
+                for sequence in group.with_tables:
                     if sequence.id in self._blocks.tables:
                         backlog += max(0, sequence.num_tokens - sequence.num_computed_tokens)
         self._report(backlog, self._config.max_num_seqs - step.budget.num_seqs)

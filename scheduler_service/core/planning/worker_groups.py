@@ -76,6 +76,8 @@ class WorkerGroups:
     def admit(self, group: SequenceGroup) -> None:
         """Take a group out of the queue, and let it run."""
         self._waiting.remove(group.request_id)
+        if group.encoder is not None:
+            group.encoder.id = self.new_sequence_id()
         for sequence in group.live:
             sequence.id = self.new_sequence_id()
             sequence.max_num_tokens = group.max_num_tokens(self._blocks.sizes.max_sequence_tokens)
@@ -104,7 +106,7 @@ class WorkerGroups:
 
     def give_back(self, group: SequenceGroup) -> None:
         """Return a group to the head of the queue: it will be new on the worker that takes it next."""
-        self._preempted.extend(sequence.id for sequence in group.live if sequence.is_known)
+        self._preempted.extend(sequence.id for sequence in group.with_tables if sequence.is_known)
         self._release(group)
         self._waiting.put_back([group])
 
@@ -118,8 +120,8 @@ class WorkerGroups:
 
     def _release(self, group: SequenceGroup) -> None:
         self._forget(group)
-        self._in_flight.drop(group.live)
-        for sequence in group.live:
+        self._in_flight.drop(group.with_tables)
+        for sequence in group.with_tables:
             self._blocks.free(sequence)
             sequence.leave_worker()
         group.has_unforked = len(group.sequences) > 1
@@ -159,13 +161,18 @@ class WorkerGroups:
         if sequence.status is SequenceStatus.RUNNING and group.beams is None:
             self.num_running_seqs -= 1
         sequence.status = status
-        self._blocks.free(sequence)
-        if sequence.is_known:
-            self._finished.append(sequence)
+        self._leave_worker(sequence)
         if group.is_finished:
+            if group.encoder is not None:
+                self._leave_worker(group.encoder)
             if group.request_id in self._by_id:
                 self._forget(group)
             self._waiting.end(group.request_id)
+
+    def _leave_worker(self, sequence: Sequence) -> None:
+        self._blocks.free(sequence)
+        if sequence.is_known:
+            self._finished.append(sequence)
 
     def finish(self, group: SequenceGroup, status: SequenceStatus, error: str | None = None) -> None:
         """End all sequences of a group that is here or waits; an `error` is a sentence for the client."""
@@ -179,8 +186,13 @@ class WorkerGroups:
         config = self._config
         error = (
             f"the request's {group.num_seqs} sequence(s) of up to "
-            f"{group.max_num_tokens(self._blocks.sizes.max_sequence_tokens)} tokens do not fit the worker, which has "
+            f"{group.max_num_tokens(self._blocks.sizes.max_sequence_tokens)} tokens"
+            f"{_with_encoder(group)} do not fit the worker, which has "
             f"{config.num_device_blocks} blocks of {config.block_size} tokens and "
             f"{config.max_num_seqs} sequences; ask for fewer or shorter outputs"
         )
         self.finish(group, SequenceStatus.FINISHED_IGNORED, error)
+
+
+def _with_encoder(group: SequenceGroup) -> str:
+    return f" and the {group.num_encoder_tokens} that their encoder reads" if group.encoder is not None else ""

@@ -1,0 +1,177 @@
+"""Models of an encoder and a decoder: each request's tokens are those of it alone, whatever is beside it or happens."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from embedding_helpers import assert_nothing_is_left, serving
+from engines import until
+from lora_helpers import slow_down
+from scheduler_in_process import scheduler
+from tiny_encoder_decoder import START, SlowEncoderDecoder, write_encoder_decoder
+from worker_in_process import worker_in_process
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_client import Client, EncoderPrompt, SamplingParams
+from pagewire_client.llm import collect
+from scheduler_service.recording.replayer import Replayer
+from worker_service.speculation import drafter
+
+TEXTS = ["a", "hello there", "one two three one two three " * 3, "héllo wörld, how is it going?", "x" * 90]
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "drawn": {"temperature": 0.9, "seed": 7, "n": 2},
+    "beams": {"beam_width": 3, "n": 2},
+    "edited": {"temperature": 0, "repetition_penalty": 1.3, "logprobs": 2, "min_tokens": 4},
+}
+PROMPTS = [EncoderPrompt(text) for text in TEXTS] + [EncoderPrompt(TEXTS[2], (START, 20, 30, 40, 50, 60, 70, 80, 90))]
+ASKED = [(prompt, kind) for number, prompt in enumerate(PROMPTS) for kind in [*KINDS, *KINDS][number % 4 :][:2]]
+"""Two kinds of each."""
+NUM_TOKENS = 16
+
+Shown = list[tuple[list[int], str, list[list[int]]]]
+
+
+@pytest.fixture(scope="module", params=["t5", "bart"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_encoder_decoder(tmp_path_factory.mktemp("models") / request.param, request.param)
+
+
+async def shown(client: Client, prompt: EncoderPrompt, kind: str) -> Shown:
+    """Tokens, text, and which tokens were likeliest."""
+    params = SamplingParams(**{"max_tokens": NUM_TOKENS} | KINDS[kind])
+    completion = await collect(client, prompt, params)
+    return [
+        (output.token_ids, output.text, [[top.token_id for top in position.top] for position in output.logprobs])
+        for output in completion.outputs
+    ]
+
+
+async def all_together(client: Client) -> list[Shown]:
+    return await asyncio.gather(*(shown(client, *asked) for asked in ASKED))
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> list[Shown]:
+    """What each of ASKED says when there is nothing beside it, and nothing cached."""
+
+    async def run() -> list[Shown]:
+        async with serving(model, {"prefix_caching": False}) as (one, _), Client(one.target) as client:
+            return [await shown(client, *asked) for asked in ASKED]
+
+    return asyncio.run(run())
+
+
+def test_outputs_are_those_of_transformers(model: Path, alone: list[Shown]) -> None:
+    """Greedily, and of a search with beams."""
+    slow = SlowEncoderDecoder(model)
+    for (prompt, kind), found in zip(ASKED, alone, strict=True):
+        assert isinstance(prompt.encoder, str)
+        read, decoder = slow.token_ids(prompt.encoder), prompt.decoder or (START,)
+        if kind == "greedy":
+            expected = slow.outputs(read, NUM_TOKENS, decoder)
+        elif kind == "beams":
+            expected = slow.outputs(read, NUM_TOKENS, decoder, num_beams=3, num_return_sequences=2)
+        else:
+            continue
+        assert [[token for token in token_ids if token] for token_ids, _, _ in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "scheduling"),
+    [
+        ({}, {}),
+        ({"num_device_blocks": 26}, {"preemption_mode": "swap"}),
+        ({"num_device_blocks": 26}, {"preemption_mode": "recompute"}),
+        ({"max_num_batched_tokens": 97, "max_num_seqs": 5}, {"phase_rule": "separate"}),
+        ({"speculate": "ngram"}, {}),
+    ],
+    ids=["together", "swapped", "recomputed", "in turns", "with guesses"],
+)
+async def test_outputs_are_the_same_alone_and_together(
+    settings: dict[str, Any],
+    scheduling: dict[str, Any],
+    model: Path,
+    alone: list[Shown],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Twice, so that the second round finds what encoders have read; and every decision can be replayed."""
+    monkeypatch.setattr(drafter, "numbers_of_guesses", lambda chances, most, *_, **__: [most] * len(chances))
+    recording = tmp_path / "recording"
+    async with serving(model, scheduling | {"record": recording}, **settings) as (one, _):
+        async with Client(one.target) as client:
+            assert await all_together(client) == alone
+            assert await all_together(client) == alone
+        await assert_nothing_is_left(one)
+    moments = list(Replayer().run(recording))
+    steps = [moment.step.output for moment in moments if moment.kind == "plan" and moment.step]
+    scheduled = [sequence for step in steps for sequence, _, _ in step.scheduled]
+    assert any(sequence.is_encoder for sequence in scheduled)
+    if "num_device_blocks" in settings:
+        assert any(step.blocks_to_swap_out if "swap" in scheduling.values() else step.preempted for step in steps)
+
+
+async def test_what_an_encoder_has_read_is_found_by_later_requests_of_the_same_salt(model: Path) -> None:
+    prompt = pb.GenerateRequest(encoder_text=TEXTS[3], sampling=SamplingParams(max_tokens=2, ignore_eos=True))
+    async with serving(model) as (one, worker), Client(one.target) as client:
+        encoded = []
+        encode = worker.worker.runner._model.encode
+        worker.worker.runner._model.encode = lambda given, *rest: (encoded.append(len(given)), encode(given, *rest))[1]
+        for salt in ("", "", "other", "other"):
+            request = pb.GenerateRequest()
+            request.CopyFrom(prompt)
+            request.cache_salt = salt
+            async for _ in client._stub.Generate(request):
+                pass
+        assert len(encoded) == 2
+
+
+async def test_outputs_go_on_on_another_worker_when_theirs_is_lost(model: Path, alone: list[Shown]) -> None:
+    async with worker_in_process(model) as first, worker_in_process(model) as second:
+        slow_down(first, 0.01)
+        slow_down(second, 0.01)
+        async with (
+            scheduler(first.address, second.address, model=str(model), check_invariants=True) as one,
+            Client(one.target) as client,
+        ):
+            await until(lambda: one.engine.admits)
+            together = asyncio.ensure_future(all_together(client))
+            await until(lambda: any(worker.scheduler and worker.scheduler.running for worker in one.engine.workers))
+            await asyncio.sleep(0.1)
+            await first.server.server.stop(None)
+            assert await together == alone
+            await assert_nothing_is_left(one)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "without": ({"text": "hello"}, "encoder_text is missing: "),
+    "text for the decoder": ({"encoder_text": "a", "text": "b"}, "text is not what a decoder goes on from"),
+    "empty": ({"encoder_token_ids": pb.TokenIds()}, "encoder_token_ids is empty; the encoder needs at least one token"),
+    "too long": ({"encoder_text": "x" * 95}, "encoder_text has 97 tokens; the encoder reads up to 96"),
+    "far too long": ({"encoder_text": "x" * 200_000}, "encoder_text has 200000 characters"),
+    "too many": ({"encoder_token_ids": pb.TokenIds(ids=[5] * 97)}, "encoder_token_ids has 97 tokens"),
+    "unknown": (
+        {"encoder_token_ids": pb.TokenIds(ids=[261])},
+        "encoder_token_ids contains 261; the vocabulary has 261",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+async def test_what_makes_no_sense_is_refused_in_a_sentence(case: str, model: Path) -> None:
+    fields, words = REFUSED[case]
+    async with serving(model) as (one, _), Client(one.target) as client:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            async for _ in client._stub.Generate(pb.GenerateRequest(**fields)):
+                pass
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert words in str(error.value.details())
+
+
+async def test_a_model_without_an_encoder_refuses_a_prompt_for_one(tiny_model_directory: Path) -> None:
+    async with serving(tiny_model_directory) as (one, _), Client(one.target) as client:
+        with pytest.raises(grpc.aio.AioRpcError, match="encoder_text is for models with an encoder beside the decoder"):
+            await collect(client, EncoderPrompt("hello"))

@@ -1,0 +1,64 @@
+"""Computes the steps of a network of encoder and decoder: first what encoders read, then the decoder's tokens."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.metadata import AttentionMetadata
+from kernels.upload import upload
+from worker_service.execution.batch import build_batch
+from worker_service.execution.cache_engine import CacheEngine
+from worker_service.execution.forms import Forms
+from worker_service.execution.model_runner import ModelRunner, RunningStep
+from worker_service.models.causal_model import CausalModel
+from worker_service.session.session import ScheduledChunk, SequenceState
+
+if TYPE_CHECKING:
+    from worker_service.models.encoder_decoder import EncoderDecoder  # which imports transformers
+
+
+class EncoderDecoderRunner(ModelRunner):
+    """Such a model and its cache on one device. Not thread-safe: one thread owns the device."""
+
+    def __init__(self, model: "EncoderDecoder", cache_engine: CacheEngine, forms: Forms | None = None) -> None:
+        super().__init__(cast(CausalModel, model), cache_engine, forms=forms)
+        self._model = model
+
+    def _encode(self, chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:
+        cache = self.cache_engine.device_blocks
+        for chunk in chunks:
+            if chunk.sequence.is_encoder:
+                self._model.encode(self._given(chunk.sequence), self._slots(chunk.sequence), cache)
+        return [chunk for chunk in chunks if not chunk.sequence.is_encoder]
+
+    def _given(self, sequence: SequenceState) -> Tensor:
+        if not sequence.features:
+            return upload(sequence.token_ids, torch.int64, self.device)
+        features = np.frombuffer(sequence.features, dtype="<f4").reshape(self._model.config.num_mel_bins, -1)
+        return upload(features.astype(np.float32), torch.float32, self.device)
+
+    def _slots(self, sequence: SequenceState) -> Tensor:
+        block_size = self.cache_engine.device_blocks.shape[3]
+        positions = np.arange(sequence.num_prompt_tokens)
+        slots = np.asarray(sequence.block_ids)[positions // block_size] * block_size + positions % block_size
+        return upload(slots, torch.int64, self.device)
+
+    def _forward(self, chunks: Sequence[ScheduledChunk], before: RunningStep | None) -> tuple[Tensor, Sequence[int]]:
+        assert before is None
+        cache = self.cache_engine.device_blocks
+        batch = build_batch(chunks, cache.shape[3], self.device)
+        encoders = [chunk.sequence.encoder for chunk in chunks if chunk.sequence.encoder is not None]
+        tables = np.zeros((len(chunks), max(len(encoder.block_ids) for encoder in encoders)), dtype=np.int64)
+        for row, encoder in enumerate(encoders):
+            tables[row, : len(encoder.block_ids)] = encoder.block_ids
+        cross = AttentionMetadata.build(
+            [chunk.stop - chunk.start for chunk in chunks],
+            [encoder.num_prompt_tokens for encoder in encoders],
+            torch.from_numpy(tables),
+            self.device,
+        )
+        hidden = self._model.forward(batch.token_ids, batch.positions, batch.slots, batch.attention, cache, cross)
+        return hidden, batch.query_start
