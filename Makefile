@@ -6,7 +6,7 @@ PROTOS := $(wildcard protos/pagewire/v1/*.proto)
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: setup proto demo test fuzz chaos soak test-gpu lint fmt up down bench bench-fidelity bench-fleet bench-scheduler bench-simulate bench-speculation bench-adapters bench-embeddings \
-  demo-embed
+  demo-embed demo-transcribe
 setup: $(VENV)/installed $(VENV)/generated $(VENV)/kernels
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -39,6 +39,11 @@ demo-embed: setup
 	$(BIN)/python -m pagewire_client score --model $(MODELS)/reranker --pair-format "Query: {query} Sentence: {document}" \
 	  "What is the capital of France?" $(DOCUMENTS)
 	$(BIN)/python -m pagewire_client embed --model $(MODELS)/all-minilm-l6-v2 "Paris" | cut -c 1-72
+
+# MODELS: a folder with whisper-tiny, which writes down what is said. SOUND: a file.
+SOUND ?= $(MODELS)/whisper-tiny/a13.wav
+demo-transcribe: setup
+	$(BIN)/python -m pagewire_client transcribe --model $(MODELS)/whisper-tiny $(SOUND)
 
 # A process for each core: three for two cores took as long.
 test: setup

@@ -13,7 +13,7 @@ from pagewire.v1.inference_service_pb2 import (
     SamplingParams,
     Usage,
 )
-from pagewire_client.client import Client, EncoderPrompt, Prompt
+from pagewire_client.client import Client, EncoderPrompt, Prompt, Sound
 from pagewire_client.embedding import Embedding
 from pagewire_client.llm import LLM, Completion, Output
 from pagewire_client.local import LocalServer, ServerError
@@ -38,5 +38,6 @@ __all__ = [
     "Prompt",
     "SamplingParams",
     "ServerError",
+    "Sound",
     "Usage",
 ]

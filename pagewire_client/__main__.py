@@ -21,7 +21,7 @@ import grpc
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.admin import Admin
-from pagewire_client.client import RETRY_SECONDS, Client, Prompt
+from pagewire_client.client import RETRY_SECONDS, Client, EncoderPrompt, Prompt, Sound
 from pagewire_client.finished import print_requests
 from pagewire_client.gateway import Gateway, check_free, free_address, url_of
 from pagewire_client.local import LocalServer, ServerError
@@ -83,6 +83,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     generate = commands.add_parser("generate", parents=[common], help="continue a prompt")
     generate.add_argument("prompt", help="the prompt; - reads it from stdin")
     generate.add_argument("--chat", action="store_true", help="put the prompt through the model's chat template")
+    generate.add_argument("--encoder", action="store_true", help="have the encoder read it that such models have")
     chat = commands.add_parser("chat", parents=[common], help="talk with the model; Ctrl-D ends")
     chat.add_argument("--system", help="the system message")
     serve = commands.add_parser("serve", parents=[server], help="serve OpenAI's HTTP API")
@@ -117,6 +118,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="TEXT",
         help="for models that were trained on single texts: the text of both, with {query} and {document} in it",
     )
+    transcribe = commands.add_parser("transcribe", parents=[server], help="write down what is said in a sound file")
+    transcribe.add_argument("file", type=Path, help="a file whose name ends with .wav, .flac, .mp3 or .ogg")
+    transcribe.add_argument("--language", default="", metavar="CODE", help='as "en"; found out if not given')
+    transcribe.add_argument("--translate", action="store_true", help="write in English, whatever is spoken")
     _add_operators_commands(commands, tls)
     parsed = parser.parse_args(arguments)
     if parsed.command != "new-key" and not parsed.target and parsed.command != "serve":
@@ -198,6 +203,8 @@ async def stream(client: Client, prompt: Prompt, sampling: pb.SamplingParams, lo
 async def generate(arguments: argparse.Namespace, target: str) -> None:
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     prompt: Prompt = [{"role": "user", "content": text}] if arguments.chat else text
+    if arguments.encoder:
+        prompt = EncoderPrompt(text)
     async with Client(target, retry_for=arguments.retry_for, **access(arguments)) as client:
         await stream(client, prompt, sampling_params(arguments), arguments.lora_name)
 
@@ -320,12 +327,25 @@ async def score(arguments: argparse.Namespace, target: str) -> None:
             sys.stdout.write(f"{found:.4f}  {arguments.documents[number]}\n")
 
 
+async def transcribe(arguments: argparse.Namespace, target: str) -> None:
+    sound = Sound.read(arguments.file)
+    async with Client(target, **access(arguments)) as client:
+        async for event in client.transcribe(sound, language=arguments.language, translate=arguments.translate):
+            if event.HasField("segment"):
+                segment = event.segment
+                times = f"{segment.start_seconds:7.2f} - {segment.end_seconds:7.2f}"
+                sys.stdout.write(f"{times}  {segment.text.strip()}\n")
+                sys.stdout.flush()
+
+
 def run(arguments: argparse.Namespace, target: str) -> None:
     match arguments.command:
         case "embed":
             asyncio.run(embed(arguments, target))
         case "score":
             asyncio.run(score(arguments, target))
+        case "transcribe":
+            asyncio.run(transcribe(arguments, target))
         case "generate":
             asyncio.run(generate(arguments, target))
         case "chat":

@@ -24,11 +24,26 @@ from pagewire_client.retry import Backoff
 
 
 @dataclass(frozen=True)
-class EncoderPrompt:
-    """For a model with an encoder beside its decoder: the text or token ids that the encoder reads, and the tokens that
-    the decoder goes on from, by default the model's own start."""
+class Sound:
+    """A file, and what it is: "audio/wav", "audio/flac", "audio/mpeg" or "audio/ogg"."""
 
-    encoder: str | Sequence[int]
+    data: bytes
+    content_type: str
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """What a file is follows from its name. Raises ValueError if it does not, and OSError."""
+        if (content_type := CONTENT_TYPES.get(path.suffix.lower())) is None:
+            raise ValueError(f"{path}: the file's name must end with {', '.join(CONTENT_TYPES)}")
+        return cls(path.read_bytes(), content_type)
+
+
+@dataclass(frozen=True)
+class EncoderPrompt:
+    """For a model with an encoder beside its decoder: the text, the token ids or the sound of at most 30 seconds that
+    the encoder reads, and the tokens that the decoder goes on from, by default the model's own start."""
+
+    encoder: str | Sequence[int] | Sound
     decoder: Sequence[int] = ()
 
 
@@ -39,6 +54,8 @@ RETRY_SECONDS = 60.0
 
 Text = str | Sequence[int]
 """Text or token ids."""
+
+CONTENT_TYPES = {".wav": "audio/wav", ".flac": "audio/flac", ".mp3": "audio/mpeg", ".ogg": "audio/ogg"}
 
 MAX_TEXTS = 2048
 """Of one call; more are sent in several."""
@@ -208,6 +225,38 @@ class Client:
         response = await self._retrying(self._stub.Score, request)
         return [(one.index, one.score) for one in response.scores]
 
+    async def transcribe(
+        self,
+        sound: Sound,
+        *,
+        language: str = "",
+        translate: bool = False,
+        temperature: float = 0.0,
+        seed: int | None = None,
+        tenant: str = "",
+        lora_name: str = "",
+    ) -> AsyncIterator[pb.TranscribeResponse]:
+        """What is said in a sound, as it is understood: the language, segments of text with their times, the end.
+
+        Without a `language`, which is an ISO 639 code, it is found out. Leaving the loop early frees the call. It is
+        not tried again.
+        """
+        request = pb.TranscribeRequest(
+            sound=pb.Sound(data=sound.data, content_type=sound.content_type),
+            language=language,
+            translate=translate,
+            temperature=temperature,
+            seed=seed,
+            tenant=tenant,
+            lora_name=lora_name,
+        )
+        stream = self._stub.Transcribe(request, metadata=self._metadata)
+        try:
+            async for response in stream:
+                yield response
+        finally:
+            stream.cancel()
+
     async def abort(self, request_id: str, *, tenant: str = "") -> bool:
         """End a tenant's call in flight; returns whether there was one.
 
@@ -253,6 +302,9 @@ def set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
     elif isinstance(prompt, EncoderPrompt):
         if isinstance(prompt.encoder, str):
             request.encoder_text = prompt.encoder
+        elif isinstance(prompt.encoder, Sound):
+            request.encoder_sound.data = prompt.encoder.data
+            request.encoder_sound.content_type = prompt.encoder.content_type
         else:
             request.encoder_token_ids.ids.extend(prompt.encoder)
             request.encoder_token_ids.SetInParent()

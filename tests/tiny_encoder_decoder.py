@@ -1,5 +1,6 @@
 """Networks of encoder and decoder with random weights, small enough for tests, and what transformers makes of them."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,60 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "forced_eos_token_id": None,
     },
 }
+
+SPEECH_TOKENS = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|translate|>", "<|transcribe|>"]
+SPEECH_END, SPEECH_START, ENGLISH, GERMAN, TRANSLATE, WRITE, SILENT = range(256, 263)
+FIRST_TIME = SILENT + 1
+SPEECH: dict[str, Any] = {
+    "vocab_size": FIRST_TIME + 1501,
+    "num_mel_bins": 80,
+    "d_model": 24,
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 3,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "max_source_positions": 1500,
+    "max_target_positions": 64,
+    "pad_token_id": SPEECH_END,
+    "bos_token_id": SPEECH_END,
+    "eos_token_id": SPEECH_END,
+    "decoder_start_token_id": SPEECH_START,
+}
+GENERATION: dict[str, Any] = {
+    "decoder_start_token_id": SPEECH_START,
+    "eos_token_id": SPEECH_END,
+    "lang_to_id": {"<|en|>": ENGLISH, "<|de|>": GERMAN},
+    "task_to_id": {"transcribe": WRITE, "translate": TRANSLATE},
+    "no_timestamps_token_id": SILENT,
+    "max_initial_timestamp_index": 50,
+    "suppress_tokens": [1, 2, SPEECH_START, ENGLISH, GERMAN, TRANSLATE, WRITE],
+    "begin_suppress_tokens": [32, SPEECH_END],
+}
+
+
+def write_whisper(directory: Path, seed: int = 0) -> Path:
+    """A model that hears, and understands nothing of it, with a tokenizer of bytes."""
+    import tokenizers
+    import torch
+    from tokenizers import decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, WhisperConfig, WhisperForConditionalGeneration
+
+    torch.manual_seed(seed)
+    network: Any = WhisperForConditionalGeneration(WhisperConfig(**SPEECH))
+    for name, parameter in network.named_parameters():
+        is_norm = parameter.dim() == 1 and not name.endswith("bias")
+        torch.nn.init.normal_(parameter, mean=float(is_norm), std=0.3)
+    network.save_pretrained(directory)
+    (directory / "generation_config.json").write_text(json.dumps(GENERATION))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE(vocab={token: n for n, token in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([*SPEECH_TOKENS, "<|notimestamps|>"])
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SPEECH_TOKENS[0]).save_pretrained(directory)
+    return directory
 
 
 def write_encoder_decoder(directory: Path, family: str, seed: int = 0, **config: Any) -> Path:

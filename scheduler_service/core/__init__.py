@@ -10,6 +10,7 @@ from scheduler_service.core.groups.encoder_input import EncoderInput
 from scheduler_service.core.groups.pooling_params import PoolingParams, PoolingType
 from scheduler_service.core.groups.sampling_params import SamplingParams
 from scheduler_service.core.groups.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_service.core.groups.transcript_params import TranscriptParams
 from scheduler_service.core.outputs import ModelOutput, ScheduledSequence, SchedulerOutput, SequenceOutput
 from scheduler_service.core.placement.balancer import Balancer
 from scheduler_service.core.placement.choice import Placement, PlacementReason
@@ -45,6 +46,7 @@ __all__ = [
     "SequenceGroup",
     "SequenceOutput",
     "SequenceStatus",
+    "TranscriptParams",
     "WaitingQueue",
     "WorkerScheduler",
 ]

@@ -4,6 +4,7 @@ from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.core import EncoderInput
 from scheduler_service.frontend.checks import check_token_ids, invalid, require_tokenizer, take_token_ids
 from scheduler_service.frontend.model import ServedModel
+from scheduler_service.frontend.sound_features import read_sound
 from scheduler_service.frontend.tokenization import TooManyTokensError
 
 
@@ -14,10 +15,13 @@ async def read_encoder_prompt(message: pb.GenerateRequest, model: ServedModel) -
         if kind is not None:
             invalid(f"{kind} is for models with an encoder beside the decoder, and {model.name} has none")
         return None
+    wanted = "encoder_sound" if model.feature_bytes else "encoder_text or encoder_token_ids"
     if kind is None:
-        invalid(
-            f"encoder_text is missing: {model.name} has an encoder, and the prompt is what its decoder goes on from"
-        )
+        invalid(f"{wanted} is missing: {model.name} has an encoder, and the prompt is what its decoder goes on from")
+    if bool(model.feature_bytes) is not (kind == "encoder_sound"):
+        invalid(f"{kind} is not what the encoder of {model.name} reads; set {wanted}")
+    if kind == "encoder_sound":
+        return await read_sound(message.encoder_sound, model)
     if kind == "encoder_text":
         tokenizer, text = require_tokenizer(kind, model), message.encoder_text
         if len(text) > most * tokenizer.longest_token:

@@ -40,6 +40,7 @@ MOST_BYTES = 1 << 20
 """Of one message to the engine, if it is not a single event: 1 ms to parse."""
 
 MIN_REQUEST_BYTES = 1 << 20
+MOST_SOUND_BYTES = 16 << 20
 BYTES_PER_TOKEN = 12
 """Of the largest prompt. A token id takes at most 3 bytes of a message, a token of text 4 or 5, and of code up to 10. A
 MiB takes 3 to 7 ms to parse.
@@ -122,9 +123,16 @@ class EngineLink:
 
     @property
     def max_request_bytes(self) -> int:
-        """The largest message of a request: for the model's longest prompts and no more, as parsing blocks the loop."""
-        context_length = self._model.result().context_length if self._has_model else 0
-        return max(MIN_REQUEST_BYTES, context_length * BYTES_PER_TOKEN)
+        """The largest message of a request: for the model's longest prompts and no more, as parsing blocks the loop.
+
+        A sound is not parsed.
+        """
+        if not self._has_model:
+            return MIN_REQUEST_BYTES
+        model = self._model.result()
+        if model.feature_bytes:
+            return MOST_SOUND_BYTES
+        return max(MIN_REQUEST_BYTES, (model.context_length + model.max_encoder_len) * BYTES_PER_TOKEN)
 
     @contextlib.contextmanager
     def waiting(self, num_bytes: int) -> Iterator[None]:

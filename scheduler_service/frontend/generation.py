@@ -23,7 +23,7 @@ from scheduler_service.frontend.engine_call import EngineCall
 from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.request import RequestState, request_key
-from scheduler_service.frontend.request_memory import prompt_logprob_bytes, request_bytes
+from scheduler_service.frontend.request_memory import SOUND_BYTES, prompt_logprob_bytes, request_bytes
 from scheduler_service.frontend.request_trace import RequestTrace, trace_id_of
 from scheduler_service.frontend.resumption import check_resumption
 from scheduler_service.frontend.sampling_validation import MAX_STRING
@@ -77,6 +77,8 @@ async def generate(
             api_key.check_adapter(request.lora_name)
         adapter = await call.admit(key, admitted_bytes, resumes=request.HasField("resume"), lora_name=request.lora_name)
         model = await allowed_model(link)
+        if request.HasField("encoder_sound"):
+            await call.hold(SOUND_BYTES)
         checked = replace(await check_request(request, request_id, model), adapter=adapter, is_whole=is_whole)
         checked = await check_resumption(request, checked, model)
         more_bytes = prompt_logprob_bytes(checked.sampling.prompt_logprobs, len(checked.prompt_token_ids))

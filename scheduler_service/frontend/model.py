@@ -10,6 +10,7 @@ from pagewire.v1.engine_service_pb2 import ModelLimits
 from pagewire_common.eos_tokens import eos_token_ids
 from scheduler_service.frontend.forms import Forms
 from scheduler_service.frontend.generation_defaults import GenerationDefaults
+from scheduler_service.frontend.speech.speech_tokens import SpeechTokens
 from scheduler_service.frontend.tokenization import Tokenizer
 
 MOST_SCORED = 2
@@ -28,7 +29,8 @@ class ServedModel:
     behind it; `context_length` is without these.
 
     Beside the decoder there may be an encoder that reads up to `max_encoder_len` tokens of a text, or a sound whose
-    features have `feature_bytes`; outputs then begin with `decoder_start_token_ids` where the request says nothing.
+    features have `feature_bytes`; with `speech_tokens` it can be told to write down what is said. Outputs begin with
+    `decoder_start_token_ids` where the request says nothing.
 
     Random weights may come without a tokenizer; then requests are of token ids, and outputs have no text.
     """
@@ -55,6 +57,7 @@ class ServedModel:
     max_encoder_len: int = 0
     feature_bytes: int = 0
     decoder_start_token_ids: tuple[int, ...] = ()
+    speech_tokens: SpeechTokens | None = None
     scores_plainly: bool = False
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -66,6 +69,7 @@ class ServedModel:
         able = {
             "generate": self.generates,
             "embed": self.embedding_size > 0,
+            "transcribe": self.speech_tokens is not None,
             "score": self.embedding_size > 0 or 0 < self.num_labels <= MOST_SCORED,
         }
         return [task for task, is_able in able.items() if is_able]
@@ -75,12 +79,18 @@ class ServedModel:
         """Read the files that a worker sent. Takes about a second; call it on a thread."""
         config = _read_json(directory / "config.json")
         generation = _read_json(directory / "generation_config.json")
+        ends = eos_token_ids(config, generation, limits.vocabulary_size)
+        starts = _decoder_start(config, generation, limits.vocabulary_size)
+        speech_tokens = None
+        if limits.feature_bytes and starts and ends:
+            speech_tokens = SpeechTokens.read(generation, starts[0], min(ends), limits.vocabulary_size)
         return cls(
             **{name: getattr(limits, name) for name in limits.DESCRIPTOR.fields_by_name},
-            eos_token_ids=eos_token_ids(config, generation, limits.vocabulary_size),
+            eos_token_ids=ends,
             tokenizer=Tokenizer(directory) if (directory / "tokenizer.json").exists() else None,
             scores_plainly=_scores_plainly(config),
-            decoder_start_token_ids=_decoder_start(config, generation, limits.vocabulary_size),
+            decoder_start_token_ids=starts,
+            speech_tokens=speech_tokens,
             defaults=GenerationDefaults.from_config(generation),
             files={path.name: path.read_bytes() for path in directory.iterdir()},
         )

@@ -31,6 +31,9 @@ OUTPUT_TOKEN_BYTES = 42
 """Bytes of an output's token until it is written: the number, and its place in a list that has grown."""
 TEXT_BYTES = 4 << 10
 """Of one text of a call of many, for its task and its place in lists."""
+SOUND_BYTES = 16 << 20
+"""Of 30 seconds of sound: 2 MB of samples, 10 MB while they become features, and these, 1 to 1.5 MB, three times on
+their way to the engine. A call takes them once it is admitted."""
 STRING_BYTES = 50
 """Bytes of a token's text, if it is kept as a string of its own."""
 
@@ -57,6 +60,11 @@ def request_bytes(message: pb.GenerateRequest, num_bytes: int = 0) -> int:
         + CHARACTER_BYTES * num_characters
         + 2 * max(num_bytes, message.ByteSize())
     )
+
+
+def sound_bytes(sound: pb.Sound, num_bytes: int = 0) -> int:
+    """The same for a call with a sound, without what its windows take."""
+    return REQUEST_BYTES + 3 * max(num_bytes, sound.ByteSize())
 
 
 def texts_bytes(message: pb.EmbedRequest | pb.ScoreRequest, num_bytes: int = 0) -> int:

@@ -19,6 +19,7 @@ from scheduler_service.frontend.resumption import served_fingerprint
 from scheduler_service.frontend.sampling_validation import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
 from scheduler_service.frontend.scoring import score
 from scheduler_service.frontend.streams import OutputDelta
+from scheduler_service.frontend.transcription import transcribe
 from scheduler_service.frontend.validation import check_names
 from scheduler_service.wire.columns import fill_column
 
@@ -79,6 +80,11 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> None:  # type: ignore[override]  # as Generate
         await embed(self._link, request, context)
+
+    async def Transcribe(  # type: ignore[override]  # as Generate
+        self, request: pb.TranscribeRequest, context: Context
+    ) -> None:
+        await transcribe(self._link, request, context)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         return await score(self._link, request)

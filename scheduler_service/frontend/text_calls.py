@@ -1,38 +1,27 @@
 """Calls of many texts, each of which goes through the engine as a request of its own.
 
-A call is admitted as one request, and then holds memory for some of its texts, as much as there is; so no text is
-refused for others of its call. What comes of them is taken in their order: memory depends on what is in flight, and a
+Once admitted, a call holds memory for some of its texts, as much as there is; so no text is refused for others of its
+call. What comes of them is taken in their order: memory depends on what is in flight, and a
 client that reads slowly slows its own call alone.
 """
 
 import asyncio
-import contextlib
-import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
-
-import structlog
+from typing import Any
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common import errors
 from pagewire_common.errors import RequestError
-from scheduler_service.access.caller import caller, tenant_of
 from scheduler_service.core import PoolingParams, PoolingType, SamplingParams
 from scheduler_service.frontend.checks import check_length, invalid
 from scheduler_service.frontend.engine_call import EngineCall
 from scheduler_service.frontend.engine_link import EngineLink
-from scheduler_service.frontend.generation import allowed_model
-from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.request import GenerationRequest, RequestState, request_key
+from scheduler_service.frontend.parted_call import PartedCall
+from scheduler_service.frontend.request import RequestState
 from scheduler_service.frontend.request_memory import text_bytes, texts_bytes
-from scheduler_service.frontend.sampling_validation import MAX_STRING
 from scheduler_service.frontend.tokenization import TextItem
-from scheduler_service.frontend.validation import check_characters, check_place
-
-log = structlog.get_logger()
 
 MAX_TEXTS = 2048
 IN_FLIGHT = 256
@@ -46,50 +35,25 @@ Take = Callable[[int, RequestState], Awaitable[None]]
 """Takes what comes of the text of this number."""
 
 
-class TextCall:
-    """One call, from its admission to its end, as an `async with` block, which raises RequestError where it is refused.
+class TextCall(PartedCall):
+    """Its texts are its parts."""
 
-    `model` is the one that is served; `num_tokens` and `num_cached_tokens` are of the texts that are done.
-    """
-
-    model: ServedModel
+    event = "texts closed"
 
     def __init__(self, link: EngineLink, request: pb.EmbedRequest | pb.ScoreRequest) -> None:
-        self.num_tokens = 0
-        self.num_cached_tokens = 0
-        self._num_texts = 0
-        self._link = link
-        self._request = request
-        self._id = uuid.uuid4().hex
-        self._open = contextlib.ExitStack()
+        super().__init__(link, request, texts_bytes(request, errors.request_size.get()))
+        self._named = (
+            ("inputs", request.inputs) if isinstance(request, pb.EmbedRequest) else ("documents", request.documents)
+        )
 
-    async def __aenter__(self) -> Self:
-        request = self._request
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._logged())
-            check_characters("tenant", request.tenant)
-            check_characters("lora_name", request.lora_name)
-            if isinstance(request, pb.EmbedRequest):
-                name, num_texts = "inputs", len(request.inputs)
-            else:
-                name, num_texts = "documents", len(request.documents)
-            check_length(name, num_texts, MAX_TEXTS)
-            if not num_texts:
-                invalid(f"{name} is empty; at least one text is needed")
-            request.tenant = tenant_of(request.tenant)
-            if (api_key := caller.get()) is not None:
-                api_key.check_adapter(request.lora_name)
-            self._call = stack.enter_context(EngineCall(self._link))
-            num_bytes = texts_bytes(request, errors.request_size.get())
-            key = request_key(request.tenant, self._id)
-            self._adapter = await self._call.admit(key, num_bytes, lora_name=request.lora_name)
-            self.model = await allowed_model(self._link)
-            check_place(request, self.model)
-            self._open = stack.pop_all()
-        return self
+    def _check(self) -> None:
+        name, texts = self._named
+        check_length(name, len(texts), MAX_TEXTS)
+        if not texts:
+            invalid(f"{name} is empty; at least one text is needed")
 
-    async def __aexit__(self, *error: Any) -> None:
-        self._open.__exit__(*error)
+    def _figures(self) -> dict[str, Any]:
+        return {"num_texts": self._num_parts}
 
     async def run(self, items: AsyncIterator[TextItem], pooling: PoolingParams, take: Take, longest: int) -> None:
         """Have every text computed, and what came of each taken, in their order. Raises RequestError.
@@ -121,57 +85,11 @@ class TextCall:
         after: asyncio.Event,
     ) -> None:
         """before: set when the texts before this one were taken; after: to be set when this one was."""
-        request, num_tokens = self._request, len(item.token_ids)
         pooled = replace(pooling, num_first_tokens=item.num_first_tokens)
-        checked = GenerationRequest(
-            request_id=f"{self._id}-{number}",
-            prompt_token_ids=item.token_ids,
-            sampling=SamplingParams(max_tokens=1, pooling=pooled),
-            cache_salt=request.cache_salt,
-            tenant=request.tenant,
-            priority=request.priority,
-            adapter=self._adapter,
-        )
-        with EngineCall(self._link) as call:
-            state = await call.submit(checked, self.model, part_of=self._call)
+        async with self.part(number, item.token_ids, SamplingParams(max_tokens=1, pooling=pooled)) as state:
             await before.wait()
             await take(number, state)
             after.set()
-        self._num_texts += 1
-        self.num_tokens += num_tokens
-        self.num_cached_tokens += state.num_cached_tokens
-        state.counts.finished(num_tokens, 0)
-
-    @contextlib.contextmanager
-    def _logged(self) -> Iterator[None]:
-        """Log one line of the call, however it ends."""
-        request, began, status = self._request, time.monotonic(), "OK"
-        try:
-            yield
-        except RequestError as error:
-            status = error.code.name
-            raise
-        except asyncio.CancelledError:
-            status = "CANCELLED"
-            raise
-        except BaseException:
-            status = "INTERNAL"
-            raise
-        finally:
-            key = caller.get()
-            names = {"api_key": key.id} if key is not None else {}
-            if request.lora_name:
-                names["lora_name"] = request.lora_name[:MAX_STRING]
-            log.info(
-                "texts closed",
-                status=status,
-                request_id=self._id,
-                tenant=(request.tenant if key is None else key.tenant)[:MAX_STRING],
-                num_texts=self._num_texts,
-                prompt_tokens=self.num_tokens,
-                total_seconds=time.monotonic() - began,
-                **names,
-            )
 
 
 def _bytes_of(num_tokens: int, pooling: PoolingParams) -> int:

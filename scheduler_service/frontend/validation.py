@@ -50,7 +50,9 @@ def check_sizes(message: pb.GenerateRequest) -> None:
             invalid(f"sampling.{name} is {number}; it must be at most {MAX_N}")
 
 
-def check_place(message: pb.GenerateRequest | pb.EmbedRequest | pb.ScoreRequest, model: ServedModel) -> None:
+def check_place(
+    message: pb.GenerateRequest | pb.EmbedRequest | pb.ScoreRequest | pb.TranscribeRequest, model: ServedModel
+) -> None:
     """Raises RequestError for what says wrongly where a request belongs in queue and cache."""
     check_characters("cache_salt", message.cache_salt)
     if message.priority and not model.has_priorities:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
-from scheduler_service.core import ModelOutput, PoolingParams, SamplingParams, SchedulerOutput
+from scheduler_service.core import ModelOutput, PoolingParams, SamplingParams, SchedulerOutput, TranscriptParams
 from scheduler_service.core.groups.sequence import EncoderSequence
 from scheduler_service.core.outputs import Fork, NewSequence, TokenLogprobs
 from scheduler_service.wire.columns import fill_column
@@ -78,6 +78,8 @@ def _fill_sampling(message: pb.SequenceSampling, sampling: SamplingParams, index
     fill_column(message, "allowed_token_ids", sampling.allowed_token_ids)
     if sampling.pooling is not None:
         encode_fields(PoolingParams, sampling.pooling, message.pooling)
+    if sampling.transcript is not None:
+        encode_fields(TranscriptParams, sampling.transcript, message.transcript)
 
 
 def _encode_table(block_ids: list[int]) -> list[int]:

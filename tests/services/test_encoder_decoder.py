@@ -147,7 +147,7 @@ async def test_outputs_go_on_on_another_worker_when_theirs_is_lost(model: Path, 
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "without": ({"text": "hello"}, "encoder_text is missing: "),
+    "without": ({"text": "hello"}, "encoder_text or encoder_token_ids is missing: "),
     "text for the decoder": ({"encoder_text": "a", "text": "b"}, "text is not what a decoder goes on from"),
     "empty": ({"encoder_token_ids": pb.TokenIds()}, "encoder_token_ids is empty; the encoder needs at least one token"),
     "too long": ({"encoder_text": "x" * 95}, "encoder_text has 97 tokens; the encoder reads up to 96"),

@@ -22,6 +22,7 @@ from scheduler_service.core import (
     SchedulerConfig,
     SequenceGroup,
     SequenceStatus,
+    TranscriptParams,
     WaitingQueue,
 )
 from scheduler_service.core.groups.pooling_params import PoolingParams, PoolingType
@@ -56,6 +57,9 @@ SAMPLING = SamplingParams(
     length_penalty=-0.3,
     early_stopping=True,
     pooling=PoolingParams(type=PoolingType.MEAN, dimensions=3, normalize=True, half=True, num_first_tokens=2),
+    transcript=TranscriptParams(
+        first_timestamp=9, max_initial=3, num_text_tokens=5, suppressed=(1, 2), begin_suppressed=(4,)
+    ),
 )
 CONFIG = SchedulerConfig(
     block_size=3,

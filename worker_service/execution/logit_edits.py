@@ -1,8 +1,8 @@
 """What sampling parameters do to logits before a token is chosen: bans, biases and penalties.
 
 First, forms, allowed tokens, bad words and minimum length ban tokens. Then the bias is added. Then repetition,
-frequency and presence are penalised. This file turns each row's parameters into places in the matrix of logits;
-`kernels.logit_edits` changes them, all rows at once.
+frequency and presence are penalised. Last come the rules of transcripts, which look at the logits. This file turns each
+row's parameters into places in the matrix of logits; `kernels.logit_edits` changes them, all rows at once.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels import logit_edits as kernel
 from kernels.upload import upload
 from worker_service.execution.forms import FormMasks
+from worker_service.execution.transcripts import edit_transcript
 from worker_service.session.session import SequenceState
 
 _Ids = npt.NDArray[np.int64]
@@ -76,6 +77,9 @@ def edit_logits(logits: Tensor, sequences: Sequence[SequenceState], masks: FormM
             subtracted=whole(subtracted, torch.float32),
         ),
     )
+    for row, sequence in enumerate(sequences):
+        if sequence.sampling.transcript is not None:
+            edit_transcript(logits[row], sequence)
 
 
 def _banned(sequence: SequenceState) -> list[int]:

@@ -24,6 +24,7 @@ from worker_service.session.step import (
     SampleLogprobs,
     SamplingParams,
     SchedulerOutput,
+    TranscriptParams,
     WorkerInfo,
 )
 
@@ -258,6 +259,7 @@ def _sampling(where: str, message: pb.SequenceSampling, limits: Limits) -> Sampl
         bad_words=tuple(tuple(_token_ids(f"{where}: bad_words", word.token_ids, limits)) for word in message.bad_words),
         form=message.form,
         pooling=_pooling(f"{where}: pooling", message.pooling, limits) if message.HasField("pooling") else None,
+        transcript=_transcript(f"{where}: transcript", message, limits) if message.HasField("transcript") else None,
     )
 
 
@@ -274,6 +276,18 @@ def _pooling(where: str, message: pb.PoolingParams, limits: Limits) -> PoolingPa
         normalize=message.normalize,
         half=message.half,
         num_first_tokens=message.num_first_tokens,
+    )
+
+
+def _transcript(where: str, message: pb.SequenceSampling, limits: Limits) -> TranscriptParams:
+    params = message.transcript
+    _token_ids(where, [params.first_timestamp, params.num_text_tokens], limits)
+    return TranscriptParams(
+        params.first_timestamp,
+        params.max_initial,
+        params.num_text_tokens,
+        tuple(_token_ids(where, params.suppressed, limits)),
+        tuple(_token_ids(where, params.begin_suppressed, limits)),
     )
 
 

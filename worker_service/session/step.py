@@ -89,6 +89,17 @@ class PoolingParams:
 
 
 @dataclass(frozen=True)
+class TranscriptParams:
+    """How tokens of a transcript follow each other; the meaning of each field is the message's."""
+
+    first_timestamp: int = 0
+    max_initial: int = 0
+    num_text_tokens: int = 0
+    suppressed: tuple[int, ...] = ()
+    begin_suppressed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How to choose a sequence's tokens; the meaning of each field is SequenceSampling's."""
 
@@ -111,13 +122,14 @@ class SamplingParams:
     form: str = ""
     pooling: PoolingParams | None = None
     """With it nothing is sampled."""
+    transcript: TranscriptParams | None = None
 
     @cached_property
     def edits_logits(self) -> bool:
         """Whether anything but the temperature and its filters changes which token is likeliest."""
         return bool(
             self.penalizes or (self.min_tokens and self.eos_token_ids) or self.logit_bias
-            or self.allowed_token_ids or self.bad_words or self.form
+            or self.allowed_token_ids or self.bad_words or self.form or self.transcript
         )  # fmt: skip
 
     @cached_property

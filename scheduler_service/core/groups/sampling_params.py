@@ -5,6 +5,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
 from scheduler_service.core.groups.pooling_params import PoolingParams
+from scheduler_service.core.groups.transcript_params import TranscriptParams
 
 NOTHING_ALLOWED = (
     "sampling.allowed_token_ids, sampling.bad_words and sampling.min_tokens together leave nothing that may come next; "
@@ -25,6 +26,7 @@ class SamplingParams:
     named. `logprobs` None asks for none, 0 for the chosen token's alone. `beam_width` 0 is no beam search; with it
     nothing is sampled, and `n` of the `beam_width` outputs that the search ends with are wanted. `form` is the grammar
     that an output must follow, as the worker reads it. With `pooling` nothing is sampled, and vectors are wanted.
+    `transcript` says which tokens may follow each other where the output is one.
     """
 
     max_tokens: int
@@ -50,6 +52,7 @@ class SamplingParams:
     early_stopping: bool = False
     form: str = ""
     pooling: PoolingParams | None = None
+    transcript: TranscriptParams | None = None
 
     @property
     def end_token_ids(self) -> frozenset[int]:

@@ -55,6 +55,8 @@ def sampling_bytes(sampling: SamplingParams) -> int:
     """The most bytes that the lists and texts of the sampling parameters take."""
     num_numbers = len(sampling.eos_token_ids) + len(sampling.stop_token_ids) + len(sampling.allowed_token_ids)
     num_numbers += sum(map(len, sampling.bad_words))
+    if sampling.transcript is not None:
+        num_numbers += len(sampling.transcript.suppressed) + len(sampling.transcript.begin_suppressed)
     num_entries = len(sampling.logit_bias) + len(sampling.bad_words)
     return NUMBER_BYTES * num_numbers + ENTRY_BYTES * num_entries + CHARACTER_BYTES * len(sampling.form)
 

@@ -148,7 +148,7 @@ def test_what_would_pool_other_states_is_refused(runner: ModelRunner) -> None:
             begin(kind, 4)
     begin(PoolingType.LAST, 4)  # of which the last is enough
     worker = begin(PoolingType.LAST)
-    with pytest.raises(InvalidStepError, match="is pooled and cannot be forked"):
+    with pytest.raises(InvalidStepError, match="has no outputs and cannot be forked"):
         worker.step(forks=(Fork(1, 2, len(PROMPT), 8, array(TOKENS, range(2)), 0),))
     worker = begin(PoolingType.LAST)
     worker.step((1, len(PROMPT) - 8, True))

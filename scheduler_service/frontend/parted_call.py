@@ -1,0 +1,142 @@
+"""A call whose work is cut into parts, each of which goes through the engine as a request of its own.
+
+The call is admitted as one request: the place, the quota, the API key and the adapter are its own, and so is the memory
+that its parts take.
+"""
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, Self
+
+import structlog
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_common.errors import RequestError
+from scheduler_service.access.caller import caller, tenant_of
+from scheduler_service.core import EncoderInput, SamplingParams
+from scheduler_service.frontend.engine_call import EngineCall
+from scheduler_service.frontend.engine_link import EngineLink
+from scheduler_service.frontend.generation import allowed_model
+from scheduler_service.frontend.model import ServedModel
+from scheduler_service.frontend.request import GenerationRequest, RequestState, request_key
+from scheduler_service.frontend.sampling_validation import MAX_STRING
+from scheduler_service.frontend.validation import check_characters, check_place
+
+log = structlog.get_logger()
+
+Request = pb.EmbedRequest | pb.ScoreRequest | pb.TranscribeRequest
+
+
+class PartedCall:
+    """One call, from its admission to its end, as an `async with` block, which raises RequestError where it is refused.
+
+    `model` is the one that is served; `num_tokens` and `num_cached_tokens` are of the prompts of parts that are done.
+    """
+
+    model: ServedModel
+    event = ""
+    """Of the line that is logged when it ends."""
+
+    def __init__(self, link: EngineLink, request: Request, num_bytes: int) -> None:
+        """num_bytes: memory that it takes without its parts."""
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_output_tokens = 0
+        self._num_parts = 0
+        self._link = link
+        self._request = request
+        self._num_bytes = num_bytes
+        self._id = uuid.uuid4().hex
+        self._open = contextlib.ExitStack()
+
+    async def __aenter__(self) -> Self:
+        request = self._request
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._logged())
+            check_characters("tenant", request.tenant)
+            check_characters("lora_name", request.lora_name)
+            self._check()
+            request.tenant = tenant_of(request.tenant)
+            if (api_key := caller.get()) is not None:
+                api_key.check_adapter(request.lora_name)
+            self._call = stack.enter_context(EngineCall(self._link))
+            key = request_key(request.tenant, self._id)
+            self._adapter = await self._call.admit(key, self._num_bytes, lora_name=request.lora_name)
+            self.model = await allowed_model(self._link)
+            check_place(request, self.model)
+            self._open = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
+
+    def _check(self) -> None:
+        """Refuse what costs little to see, before there is a model. Raises RequestError."""
+
+    @contextlib.asynccontextmanager
+    async def part(
+        self,
+        number: int,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        encoder_input: EncoderInput | None = None,
+    ) -> AsyncIterator[RequestState]:
+        """Have a part computed; its stream is to be read within the block. Raises RequestError."""
+        request = self._request
+        checked = GenerationRequest(
+            request_id=f"{self._id}-{number}",
+            prompt_token_ids=prompt_token_ids,
+            sampling=sampling,
+            cache_salt=request.cache_salt,
+            tenant=request.tenant,
+            priority=request.priority,
+            adapter=self._adapter,
+            encoder_input=encoder_input,
+        )
+        with EngineCall(self._link) as call:
+            state = await call.submit(checked, self.model, part_of=self._call)
+            yield state
+        num_tokens, num_output_tokens = len(prompt_token_ids), sum(state.num_output_tokens)
+        self._num_parts += 1
+        self.num_tokens += num_tokens
+        self.num_cached_tokens += state.num_cached_tokens
+        self.num_output_tokens += num_output_tokens
+        state.counts.finished(num_tokens, num_output_tokens)
+
+    @contextlib.contextmanager
+    def _logged(self) -> Iterator[None]:
+        """Log one line of the call, however it ends."""
+        request, began, status = self._request, time.monotonic(), "OK"
+        try:
+            yield
+        except RequestError as error:
+            status = error.code.name
+            raise
+        except asyncio.CancelledError:
+            status = "CANCELLED"
+            raise
+        except BaseException:
+            status = "INTERNAL"
+            raise
+        finally:
+            key = caller.get()
+            names = {"api_key": key.id} if key is not None else {}
+            if request.lora_name:
+                names["lora_name"] = request.lora_name[:MAX_STRING]
+            log.info(
+                self.event,
+                status=status,
+                request_id=self._id,
+                tenant=(request.tenant if key is None else key.tenant)[:MAX_STRING],
+                prompt_tokens=self.num_tokens,
+                total_seconds=time.monotonic() - began,
+                **self._figures(),
+                **names,
+            )
+
+    def _figures(self) -> dict[str, Any]:
+        """For that line."""
+        return {}

@@ -1,0 +1,109 @@
+"""A sound file as the samples that a model hears: one channel, 16,000 a second, read a window at a time.
+
+A file is hostile until it is read: a few kilobytes may claim, and hold, hours. So its head is judged before any sample
+is decoded, no more is decoded than what is heard next, and what a head does not say is found out on the way.
+"""
+
+import io
+import re
+
+import numpy as np
+import numpy.typing as npt
+import soundfile
+import soxr
+
+SAMPLE_RATE = 16_000
+FORMATS = {
+    "audio/wav": "WAV",
+    "audio/wave": "WAV",
+    "audio/x-wav": "WAV",
+    "audio/flac": "FLAC",
+    "audio/x-flac": "FLAC",
+    "audio/mpeg": "MPEG",
+    "audio/mp3": "MPEG",
+    "audio/ogg": "OGG",
+}
+_SAME = {"WAVEX": "WAV", "RF64": "WAV", "MP3": "MPEG"}
+MAX_CHANNELS = 8
+SAMPLE_RATES = (4_000, 192_000)
+_UNKNOWN_LENGTH = 0x7FFF_0000
+"""Of the data of a WAV that was written while it was recorded, at least."""
+_UNKNOWN_FRAMES = 1 << 60
+"""What libsndfile says of a FLAC whose head does not tell how long it is, at least."""
+_CUT_OFF = re.compile(r"^data : (\d+) \(should be (\d+)\)", re.MULTILINE)
+
+Samples = npt.NDArray[np.float32]
+
+
+class SoundError(Exception):
+    """Why a sound cannot be heard: a sentence for its sender."""
+
+
+class Sound:
+    """An opened file. Not thread-safe; reading takes milliseconds, so call it on a thread."""
+
+    def __init__(self, data: bytes, content_type: str, max_seconds: float) -> None:
+        """Judge a file by its head. Raises SoundError."""
+        self._max_seconds = max_seconds
+        expected = FORMATS.get(content_type.partition(";")[0].strip().lower())
+        if expected is None:
+            raise SoundError(f"content_type is {content_type[:64]!r}; it must be one of {', '.join(FORMATS)}")
+        if not data:
+            raise SoundError("data is empty; a sound file is needed")
+        try:
+            self._file = soundfile.SoundFile(io.BytesIO(data))
+        except soundfile.LibsndfileError as error:
+            raise SoundError(f"data is no sound file that can be read: {error.error_string}") from error
+        file = self._file
+        if (found := _SAME.get(file.format, file.format)) != expected:
+            raise SoundError(f"data is {found}, and content_type says {content_type[:64]}")
+        if not 1 <= file.channels <= MAX_CHANNELS:
+            raise SoundError(f"data has {file.channels} channels; at most {MAX_CHANNELS} are allowed")
+        low, high = SAMPLE_RATES
+        if not low <= file.samplerate <= high:
+            raise SoundError(f"data has {file.samplerate} samples a second; {low} to {high} are allowed")
+        if file.frames < _UNKNOWN_FRAMES:
+            self._check_seconds(file.frames / file.samplerate)
+        if (cut := _CUT_OFF.search(file.extra_info)) and int(cut[1]) < _UNKNOWN_LENGTH:
+            raise SoundError(f"data is cut off: its head says {cut[1]} bytes of samples, and there are {cut[2]}")
+        self._resampler = soxr.ResampleStream(file.samplerate, SAMPLE_RATE, 1, dtype="float32")
+        self._block = max(1, file.samplerate)  # a second of it
+        self._num_read = 0  # samples of the file
+        self._start = 0  # of what is kept, in samples that are heard
+        self._kept: Samples = np.empty(0, dtype=np.float32)
+        self._is_over = False
+
+    @property
+    def seconds(self) -> float:
+        """How long it is, as far as it has been read, or once it has been whole."""
+        return self._num_read / float(self._file.samplerate)
+
+    def window(self, start: int, length: int) -> Samples:
+        """Samples from `start` on, fewer than `length` where the sound ends. Windows may overlap, and go on only.
+
+        Raises SoundError where the file cannot be read on, or turns out to be too long.
+        """
+        assert start >= self._start
+        while len(self._kept) < start + length - self._start and not self._is_over:
+            self._read()
+            self._drop(min(start, self._start + len(self._kept)))
+        self._drop(min(start, self._start + len(self._kept)))
+        return self._kept[:length]
+
+    def _drop(self, start: int) -> None:
+        self._kept, self._start = self._kept[start - self._start :], start
+
+    def _read(self) -> None:
+        try:
+            block = self._file.read(self._block, dtype="float32", always_2d=True)
+        except soundfile.LibsndfileError as error:
+            raise SoundError(f"data is damaged or cut off after {self.seconds:.1f} s: {error.error_string}") from error
+        self._num_read += len(block)
+        self._check_seconds(self.seconds)
+        self._is_over = len(block) < self._block
+        mono = np.ascontiguousarray(np.nan_to_num(block.mean(axis=1), nan=0.0, posinf=1.0, neginf=-1.0))
+        self._kept = np.concatenate((self._kept, self._resampler.resample_chunk(mono, last=self._is_over)))
+
+    def _check_seconds(self, seconds: float) -> None:
+        if seconds > self._max_seconds:
+            raise SoundError(f"data is a sound of {seconds:.0f} s or more; at most {self._max_seconds:g} s are allowed")

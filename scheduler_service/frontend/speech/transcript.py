@@ -1,0 +1,57 @@
+"""From the tokens of one window of sound to what was said when, as soon as it is complete."""
+
+from dataclasses import dataclass
+
+from scheduler_service.core import TranscriptParams
+from scheduler_service.frontend.speech.speech_tokens import SECONDS_PER_TIMESTAMP
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Seconds count from the beginning of the window."""
+
+    start: float
+    end: float
+    token_ids: list[int]
+
+
+class Transcript:
+    """The tokens of a window that is so many `seconds` long. `gain` each, then ask for the `rest` and for the `next`.
+
+    Text stands between the times of its beginning and its end. What has begun and not ended when a window is over goes
+    on in the next one, which begins where the last complete text ended. (As in Whisper's own code.)
+    """
+
+    def __init__(self, params: TranscriptParams, seconds: float) -> None:
+        self._params = params
+        self._seconds = seconds
+        self._begin: float | None = None
+        self._token_ids: list[int] = []
+        self._end = 0.0  # of the last complete text
+
+    def gain(self, token_id: int) -> Segment | None:
+        """The text that a token completes, if any."""
+        if token_id < self._params.num_text_tokens:
+            self._token_ids.append(token_id)
+        if token_id < self._params.first_timestamp:
+            return None
+        time = min((token_id - self._params.first_timestamp) * SECONDS_PER_TIMESTAMP, self._seconds)
+        if not self._token_ids:
+            self._begin = time
+            return None
+        segment = Segment(self._begin or 0.0, time, self._token_ids)
+        self._begin, self._token_ids, self._end = None, [], time
+        return segment
+
+    @property
+    def rest(self) -> Segment | None:
+        """Text that has not ended, if there is no other: it takes the whole window."""
+        if self._end or not self._token_ids:
+            return None
+        return Segment(self._begin or 0.0, self._seconds, self._token_ids)
+
+    @property
+    def next(self) -> float:
+        """Where the next window begins. Where nothing has begun behind the last text, nothing more was said."""
+        goes_on = self._end and (self._token_ids or self._begin is not None)
+        return self._end if goes_on else self._seconds

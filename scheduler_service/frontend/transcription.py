@@ -1,0 +1,131 @@
+"""Transcribe: what is said in a sound, window by window of 30 seconds.
+
+Each window is a request of its own; which part of the sound it has follows from what was understood in the one before.
+"""
+
+import secrets
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_common import errors
+from pagewire_common.errors import RequestError
+from pagewire_common.patient_writer import PatientWriter
+from scheduler_service.core import EncoderInput, SamplingParams
+from scheduler_service.frontend.checks import invalid
+from scheduler_service.frontend.engine_link import EngineLink
+from scheduler_service.frontend.generation import Context
+from scheduler_service.frontend.generation_defaults import BOUNDS
+from scheduler_service.frontend.parted_call import PartedCall
+from scheduler_service.frontend.request_memory import SOUND_BYTES, sound_bytes
+from scheduler_service.frontend.sound_features import open_sound, read_features, read_window
+from scheduler_service.frontend.speech.sound import SAMPLE_RATE
+from scheduler_service.frontend.speech.speech_tokens import SpeechTokens
+from scheduler_service.frontend.speech.transcript import Segment, Transcript
+
+MAX_SECONDS = 3600.0
+"""Of a sound."""
+
+
+async def transcribe(link: EngineLink, request: pb.TranscribeRequest, context: Context) -> None:
+    """Serve a Transcribe call to its end, or raise RequestError."""
+    async with _SpeechCall(link, request) as call:
+        writer = PatientWriter(context, link.stall_timeout)
+        try:
+            async with aclosing(call.events(writer)) as events:
+                async for response in events:
+                    await writer.write(response)
+        finally:
+            writer.close()
+
+
+class _SpeechCall(PartedCall):
+    """Its windows are its parts."""
+
+    event = "transcription closed"
+
+    def __init__(self, link: EngineLink, request: pb.TranscribeRequest) -> None:
+        super().__init__(link, request, sound_bytes(request.sound, errors.request_size.get()))
+        self._speech = request
+        self._seconds = 0.0
+
+    def _check(self) -> None:
+        if not BOUNDS["temperature"].hold(self._speech.temperature):
+            invalid(f"temperature is {self._speech.temperature}; it must be {BOUNDS['temperature']}")
+
+    def _figures(self) -> dict[str, Any]:
+        return {"num_windows": self._num_parts, "sound_seconds": self._seconds}
+
+    async def events(self, writer: PatientWriter) -> AsyncGenerator[pb.TranscribeResponse]:
+        request, model = self._speech, self.model
+        tokens = model.speech_tokens
+        if tokens is None:
+            raise RequestError(grpc.StatusCode.UNIMPLEMENTED, f"{model.name} does not write down what it hears")
+        task = "translate" if request.translate else "transcribe"
+        self._check_words(tokens, task)
+        seed = request.seed if request.HasField("seed") else secrets.randbits(63)
+        await self._call.hold(SOUND_BYTES)
+        sound = await open_sound(request.sound, MAX_SECONDS)
+        language, start = request.language, 0
+        while len(samples := await read_window(sound, start)) or not start:
+            features = await read_features(samples, model)
+            if not language and tokens.languages:
+                language = await self._find_language(features, tokens)
+            if not start and language:
+                yield pb.TranscribeResponse(language=language)
+            transcript = Transcript(tokens.transcript, len(samples) / SAMPLE_RATE)
+            begins = start / SAMPLE_RATE
+            prompt = tokens.prompt(language, task)
+            sampling = SamplingParams(
+                max_tokens=max(1, min(model.context_length // 2, model.context_length - len(prompt))),
+                temperature=request.temperature,
+                seed=seed,
+                eos_token_ids=frozenset(model.eos_token_ids),
+                transcript=tokens.transcript,
+            )
+            async with self.part(self._num_parts, prompt, sampling, features) as state:
+                state.stream.when_cut = writer.give_up
+                async for delta in state.stream:
+                    for segment in filter(None, map(transcript.gain, delta.token_ids)):
+                        yield await self._encode(segment, begins)
+            if (rest := transcript.rest) is not None:
+                yield await self._encode(rest, begins)
+            start += max(round(transcript.next * SAMPLE_RATE), 1)
+            self._seconds = sound.seconds
+        usage = pb.Usage(
+            prompt_tokens=self.num_tokens, cached_tokens=self.num_cached_tokens, output_tokens=self.num_output_tokens
+        )
+        yield pb.TranscribeResponse(end=pb.TranscriptEnd(seconds=sound.seconds, usage=usage))
+
+    def _check_words(self, tokens: SpeechTokens, task: str) -> None:
+        language = self._speech.language
+        if language and language not in tokens.languages:
+            known = ", ".join(sorted(tokens.languages)) or "nothing: it knows one language"
+            invalid(f"language is {language[:32]!r}; with this model it may be {known}")
+        if task != "transcribe" and task not in tokens.tasks:
+            invalid("translate is set, and this model does not translate")
+
+    async def _find_language(self, features: EncoderInput, tokens: SpeechTokens) -> str:
+        """The likeliest one. What the encoder reads for it is found in the cache when the text is asked for."""
+        codes = {token_id: code for code, token_id in tokens.languages.items()}
+        sampling = SamplingParams(max_tokens=1, allowed_token_ids=sorted(codes))
+        found = next(iter(codes))
+        async with self.part(self._num_parts, (tokens.start,), sampling, features) as state:
+            async for delta in state.stream:
+                found = next(iter(delta.token_ids), found)
+        return codes[found]
+
+    async def _encode(self, segment: Segment, begins: float) -> pb.TranscribeResponse:
+        tokenizer = self.model.tokenizer
+        text = "" if tokenizer is None else await tokenizer.decode(segment.token_ids, skip_special_tokens=True)
+        return pb.TranscribeResponse(
+            segment=pb.TranscriptSegment(
+                start_seconds=begins + segment.start,
+                end_seconds=begins + segment.end,
+                text=text,
+                token_ids=segment.token_ids,
+            )
+        )

@@ -1,0 +1,29 @@
+"""Sounds in which nothing is said: tones and noise, in files of several kinds."""
+
+import io
+
+import numpy as np
+import numpy.typing as npt
+import soundfile
+
+RATE = 16_000
+
+
+def samples(seconds: float, seed: int = 0) -> npt.NDArray[np.float32]:
+    """Noise that comes and goes, over a tone that rises."""
+    draw = np.random.default_rng(seed)
+    time = np.arange(round(seconds * RATE)) / RATE
+    noise = draw.normal(size=len(time)) * np.sin(time * 3 + seed) ** 2
+    return (0.1 * noise + 0.2 * np.sin(2 * np.pi * (200 + 40 * seed + 30 * time) * time)).astype(np.float32)
+
+
+def file_of(
+    sound: npt.NDArray[np.float32], kind: str = "WAV", subtype: str | None = "PCM_16", rate: int = RATE
+) -> bytes:
+    buffer = io.BytesIO()
+    soundfile.write(buffer, sound, rate, format=kind, subtype=subtype)
+    return buffer.getvalue()
+
+
+def wav(seconds: float, seed: int = 0) -> bytes:
+    return file_of(samples(seconds, seed))

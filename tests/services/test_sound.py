@@ -1,0 +1,108 @@
+"""Sound files as models hear them, and files that no sound comes of."""
+
+import io
+import wave
+
+import numpy as np
+import pytest
+from sounds import RATE, file_of, samples, wav
+
+from scheduler_service.frontend.speech.log_mel import WINDOW, log_mel
+from scheduler_service.frontend.speech.sound import Sound, SoundError
+
+
+@pytest.mark.parametrize("num_bands", [80, 128])
+@pytest.mark.parametrize("seconds", [0.001, 3.3, 30])
+def test_features_are_those_of_transformers(seconds: float, num_bands: int) -> None:
+    from transformers import WhisperFeatureExtractor
+
+    sound = samples(seconds)
+    extract = WhisperFeatureExtractor(feature_size=num_bands)
+    expected = extract(sound, sampling_rate=RATE, return_tensors="np").input_features[0]
+    np.testing.assert_allclose(log_mel(sound, num_bands), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "subtype", "content_type", "tolerance"),
+    [
+        ("WAV", "PCM_16", "audio/wav", 1e-4),
+        ("WAV", "FLOAT", "audio/x-wav; rate=16000", 1e-6),
+        ("FLAC", "PCM_24", "audio/flac", 1e-6),
+        ("MP3", None, "audio/mpeg", None),
+        ("OGG", "VORBIS", "Audio/Ogg", None),
+    ],
+)
+def test_windows_of_a_file_are_its_samples(
+    kind: str, subtype: str | None, content_type: str, tolerance: float | None
+) -> None:
+    """Those that overlap as well, and the last one, which is shorter."""
+    original = samples(5.5)
+    sound = Sound(file_of(original, kind, subtype), content_type, 60)
+    for start in (0, 100, 2 * RATE + 7, 5 * RATE):
+        window, expected = sound.window(start, 2 * RATE), original[start : start + 2 * RATE]
+        if tolerance is not None:
+            np.testing.assert_allclose(window, expected, atol=tolerance)
+        else:  # of what they leave out nothing is heard
+            assert abs(len(window) - len(expected)) <= (2500 if start == 5 * RATE else 0)
+            assert np.corrcoef(window[:RATE], expected[: len(window)][:RATE])[0, 1] > 0.9 or start > RATE
+    assert sound.seconds == pytest.approx(5.5, abs=0.2)
+    assert len(sound.window(100 * RATE, RATE)) == 0
+
+
+def test_other_rates_and_several_channels_are_heard_as_one_channel_at_the_usual_rate() -> None:
+    time = np.arange(3 * 44_100) / 44_100
+    tone = (0.5 * np.sin(2 * np.pi * 440 * time)).astype(np.float32)
+    sound = Sound(file_of(np.stack([tone, np.zeros_like(tone)], axis=1), rate=44_100), "audio/wav", 60)
+    expected = 0.25 * np.sin(2 * np.pi * 440 * np.arange(2 * RATE) / RATE)
+    np.testing.assert_allclose(sound.window(0, 2 * RATE)[100:], expected[100:], atol=2e-3)
+
+
+def test_samples_that_are_no_numbers_are_silent() -> None:
+    broken = samples(1)
+    broken[100:200], broken[300] = np.nan, np.inf
+    sound = Sound(file_of(broken, subtype="FLOAT"), "audio/wav", 60)
+    assert np.isfinite(log_mel(sound.window(0, WINDOW), 80)).all()
+
+
+def _head(rate: int = RATE, channels: int = 1) -> bytes:
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setnchannels(channels)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(bytes(2000 * channels))
+    return buffer.getvalue()
+
+
+FLAC = file_of(samples(20), "FLAC")
+HOURS = file_of(np.zeros(2 * 3600 * RATE, dtype=np.float32), "FLAC")
+"""Two hours of silence in a few kilobytes."""
+REFUSED = {
+    "nothing": (b"", "audio/wav", "data is empty"),
+    "no sound": (b"hello" * 1000, "audio/wav", "data is no sound file that can be read"),
+    "another type": (wav(1), "text/plain", "content_type is 'text/plain'; it must be one of audio/wav"),
+    "another format": (wav(1), "audio/flac", "data is WAV, and content_type says audio/flac"),
+    "cut off": (wav(20)[:100_000], "audio/wav", "data is cut off: its head says 640000 bytes of samples"),
+    "cut off, compressed": (FLAC[: len(FLAC) // 2], "audio/flac", "data is damaged or cut off after"),
+    "hours": (HOURS, "audio/flac", "data is a sound of 7200 s or more; at most 3600 s are allowed"),
+    "slow": (_head(rate=3000), "audio/wav", "data has 3000 samples a second; 4000 to 192000 are allowed"),
+    "wide": (_head(channels=9), "audio/wav", "data has 9 channels; at most 8 are allowed"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_heard_is_refused_in_a_sentence(case: str) -> None:
+    data, content_type, words = REFUSED[case]
+    with pytest.raises(SoundError) as error:
+        Sound(data, content_type, 3600).window(0, 60 * RATE)
+    assert words in str(error.value)
+
+
+def test_a_sound_that_is_longer_than_it_says_ends_at_the_limit() -> None:
+    """A head that claims nothing: the length of a stream's samples is unknown, and all of them are read."""
+    data = bytearray(file_of(samples(8), "FLAC"))
+    data[21] &= 0xF0  # the number of samples: 0 is not known
+    data[22:26] = bytes(4)
+    sound = Sound(bytes(data), "audio/flac", 5)
+    with pytest.raises(SoundError, match="at most 5 s are allowed"):
+        sound.window(0, WINDOW)

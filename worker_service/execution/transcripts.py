@@ -1,0 +1,52 @@
+"""Which token of a transcript may come next: times come in pairs around text, and never go back.
+
+A token for a time stands before each part of the text and behind it, where that of the next part follows at once, or
+the end. These are the rules of Whisper's own decoding (Radford et al., 2023). A time that ends one part may begin the
+next, and no part takes no time.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from worker_service.session.session import SequenceState
+from worker_service.session.step import TranscriptParams
+
+
+def edit_transcript(logits: Tensor, sequence: SequenceState) -> None:
+    """Edit one row in place. logits: [vocabulary_size] float32.
+
+    All but times is banned as well where times together are likelier than any other token. The sum runs over a single
+    row, so that it depends on no other.
+    """
+    params = sequence.sampling.transcript
+    assert params is not None
+    output, first = sequence.token_ids[sequence.num_prompt_tokens :], params.first_timestamp
+    single = list(chain(params.suppressed, () if output else params.begin_suppressed))
+    if single:
+        logits[torch.tensor(single, device=logits.device)] = -torch.inf
+    if not first:
+        return
+    for start, stop in banned_ranges(params, output, len(logits)):
+        logits[start:stop] = -torch.inf
+    times, others = logits[first:].logsumexp(0), logits[:first].max()
+    logits[:first].masked_fill_(times > others, -torch.inf)
+
+
+def banned_ranges(params: TranscriptParams, output: Sequence[int], vocabulary_size: int) -> list[tuple[int, int]]:
+    """Tokens that may not follow these, as half-open ranges of ids."""
+    first = params.first_timestamp
+    if not output:
+        return [(0, first), (min(first + params.max_initial + 1, vocabulary_size), vocabulary_size)]
+    times = [token_id for token_id in output if token_id >= first]
+    ends_part = output[-1] >= first and len(output) > 1 and output[-2] < first
+    ranges = []
+    if ends_part:
+        ranges.append((0, params.num_text_tokens))
+    elif output[-1] >= first:
+        ranges.append((first, vocabulary_size))
+    if times:
+        ranges.append((first, times[-1] + (not ends_part)))
+    return ranges
