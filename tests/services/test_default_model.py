@@ -1,12 +1,12 @@
-"""The default model served in float32 against transformers' own generation, whatever the scheduler does to it."""
+"""The default model, from the start of its services to its words and tokens.
+
+That tokens are those of transformers whatever the scheduler does, test_equal_to_transformers.py shows of a smaller one.
+"""
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 import torch
-from cluster import cluster_state, until_idle
 from prompts import PROMPTS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -16,67 +16,9 @@ from pagewire_common.settings import load_settings
 from worker_service.loading.model_store import find_model
 from worker_service.settings import WorkerSettings
 
-NUM_TOKENS = 32
-GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
-
-BEAM_PROMPTS = [
-    "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n",
-    "The three primary colours are",
-    "<|im_start|>user\nSay hello.<|im_end|>\n<|im_start|>assistant\n",
-    "Once upon a time there was a small house at the edge of the forest, and in it",
-]
-
-# Short prompts, for a long one takes longer to compute again than all of these. One takes up to 5 blocks with its
-# output, and all grow to 66. How often a group is preempted depends on how the arrivals fall: in the rounds seen 15 to
-# 20 times.
-CROWD = PROMPTS[:20]
-SMALL_POOL = 24
-
-
-@pytest.fixture(scope="module")
-def model_directory() -> Path:
-    return find_model("default", load_settings(WorkerSettings, "tests", []).cache.expanduser()).path
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[LocalServer]:
-    with LocalServer(worker_arguments=["--dtype", "float32"]) as server:
-        yield server
-
-
-@pytest.fixture(scope="module", params=["recompute", "swap"])
-def small_server(request: pytest.FixtureRequest) -> Iterator[LocalServer]:
-    with LocalServer(
-        worker_arguments=["--dtype", "float32", "--num-device-blocks", str(SMALL_POOL)],
-        scheduler_arguments=["--preemption-mode", request.param, "--check-invariants"],
-    ) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def concurrent_tokens(server: LocalServer) -> list[list[int]]:
-    """The server's outputs for all prompts, sent at once."""
-    return asyncio.run(together(server.target, [GREEDY] * len(PROMPTS)))
-
-
-@pytest.fixture(scope="module")
-def greedy_tokens(model_directory: Path, concurrent_tokens: list[list[int]]) -> list[list[int]]:
-    """The likeliest token by transformers in float32 after each prompt, and after each token of the server's output.
-
-    If these are the output itself, transformers generates the same: after equal tokens the same token is likeliest. One
-    pass for each prompt takes a tenth of the time of generating.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(model_directory)
-    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32).eval()
-    likeliest = []
-    for prompt, output in zip(PROMPTS, concurrent_tokens, strict=True):
-        tokens = tokenizer(prompt, return_tensors="pt").input_ids
-        with torch.inference_mode():
-            logits = model(
-                torch.cat([tokens, torch.tensor([output[:-1]])], dim=1), logits_to_keep=NUM_TOKENS, use_cache=False
-            ).logits
-        likeliest.append(logits[0].argmax(dim=-1).tolist())
-    return likeliest
+SOME = PROMPTS[1:30:4]
+"""Of every kind; the longest takes some 200 tokens."""
+NUM_TOKENS = 16
 
 
 @pytest.mark.usefixtures("true_starts")
@@ -89,175 +31,31 @@ async def test_in_bfloat16_it_knows_the_capital_of_france() -> None:
     assert "Paris" in completion.outputs[0].text
 
 
-SAMPLINGS = [
-    SamplingParams(max_tokens=NUM_TOKENS, temperature=0.8, top_p=0.95, seed=1000 + index, ignore_eos=True)
-    for index in range(len(CROWD))
-]
-
-
-async def together(target: str, sampling: list[SamplingParams], prompts: Sequence[str] = PROMPTS) -> list[list[int]]:
-    """All of the prompts at once."""
-    async with Client(target) as client:
-        pairs = zip(prompts, sampling, strict=True)
-        completions = await asyncio.gather(*(collect(client, prompt, params) for prompt, params in pairs))
-    return [completion.outputs[0].token_ids for completion in completions]
-
-
-async def preemptions(target: str) -> int:
-    (worker,) = (await cluster_state(target)).workers
-    return worker.num_preemptions
-
-
-async def until_ten_preemptions(server: LocalServer, sampling: list[SamplingParams], expected: list[list[int]]) -> None:
-    """Rounds of the crowd at once, every output as expected, until they have cost ten preemptions together."""
-    enough = await preemptions(server.admin_target) + 10
-    for _ in range(6):
-        assert await together(server.target, sampling, CROWD) == expected
-        if await preemptions(server.admin_target) >= enough:
-            return
-    pytest.fail("six rounds in a pool for a fraction of the prompts cost less than ten preemptions")
-
-
-def test_there_are_32_prompts_and_they_differ() -> None:
-    assert len(set(PROMPTS)) == 32
-
-
-async def test_32_concurrent_greedy_outputs_equal_transformers(
-    server: LocalServer, concurrent_tokens: list[list[int]], greedy_tokens: list[list[int]]
-) -> None:
-    assert all(len(tokens) == NUM_TOKENS for tokens in concurrent_tokens)
-    assert concurrent_tokens == greedy_tokens
-    assert await preemptions(server.admin_target) == 0
-
-
-async def test_greedy_outputs_equal_transformers_without_planning_ahead(greedy_tokens: list[list[int]]) -> None:
-    arguments = ["--max-in-flight-steps", "1"]
-    with LocalServer(worker_arguments=["--dtype", "float32"], scheduler_arguments=arguments) as server:
+async def test_concurrent_greedy_outputs_in_float32_equal_transformers() -> None:
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+    with LocalServer(worker_arguments=["--dtype", "float32"]) as server:
         async with Client(server.target) as client:
-            completions = await asyncio.gather(*(collect(client, prompt, GREEDY) for prompt in PROMPTS[:8]))
-    assert [completion.outputs[0].token_ids for completion in completions] == greedy_tokens[:8]
+            completions = await asyncio.gather(*(collect(client, prompt, sampling) for prompt in SOME))
+    outputs = [completion.outputs[0].token_ids for completion in completions]
+    assert all(len(tokens) == NUM_TOKENS for tokens in outputs)
+    assert outputs == likeliest_tokens(outputs)
 
 
-async def test_outputs_from_cached_prefixes_equal_transformers(
-    server: LocalServer, greedy_tokens: list[list[int]]
-) -> None:
-    async with Client(server.target) as client:
-        await collect(client, PROMPTS[-1], GREEDY)
-        completion = await collect(client, PROMPTS[-1], GREEDY)
-    assert completion.prompt_tokens > 900
-    assert completion.cached_tokens == (completion.prompt_tokens - 1) // 16 * 16
-    assert completion.outputs[0].token_ids == greedy_tokens[-1]
+def likeliest_tokens(outputs: list[list[int]]) -> list[list[int]]:
+    """The likeliest token by transformers in float32 after each prompt, and after each token of the server's output.
 
-
-async def test_outputs_that_share_a_prompt_by_copy_on_write_equal_transformers(
-    server: LocalServer, greedy_tokens: list[list[int]]
-) -> None:
-    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True, n=3)
-    async with Client(server.target) as client:
-        completions = await asyncio.gather(*(collect(client, prompt, sampling) for prompt in PROMPTS[:8]))
-    for completion, expected in zip(completions, greedy_tokens, strict=False):
-        assert [output.token_ids for output in completion.outputs] == [expected] * 3
-
-
-async def test_greedy_outputs_equal_transformers_through_at_least_ten_preemptions(
-    small_server: LocalServer, greedy_tokens: list[list[int]]
-) -> None:
-    await until_ten_preemptions(small_server, [GREEDY] * len(CROWD), greedy_tokens[: len(CROWD)])
-    (worker,) = (await until_idle(small_server.admin_target)).workers
-    assert worker.num_free_device_blocks == SMALL_POOL
-    assert worker.num_free_host_blocks == worker.num_host_blocks
-
-
-BEAMS = [
-    {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 24},
-    {"num_beams": 3, "num_return_sequences": 1, "max_new_tokens": 40, "length_penalty": 0.0},
-    {"num_beams": 6, "num_return_sequences": 2, "max_new_tokens": 32, "length_penalty": 2.0, "early_stopping": True},
-    {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 24, "min_new_tokens": 12, "length_penalty": -1.0},
-]
-
-
-@pytest.fixture(scope="module")
-def beam_prompts(model_directory: Path) -> list[list[int]]:
-    tokenizer = AutoTokenizer.from_pretrained(model_directory)
-    return [tokenizer(prompt).input_ids for prompt in BEAM_PROMPTS]
-
-
-@pytest.fixture(scope="module")
-def beam_outputs(model_directory: Path, beam_prompts: list[list[int]]) -> list[list[list[int]]]:
-    """What transformers' beam search finds for each prompt and way to search, best first, in float32."""
-    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32).eval()
-    found = []
-    eos = model.generation_config.eos_token_id
-    for prompt, options in zip(beam_prompts, BEAMS, strict=True):
-        input_ids = torch.tensor([prompt])
+    If these are the output itself, transformers generates the same: after equal tokens the same token is likeliest. One
+    pass for each prompt takes a tenth of the time of generating.
+    """
+    directory = find_model("default", load_settings(WorkerSettings, "tests", []).cache.expanduser()).path
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    likeliest = []
+    for prompt, output in zip(SOME, outputs, strict=True):
+        tokens = tokenizer(prompt, return_tensors="pt").input_ids
         with torch.inference_mode():
-            outputs = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **options, do_sample=False)
-        texts = [output[len(prompt) :].tolist() for output in outputs]
-        found.append([text[: text.index(eos) + 1] if eos in text else text for text in texts])
-    return found
-
-
-async def search_together(target: str, prompts: list[list[int]]) -> list[list[list[int]]]:
-    async with Client(target) as client:
-        completions = await asyncio.gather(
-            *(
-                collect(
-                    client,
-                    prompt,
-                    SamplingParams(
-                        n=options["num_return_sequences"],
-                        beam_width=options["num_beams"],
-                        max_tokens=options["max_new_tokens"],
-                        min_tokens=options.get("min_new_tokens"),
-                        length_penalty=options.get("length_penalty"),
-                        early_stopping=options.get("early_stopping"),
-                    ),
-                )
-                for prompt, options in zip(prompts, BEAMS, strict=True)
-            )
-        )
-    return [[output.token_ids for output in completion.outputs] for completion in completions]
-
-
-async def test_beam_search_equals_transformers(
-    server: LocalServer, beam_prompts: list[list[int]], beam_outputs: list[list[list[int]]]
-) -> None:
-    assert await search_together(server.target, beam_prompts) == beam_outputs
-
-
-async def test_beam_search_equals_transformers_among_requests_that_preempt_each_other(
-    small_server: LocalServer,
-    greedy_tokens: list[list[int]],
-    beam_prompts: list[list[int]],
-    beam_outputs: list[list[list[int]]],
-) -> None:
-    before = await preemptions(small_server.admin_target)
-    greedy, beams = await asyncio.gather(
-        together(small_server.target, [GREEDY] * 8, CROWD[:8]), search_together(small_server.target, beam_prompts)
-    )
-    assert greedy == greedy_tokens[:8]
-    assert beams == beam_outputs
-    assert await preemptions(small_server.admin_target) > before
-
-
-@pytest.fixture(scope="module")
-def sampled_tokens(server: LocalServer) -> list[list[int]]:
-    """Every prompt of the crowd with a seed of its own, all at once in a pool that has room for them."""
-    outputs = asyncio.run(together(server.target, SAMPLINGS, CROWD))
-    assert len({tuple(tokens) for tokens in outputs}) == len(CROWD)
-    return outputs
-
-
-async def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(
-    server: LocalServer, sampled_tokens: list[list[int]]
-) -> None:
-    async with Client(server.target) as client:
-        for index in range(0, len(CROWD), 5):
-            alone = await collect(client, CROWD[index], SAMPLINGS[index])
-            assert alone.outputs[0].token_ids == sampled_tokens[index]
-
-
-async def test_a_seed_gives_the_same_tokens_through_at_least_ten_preemptions(
-    small_server: LocalServer, sampled_tokens: list[list[int]]
-) -> None:
-    await until_ten_preemptions(small_server, SAMPLINGS, sampled_tokens)
+            logits = model(
+                torch.cat([tokens, torch.tensor([output[:-1]])], dim=1), logits_to_keep=NUM_TOKENS, use_cache=False
+            ).logits
+        likeliest.append(logits[0].argmax(dim=-1).tolist())
+    return likeliest

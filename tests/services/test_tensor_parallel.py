@@ -8,12 +8,13 @@ import psutil
 import pytest
 from cluster import cluster_state
 from prompts import PROMPTS
+from tiny_model import write_tiny_llama
 
 from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.llm import collect
 from pagewire_client.local import ServiceProcess
 
-SMALL_POOL = ("--dtype", "float32", "--num-device-blocks", "18", "--max-model-len", "256", "--swap-space", "0.1")
+SMALL_POOL = ("--dtype", "float32", "--num-device-blocks", "18", "--max-model-len", "256", "--swap-space", "0.002")
 """For twelve sequences at once that end with two or three blocks, so that some must make room."""
 TWO_RANKS = ("--tensor-parallel-size", "2")
 
@@ -31,11 +32,16 @@ async def completions(target: str) -> list[list[list[int]]]:
     return [[output.token_ids for output in completion.outputs] for completion in done]
 
 
-async def test_the_default_model_says_the_same_in_two_ranks() -> None:
-    scheduler = ["--preemption-mode", "swap", "--check-invariants"]
-    with LocalServer(worker_arguments=SMALL_POOL, scheduler_arguments=scheduler) as alone:
+async def test_a_model_of_the_default_models_heads_says_the_same_in_two_ranks(
+    byte_tokenizer_directory: Path, tmp_path: Path
+) -> None:
+    """Nine heads and three for keys and values, so that the parts are unequal."""
+    heads = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}
+    write_tiny_llama(tmp_path / "tiny-llama", byte_tokenizer_directory, **heads)
+    model, scheduler = str(tmp_path / "tiny-llama"), ["--preemption-mode", "swap", "--check-invariants"]
+    with LocalServer(model, worker_arguments=SMALL_POOL, scheduler_arguments=scheduler) as alone:
         expected = await completions(alone.target)
-    with LocalServer(worker_arguments=[*SMALL_POOL, *TWO_RANKS], scheduler_arguments=scheduler) as ranks:
+    with LocalServer(model, worker_arguments=[*SMALL_POOL, *TWO_RANKS], scheduler_arguments=scheduler) as ranks:
         assert await completions(ranks.target) == expected
         (worker,) = (await cluster_state(ranks.admin_target)).workers
         assert worker.num_preemptions
