@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +47,41 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+ASKED = [(prompt, sampling) for prompt in PROMPTS for sampling in KINDS.values()]
+# Beams show their first token when they are done.
+NO_BEAMS = [(prompt, sampling) for prompt, sampling in ASKED if sampling is not KINDS["beams"]]
+
+
+@dataclass(frozen=True)
+class Plain:
+    """What a server without guesses answers to all of ASKED at once."""
+
+    answers: list["list[Shown]"]
+    sequences: list[list[int]]
+    """The tokens of each output, behind its prompt's."""
+
+    @property
+    def without_beams(self) -> list["list[Shown]"]:
+        return [answer for answer, asked in zip(self.answers, ASKED, strict=True) if asked in NO_BEAMS]
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_server: LocalServer) -> Plain:
+    async def run() -> Plain:
+        async with Client(tiny_server.target) as client:
+            answers = await asyncio.gather(*(outputs(client, prompt, **sampling) for prompt, sampling in ASKED))
+            prompts = [await client.tokenize(prompt) for prompt, _ in ASKED]
+        pairs = zip(prompts, answers, strict=True)
+        return Plain(answers, [prompt + token_ids for prompt, answer in pairs for token_ids, *_ in answer])
+
+    return asyncio.run(run())
+
+
 class Oracle:
     """Guesses in the drafter's place, of which most are right; all are verified, whether or not that is faster."""
 
-    def __init__(self) -> None:
-        self._sequences: list[list[int]] = []
-
-    async def outputs(self, client: Client, prompt: str, **sampling: Any) -> "list[Shown]":
-        """What a server answers, which is known from then on."""
-        prompt_token_ids = await client.tokenize(prompt)
-        found = await outputs(client, prompt, **sampling)
-        self._sequences += [prompt_token_ids + token_ids for token_ids, *_ in found]
-        return found
+    def __init__(self, sequences: list[list[int]]) -> None:
+        self._sequences = sequences
 
     def guess(self, token_ids: Any, most: int) -> list[int]:
         so_far = token_ids.tolist()
@@ -71,11 +94,9 @@ class Oracle:
 
 
 @pytest.fixture
-def oracle(monkeypatch: pytest.MonkeyPatch) -> Oracle:
-    oracle = Oracle()
+def oracle(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafter, "numbers_of_guesses", lambda chances, most, *_, **__: [most] * len(chances))
-    monkeypatch.setattr(ngram, "guess", oracle.guess)
-    return oracle
+    monkeypatch.setattr(ngram, "guess", Oracle(plain.sequences).guess)
 
 
 @asynccontextmanager
@@ -106,33 +127,27 @@ async def outputs(client: Client, prompt: str, **sampling: Any) -> list[Shown]:
     ]
 
 
+@pytest.mark.usefixtures("oracle")
 @pytest.mark.parametrize("num_device_blocks", [128, 40])
 async def test_outputs_are_the_same_alone_and_together_and_through_preemption(
-    num_device_blocks: int, oracle: Oracle, tiny_model_directory: Path, tiny_server: LocalServer, tmp_path: Path
+    num_device_blocks: int, plain: Plain, tiny_model_directory: Path, tmp_path: Path
 ) -> None:
     """And every decision can be replayed."""
     recording = tmp_path / "recording"
-    asked = [(prompt, sampling) for prompt in PROMPTS for sampling in KINDS.values()]
-    async with Client(tiny_server.target) as client:
-        expected = [await oracle.outputs(client, prompt, **sampling) for prompt, sampling in asked]
     async with speculating(tiny_model_directory, recording, num_device_blocks=num_device_blocks) as one:
         async with Client(one.target) as client:
-            for (prompt, sampling), wanted in list(zip(asked, expected, strict=True))[: len(KINDS)]:
+            for (prompt, sampling), wanted in list(zip(ASKED, plain.answers, strict=True))[: len(KINDS)]:
                 assert await outputs(client, prompt, **sampling) == wanted
-            together = await asyncio.gather(*(outputs(client, prompt, **sampling) for prompt, sampling in asked))
+            together = await asyncio.gather(*(outputs(client, prompt, **sampling) for prompt, sampling in ASKED))
         (worker,) = one.engine.workers
         guesses, core = worker.guesses, worker.scheduler
         assert core is not None
         assert sum(core.num_preemptions.values()) > 0 or num_device_blocks > 40
-    assert together == expected
+    assert together == plain.answers
     assert guesses.num_right > 1500
     assert guesses.num_verified > guesses.num_right + 50
     kinds = Counter(moment.kind for moment in Replayer().run(recording))
     assert kinds["guesses"] > 10
-
-
-# Beams show their first token when they are done.
-NO_BEAMS = [(prompt, KINDS[kind]) for prompt in PROMPTS for kind in KINDS if kind != "beams"]
 
 
 async def guesses_after_a_loss(expected: list[list[Shown]], model: Path, **settings: Any) -> Guesses:
@@ -154,12 +169,9 @@ async def guesses_after_a_loss(expected: list[list[Shown]], model: Path, **setti
         return other.guesses
 
 
-async def test_outputs_are_the_same_when_workers_are_lost(
-    oracle: Oracle, tiny_model_directory: Path, tiny_server: LocalServer
-) -> None:
-    async with Client(tiny_server.target) as client:
-        expected = [await oracle.outputs(client, prompt, **sampling) for prompt, sampling in NO_BEAMS]
-    other = await guesses_after_a_loss(expected, tiny_model_directory, speculate="ngram")
+@pytest.mark.usefixtures("oracle")
+async def test_outputs_are_the_same_when_workers_are_lost(plain: Plain, tiny_model_directory: Path) -> None:
+    other = await guesses_after_a_loss(plain.without_beams, tiny_model_directory, speculate="ngram")
     assert other.num_right > 20
 
 
@@ -172,31 +184,28 @@ def all_verified(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("all_verified")
 @pytest.mark.parametrize("num_device_blocks", [128, 40])
 async def test_a_draft_model_that_is_the_target_is_right_whatever_is_asked_for(
-    num_device_blocks: int, tiny_model_directory: Path, tiny_server: LocalServer
+    num_device_blocks: int, plain: Plain, tiny_model_directory: Path
 ) -> None:
     """It draws with the same noise. Its cache goes with the target's through forks, copies, prefixes and swaps: a slot
     of another token would make it wrong."""
-    asked = [(prompt, sampling) for prompt in PROMPTS for sampling in KINDS.values()]
     draft = {"speculate": "draft", "draft_model": str(tiny_model_directory), "num_device_blocks": num_device_blocks}
-    async with Client(tiny_server.target) as client:
-        expected = [await outputs(client, prompt, **sampling) for prompt, sampling in asked]
     async with speculating(tiny_model_directory, **draft) as one:
         async with Client(one.target) as client:
-            for (prompt, sampling), wanted in list(zip(asked, expected, strict=True))[: len(KINDS)]:
+            for (prompt, sampling), wanted in list(zip(ASKED, plain.answers, strict=True))[: len(KINDS)]:
                 assert await outputs(client, prompt, **sampling) == wanted
-            together = await asyncio.gather(*(outputs(client, prompt, **sampling) for prompt, sampling in asked))
+            together = await asyncio.gather(*(outputs(client, prompt, **sampling) for prompt, sampling in ASKED))
         (worker,) = one.engine.workers
         guesses, core = worker.guesses, worker.scheduler
         assert core is not None
         assert sum(core.num_preemptions.values()) > 0 or num_device_blocks > 40
-    assert together == expected
+    assert together == plain.answers
     assert guesses.num_verified > 1500
     assert guesses.num_right == guesses.num_verified
 
 
 @pytest.mark.usefixtures("all_verified")
 async def test_outputs_are_the_same_with_a_draft_model_that_is_mostly_wrong_when_a_worker_is_lost(
-    tiny_model_directory: Path, tiny_server: LocalServer, byte_tokenizer_directory: Path, tmp_path: Path
+    plain: Plain, tiny_model_directory: Path, byte_tokenizer_directory: Path, tmp_path: Path
 ) -> None:
     """It is smaller, for shorter sequences, and has a padded vocabulary."""
     small = tmp_path / "small"
@@ -204,9 +213,7 @@ async def test_outputs_are_the_same_with_a_draft_model_that_is_mostly_wrong_when
         small, byte_tokenizer_directory, seed=1, vocab_size=272, num_hidden_layers=1, max_position_embeddings=64
     )
     draft = {"speculate": "draft", "draft_model": str(small)}
-    async with Client(tiny_server.target) as client:
-        expected = [await outputs(client, prompt, **sampling) for prompt, sampling in NO_BEAMS]
-    other = await guesses_after_a_loss(expected, tiny_model_directory, **draft)
+    other = await guesses_after_a_loss(plain.without_beams, tiny_model_directory, **draft)
     assert other.num_verified > 200
     assert other.num_right < other.num_verified / 2
 
