@@ -1,22 +1,23 @@
 """The services as processes: starting, failing to start, losing each other, stopping.
 
-What ends at once is started as `python -m` does it, and so are the services of one test.
+One model that is not there is asked for as `python -m` does it, and so are the services of one test started; the rest
+are forked.
 """
 
 import asyncio
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pagewire_client import Client, SamplingParams
+from pagewire_client import Client, SamplingParams, local
 from pagewire_client.llm import collect
 from pagewire_client.local import ServiceProcess
 
@@ -40,14 +41,19 @@ def start() -> Iterator[Start]:
         process.stop()
 
 
-def run(module: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ | environment,
-    )
+@dataclass(frozen=True)
+class Ended:
+    returncode: int
+    stderr: str
+
+
+def run(module: str, *arguments: str, **environment: str) -> Ended:
+    with patch.dict(os.environ, environment):
+        process = local.start_process(module, arguments)
+    assert process.stderr is not None
+    with process.stderr as stderr:
+        said = stderr.read()
+    return Ended(process.wait(60), said)
 
 
 def free_port() -> int:
@@ -60,7 +66,6 @@ def free_port() -> int:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--model", "/nowhere/model"], "/nowhere/model"),
         (["--model", "nothing.gguf"], "nothing.gguf"),
         (["--listen", "nonsense"], "--listen: 'nonsense' is not HOST:PORT"),
         (["--grace", "nan"], "--grace"),
@@ -68,6 +73,16 @@ def free_port() -> int:
     ],
 )
 def test_a_service_that_cannot_start_says_why_in_one_sentence(module: str, arguments: list[str], sentence: str) -> None:
+    assert_says_why(module, arguments, sentence)
+
+
+@pytest.mark.usefixtures("true_starts")
+@pytest.mark.parametrize("module", ["scheduler_service", "worker_service"])
+def test_a_service_whose_model_is_not_there_says_so_in_one_sentence(module: str) -> None:
+    assert_says_why(module, ["--model", "/nowhere/model"], "/nowhere/model")
+
+
+def assert_says_why(module: str, arguments: list[str], sentence: str) -> None:
     if "--listen" not in arguments:
         arguments = ["--listen", "127.0.0.1:0", *arguments]
     result = run(module, *arguments)

@@ -54,11 +54,10 @@ class RankedWorker:
         return not alive
 
     def kill(self) -> None:
-        self.process.process.kill()
+        self.process.kill()
         for rank in self.ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
                 rank.kill()
-        self.process.process.communicate()
 
 
 @pytest.fixture
@@ -151,9 +150,10 @@ def test_ranks_listen_on_the_loopback_only_and_do_not_outlive_the_process_that_s
 def test_what_every_rank_finds_wrong_is_said_once(tiny_checkpoint: Path, tmp_path: Path) -> None:
     flags = ("--listen", "127.0.0.1:0", "--cache", str(tmp_path), "--tensor-parallel-size", "2", "--log-level", "error")
     worker = Process(*flags, "--model", str(tiny_checkpoint), "--max-model-len", "129")
-    _, output = worker.process.communicate(timeout=120)
-    sentence = "worker_service: --max-model-len is 129; the model's limit is 128"
-    assert (worker.process.returncode, output.splitlines()) == (1, [sentence])
+    assert worker.process.stderr is not None
+    with worker.process.stderr as stderr:
+        said = stderr.read().splitlines()
+    assert (worker.process.wait(60), said) == (1, ["worker_service: --max-model-len is 129; the model's limit is 128"])
 
 
 @pytest.mark.parametrize(

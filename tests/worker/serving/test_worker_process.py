@@ -1,4 +1,4 @@
-"""`python -m worker_service` from its first line to its exit status."""
+"""`python -m worker_service` from its first line to its exit status; where imports do not matter, it is forked."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,22 @@ from message_helpers import new_message
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import worker_service_pb2, worker_service_pb2_grpc
+from pagewire_client import local
 from pagewire_common.server import LIVENESS
 from worker_service.serving.server import SERVICE_NAME
 
 
 class Process:
-    """A worker process on a free port, read event by event."""
+    """A worker process on a free port, read event by event. A `program` takes the place of the module."""
 
-    def __init__(self, *arguments: str, program: Sequence[str] = ("-m", "worker_service")) -> None:
-        command = [sys.executable, *program, "--log-format", "json", "--device", "cpu", *arguments]
-        environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    def __init__(self, *arguments: str, program: str = "") -> None:
+        arguments = ("--log-format", "json", "--device", "cpu", *arguments)
+        if program:
+            command = [sys.executable, "-c", program, *arguments]
+            environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
+            self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        else:
+            self.process = local.start_process("worker_service", arguments)
 
     def wait_for(self, event: str) -> dict[str, Any]:
         assert self.process.stderr is not None
@@ -39,8 +44,16 @@ class Process:
 
     def end(self) -> tuple[int, str]:
         """Exit status and the last line on stderr."""
-        _, rest = self.process.communicate(timeout=60)
-        return self.process.returncode, (rest.strip().splitlines() or [""])[-1]
+        assert self.process.stderr is not None
+        with self.process.stderr as stderr:
+            rest = stderr.read()
+        return self.process.wait(60), (rest.strip().splitlines() or [""])[-1]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
 
     def stop(self) -> tuple[int, str]:
         self.process.send_signal(signal.SIGTERM)
@@ -57,10 +70,10 @@ def start(tmp_path: Path) -> Iterator[Any]:
 
     yield start
     for process in started:
-        process.process.kill()
-        process.process.communicate()
+        process.kill()
 
 
+@pytest.mark.usefixtures("true_starts")
 def test_a_worker_serves_and_ends_with_status_zero_on_sigterm(start: Any, tiny_checkpoint: Path) -> None:
     worker = start("--model", str(tiny_checkpoint), "--num-device-blocks", "8", "--dtype", "bfloat16")
     address = worker.wait_for("listening")["address"]
@@ -134,8 +147,7 @@ runpy.run_module("worker_service", run_name="__main__")
 def test_a_lost_device_ends_the_process_with_an_error_for_another_to_take_its_place(
     start: Any, tiny_checkpoint: Path
 ) -> None:
-    program = ("-c", LOSES_ITS_DEVICE)
-    worker = start("--model", str(tiny_checkpoint), "--num-device-blocks", "8", program=program)
+    worker = start("--model", str(tiny_checkpoint), "--num-device-blocks", "8", program=LOSES_ITS_DEVICE)
     address = worker.wait_for("listening")["address"]
     worker.wait_for("ready")
     with grpc.insecure_channel(address) as channel:
@@ -149,6 +161,7 @@ def test_a_lost_device_ends_the_process_with_an_error_for_another_to_take_its_pl
     assert "the device takes no more work" in last_line
 
 
+@pytest.mark.usefixtures("true_starts")
 def test_sigterm_while_loading_ends_with_status_zero(start: Any, tiny_checkpoint: Path) -> None:
     worker = start("--model", str(tiny_checkpoint))
     worker.wait_for("listening")
