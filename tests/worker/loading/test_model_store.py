@@ -14,7 +14,7 @@ import pytest
 from small_gguf import write_gguf
 
 from pagewire_common.start_error import StartError
-from worker_service.loading import default_model, model_store
+from worker_service.loading import default_model, gguf_conversion, model_store
 from worker_service.loading.build_once import build_once
 from worker_service.loading.checkpoint import Checkpoint
 from worker_service.loading.model_store import find_model
@@ -65,6 +65,22 @@ def test_an_unreachable_hub_is_one_sentence(tmp_path: Path, monkeypatch: pytest.
         find_model("an-author/some-model", tmp_path)
 
 
+@pytest.fixture
+def converted_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversion runs in this process, which has its imports; test_repository_code.py starts a true one."""
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        assert command[1:3] == ["-m", gguf_conversion.__name__]
+        try:
+            gguf_conversion._main(Path(command[3]), Path(command[4]))
+        except SystemExit as end:
+            return subprocess.CompletedProcess(command, 1, "", str(end))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(gguf_conversion.subprocess, "run", run)
+
+
+@pytest.mark.usefixtures("converted_here")
 def test_a_gguf_file_is_converted_once(tmp_path: Path) -> None:
     file = tmp_path / "small.gguf"
     write_gguf(file)
@@ -86,6 +102,7 @@ def test_a_broken_gguf_file_is_refused_with_its_name(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").rglob("*.partial-*"))
 
 
+@pytest.mark.usefixtures("converted_here")
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
