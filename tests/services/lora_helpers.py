@@ -20,7 +20,7 @@ from worker_in_process import ServedWorker, worker_in_process
 from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
 
-PROMPTS = ["abcabcabcabc", "one two three one two three", "x" * 40]
+PROMPTS = ["abcabcabcabc", "x" * 40]
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "drawn": {"temperature": 0.8, "seed": 5},
@@ -71,7 +71,7 @@ Shown = list[tuple[list[int], str, list[list[int]]]]
 
 async def outputs(client: Client, prompt: str, lora_name: str, **sampling: Any) -> Shown:
     """Tokens, text, and which tokens were likeliest."""
-    params = SamplingParams(**{"max_tokens": 24, "ignore_eos": True} | sampling)
+    params = SamplingParams(**{"max_tokens": 16, "ignore_eos": True} | sampling)
     completion = await collect(client, prompt, params, lora_name=lora_name)
     return [
         (output.token_ids, output.text, [[top.token_id for top in position.top] for position in output.logprobs])

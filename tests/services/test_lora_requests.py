@@ -81,7 +81,7 @@ async def test_outputs_of_adapters_are_the_same_alone_and_together(
         await until(lambda: not one.engine.requests)
         counts, each = one.engine.adapters.counts, len(ASKED) // len(NAMES)
         assert counts.num_requests == {"one": each, "two": each, "three": each}
-        assert counts.num_output_tokens["one"] == len(PROMPTS) * 24 * (4 + 3 + 2)
+        assert counts.num_output_tokens["one"] == len(PROMPTS) * 16 * (4 + 3 + 2)
         (worker,) = one.engine.workers
         assert worker.scheduler is not None
         assert sum(worker.scheduler.num_preemptions.values()) > 0 or "num_device_blocks" not in settings
@@ -132,13 +132,13 @@ async def test_many_adapters_share_few_slots(tiny_model_directory: Path, tmp_pat
     names = [f"a{number}" for number in range(200)]
     for number, name in enumerate(names):
         write_adapter(folder / name, number, rank=1 + number % 4)
-    chosen = draw.choices(names, [1 / rank for rank in range(1, 201)], k=300)
+    chosen = draw.choices(names, [1 / rank for rank in range(1, 201)], k=200)
     sampling = {"temperature": 0, "max_tokens": 6}
     asked: list[Asked] = [(f"{number} ", name, sampling) for number, name in enumerate(chosen)]
     async with serving(tiny_model_directory, folder) as (one, worker), Client(one.target) as client:
         assert len(worker.worker.adapters.fingerprints) == 200
         together = await all_together(client, asked)
-        for (prompt, name, _), found in list(zip(asked, together, strict=True))[::5]:
+        for (prompt, name, _), found in list(zip(asked, together, strict=True))[::10]:
             assert await outputs(client, prompt, name, **sampling) == found
         assert len(worker.worker.adapters._slots) == 4
 
