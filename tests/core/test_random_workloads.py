@@ -37,7 +37,7 @@ requests = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=200)
 @given(
     st.lists(requests, min_size=1, max_size=12),
     st.integers(1, 6),  # block size

@@ -26,7 +26,7 @@ def random_group(rng: Random, longest: int) -> SequenceGroup:
     return SequenceGroup("resumed", request.prompt, request.sampling, request.root, output_token_ids=so_far)
 
 
-@settings(max_examples=1500)
+@settings(max_examples=500)
 @given(st.integers(0, 2**32), st.integers(0, 2), st.integers(0, 12))
 def test_a_group_that_fits_alone_is_never_ended_before_its_promised_length(
     seed: int, num_ahead: int, lost_at: int

@@ -133,7 +133,7 @@ def test_a_plain_answer_is_taken_in_as_any_other_would_be(monkeypatch: pytest.Mo
         num_plain += (plain := is_plain(self, output, answer))
         return plain
 
-    @settings(max_examples=300)
+    @settings(max_examples=100)
     @given(st.integers(0, 2**32), st.lists(st.booleans(), min_size=12, max_size=12))
     @example(116, [i in (2, 3, 4, 5, 8, 9) for i in range(12)])  # some are swapped out while a plain step is in flight
     def check(seed: int, takes_part: list[bool]) -> None:
