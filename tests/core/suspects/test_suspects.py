@@ -107,10 +107,10 @@ def test_a_storm_of_kills_ends_no_request(
         rng,
         num_workers,
         restart=restart,
-        storm_from=10.0 * is_regular,
+        storm_from=4.0 * is_regular,
         kill_every=lambda: kill_every if is_regular else rng.expovariate(1 / kill_every),
     )
-    storm.run(groups, lambda: storm.now > 45.0)
+    storm.run(groups, lambda: storm.now > 4.0 + max(12.0, 10 * kill_every))
     assert storm.num_losses > 4
     assert storm.ended == []
     finished = [group for group in groups if group.is_finished]
