@@ -139,7 +139,7 @@ async def test_streams_spread_over_both_and_a_scheduler_that_drains_gets_no_more
 
 async def test_streams_of_a_killed_scheduler_go_on_at_the_other(schedulers: list[LocalServer], target: str) -> None:
     killed, _ = schedulers
-    sampling = SamplingParams(max_tokens=2_000, temperature=1.0, seed=1, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=600, temperature=1.0, seed=1, ignore_eos=True)
 
     async def tokens(stream: AsyncIterator[Any]) -> list[int]:
         return [token for message in [message async for message in stream] for token in message.token_ids]

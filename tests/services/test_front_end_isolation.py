@@ -72,7 +72,7 @@ async def two_front_ends(server: LocalServer) -> AsyncIterator[tuple[int, Infere
 
 async def test_a_tokenizer_that_loops(server: LocalServer) -> None:
     async with two_front_ends(server) as (pid, troubled, run_streams_beside):
-        looping = [asyncio.create_task(troubled.Generate(request(f"{SLOW_WORD} " * 20)).code()) for _ in range(500)]
+        looping = [asyncio.create_task(troubled.Generate(request(f"{SLOW_WORD} " * 20)).code()) for _ in range(200)]
         async with asyncio.timeout(60):
             await run_streams_beside()
         assert not all(call.done() for call in looping)

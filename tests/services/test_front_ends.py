@@ -37,7 +37,7 @@ from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.request import RequestState
 from scheduler_service.frontend.streams import OutputDelta
 
-LONG = SamplingParams(max_tokens=400, ignore_eos=True, temperature=0)
+LONG = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0)
 
 
 @pytest.fixture(scope="module")

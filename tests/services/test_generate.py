@@ -221,7 +221,7 @@ async def test_an_adapter_that_is_not_there_is_not_found(tiny_server: LocalServe
     assert error.value.details() == "lora_name: there is no adapter 'one'"
 
 
-async def test_a_thousand_requests_that_end_in_every_way_leave_no_block_in_use(tiny_server: LocalServer) -> None:
+async def test_requests_that_end_in_every_way_leave_no_block_in_use(tiny_server: LocalServer) -> None:
     """Some finish, some are cancelled before or while they stream, some are aborted, some connections are cut."""
     fate = random.Random(0)
     (before,) = (await cluster_state(tiny_server.admin_target)).workers
@@ -263,7 +263,7 @@ async def test_a_thousand_requests_that_end_in_every_way_leave_no_block_in_use(t
             return await one(number, client)
 
     async with Client(tiny_server.target) as client:
-        ends = await asyncio.gather(*(limited(number) for number in range(1000)))
+        ends = await asyncio.gather(*(limited(number) for number in range(250)))
     assert set(ends) == {"finish", "cancel", "leave", "abort", "cut"}
     await assert_nothing_is_held(tiny_server.admin_target)
     (after,) = (await cluster_state(tiny_server.admin_target)).workers

@@ -213,7 +213,7 @@ async def test_what_is_meant_to_do_harm_gets_a_right_status_and_nothing_else(
     locked_server: LocalServer, request: pytest.FixtureRequest
 ) -> None:
     soaks = request.config.getoption("--soak")
-    number = 10_000 if soaks else 400
+    number = 10_000 if soaks else 200
     draw, found = random.Random(1), Counter[tuple[str, str]]()
     plain = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
     async with Client(locked_server.target, api_key=KEYS["iron"], retry_for=0) as client:

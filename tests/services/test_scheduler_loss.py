@@ -17,7 +17,7 @@ from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.llm import Output, collect
 from pagewire_client.local import ServiceProcess
 
-MAX_TOKENS = 150
+MAX_TOKENS = 100
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"logprobs": 1, "prompt_logprobs": 0},
     "seeded": {"temperature": 1.0, "seed": 5, "min_tokens": 20, "frequency_penalty": 0.1},
@@ -111,7 +111,7 @@ async def test_a_killed_scheduler_is_a_pause_and_every_text_is_that_of_an_undist
         await client.wait_until_serving(60)
         progress = asyncio.Event()
         readings = [Reading(client, sampling_params(given), progress) for given in SAMPLINGS.values()]
-        for num_tokens in (30, 500):
+        for num_tokens in (30, 300):
             await until_received(num_tokens, *readings)
             assert not all(reading.task.done() for reading in readings)
             scheduler.process.process.kill()

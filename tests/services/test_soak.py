@@ -106,7 +106,7 @@ async def test_requests_that_are_over_leave_nothing(
     pytestconfig: pytest.Config, byte_tokenizer_directory: Path, policy: str
 ) -> None:
     is_long = bool(pytestconfig.getoption("--soak", default=False))
-    num_requests = 20_000 if is_long else 400
+    num_requests = 20_000 if is_long else 200
     worker = SimulatedWorker(byte_tokenizer_directory, num_device_blocks=4096)
     worker.info.max_model_len = MAX_MODEL_LEN
     worker.info.max_num_batched_tokens = 2048
