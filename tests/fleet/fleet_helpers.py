@@ -64,12 +64,15 @@ class Fleet:
 Serve = Callable[..., Awaitable[Fleet]]
 
 
-async def storm(fleet: Fleet, members: Sequence[Member], load: Load, is_over: Callable[[], bool]) -> int:
-    """Every three seconds SIGKILL a random member that serves. Returns how many; raises what a stream raised."""
+async def storm(fleet: Fleet, members: Sequence[Member], load: Load, is_over: Callable[[int], bool]) -> int:
+    """Every three seconds SIGKILL a random member that serves, until `is_over` says so of the number of kills.
+
+    Returns that number; raises what a stream raised.
+    """
     draw = random.Random(1)
     num_kills = 0
     by_address = {member.address: member for member in members}
-    while not is_over():
+    while not is_over(num_kills):
         load.check()
         state = await fleet.state()
         if serving := [by_address[worker.address] for worker in state.workers if worker.connected]:

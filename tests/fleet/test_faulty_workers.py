@@ -89,7 +89,7 @@ async def test_a_request_that_kills_every_worker_is_ended_before_the_fleet_is(
     serve: Serve, faulty: Any, poison: int
 ) -> None:
     """It ends with an error that says so after a few losses; other requests only wait for the workers to return."""
-    members = faulty(count=2, poison=poison)
+    members = faulty(count=2, poison=poison, step_seconds=0.01)  # what waits need not be busy
     fleet = await serve([member.address for member in members])
     with Supervisor(members) as supervisor:
         async with fleet.load(8) as load:
@@ -121,7 +121,7 @@ async def test_a_request_that_kills_every_worker_is_found_in_a_storm_of_kills(
         async with fleet.load(24) as load:
             await load.gain(100)
             sending = asyncio.create_task(send())
-            num_kills = await storm(fleet, members, load, sending.done)
+            num_kills = await storm(fleet, members, load, lambda _: sending.done())
             await sending
         await fleet.check_empty()
     num_poisoned = supervisor.statuses.count(POISONED)
