@@ -10,9 +10,11 @@ from triton_helpers import INTERPRETED
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the other tests compile the kernels for the GPU that is here")
-def test_kernels_compile_and_fit_into_shared_memory(tmp_path: Path) -> None:
+def test_kernels_compile_and_fit_into_shared_memory(pytestconfig: pytest.Config, tmp_path: Path) -> None:
+    """A kernel is compiled again when its source, its arguments, its target or Triton is another."""
+    cache = pytestconfig.cache.mkdir("triton") if hasattr(pytestconfig, "cache") else tmp_path
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(Path(__file__).parents[2])}
     program = Path(__file__).with_name("compile_for_gpus.py")
     done = subprocess.run(
         [sys.executable, "-W", "error", program], env=environment, capture_output=True, text=True, check=False
