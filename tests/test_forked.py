@@ -146,16 +146,21 @@ def test_only_what_is_to_end_with_its_reader_does(ends_with_reader: bool, server
         child.kill()
 
 
-@pytest.fixture
-def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServiceProcess]:
-    """A forked one, whose workers are nowhere."""
+@pytest.fixture(scope="module")
+def servers() -> Iterator[ForkServers]:
     servers = ForkServers()
+    yield servers
+    servers.close()
+
+
+@pytest.fixture
+def scheduler(servers: ForkServers, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServiceProcess]:
+    """A forked one, whose workers are nowhere."""
     monkeypatch.setattr("pagewire_client.local.start_process", servers.start)
     scheduler = ServiceProcess("scheduler_service", ["--listen", "127.0.0.1:0", "--workers", "127.0.0.1:1"])
     yield scheduler
     scheduler.process.kill()
     scheduler.stop()
-    servers.close()
 
 
 def front_end(address: object) -> psutil.Process:
