@@ -14,29 +14,29 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 LONGEST = (
-    "tests/services/test_default_model.py",
-    "tests/services/test_tensor_parallel.py",
     "tests/kernels/test_triton_compiles.py",
-    "tests/core/test_against_slow_scheduler.py",
+    "tests/services/test_default_model.py",
+    "tests/worker/parallel/test_ranks.py",
     "tests/worker/models/test_perplexity.py",
     "tests/fleet",
-    "tests/worker/serving/test_worker_process.py",
-    "tests/worker/serving/test_rank_processes.py",
-    "tests/worker/loading/test_repository_code.py",
-    "tests/services/test_processes.py",
-    "tests/core/suspects/test_suspects.py",
-    "tests/services/test_front_ends.py",
     "tests/kernels/test_triton_attention.py",
-    "tests/worker/parallel/test_ranks.py",
-    "tests/services/test_worker_loss.py",
-    "tests/worker/loading/test_model_store.py",
     "tests/services/test_watchdog.py",
-    "tests/services/test_generate.py",
+    "tests/worker/loading/test_repository_code.py",
+    "tests/services/test_front_ends.py",
+    "tests/kernels/test_triton_sampling.py",
+    "tests/services/test_processes.py",
+    "tests/services/test_speculation.py",
+    "tests/core/suspects/test_suspects.py",
+    "tests/services/test_tensor_parallel.py",
+    "tests/services/test_lora_requests.py",
+    "tests/services/test_text_calls.py",
+    "tests/worker/serving/test_worker_process.py",
     "tests/kernels/test_triton_layers.py",
-    "tests/core/test_state_machine.py",
-    "tests/deploy/test_two_schedulers.py",
+    "tests/services/test_front_end_isolation.py",
+    "tests/services/test_embedding.py",
+    "tests/worker/serving/test_rank_processes.py",
 )
-"""Groups by the time that they take, the longest first, but those whose single tests take half a minute before the
+"""Groups by the time that they take, the longest first, but those whose single tests take 20 seconds before the
 fleet's: a test that is to be alone waits for the end of another process's test.
 """
 _GATE, _MACHINE = Path(__file__), Path(__file__).with_name("conftest.py")
