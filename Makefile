@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/pagewire/v1/*.proto)
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: setup proto demo test fuzz chaos soak test-gpu lint fmt up down bench bench-fidelity bench-fleet bench-scheduler bench-simulate bench-speculation bench-adapters bench-embeddings \
+.PHONY: setup proto demo test fuzz chaos soak test-gpu lint fmt up down bench bench-fidelity bench-fleet bench-scheduler bench-simulate bench-speculation bench-adapters bench-embeddings bench-transcribe \
   demo-embed demo-transcribe
 setup: $(VENV)/installed $(VENV)/generated $(VENV)/kernels
 
@@ -120,6 +120,10 @@ bench-adapters: setup
 # MODEL: a folder that sentence-transformers reads. PEER: a folder with it, if it is not installed.
 bench-embeddings: setup
 	$(BIN)/python -m bench.embeddings $(MODEL) $(PEER:%=--peer %) $(ROUNDS:%=--rounds %)
+
+# MODEL: a folder of a Whisper. SOUND: a file. PEERS: a folder with faster-whisper, if it is not installed.
+bench-transcribe: setup
+	$(BIN)/python -m bench.transcribe $(MODEL) $(SOUND) $(PEERS:%=--peers %) $(ROUNDS:%=--rounds %)
 
 bench-simulate: setup
 	$(BIN)/python -m bench.simulate $(TRACES)
