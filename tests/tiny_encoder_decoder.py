@@ -115,13 +115,45 @@ def write_encoder_decoder(directory: Path, family: str, seed: int = 0, **config:
     return directory
 
 
-class SlowEncoderDecoder:
-    """A checkpoint as transformers computes it, one input at a time."""
+def write_adapter(folder: Path, model: Path, seed: int, rank: int = 3) -> Path:
+    """For some projections of both parts of a checkpoint's network, as PEFT writes one."""
+    import torch
+    from safetensors.torch import save_file
 
-    def __init__(self, path: Path) -> None:
+    folder.mkdir(parents=True)
+    draw = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, layer in adapted(SlowEncoderDecoder(model).network):
+        outputs, inputs = layer.weight.shape
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, inputs, generator=draw) * 0.3
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(outputs, rank, generator=draw) * 0.3
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(ADAPTED)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+ADAPTED = ("q", "k", "v", "wi_0", "q_proj", "k_proj", "v_proj", "fc1")
+
+
+def adapted(network: Any) -> list[tuple[str, Any]]:
+    return [(name, layer) for name, layer in network.named_modules() if name.rpartition(".")[2] in ADAPTED]
+
+
+class SlowEncoderDecoder:
+    """A checkpoint as transformers computes it, one input at a time, with an adapter added to its weights."""
+
+    def __init__(self, path: Path, adapter: Path | None = None) -> None:
         from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-        self._network: Any = AutoModelForSeq2SeqLM.from_pretrained(path, attn_implementation="eager").eval()
+        self.network: Any = AutoModelForSeq2SeqLM.from_pretrained(path, attn_implementation="eager").eval()
+        if adapter is not None:
+            from safetensors.torch import load_file
+
+            halves = load_file(adapter / "adapter_model.safetensors")
+            for name, layer in adapted(self.network):
+                a, b = (halves[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
+                layer.weight.data += b @ a
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
 
     def token_ids(self, text: str) -> list[int]:
@@ -135,7 +167,7 @@ class SlowEncoderDecoder:
         """The tokens behind the decoder's prompt, greedily or with `options` of generate, of each output asked for."""
         import torch
 
-        found = self._network.generate(
+        found = self.network.generate(
             input_ids=torch.tensor([list(encoder)]),
             decoder_input_ids=torch.tensor([list(decoder)]),
             max_new_tokens=num_tokens,

@@ -10,7 +10,7 @@ from embedding_helpers import assert_nothing_is_left, serving
 from engines import until
 from lora_helpers import slow_down
 from scheduler_in_process import scheduler
-from tiny_encoder_decoder import START, SlowEncoderDecoder, write_encoder_decoder
+from tiny_encoder_decoder import START, SlowEncoderDecoder, write_adapter, write_encoder_decoder
 from worker_in_process import worker_in_process
 
 from pagewire.v1 import inference_service_pb2 as pb
@@ -144,6 +144,33 @@ async def test_outputs_go_on_on_another_worker_when_theirs_is_lost(model: Path, 
             await first.server.server.stop(None)
             assert await together == alone
             await assert_nothing_is_left(one)
+
+
+async def test_adapters_apply_to_both_parts_and_each_has_its_own_reading_of_an_input(
+    model: Path, tmp_path: Path
+) -> None:
+    """Alone they say what transformers says with the adapter in its weights; and together the same, swapped as well."""
+    names, prompts = ("", "one", "two", "three"), PROMPTS[:3]
+    for number, name in enumerate(names[1:]):
+        write_adapter(tmp_path / name, model, number, rank=2 + number)
+    asked = [(prompt, name) for prompt in prompts for name in names]
+
+    async def said(client: Client, prompt: EncoderPrompt, name: str) -> list[int]:
+        params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0)
+        return (await collect(client, prompt, params, lora_name=name)).outputs[0].token_ids
+
+    scheduling = {"lora_dir": tmp_path, "preemption_mode": "swap"}
+    async with serving(model, scheduling, max_loras=2, num_device_blocks=26) as (one, _):
+        async with Client(one.target) as client:
+            alone = [await said(client, *item) for item in asked]
+            assert await asyncio.gather(*(said(client, *item) for item in asked)) == alone
+        await assert_nothing_is_left(one)
+    for name in names:
+        slow = SlowEncoderDecoder(model, tmp_path / name if name else None)
+        for (prompt, other), found in zip(asked, alone, strict=True):
+            if other == name:
+                (expected,) = slow.outputs(slow.token_ids(str(prompt.encoder)), NUM_TOKENS)
+                assert [token for token in found if token] == expected
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.metadata import AttentionMetadata
 from kernels.upload import upload
+from worker_service.execution.adapters import Adapters
 from worker_service.execution.batch import build_batch
 from worker_service.execution.cache_engine import CacheEngine
 from worker_service.execution.forms import Forms
@@ -23,15 +24,22 @@ if TYPE_CHECKING:
 class EncoderDecoderRunner(ModelRunner):
     """Such a model and its cache on one device. Not thread-safe: one thread owns the device."""
 
-    def __init__(self, model: "EncoderDecoder", cache_engine: CacheEngine, forms: Forms | None = None) -> None:
-        super().__init__(cast(CausalModel, model), cache_engine, forms=forms)
+    def __init__(
+        self,
+        model: "EncoderDecoder",
+        cache_engine: CacheEngine,
+        forms: Forms | None = None,
+        adapters: Adapters | None = None,
+    ) -> None:
+        super().__init__(cast(CausalModel, model), cache_engine, forms=forms, adapters=adapters)
         self._model = model
 
     def _encode(self, chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:
         cache = self.cache_engine.device_blocks
         for chunk in chunks:
             if chunk.sequence.is_encoder:
-                self._model.encode(self._given(chunk.sequence), self._slots(chunk.sequence), cache)
+                lora_slots = None if self.adapters is None else self.adapters.slots([chunk])
+                self._model.encode(self._given(chunk.sequence), self._slots(chunk.sequence), cache, lora_slots)
         return [chunk for chunk in chunks if not chunk.sequence.is_encoder]
 
     def _given(self, sequence: SequenceState) -> Tensor:
@@ -60,5 +68,6 @@ class EncoderDecoderRunner(ModelRunner):
             torch.from_numpy(tables),
             self.device,
         )
-        hidden = self._model.forward(batch.token_ids, batch.positions, batch.slots, batch.attention, cache, cross)
-        return hidden, batch.query_start
+        lora_slots = None if self.adapters is None else self.adapters.slots(chunks)
+        inputs = (batch.token_ids, batch.positions, batch.slots, batch.attention)
+        return self._model.forward(*inputs, cache, cross, lora_slots), batch.query_start

@@ -159,7 +159,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
             feature_bytes=getattr(config, "feature_bytes", 0),
         ),
         runner=(
-            EncoderDecoderRunner(model, caches[0], forms)
+            EncoderDecoderRunner(model, caches[0], forms, adapters)
             if target.max_encoder_len
             else ModelRunner(models[0], caches[0], graphs[0], forms, adapters)
         ),
@@ -171,12 +171,10 @@ def load_worker(settings: WorkerSettings) -> Worker:
 
 def _check_encoder_decoder(settings: WorkerSettings, target: Network) -> None:
     """Raises StartError for what is not there for models of encoder and decoder."""
-    for name, is_set in (
-        ("--speculate draft", settings.draft_model is not None),
-        ("--max-loras", settings.max_loras > 0),
-    ):
-        if is_set and target.max_encoder_len:
-            raise StartError(f"{name}: {target.model_id} has an encoder beside its decoder, which does without")
+    if settings.draft_model is not None and target.max_encoder_len:
+        raise StartError(
+            f"--draft-model: {target.model_id} has an encoder beside its decoder, and a draft would have none"
+        )
 
 
 def _load_encoder(settings: WorkerSettings, target: Network, kernels: str) -> Worker:

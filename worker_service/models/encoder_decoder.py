@@ -59,6 +59,7 @@ class EncoderDecoder:
         self._layers = {id(m): layer for names in (_SELF, _CROSS) for layer, m in enumerate(self._named(names))}
         self._cross = self._named(_CROSS)
         self._bias: Tensor | None = None
+        self._loras: dict[int, Linear] = {}  # by the identity of the layer whose product they add to
         self._head = with_part(network, path_of(network, self._decoder), GivenBody())
         product = network.get_output_embeddings()
         self._logits = Linear(product.weight, product.bias, wide=True)
@@ -84,7 +85,7 @@ class EncoderDecoder:
             for module in list(part.modules()):
                 for name, child in module.named_children():
                     if type(child) is nn.Linear:
-                        setattr(module, name, PackedLinear(child))
+                        setattr(module, name, _AdaptedLinear(child, self._loras.get(id(child))))
 
     def _bias_by_distance(self) -> Tensor:
         """T5's, [num_heads, distances] float32. Beyond the last one it stays the same.
@@ -103,17 +104,22 @@ class EncoderDecoder:
         return table
 
     def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
-        """As `CausalModel` has it: it takes no adapters."""
-        del num_slots, max_rank
-        return {}
+        """As `CausalModel` has it, for the linear layers of encoder and decoder."""
+        places = {}
+        parts = {id(module) for part in (self._encoder, self._decoder) for module in part.modules()}
+        for name, module in self._network.named_modules():
+            if type(module) is nn.Linear and id(module) in parts:
+                linear = self._loras[id(module)] = Linear(module.weight)
+                places[name] = LoraPlace(linear.allocate_lora([module.out_features], num_slots, max_rank), 0)
+        return places
 
-    def encode(self, given: Tensor, slots: Tensor, cache: Tensor) -> None:
+    def encode(self, given: Tensor, slots: Tensor, cache: Tensor, lora_slots: Tensor | None = None) -> None:
         """Have the encoder read one input, and store what each layer of the decoder makes of it.
 
-        given: [num_tokens] int64, or of a sound [num_mel_bins, num_frames] float32; slots: [num_tokens] int64; cache:
-        as `CausalModel.forward` has it.
+        given: [num_tokens] int64, or of a sound [num_mel_bins, num_frames] float32; slots: [num_tokens] int64; cache
+        and lora_slots: as `CausalModel.forward` has them.
         """
-        with _within(_Whole()):
+        with _within(_Whole(), lora_slots):
             if self.config.num_mel_bins:
                 output = self._encoder(given[None].to(self._dtype))
             else:
@@ -122,7 +128,9 @@ class EncoderDecoder:
         shape = (len(states), self.config.num_kv_heads, self.config.head_dim)
         for layer, attention in enumerate(self._cross):
             key, value = (attention.k, attention.v) if hasattr(attention, "k") else (attention.k_proj, attention.v_proj)
-            self._ops.store_kv(key(states).view(shape), value(states).view(shape), cache[:, layer], slots)
+            with _within(_Whole(), lora_slots):
+                keys, values = key(states), value(states)
+            self._ops.store_kv(keys.view(shape), values.view(shape), cache[:, layer], slots)
 
     def forward(
         self,
@@ -132,10 +140,11 @@ class EncoderDecoder:
         attention: AttentionMetadata,
         cache: Tensor,
         cross: AttentionMetadata,
+        lora_slots: Tensor | None = None,
     ) -> Tensor:
         """As `CausalModel` has it. cross: the same sequences, with the encoder's tokens as their contexts."""
         nothing = torch.zeros((1, 1, self.config.hidden_size), dtype=self._dtype, device=self._device)
-        with _within(_Paged(self._layers, positions, slots, attention, cross, cache, self._bias)):
+        with _within(_Paged(self._layers, positions, slots, attention, cross, cache, self._bias), lora_slots):
             output = self._decoder(
                 input_ids=token_ids[None],
                 attention_mask=token_ids.new_ones((1, len(token_ids))),
@@ -200,15 +209,33 @@ class _Paged:
 
 
 _attention: ContextVar[_Attention] = ContextVar("attention")
+_lora_slots: ContextVar[Tensor | None] = ContextVar("lora_slots", default=None)
 
 
 @contextmanager
-def _within(attention: _Attention) -> Iterator[None]:
-    token = _attention.set(attention)
+def _within(attention: _Attention, lora_slots: Tensor | None) -> Iterator[None]:
+    token, slots_token = _attention.set(attention), _lora_slots.set(lora_slots)
     try:
         yield
     finally:
         _attention.reset(token)
+        _lora_slots.reset(slots_token)
+
+
+class _AdaptedLinear(PackedLinear):
+    """Takes the place of a linear layer, with room for adapters."""
+
+    def __init__(self, linear: nn.Linear, lora: Linear | None) -> None:
+        super().__init__(linear)
+        self._lora = lora
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = super().forward(x)
+        slots = _lora_slots.get()
+        # In a decoder's pass, cross attention has keys and values made of a single row, which nothing reads.
+        if self._lora is not None and slots is not None and slots.numel() == product[..., 0].numel():
+            self._lora.add_lora(product.flatten(0, -2), x.flatten(0, -2), slots)
+        return product
 
 
 class _Positions(nn.Module):

@@ -285,6 +285,7 @@ class SequenceGroup:
         Each of them knows the group: together they would stay in memory until Python's collector comes.
         """
         self.sequences = []
+        self.encoder = None
 
     @property
     def is_suspect(self) -> bool:

@@ -1,0 +1,33 @@
+"""What an encoder reads: its identity, and how long it is kept."""
+
+import gc
+import sys
+
+from scheduler_service.core import EncoderInput, SamplingParams, SequenceGroup
+
+
+def test_equal_inputs_are_known_by_equal_digests_and_others_by_others() -> None:
+    inputs = [
+        EncoderInput(num_tokens=3, token_ids=[1, 2, 3]),
+        EncoderInput(num_tokens=3, token_ids=[1, 2, 4]),
+        EncoderInput(num_tokens=3, features=b"abc"),
+        EncoderInput(num_tokens=3, features=b"abd"),
+    ]
+    assert len({one.digest for one in inputs}) == len({one.root_after(b"") for one in inputs}) == 4
+    assert inputs[0].digest == EncoderInput(num_tokens=3, token_ids=(1, 2, 3)).digest
+    assert inputs[0].root_after(b"salt") != inputs[0].root_after(b"")
+
+
+def test_features_of_a_group_that_is_disbanded_are_freed_at_once() -> None:
+    features = bytes(1000)
+    gc.disable()
+    try:
+        before = sys.getrefcount(features)
+        group = SequenceGroup(
+            "a", [1], SamplingParams(max_tokens=1), encoder_input=EncoderInput(num_tokens=5, features=features)
+        )
+        group.disband()
+        del group
+        assert sys.getrefcount(features) == before
+    finally:
+        gc.enable()
