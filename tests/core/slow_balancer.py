@@ -26,8 +26,9 @@ class CheckedBalancer(Balancer):
     def _holders(self, member: Member, group: SequenceGroup) -> list[Member]:
         """Those others whose own allocators find the most blocks in a row, from this worker's last one on."""
         leader = group.live[0]
-        keys = member.scheduler.blocks.cacheable_keys(leader)
-        num_here = member.scheduler.blocks.num_cached_tokens(leader) // member.scheduler.blocks.block_size
+        keys = member.scheduler.blocks.findable_keys(leader)
+        here = [member.scheduler.blocks.device.find(key) is not None for key in keys]
+        num_here = here.index(False) if False in here else len(here)
         lengths: dict[Member, int] = {}
         for other in self._open_members():
             device = other.scheduler.blocks.device
@@ -42,6 +43,7 @@ class CheckedBalancer(Balancer):
 
     def _is_share(self, member: Member, group: SequenceGroup, cached: int, num_waiting: int) -> bool:
         tokens = len(group.live[0].token_ids) - cached + SEQUENCE_TOKENS * group.num_seqs
+        tokens += 0 if group.encoder is None else len(group.encoder.input.token_ids)
         level = sum(other.work for other in self._open_members()) + num_waiting * tokens
         share = level * member.speed / sum(other.speed for other in self._open_members())
         found = super()._is_share(member, group, cached, num_waiting)

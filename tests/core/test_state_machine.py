@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_helpers import output_of
 from slow_balancer import CheckedBalancer
-from workloads import random_config, random_request
+from workloads import random_config, random_request, with_encoder
 
 from scheduler_service.core import (
     FairQueue,
@@ -47,7 +47,7 @@ class Session:
     @property
     def sequences(self) -> dict[int, Sequence]:
         groups = [*self.scheduler.running, *self.scheduler.swapped]
-        return {sequence.id: sequence for group in groups for sequence in group.live if sequence.id}
+        return {sequence.id: sequence for group in groups for sequence in group.with_tables if sequence.id}
 
 
 class Fleet(RuleBasedStateMachine):
@@ -79,7 +79,7 @@ class Fleet(RuleBasedStateMachine):
     def add_requests(self, seed: int, count: int) -> None:
         rng = Random(seed)
         for _ in range(count):
-            group = random_request(rng, len(self.groups)).group(self.now)
+            group = with_encoder(rng, random_request(rng, len(self.groups))).group(self.now)
             self.groups.append(group)
             self.sessions[0].scheduler.add_request(group)
 
@@ -95,7 +95,9 @@ class Fleet(RuleBasedStateMachine):
             assert group.error
             self.see_end_of(group, SequenceStatus.FINISHED_IGNORED)
         assert output.step_id == session.num_steps + 1
-        assert sum(num_tokens for _, num_tokens, _ in output.scheduled) <= self.config.max_num_batched_tokens
+        encoded = sum(num_tokens for sequence, num_tokens, _ in output.scheduled if sequence.is_encoder)
+        assert encoded <= self.config.max_num_encoder_tokens
+        assert output.num_tokens - encoded <= self.config.max_num_batched_tokens
         assert len({scheduled.sequence for scheduled in output.scheduled}) == len(output.scheduled)
         if not output.is_empty:
             session.num_steps += 1
@@ -146,7 +148,7 @@ class Fleet(RuleBasedStateMachine):
     @rule(which=ANY, times=st.integers(1, 2))
     def end_one_sequence(self, which: int, times: int) -> None:
         """As a stop string does."""
-        there = [(s.scheduler, sequence) for s in self.sessions for sequence in s.sequences.values()]
+        there = [(s.scheduler, one) for s in self.sessions for one in s.sequences.values() if not one.is_encoder]
         scheduler, sequence = there[which % len(there)]
         if sequence.group.beams is None:
             for _ in range(times):
@@ -244,6 +246,12 @@ class Fleet(RuleBasedStateMachine):
             holders.pop(-1, None)
             for (one, index), (other, other_index) in (p for held in holders.values() for p in combinations(held, 2)):
                 assert index == other_index
+                assert one.is_encoder == other.is_encoder
+                if one.is_encoder:  # of two requests, for those of one share its table as a whole
+                    assert one.token_ids == other.token_ids
+                    assert self.config.prefix_caching
+                    assert one.group.cache_root == other.group.cache_root
+                    continue
                 num_common = min((index + 1) * size, one.num_computed_tokens, other.num_computed_tokens)
                 assert one.token_ids[:num_common] == other.token_ids[:num_common]
                 if one.group is not other.group:
@@ -251,6 +259,7 @@ class Fleet(RuleBasedStateMachine):
                     behind = [s for s in (one, other) if s.num_computed_tokens < (index + 1) * size]
                     assert all(s.index > 0 or s.group.beams for s in behind)  # forks, that copy it before they write
                     assert one.group.cache_root == other.group.cache_root
+                    assert one.group.encoder_input == other.group.encoder_input
 
     def teardown(self) -> None:
         if not hasattr(self, "sessions"):

@@ -1,11 +1,18 @@
 """Random schedulers and requests: small pools and short prompts, in which everything that can happen soon does."""
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from scheduler_service.core import PhaseRule, PreemptionMode, SamplingParams, SchedulerConfig, SequenceGroup
+from scheduler_service.core import (
+    EncoderInput,
+    PhaseRule,
+    PreemptionMode,
+    SamplingParams,
+    SchedulerConfig,
+    SequenceGroup,
+)
 
 
 @dataclass(frozen=True)
@@ -20,6 +27,8 @@ class Request:
     priority: int
     tenant: str
     lora_name: str
+    encoder: tuple[int, ...] = ()
+    """What its encoder reads."""
 
     @property
     def name(self) -> str:
@@ -42,6 +51,9 @@ class Request:
             priority=self.priority,
             tenant=self.tenant,
             lora_name=self.lora_name,
+            encoder_input=(
+                EncoderInput(num_tokens=len(self.encoder), token_ids=self.encoder) if self.encoder else None
+            ),
             arrived_at=arrived_at,
         )
 
@@ -66,6 +78,14 @@ def random_request(rng: Random, number: int) -> Request:
     )
 
 
+def with_encoder(rng: Random, request: Request) -> Request:
+    """Some read the same, some nothing, and some more than a worker ever lets them."""
+    return replace(request, encoder=tuple(range(rng.choice([0, 0, 1, 3, 6, MOST_ENCODED, MOST_ENCODED + 1]))))
+
+
+MOST_ENCODED = 9
+
+
 def random_config(rng: Random, num_device_blocks: SequenceOf[int]) -> SchedulerConfig:
     block_size, max_num_seqs = rng.choice([1, 2, 2, 3, 4]), rng.choice([1, 2, 3, 4, 6, 8, 10])
     num_blocks, phase_rule = rng.choice(num_device_blocks), rng.choice([*PhaseRule])
@@ -88,6 +108,7 @@ def random_config(rng: Random, num_device_blocks: SequenceOf[int]) -> SchedulerC
         "block_bytes": 1000,
         "swap_bytes_per_second": rng.choice([0, 100_000]),
         "prefill_tokens_per_second": rng.choice([0, 49 * block_size, 51 * block_size]),
+        "max_num_encoder_tokens": MOST_ENCODED,
         "max_step_bytes": rng.choice([1, 300, 700, 2000, 8 << 20, 8 << 20, 8 << 20]),
     }
     return SchedulerConfig(**sizes)
