@@ -109,7 +109,7 @@ class Admission:
         assert group is not None
         call.num_resumed = group.num_output_tokens
         if not goes_on:
-            self.quotas.use_tokens(call.api_key_id, len(group.prompt_token_ids) + call.num_resumed)
+            self.quotas.use_tokens(call.api_key_id, group.num_prompt_tokens + call.num_resumed)
         if call.parent is None:
             del self._being_checked[call.key]
         else:

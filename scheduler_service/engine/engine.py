@@ -365,8 +365,8 @@ class Engine:
                 continue
             if call.queued_seconds is None:
                 call.queued_seconds = now - group.arrived_at
-                self.statistics.num_prompt_tokens += len(group.prompt_token_ids)
-                self.statistics.num_cached_tokens += min(group.num_cached_tokens or 0, len(group.prompt_token_ids))
+                self.statistics.num_prompt_tokens += group.num_prompt_tokens
+                self.statistics.num_cached_tokens += min(group.num_cached_tokens or 0, group.num_prompt_tokens)
             call.tell_standing()
 
     def swapped(self, groups: Sequence[SequenceGroup]) -> None:

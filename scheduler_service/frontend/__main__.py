@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--tls", type=Path, help="folder of certificates")
     parser.add_argument("--mutual-tls", action="store_true", help="clients need certificates")
     arguments = parser.parse_args()
+    _keep_stderr_for_logs()
     configure_logging(arguments.log_level, arguments.log_format)
     # Ctrl-C, and a SIGTERM to all processes of the service, are for the engine, which then ends front ends in order.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -54,6 +55,18 @@ def main() -> None:
 
     run("scheduler_service.frontend", main)
     sys.exit(status)
+
+
+def _keep_stderr_for_logs() -> None:
+    """Have what C libraries write to stderr go nowhere.
+
+    The decoder of MP3s writes a line there for each bad frame: a client's file of 16 MiB made 77,000 of them, in the
+    midst of the log.
+    """
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)
 
 
 if __name__ == "__main__":

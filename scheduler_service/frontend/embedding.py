@@ -94,6 +94,6 @@ def _messages(number: int, state: RequestState, delta: OutputDelta) -> Iterator[
     for start in range(0, max(1, len(delta.vectors)), MAX_VECTOR_BYTES):
         message = pb.EmbedResponse(index=number, vectors=delta.vectors[start : start + MAX_VECTOR_BYTES])
         if delta.status is not None and start + MAX_VECTOR_BYTES >= len(delta.vectors):
-            message.usage.prompt_tokens = len(state.request.prompt_token_ids)
+            message.usage.prompt_tokens = state.request.num_prompt_tokens
             message.usage.cached_tokens = state.num_cached_tokens
         yield message

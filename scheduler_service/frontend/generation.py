@@ -124,7 +124,7 @@ def _counting(state: RequestState, ended: list[str]) -> Iterator[None]:
     try:
         yield
         counts.request_seconds.observe(time.monotonic() - state.arrived_at)
-        counts.prompt_tokens.observe(len(state.request.prompt_token_ids))
+        counts.prompt_tokens.observe(state.request.num_prompt_tokens)
         for num_tokens in state.num_output_tokens:
             counts.output_tokens.observe(num_tokens)
     except BaseException as error:
@@ -133,7 +133,7 @@ def _counting(state: RequestState, ended: list[str]) -> Iterator[None]:
         raise
     finally:
         counts.num_outputs.update(ended)
-        counts.finished(len(state.request.prompt_token_ids), sum(state.num_output_tokens))
+        counts.finished(state.request.num_prompt_tokens, sum(state.num_output_tokens))
 
 
 class _Record:
@@ -154,7 +154,7 @@ class _Record:
             request_id=state.request.request_id,
             tenant=state.request.tenant,
             finish_reasons=self.ended,
-            prompt_tokens=len(state.request.prompt_token_ids),
+            prompt_tokens=state.request.num_prompt_tokens,
             output_tokens=sum(state.num_output_tokens),
             metrics=self._metrics.encode(),
         )
@@ -164,7 +164,7 @@ class _Record:
         if self.state is None or self._metrics is None:
             return {}
         return {
-            "prompt_tokens": len(self.state.request.prompt_token_ids),
+            "prompt_tokens": self.state.request.num_prompt_tokens,
             "output_tokens": self.state.num_output_tokens,
             "finish_reasons": self.ended,
             **self._metrics.known(),

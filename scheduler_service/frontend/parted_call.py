@@ -99,7 +99,7 @@ class PartedCall:
         with EngineCall(self._link) as call:
             state = await call.submit(checked, self.model, part_of=self._call)
             yield state
-        num_tokens, num_output_tokens = len(prompt_token_ids), sum(state.num_output_tokens)
+        num_tokens, num_output_tokens = checked.num_prompt_tokens, sum(state.num_output_tokens)
         self._num_parts += 1
         self.num_tokens += num_tokens
         self.num_cached_tokens += state.num_cached_tokens

@@ -75,6 +75,11 @@ class GenerationRequest:
         return request_key(self.tenant, self.request_id)
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Those that an encoder reads included."""
+        return len(self.prompt_token_ids) + (self.encoder_input.num_tokens if self.encoder_input else 0)
+
+    @property
     def num_outputs(self) -> int:
         return self.sampling.n if self.n is None else self.n
 
@@ -152,7 +157,7 @@ class RequestState:
     @property
     def num_cached_tokens(self) -> int:
         """Tokens of the prompt that were found in the cache; of a resumed request it may have had output as well."""
-        return min(self.standing.cached_tokens, len(self.request.prompt_token_ids))
+        return min(self.standing.cached_tokens, self.request.num_prompt_tokens)
 
     def _count_token(self, index: int, now: float) -> None:
         counts, last = self.counts, self._last_token_at[index]

@@ -69,7 +69,7 @@ class RequestTrace:
                 "gen_ai.request.top_k": sampling.top_k,
                 "gen_ai.request.presence_penalty": sampling.presence_penalty,
                 "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
-                "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
+                "gen_ai.usage.input_tokens": request.num_prompt_tokens,
                 "pagewire.tenant": request.tenant,
                 "pagewire.priority": request.priority,
             }

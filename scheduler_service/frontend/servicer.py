@@ -128,7 +128,7 @@ def encode_delta(state: RequestState, delta: OutputDelta) -> pb.GenerateResponse
             message.stop_string = delta.stop
         elif delta.stop is not None:
             message.stop_token_id = delta.stop
-        message.usage.prompt_tokens = len(state.request.prompt_token_ids)
+        message.usage.prompt_tokens = state.request.num_prompt_tokens
         message.usage.cached_tokens = state.num_cached_tokens
         message.usage.output_tokens = delta.num_output_tokens
         if not state.stream.num_open:

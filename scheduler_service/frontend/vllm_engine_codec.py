@@ -100,7 +100,7 @@ class StreamedAnswers:
         if delta.token_ids:
             chunk = vllm.GenerateStreamChunk(
                 token_ids=delta.token_ids,
-                prompt_tokens=len(self._state.request.prompt_token_ids),
+                prompt_tokens=self._state.request.num_prompt_tokens,
                 completion_tokens=delta.num_output_tokens,
                 cached_tokens=self._state.num_cached_tokens,
                 index=delta.index,
@@ -158,7 +158,7 @@ def _end(
 ) -> vllm.GenerateComplete:
     """The message with why the output ended."""
     message.finish_reason = REASONS[status]
-    message.prompt_tokens = len(state.request.prompt_token_ids)
+    message.prompt_tokens = state.request.num_prompt_tokens
     message.completion_tokens = delta.num_output_tokens
     message.cached_tokens = state.num_cached_tokens
     message.index = delta.index

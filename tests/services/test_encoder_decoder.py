@@ -117,16 +117,19 @@ async def test_outputs_are_the_same_alone_and_together(
 async def test_what_an_encoder_has_read_is_found_by_later_requests_of_the_same_salt(model: Path) -> None:
     prompt = pb.GenerateRequest(encoder_text=TEXTS[3], sampling=SamplingParams(max_tokens=2, ignore_eos=True))
     async with serving(model) as (one, worker), Client(one.target) as client:
-        encoded = []
+        encoded, usages = [], []
         encode = worker.worker.runner._model.encode
         worker.worker.runner._model.encode = lambda given, *rest: (encoded.append(len(given)), encode(given, *rest))[1]
         for salt in ("", "", "other", "other"):
             request = pb.GenerateRequest()
             request.CopyFrom(prompt)
             request.cache_salt = salt
-            async for _ in client._stub.Generate(request):
-                pass
+            async for message in client._stub.Generate(request):
+                if message.finish_reason:
+                    usages.append((message.usage.prompt_tokens, message.usage.cached_tokens))
         assert len(encoded) == 2
+        num_tokens = len(TEXTS[3].encode()) + 2
+        assert usages == [(num_tokens + 1, 0), (num_tokens + 1, num_tokens)] * 2
 
 
 async def test_outputs_go_on_on_another_worker_when_theirs_is_lost(model: Path, alone: list[Shown]) -> None:

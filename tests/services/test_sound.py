@@ -74,7 +74,7 @@ def _head(rate: int = RATE, channels: int = 1) -> bytes:
     return buffer.getvalue()
 
 
-FLAC = file_of(samples(20), "FLAC")
+FLAC, MP3, OGG = (file_of(samples(20), kind, None) for kind in ("FLAC", "MP3", "OGG"))
 HOURS = file_of(np.zeros(2 * 3600 * RATE, dtype=np.float32), "FLAC")
 """Two hours of silence in a few kilobytes."""
 REFUSED = {
@@ -84,6 +84,8 @@ REFUSED = {
     "another format": (wav(1), "audio/flac", "data is WAV, and content_type says audio/flac"),
     "cut off": (wav(20)[:100_000], "audio/wav", "data is cut off: its head says 640000 bytes of samples"),
     "cut off, compressed": (FLAC[: len(FLAC) // 2], "audio/flac", "data is damaged or cut off after"),
+    "cut off, MP3": (MP3[: len(MP3) // 2], "audio/mpeg", "data is cut off: its head says"),
+    "cut off, OGG": (OGG[: len(OGG) // 2], "audio/ogg", "data is cut off: its last page is missing"),
     "hours": (HOURS, "audio/flac", "data is a sound of 7200 s or more; at most 3600 s are allowed"),
     "slow": (_head(rate=3000), "audio/wav", "data has 3000 samples a second; 4000 to 192000 are allowed"),
     "wide": (_head(channels=9), "audio/wav", "data has 9 channels; at most 8 are allowed"),

@@ -333,6 +333,11 @@ class SequenceGroup:
         return 0 if self.encoder is None else self.encoder.num_prompt_tokens
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Those that its encoder reads included."""
+        return len(self.prompt_token_ids) + self.num_encoder_tokens
+
+    @property
     def waits_for_encoder(self) -> bool:
         """Whether its encoder's tokens have yet to be given to a step."""
         return self.encoder is not None and not self.encoder.is_computed

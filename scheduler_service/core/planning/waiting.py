@@ -158,10 +158,10 @@ class WaitingPlanner:
         group.num_worker_changes += group.worker not in (None, self._worker)
         group.worker = self._worker
         leader = group.live[0]
-        if group.num_cached_tokens is None:
-            group.num_cached_tokens = leader.num_computed_tokens
-            self._waiting.charge(group, leader.num_prompt_tokens + group.num_encoder_tokens, 0)
         num_cached = leader.num_computed_tokens + (group.encoder.num_computed_tokens if group.encoder else 0)
+        if group.num_cached_tokens is None:
+            group.num_cached_tokens = num_cached
+            self._waiting.charge(group, group.num_prompt_tokens, 0)
         placement = placement._replace(cached_tokens=num_cached, num_overtaken=group.num_overtaken)
         self._balancer.took(self._member, placement)
         self._balancer.overtook(step.queue.overtaken)

@@ -30,6 +30,10 @@ _UNKNOWN_LENGTH = 0x7FFF_0000
 """Of the data of a WAV that was written while it was recorded, at least."""
 _UNKNOWN_FRAMES = 1 << 60
 """What libsndfile says of a FLAC whose head does not tell how long it is, at least."""
+_MOST_LOST = 0.9
+"""The part of its frames that must be there. An MP3 whose head does not say how many there are has them estimated."""
+_LAST_PAGE = 4
+"""In the flags of an Ogg page: no other follows."""
 _CUT_OFF = re.compile(r"^data : (\d+) \(should be (\d+)\)", re.MULTILINE)
 
 Samples = npt.NDArray[np.float32]
@@ -64,6 +68,8 @@ class Sound:
             raise SoundError(f"data has {file.samplerate} samples a second; {low} to {high} are allowed")
         if file.frames < _UNKNOWN_FRAMES:
             self._check_seconds(file.frames / file.samplerate)
+        if expected == "OGG" and not _has_last_page(data):
+            raise SoundError("data is cut off: its last page is missing")
         if (cut := _CUT_OFF.search(file.extra_info)) and int(cut[1]) < _UNKNOWN_LENGTH:
             raise SoundError(f"data is cut off: its head says {cut[1]} bytes of samples, and there are {cut[2]}")
         self._resampler = soxr.ResampleStream(file.samplerate, SAMPLE_RATE, 1, dtype="float32")
@@ -101,9 +107,19 @@ class Sound:
         self._num_read += len(block)
         self._check_seconds(self.seconds)
         self._is_over = len(block) < self._block
+        frames = self._file.frames
+        if self._is_over and frames < _UNKNOWN_FRAMES and self._num_read < _MOST_LOST * frames:
+            said = frames / self._file.samplerate
+            raise SoundError(f"data is cut off: its head says {said:.1f} s, and there are {self.seconds:.1f}")
         mono = np.ascontiguousarray(np.nan_to_num(block.mean(axis=1), nan=0.0, posinf=1.0, neginf=-1.0))
         self._kept = np.concatenate((self._kept, self._resampler.resample_chunk(mono, last=self._is_over)))
 
     def _check_seconds(self, seconds: float) -> None:
         if seconds > self._max_seconds:
             raise SoundError(f"data is a sound of {seconds:.0f} s or more; at most {self._max_seconds:g} s are allowed")
+
+
+def _has_last_page(data: bytes) -> bool:
+    """Of an Ogg file."""
+    at = data.rfind(b"OggS")
+    return at >= 0 and at + 5 < len(data) and bool(data[at + 5] & _LAST_PAGE)
