@@ -12,7 +12,7 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from pagewire_common.field_count import has_more_fields
+from pagewire_common.field_count import has_more_fields, num_opaque_bytes
 
 log = structlog.get_logger()
 
@@ -67,11 +67,17 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns RequestError into its status and anything else uncaught into INTERNAL without details.
 
     gRPC would show an uncaught exception's text to the client. With `max_request_bytes`, a request of more bytes or of
-    too many fields is refused before it is parsed, because the interpreter can do nothing else during parsing.
+    too many fields is refused before it is parsed, because the interpreter can do nothing else during parsing. Besides,
+    it may have `max_opaque_bytes` in fields that are not parsed, such as a sound.
     """
 
-    def __init__(self, max_request_bytes: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self,
+        max_request_bytes: Callable[[], int] | None = None,
+        max_opaque_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._max_request_bytes = max_request_bytes
+        self._max_opaque_bytes = max_opaque_bytes
 
     async def intercept_service(
         self,
@@ -86,9 +92,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             descriptor = parse.__self__.DESCRIPTOR  # it is a generated message's FromString
             parse = _readable(parse)
             if handler_call_details.method.startswith(_HEALTH):
-                parse = _bounded(parse, descriptor, lambda: MOST_HEALTH_BYTES)
+                parse = _bounded(parse, descriptor, lambda: MOST_HEALTH_BYTES, lambda: 0)
             elif self._max_request_bytes is not None:
-                parse = _bounded(parse, descriptor, self._max_request_bytes)
+                parse = _bounded(parse, descriptor, self._max_request_bytes, self._max_opaque_bytes)
             handler = handler._replace(request_deserializer=parse)
         behavior = getattr(handler, kind)
         guard = _guard_generator if inspect.isasyncgenfunction(behavior) else _guard_coroutine
@@ -108,11 +114,14 @@ def _readable(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 def _bounded(
-    parse: Callable[[bytes], Any], descriptor: Any, max_request_bytes: Callable[[], int]
+    parse: Callable[[bytes], Any],
+    descriptor: Any,
+    max_request_bytes: Callable[[], int],
+    max_opaque_bytes: Callable[[], int],
 ) -> Callable[[bytes], Any]:
     def bounded(data: bytes) -> Any:
         most = max_request_bytes()
-        if len(data) > most:
+        if len(data) > most and len(data) - min(num_opaque_bytes(data, descriptor), max_opaque_bytes()) > most:
             return _Unparsed(f"the request has {len(data)} bytes; at most {most} are allowed here")
         if has_more_fields(data, descriptor, MOST_FIELDS):
             return _Unparsed(

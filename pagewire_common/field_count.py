@@ -4,6 +4,8 @@ The smallest part of a message, such as a chat message without role and content,
 parse: a request of 1.5 MB may have 786,000 of them. Of each field, only where the next one begins is read here.
 """
 
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -26,6 +28,40 @@ def has_more_fields(data: bytes, message: Descriptor, most: int) -> bool:
         return _count(data, 0, len(data), message, most) > most
     except (IndexError, ValueError):
         return False
+
+
+def num_opaque_bytes(data: bytes, message: Descriptor) -> int:
+    """How many bytes of an encoded message are the contents of its `bytes` fields and those of its parts.
+
+    No parser looks into them. Of bytes that are no message those count that lie before the place where a parser stops.
+    """
+    found = 0
+    with suppress(IndexError, ValueError):
+        for start, stop, field in _long_fields(data, 0, len(data), message):
+            if field.type == FieldDescriptor.TYPE_BYTES:
+                found += stop - start
+            elif field.message_type is not None and not field.is_repeated:
+                for first, last, part in _long_fields(data, start, stop, field.message_type):
+                    found += last - first if part.type == FieldDescriptor.TYPE_BYTES else 0
+    return found
+
+
+def _long_fields(
+    data: bytes, position: int, end: int, message: Descriptor
+) -> Iterator[tuple[int, int, FieldDescriptor]]:
+    """Where the contents of fields begin and end that have a length, and what they are."""
+    while position < end:
+        tag, position = _varint(data, position)
+        kind, field = tag & 7, message.fields_by_number.get(tag >> 3)
+        if kind == _LENGTH:
+            length, position = _varint(data, position)
+            if field is not None:
+                yield position, min(position + length, end), field
+            position += length
+        elif kind == _VARINT:
+            _, position = _varint(data, position)
+        else:
+            position += 8 if kind == _EIGHT_BYTES else 4 if kind == _FOUR_BYTES else 0
 
 
 def _count(data: bytes, position: int, end: int, message: Descriptor, most: int) -> int:

@@ -60,6 +60,7 @@ class GrpcServer:
         *,
         max_receive_bytes: int,
         max_request_bytes: Callable[[], int] | None = None,
+        max_opaque_bytes: Callable[[], int] = lambda: 0,
         shares_port: bool = False,
         security: Security = OPEN,
         check: Check | None = None,
@@ -71,7 +72,7 @@ class GrpcServer:
             ("grpc.so_reuseport", int(shares_port)),
             ("grpc.max_allowed_incoming_connections", max_connections),
         )
-        errors = ErrorInterceptor(max_request_bytes=max_request_bytes)
+        errors = ErrorInterceptor(max_request_bytes, max_opaque_bytes)
         self._security = security
         self.server = grpc.aio.server(interceptors=[Lock(check, security.identity), errors], options=options)
         self._names = ("", *service_names)

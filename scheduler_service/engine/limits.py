@@ -84,6 +84,7 @@ def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerI
         ("size of a vector", limits.embedding_size, info.embedding_size),
         ("number of classes", limits.num_labels, info.num_labels),
         ("longest input of an encoder", limits.max_encoder_len, info.max_encoder_len),
+        ("size of a sound's features", limits.feature_bytes, info.feature_bytes),
     ):
         if ours != theirs:
             raise ValueError(f"the worker's {name} is {theirs}; that of earlier workers is {ours}")

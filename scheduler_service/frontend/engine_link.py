@@ -48,6 +48,8 @@ MiB takes 3 to 7 ms to parse.
 
 WAITING_SHARE = 4
 MIN_WAITING = 16 << 20
+WAITING_SOUNDS = 12
+"""Four of the largest: each is counted three times."""
 """Calls that wait to be admitted may take a quarter of what unread output may, or so many bytes, besides: the engine
 answers in milliseconds."""
 
@@ -123,16 +125,16 @@ class EngineLink:
 
     @property
     def max_request_bytes(self) -> int:
-        """The largest message of a request: for the model's longest prompts and no more, as parsing blocks the loop.
-
-        A sound is not parsed.
-        """
+        """The largest message of a request: for the model's longest prompts and no more, as parsing blocks the loop."""
         if not self._has_model:
             return MIN_REQUEST_BYTES
         model = self._model.result()
-        if model.feature_bytes:
-            return MOST_SOUND_BYTES
         return max(MIN_REQUEST_BYTES, (model.context_length + model.max_encoder_len) * BYTES_PER_TOKEN)
+
+    @property
+    def max_sound_bytes(self) -> int:
+        """What a message may have besides, of a sound, which is not parsed."""
+        return MOST_SOUND_BYTES if self._has_model and self._model.result().feature_bytes else 0
 
     @contextlib.contextmanager
     def waiting(self, num_bytes: int) -> Iterator[None]:
@@ -141,7 +143,7 @@ class EngineLink:
         Raises RESOURCE_EXHAUSTED, but not for the only one, when there is no room for it: the engine is slow, or gone.
         """
         if self._waiting_bytes and self._waiting_bytes + num_bytes > max(
-            MIN_WAITING, self.unread.most // WAITING_SHARE
+            MIN_WAITING, self.unread.most // WAITING_SHARE, WAITING_SOUNDS * self.max_sound_bytes
         ):
             reason = "too many requests wait to be admitted; try again later"
             raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)

@@ -97,13 +97,19 @@ class ServedModel:
 
 
 def _decoder_start(config: Mapping[str, Any], generation: Mapping[str, Any], vocabulary_size: int) -> tuple[int, ...]:
-    """What a decoder goes on from where nothing is said: its start token, and the first that some are made to take."""
-    found = []
-    for name in ("decoder_start_token_id", "forced_bos_token_id"):
+    """What a decoder goes on from where nothing is said: its start token, and the first that some are made to take.
+
+    Empty if the files name none. As transformers has it, a text may begin with the token of any text's beginning.
+    """
+
+    def token(name: str) -> int | None:
         token_id = generation.get(name, config.get(name))
-        if type(token_id) is int and 0 <= token_id < vocabulary_size:
-            found.append(token_id)
-    return tuple(found)
+        return token_id if type(token_id) is int and 0 <= token_id < vocabulary_size else None
+
+    start, first = token("decoder_start_token_id"), token("forced_bos_token_id")
+    if start is None:
+        start = token("bos_token_id")
+    return () if start is None else (start,) if first is None else (start, first)
 
 
 def _scores_plainly(config: Mapping[str, Any]) -> bool:

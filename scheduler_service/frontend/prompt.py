@@ -34,6 +34,8 @@ async def encode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, model:
     if model.max_encoder_len and not aside and kind != "token_ids":
         if kind is not None:
             invalid(f"{kind} is not what a decoder goes on from; give it as encoder_text, or token_ids for the decoder")
+        if not model.decoder_start_token_ids:
+            invalid("token_ids is missing: the model's files do not say what its decoder begins with")
         return array("I", model.decoder_start_token_ids)
     try:
         if kind == "token_ids" and isinstance(message, pb.GenerateRequest):

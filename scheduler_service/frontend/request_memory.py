@@ -64,7 +64,7 @@ def request_bytes(message: pb.GenerateRequest, num_bytes: int = 0) -> int:
 
 def sound_bytes(sound: pb.Sound, num_bytes: int = 0) -> int:
     """The same for a call with a sound, without what its windows take."""
-    return REQUEST_BYTES + 3 * max(num_bytes, sound.ByteSize())
+    return REQUEST_BYTES + 3 * (num_bytes or sound.ByteSize())
 
 
 def texts_bytes(message: pb.EmbedRequest | pb.ScoreRequest, num_bytes: int = 0) -> int:

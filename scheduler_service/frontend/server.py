@@ -43,6 +43,7 @@ def front_end_server(
         SERVICES,
         max_receive_bytes=LONGEST_MESSAGE,
         max_request_bytes=lambda: link.max_request_bytes,
+        max_opaque_bytes=lambda: link.max_sound_bytes,
         shares_port=shares_port,
         security=security,
         check=key_check(lambda: link.keyring),

@@ -7,17 +7,20 @@ from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.core import EncoderInput
 from scheduler_service.frontend.checks import invalid
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.speech.log_mel import NUM_FRAMES, WINDOW, log_mel
+from scheduler_service.frontend.speech.log_mel import HOP, NUM_FRAMES, WINDOW, log_mel
 from scheduler_service.frontend.speech.sound import SAMPLE_RATE, Samples, Sound, SoundError
 
 BAND_BYTES = 4 * NUM_FRAMES
 """Of one band of a window."""
+TOO_SHORT = "sound: data is shorter than 10 ms, of which nothing can be heard"
 
 
 async def read_sound(sound: pb.Sound, model: ServedModel) -> EncoderInput:
     """The features of a sound of one window. Raises RequestError."""
     opened = await open_sound(sound, WINDOW / SAMPLE_RATE)
     samples = await read_window(opened, 0)
+    if len(samples) < HOP:
+        invalid(TOO_SHORT)
     await read_window(opened, WINDOW)  # one that goes on is refused, also where its head did not say so
     return await read_features(samples, model)
 
@@ -25,7 +28,7 @@ async def read_sound(sound: pb.Sound, model: ServedModel) -> EncoderInput:
 async def open_sound(sound: pb.Sound, max_seconds: float) -> Sound:
     """Raises RequestError."""
     try:
-        return await asyncio.to_thread(Sound, sound.data, sound.content_type, max_seconds)
+        return await asyncio.to_thread(lambda: Sound(sound.data, sound.content_type, max_seconds))
     except SoundError as error:
         invalid(f"sound: {error}")
 

@@ -15,13 +15,14 @@ from pagewire_common import errors
 from pagewire_common.errors import RequestError
 from pagewire_common.patient_writer import PatientWriter
 from scheduler_service.core import EncoderInput, SamplingParams
-from scheduler_service.frontend.checks import invalid
+from scheduler_service.frontend.checks import check_context, invalid
 from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.generation import Context
 from scheduler_service.frontend.generation_defaults import BOUNDS
 from scheduler_service.frontend.parted_call import PartedCall
 from scheduler_service.frontend.request_memory import SOUND_BYTES, sound_bytes
-from scheduler_service.frontend.sound_features import open_sound, read_features, read_window
+from scheduler_service.frontend.sound_features import TOO_SHORT, open_sound, read_features, read_window
+from scheduler_service.frontend.speech.log_mel import HOP
 from scheduler_service.frontend.speech.sound import SAMPLE_RATE
 from scheduler_service.frontend.speech.speech_tokens import SpeechTokens
 from scheduler_service.frontend.speech.transcript import Segment, Transcript
@@ -70,7 +71,7 @@ class _SpeechCall(PartedCall):
         await self._call.hold(SOUND_BYTES)
         sound = await open_sound(request.sound, MAX_SECONDS)
         language, start = request.language, 0
-        while len(samples := await read_window(sound, start)) or not start:
+        while len(samples := await read_window(sound, start)) >= HOP:
             features = await read_features(samples, model)
             if not language and tokens.languages:
                 language = await self._find_language(features, tokens)
@@ -79,8 +80,9 @@ class _SpeechCall(PartedCall):
             transcript = Transcript(tokens.transcript, len(samples) / SAMPLE_RATE)
             begins = start / SAMPLE_RATE
             prompt = tokens.prompt(language, task)
+            check_context("what the text begins with", len(prompt), model)
             sampling = SamplingParams(
-                max_tokens=max(1, min(model.context_length // 2, model.context_length - len(prompt))),
+                max_tokens=min(model.context_length // 2, model.context_length - len(prompt)),
                 temperature=request.temperature,
                 seed=seed,
                 eos_token_ids=frozenset(model.eos_token_ids),
@@ -95,6 +97,8 @@ class _SpeechCall(PartedCall):
                 yield await self._encode(rest, begins)
             start += max(round(transcript.next * SAMPLE_RATE), 1)
             self._seconds = sound.seconds
+        if not start:
+            invalid(TOO_SHORT)
         usage = pb.Usage(
             prompt_tokens=self.num_tokens, cached_tokens=self.num_cached_tokens, output_tokens=self.num_output_tokens
         )

@@ -1,6 +1,7 @@
 """Models of an encoder and a decoder: each request's tokens are those of it alone, whatever is beside it or happens."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +125,11 @@ async def test_what_an_encoder_has_read_is_found_by_later_requests_of_the_same_s
             request = pb.GenerateRequest()
             request.CopyFrom(prompt)
             request.cache_salt = salt
-            async for message in client._stub.Generate(request):
-                if message.finish_reason:
-                    usages.append((message.usage.prompt_tokens, message.usage.cached_tokens))
+            usages += [message.usage async for message in client._stub.Generate(request) if message.finish_reason]
         assert len(encoded) == 2
         num_tokens = len(TEXTS[3].encode()) + 2
-        assert usages == [(num_tokens + 1, 0), (num_tokens + 1, num_tokens)] * 2
+        assert [usage.prompt_tokens for usage in usages] == [num_tokens + 1] * 4
+        assert [usage.cached_tokens for usage in usages] == [0, num_tokens] * 2
 
 
 async def test_outputs_go_on_on_another_worker_when_theirs_is_lost(model: Path, alone: list[Shown]) -> None:
@@ -174,6 +174,29 @@ async def test_adapters_apply_to_both_parts_and_each_has_its_own_reading_of_an_i
             if other == name:
                 (expected,) = slow.outputs(slow.token_ids(str(prompt.encoder)), NUM_TOKENS)
                 assert [token for token in found if token] == expected
+
+
+async def test_a_decoder_begins_with_the_token_of_any_text_if_no_other_is_named_and_with_none_is_refused(
+    tmp_path: Path,
+) -> None:
+    model = write_encoder_decoder(tmp_path / "t5", "t5")
+    config = json.loads((model / "config.json").read_text())
+    (model / "generation_config.json").unlink()
+    del config["decoder_start_token_id"]
+    said = []
+    for bos_token_id in (1, None):
+        (model / "config.json").write_text(json.dumps(config | {"bos_token_id": bos_token_id}))
+        async with serving(model) as (one, _), Client(one.target) as client:
+            params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+            given = await collect(client, EncoderPrompt(TEXTS[1], (1,)), params)
+            said.append(given.outputs[0].token_ids)
+            if bos_token_id is None:
+                with pytest.raises(grpc.aio.AioRpcError, match="token_ids is missing: the model's files do not say"):
+                    await collect(client, EncoderPrompt(TEXTS[1]), params)
+            else:
+                found = await collect(client, EncoderPrompt(TEXTS[1]), params)
+                said.append(found.outputs[0].token_ids)
+    assert said[0] == said[1] == said[2]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -4,7 +4,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_common.field_count import has_more_fields
+from pagewire_common.field_count import has_more_fields, num_opaque_bytes
 
 REQUESTS = st.builds(
     lambda text, messages, biases, stop, allowed, outputs, number: pb.GenerateRequest(
@@ -82,3 +82,20 @@ def test_strings_of_a_part_count() -> None:
 def test_parts_that_come_again_and_again_count_each_time() -> None:
     assert has_more_fields(b"\x22\x00" * 1001, pb.GenerateRequest.DESCRIPTOR, 1000)
     assert has_more_fields(b"\x22\x02\x0a\x00" * 501, pb.GenerateRequest.DESCRIPTOR, 1000)
+
+
+@given(message=REQUESTS, sound=st.binary(max_size=400), kind=st.text(max_size=20))
+def test_bytes_that_no_parser_looks_into_are_those_of_a_sound_alone(
+    message: pb.GenerateRequest, sound: bytes, kind: str
+) -> None:
+    for request in (
+        pb.TranscribeRequest(sound=pb.Sound(data=sound, content_type=kind), language=kind, temperature=0.5),
+        pb.GenerateRequest(encoder_sound=pb.Sound(data=sound, content_type=kind), sampling=message.sampling),
+    ):
+        assert num_opaque_bytes(request.SerializeToString(), request.DESCRIPTOR) == len(sound)
+    assert num_opaque_bytes(message.SerializeToString(), message.DESCRIPTOR) == 0
+
+
+@given(st.binary(max_size=60))
+def test_bytes_that_are_no_message_have_no_more_of_them_than_there_are(data: bytes) -> None:
+    assert 0 <= num_opaque_bytes(data, pb.TranscribeRequest.DESCRIPTOR) <= len(data)

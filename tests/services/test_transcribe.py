@@ -172,6 +172,7 @@ REFUSED: dict[str, tuple[bytes, str, dict[str, Any], str]] = {
     "cut off": (wav(20)[:100_000], "audio/wav", {}, "sound: data is cut off"),
     "another type": (wav(1), "video/mp4", {}, "sound: content_type is 'video/mp4'"),
     "language": (wav(1), "audio/wav", {"language": "xx"}, "language is 'xx'; with this model it may be de, en"),
+    "nothing": (wav(0), "audio/wav", {}, "sound: data is shorter than 10 ms"),
     "temperature": (wav(1), "audio/wav", {"temperature": -1.0}, "temperature is -1.0; it must be in [0, 100]"),
     "hours": (file_of(np.zeros(7200 * RATE, dtype=np.float32), "FLAC"), "audio/flac", {}, "7200 s or more"),
 }
@@ -185,6 +186,14 @@ async def test_sounds_that_cannot_be_heard_are_refused_in_a_sentence_and_leave_n
             assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert words in str(error.value.details())
         for request, words in (
+            (
+                pb.GenerateRequest(encoder_sound=pb.Sound(data=wav(0), content_type="audio/wav")),
+                "sound: data is shorter than 10 ms",
+            ),
+            (
+                pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(500, 1000)), encoder_text="x" * (2 << 20)),
+                "bytes; at most 1048576 are allowed here",
+            ),
             (pb.GenerateRequest(encoder_text="a"), "encoder_text is not what the encoder of whisper reads"),
             (pb.GenerateRequest(text="a"), "encoder_sound is missing"),
             (

@@ -7,7 +7,12 @@ from typing import Any
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from worker_service.models.transformers_json import parse
+from worker_service.wording import shown
 
+_LARGEST = 1 << 20
+"""Of any size: larger than that of any existing network."""
+_FARTHEST = 1 << 16
+_SOUND_TOKENS = 1500
 _FRAMES_PER_TOKEN = 2
 """Of a sound: Whisper's second convolution makes one token of two frames."""
 
@@ -45,8 +50,8 @@ class EncoderDecoderConfig:
         network = parse(json)
         sizes = _SIZES[network.model_type](network)
         for name, value in sizes.items():
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be a whole number above 0")
+            if type(value) is not int or not 1 <= value <= _LARGEST:
+                raise ValueError(f"{name} is {shown(value)}; it must be a whole number from 1 to {_LARGEST}")
         mapping = AutoModelForSpeechSeq2Seq if "num_mel_bins" in sizes else AutoModelForSeq2SeqLM
         return cls(
             network=network,
@@ -69,6 +74,12 @@ class EncoderDecoderConfig:
 
 
 def _t5(network: Any) -> dict[str, Any]:
+    buckets, farthest = network.relative_attention_num_buckets, network.relative_attention_max_distance
+    if not (type(buckets) is type(farthest) is int and 4 <= buckets <= farthest <= _FARTHEST):
+        raise ValueError(
+            f"relative_attention_num_buckets is {shown(buckets)} and relative_attention_max_distance {shown(farthest)}"
+            f"; the first must be a whole number from 4 on, and the second one from there to {_FARTHEST}"
+        )
     # Nothing in the network bounds its lengths; this is what it was trained with.
     longest = getattr(network, "n_positions", 512)
     return {
@@ -91,6 +102,11 @@ def _bart(network: Any) -> dict[str, Any]:
 
 
 def _whisper(network: Any) -> dict[str, Any]:
+    if network.max_source_positions != _SOUND_TOKENS:
+        raise ValueError(
+            f"max_source_positions is {shown(network.max_source_positions)}; sounds are heard 30 s at a time, which is "
+            f"{_SOUND_TOKENS}"
+        )
     return {
         "num_layers": network.decoder_layers,
         "num_kv_heads": network.decoder_attention_heads,

@@ -292,19 +292,25 @@ class Session:
 
     def _check_encoders(self, chunks: Iterable[ScheduledChunk]) -> None:
         """Raises InvalidStepError where tokens would attend to what no encoder has read."""
-        num_tokens, encoded = 0, {chunk.sequence.sequence_id for chunk in chunks if chunk.sequence.is_encoder}
-        for sequence, start, stop, _, _ in chunks:
+        encoded = {chunk.sequence.sequence_id for chunk in chunks if chunk.sequence.is_encoder}
+        num_encoder_tokens = sum(chunk.stop for chunk in chunks if chunk.sequence.is_encoder)
+        num_tokens = sum(chunk.stop - chunk.start for chunk in chunks) - num_encoder_tokens
+        for sequence, *_ in chunks:
             encoder = sequence.encoder
             if encoder is None:
                 continue
-            num_tokens += stop - start
             is_there = self.sequences.get(encoder.sequence_id) is encoder
+            is_there &= len(encoder.block_ids) * self._limits.block_size >= encoder.num_prompt_tokens
             if not is_there or not (encoder.num_computed_tokens or encoder.sequence_id in encoded):
                 raise InvalidStepError(
                     f"sequence {sequence.sequence_id} attends to sequence {encoder.sequence_id}, which is not computed"
                 )
-        if num_tokens > self._limits.max_num_batched_tokens:
-            raise InvalidStepError(f"{num_tokens} tokens; the limit is {self._limits.max_num_batched_tokens}")
+        for number, most in (
+            (num_tokens, self._limits.max_num_batched_tokens),
+            (num_encoder_tokens, self._limits.max_num_encoder_tokens),
+        ):
+            if number > most:
+                raise InvalidStepError(f"{number} tokens; the limit is {most}, for encoders and for all others")
 
     def _check_pooling(self, sequence: SequenceState, stop: int, drafts: "array[int]") -> None:
         """Raises InvalidStepError where more or less than the states of a prompt would be pooled."""

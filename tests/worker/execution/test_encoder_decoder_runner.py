@@ -1,5 +1,6 @@
 """Encoders beside decoders: tokens are those of transformers, to the last, whatever else is in the steps."""
 
+import re
 from array import array
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from stepped_worker import DEVICE, SteppedWorker
-from tiny_encoder_decoder import START, SlowEncoderDecoder, write_encoder_decoder
+from tiny_encoder_decoder import FAMILIES as FAMILY_SIZES
+from tiny_encoder_decoder import SPEECH, START, SlowEncoderDecoder, write_encoder_decoder
 from worker_helpers import tokens
 
 from worker_service.errors import InvalidStepError
@@ -15,7 +17,7 @@ from worker_service.execution.cache_engine import CacheEngine, CacheShape
 from worker_service.execution.encoder_decoder_runner import EncoderDecoderRunner
 from worker_service.loading.checkpoint import Checkpoint
 from worker_service.models.registry import build_encoder_decoder, read_config
-from worker_service.session.step import BlockMapping, Fork, Limits, NewSequence, SamplingParams
+from worker_service.session.step import BlockMapping, BlockTableUpdate, Fork, Limits, NewSequence, SamplingParams
 
 FAMILIES = ["t5", "bart"]
 LIMITS = Limits(
@@ -139,6 +141,38 @@ def test_what_an_encoder_makes_of_an_input_is_the_same_to_the_bit_whatever_is_be
 
 def _parts(new: NewSequence) -> tuple[Any, ...]:
     return new.token_ids, new.num_prompt_tokens, new.num_computed_tokens, new.block_ids, new.sampling
+
+
+def test_tokens_do_not_read_behind_a_table_that_has_become_too_short(worker: SteppedWorker) -> None:
+    new = (encoder_of(1, 0), decoder_of(1, 50))
+    worker.step((101, len(INPUTS[1]), False), (1, 1, True), new_sequences=new)
+    shorter = BlockTableUpdate(101, 3, tokens([]))
+    with pytest.raises(InvalidStepError, match="attends to sequence 101, which is not computed"):
+        worker.step((1, 1, True), block_table_updates=(shorter,))
+
+
+def test_encoders_read_no_more_in_a_step_than_there_is_room_for(worker: SteppedWorker) -> None:
+    new = [NewSequence(number, *_parts(encoder_of(3, 24 * number)), is_encoder=True) for number in range(3)]
+    with pytest.raises(InvalidStepError, match="288 tokens; the limit is 256"):
+        worker.step(*((number, len(INPUTS[3]), False) for number in range(3)), new_sequences=tuple(new))
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "words"),
+    [
+        ("t5", {"relative_attention_max_distance": 0}, "relative_attention_max_distance 0"),
+        ("t5", {"relative_attention_max_distance": 10**9}, "relative_attention_max_distance 1000000000"),
+        ("t5", {"relative_attention_num_buckets": 2}, "relative_attention_num_buckets is 2"),
+        ("t5", {"n_positions": 10**12}, "max_model_len is 1000000000000; it must be a whole number from 1 to"),
+        ("whisper", {"max_source_positions": 100}, "max_source_positions is 100; sounds are heard 30 s at a time"),
+    ],
+)
+def test_configurations_that_make_no_sense_are_refused_in_a_sentence(
+    family: str, config: dict[str, Any], words: str
+) -> None:
+    sizes = SPEECH if family == "whisper" else FAMILY_SIZES[family]
+    with pytest.raises(ValueError, match=re.escape(words)):
+        read_config({"model_type": family, **sizes, **config})
 
 
 @pytest.mark.parametrize(
