@@ -21,6 +21,33 @@ if not (INTERPRETED or torch.cuda.is_available()):
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
+
+def _patch_the_language_once_a_launch() -> None:
+    """The interpreter does so for every call of a function within a kernel, which takes a third of its time."""
+    from triton.runtime import interpreter
+
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    modules = (triton.language, triton.language.core)
+    patched: set[str] = set()
+
+    def patch_once(function: Callable[..., Any]) -> Any:
+        seen = function.__globals__.values()
+        wanted = {module.__name__ for module in modules if any(value is module for value in seen)}
+        if wanted <= patched:
+            return interpreter._LangPatchScope()
+        patched.update(wanted)
+        return patch(function)
+
+    def launch_anew(*arguments: Any, **options: Any) -> None:
+        patched.clear()
+        launch(*arguments, **options)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch_anew
+
+
+if INTERPRETED:
+    _patch_the_language_once_a_launch()
+
 DTYPES = [
     pytest.param(torch.float32, id="float32"),
     pytest.param(torch.float16, id="float16"),
