@@ -39,8 +39,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def workers(model: Path) -> Iterator[Workers]:
-    workers = Workers(model)
+def workers(model: Path, scale: Scale) -> Iterator[Workers]:
+    workers = Workers(model, step_seconds=0.0 if scale.is_full else 0.02)
     yield workers
     workers.close()
 

@@ -91,16 +91,20 @@ class Member:
 
 
 class Workers:
-    """Some workers of one model, of which the first `count` are made to run before each test."""
+    """Some workers of one model, of which the first `count` are made to run before each test.
 
-    def __init__(self, model: Path) -> None:
+    With `step_seconds` their steps take so long, so that streams which wait for something else cost little meanwhile.
+    """
+
+    def __init__(self, model: Path, step_seconds: float = 0.0) -> None:
         self._model = model
+        self._step_seconds = step_seconds
         self._members: list[Member] = []
 
     def up(self, count: int) -> list[Member]:
         """The first `count` of them, all ready; those beyond are killed."""
         while len(self._members) < count:
-            self._members.append(worker(self._model))
+            self._members.append(self._new())
         for member in self._members[count:]:
             member.kill()
         members = self._members[:count]
@@ -108,6 +112,11 @@ class Workers:
         for member in started:
             member.wait_for("ready")
         return members
+
+    def _new(self) -> Member:
+        if self._step_seconds:
+            return faulty_worker(self._model, step_seconds=self._step_seconds)
+        return worker(self._model)
 
     def close(self) -> None:
         for member in self._members:

@@ -89,7 +89,7 @@ async def test_a_request_that_kills_every_worker_is_ended_before_the_fleet_is(
     serve: Serve, faulty: Any, poison: int
 ) -> None:
     """It ends with an error that says so after a few losses; other requests only wait for the workers to return."""
-    members = faulty(count=2, poison=poison, step_seconds=0.01)  # what waits need not be busy
+    members = faulty(count=2, poison=poison, step_seconds=0.02)  # what waits need not be busy
     fleet = await serve([member.address for member in members])
     with Supervisor(members) as supervisor:
         async with fleet.load(8) as load:

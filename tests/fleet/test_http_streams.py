@@ -22,7 +22,7 @@ async def test_a_lost_worker_is_not_seen_over_http(workers: Workers, serve: Serv
                 stream = await client.completions.create(
                     model=model.id,
                     prompt=f"Stream {number}: ",
-                    max_tokens=200,
+                    max_tokens=100,
                     temperature=1.0,
                     seed=number,
                     stream=True,
