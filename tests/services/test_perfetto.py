@@ -86,7 +86,7 @@ def lifetimes(path: Path) -> dict[str, tuple[int, int]]:
     return times
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(st.integers(0, 1 << 32))
 def test_a_requests_lane_says_where_it_was_from_arrival_to_end(
     tmp_path_factory: pytest.TempPathFactory, seed: int

@@ -125,7 +125,7 @@ def test_what_a_request_is_ended_for_is_in_the_recording(tmp_path: Path) -> None
         replay(slow)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(
     st.integers(0, 1 << 32),
     st.sampled_from(["fcfs", "priority", "fair"]),
@@ -162,7 +162,7 @@ def test_whatever_happens_every_decision_comes_out_the_same(
             assert (again.token_ids, again.status) == (sequence.token_ids, sequence.status)
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(st.integers(0, 1 << 32))
 def test_long_runs_come_out_the_same_too(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     random, path = Random(seed), tmp_path_factory.mktemp("replay") / "recording"

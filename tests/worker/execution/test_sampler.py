@@ -110,7 +110,7 @@ def sample(logits: torch.Tensor, batch: list[SequenceState]) -> tuple[list[int],
     return [max(token_id, 0) for token_id in found], [token_id == sampler.FAILED for token_id in found]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(batch=st.lists(sequences, min_size=1, max_size=5), seed=st.integers(0, 1000))
 def test_tokens_are_those_of_the_obvious_sampler(batch: list[SequenceState], seed: int) -> None:
     logits = random_logits(len(batch), seed)
@@ -122,7 +122,7 @@ def test_tokens_are_those_of_the_obvious_sampler(batch: list[SequenceState], see
             assert found[row] == expected
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(batch=st.lists(sequences, min_size=1, max_size=5), seed=st.integers(0, 1000))
 def test_logits_are_edited_as_the_obvious_way_edits_them(batch: list[SequenceState], seed: int) -> None:
     logits = random_logits(len(batch), seed)
@@ -131,7 +131,7 @@ def test_logits_are_edited_as_the_obvious_way_edits_them(batch: list[SequenceSta
     torch.testing.assert_close(logits, torch.tensor(expected), atol=1e-4, rtol=1e-4)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(batch=st.lists(sequences, min_size=1, max_size=5), seed=st.integers(0, 1000))
 def test_filters_keep_the_tokens_that_the_obvious_way_keeps(batch: list[SequenceState], seed: int) -> None:
     batch = [sequence for sequence in batch if sequence.sampling.temperature]
