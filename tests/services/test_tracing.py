@@ -284,7 +284,9 @@ async def test_a_collector_hears_of_a_request_from_every_process_and_nothing_of_
         assert whole.attributes["gen_ai.response.finish_reasons"] == ["length", "length"]
         assert whole.attributes["gen_ai.response.id"] == messages[0].request_id
         phases = [span for span in spans if span.service == "pagewire-scheduler" and span is not whole]
-        assert [span.name for span in phases][:3] == ["queue", "prefill", "decode"]
+        names = [span.name for span in phases]
+        assert names[:2] == ["queue", "prefill"]
+        assert "decode" in names  # behind a preemption, if there was no room for its first token
         have_swapped += any(span.attributes.get("pagewire.preemption") == "swap" for span in phases)
         computed = [span for span in spans if span.service == "pagewire-worker"]
         assert sorted(span.attributes["pagewire.output.index"] for span in computed) == [0, 1]
