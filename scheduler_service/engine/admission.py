@@ -131,11 +131,11 @@ class Admission:
             if self._being_checked.get(call.key) is call:
                 del self._being_checked[call.key]
             self.num_bytes -= call.num_bytes
+            if call.group is not None and call.group.sampling.pooling is None:
+                self.quotas.use_tokens(call.api_key_id, call.group.num_output_tokens - call.num_resumed)
             if call.parent is not None:
                 self._num_texts -= call.group is not None
             else:
-                if call.group is not None:
-                    self.quotas.use_tokens(call.api_key_id, call.group.num_output_tokens - call.num_resumed)
                 self.quotas.leave(call.api_key_id)
             call.api_key_id = ""
         call.num_bytes = 0

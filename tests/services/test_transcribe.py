@@ -31,6 +31,7 @@ from worker_in_process import worker_in_process
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client, EncoderPrompt, SamplingParams, Sound
 from pagewire_client.llm import collect
+from scheduler_service.access.keys import ApiKey, Keyring, digest_of
 from scheduler_service.core import TranscriptParams
 from scheduler_service.frontend.speech.log_mel import log_mel
 from scheduler_service.frontend.speech.transcript import Transcript
@@ -215,6 +216,19 @@ async def test_a_call_that_its_client_leaves_frees_what_it_held(model: Path) -> 
             assert event.language
             break
         await assert_nothing_is_left(one)
+
+
+async def test_an_api_key_is_charged_for_what_is_heard_and_what_is_written(model: Path) -> None:
+    key = ApiKey(id="one", digest=digest_of("secret"), tenant="t", tokens_per_minute=4000)
+    async with (
+        serving(model, {"keyring": Keyring([key])}, **BLOCKS) as (one, _),
+        Client(one.target, api_key="secret", retry_for=0) as client,
+    ):
+        *_, last = await events(client, wav(20, 1), language="en")
+        await assert_nothing_is_left(one)
+        usage, used = last.end.usage, one.engine.admission.quotas._uses["one"].tokens._used
+        assert usage.output_tokens > 3
+        assert used == usage.prompt_tokens + usage.output_tokens > 1500
 
 
 async def test_a_model_that_does_not_hear_says_so(tiny_model_directory: Path) -> None:
