@@ -32,13 +32,17 @@ def max_sequence_tokens(info: WorkerInfo) -> int:
     """The most tokens of one sequence on this worker: the model's limit, or its pool if that must hold them all."""
     if not info.num_device_blocks:
         return info.max_model_len
-    num_blocks = info.num_device_blocks - -(-info.max_encoder_len // info.block_size)
     if info.sliding_window:
         chunk = info.max_num_batched_tokens + info.num_speculative_tokens
         held = blocks_within_window(info.sliding_window, chunk, info.block_size)
         if held <= info.num_device_blocks:
             return info.max_model_len
-    return min(info.max_model_len, num_blocks * info.block_size - info.num_speculative_tokens)
+    return min(info.max_model_len, _num_own_blocks(info) * info.block_size - info.num_speculative_tokens)
+
+
+def _num_own_blocks(info: WorkerInfo) -> int:
+    """Blocks that are left for a request's own tokens, whatever its encoder reads."""
+    return info.num_device_blocks - -(-info.max_encoder_len // info.block_size)
 
 
 def max_num_seqs(settings: SchedulerSettings, info: WorkerInfo) -> int:
@@ -58,7 +62,7 @@ def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
         # A promised size must fit into every worker, and a worker that joins later may have less room than the
         # first one, because its machine held other things when it started. So the size is half of the first
         # worker's room, or the longest sequence.
-        pool_tokens=max(context_length, info.num_device_blocks // 2 * info.block_size),
+        pool_tokens=max(context_length, _num_own_blocks(info) // 2 * info.block_size),
         vocabulary_size=info.vocabulary_size,
         max_num_seqs=max_num_seqs(settings, info),
         has_priorities=settings.policy == "priority",
@@ -99,7 +103,7 @@ def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerI
         )
     for name, promised, offered in (
         ("longest sequence", limits.context_length, max_sequence_tokens(info)),
-        ("pool", limits.pool_tokens, max(max_sequence_tokens(info), info.num_device_blocks * info.block_size)),
+        ("pool", limits.pool_tokens, max(max_sequence_tokens(info), _num_own_blocks(info) * info.block_size)),
         ("largest step", limits.max_num_seqs, max_num_seqs(settings, info)),
     ):
         if offered < promised:

@@ -57,11 +57,12 @@ def test_other_rates_and_several_channels_are_heard_as_one_channel_at_the_usual_
     np.testing.assert_allclose(sound.window(0, 2 * RATE)[100:], expected[100:], atol=2e-3)
 
 
-def test_samples_that_are_no_numbers_are_silent() -> None:
+def test_samples_that_are_no_numbers_are_silent_and_those_beyond_full_scale_as_loud_as_that() -> None:
     broken = samples(1)
-    broken[100:200], broken[300] = np.nan, np.inf
-    sound = Sound(file_of(broken, subtype="FLOAT"), "audio/wav", 60)
-    assert np.isfinite(log_mel(sound.window(0, WINDOW), 80)).all()
+    broken[100:200], broken[300], broken[400] = np.nan, np.inf, -3e38
+    window = Sound(file_of(np.stack([broken] * 8, axis=1), subtype="FLOAT"), "audio/wav", 60).window(0, WINDOW)
+    assert window[[150, 300, 400]] == pytest.approx([0, 1, -1])
+    assert np.isfinite(log_mel(window, 80)).all()
 
 
 def _head(rate: int = RATE, channels: int = 1) -> bytes:

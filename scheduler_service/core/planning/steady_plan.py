@@ -69,8 +69,8 @@ class SteadyPlan:
                 prepared = {chunk.sequence for chunk in step.chunks.get(group, []) if chunk.num_tokens == 1}
             for sequence in group.live:
                 num_uncomputed = sequence.num_uncomputed_tokens
-                if not sequence.is_known:
-                    return None  # its encoder's tokens took the step, and it is told of in the next one
+                if not sequence.num_known_blocks or group.waits_for_encoder:
+                    return None  # the worker has yet to be told of it, because what its encoder reads took the step
                 if num_uncomputed == 1 and (prepared is None or sequence in prepared):
                     plan.append(ScheduledSequence(sequence, 1, True))
                 elif num_uncomputed or sequence.num_computed_tokens + 1 < sequence.max_num_tokens:

@@ -111,7 +111,8 @@ class Sound:
         if self._is_over and frames < _UNKNOWN_FRAMES and self._num_read < _MOST_LOST * frames:
             said = frames / self._file.samplerate
             raise SoundError(f"data is cut off: its head says {said:.1f} s, and there are {self.seconds:.1f}")
-        mono = np.ascontiguousarray(np.nan_to_num(block.mean(axis=1), nan=0.0, posinf=1.0, neginf=-1.0))
+        # What is louder than full scale, in a file of floats, is as loud as that; what is no number is silent.
+        mono = np.ascontiguousarray(np.clip(np.nan_to_num(block), -1.0, 1.0).mean(axis=1))
         self._kept = np.concatenate((self._kept, self._resampler.resample_chunk(mono, last=self._is_over)))
 
     def _check_seconds(self, seconds: float) -> None:
