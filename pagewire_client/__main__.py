@@ -30,6 +30,7 @@ from pagewire_client.watch import watch
 DEFAULT_ADMIN_TARGET = "localhost:50053"
 DEFAULT_HTTP_LISTEN = "127.0.0.1:8000"
 READY_SECONDS = 600.0
+SOUND_BODY_BYTES = 17 << 20
 MIN_BODY_BYTES = 1 << 20
 BODY_BYTES_PER_TOKEN = 12
 """Of a request over HTTP, as the scheduler has it over gRPC."""
@@ -238,7 +239,7 @@ def _lines() -> Iterator[str]:
 def serve(arguments: argparse.Namespace, target: str) -> None:
     """Until a signal comes, or the gateway ends."""
     model = asyncio.run(_served_model(arguments, target))
-    if any((*access(arguments).values(), arguments.http_tls)):
+    if any((*access(arguments).values(), arguments.http_tls, "transcribe" in model.tasks)):
         status = asyncio.run(_serve_locked(arguments, target, model))
     else:
         with Gateway(target, arguments.listen, arguments.otlp_traces_endpoint) as gateway:
@@ -256,6 +257,8 @@ async def _serve_locked(arguments: argparse.Namespace, target: str, model: pb.Ge
 
     host, port = check_free(arguments.listen)
     most_bytes = max(MIN_BODY_BYTES, model.context_length * BODY_BYTES_PER_TOKEN)
+    if "transcribe" in model.tasks:
+        most_bytes = max(most_bytes, SOUND_BODY_BYTES)
     edge = Edge(target, most_bytes=most_bytes, **access(arguments))
     await edge.start()
     try:

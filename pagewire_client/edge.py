@@ -5,7 +5,7 @@ it stands between two ends of this process. The front one ends HTTP, asks the sc
 gives the request a random id, which the gateway keeps. The back one speaks gRPC with the gateway, on this machine
 alone, and finds by that id which key to show the scheduler. Clients see the ids in their answers, and can name one in
 a request, so each opens one call. What to refuse is decided by the scheduler. Of the gateway's routes only those pass
-that are listed here, because others reach further than the scheduler.
+that are listed here, because others reach further than the scheduler. Sounds are transcribed without the gateway.
 """
 
 import asyncio
@@ -24,6 +24,8 @@ from aiohttp import web
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from yarl import URL
 
+from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
+from pagewire_client import http_transcriptions
 from pagewire_client.channel import connect, key_metadata
 from pagewire_common.tls import TlsFolder
 
@@ -162,6 +164,8 @@ class Edge:
         except grpc.aio.AioRpcError as error:
             status, name = _STATUSES.get(error.code(), (503, "service_unavailable"))
             return _error(status, name, error.details() or "")
+        if request.method == "POST" and path in http_transcriptions.PATHS:
+            return await self._transcribe(request, key)
         if not ROUTES.fullmatch(f"{request.method} {path}"):
             return _error(404, "not_found", f"{request.method[:20]} {path[:100]} is not served here")
         if "Content-Encoding" in request.headers:
@@ -177,6 +181,26 @@ class Edge:
             return await self._forward(request, path, body, name)
         finally:
             del self._requests[name]
+
+    async def _transcribe(self, request: web.Request, key: str) -> web.StreamResponse:
+        """The gateway has no such call for the models that there are, so the scheduler is asked."""
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                asked, name, streams = await http_transcriptions.read_form(request)
+        except TimeoutError:
+            return _error(408, "timeout", f"the body did not come within {BODY_SECONDS:g} s")
+        except ValueError as error:  # also aiohttp's, of a body that is no form
+            return _error(400, "invalid_request", str(error)[:300])
+        call = InferenceServiceStub(self._scheduler).Transcribe(asked, metadata=key_metadata(key))
+        try:
+            return await http_transcriptions.answer(request, call, name, streams=streams)
+        except grpc.aio.AioRpcError as error:
+            status, code = http_transcriptions.status_of(error)
+            if not status:
+                status, code = _STATUSES.get(error.code(), (503, "service_unavailable"))
+            return _error(status, code, error.details() or "")
+        finally:
+            call.cancel()
 
     async def _forward(self, request: web.Request, path: str, body: bytes, name: str) -> web.StreamResponse:
         """The gateway's answer, as it comes. When the client leaves, the gateway is left as well."""

@@ -1,0 +1,96 @@
+"""OpenAI's calls for sounds, over HTTP, in front of a model that hears and understands nothing."""
+
+import io
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from embedding_helpers import serving
+from scheduler_in_process import InProcess
+from sounds import wav
+from tiny_encoder_decoder import write_whisper
+
+from pagewire_client import Client, Sound
+from pagewire_client.edge import Edge
+from pagewire_client.gateway import free_address
+
+BLOCKS = {"block_size": 16, "num_device_blocks": 400}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_whisper(tmp_path_factory.mktemp("models") / "whisper")
+
+
+@pytest.fixture
+async def server(model: Path) -> AsyncIterator[tuple[InProcess, str]]:
+    async with serving(model, **BLOCKS) as (one, _):
+        edge, address = Edge(one.target, most_bytes=17 << 20), free_address()
+        host, _, port = address.rpartition(":")
+        await edge.start()
+        await edge.serve_http(host, int(port), "http://127.0.0.1:1")  # there is no gateway
+        try:
+            yield one, f"http://{address}"
+        finally:
+            await edge.close()
+
+
+def form(data: bytes, name: str = "speech.wav", **fields: str) -> aiohttp.FormData:
+    made = aiohttp.FormData({"model": "whisper"} | fields)
+    made.add_field("file", io.BytesIO(data), filename=name, content_type="application/octet-stream")
+    return made
+
+
+async def test_a_sound_is_answered_in_each_format_with_what_transcribe_says(server: tuple[InProcess, str]) -> None:
+    one, url = server
+    sound = wav(8, 2)
+    async with Client(one.target) as client:
+        events = [event async for event in client.transcribe(Sound(sound, "audio/wav"), language="de")]
+    segments = [event.segment for event in events if event.HasField("segment")]
+    text = "".join(segment.text for segment in segments).lstrip()
+    assert text
+    async with aiohttp.ClientSession() as session:
+
+        async def post(**fields: str) -> str:
+            path = f"{url}/v1/audio/transcriptions"
+            async with session.post(path, data=form(sound, language="de", **fields)) as response:
+                assert response.status == 200
+                return await response.text()
+
+        assert json.loads(await post()) == {"text": text}
+        assert await post(response_format="text") == text + "\n"
+        whole = json.loads(await post(response_format="verbose_json"))
+        assert (whole["text"], whole["language"], whole["duration"]) == (text, "de", pytest.approx(8))
+        assert [segment["text"] for segment in whole["segments"]] == [segment.text for segment in segments]
+        lines = (await post(stream="true")).strip().split("\n\n")
+        *deltas, done = (json.loads(line.removeprefix("data: ")) for line in lines)
+        assert "".join(delta["delta"] for delta in deltas) == done["text"] == text
+        async with session.post(f"{url}/v1/audio/translations", data=form(sound, language="de")) as response:
+            assert (await response.json())["text"]
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "words"),
+    [
+        (form(wav(2)[:20_000]), 400, "sound: data is cut off"),
+        (form(b"hello", "speech.txt"), 400, "sound: content_type is 'application/octet-stream'"),
+        (form(wav(1), language="xx"), 400, "language is 'xx'"),
+        (form(wav(1), response_format="srt"), 400, "response_format is 'srt'; it must be one of json"),
+        (form(wav(1), temperature="hot"), 400, "temperature is not a number"),
+        (aiohttp.FormData({"model": "whisper"}), 400, "file is missing"),
+        (form(bytes(18 << 20)), 413, ""),
+    ],
+    ids=["cut off", "text", "language", "format", "temperature", "no file", "too large"],
+)
+async def test_what_cannot_be_heard_is_an_error_as_openai_has_them(
+    data: aiohttp.FormData, status: int, words: str, server: tuple[InProcess, str]
+) -> None:
+    _, url = server
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/audio/transcriptions", data=data) as response,
+    ):
+        assert response.status == status
+        assert words in (await response.text())
