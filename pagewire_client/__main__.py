@@ -30,6 +30,7 @@ from pagewire_client.watch import watch
 DEFAULT_ADMIN_TARGET = "localhost:50053"
 DEFAULT_HTTP_LISTEN = "127.0.0.1:8000"
 READY_SECONDS = 600.0
+MAX_TOKENS = 512
 SOUND_BODY_BYTES = 17 << 20
 MIN_BODY_BYTES = 1 << 20
 BODY_BYTES_PER_TOKEN = 12
@@ -71,7 +72,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default=RETRY_SECONDS,
         help="how long to try to reach a --target again that is not there; 0 for not at all (default %(default)g)",
     )
-    common.add_argument("--max-tokens", type=int, default=512, help="most tokens to generate (default 512)")
+    common.add_argument(
+        "--max-tokens", type=int, help="most tokens to generate (default 512; with --encoder, what the context leaves)"
+    )
     common.add_argument("--temperature", type=float, help="0 takes the likeliest token (default: the model's)")
     common.add_argument("--top-k", type=int)
     common.add_argument("--top-p", type=float)
@@ -169,8 +172,9 @@ def _add_operators_commands(
 
 
 def sampling_params(arguments: argparse.Namespace) -> pb.SamplingParams:
+    most = None if getattr(arguments, "encoder", False) else MAX_TOKENS
     return pb.SamplingParams(
-        max_tokens=arguments.max_tokens,
+        max_tokens=most if arguments.max_tokens is None else arguments.max_tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
