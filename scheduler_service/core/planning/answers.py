@@ -45,7 +45,7 @@ class Answers:
                 continue
             start = sequence.num_stored_tokens + 1
             sequence.num_stored_tokens += num_tokens
-            if num_tokens > 1 or sequence.num_stored_tokens % block_size == 0:
+            if num_tokens > 1 or sequence.num_stored_tokens % block_size == 0 or sequence.is_encoder:
                 self._blocks.publish(sequence)
             if sequence.is_encoder:
                 continue
