@@ -27,6 +27,8 @@ from scheduler_service.frontend.speech.sound import SAMPLE_RATE
 from scheduler_service.frontend.speech.speech_tokens import SpeechTokens
 from scheduler_service.frontend.speech.transcript import Segment, Transcript
 
+LEAST_STEP = SAMPLE_RATE
+"""Samples from one window to the next: a text that ends sooner, before another that does not end, has been made up."""
 MAX_SECONDS = 3600.0
 """Of a sound."""
 
@@ -95,7 +97,7 @@ class _SpeechCall(PartedCall):
                         yield await self._encode(segment, begins)
             if (rest := transcript.rest) is not None:
                 yield await self._encode(rest, begins)
-            start += max(round(transcript.next * SAMPLE_RATE), 1)
+            start += max(round(transcript.next * SAMPLE_RATE), LEAST_STEP)
             self._seconds = sound.seconds
         if not start:
             invalid(TOO_SHORT)
