@@ -31,7 +31,7 @@ def starcoder(make_checkpoint: Callable[..., Path]) -> Path:
         ({}, "a model of no stated type is not supported"),
         ({"model_type": "olmo2", "hidden_size": "many"}, "it describes no model olmo2: .*hidden_size"),
         ({"model_type": "vit"}, "it does not continue text"),
-        ({"model_type": "bart"}, "it is an encoder and a decoder"),
+        ({"model_type": "marian"}, "it is an encoder and a decoder"),
         ({"model_type": "bert", "is_decoder": True}, "a model bert is not supported as a decoder"),
         ({"model_type": "electra", "is_decoder": True}, "it is made to fill gaps in text"),
         ({"model_type": "gemma3"}, "it is made for more than text"),
