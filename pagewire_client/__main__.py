@@ -39,10 +39,13 @@ BODY_BYTES_PER_TOKEN = 12
 TRY_IT = """\
 OpenAI's API is at {url}/v1; Ctrl-C ends it. Try:
 
-curl {url}/v1/chat/completions -H 'content-type: application/json' {key}\\
-  -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+{try_it}
 
 """
+CHAT = """\
+curl {url}/v1/chat/completions -H 'content-type: application/json' {key}\\
+  -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'"""
+TRANSCRIBE = "curl {url}/v1/audio/transcriptions {key}-F model={model} -F file=@speech.wav"
 KEY_LINE = '-H "authorization: Bearer $PAGEWIRE_API_KEY" '
 
 
@@ -244,16 +247,21 @@ def serve(arguments: argparse.Namespace, target: str) -> None:
     """Until a signal comes, or the gateway ends."""
     model = asyncio.run(_served_model(arguments, target))
     if any((*access(arguments).values(), arguments.http_tls, "transcribe" in model.tasks)):
-        status = asyncio.run(_serve_locked(arguments, target, model))
+        status = asyncio.run(_serve_behind_edge(arguments, target, model))
     else:
         with Gateway(target, arguments.listen, arguments.otlp_traces_endpoint) as gateway:
             gateway.wait_until_ready(READY_SECONDS)
-            sys.stderr.write(TRY_IT.format(url=gateway.url, model=model.name, key=""))
+            sys.stderr.write(_try_it(gateway.url, model))
             status = gateway.process.wait()
     raise ServerError(f"the gateway ended with status {status}")
 
 
-async def _serve_locked(arguments: argparse.Namespace, target: str, model: pb.GetModelResponse) -> int:
+def _try_it(url: str, model: pb.GetModelResponse, key: str = "") -> str:
+    call = TRANSCRIBE if "transcribe" in model.tasks else CHAT
+    return TRY_IT.format(url=url, try_it=call.format(url=url, model=model.name, key=key))
+
+
+async def _serve_behind_edge(arguments: argparse.Namespace, target: str, model: pb.GetModelResponse) -> int:
     """With the gateway on a port that only this machine can reach; returns its exit status."""
     from pagewire_client.edge import Edge
     from pagewire_common.start_error import StartError
@@ -271,7 +279,7 @@ async def _serve_locked(arguments: argparse.Namespace, target: str, model: pb.Ge
             await asyncio.to_thread(gateway.wait_until_ready, READY_SECONDS)
             await edge.serve_http(host, port, gateway.url, tls)
             url = url_of("https" if tls else "http", "localhost" if tls else host, port)
-            sys.stderr.write(TRY_IT.format(url=url, model=model.name, key=KEY_LINE))
+            sys.stderr.write(_try_it(url, model, KEY_LINE if any(access(arguments).values()) else ""))
             return await asyncio.to_thread(gateway.process.wait)
     except (StartError, OSError) as error:
         raise ServerError(str(error)) from None

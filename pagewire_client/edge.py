@@ -1,11 +1,11 @@
-"""The lock of the HTTP API: TLS, and API keys as the scheduler has them.
+"""The lock of the HTTP API: TLS, and API keys as the scheduler has them; and the calls for sounds.
 
-The gateway knows neither: it speaks to schedulers in plain text, and passes on nothing that says whose a request is. So
-it stands between two ends of this process. The front one ends HTTP, asks the scheduler whether the key is one, and
-gives the request a random id, which the gateway keeps. The back one speaks gRPC with the gateway, on this machine
-alone, and finds by that id which key to show the scheduler. Clients see the ids in their answers, and can name one in
-a request, so each opens one call. What to refuse is decided by the scheduler. Of the gateway's routes only those pass
-that are listed here, because others reach further than the scheduler. Sounds are transcribed without the gateway.
+The gateway knows nothing of keys and TLS: it speaks to schedulers in plain text, and passes on nothing that says whose
+a request is. So it stands between two ends of this process. The front one ends HTTP, asks the scheduler whether the key
+is one, and gives the request a random id, which the gateway keeps. The back one speaks gRPC with the gateway, on this
+machine alone, and finds by that id which key to show the scheduler. Clients see the ids in their answers, and can name
+one in a request, so each opens one call. What to refuse is decided by the scheduler. Of the gateway's routes only those
+pass that are listed here, because others reach further than the scheduler. Sounds go to the scheduler without it.
 """
 
 import asyncio

@@ -12,7 +12,7 @@ from pagewire.v1.admin_service_pb2 import FinishedRequest
 from pagewire_common.errors import RequestError
 from scheduler_service.access.caller import caller
 from scheduler_service.core import EncoderInput
-from scheduler_service.core.blocks.prefix_key import block_keys, key_of_adapter, root_key
+from scheduler_service.core.blocks.prefix_key import block_keys, key_of_adapter, root_behind, root_key
 from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.request import GenerationRequest, RequestState
@@ -119,12 +119,11 @@ class EngineCall:
         )
         if request.encoder_input is not None:
             encode_fields(EncoderInput, request.encoder_input, submission.encoder_input)
-            root = request.encoder_input.root_after(root)
         if part_of is not None:
             submission.part_of, submission.key = part_of.number, request.key
         encode_sampling(request.sampling, submission)
         if welcome.prefix_caching and model.generates:
-            first = key_of_adapter(root, request.adapter)
+            first = key_of_adapter(root_behind(root, request.encoder_input), request.adapter)
             submission.block_keys = await _block_keys(first, request, model.block_size)
         await link.ask(self.number, submit=submission)
         return state

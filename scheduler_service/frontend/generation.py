@@ -1,6 +1,5 @@
 """A Generate call, in whatever protocol it came: a place, checks, the engine, and its outputs in that protocol."""
 
-import asyncio
 import contextlib
 import time
 import uuid
@@ -19,6 +18,7 @@ from pagewire_common.errors import RequestError
 from pagewire_common.patient_writer import PatientWriter
 from scheduler_service.access.caller import caller, tenant_of
 from scheduler_service.core import SequenceStatus
+from scheduler_service.frontend.call_end import CallEnd, names_of
 from scheduler_service.frontend.engine_call import EngineCall
 from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
@@ -26,7 +26,6 @@ from scheduler_service.frontend.request import RequestState, request_key
 from scheduler_service.frontend.request_memory import SOUND_BYTES, prompt_logprob_bytes, request_bytes
 from scheduler_service.frontend.request_trace import RequestTrace, trace_id_of
 from scheduler_service.frontend.resumption import check_resumption
-from scheduler_service.frontend.sampling_validation import MAX_STRING
 from scheduler_service.frontend.streams import OutputDelta
 from scheduler_service.frontend.validation import check_names, check_request, check_sizes
 from scheduler_service.statistics.finished_requests import RequestMetrics
@@ -177,27 +176,15 @@ def _audited(request: pb.GenerateRequest, context: Context, tracer: Tracer | Non
     metadata = context.invocation_metadata() or ()
     trace = RequestTrace(tracer, metadata, request) if tracer is not None else None
     trace_id = trace.id if trace is not None else trace_id_of(metadata)
-    record, began, status, sentence = _Record(trace), time.monotonic(), "OK", ""
+    record, end = _Record(trace), CallEnd()
     try:
-        yield record
-    except RequestError as error:
-        status, sentence = error.code.name, str(error)
-        raise
-    except asyncio.CancelledError:
-        status = "CANCELLED"
-        raise
-    except BaseException:
-        status = "INTERNAL"
-        raise
+        with end.noting():
+            yield record
     finally:
-        key = caller.get()
-        tenant = request.tenant if key is None else key.tenant
-        figures = {"total_seconds": time.monotonic() - began} | record.figures()
-        names = {"api_key": key.id} if key is not None else {}
-        if request.lora_name:
-            names["lora_name"] = request.lora_name[:MAX_STRING]
+        names = names_of(request.tenant, request.lora_name)
         if trace_id:
             names["trace_id"] = trace_id
+        figures = {"total_seconds": end.seconds} | record.figures()
         if trace is not None:
-            trace.end(status, sentence, figures)
-        log.info("request closed", status=status, tenant=tenant[:MAX_STRING], **names, **figures)
+            trace.end(end.status, end.sentence, figures)
+        log.info("request closed", status=end.status, **names, **figures)

@@ -4,9 +4,7 @@ The call is admitted as one request: the place, the quota, the API key and the a
 that its parts take.
 """
 
-import asyncio
 import contextlib
-import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Self
@@ -14,15 +12,14 @@ from typing import Any, Self
 import structlog
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_common.errors import RequestError
 from scheduler_service.access.caller import caller, tenant_of
 from scheduler_service.core import EncoderInput, SamplingParams
+from scheduler_service.frontend.call_end import CallEnd, names_of
 from scheduler_service.frontend.engine_call import EngineCall
 from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.generation import allowed_model
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.request import GenerationRequest, RequestState, request_key
-from scheduler_service.frontend.sampling_validation import MAX_STRING
 from scheduler_service.frontend.validation import check_characters, check_place
 
 log = structlog.get_logger()
@@ -109,32 +106,19 @@ class PartedCall:
     @contextlib.contextmanager
     def _logged(self) -> Iterator[None]:
         """Log one line of the call, however it ends."""
-        request, began, status = self._request, time.monotonic(), "OK"
+        end = CallEnd()
         try:
-            yield
-        except RequestError as error:
-            status = error.code.name
-            raise
-        except asyncio.CancelledError:
-            status = "CANCELLED"
-            raise
-        except BaseException:
-            status = "INTERNAL"
-            raise
+            with end.noting():
+                yield
         finally:
-            key = caller.get()
-            names = {"api_key": key.id} if key is not None else {}
-            if request.lora_name:
-                names["lora_name"] = request.lora_name[:MAX_STRING]
             log.info(
                 self.event,
-                status=status,
+                status=end.status,
                 request_id=self._id,
-                tenant=(request.tenant if key is None else key.tenant)[:MAX_STRING],
                 prompt_tokens=self.num_tokens,
-                total_seconds=time.monotonic() - began,
+                total_seconds=end.seconds,
                 **self._figures(),
-                **names,
+                **names_of(self._request.tenant, self._request.lora_name),
             )
 
     def _figures(self) -> dict[str, Any]:

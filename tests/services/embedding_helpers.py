@@ -1,19 +1,23 @@
 """Vectors of texts as transformers makes them, slowly, and workers and schedulers that make them."""
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from engines import until
+from lora_helpers import slow_down
 from scheduler_in_process import InProcess, scheduler
 from torch import Tensor
 from torch.nn import functional
 from worker_in_process import ServedWorker, worker_in_process
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_client import Embedding
+from pagewire_client import Client, Embedding
+
+T = TypeVar("T")
 
 TEXTS = ["hello", "a", "one two three one two three", "x" * 40, "héllo wörld", "the quick brown fox", "ab" * 15]
 
@@ -69,6 +73,25 @@ async def serving(
     ):
         await until(lambda: one.engine.admits)
         yield one, worker
+
+
+async def said_through_a_loss(model: Path, say: Callable[[Client], Awaitable[T]], **settings: Any) -> T:
+    """What calls say of which the worker is lost midway, one of two slow ones."""
+    async with worker_in_process(model, **settings) as first, worker_in_process(model, **settings) as second:
+        slow_down(first, 0.02)
+        slow_down(second, 0.02)
+        async with (
+            scheduler(first.address, second.address, model=str(model), check_invariants=True) as one,
+            Client(one.target) as client,
+        ):
+            await until(lambda: one.engine.admits)
+            said = asyncio.ensure_future(say(client))
+            (lost,) = (worker for worker in one.engine.workers if worker.client.address == first.address)
+            await until(lambda: lost.scheduler and lost.scheduler.running)
+            await first.server.server.stop(None)
+            found = await said
+            await assert_nothing_is_left(one)
+            return found
 
 
 def encoder_settings() -> dict[str, Any]:

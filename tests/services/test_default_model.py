@@ -6,9 +6,8 @@ That tokens are those of transformers whatever the scheduler does, test_equal_to
 import asyncio
 
 import pytest
-import torch
 from prompts import PROMPTS
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers_oracle import likeliest_tokens
 
 from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.llm import collect
@@ -38,24 +37,5 @@ async def test_concurrent_greedy_outputs_in_float32_equal_transformers() -> None
             completions = await asyncio.gather(*(collect(client, prompt, sampling) for prompt in SOME))
     outputs = [completion.outputs[0].token_ids for completion in completions]
     assert all(len(tokens) == NUM_TOKENS for tokens in outputs)
-    assert outputs == likeliest_tokens(outputs)
-
-
-def likeliest_tokens(outputs: list[list[int]]) -> list[list[int]]:
-    """The likeliest token by transformers in float32 after each prompt, and after each token of the server's output.
-
-    If these are the output itself, transformers generates the same: after equal tokens the same token is likeliest. One
-    pass for each prompt takes a tenth of the time of generating.
-    """
     directory = find_model("default", load_settings(WorkerSettings, "tests", []).cache.expanduser()).path
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    likeliest = []
-    for prompt, output in zip(SOME, outputs, strict=True):
-        tokens = tokenizer(prompt, return_tensors="pt").input_ids
-        with torch.inference_mode():
-            logits = model(
-                torch.cat([tokens, torch.tensor([output[:-1]])], dim=1), logits_to_keep=NUM_TOKENS, use_cache=False
-            ).logits
-        likeliest.append(logits[0].argmax(dim=-1).tolist())
-    return likeliest
+    assert outputs == likeliest_tokens(directory, SOME, outputs)

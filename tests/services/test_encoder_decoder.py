@@ -7,12 +7,8 @@ from typing import Any
 
 import grpc
 import pytest
-from embedding_helpers import assert_nothing_is_left, serving
-from engines import until
-from lora_helpers import slow_down
-from scheduler_in_process import scheduler
+from embedding_helpers import assert_nothing_is_left, said_through_a_loss, serving
 from tiny_encoder_decoder import START, SlowEncoderDecoder, write_adapter, write_encoder_decoder
-from worker_in_process import worker_in_process
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client, EncoderPrompt, SamplingParams
@@ -133,20 +129,7 @@ async def test_what_an_encoder_has_read_is_found_by_later_requests_of_the_same_s
 
 
 async def test_outputs_go_on_on_another_worker_when_theirs_is_lost(model: Path, alone: list[Shown]) -> None:
-    async with worker_in_process(model) as first, worker_in_process(model) as second:
-        slow_down(first, 0.01)
-        slow_down(second, 0.01)
-        async with (
-            scheduler(first.address, second.address, model=str(model), check_invariants=True) as one,
-            Client(one.target) as client,
-        ):
-            await until(lambda: one.engine.admits)
-            together = asyncio.ensure_future(all_together(client))
-            await until(lambda: any(worker.scheduler and worker.scheduler.running for worker in one.engine.workers))
-            await asyncio.sleep(0.1)
-            await first.server.server.stop(None)
-            assert await together == alone
-            await assert_nothing_is_left(one)
+    assert await said_through_a_loss(model, all_together) == alone
 
 
 async def test_adapters_apply_to_both_parts_and_each_has_its_own_reading_of_an_input(

@@ -15,6 +15,7 @@ from cluster import cluster_state, until_idle
 from prompts import PROMPTS
 from tiny_model import write_tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers_oracle import likeliest_tokens
 
 from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.llm import collect
@@ -69,22 +70,8 @@ def concurrent_tokens(server: LocalServer) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def greedy_tokens(model_directory: Path, concurrent_tokens: list[list[int]]) -> list[list[int]]:
-    """The likeliest token by transformers in float32 after each prompt, and after each token of the server's output.
-
-    If these are the output itself, transformers generates the same: after equal tokens the same token is likeliest. One
-    pass for each prompt takes a tenth of the time of generating.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(model_directory)
-    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32).eval()
-    likeliest = []
-    for prompt, output in zip(PROMPTS, concurrent_tokens, strict=True):
-        tokens = tokenizer(prompt, return_tensors="pt").input_ids
-        with torch.inference_mode():
-            logits = model(
-                torch.cat([tokens, torch.tensor([output[:-1]])], dim=1), logits_to_keep=NUM_TOKENS, use_cache=False
-            ).logits
-        likeliest.append(logits[0].argmax(dim=-1).tolist())
-    return likeliest
+    """Those of transformers, if they are the output itself."""
+    return likeliest_tokens(model_directory, PROMPTS, concurrent_tokens)
 
 
 SAMPLINGS = [

@@ -9,10 +9,8 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from embedding_helpers import assert_nothing_is_left, serving
-from engines import until
+from embedding_helpers import assert_nothing_is_left, said_through_a_loss, serving
 from lora_helpers import slow_down
-from scheduler_in_process import scheduler
 from sounds import RATE, file_of, samples, wav
 from tiny_encoder_decoder import (
     ENGLISH,
@@ -26,7 +24,6 @@ from tiny_encoder_decoder import (
     WRITE,
     write_whisper,
 )
-from worker_in_process import worker_in_process
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client, EncoderPrompt, SamplingParams, Sound
@@ -154,19 +151,7 @@ async def test_transcripts_are_the_same_alone_and_together_swapped_and_through_t
         assert await all_heard(client) == alone
         assert await all_heard(client) == alone
         await assert_nothing_is_left(one)
-    async with worker_in_process(model, **BLOCKS) as first, worker_in_process(model, **BLOCKS) as second:
-        slow_down(first, 0.02)
-        slow_down(second, 0.02)
-        async with (
-            scheduler(first.address, second.address, model=str(model), check_invariants=True) as one,
-            Client(one.target) as client,
-        ):
-            await until(lambda: one.engine.admits)
-            together = asyncio.ensure_future(all_heard(client))
-            await until(lambda: any(worker.scheduler and worker.scheduler.running for worker in one.engine.workers))
-            await first.server.server.stop(None)
-            assert await together == alone
-            await assert_nothing_is_left(one)
+    assert await said_through_a_loss(model, all_heard, **BLOCKS) == alone
 
 
 REFUSED: dict[str, tuple[bytes, str, dict[str, Any], str]] = {

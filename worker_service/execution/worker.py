@@ -69,7 +69,6 @@ def load_worker(settings: WorkerSettings) -> Worker:
     target = Network.open(settings.model, settings, device, ranks)
     if target.is_encoder:
         return _load_encoder(settings, target, kernels)
-    _check_encoder_decoder(settings, target)
     config, tokenizer_files = target.config, target.tokenizer_files
     max_model_len = _choose_max_model_len(settings, config.max_model_len)
     max_num_encoder_tokens = (
@@ -169,14 +168,6 @@ def load_worker(settings: WorkerSettings) -> Worker:
     )
 
 
-def _check_encoder_decoder(settings: WorkerSettings, target: Network) -> None:
-    """Raises StartError for what is not there for models of encoder and decoder."""
-    if settings.draft_model is not None and target.max_encoder_len:
-        raise StartError(
-            f"--draft-model: {target.model_id} has an encoder beside its decoder, and a draft would have none"
-        )
-
-
 def _load_encoder(settings: WorkerSettings, target: Network, kernels: str) -> Worker:
     """The same for an encoder, which has neither a cache nor anything that is for sampling. Raises StartError."""
     for name, is_set in (
@@ -243,6 +234,8 @@ def _open_draft(settings: WorkerSettings, target: Network, sliding_window: int) 
     """The draft model, if there is to be one. Raises StartError where it cannot guess for the target."""
     if settings.draft_model is None:
         return None
+    if target.max_encoder_len:
+        raise StartError(f"--speculate draft: {target.model_id} has an encoder, and a draft model would have none")
     if sliding_window:
         raise StartError(
             f"--speculate draft: blocks behind the sliding window of {target.model_id} are given back, and a draft "

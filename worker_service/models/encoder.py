@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from worker_service.models.causal_model import LoraPlace
 from worker_service.models.encoder_config import EncoderConfig
-from worker_service.models.linear import Linear
+from worker_service.models.transformers_network import PackedLinear, build_network
 from worker_service.models.transformers_weights import checkpoint_places
 
 NAME = "pagewire-encoder"
@@ -45,12 +44,8 @@ class Encoder:
     def __init__(self, config: EncoderConfig, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate the weights, without values yet."""
         self.config = config
-        with device, no_init_weights():
-            network = config.network_class._from_config(
-                copy.deepcopy(config.network), dtype=dtype, attn_implementation=NAME, **config.options
-            )
-        self._network = network.requires_grad_(False).eval()
-        self._body = network.base_model if config.num_labels else network
+        self._network = build_network(config, dtype, device, NAME, **config.options)
+        self._body = self._network.base_model if config.num_labels else self._network
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """As `CausalModel` has it."""
@@ -97,20 +92,6 @@ def _within(lengths: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         _lengths.reset(token)
-
-
-class PackedLinear(nn.Module):
-    """Takes the place of a linear layer."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.weight = linear.weight  # some networks ask for its dtype
-        self._linear = Linear(linear.weight, linear.bias)
-        self._linear.pack()
-
-    def forward(self, x: Tensor) -> Tensor:
-        product = self._linear(x.flatten(0, -2))
-        return product.view(*x.shape[:-1], product.shape[1])
 
 
 class _GivenStates(nn.Module):

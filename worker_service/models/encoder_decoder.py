@@ -8,7 +8,6 @@ T5 adds to each score a number that depends on how far apart two tokens are (Raf
 2020) and Whisper (Radford et al., 2023) add an embedding of the position to the token.
 """
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,15 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.initialization import no_init_weights
 
 from kernels.backends import ops_for
 from kernels.metadata import AttentionMetadata
 from worker_service.models.causal_model import LoraPlace
-from worker_service.models.encoder import PackedLinear
 from worker_service.models.encoder_decoder_config import EncoderDecoderConfig
 from worker_service.models.linear import Linear
-from worker_service.models.transformers_model import GivenBody, GivenProduct, path_of, with_part
+from worker_service.models.transformers_network import Head, PackedLinear, build_network
 from worker_service.models.transformers_weights import checkpoint_places
 
 NAME = "pagewire-encoder-decoder"
@@ -44,15 +41,10 @@ class EncoderDecoder:
     def __init__(self, config: EncoderDecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate the weights, without values yet; tensors that the configuration determines have theirs."""
         self.config = config
-        with device, no_init_weights():
-            network = config.network_class._from_config(
-                copy.deepcopy(config.network), dtype=dtype, attn_implementation=NAME
-            )
-        network.tie_weights()
+        network = self._network = build_network(config, dtype, device, NAME)
         if not config.ties_embeddings:
             product = network.get_output_embeddings()
-            product.weight = nn.Parameter(torch.empty_like(product.weight))
-        self._network = network.requires_grad_(False).eval()
+            product.weight = nn.Parameter(torch.empty_like(product.weight), requires_grad=False)
         self._dtype, self._device = dtype, device
         self._ops = ops_for(device)
         self._encoder, self._decoder = network.get_encoder(), network.get_decoder()
@@ -60,10 +52,7 @@ class EncoderDecoder:
         self._cross = self._named(_CROSS)
         self._bias: Tensor | None = None
         self._loras: dict[int, Linear] = {}  # by the identity of the layer whose product they add to
-        self._head = with_part(network, path_of(network, self._decoder), GivenBody())
-        product = network.get_output_embeddings()
-        self._logits = Linear(product.weight, product.bias, wide=True)
-        self._head = with_part(self._head, path_of(network, product), GivenProduct(product.weight, self._logits))
+        self._head = Head(network, self._decoder)
 
     def _named(self, names: tuple[str, ...]) -> list[Any]:
         """The decoder's modules of these names, layer after layer."""
@@ -76,7 +65,7 @@ class EncoderDecoder:
     def pack(self, int8: bool = False) -> None:
         """As `CausalModel` has it, but without int8."""
         assert not int8
-        self._logits.pack()
+        self._head.pack()
         if hasattr(self._decoder, "embed_positions"):
             self._decoder.embed_positions = _Positions(self._decoder.embed_positions)
         else:
@@ -124,13 +113,12 @@ class EncoderDecoder:
                 output = self._encoder(given[None].to(self._dtype))
             else:
                 output = self._encoder(input_ids=given[None], attention_mask=torch.ones_like(given[None]))
-        states = output.last_hidden_state[0]
-        shape = (len(states), self.config.num_kv_heads, self.config.head_dim)
-        for layer, attention in enumerate(self._cross):
-            key, value = (attention.k, attention.v) if hasattr(attention, "k") else (attention.k_proj, attention.v_proj)
-            with _within(_Whole(), lora_slots):
-                keys, values = key(states), value(states)
-            self._ops.store_kv(keys.view(shape), values.view(shape), cache[:, layer], slots)
+            states = output.last_hidden_state[0]
+            shape = (len(states), self.config.num_kv_heads, self.config.head_dim)
+            for layer, attention in enumerate(self._cross):
+                names = ("k", "v") if hasattr(attention, "k") else ("k_proj", "v_proj")
+                keys, values = (getattr(attention, name)(states).view(shape) for name in names)
+                self._ops.store_kv(keys, values, cache[:, layer], slots)
 
     def forward(
         self,
@@ -158,8 +146,7 @@ class EncoderDecoder:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """As `CausalModel` has it."""
         states = (hidden[None],)  # the encoder's, which nothing reads
-        logits: Tensor = self._head(encoder_outputs=states, decoder_inputs_embeds=hidden[None], use_cache=False).logits
-        return logits[0].float()
+        return self._head(encoder_outputs=states, decoder_inputs_embeds=hidden[None])
 
 
 class _Attention(Protocol):

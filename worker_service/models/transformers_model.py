@@ -1,19 +1,15 @@
 """Any other causal network, run through its own code in transformers with our paged attention in its layers.
 
 All tokens of a step go through the network as one row; only attention looks across tokens, and it knows which belong
-together. A network's own code also caps and scales its logits, but the product that makes them is ours, in float32.
-It is slower than the native decoder, because nothing is fused or packed. Families whose layers differ in shape from the
-native one's run here too, among them OLMo 2 (norms only behind the halves of a layer, and over all heads), Cohere (both
-halves side by side) and Granite (multipliers).
+together. It is slower than the native decoder, because nothing is fused or packed. Families whose layers differ in
+shape from the native one's run here too, among them OLMo 2 (norms only behind the halves of a layer, and over all
+heads), Cohere (both halves side by side) and Granite (multipliers).
 """
 
-import copy
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.initialization import no_init_weights
 
 from kernels.backends import ops_for
 from kernels.metadata import AttentionMetadata
@@ -21,6 +17,7 @@ from worker_service.models.causal_model import LoraPlace
 from worker_service.models.linear import Linear
 from worker_service.models.transformers_attention import NAME, within
 from worker_service.models.transformers_config import TransformersConfig
+from worker_service.models.transformers_network import Head, build_network
 from worker_service.models.transformers_weights import checkpoint_places
 
 
@@ -30,19 +27,10 @@ class TransformersModel:
     def __init__(self, config: TransformersConfig, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate the weights, without values yet; tensors that the configuration determines have theirs."""
         self.config = config
-        with device, no_init_weights():
-            network = config.network_class._from_config(
-                copy.deepcopy(config.network), dtype=dtype, attn_implementation=NAME
-            )
-        network.tie_weights()
-        self._network = network.requires_grad_(False).eval()
-        self._body = network.get_decoder()
-        self._head = with_part(network, path_of(network, self._body), GivenBody())
-        self._logits = None
+        self._network = build_network(config, dtype, device, NAME)
+        self._body = self._network.get_decoder()
+        self._head = Head(self._network, self._body)
         self._lora_slots: Tensor | None = None  # of the pass that is being computed
-        if type(product := network.get_output_embeddings()) is nn.Linear:
-            self._logits = Linear(product.weight, product.bias, wide=True)
-            self._head = with_part(self._head, path_of(network, product), GivenProduct(product.weight, self._logits))
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """As `CausalModel` has it."""
@@ -51,8 +39,7 @@ class TransformersModel:
     def pack(self, int8: bool = False) -> None:
         """As `CausalModel` has it, but without int8."""
         assert not int8
-        if self._logits is not None:
-            self._logits.pack()
+        self._head.pack()
 
     def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
         """As `CausalModel` has it, for the body's plain linear layers that see every token: experts do not."""
@@ -99,8 +86,7 @@ class TransformersModel:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """As `CausalModel` has it."""
-        logits: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
-        return logits.float()
+        return self._head(inputs_embeds=hidden[None])
 
 
 class _CachedAttention:
@@ -118,51 +104,3 @@ class _CachedAttention:
         layer_cache = next(self._layers)
         self._ops.store_kv(key, value, layer_cache, self._slots)
         return self._ops.paged_attention(query, layer_cache, self._metadata, scale, window, soft_cap)
-
-
-class GivenBody(nn.Module):
-    """Takes the place of the module that computes hidden states, and returns the ones that it is given."""
-
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> "_Output":
-        return _Output(inputs_embeds)
-
-
-class GivenProduct(nn.Module):
-    """Takes the place of the module that multiplies hidden states by the head's weights."""
-
-    def __init__(self, weight: Tensor, product: Linear) -> None:
-        super().__init__()
-        self.weight = weight  # some networks ask for its dtype
-        self._product = product
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        logits = self._product(hidden.flatten(0, -2))
-        return logits.view(*hidden.shape[:-1], logits.shape[1])
-
-
-class _Output:
-    """The output of any body: hidden states, and None for all other fields that heads read."""
-
-    def __init__(self, last_hidden_state: Tensor) -> None:
-        self.last_hidden_state = last_hidden_state
-
-    def __getitem__(self, index: int) -> Tensor:
-        return (self.last_hidden_state,)[index]
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-
-def path_of(module: nn.Module, part: nn.Module) -> list[str]:
-    """The names that lead to a part."""
-    path: str
-    (path,) = (name for name, candidate in module.named_modules() if candidate is part)
-    return path.split(".")
-
-
-def with_part(module: nn.Module, path: list[str], part: nn.Module) -> Any:
-    """The same module, weights and all, with another part in place of the one at `path`."""
-    name, *rest = path
-    other = copy.copy(module)
-    other._modules = {**module._modules, name: with_part(getattr(module, name), rest, part) if rest else part}
-    return other

@@ -327,10 +327,10 @@ class BlockManager:
         held = self._on_device.held_by(group)
         kept = itertools.takewhile(lambda key: self._is_held_by_others(key, held), self.cacheable_keys(leader))
         num_tokens = max(0, leader.num_computed_tokens - sum(self.block_size for _ in kept))
-        if (encoder := group.encoder) is not None and not all(
-            self._is_held_by_others(key, held) for key in encoder.block_keys or [b""]
-        ):
-            num_tokens += encoder.num_computed_tokens
+        if (encoder := group.encoder) is not None:
+            # Without a prefix cache it has no keys, and nothing is found of it.
+            is_kept = bool(keys := encoder.block_keys) and all(self._is_held_by_others(key, held) for key in keys)
+            num_tokens += 0 if is_kept else encoder.num_computed_tokens
         return num_tokens + sum(max(0, f.num_computed_tokens - f.num_prompt_tokens) for f in followers)
 
     def _is_held_by_others(self, content: Content, held: Counter[int]) -> bool:

@@ -9,6 +9,7 @@ import hashlib
 from array import array
 from collections.abc import Iterator
 
+from scheduler_service.core.groups.encoder_input import EncoderInput
 from scheduler_service.core.groups.sequence import SequenceGroup
 
 
@@ -20,6 +21,11 @@ def root_key(*parts: bytes) -> bytes:
     return digest.digest()
 
 
+def root_behind(root: bytes, encoder_input: EncoderInput | None) -> bytes:
+    """The root of a decoder's keys: what it makes of its tokens depends on what its encoder has read."""
+    return root if encoder_input is None else root_key(root, encoder_input.digest)
+
+
 def encoder_keys(first: bytes, num_blocks: int) -> list[bytes]:
     """The keys of an encoder's blocks, the last of which need not be full: each stands for the whole input."""
     return [root_key(first, index.to_bytes(8, "little"), b"encoder") for index in range(num_blocks)]
@@ -28,8 +34,7 @@ def encoder_keys(first: bytes, num_blocks: int) -> list[bytes]:
 def first_key(group: SequenceGroup) -> bytes:
     """What the chain of a group's keys begins with: keys and values differ from adapter to adapter, and with what an
     encoder has read."""
-    root = group.cache_root if group.encoder is None else group.encoder.input.root_after(group.cache_root)
-    return key_of_adapter(root, group.lora_name)
+    return key_of_adapter(root_behind(group.cache_root, group.encoder_input), group.lora_name)
 
 
 def key_of_adapter(root: bytes, adapter: str) -> bytes:

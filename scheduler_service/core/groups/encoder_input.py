@@ -34,12 +34,3 @@ class EncoderInput:
             object.__setattr__(self, "num_feature_bytes", len(self.features))
         if not self.digest:
             object.__setattr__(self, "digest", hashlib.sha256(self.features or token_ids.tobytes()).digest())
-
-    def root_after(self, cache_root: bytes) -> bytes:
-        """The root of cached prefixes for such groups: a decoder's keys depend on what its encoder read."""
-        return hashlib.sha256(b"encoder" + self.digest + cache_root).digest()
-
-    @property
-    def num_bytes(self) -> int:
-        """Of memory."""
-        return len(self.features) + 4 * len(self.token_ids)

@@ -4,6 +4,7 @@ import gc
 import sys
 
 from scheduler_service.core import EncoderInput, SamplingParams, SequenceGroup
+from scheduler_service.core.blocks.prefix_key import root_behind
 
 
 def test_equal_inputs_are_known_by_equal_digests_and_others_by_others() -> None:
@@ -13,9 +14,10 @@ def test_equal_inputs_are_known_by_equal_digests_and_others_by_others() -> None:
         EncoderInput(num_tokens=3, features=b"abc"),
         EncoderInput(num_tokens=3, features=b"abd"),
     ]
-    assert len({one.digest for one in inputs}) == len({one.root_after(b"") for one in inputs}) == 4
+    assert len({one.digest for one in inputs}) == len({root_behind(b"", one) for one in inputs}) == 4
     assert inputs[0].digest == EncoderInput(num_tokens=3, token_ids=(1, 2, 3)).digest
-    assert inputs[0].root_after(b"salt") != inputs[0].root_after(b"")
+    assert root_behind(b"salt", inputs[0]) != root_behind(b"", inputs[0])
+    assert root_behind(b"salt", None) == b"salt"
 
 
 def test_features_of_a_group_that_is_disbanded_are_freed_at_once() -> None:
