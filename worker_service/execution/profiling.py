@@ -62,17 +62,17 @@ def measure_prefill(
 
 
 def measure_encoder_decoder(
-    model: "EncoderDecoder",
-    shape: CacheShape,
-    device: torch.device,
-    max_num_batched_tokens: int,
-    max_num_encoder_tokens: int,
+    model: "EncoderDecoder", shape: CacheShape, device: torch.device, max_num_batched_tokens: int
 ) -> int:
-    """The same for an encoder and a decoder, the tokens of both together. A sound is never shorter than it can be."""
-    config = model.config
-    most = _CPU_TOKENS if device.type == "cpu" else max(max_num_batched_tokens, max_num_encoder_tokens)
-    num_encoder_tokens = config.max_encoder_len if config.feature_bytes else min(config.max_encoder_len, most)
-    num_tokens = min(config.max_model_len, max_num_batched_tokens, most)
+    """The same for an encoder and a decoder, the tokens of both together.
+
+    One input is read, because encoders read one after the other; a sound is never shorter than it can be.
+    """
+    config, is_cuda = model.config, device.type == "cuda"
+    is_whole = is_cuda or config.feature_bytes > 0
+    num_encoder_tokens = config.max_encoder_len if is_whole else min(config.max_encoder_len, _CPU_TOKENS)
+    most = max_num_batched_tokens if is_cuda else min(max_num_batched_tokens, _CPU_TOKENS)
+    num_tokens = min(config.max_model_len, most)
     encoder = SequenceState(
         sequence_id=0,
         token_ids=array(TOKENS, bytes(8 * num_encoder_tokens)),
@@ -93,10 +93,9 @@ def measure_encoder_decoder(
             sampling=SamplingParams(temperature=1.0, top_p=0.9),
             encoder=encoder,
         )
-        for number in range(max(1, max_num_batched_tokens // num_tokens if device.type == "cuda" else 1))
+        for number in range(most // num_tokens if is_cuda else 1)
     ]
-    num_encoders = max(1, max_num_encoder_tokens // num_encoder_tokens if device.type == "cuda" else 1)
-    chunks = [ScheduledChunk(encoder, 0, num_encoder_tokens, False)] * num_encoders
+    chunks = [ScheduledChunk(encoder, 0, num_encoder_tokens, False)]
     chunks += [ScheduledChunk(decoder, 0, num_tokens, True) for decoder in decoders]
     cache = CacheEngine(shape, first + len(decoders[0].block_ids), 0, device)
     encoder.features = bytes(config.feature_bytes)

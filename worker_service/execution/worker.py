@@ -95,8 +95,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
         if draft is not None:
             models.append(with_vocabulary(draft.load()[0], config.vocabulary_size))
         if target.max_encoder_len:
-            num_tokens = settings.max_num_batched_tokens, max_num_encoder_tokens
-            speeds = [measure_encoder_decoder(model, target.shape, device, *num_tokens)]
+            speeds = [measure_encoder_decoder(model, target.shape, device, settings.max_num_batched_tokens)]
         else:
             speeds = [
                 measure_prefill(model, shape, device, settings.max_num_batched_tokens, settings.max_num_seqs)
