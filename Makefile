@@ -45,9 +45,10 @@ SOUND ?= $(MODELS)/whisper-tiny/a13.wav
 demo-transcribe: setup
 	$(BIN)/python -m pagewire_client transcribe --model $(MODELS)/whisper-tiny $(SOUND)
 
-# A process for each core: three for two cores took as long.
+# A process for each core: three for two cores took as long. Each of the many processes would compile modules anew if the
+# environment said that none may keep the bytecode.
 test: setup
-	PYTHONHASHSEED=0 $(BIN)/python -m pytest -n logical
+	PYTHONHASHSEED=0 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical
 
 # The tests of properties, again and again with new seeds, on all cores. What is found is kept in .hypothesis.
 MINUTES ?= 10

@@ -9,7 +9,8 @@ from scheduler_service.core.config import PhaseRule, PreemptionMode, SchedulerCo
 from scheduler_service.core.groups.encoder_input import EncoderInput
 from scheduler_service.core.groups.pooling_params import PoolingParams, PoolingType
 from scheduler_service.core.groups.sampling_params import SamplingParams
-from scheduler_service.core.groups.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
+from scheduler_service.core.groups.sequence_status import SequenceStatus
 from scheduler_service.core.groups.transcript_params import TranscriptParams
 from scheduler_service.core.outputs import ModelOutput, ScheduledSequence, SchedulerOutput, SequenceOutput
 from scheduler_service.core.placement.balancer import Balancer

@@ -1,6 +1,7 @@
 """Sounds in which nothing is said: tones and noise, in files of several kinds."""
 
 import io
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,12 @@ def file_of(
     buffer = io.BytesIO()
     soundfile.write(buffer, sound, rate, format=kind, subtype=subtype)
     return buffer.getvalue()
+
+
+@cache
+def two_hours() -> bytes:
+    """Silence in 94 KiB, at the lowest rate that is heard, so that it is soon encoded."""
+    return file_of(np.zeros(2 * 3600 * 4000, dtype=np.float32), "FLAC", rate=4000)
 
 
 def wav(seconds: float, seed: int = 0) -> bytes:

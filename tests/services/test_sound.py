@@ -5,7 +5,7 @@ import wave
 
 import numpy as np
 import pytest
-from sounds import RATE, file_of, samples, wav
+from sounds import RATE, file_of, samples, two_hours, wav
 
 from scheduler_service.frontend.speech.log_mel import WINDOW, log_mel
 from scheduler_service.frontend.speech.sound import Sound, SoundError
@@ -76,8 +76,6 @@ def _head(rate: int = RATE, channels: int = 1) -> bytes:
 
 
 FLAC, MP3, OGG = (file_of(samples(20), kind, None) for kind in ("FLAC", "MP3", "OGG"))
-HOURS = file_of(np.zeros(2 * 3600 * RATE, dtype=np.float32), "FLAC")
-"""Two hours of silence in a few kilobytes."""
 REFUSED = {
     "nothing": (b"", "audio/wav", "data is empty"),
     "no sound": (b"hello" * 1000, "audio/wav", "data is no sound file that can be read"),
@@ -87,7 +85,7 @@ REFUSED = {
     "cut off, compressed": (FLAC[: len(FLAC) // 2], "audio/flac", "data is damaged or cut off after"),
     "cut off, MP3": (MP3[: len(MP3) // 2], "audio/mpeg", "data is cut off: its head says"),
     "cut off, OGG": (OGG[: len(OGG) // 2], "audio/ogg", "data is cut off: its last page is missing"),
-    "hours": (HOURS, "audio/flac", "data is a sound of 7200 s or more; at most 3600 s are allowed"),
+    "hours": (two_hours(), "audio/flac", "data is a sound of 7200 s or more; at most 3600 s are allowed"),
     "slow": (_head(rate=3000), "audio/wav", "data has 3000 samples a second; 4000 to 192000 are allowed"),
     "wide": (_head(channels=9), "audio/wav", "data has 9 channels; at most 8 are allowed"),
 }

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 import torch
 from embedding_helpers import assert_nothing_is_left, said_through_a_loss, serving
 from lora_helpers import slow_down
-from sounds import RATE, file_of, samples, wav
+from sounds import file_of, samples, two_hours, wav
 from tiny_encoder_decoder import (
     ENGLISH,
     FIRST_TIME,
@@ -160,7 +159,7 @@ REFUSED: dict[str, tuple[bytes, str, dict[str, Any], str]] = {
     "language": (wav(1), "audio/wav", {"language": "xx"}, "language is 'xx'; with this model it may be de, en"),
     "nothing": (wav(0), "audio/wav", {}, "sound: data is shorter than 10 ms"),
     "temperature": (wav(1), "audio/wav", {"temperature": -1.0}, "temperature is -1.0; it must be in [0, 100]"),
-    "hours": (file_of(np.zeros(7200 * RATE, dtype=np.float32), "FLAC"), "audio/flac", {}, "7200 s or more"),
+    "hours": (two_hours(), "audio/flac", {}, "7200 s or more"),
 }
 
 

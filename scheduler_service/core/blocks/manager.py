@@ -22,7 +22,7 @@ from typing import Any
 from scheduler_service.core.blocks.allocator import BlockAllocator, Content
 from scheduler_service.core.blocks.pool import NO_BLOCK, Pool, move, own_contents
 from scheduler_service.core.blocks.prefix_directory import PrefixDirectory
-from scheduler_service.core.blocks.prefix_key import encoder_keys, first_key, next_key
+from scheduler_service.core.blocks.sequence_keys import SequenceKeys
 from scheduler_service.core.blocks.sizes import TableSizes
 from scheduler_service.core.groups.sequence import EncoderSequence, Sequence, SequenceGroup
 
@@ -66,6 +66,7 @@ class BlockManager:
         self.host = BlockAllocator(num_host_blocks)
         self.num_watermark_blocks = int(watermark * num_device_blocks)
         self.prefix_caching = prefix_caching
+        self.keys = SequenceKeys(self.sizes, prefix_caching=prefix_caching)
         self._on_device, self._on_host = Pool(self.device), Pool(self.host)
         self.tables = self._on_device.tables
         self.host_tables = self._on_host.tables
@@ -134,7 +135,7 @@ class BlockManager:
         if table is None:
             blocks, table = self.host, self.host_tables.get(sequence.id)
         if table is not None:
-            keys = self._keys(sequence, num_full)
+            keys = self.keys.leading(sequence, num_full)
             for index in range(start, num_full):
                 blocks.publish(table[index], keys[index])
             sequence.num_published_blocks = num_full
@@ -163,46 +164,15 @@ class BlockManager:
         """Whether a waiting group would find computed what its encoder reads."""
         return group.encoder is not None and bool(self._cached_encoder_blocks(group.encoder))
 
-    def findable_keys(self, leader: Sequence) -> list[bytes]:
-        """Keys of all blocks that a waiting group could find computed, those of its encoder first."""
-        encoder = leader.group.encoder
-        own = self.cacheable_keys(leader)
-        if encoder is None or not self.prefix_caching:
-            return own
-        return [*self._keys(encoder, self.sizes.blocks_of(encoder.num_prompt_tokens)), *own]
-
-    def cacheable_keys(self, sequence: Sequence) -> list[bytes]:
-        """Keys of the blocks that a sequence could find computed: all full ones short of the last token, because that
-        one has to be computed for its logits.
-
-        None where log-probabilities or vectors were asked for that need the states of all tokens.
-        """
-        if not self.prefix_caching or sequence.sampling.needs_all_states:
-            return []
-        num_full = (sequence.num_tokens - 1) // self.block_size
-        return self._keys(sequence, num_full)[:num_full]
-
     def _cached_blocks(self, sequence: Sequence) -> list[int]:
         """The longest cached prefix."""
-        return self.device.find_run(self.cacheable_keys(sequence))
+        return self.device.find_run(self.keys.cacheable(sequence))
 
     def _cached_encoder_blocks(self, encoder: EncoderSequence) -> list[int]:
         """All blocks of what an encoder reads, or none if any is not cached."""
-        if not self.prefix_caching:
-            return []
-        keys = self._keys(encoder, self.sizes.blocks_of(encoder.num_prompt_tokens))
+        keys = self.keys.cacheable_of_encoder(encoder)
         blocks = self.device.find_run(keys)
         return blocks if len(blocks) == len(keys) else []
-
-    def _keys(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
-        """Keys of at least the first `num_blocks` blocks, which must be full; computed once."""
-        keys = sequence.block_keys
-        if sequence.is_encoder and not keys:
-            keys += encoder_keys(first_key(sequence.group), num_blocks)
-        for index in range(len(keys), num_blocks):
-            tokens = sequence.tokens_between(index * self.block_size, (index + 1) * self.block_size)
-            keys.append(next_key(keys[-1] if keys else first_key(sequence.group), tokens))
-        return keys
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let a sequence without a table go on from the parent's first `num_tokens` tokens, and share their blocks."""
@@ -325,7 +295,7 @@ class BlockManager:
         """Computed tokens that a running group would compute again: those that no other group holds for it to find."""
         leader, *followers = group.live
         held = self._on_device.held_by(group)
-        kept = itertools.takewhile(lambda key: self._is_held_by_others(key, held), self.cacheable_keys(leader))
+        kept = itertools.takewhile(lambda key: self._is_held_by_others(key, held), self.keys.cacheable(leader))
         num_tokens = max(0, leader.num_computed_tokens - sum(self.block_size for _ in kept))
         if (encoder := group.encoder) is not None:
             # Without a prefix cache it has no keys, and nothing is found of it.

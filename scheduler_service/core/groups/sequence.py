@@ -8,7 +8,6 @@ computes; its tokens are those that are known. One whose tokens are all computed
 that is in flight, and the worker, which works in step order, goes on from it by itself.
 """
 
-import enum
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
@@ -16,27 +15,8 @@ from collections.abc import Sequence as SequenceOf
 from scheduler_service.core.groups.beam_search import BeamSearch
 from scheduler_service.core.groups.encoder_input import EncoderInput
 from scheduler_service.core.groups.sampling_params import SamplingParams
+from scheduler_service.core.groups.sequence_status import SequenceStatus
 from scheduler_service.core.suspects.suspicion import Suspicion
-
-
-class SequenceStatus(enum.Enum):
-    """Where a sequence stands."""
-
-    WAITING = enum.auto()
-    RUNNING = enum.auto()
-    SWAPPED = enum.auto()
-    FINISHED_STOPPED = enum.auto()
-    FINISHED_LENGTH_CAPPED = enum.auto()
-    FINISHED_ABORTED = enum.auto()
-    FINISHED_IGNORED = enum.auto()
-    """Its request cannot be served, by its own doing: it is too large, or allows no token."""
-
-    is_finished: bool
-    """An attribute, because it is asked several times for every sequence and step."""
-
-
-for _status in SequenceStatus:
-    _status.is_finished = _status.name.startswith("FINISHED")
 
 
 class Sequence:

@@ -252,7 +252,7 @@ class Balancer:
     def _holders(self, member: Member, group: SequenceGroup) -> list[Member]:
         """Others that hold at least as long a prefix as this one."""
         leader = group.live[0]
-        keys = member.scheduler.blocks.findable_keys(leader)
+        keys = member.scheduler.blocks.keys.findable(leader)
         first = max(0, len(member.scheduler.blocks.device.find_run(keys)) - 1)
         bits = self.directory.holders(keys, first, self._is_open & ~member.bit)
         holders: list[Member] = []

@@ -6,7 +6,8 @@ from collections.abc import Sequence as SequenceOf
 
 from scheduler_service.core.groups.beam_search import Continuation
 from scheduler_service.core.groups.sampling_params import FORM_FAILED, NOTHING_ALLOWED
-from scheduler_service.core.groups.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
+from scheduler_service.core.groups.sequence_status import SequenceStatus
 from scheduler_service.core.outputs import ModelOutput, SchedulerOutput, SequenceOutput
 from scheduler_service.core.planning.evidence import Evidence
 from scheduler_service.core.planning.session import Session

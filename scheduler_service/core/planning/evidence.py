@@ -1,6 +1,7 @@
 """What a worker's answers, and its loss, say about the requests that were in its steps: their `Suspicion` is told."""
 
-from scheduler_service.core.groups.sequence import SequenceGroup, SequenceStatus
+from scheduler_service.core.groups.sequence import SequenceGroup
+from scheduler_service.core.groups.sequence_status import SequenceStatus
 from scheduler_service.core.outputs import SchedulerOutput
 from scheduler_service.core.planning.session import Session
 from scheduler_service.core.planning.steps_in_flight import groups_in

@@ -24,7 +24,8 @@ from collections.abc import Sequence as SequenceOf
 
 from scheduler_service.core.blocks.manager import BlockManager
 from scheduler_service.core.config import PhaseRule, PreemptionMode, SchedulerConfig
-from scheduler_service.core.groups.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
+from scheduler_service.core.groups.sequence_status import SequenceStatus
 from scheduler_service.core.outputs import ModelOutput, SchedulerOutput, SequenceOutput
 from scheduler_service.core.placement.worker import Member
 from scheduler_service.core.planning.answers import Answers

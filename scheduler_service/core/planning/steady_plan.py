@@ -6,7 +6,7 @@ preempted or is suspected puts an end to it.
 """
 
 from scheduler_service.core.config import PhaseRule
-from scheduler_service.core.groups.sequence import SequenceStatus
+from scheduler_service.core.groups.sequence_status import SequenceStatus
 from scheduler_service.core.outputs import ScheduledSequence
 from scheduler_service.core.planning.session import Session
 from scheduler_service.core.planning.step import Step

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 from scheduler_service.core.blocks.manager import BlockManager
 from scheduler_service.core.config import SchedulerConfig
-from scheduler_service.core.groups.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
+from scheduler_service.core.groups.sequence_status import SequenceStatus
 from scheduler_service.core.planning.steps_in_flight import StepsInFlight
 from scheduler_service.core.queues.waiting_queue import WaitingQueue
 

@@ -9,7 +9,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 
-from scheduler_service.core.groups.sequence import SequenceGroup, SequenceStatus
+from scheduler_service.core.groups.sequence import SequenceGroup
+from scheduler_service.core.groups.sequence_status import SequenceStatus
 from scheduler_service.core.placement.balancer import Balancer
 from scheduler_service.core.queues.group_heap import GroupHeap
 

@@ -1,0 +1,45 @@
+"""The keys under which a sequence's blocks are published and found; each is computed once and kept by its sequence."""
+
+from scheduler_service.core.blocks.prefix_key import encoder_keys, first_key, next_key
+from scheduler_service.core.blocks.sizes import TableSizes
+from scheduler_service.core.groups.sequence import EncoderSequence, Sequence
+
+
+class SequenceKeys:
+    """Of the blocks of one worker. Without prefix caching nothing is to be found, and there are no keys for it."""
+
+    def __init__(self, sizes: TableSizes, *, prefix_caching: bool) -> None:
+        self._sizes = sizes
+        self._prefix_caching = prefix_caching
+
+    def leading(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
+        """Of at least the first `num_blocks` blocks, which must be full."""
+        keys = sequence.block_keys
+        if sequence.is_encoder and not keys:
+            keys += encoder_keys(first_key(sequence.group), num_blocks)
+        size = self._sizes.block_size
+        for index in range(len(keys), num_blocks):
+            tokens = sequence.tokens_between(index * size, (index + 1) * size)
+            keys.append(next_key(keys[-1] if keys else first_key(sequence.group), tokens))
+        return keys
+
+    def cacheable(self, sequence: Sequence) -> list[bytes]:
+        """Of the blocks that a sequence could find computed: all full ones short of the last token, because that one
+        has to be computed for its logits.
+
+        None where log-probabilities or vectors were asked for that need the states of all tokens.
+        """
+        if not self._prefix_caching or sequence.sampling.needs_all_states:
+            return []
+        num_full = (sequence.num_tokens - 1) // self._sizes.block_size
+        return self.leading(sequence, num_full)[:num_full]
+
+    def cacheable_of_encoder(self, encoder: EncoderSequence) -> list[bytes]:
+        """Of all blocks of what an encoder reads, the last of which counts as full."""
+        return self.leading(encoder, self._sizes.blocks_of(encoder.num_prompt_tokens)) if self._prefix_caching else []
+
+    def findable(self, leader: Sequence) -> list[bytes]:
+        """Of all blocks that a waiting group could find computed, those of its encoder first."""
+        encoder = leader.group.encoder
+        own = self.cacheable(leader)
+        return own if encoder is None else [*self.cacheable_of_encoder(encoder), *own]
