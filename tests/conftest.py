@@ -73,6 +73,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # triton reports what is never collected
+
+
 def _draw_alike() -> None:
     """Have examples follow from the test's code alone.
 

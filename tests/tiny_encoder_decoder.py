@@ -175,3 +175,23 @@ class SlowEncoderDecoder:
             **{"do_sample": False, "num_beams": 1} | options,
         )
         return [[token for token in one.tolist()[len(decoder) :] if token != 0] for one in found]
+
+    def drawn(
+        self, encoder: Sequence[int], output: Sequence[int], index: int, seed: int, temperature: float
+    ) -> list[int]:
+        """What is drawn behind the decoder's start, and behind each token of its output, with the noise of this seed.
+
+        If these are the output itself, it was drawn from what transformers computes.
+        """
+        import torch
+
+        from kernels.noise import gumbel_noise, row_keys
+
+        decoder = [START, *output[:-1]]
+        with torch.inference_mode():
+            logits = self.network(
+                input_ids=torch.tensor([list(encoder)]), decoder_input_ids=torch.tensor([decoder]), use_cache=False
+            ).logits[0]
+        positions = torch.arange(1, len(decoder) + 1)
+        keys = row_keys(torch.full_like(positions, seed), torch.full_like(positions, index), positions)
+        return (logits / temperature + gumbel_noise(keys, logits.shape[1])).argmax(dim=-1).tolist()

@@ -62,7 +62,7 @@ def alone(model: Path) -> list[Shown]:
 
 
 def test_outputs_are_those_of_transformers(model: Path, alone: list[Shown]) -> None:
-    """Greedily, and of a search with beams."""
+    """Greedily, of a search with beams, and drawn with a seed."""
     slow = SlowEncoderDecoder(model)
     for (prompt, kind), found in zip(ASKED, alone, strict=True):
         assert isinstance(prompt.encoder, str)
@@ -71,6 +71,11 @@ def test_outputs_are_those_of_transformers(model: Path, alone: list[Shown]) -> N
             expected = slow.outputs(read, NUM_TOKENS, decoder)
         elif kind == "beams":
             expected = slow.outputs(read, NUM_TOKENS, decoder, num_beams=3, num_return_sequences=2)
+        elif kind == "drawn" and not prompt.decoder:
+            drawn = KINDS["drawn"]
+            for index, (token_ids, _, _) in enumerate(found):
+                assert slow.drawn(read, token_ids, index, drawn["seed"], drawn["temperature"]) == token_ids
+            continue
         else:
             continue
         assert [[token for token in token_ids if token] for token_ids, _, _ in found] == expected
