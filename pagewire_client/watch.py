@@ -98,6 +98,8 @@ class View:
             "preemptions": str(state.num_preemptions),
             "losses": str(state.num_losses),
         }
+        if any(worker.num_guessed_tokens for worker in state.workers):
+            fields["guessed_right"] = f"{_share_right(state.workers):.0%}"
         words = [time.strftime("%H:%M:%S"), *(f"{name}={value}" for name, value in fields.items())]
         news = f"{self._news}\n" if self._has_news else ""
         error = f"\n{state.front_end_error}" if state.front_end_error else ""
@@ -137,6 +139,8 @@ class View:
             f"{state.num_preemptions:,} preemptions",
             f"{state.num_losses:,} workers lost",
         )
+        if any(worker.num_guessed_tokens for worker in state.workers):
+            table.add_row(f"{_share_right(state.workers):.0%} of guesses right")
         return table
 
     def _status(self, state: pb.ClusterState) -> Text:
@@ -212,6 +216,11 @@ def _num_serving(state: pb.ClusterState) -> int:
 def _share_used(workers: Sequence[pb.WorkerState]) -> float:
     total = sum(worker.num_device_blocks for worker in workers)
     return 1 - sum(worker.num_free_device_blocks for worker in workers) / total if total else 0.0
+
+
+def _share_right(workers: Sequence[pb.WorkerState]) -> float:
+    """Of the guesses that they have verified, of which there are some."""
+    return sum(worker.num_accepted_tokens for worker in workers) / sum(worker.num_guessed_tokens for worker in workers)
 
 
 def _share_cached(state: pb.ClusterState) -> float:

@@ -48,8 +48,10 @@ def _encode_worker(worker: WorkerLoop) -> pb.WorkerState:
         num_preemptions=worker.num_preemptions,
         last_error=worker.last_error,
         step_split=_encode_split(worker.split),
-        num_guessed_tokens=worker.guesses.num_verified,
-        num_accepted_tokens=worker.guesses.num_right,
+        num_guessed_tokens=worker.guesses.verified.num_tokens,
+        num_accepted_tokens=worker.guesses.right.num_tokens,
+        num_guessed_by_position=worker.guesses.verified.by_position(),
+        num_accepted_by_position=worker.guesses.right.by_position(),
     )
     if (scheduler := worker.scheduler) is not None:
         state.connected = True

@@ -78,6 +78,22 @@ class SchedulerMetrics:
         ):
             yield family.counters(name, text, worker_label, {w.address: getattr(w, field) for w in state.workers})
         yield family.counters(
+            "spec_decode_num_drafts",
+            "Rows of guesses that were verified, each for one sequence in one step.",
+            worker_label,
+            {w.address: next(iter(w.num_guessed_by_position), 0) for w in state.workers},
+        )
+        yield family.table(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Guesses at next tokens that were right, by their place in their row, the first 0.",
+            (worker_label, "position"),
+            {
+                (worker.address, str(position)): number
+                for worker in state.workers
+                for position, number in enumerate(worker.num_accepted_by_position)
+            },
+        )
+        yield family.counters(
             "request_success",
             "Outputs that ended, by reason.",
             "finished_reason",
@@ -118,16 +134,16 @@ class SchedulerMetrics:
         yield family.counters(
             "steps", "Steps that a worker has answered.", "worker", {w.address: w.num_steps for w in state.workers}
         )
-        phases = CounterMetricFamily(
-            "pagewire_step_phase_seconds",
+        yield family.table(
+            "step_phase_seconds",
             "Where the time of a worker's steps went; phases of steps in flight overlap.",
-            labels=["model_name", "worker", "phase"],
+            ("worker", "phase"),
+            {
+                (worker.address, phase): getattr(worker.step_split, f"{phase}_us") / 1e6
+                for worker in state.workers
+                for phase in PHASES
+            },
         )
-        for worker in state.workers:
-            for phase in PHASES:
-                seconds = getattr(worker.step_split, f"{phase}_us") / 1e6
-                phases.add_metric([self._model_name, worker.address, phase], seconds)
-        yield phases
         for metric, text, count in (
             ("tenant_requests", "Requests of a tenant that are over.", "num_requests"),
             ("tenant_prompt_tokens", "Tokens of their prompts.", "num_prompt_tokens"),
@@ -180,9 +196,13 @@ class _Families:
         return family
 
     def counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        family = CounterMetricFamily(self._prefix + name, text, labels=self._with(label))
-        for key, value in values.items():
-            family.add_metric(list({**self._labels, label: key}.values()), value)
+        return self.table(name, text, (label,), {(key,): value for key, value in values.items()})
+
+    def table(self, name: str, text: str, labels: Sequence[str], values: Mapping[tuple[str, ...], float]) -> Metric:
+        """Counters, by the values of several labels."""
+        family = CounterMetricFamily(self._prefix + name, text, labels=[*self._labels, *labels])
+        for keys, value in values.items():
+            family.add_metric([*self._labels.values(), *keys], value)
         return family
 
     def histogram(self, name: str, text: str, histograms: Sequence[tuple[Mapping[str, str], Histogram]]) -> Metric:

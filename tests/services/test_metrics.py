@@ -131,6 +131,22 @@ async def test_every_placement_choice_is_in_the_metrics_and_in_the_state() -> No
     assert found("pagewire_placement_moves_total") == 31 == state.placement.num_moved
 
 
+async def test_guesses_are_counted_by_their_position() -> None:
+    async with scheduler("127.0.0.1:1") as one, grpc.aio.insecure_channel(one.admin_target) as channel:
+        guesses = one.engine.workers[0].guesses
+        guesses.verified.count([4, 4, 2])
+        guesses.right.count([3, 0, 1])
+        found = await scrape(one)
+        (worker,) = (await AdminServiceStub(channel).GetClusterState(pb.GetClusterStateRequest())).state.workers
+    assert list(worker.num_guessed_by_position) == [3, 3, 2, 2]
+    assert list(worker.num_accepted_by_position) == [2, 1, 1]
+    assert found("pagewire_spec_decode_num_drafts_total") == 3
+    assert found("pagewire_spec_decode_num_draft_tokens_total") == 10 == worker.num_guessed_tokens
+    assert found("pagewire_spec_decode_num_accepted_tokens_total") == 4 == worker.num_accepted_tokens
+    by_position = found.by_label("pagewire_spec_decode_num_accepted_tokens_per_pos_total", "position")
+    assert by_position == {"0": 2, "1": 1, "2": 1}
+
+
 def by_name(counts: Mapping[PlacementReason, int]) -> dict[str, int]:
     return {reason.name.lower(): count for reason, count in counts.items()}
 
@@ -185,6 +201,8 @@ async def test_what_vllm_has_too_can_be_had_under_its_names(byte_tokenizer_direc
         "generation_tokens": "counter",
         "spec_decode_num_draft_tokens": "counter",
         "spec_decode_num_accepted_tokens": "counter",
+        "spec_decode_num_drafts": "counter",
+        "spec_decode_num_accepted_tokens_per_pos": "counter",
         "request_success": "counter",
         "time_to_first_token_seconds": "histogram",
         "inter_token_latency_seconds": "histogram",

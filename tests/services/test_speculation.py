@@ -144,8 +144,8 @@ async def test_outputs_are_the_same_alone_and_together_and_through_preemption(
         assert core is not None
         assert sum(core.num_preemptions.values()) > 0 or num_device_blocks > 40
     assert together == plain.answers
-    assert guesses.num_right > 1500
-    assert guesses.num_verified > guesses.num_right + 50
+    assert guesses.right.num_tokens > 1500
+    assert guesses.verified.num_tokens > guesses.right.num_tokens + 50
     kinds = Counter(moment.kind for moment in Replayer().run(recording))
     assert kinds["guesses"] > 10
 
@@ -162,7 +162,7 @@ async def guesses_after_a_loss(expected: list[list[Shown]], model: Path, **setti
         lost, other = one.engine.workers
         async with Client(one.target) as client:
             together = [asyncio.create_task(outputs(client, prompt, **sampling)) for prompt, sampling in NO_BEAMS]
-            await until(lambda: lost.guesses.num_verified > 20)
+            await until(lambda: lost.guesses.verified.num_tokens > 20)
             await first.server.server.stop(None)
             assert await asyncio.gather(*together) == expected
         assert lost.num_losses == 1
@@ -172,7 +172,7 @@ async def guesses_after_a_loss(expected: list[list[Shown]], model: Path, **setti
 @pytest.mark.usefixtures("oracle")
 async def test_outputs_are_the_same_when_workers_are_lost(plain: Plain, tiny_model_directory: Path) -> None:
     other = await guesses_after_a_loss(plain.without_beams, tiny_model_directory, speculate="ngram")
-    assert other.num_right > 20
+    assert other.right.num_tokens > 20
 
 
 @pytest.fixture
@@ -199,8 +199,8 @@ async def test_a_draft_model_that_is_the_target_is_right_whatever_is_asked_for(
         assert core is not None
         assert sum(core.num_preemptions.values()) > 0 or num_device_blocks > 40
     assert together == plain.answers
-    assert guesses.num_verified > 1500
-    assert guesses.num_right == guesses.num_verified
+    assert guesses.verified.num_tokens > 1500
+    assert guesses.right.by_position() == guesses.verified.by_position()
 
 
 @pytest.mark.usefixtures("all_verified")
@@ -214,8 +214,8 @@ async def test_outputs_are_the_same_with_a_draft_model_that_is_mostly_wrong_when
     )
     draft = {"speculate": "draft", "draft_model": str(small)}
     other = await guesses_after_a_loss(plain.without_beams, tiny_model_directory, **draft)
-    assert other.num_verified > 200
-    assert other.num_right < other.num_verified / 2
+    assert other.verified.num_tokens > 200
+    assert other.right.num_tokens < other.verified.num_tokens / 2
 
 
 LIES: dict[str, Callable[[pb.ModelOutput], object]] = {
@@ -271,7 +271,7 @@ async def answers_of(worker: FakeWorkerService) -> tuple[list[tuple[object, ...]
             for completion in completions
             for output in completion.outputs
         ]
-        return found, state.guesses.num_right
+        return found, state.guesses.right.num_tokens
 
 
 async def test_outputs_that_end_within_guesses_end_where_they_would_without(byte_tokenizer_directory: Path) -> None:
