@@ -21,7 +21,9 @@ class SlowBlocks:
         self.let_go: dict[str, list[Block]] = {"device": [], "host": []}
 
     def sequences(self) -> list[SlowSequence]:
-        return [sequence for group in self.running + self.swapped for sequence in group.sequences]
+        """All that may have tables."""
+        groups = self.running + self.swapped
+        return [sequence for g in groups for sequence in [*g.sequences, g.encoder] if sequence]
 
     def tables(self, pool: str) -> list[list[Block | None]]:
         return [getattr(sequence, pool) or [] for sequence in self.sequences()]
@@ -32,7 +34,8 @@ class SlowBlocks:
     def held(self, pool: str, but_by: list[SlowGroup] | None = None) -> set[Block]:
         """Blocks that stand in any table, or in one of another group."""
         groups = [group for group in self.running + self.swapped if group not in (but_by or [])]
-        return {block for g in groups for s in g.sequences for block in getattr(s, pool) or ()} - {None}
+        sequences = [sequence for g in groups for sequence in [*g.sequences, g.encoder] if sequence]
+        return {block for sequence in sequences for block in getattr(sequence, pool) or ()} - {None}
 
     @property
     def num_free(self) -> int:
@@ -72,9 +75,14 @@ class SlowBlocks:
     def blocks_of(self, group: SlowGroup) -> int:
         """Each sequence's, but for those of the prompt that a follower shares with the leader for good."""
         leader, *followers = group.live
-        return self.first_blocks(leader) + sum(
-            self.in_window(self.blocks_for(len(f.token_ids) + self.config.num_lookahead_slots) - self.num_shared(f))
-            for f in followers
+        in_encoder = self.blocks_for(len(group.encoder_tokens))
+        return (
+            in_encoder
+            + self.first_blocks(leader)
+            + sum(
+                self.in_window(self.blocks_for(len(f.token_ids) + self.config.num_lookahead_slots) - self.num_shared(f))
+                for f in followers
+            )
         )
 
     def in_window(self, num_blocks: int) -> int:
@@ -100,10 +108,13 @@ class SlowBlocks:
             needed += self.in_window(own - (self.num_shared(sequence) if number else in_prompt))
         if config.sliding_window:
             needed = min(needed, len(sequences) * config.max_blocks_per_sequence)
-        return needed > config.num_device_blocks
+        return needed + self.blocks_for(len(group.encoder_tokens)) > config.num_device_blocks
 
     def key_of(self, sequence: SlowSequence, index: int) -> Key:
-        return sequence.group.root, tuple(sequence.token_ids[: (index + 1) * self.config.block_size])
+        """What a decoder makes of its tokens depends on all that its encoder reads, as that itself does."""
+        tokens = tuple(sequence.token_ids[: (index + 1) * self.config.block_size])
+        of_group = sequence.group.root, tuple(sequence.group.encoder_tokens)
+        return (*of_group, f"encoder's {index}" if sequence.is_encoder else tokens)
 
     def find(self, key: Key | None, pool: str = "device") -> Block | None:
         there = [block for table in self.tables(pool) for block in table if block] + self.let_go[pool]
@@ -118,13 +129,24 @@ class SlowBlocks:
                 found.append(block)
         return found
 
+    def cached_encoder(self, group: SlowGroup) -> list[Block]:
+        """All of an encoder's blocks, or none."""
+        found: list[Block | None] = []
+        if group.encoder and self.config.prefix_caching and not self.config.sliding_window:
+            num_blocks = self.blocks_for(len(group.encoder_tokens))
+            found = [self.find(self.key_of(group.encoder, index)) for index in range(num_blocks)]
+        return [] if None in found else [block for block in found if block]
+
     def offer(self, sequence: SlowSequence) -> None:
         """Make the full blocks of what was stored findable, each once, unless another block has the same key."""
         pool = "device" if sequence.device is not None else "host"
         table = getattr(sequence, pool)
         if table is None or not self.config.prefix_caching or self.config.sliding_window:
             return
-        for index in range(sequence.num_offered, sequence.stored // self.config.block_size):
+        num_full = sequence.stored // self.config.block_size
+        if sequence.is_encoder:  # whose last block never has more in it
+            num_full = self.blocks_for(sequence.stored)
+        for index in range(sequence.num_offered, num_full):
             self.name(table[index], self.key_of(sequence, index), pool)
             sequence.num_offered = index + 1
 
@@ -146,6 +168,8 @@ class SlowBlocks:
         tables = {s: list(s.device or ()) for s in self.sequences()} | (moved or {})
         num_new = 0
         for sequence, num_tokens in chunks:
+            if sequence.is_encoder:
+                continue  # it has all of its blocks
             table = tables[sequence]
             end = self.blocks_for(sequence.computed + num_tokens + self.config.num_lookahead_slots)
             for index in range(sequence.computed // self.config.block_size, end):
@@ -158,7 +182,9 @@ class SlowBlocks:
         return num_new
 
     def append_slots(self, sequence: SlowSequence, num_tokens: int) -> int:
-        """Returns the number of copies."""
+        """Returns the number of copies. An encoder's blocks are all there."""
+        if sequence.is_encoder:
+            return 0
         num_copies, table = 0, sequence.device
         end = self.blocks_for(sequence.computed + num_tokens + self.config.num_lookahead_slots)
         for index in range(sequence.computed // self.config.block_size, end):
@@ -173,7 +199,7 @@ class SlowBlocks:
 
     def mode_for(self, group: SlowGroup) -> PreemptionMode:
         config = self.config
-        contents = {block.key or block for s in group.live for block in s.device or () if block}
+        contents = {block.key or block for s in group.live_and_encoder for block in s.device or () if block}
         num_taken = sum(self.find_content(content, "host") not in self.held("host") for content in contents)
         if config.preemption_mode is PreemptionMode.RECOMPUTE or num_taken > self.num_host_free:
             return PreemptionMode.RECOMPUTE
@@ -190,7 +216,7 @@ class SlowBlocks:
     def num_swap_copies(self, group: SlowGroup) -> int:
         """Out what the host has not, and back what no other group will have kept."""
         num_copies, seen = 0, []
-        for sequence in group.live:
+        for sequence in group.live_and_encoder:
             for block in (sequence.device or [])[: self.blocks_for(sequence.computed)]:
                 content = block and (block.key or block)
                 if block and content not in seen:
@@ -206,13 +232,17 @@ class SlowBlocks:
             if block not in self.held("device", but_by=[group]):
                 break
             kept += self.config.block_size
-        return max(0, leader.computed - kept) + sum(max(0, f.computed - f.num_prompt_tokens) for f in followers)
+        in_outputs = max(0, leader.computed - kept) + sum(max(0, f.computed - f.num_prompt_tokens) for f in followers)
+        held, encoded = self.held("device", but_by=[group]), self.cached_encoder(group)
+        if group.encoder is None or (encoded and all(block in held for block in encoded)):
+            return in_outputs
+        return in_outputs + group.encoder.computed
 
     def num_blocks_back(self, group: SlowGroup, *, alone: bool) -> int:
         """Free blocks that a swapped group takes to come back and go on, if it were alone or as things are now."""
         back: dict[SlowSequence, list[Block | None]] = {}
         arrived: dict[Block | Key, Block] = {}
-        for sequence in group.live:
+        for sequence in group.live_and_encoder:
             if sequence.host is not None:
                 there = [block and (None if alone else self.find(block.key)) for block in sequence.host]
                 pairs = zip(there, sequence.host, strict=True)
@@ -228,7 +258,7 @@ class SlowBlocks:
     def move(self, group: SlowGroup, *, to_host: bool) -> int:
         """Returns how many blocks were copied: those with tokens in them that are not there already, each once."""
         source, target = ("device", "host") if to_host else ("host", "device")
-        sequences = [sequence for sequence in group.live if getattr(sequence, source) is not None]
+        sequences = [sequence for sequence in group.live_and_encoder if getattr(sequence, source) is not None]
         for sequence in sequences:  # what is there is held before anything is given up for the rest
             there = [block and self.find(block.key, target) for block in getattr(sequence, source)]
             setattr(sequence, target, there)

@@ -5,8 +5,8 @@ import itertools
 from scheduler_service.core import SamplingParams, SequenceStatus
 from scheduler_service.core.groups.beam_search import BeamSearch
 
-Key = tuple[bytes, tuple[int, ...]]
-"""A salt, and all the tokens up to a block's end."""
+Key = tuple[bytes, tuple[int, ...], tuple[int, ...] | str]
+"""A salt, what an encoder reads, and all the decoder's tokens up to a block's end; or which of the encoder's it is."""
 
 
 class Block:
@@ -17,6 +17,8 @@ class Block:
 
 
 class SlowSequence:
+    is_encoder = False
+
     def __init__(self, group: "SlowGroup", index: int, token_ids: list[int]) -> None:
         self.group, self.index, self.token_ids = group, index, token_ids
         self.num_prompt_tokens = len(group.prompt)
@@ -62,8 +64,26 @@ class SlowSequence:
         return self.group.name, self.index, len(self.token_ids)
 
 
+class SlowEncoder(SlowSequence):
+    """What a group's encoder reads."""
+
+    is_encoder = True
+
+    @property
+    def uncomputed(self) -> int:
+        return len(self.token_ids) - self.computed
+
+
 class SlowGroup:
-    def __init__(self, name: str, prompt: list[int], sampling: SamplingParams, root: bytes, **about: object) -> None:
+    def __init__(
+        self,
+        name: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        root: bytes,
+        encoder: tuple[int, ...] = (),
+        **about: object,
+    ) -> None:
         self.name, self.prompt, self.sampling, self.root = name, prompt, sampling, root
         self.priority, self.tenant, self.lora, self.arrived_at = (
             about[key] for key in ("priority", "tenant", "lora", "arrived_at")
@@ -75,10 +95,24 @@ class SlowGroup:
         self.beams = BeamSearch(sampling) if sampling.beam_width else None
         num_sequences = 1 if self.beams else sampling.n
         self.sequences = [SlowSequence(self, index, list(prompt)) for index in range(num_sequences)]
+        self.encoder = SlowEncoder(self, 0, list(encoder)) if encoder else None
 
     @property
     def live(self) -> list[SlowSequence]:
         return [sequence for sequence in self.sequences if sequence.status is None]
+
+    @property
+    def live_and_encoder(self) -> list[SlowSequence]:
+        return [*self.live, self.encoder] if self.encoder else self.live
+
+    @property
+    def encoder_tokens(self) -> list[int]:
+        return self.encoder.token_ids if self.encoder else []
+
+    @property
+    def is_behind(self) -> bool:
+        is_encoded = self.encoder is None or not self.encoder.uncomputed
+        return not is_encoded or any(sequence.uncomputed > 1 for sequence in self.live)
 
     @property
     def num_seqs(self) -> int:

@@ -32,18 +32,29 @@ class SlowScheduler(SlowBlocks):
 
     @property
     def tokens_left(self) -> int:
-        return self.config.max_num_batched_tokens - sum(num_tokens for _, num_tokens, _ in self.plan)
+        return self.tokens_left_without([])
+
+    @property
+    def encoder_tokens_left(self) -> int:
+        taken = [num_tokens for sequence, num_tokens, _ in self.plan if sequence.is_encoder]
+        return self.config.max_num_encoder_tokens - sum(taken)
 
     @property
     def bytes_left(self) -> int:
         """Before the last sequence that the step tells of, there must have been some."""
-        to_tell = [self.bytes_to_tell(sequence, num_tokens) for sequence, num_tokens, _ in self.plan]
+        to_tell = [self.bytes_to_tell(s, num_tokens) for s, num_tokens, _ in self.plan if not s.is_encoder]
+        encoders = dict.fromkeys(sequence.group.encoder for sequence, _, _ in self.plan)  # which are told of first
+        to_tell += [self.bytes_to_tell(encoder, 0) for encoder in encoders if encoder]
         return self.config.max_step_bytes - sum(to_tell) - 10 * self.num_swapped_in
 
     def bytes_to_tell(self, sequence: SlowSequence, num_tokens: int) -> int:
         """Five bytes for every number in a list, sixteen for a pair or a list in a list, 256 for all the rest."""
         if sequence.is_table_known:
             return 0
+        if sequence.is_encoder:
+            to_read = sequence.token_ids if sequence.uncomputed and not sequence.is_known else []
+            adapter = "" if sequence.is_known else sequence.group.lora
+            return 256 + 5 * (len(sequence.device) + len(to_read)) + 4 * len(adapter)
         num_slots = sequence.computed + num_tokens + self.config.num_lookahead_slots
         numbers = [None] * max(self.blocks_for(num_slots), len(sequence.device))
         sampling, lists, name = sequence.group.sampling, [], ""
@@ -61,7 +72,7 @@ class SlowScheduler(SlowBlocks):
         if sequence.uncomputed <= longest:
             return sequence.uncomputed
         for other in [planned for planned, _, _ in self.plan] + before:
-            if other.uncomputed > longest:
+            if other.uncomputed > longest and not other.is_encoder:
                 cap = max(1, cap // 2)
         return cap
 
@@ -76,8 +87,8 @@ class SlowScheduler(SlowBlocks):
             for sequence in group.live if self.config.sliding_window else ():
                 first_needed = max(0, sequence.computed - self.config.sliding_window + 1)
                 self.drop_blocks(sequence, min(first_needed // self.config.block_size, len(sequence.device or ())))
-        ready = [group for group in self.running if all(s.uncomputed <= 1 for s in group.live)]
-        behind = [group for group in self.running if group not in ready]
+        ready = [group for group in self.running if not group.is_behind]
+        behind = [group for group in self.running if group.is_behind]
         began = None
         if self.config.phase_rule is PhaseRule.CHUNKED:
             self.grow_all(ready + behind)
@@ -130,6 +141,14 @@ class SlowScheduler(SlowBlocks):
 
     def chunks_of(self, group: SlowGroup) -> list[tuple[SlowSequence, int]]:
         chunks, left, bytes_left = [], self.tokens_left, self.bytes_left
+        if encoder := group.encoder:
+            to_tell = self.bytes_to_tell(encoder, 0)
+            if encoder.uncomputed:
+                if encoder.uncomputed > self.encoder_tokens_left or (to_tell and bytes_left <= 0):
+                    return []
+                chunks.append((encoder, encoder.uncomputed))
+                bytes_left -= to_tell
+                to_tell = 0
         catching_up = [sequence for sequence in group.live if sequence.device is not None and sequence.uncomputed > 1]
         are_apart = self.config.phase_rule is PhaseRule.SEPARATE and catching_up  # none decodes among those
         for sequence in catching_up if are_apart else group.live:
@@ -138,6 +157,8 @@ class SlowScheduler(SlowBlocks):
                 chunks.append((sequence, num_tokens))
                 left -= num_tokens
                 bytes_left -= self.bytes_to_tell(sequence, num_tokens)
+                if encoder:
+                    bytes_left, to_tell = bytes_left - to_tell, 0
         return chunks
 
     def preempt(self, group: SlowGroup) -> None:
@@ -153,11 +174,11 @@ class SlowScheduler(SlowBlocks):
             self.running.remove(group)
             self.swapped.insert(0, group)
             return
-        self.preempted += [sequence.label for sequence in group.live if sequence.is_known]
+        self.preempted += [sequence.label for sequence in group.live_and_encoder if sequence.is_known]
         self.begin_anew(group)
 
     def begin_anew(self, group: SlowGroup) -> None:
-        for sequence in group.live:
+        for sequence in group.live_and_encoder:
             self.drop_blocks(sequence)
             sequence.begin_anew()
         self.running.remove(group)
@@ -167,9 +188,7 @@ class SlowScheduler(SlowBlocks):
         while self.next_swapped() and self.tokens_left and self.bytes_left > 0 and not self.has_preempted:
             group = self.next_swapped()
             has_lora_slot = self.has_lora_slot(group, self.running)
-            if has_lora_slot and phase == (
-                "prompts" if max(sequence.uncomputed for sequence in group.live) <= 1 else "decodes"
-            ):
+            if has_lora_slot and phase == ("decodes" if group.is_behind else "prompts"):
                 return
             if self.num_blocks_back(group, alone=True) > self.config.num_device_blocks:
                 self.ignore(group)
@@ -205,18 +224,23 @@ class SlowScheduler(SlowBlocks):
         """Whether a waiting group could start if these running ones were not there."""
         rest = [other for other in self.running if other not in victims]
         held = self.held("device", but_by=victims)
-        needed = self.blocks_of(group) - sum(block in held for block in self.cached(group.live[0]))
+        encoded = self.cached_encoder(group)
+        needed = self.blocks_of(group) - sum(block in held for block in [*self.cached(group.live[0]), *encoded])
         num_reserved = self.num_reserved if rest else 0
         if not self.tokens_left_without(victims):
+            return False
+        if not encoded and len(group.encoder_tokens) > self.encoder_tokens_left:
             return False
         return needed + num_reserved <= self.config.num_device_blocks - len(held) and self.has_slots(group, rest)
 
     def tokens_left_without(self, victims: list[SlowGroup]) -> int:
-        others = [num_tokens for sequence, num_tokens, _ in self.plan if sequence.group not in victims]
+        others = [n for sequence, n, _ in self.plan if sequence.group not in victims and not sequence.is_encoder]
         return self.config.max_num_batched_tokens - sum(others)
 
     def make_room(self, group: SlowGroup) -> bool:
         victims: list[SlowGroup] = []
+        if not self.cached_encoder(group) and len(group.encoder_tokens) > self.encoder_tokens_left:
+            return False
         while not self.fits(group, victims):
             rest = [other for other in self.running if other not in victims]
             if not rest or self.num_swapped_in or not self.queue.outranks(group, self.queue.victim(rest)):
@@ -251,7 +275,8 @@ class SlowScheduler(SlowBlocks):
     def admit(self) -> None:
         while self.is_next_waiting() and self.bytes_left > 0 and not self.has_preempted:
             group = self.next_waiting()
-            if group.num_seqs > self.config.max_num_seqs or self.never_fits(group):
+            is_too_long = len(group.encoder_tokens) > self.config.max_num_encoder_tokens
+            if group.num_seqs > self.config.max_num_seqs or is_too_long or self.never_fits(group):
                 self.queue.leave(group)
                 self.ignore(group)
                 continue
@@ -268,17 +293,23 @@ class SlowScheduler(SlowBlocks):
             for sequence in group.live:
                 most = min(len(group.prompt) + group.sampling.max_tokens, self.config.max_sequence_tokens)
                 sequence.max_num_tokens = max(most, len(group.prompt) + 1)
-            leader = group.live[0]
-            leader.device = self.cached(leader)
-            self.let_go["device"] = [block for block in self.let_go["device"] if block not in leader.device]
+            leader, encoder = group.live[0], group.encoder
+            leader.device, encoded = self.cached(leader), self.cached_encoder(group)
+            found = leader.device + encoded
+            self.let_go["device"] = [block for block in self.let_go["device"] if block not in found]
+            if encoder:
+                encoder.device, encoder.num_offered = encoded, len(encoded)
+                encoder.computed = encoder.stored = len(encoder.token_ids) if encoded else 0
+                while len(encoder.device) < self.blocks_for(len(encoder.token_ids)):
+                    encoder.device.append(self.new_block("device"))
             leader.num_offered = len(leader.device)
             leader.computed = leader.stored = len(leader.device) * self.config.block_size
             while len(leader.device) < self.first_blocks(leader):
                 leader.device.append(self.new_block("device"))
             if group.num_cached is None:
-                group.num_cached = leader.computed
-                self.queue.charge(group, len(group.prompt))
-            self.plan.append((leader, min(self.most_at_first(leader, []), self.tokens_left), 0))
+                group.num_cached = leader.computed + (encoder.computed if encoder else 0)
+                self.queue.charge(group, len(group.prompt) + len(group.encoder_tokens))
+            self.plan += [(sequence, num_tokens, 0) for sequence, num_tokens in self.chunks_of(group)]
 
     def hand_out_rest(self) -> None:
         """From the first to the last, each is planned anew with all that the others leave, if blocks are free."""
@@ -295,9 +326,14 @@ class SlowScheduler(SlowBlocks):
     def write(self, began: float | None) -> SlowStep:
         chunks = []
         for sequence, num_tokens, _ in self.plan:
-            chunks.append((sequence, num_tokens, num_tokens == sequence.uncomputed, sequence.num_lives))
+            samples = num_tokens == sequence.uncomputed and not sequence.is_encoder
+            chunks.append((sequence, num_tokens, samples, sequence.num_lives))
             sequence.computed += num_tokens
-            sequence.is_known = sequence.is_table_known = True
+            for told in (sequence, sequence.group.encoder):
+                if told:
+                    told.is_known = told.is_table_known = True
+            if sequence.is_encoder:
+                continue
             if sequence.computed >= sequence.num_prompt_tokens:
                 for follower in sequence.group.live:
                     if follower.device is None:
@@ -330,8 +366,10 @@ class SlowScheduler(SlowBlocks):
             if sequence.status is not None or sequence.num_lives != life:
                 continue
             sequence.stored += num_tokens
-            if num_tokens > 1 or sequence.stored % self.config.block_size == 0:
+            if num_tokens > 1 or sequence.stored % self.config.block_size == 0 or sequence.is_encoder:
                 self.offer(sequence)
+            if sequence.is_encoder:
+                continue
             if sequence.group.beams:
                 sequence.candidates = candidates
             elif token is not None:
@@ -368,14 +406,19 @@ class SlowScheduler(SlowBlocks):
         if sequence.status is not None:
             return
         sequence.status = status
+        self.leave_worker(sequence)
+        group = sequence.group
+        if not group.live:
+            if group.encoder:
+                self.leave_worker(group.encoder)
+            self.running = [other for other in self.running if other is not group]
+            self.swapped = [other for other in self.swapped if other is not group]
+            if group in self.queue.groups:
+                self.queue.leave(group)
+
+    def leave_worker(self, sequence: SlowSequence) -> None:
         self.drop_blocks(sequence)
         self.drop_blocks(sequence, pool="host")
         sequence.device = sequence.host = None
         if sequence.is_known:
             self.ended.append(sequence)
-        group = sequence.group
-        if not group.live:
-            self.running = [other for other in self.running if other is not group]
-            self.swapped = [other for other in self.swapped if other is not group]
-            if group in self.queue.groups:
-                self.queue.leave(group)

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from slow_groups import SlowGroup, SlowQueue
 from slow_scheduler import SlowScheduler, SlowStep
-from workloads import Request, random_config, random_request
+from workloads import Request, random_config, random_request, with_encoder
 
 from scheduler_service.core import (
     FairQueue,
@@ -39,9 +39,12 @@ class Event:
     ends_index: int | None
 
 
-def random_event(rng: Random, number: int) -> Event:
+def random_event(rng: Random, number: int, *, has_encoder: bool) -> Event:
     ends = rng.choice([None, None, None, None, rng.randrange(24)])
-    return Event(random_request(rng, number), rng.randrange(16), ends, rng.choice([None, None, 0, 1]))
+    request = random_request(rng, number)
+    if has_encoder:
+        request = with_encoder(rng, request)
+    return Event(request, rng.randrange(16), ends, rng.choice([None, None, 0, 1]))
 
 
 def label(sequence: Sequence) -> tuple[str, int, int]:
@@ -65,6 +68,7 @@ class Both:
             request.prompt,
             request.sampling,
             request.root + request.lora_name.encode(),  # no cache is shared between adapters
+            request.encoder,
             priority=request.priority,
             tenant=request.tenant,
             lora=request.lora_name,
@@ -87,7 +91,9 @@ class Both:
 
     def schedule(self, now: float) -> tuple[SchedulerOutput, SlowStep]:
         output, step = self.fast.schedule(now), self.slow.schedule(now)
-        self.sequences |= {scheduled.sequence.id: scheduled.sequence for scheduled in output.scheduled}
+        scheduled = [sequence for sequence, _, _ in output.scheduled]
+        scheduled += [sequence.group.encoder for sequence in scheduled if sequence.group.encoder]
+        self.sequences |= {sequence.id: sequence for sequence in scheduled}
         decisions = {
             "scheduled": [(label(s), s.num_computed_tokens, n, samples) for s, n, samples in output.scheduled],
             "preempted": [label(self.sequences[sequence_id]) for sequence_id in output.preempted],
@@ -154,7 +160,8 @@ def test_every_decision_is_that_of_the_slow_scheduler(seed: int, takes_part: lis
     config = random_config(rng, (2, 5, 7, 8, 9, 10, 11, 12, 14, 16, 20))
     both = Both(config, rng.choice(["fcfs", "priority", "priority", "fair"]), overtakes=rng.randint(1, 6))
     max_in_flight = rng.randint(1, 4)
-    workload = [random_event(Random(f"{seed} {i}"), i) for i, takes in enumerate(takes_part) if takes]
+    numbers = [number for number, takes in enumerate(takes_part) if takes]
+    workload = [random_event(Random(f"{seed} {i}"), i, has_encoder=seed % 3 == 0) for i in numbers]
     in_flight: list[tuple[SchedulerOutput, SlowStep]] = []
     for now in count():
         for event in workload:

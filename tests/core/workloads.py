@@ -79,8 +79,11 @@ def random_request(rng: Random, number: int) -> Request:
 
 
 def with_encoder(rng: Random, request: Request) -> Request:
-    """Some read the same, some nothing, and some more than a worker ever lets them."""
-    return replace(request, encoder=tuple(range(rng.choice([0, 0, 1, 3, 6, MOST_ENCODED, MOST_ENCODED + 1]))))
+    """Many read the same and share it, some nothing, and some more than a worker ever lets them."""
+    encoder = tuple(range(rng.choice([0, 1, 3, 6, 6, 6, MOST_ENCODED, MOST_ENCODED + 1])))
+    if rng.random() < 0.7:
+        return replace(request, encoder=encoder, root=b"", lora_name="")
+    return replace(request, encoder=encoder)
 
 
 MOST_ENCODED = 9
