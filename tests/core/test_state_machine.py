@@ -303,5 +303,5 @@ class Fleet(RuleBasedStateMachine):
             assert output_of(group, index) == (expected if is_whole else expected[: sequence.num_output_tokens])
 
 
-Fleet.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+Fleet.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
 TestFleet = Fleet.TestCase

@@ -145,7 +145,7 @@ def test_tenants_that_were_served_less_overtake_no_other_however_many_groups_the
     assert group.num_overtaken == 1
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(st.integers(0, 2**32), st.integers(2, 5), st.sampled_from([WaitingQueue, PriorityQueue, FairQueue]))
 def test_some_worker_always_takes_a_group_that_there_is_room_for(
     seed: int, num_workers: int, policy: type[WaitingQueue]

@@ -17,7 +17,7 @@ from scheduler_service.core import (
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(8, 20), st.sampled_from(PreemptionMode))
 def test_guesses_are_verified_and_change_nothing_but_the_number_of_steps(
     random: Random, num_lookahead_slots: int, num_blocks: int, mode: PreemptionMode

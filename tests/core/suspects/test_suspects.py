@@ -108,6 +108,7 @@ def test_a_storm_of_kills_ends_no_request(
         num_workers,
         restart=restart,
         storm_from=4.0 * is_regular,
+        most_requests=12,
         kill_every=lambda: kill_every if is_regular else rng.expovariate(1 / kill_every),
     )
     storm.run(groups, lambda: storm.now > 4.0 + max(12.0, 10 * kill_every))
@@ -228,6 +229,8 @@ def test_a_flaky_worker_ends_no_request_while_a_sound_one_is_there(num_device_bl
         waiting.append(group)
     num_losses = 0
     for tick in range(400):
+        if all(group.is_finished for group in groups):
+            break
         bad, bad_worker = start("bad", tick / 10)
         output = bad.schedule(tick / 10)
         if not output.is_empty:

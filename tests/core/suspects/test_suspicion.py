@@ -112,7 +112,7 @@ def test_the_share_of_innocent_requests_that_is_ended_is_below_the_limit(
     """
     monkeypatch.setattr(suspicion, "CHANCE", limit)
     random = Random(int(1000 * rate))
-    num_requests, num_ended = 2000, 0
+    num_requests, num_ended = 1000, 0
     for _ in range(num_requests):
         background, request = Background(), Suspicion()
         for _ in range(2):
