@@ -62,10 +62,10 @@ def attention_case(
     for row, ((query_len, context), count) in enumerate(zip(lens, counts, strict=True)):
         tables[row, :count] = torch.tensor([next(shuffled) for _ in range(count)])
         first = 0 if window is None else max(0, context - query_len - window + 1)
-        for position in range(first, context):
-            pool[tables[row, position // block_size], 1, :, position % block_size] = torch.randn(
-                2, num_kv_heads, head_dim, generator=generator
-            ).to(dtype)
+        positions = torch.arange(first, context)
+        slots = tables[row, positions // block_size], positions % block_size
+        found = torch.randn(len(positions), 2, num_kv_heads, head_dim, generator=generator)
+        pool[slots[0], 1, :, slots[1]] = found.to(dtype)
         tables[row, : first // block_size] = -1  # given back: must not be looked at
     # Rows that lie further apart than they are long, as parts of a fused projection do.
     query = torch.randn(sum(n for n, _ in lens), num_heads + 2, head_dim, generator=generator).to(dtype)[:, :num_heads]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from torch import Tensor
-from triton_helpers import DEVICE, DTYPES, HALF, quiet_interpreter, randn, strict
+from triton_helpers import DEVICE, DTYPES, HALF, INTERPRETED, quiet_interpreter, randn, strict
 
 from kernels import reference, triton
 from kernels.metadata import AttentionMetadata
@@ -95,7 +95,7 @@ CHUNKS = [(1, 0), (2, 0), (17, 0), (16, 16), (70, 3), (5, 100), (3, 62)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("lens", [EDGES[:1], EDGES, CHUNKS, [*CHUNKS, *EDGES], [(2, 70), (3, 0)]])
+@pytest.mark.parametrize("lens", [EDGES[:1], EDGES, [*CHUNKS, *EDGES], [(2, 70), (3, 0)]])
 def test_decodes_and_chunks(lens: list[tuple[int, int]], dtype: torch.dtype) -> None:
     make_case(lens, dtype=dtype).check()
 
@@ -120,7 +120,7 @@ def test_blocks_of_any_size(block_size: int) -> None:
     make_case([(1, 2), (1, 3), (9, 3), (1, 260), (40, 230)], block_size=block_size).check()
 
 
-@pytest.mark.parametrize("window", [1, 5, 64, 65, 1000])
+@pytest.mark.parametrize("window", [1, 64, 65, 1000])
 def test_a_window_ends_anywhere(window: int) -> None:
     make_case([(70, 3), (5, 100), (1, 64), (1, 200)], kv_heads=1).check(window)
     make_case([(1, 700), (1, 3)], kv_heads=1).check(window)
@@ -170,10 +170,14 @@ def test_soft_caps() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_contexts_are_split(dtype: torch.dtype) -> None:
-    """8,192 keys, one past it, and beside them sequences that leave most of their splits empty."""
-    lens = [(1, 8191), (1, 8192), (1, 0), (1, 64)]
+    """8,192 keys, one past it, and beside them sequences that leave most of their splits empty.
+
+    In the interpreter a fourth of these: it is given few processors, and so makes few parts of any context.
+    """
+    scale = 4 if INTERPRETED else 1
+    lens = [(1, 8192 // scale - 1), (1, 8192 // scale), (1, 0), (1, 64)]
     make_case(lens, kv_heads=1, dtype=dtype).check()
-    make_case(lens, kv_heads=1, dtype=dtype).check(window=3000)
+    make_case(lens, kv_heads=1, dtype=dtype).check(window=3000 // scale)
 
 
 def test_short_chunks_behind_long_contexts_are_split() -> None:

@@ -98,9 +98,9 @@ def test_greedy_ties_go_to_the_lowest_id() -> None:
     assert ops.greedy(logits)[0].tolist() == [0, 8_999, 0]
 
 
-@pytest.mark.parametrize("place", [0, 8_200])
+@pytest.mark.parametrize("place", [0, 4_150])
 def test_a_poisoned_row_is_told_from_the_others(place: int) -> None:
-    logits = randn(5, 8_300)
+    logits = randn(5, 4_200)
     for row, poison in ((0, math.nan), (2, math.inf)):
         logits[row, place] = poison
     logits[4] = -math.inf
