@@ -26,7 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
 PROMPTS = [EncoderPrompt(text) for text in TEXTS] + [EncoderPrompt(TEXTS[2], (START, 20, 30, 40, 50, 60, 70, 80, 90))]
 ASKED = [(prompt, kind) for number, prompt in enumerate(PROMPTS) for kind in [*KINDS, *KINDS][number % 4 :][:2]]
 """Two kinds of each."""
-NUM_TOKENS = 16
+NUM_TOKENS = 10
 
 Shown = list[tuple[list[int], str, list[list[int]]]]
 
@@ -141,7 +141,7 @@ async def test_adapters_apply_to_both_parts_and_each_has_its_own_reading_of_an_i
     model: Path, tmp_path: Path
 ) -> None:
     """Alone they say what transformers says with the adapter in its weights; and together the same, swapped as well."""
-    names, prompts = ("", "one", "two", "three"), PROMPTS[:3]
+    names, prompts = ("", "one", "two", "three"), PROMPTS[1:3]
     for number, name in enumerate(names[1:]):
         write_adapter(tmp_path / name, model, number, rank=2 + number)
     asked = [(prompt, name) for prompt in prompts for name in names]
