@@ -189,7 +189,8 @@ class Fleet(RuleBasedStateMachine):
     def see_which_started(self, output: SchedulerOutput, served: dict[str, float]) -> None:
         """Few groups start before others whose turn it was, because another worker is better or has a slot for those.
 
-        `served` is what each tenant had been given before this step; the first admission of a group adds its prompt.
+        `served` is what each tenant had been given before this step; the first admission of a group adds its prompt,
+        and what its encoder reads.
         """
         for group in (placement.group for placement in output.placements if placement.to is None):
             if group in self.has_started:
@@ -203,7 +204,7 @@ class Fleet(RuleBasedStateMachine):
                     assert self.overtaken[other] <= MAX_OVERTAKES
                     assert other.lora_name or len(self.sessions) > 1
             if self.policy == "fair":
-                served[group.tenant] += len(group.prompt_token_ids) / WEIGHTS.get(group.tenant, 1.0)
+                served[group.tenant] += group.num_prompt_tokens / WEIGHTS.get(group.tenant, 1.0)
 
     def is_later(self, group: SequenceGroup, other: SequenceGroup, served: dict[str, float]) -> bool:
         """Whether the other's turn is before the group's: by arrival, priority and age, or what tenants have had."""
