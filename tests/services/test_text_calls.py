@@ -51,12 +51,12 @@ async def test_texts_with_large_vectors_take_turns(tmp_path: Path) -> None:
     folder = write_encoder(tmp_path, max_position_embeddings=1200, hidden_size=960, num_hidden_layers=1)
     settings = encoder_settings() | {"max_num_batched_tokens": 1200}
     async with serving(folder, {"request_memory": 0.05}, **settings) as (one, _), Client(one.target) as client:
-        request = pb.EmbedRequest(inputs=[pb.EmbedInput(text="a" * 1100)] * 20, pooling=POOLING_ALL)
+        request = pb.EmbedRequest(inputs=[pb.EmbedInput(text="a" * 1100)] * 10, pooling=POOLING_ALL)
         num_bytes, most = 0, 0
         async for response in client._stub.Embed(request):
             num_bytes += len(response.vectors)
             most = max(most, len(one.engine.requests))
-        assert num_bytes == 20 * 1102 * 960 * 4
+        assert num_bytes == 10 * 1102 * 960 * 4
         assert 2 <= most <= IN_FLIGHT_BYTES // (1102 * 960 * 4)
         await assert_nothing_is_left(one)
 
@@ -67,11 +67,11 @@ async def test_texts_of_a_call_take_no_places(encoder: Path) -> None:
         Client(one.target, retry_for=0) as client,
     ):
         slow_down(worker, 0.002)
-        calls = [asyncio.create_task(client.embed(["a" * 40] * 150)) for _ in range(8)]
+        calls = [asyncio.create_task(client.embed(["a" * 40] * 70)) for _ in range(8)]
         await until(lambda: len(one.engine.requests) > 100)
         while not all(call.done() for call in calls):
             assert len(await client.embed(["b"])) == 1
-        assert [len(call.result()) for call in calls] == [150] * 8
+        assert [len(call.result()) for call in calls] == [70] * 8
         await assert_nothing_is_left(one)
 
 
