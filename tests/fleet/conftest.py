@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from fleet_helpers import Fleet, Scale, Serve
-from load import Outcome, Request, make_requests, run_once
+from load import SAMPLINGS, Outcome, Request, make_requests, run_once
 from processes import Workers, scheduler
 from tiny_model import write_byte_tokenizer, write_tiny_llama
 
@@ -68,7 +68,9 @@ def expected(model: Path, workers: Workers, requests: list[Request]) -> dict[str
 
 
 @pytest.fixture
-async def serve(model: Path, requests: list[Request], expected: dict[str, Outcome]) -> AsyncIterator[Serve]:
+async def serve(
+    model: Path, scale: Scale, requests: list[Request], expected: dict[str, Outcome]
+) -> AsyncIterator[Serve]:
     """Starts a scheduler with further arguments for the workers at these addresses; ready when it is awaited.
 
     Its client does not retry unless a test says so, so that no error of the server goes unnoticed.
@@ -81,6 +83,6 @@ async def serve(model: Path, requests: list[Request], expected: dict[str, Outcom
             member.start()
             client = await stack.enter_async_context(Client(member.address, retry_for=retry_for))
             await client.wait_until_serving(60)
-            return Fleet(member, client, requests, expected)
+            return Fleet(member, client, requests, expected, scale(len(SAMPLINGS), 64))
 
         yield serve

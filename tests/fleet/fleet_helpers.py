@@ -32,10 +32,12 @@ class Fleet:
     client: Client
     requests: Sequence[Request]
     expected: dict[str, Outcome]
+    num_streams: int = 0
+    """Of a load, if a test does not say how many."""
 
     def load(self, count: int | None = None) -> Load:
-        """A stream of each request, or `count` streams of one after the other."""
-        requests = self.requests if count is None else list(islice(cycle(self.requests), count))
+        """Streams of one request after the other."""
+        requests = list(islice(cycle(self.requests), self.num_streams if count is None else count))
         return Load(self.client, requests, self.expected)
 
     @property
@@ -52,7 +54,7 @@ class Fleet:
             while True:
                 if is_reached(state := await self.state()):
                     return state
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.03)
 
     async def check_empty(self) -> ClusterState:
         """Once nothing waits or runs, no block is held on any worker."""

@@ -9,7 +9,7 @@ from typing import Self
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client, SamplingParams
 
-_SAMPLINGS = (
+SAMPLINGS = (
     {"temperature": 0.0},
     {"temperature": 1.0, "seed": 1},
     {"temperature": 0.9, "seed": 2, "n": 2, "top_p": 0.9, "presence_penalty": 0.5},
@@ -38,7 +38,7 @@ def make_requests(count: int, scale: float = 1.0) -> list[Request]:
             f"Stream {number}: " + "of many a word " * (number % 13),
             SamplingParams(
                 max_tokens=int(scale * (40 + 37 * number % 140)),
-                **{"ignore_eos": True} | _SAMPLINGS[number % len(_SAMPLINGS)],
+                **{"ignore_eos": True} | SAMPLINGS[number % len(SAMPLINGS)],
             ),
         )
         for number in range(count)

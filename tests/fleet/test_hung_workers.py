@@ -15,7 +15,7 @@ async def until_lost(fleet: Fleet, load: Load, address: str) -> None:
     """The worker that hangs there is given up, and all streams go on without it."""
     losses = {worker.address: worker.num_losses for worker in (await fleet.state()).workers}
     await fleet.until(lambda state: any(w.num_losses > losses[address] for w in state.workers if w.address == address))
-    await load.gain(200)
+    await load.gain(100)
 
 
 async def until_back(fleet: Fleet, address: str) -> None:
@@ -29,7 +29,7 @@ async def test_a_stopped_process_is_given_up_and_nothing_that_it_says_later_coun
     members = workers.up(2)
     fleet = await serve([member.address for member in members], *WATCHFUL)
     async with fleet.load() as load:
-        await load.gain(200)
+        await load.gain(100)
         for number in range(scale(2, 20)):
             member = members[number % 2]
             await until_back(fleet, member.address)
@@ -49,7 +49,7 @@ async def test_a_connection_that_leads_nowhere_is_given_up_and_found_again(
     async with tcp_proxy(far.address) as proxy:
         fleet = await serve([proxy.address, near.address], *WATCHFUL)
         async with fleet.load() as load:
-            await load.gain(200)
+            await load.gain(100)
             for _ in range(scale(1, 20)):
                 await until_back(fleet, proxy.address)
                 proxy.swallow()

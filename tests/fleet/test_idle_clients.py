@@ -51,7 +51,7 @@ async def test_others_are_served_beside_readers_that_never_read_and_connections_
             served = len(load.requests)
             await never_read(stack, fleet, count)
             await fleet.until(lambda state: state.num_requests >= served + count)
-            await load.gain(scale(1000, 20_000))
+            await load.gain(scale(500, 20_000))
         await fleet.check_empty()
 
 

@@ -37,10 +37,10 @@ async def test_workers_are_killed_one_after_the_other_and_no_stream_notices(
     draw = random.Random(0)
     memory = []
     async with fleet.load() as load:
-        await load.gain(300)
+        await load.gain(scale(100, 300))
         for _ in range(num_kills):
             victim = await kill_one(fleet, members, draw)
-            await load.gain(scale(200, 4000))  # on the others
+            await load.gain(scale(100, 4000))  # on the others
             victim.start()
             await asyncio.to_thread(victim.wait_for, "ready")
             memory.append(sum(one.memory_info().rss for one in (process, *front_ends(fleet.scheduler.address))))
@@ -57,7 +57,7 @@ async def test_vectors_beside_streams_are_the_same_through_kills(workers: Worker
     """Of every pooling: what was summed up on a lost worker is summed up again."""
     poolings = [POOLING_CLS, POOLING_MEAN, POOLING_LAST, POOLING_ALL]
     draw = random.Random(1)
-    texts = ["".join(draw.choices("abcdefgh ", k=draw.randint(1, 200))) for _ in range(scale(60, 600))]
+    texts = ["".join(draw.choices("abcdefgh ", k=draw.randint(1, 200))) for _ in range(scale(30, 600))]
     members = workers.up(2)
     fleet = await serve([member.address for member in members])
     expected = [await fleet.client.embed(texts, pooling=pooling) for pooling in poolings]
@@ -92,13 +92,13 @@ async def test_all_workers_are_killed_at_once(workers: Workers, serve: Serve) ->
     members = workers.up(2)
     fleet = await serve([member.address for member in members])
     async with fleet.load() as load:
-        await load.gain(200)
+        await load.gain(100)
         for member in members:
             member.signal(signal.SIGKILL)
         for member in members:
             member.kill()
             member.start()
-        await load.gain(200)
+        await load.gain(100)
     await fleet.check_empty()
 
 

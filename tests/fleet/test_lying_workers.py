@@ -61,7 +61,7 @@ async def test_garbage_ends_the_session_and_reaches_no_stream(workers: Workers, 
             for name in LIES:
                 print(f"the lie is {name}")  # noqa: T201
                 await tell(meddler, name)
-                await load.gain(100)
+                await load.gain(50)
         await fleet.check_empty()
 
 
