@@ -19,8 +19,11 @@ except ImportError:  # a GPU machine that runs the tests of kernels alone may no
     pass
 else:
     # The examples follow from the test's code, so that a commit has one verdict; `make fuzz` draws others and keeps
-    # those that fail. There is no deadline for an example: its time depends on the machine more than on the code.
-    settings.register_profile("pagewire", deadline=None, derandomize=True, database=None, print_blob=True)
+    # those that fail, and draws twice as many at a time. There is no deadline for an example: its time depends on the
+    # machine more than on the code.
+    settings.register_profile(
+        "pagewire", max_examples=50, deadline=None, derandomize=True, database=None, print_blob=True
+    )
     storage = Path(os.environ.get("HYPOTHESIS_STORAGE_DIRECTORY", ".hypothesis"))
     found = DirectoryBasedExampleDatabase(storage / "examples")
     settings.register_profile("fuzz", deadline=None, derandomize=False, database=found, print_blob=True)
