@@ -15,6 +15,8 @@ from pagewire_client.client import CONTENT_TYPES
 
 PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 FORMATS = ("json", "text", "verbose_json")
+REFUSED = ("prompt", "include", "chunking_strategy", "known_speaker_names", "known_speaker_references")
+"""Of OpenAI's parameters those that would change the answer, and are not known here."""
 
 
 class FormError(ValueError):
@@ -29,6 +31,11 @@ async def read_form(request: web.Request) -> tuple[pb.TranscribeRequest, str, bo
         raise FormError("file is missing: the form needs a sound file")
     if name not in FORMATS:
         raise FormError(f"response_format is {name[:32]!r}; it must be one of {', '.join(FORMATS)}")
+    for parameter in (key.removesuffix("[]") for key, value in form.items() if value != ""):
+        if parameter in REFUSED:
+            raise FormError(f"{parameter} is not supported here")
+    if any(str(part) != "segment" for part in form.getall("timestamp_granularities[]", [])):
+        raise FormError("timestamp_granularities is not segment; times of words are not supported here")
     try:
         temperature = float(str(form.get("temperature", "0")))
     except ValueError:
