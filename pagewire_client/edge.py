@@ -160,12 +160,13 @@ class Edge:
         is_generation = path.endswith(("completions", "embeddings"))  # the scheduler counts it when it comes
         check: Any = self._scheduler.unary_unary(f"{_SERVICE}{'HealthCheck' if is_generation else 'GetModelInfo'}")
         try:
-            await check(b"", metadata=key_metadata(key))
+            answer = await check(b"", metadata=key_metadata(key))
         except grpc.aio.AioRpcError as error:
             status, name = _STATUSES.get(error.code(), (503, "service_unavailable"))
             return _error(status, name, error.details() or "")
         if request.method == "POST" and path in http_transcriptions.PATHS:
-            return await self._transcribe(request, key)
+            served = vllm.GetModelInfoResponse.FromString(answer).served_model_name
+            return await self._transcribe(request, key, served)
         if not ROUTES.fullmatch(f"{request.method} {path}"):
             return _error(404, "not_found", f"{request.method[:20]} {path[:100]} is not served here")
         if "Content-Encoding" in request.headers:
@@ -182,18 +183,20 @@ class Edge:
         finally:
             del self._requests[name]
 
-    async def _transcribe(self, request: web.Request, key: str) -> web.StreamResponse:
+    async def _transcribe(self, request: web.Request, key: str, served: str) -> web.StreamResponse:
         """The gateway has no such call for the models that there are, so the scheduler is asked."""
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                asked, name, streams = await http_transcriptions.read_form(request)
+                form = await http_transcriptions.read_form(request)
         except TimeoutError:
             return _error(408, "timeout", f"the body did not come within {BODY_SECONDS:g} s")
         except ValueError as error:  # also aiohttp's, of a body that is no form
             return _error(400, "invalid_request", str(error)[:300])
-        call = InferenceServiceStub(self._scheduler).Transcribe(asked, metadata=key_metadata(key))
+        if form.model not in ("", served):
+            return _error(404, "model_not_found", f"model is {form.model[:100]!r}; it must be {served!r} here")
+        call = InferenceServiceStub(self._scheduler).Transcribe(form.asked, metadata=key_metadata(key))
         try:
-            return await http_transcriptions.answer(request, call, name, streams=streams)
+            return await http_transcriptions.answer(request, call, form)
         except grpc.aio.AioRpcError as error:
             status, code = http_transcriptions.status_of(error)
             if not status:

@@ -5,6 +5,7 @@ A form with a file comes in; its text goes out whole, or with `stream` as events
 
 import json
 from collections.abc import AsyncIterable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -23,8 +24,18 @@ class FormError(ValueError):
     """What is wrong with a form, in a sentence."""
 
 
-async def read_form(request: web.Request) -> tuple[pb.TranscribeRequest, str, bool]:
-    """What is asked for, the format of the answer, and whether it is wanted as events. Raises FormError."""
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What is asked for: of which model, empty for any, and in which of FORMATS; or as events, if it `streams`."""
+
+    asked: pb.TranscribeRequest
+    model: str
+    format: str
+    streams: bool
+
+
+async def read_form(request: web.Request) -> Form:
+    """Raises FormError."""
     form = await request.post()
     file, name = form.get("file"), str(form.get("response_format", "json"))
     if not isinstance(file, web.FileField):
@@ -47,10 +58,11 @@ async def read_form(request: web.Request) -> tuple[pb.TranscribeRequest, str, bo
         translate=request.path == PATHS[1],
         temperature=temperature,
     )
-    return asked, name, str(form.get("stream", "")).lower() in ("true", "1")
+    streams = str(form.get("stream", "")).lower() in ("true", "1")
+    return Form(asked, str(form.get("model", "")), name, streams)
 
 
-async def answer(request: web.Request, events: AsyncIterable[Any], name: str, *, streams: bool) -> web.StreamResponse:
+async def answer(request: web.Request, events: AsyncIterable[Any], form: Form) -> web.StreamResponse:
     """Write what has been understood. Raises grpc.aio.AioRpcError, before anything is written if nothing was understood
     by then."""
     response: web.StreamResponse | None = None
@@ -67,17 +79,17 @@ async def answer(request: web.Request, events: AsyncIterable[Any], name: str, *,
             found["segments"].append({"id": len(found["segments"]), **times, "text": segment.text})
             delta = segment.text if text else segment.text.lstrip()
             text += delta
-            if streams:
+            if form.streams:
                 response = response or await _begin(request)
                 await _send(response, {"type": "transcript.text.delta", "delta": delta})
-    if streams:
+    if form.streams:
         response = response or await _begin(request)
         await _send(response, {"type": "transcript.text.done", "text": text})
         await response.write_eof()
         return response
-    if name == "text":
+    if form.format == "text":
         return web.Response(text=text + "\n")
-    return web.json_response({"text": text} | (found if name == "verbose_json" else {}))
+    return web.json_response({"text": text} | (found if form.format == "verbose_json" else {}))
 
 
 async def _begin(request: web.Request) -> web.StreamResponse:

@@ -81,10 +81,11 @@ async def test_a_sound_is_answered_in_each_format_with_what_transcribe_says(serv
         (form(wav(1), temperature="hot"), 400, "temperature is not a number"),
         (form(wav(1), prompt="Houston"), 400, "prompt is not supported here"),
         (form(wav(1), **{"timestamp_granularities[]": "word"}), 400, "times of words are not supported here"),
+        (form(wav(1), model="other"), 404, "model is 'other'; it must be"),
         (aiohttp.FormData({"model": "whisper"}), 400, "file is missing"),
         (form(bytes(18 << 20)), 413, ""),
     ],
-    ids=["cut off", "text", "language", "format", "temperature", "prompt", "words", "no file", "too large"],
+    ids=["cut off", "text", "language", "format", "temperature", "prompt", "words", "model", "no file", "too large"],
 )
 async def test_what_cannot_be_heard_is_an_error_as_openai_has_them(
     data: aiohttp.FormData, status: int, words: str, server: tuple[InProcess, str]
