@@ -29,9 +29,9 @@ FRONT_END = (
 )
 IMPORTS = {"worker_service": _WORKER, "faulty_worker": _WORKER, "scheduler_service": _SCHEDULER}
 """What is imported before the fork, by the module that is run. Front ends are forked for the schedulers among them."""
-_READ_AT_THE_START = ("PAGEWIRE_", "PYTHONPATH", "PYTEST_", "TORCHINDUCTOR_CACHE_DIR")
-"""Beginnings of the names of variables that no import reads, so that they may differ from the fork server's. torch sets
-the last in a process of tests that asks more of it.
+_READ_AT_THE_START = ("PAGEWIRE_", "PYTHONPATH", "PYTEST_", "OTEL_", "TORCHINDUCTOR_CACHE_DIR")
+"""Beginnings of the names of variables that no import reads, so that they may differ from the fork server's: services
+import OpenTelemetry only where spans are wanted. torch sets the last in a process of tests that asks more of it.
 """
 
 

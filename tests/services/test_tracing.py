@@ -232,8 +232,9 @@ def test_a_context_without_a_span_has_no_header() -> None:
 
 @pytest.fixture(scope="module")
 def traced(tiny_model_directory: Path) -> Iterator[tuple[LocalServer, Collector]]:
-    """So few blocks that two requests do not fit."""
-    with collector() as found:
+    """So few blocks that two requests do not fit; spans are sent within 0.2 s, not 5."""
+    with pytest.MonkeyPatch.context() as patch, collector() as found:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
         endpoint = ["--otlp-traces-endpoint", found.endpoint]
         blocks = ["--num-device-blocks", "40", "--block-size", "8", "--threads", "1", "--swap-space", "0.01"]
         modes = ["--preemption-mode", "swap", "--check-invariants"]
