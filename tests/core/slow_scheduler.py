@@ -229,9 +229,13 @@ class SlowScheduler(SlowBlocks):
         num_reserved = self.num_reserved if rest else 0
         if not self.tokens_left_without(victims):
             return False
-        if not encoded and len(group.encoder_tokens) > self.encoder_tokens_left:
+        if not self.can_encode(group):
             return False
         return needed + num_reserved <= self.config.num_device_blocks - len(held) and self.has_slots(group, rest)
+
+    def can_encode(self, group: SlowGroup) -> bool:
+        """Whether the step has room for what its encoder reads, if that is not cached."""
+        return bool(self.cached_encoder(group)) or len(group.encoder_tokens) <= self.encoder_tokens_left
 
     def tokens_left_without(self, victims: list[SlowGroup]) -> int:
         others = [n for sequence, n, _ in self.plan if sequence.group not in victims and not sequence.is_encoder]
@@ -239,7 +243,7 @@ class SlowScheduler(SlowBlocks):
 
     def make_room(self, group: SlowGroup) -> bool:
         victims: list[SlowGroup] = []
-        if not self.cached_encoder(group) and len(group.encoder_tokens) > self.encoder_tokens_left:
+        if not self.can_encode(group):
             return False
         while not self.fits(group, victims):
             rest = [other for other in self.running if other not in victims]
