@@ -57,7 +57,8 @@ class Encoder:
         for module in list(self._body.modules()):
             for name, part in module.named_children():
                 if type(part) is nn.Linear:
-                    setattr(module, name, PackedLinear(part))
+                    setattr(module, name, packed := PackedLinear(part))
+                    packed.pack()
 
     def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
         """As `CausalModel` has it: it takes no adapters."""

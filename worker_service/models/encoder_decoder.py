@@ -214,6 +214,7 @@ class _AdaptedLinear(PackedLinear):
 
     def __init__(self, linear: nn.Linear, lora: Linear | None) -> None:
         super().__init__(linear)
+        self.pack()
         self._lora = lora
 
     def forward(self, x: Tensor) -> Tensor:

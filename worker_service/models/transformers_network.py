@@ -29,11 +29,10 @@ class Head:
 
     def __init__(self, network: Any, body: nn.Module) -> None:
         self._network = _with_part(network, _path(network, body), _GivenBody())
-        self._product: Linear | None = None
+        self._product: PackedLinear | None = None
         if type(product := network.get_output_embeddings()) is nn.Linear:
-            self._product = Linear(product.weight, product.bias, wide=True)
-            given = _GivenProduct(product.weight, self._product)
-            self._network = _with_part(self._network, _path(network, product), given)
+            self._product = PackedLinear(product, wide=True)
+            self._network = _with_part(self._network, _path(network, product), self._product)
 
     def pack(self) -> None:
         """Pack the product's weights as they are now."""
@@ -48,12 +47,14 @@ class Head:
 
 
 class PackedLinear(nn.Module):
-    """Takes the place of a linear layer."""
+    """Takes the place of a linear layer, and multiplies by its weights as they are when it is told to `pack`."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, *, wide: bool = False) -> None:
         super().__init__()
         self.weight = linear.weight  # some networks ask for its dtype
-        self._linear = Linear(linear.weight, linear.bias)
+        self._linear = Linear(linear.weight, linear.bias, wide=wide)
+
+    def pack(self) -> None:
         self._linear.pack()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,19 +67,6 @@ class _GivenBody(nn.Module):
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> "_Output":
         return _Output(inputs_embeds)
-
-
-class _GivenProduct(nn.Module):
-    """Takes the place of the module that multiplies hidden states by the head's weights."""
-
-    def __init__(self, weight: Tensor, product: Linear) -> None:
-        super().__init__()
-        self.weight = weight  # some networks ask for its dtype
-        self._product = product
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        logits = self._product(hidden.flatten(0, -2))
-        return logits.view(*hidden.shape[:-1], logits.shape[1])
 
 
 class _Output:
