@@ -1,7 +1,8 @@
-"""Forms to hold outputs to: JSON schemas, hand-picked and generated; regular expressions; grammars."""
+"""Forms to hold outputs to: JSON schemas, hand-picked, generated and JSON Schema's own; expressions; grammars."""
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 Schema = dict[str, Any]
@@ -136,6 +137,9 @@ def _object(draw: random.Random, depth: int) -> Schema:
 def _any_of(draw: random.Random, depth: int) -> Schema:
     return {"anyOf": [_schema(draw, depth - 1) for _ in range(draw.randrange(2, 4))]}
 
+
+SUITE: list[dict[str, Any]] = json.loads((Path(__file__).parent / "json_schema_suite.json").read_text())["groups"]
+"""Of the draft 2020-12: schemas, each with `tests`, whose `data` is `valid` or is not. The file names its source."""
 
 SCHEMAS = [json.dumps(schema) for schema in HAND_PICKED + generated(300 - len(HAND_PICKED), 1)]
 

@@ -1,6 +1,7 @@
 """Outputs have the forms that were asked for, whatever the model would rather say: its logits are random here."""
 
 import asyncio
+import contextlib
 import gc
 import json
 import re
@@ -13,7 +14,7 @@ import jsonschema
 import psutil
 import pytest
 import torch
-from form_texts import GRAMMARS, REGEXES, SCHEMAS
+from form_texts import GRAMMARS, REGEXES, SCHEMAS, SUITE
 from llguidance import LLTokenizer
 from tiny_model import write_byte_tokenizer
 from tokenizers import Tokenizer
@@ -54,6 +55,12 @@ def tokenizer(directory: Path) -> Tokenizer:
     return Tokenizer.from_file(str(directory / "tokenizer.json"))
 
 
+@pytest.fixture(scope="module")
+def follower(directory: Path) -> Follower:
+    tokenizer = LLTokenizer((directory / "tokenizer.json").read_text(), n_vocab=VOCABULARY, eos_token=[END])
+    return Follower(tokenizer, VOCABULARY)
+
+
 def grammars(kind: str, texts: Sequence[str]) -> list[str]:
     async def read() -> list[str]:
         reader = frontend.Forms()
@@ -88,7 +95,7 @@ def step(forms: Forms, alive: Sequence[SequenceState]) -> list[int]:
     return token_ids
 
 
-def complete(forms: Forms, all_sequences: Sequence[SequenceState]) -> None:
+def complete(forms: Forms, all_sequences: Sequence[SequenceState], most_tokens: int = MOST_TOKENS) -> None:
     """Until each has ended or has as many tokens as it may."""
     alive = list(all_sequences)
     while alive:
@@ -97,7 +104,7 @@ def complete(forms: Forms, all_sequences: Sequence[SequenceState]) -> None:
         alive = [
             one
             for one, token_id in zip(alive, token_ids, strict=True)
-            if token_id != END and len(one.token_ids) < MOST_TOKENS
+            if token_id != END and len(one.token_ids) < most_tokens
         ]
 
 
@@ -116,6 +123,61 @@ def test_every_output_that_ends_is_valid_for_its_schema(forms: Forms, tokenizer:
             num_ended += 1
             jsonschema.validate(json.loads(found), json.loads(schema), format_checker=jsonschema.FormatChecker())
     assert num_ended >= 0.85 * len(SCHEMAS)
+
+
+@pytest.fixture(scope="module")
+def suite() -> list[tuple[dict[str, Any], str]]:
+    """The groups of JSON Schema's own tests whose schema can be followed, each with the grammar of it."""
+    found = []
+    for group in SUITE:
+        with contextlib.suppress(frontend.FormError):
+            found.append((group, grammars("json_schema", [json.dumps(group["schema"])])[0]))
+    assert len(found) >= 160, "of 368; the others are refused"
+    return found
+
+
+def may_be_written(follower: Follower, grammar: str, token_ids: Sequence[int]) -> bool:
+    """Each token after those before it."""
+    read: list[int] = []
+    try:
+        for token_id in token_ids:
+            mask = follower.do(Work(0, grammar, read, samples=True))
+            if not mask[token_id // 8] >> token_id % 8 & 1:
+                return False
+            read = [token_id]
+        return True
+    finally:
+        follower.forget(0)
+
+
+def test_of_json_schemas_own_tests_what_is_valid_may_be_written_and_nothing_else(
+    follower: Follower, tokenizer: Tokenizer, suite: list[tuple[dict[str, Any], str]]
+) -> None:
+    """Some of what is valid may not: 1.0 for 1, properties in another order, and what a format only describes."""
+    valid = []
+    for group, grammar in suite:
+        for case in group["tests"]:
+            text = json.dumps(case["data"], ensure_ascii=False, separators=(",", ":"))
+            token_ids = [*tokenizer.encode(text, add_special_tokens=False).ids, END]
+            is_written = may_be_written(follower, grammar, token_ids)
+            assert case["valid"] or not is_written, (group["description"], case["description"])
+            if case["valid"]:
+                valid.append(is_written)
+    assert sum(valid) >= 0.93 * len(valid)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_every_output_that_ends_is_valid_for_a_schema_of_json_schemas_own_tests(
+    forms: Forms, tokenizer: Tokenizer, suite: list[tuple[dict[str, Any], str]], temperature: float
+) -> None:
+    running = sequences([grammar for _, grammar in suite], tokenizer, temperature=temperature)
+    complete(forms, running, most_tokens=100)
+    num_ended = 0
+    for (group, _), one in zip(suite, running, strict=True):
+        if (found := text(one, tokenizer)) is not None:
+            num_ended += 1
+            jsonschema.Draft202012Validator(group["schema"]).validate(json.loads(found))
+    assert num_ended >= 0.3 * len(suite), "many of the schemas allow any text, which ends late"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
@@ -192,9 +254,7 @@ def test_a_whole_text_is_followed_by_the_end_alone_and_nothing_is_asked_of_it_th
     assert [step(forms, [one])[0] for _ in range(4)] == [tokenizer.token_to_id(letter) for letter in "ab"] + [END, END]
 
 
-def test_grammars_that_were_used_lately_are_kept(directory: Path) -> None:
-    tokenizer = LLTokenizer((directory / "tokenizer.json").read_text(), n_vocab=VOCABULARY, eos_token=[END])
-    follower = Follower(tokenizer, VOCABULARY)
+def test_grammars_that_were_used_lately_are_kept(follower: Follower) -> None:
     for key, expression in enumerate(grammars("regex", [f"a{{{number}}}" for number in range(1, 50)])):
         follower.do(Work(key, expression, [], samples=True))
     assert len(follower._compiled) == MOST_KEPT
