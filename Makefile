@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/pagewire/v1/*.proto)
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: setup proto demo test fuzz chaos soak test-gpu lint fmt up down bench bench-fidelity bench-fleet bench-scheduler bench-simulate bench-speculation bench-adapters bench-embeddings bench-transcribe \
+.PHONY: setup proto demo test fuzz chaos soak test-gpu lint fmt up down bench bench-fidelity bench-gateway bench-forms bench-fleet bench-scheduler bench-simulate bench-speculation bench-adapters bench-embeddings bench-transcribe \
   demo-embed demo-transcribe
 setup: $(VENV)/installed $(VENV)/generated $(VENV)/kernels
 
@@ -107,6 +107,13 @@ bench-scheduler: setup
 # PARTS: names, separated by commas. MOST: workers that the scheduler is given at most.
 bench-fleet: setup
 	$(BIN)/python -m bench.fleet $(PARTS:%=--parts %) $(MOST:%=--most %)
+
+# PEER, LOADS, ROUNDS: as `make bench` has them. What HTTP costs, and what a JSON schema costs.
+bench-gateway: setup
+	$(BIN)/python -m bench.gateway $(PEER:%=--peer %) $(LOADS:%=--loads %) $(ROUNDS:%=--rounds %)
+
+bench-forms: setup
+	$(BIN)/python -m bench.forms $(PEER:%=--peer %) $(SEQUENCES:%=--sequences %) $(ROUNDS:%=--rounds %)
 
 # SEQUENCES: numbers, separated by commas. DRAFT: a model with the vocabulary of MODEL, to guess beside n-grams; both are
 # taken for models of code.

@@ -8,7 +8,6 @@ last line is JSON; its `ratios` are our output tokens a second over the peer's.
 import argparse
 import asyncio
 import json
-import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,6 +23,7 @@ from bench.load import CONTEXT, LOADS, Load, capped, replayed
 from bench.measure import measure
 from bench.pagewire_system import Pagewire
 from bench.peer_vllm import Vllm
+from bench.processes import end_on_signals
 from bench.report import Report
 from pagewire_client import ServerError
 from pagewire_common.settings import load_settings
@@ -135,8 +135,7 @@ def compare_with_transformers(report: Report, loads: list[Load], directory: Path
 
 def main() -> None:
     arguments = parse_arguments()
-    for number in (signal.SIGTERM, signal.SIGHUP):  # end as for Ctrl-C, and stop the processes that were started
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    end_on_signals()
     try:
         report = run(arguments)
     except (BenchError, ServerError, StartError, TraceError, ValueError, OSError) as error:

@@ -33,6 +33,7 @@ class Pagewire:
             ],
         )  # fmt: skip
         self.start_seconds = time.perf_counter() - began
+        self.target = self._server.target
 
     def pids(self) -> list[int]:
         return [service.process.pid for service in self._server.processes]

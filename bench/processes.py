@@ -1,8 +1,16 @@
 """The memory and CPU time of a system's processes, with all their descendants."""
 
+import signal
+import sys
 from collections.abc import Iterator, Sequence
 
 import psutil
+
+
+def end_on_signals() -> None:
+    """As for Ctrl-C, which stops the processes that were started."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def _family(pids: Sequence[int]) -> Iterator[psutil.Process]:

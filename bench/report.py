@@ -75,17 +75,17 @@ class Report:
 
     def figures_table(self) -> Table:
         """Three lines a load: ours, theirs, and ours over theirs."""
-        table = _table("load", "system", *(heading for heading, _ in COLUMNS.values()))
+        table = new_table("load", "system", *(heading for heading, _ in COLUMNS.values()))
         for load, ours in self.ours.items():
-            _add(table, [load, OURS], ours, {column: cell for column, (_, cell) in COLUMNS.items()})
+            add_row(table, [load, OURS], ours, {column: cell for column, (_, cell) in COLUMNS.items()})
             if load in self.theirs:
-                _add(table, ["", self.peer or ""], self.theirs[load], {c: cell for c, (_, cell) in COLUMNS.items()})
-                _add(table, ["", "ratio"], self.ratios(load), dict.fromkeys(COLUMNS, "{:.2f}"))
+                add_row(table, ["", self.peer or ""], self.theirs[load], {c: cell for c, (_, cell) in COLUMNS.items()})
+                add_row(table, ["", "ratio"], self.ratios(load), dict.fromkeys(COLUMNS, "{:.2f}"))
         return table
 
     def steps_table(self) -> Table:
         """Microseconds of a step by phase, and the share of what is not the model."""
-        table = _table("load", "steps", *PHASES, "scheduler + codec + gRPC")
+        table = new_table("load", "steps", *PHASES, "scheduler + codec + gRPC")
         for load, measurement in self.measurements.items():
             if split := measurement.split:
                 us = (f"{split.us[phase]:,.0f}" for phase in PHASES)
@@ -112,12 +112,12 @@ class Report:
         return lines
 
 
-def _table(*headings: str) -> Table:
+def new_table(*headings: str) -> Table:
     table = Table(box=MARKDOWN)
     for heading in headings:
         table.add_column(heading, justify="left" if heading in ("load", "system") else "right", no_wrap=True)
     return table
 
 
-def _add(table: Table, first: Sequence[str], figures: Mapping[str, float], cells: Mapping[str, str]) -> None:
+def add_row(table: Table, first: Sequence[str], figures: Mapping[str, float], cells: Mapping[str, str]) -> None:
     table.add_row(*first, *(cells[column].format(figures[column]) if column in figures else "" for column in COLUMNS))

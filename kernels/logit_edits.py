@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.sampling_ops import sampling_ops_for
+
 
 @dataclass(frozen=True)
 class LogitEdits:
@@ -20,7 +22,7 @@ class LogitEdits:
     masked: Tensor
     """Rows of which only the tokens remain that `mask` has."""
     mask: Tensor
-    """[masked rows, vocabulary_size] bool."""
+    """[masked rows, bytes] uint8, a bit a token, as `kernels.sampling.keep` takes them."""
     restricted: Tensor
     """Rows of which only the places in `allowed` remain."""
     allowed: Tensor
@@ -43,7 +45,7 @@ def edit_logits(logits: Tensor, edits: LogitEdits) -> None:
     """Edit in place, in the order of the fields. logits: [rows, vocabulary_size] float32, contiguous."""
     places = logits.view(-1)
     if len(edits.masked):
-        logits[edits.masked] = logits[edits.masked].masked_fill_(~edits.mask, -torch.inf)
+        sampling_ops_for(logits.device).keep(logits, edits.masked, edits.mask)
     if len(edits.restricted):
         kept = places[edits.allowed]
         logits[edits.restricted] = -torch.inf

@@ -11,7 +11,7 @@ from kernels.filters import filter_thresholds
 from kernels.log_probabilities import in_small_parts, log_probabilities
 from kernels.noise import gumbel_noise
 
-__all__ = ["Draws", "draw", "greedy", "log_probabilities"]
+__all__ = ["Draws", "draw", "greedy", "keep", "log_probabilities"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,17 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """
     largest = logits.max(dim=-1)  # NaN counts as largest; the first of equals wins
     return largest.indices, largest.values
+
+
+def keep(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """Ban all tokens of these rows but those whose bit is 1, the lowest of a byte first. In place.
+
+    logits: [rows of all, vocabulary_size] float32, contiguous; rows: [masks] int64, each once; bits: [masks, at least
+    vocabulary_size / 8] uint8, contiguous.
+    """
+    each = bits[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=bits.device) & 1
+    banned = each.flatten(1)[:, : logits.shape[1]] == 0
+    logits[rows] = logits[rows].masked_fill_(banned, -torch.inf)
 
 
 def draw(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:

@@ -1,14 +1,35 @@
-"""The operations of a sampler on a CPU: the one that every step needs is compiled, the others are eager torch."""
+"""The operations of a sampler on a CPU: those that every step needs are compiled, the others are eager torch."""
 
 from torch import Tensor
 
 from kernels.cpu.ops import _library
-from kernels.sampling import draw, log_probabilities
+from kernels.log_probabilities import log_probabilities
+from kernels.sampling import Draws
 
-__all__ = ["draw", "greedy", "log_probabilities"]
+__all__ = ["draw", "greedy", "keep", "log_probabilities"]
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """As `kernels.sampling.greedy`."""
     token_ids, largest = _library.greedy(logits.contiguous())
     return token_ids, largest
+
+
+def keep(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """As `kernels.sampling.keep`."""
+    _library.keep(logits, rows, bits)
+
+
+def draw(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
+    """As `kernels.sampling.draw`."""
+    token_ids: Tensor = _library.draw(
+        logits.contiguous(),
+        largest.float(),
+        draws.rows,
+        draws.keys,
+        draws.temperature,
+        draws.min_p,
+        draws.top_k,
+        draws.top_p,
+    )
+    return token_ids

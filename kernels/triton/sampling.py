@@ -3,8 +3,9 @@
 None waits for the device. Edits of logits are sparse and stay eager (`kernels.logit_edits`).
 """
 
+from kernels.sampling import keep
 from kernels.triton.draw import draw
 from kernels.triton.greedy import greedy
 from kernels.triton.log_probabilities import log_probabilities
 
-__all__ = ["draw", "greedy", "log_probabilities"]
+__all__ = ["draw", "greedy", "keep", "log_probabilities"]

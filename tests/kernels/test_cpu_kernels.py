@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import reference, sampling
+from kernels import reference
 from kernels.cpu import library
 from kernels.metadata import AttentionMetadata
 from kernels.ops import LoraWeights
@@ -366,21 +366,6 @@ def test_gated_activation(kernels: ModuleType, activation: str, dtype: torch.dty
         x = (torch.randn(shape, generator=generator) * 4).to(dtype)
         expected = reference.gated_activation(x.float(), activation)
         close(kernels.gated_activation(x, activation), expected, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns", [1, 15, 16, 1024, 1025, 5000])
-def test_greedy_is_the_first_of_the_largest(
-    kernels: ModuleType, columns: int, dtype: torch.dtype, generator: torch.Generator
-) -> None:
-    x = torch.randn(20, columns, generator=generator).to(dtype).mul(2).round()  # full of equals
-    x[0], x[1] = -torch.inf, torch.inf
-    x[2, columns // 2] = NAN
-    x[3, 0] = NAN
-    token_ids, largest = importlib.import_module("kernels.cpu.sampling").greedy(x)
-    expected_ids, expected = sampling.greedy(x)
-    torch.testing.assert_close(largest, expected, equal_nan=True)
-    assert torch.equal(token_ids, expected_ids)
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -50,16 +50,16 @@ MOST_REFUSED = 1024
 class FormMasks:
     """The tokens that may come next in a step, of the sequences that have a form and sample."""
 
-    def __init__(self, rows: dict[int, int], masks: "Future[npt.NDArray[np.uint8]]", vocabulary_size: int) -> None:
+    def __init__(self, rows: dict[int, int], masks: "Future[npt.NDArray[np.uint8]]") -> None:
         self._rows = rows  # by sequence id
-        self._masks = masks  # [rows, bytes of bits]
-        self._vocabulary_size = vocabulary_size
+        self._masks = masks  # [rows, bytes]
 
-    def of(self, sequences: Sequence[SequenceState]) -> npt.NDArray[np.bool_]:
-        """[sequences, vocabulary_size], once they are known. A sequence whose form cannot go on has none."""
-        packed = self._masks.result()[[self._rows[sequence.sequence_id] for sequence in sequences]]
-        bits = np.unpackbits(packed, axis=1, count=self._vocabulary_size, bitorder="little")
-        return bits.view(np.bool_)
+    def of(self, sequences: Sequence[SequenceState]) -> npt.NDArray[np.uint8]:
+        """[sequences, bytes], a bit a token, the lowest of a byte first, once they are known.
+
+        A sequence whose form cannot go on has none.
+        """
+        return self._masks.result()[[self._rows[sequence.sequence_id] for sequence in sequences]]
 
 
 @dataclass(slots=True, eq=False)
@@ -135,7 +135,7 @@ class Forms:
             return None
         rows = {sequence_id: row for row, sequence_id in enumerate(c.sequence.sequence_id for c in formed if c.samples)}
         items = [self._item(chunk) for chunk in formed]
-        return FormMasks(rows, self._thread.submit(self._find, items, len(rows)), self._vocabulary_size)
+        return FormMasks(rows, self._thread.submit(self._find, items, len(rows)))
 
     def _item(self, chunk: ScheduledChunk) -> _Item:
         sequence = chunk.sequence

@@ -21,14 +21,14 @@ from worker_service.session.session import SequenceState
 
 _Ids = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float32]
-_Bools = npt.NDArray[np.bool_]
+_Bits = npt.NDArray[np.uint8]
 
 
 def edit_logits(logits: Tensor, sequences: Sequence[SequenceState], masks: FormMasks | None = None) -> None:
     """Edit in place. logits: [rows, vocabulary_size] float32, contiguous; sequences: one a row; masks: of those with a
     form."""
     formed = [row for row, sequence in enumerate(sequences) if sequence.sampling.form]
-    mask: _Bools = np.empty((0, logits.shape[1]), dtype=np.bool_)
+    mask: _Bits = np.empty((0, 0), dtype=np.uint8)
     if formed:
         assert masks is not None
         mask = masks.of([sequences[row] for row in formed])
@@ -66,7 +66,7 @@ def edit_logits(logits: Tensor, sequences: Sequence[SequenceState], masks: FormM
         logits,
         kernel.LogitEdits(
             masked=upload(formed, torch.int64, logits.device),
-            mask=upload(mask, torch.bool, logits.device),
+            mask=upload(mask, torch.uint8, logits.device),
             restricted=upload(restricted, torch.int64, logits.device),
             allowed=whole(allowed),
             banned=whole(banned),

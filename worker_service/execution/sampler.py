@@ -33,7 +33,7 @@ def sample(logits: Tensor, sequences: Sequence[SequenceState], masks: FormMasks 
     if len(plain) < len(sequences):
         edited = [row for row, sequence in enumerate(sequences) if sequence.sampling.edits_logits]
         rows = upload(edited, torch.int64, logits.device)
-        changed = logits[rows].to(torch.float32)
+        changed = logits.index_select(0, rows).to(torch.float32)  # by [rows] it took four times as long
         choosers = [sequences[row] for row in edited]
         edit_logits(changed, choosers, masks)
         token_ids[rows], possible = _choose(changed, choosers, range(len(choosers)))

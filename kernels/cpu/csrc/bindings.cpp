@@ -9,6 +9,7 @@
 #include "layer.h"
 #include "lora.h"
 #include "matmul.h"
+#include "sampling.h"
 
 namespace pagewire {
 namespace {
@@ -42,6 +43,19 @@ void check_like(const Tensor& tensor, const Tensor& other, const char* name) {
 
 void check_contiguous(const Tensor& tensor, const char* name) {
   TORCH_CHECK(tensor.is_contiguous(), name, " must be contiguous");
+}
+
+void check_numbers(const Tensor& tensor, at::ScalarType type, int64_t count, const char* name) {
+  check_contiguous(tensor, name);
+  TORCH_CHECK(tensor.device().is_cpu() && tensor.scalar_type() == type && tensor.numel() == count, name, " must be ",
+              count, " numbers of ", type);
+}
+
+void check_rows(const Tensor& rows, int64_t count) {
+  for (int64_t i = 0; i < rows.numel(); ++i) {
+    const auto row = rows.const_data_ptr<int64_t>()[i];
+    TORCH_CHECK(0 <= row && row < count, "there is no row ", row);
+  }
 }
 
 // [tokens, heads, head_dim] with everything but the tokens packed.
@@ -185,6 +199,54 @@ std::tuple<Tensor, Tensor> greedy_op(const Tensor& x) {
     greedy<T>(x.const_data_ptr<T>(), values.data_ptr<T>(), indices.data_ptr<int64_t>(), x.size(0), x.size(1));
   });
   return {indices, values};
+}
+
+// logits: [rows of all, vocabulary_size] float32; rows: [masks] int64, each once; bits: [masks, bytes].
+void keep_op(const Tensor& logits, const Tensor& rows, const Tensor& bits) {
+  TORCH_CHECK(logits.dim() == 2 && bits.dim() == 2 && bits.size(1) * 8 >= logits.size(1) &&
+                  bits.scalar_type() == at::kByte && bits.size(0) == rows.numel(),
+              "every row has a bit for every token");
+  check_numbers(logits, at::kFloat, logits.numel(), "logits");
+  check_numbers(rows, at::kLong, bits.size(0), "rows");
+  check_contiguous(bits, "bits");
+  check_rows(rows, logits.size(0));
+  const auto* row = rows.const_data_ptr<int64_t>();
+  auto* x = logits.data_ptr<float>();
+  parallel_for(rows.numel(), rows_a_thread(logits.size(1)), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      keep(x + row[i] * logits.size(1), bits.const_data_ptr<uint8_t>() + i * bits.size(1), logits.size(1));
+  });
+}
+
+// logits: [rows, vocabulary_size]; largest: [rows] float32; rows, keys, top_k: [draws] int64; the others float32.
+Tensor draw_op(
+    const Tensor& logits, const Tensor& largest, const Tensor& rows, const Tensor& keys, const Tensor& temperature,
+    const Tensor& min_p, const Tensor& top_k, const Tensor& top_p) {
+  check_contiguous(logits, "logits");
+  TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0, "logits must be [rows, at least one column]");
+  const int64_t length = logits.size(1), draws = rows.numel();
+  check_numbers(largest, at::kFloat, logits.size(0), "largest");
+  for (const auto* tensor : {&rows, &keys, &top_k}) check_numbers(*tensor, at::kLong, draws, "rows, keys and top_k");
+  for (const auto* tensor : {&temperature, &min_p, &top_p})
+    check_numbers(*tensor, at::kFloat, draws, "temperature, min_p and top_p");
+  check_rows(rows, logits.size(0));
+  const auto* row = rows.const_data_ptr<int64_t>();
+  auto out = at::empty({draws}, rows.options());
+  for_type(logits, [&](auto type) {
+    using T = decltype(type);
+    const T* x = logits.const_data_ptr<T>();
+    parallel_for(draws, 1, [&](int64_t begin, int64_t end) {
+      Scratch scratch;
+      for (int64_t i = begin; i < end; ++i) {
+        const Draw draw{
+            largest.const_data_ptr<float>()[row[i]], temperature.const_data_ptr<float>()[i],
+            min_p.const_data_ptr<float>()[i], top_p.const_data_ptr<float>()[i], top_k.const_data_ptr<int64_t>()[i],
+            static_cast<uint64_t>(keys.const_data_ptr<int64_t>()[i])};
+        out.data_ptr<int64_t>()[i] = draw_one(x + row[i] * length, length, draw, scratch);
+      }
+    });
+  });
+  return out;
 }
 
 struct Metadata {
@@ -400,6 +462,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("gated_activation", &pagewire::gated_activation_op, unlocked);
   module.def("add_lora", &pagewire::add_lora_op, unlocked);
   module.def("greedy", &pagewire::greedy_op, unlocked);
+  module.def("keep", &pagewire::keep_op, unlocked);
+  module.def("draw", &pagewire::draw_op, unlocked);
   module.def("paged_attention", &pagewire::paged_attention_op, unlocked);
   module.def("qkv_attention", &pagewire::qkv_attention_op, unlocked);
   module.def("can_pack", &pagewire::can_pack, unlocked);

@@ -175,11 +175,14 @@ def test_a_row_does_not_depend_on_its_neighbours(batch: list[SequenceState], see
 def test_looking_at_few_candidates_first_changes_nothing(
     sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = [state([5], temperature=2.0, seed=seed, **sampling) for seed in range(200)]
-    logits = random_logits(200, 1)
-    expected = sample(logits, batch)
+    scaled = random_logits(200, 1) / 2
+    scaled -= scaled.max(dim=-1, keepdim=True).values
+    given = {"min_p": 0.0, "top_k": 0, "top_p": 1.0, **sampling}
+    limits = [torch.full((200,), given[name]) for name in ("min_p", "top_k", "top_p")]
+    expected = filter_thresholds(scaled, *limits)
     monkeypatch.setattr(filters, "_CANDIDATES", 8)
-    assert sample(logits, batch) == expected
+    found = filter_thresholds(scaled, *limits)
+    assert torch.equal(scaled >= found[:, None], scaled >= expected[:, None])
 
 
 def test_greedy_ties_go_to_the_lowest_id() -> None:
