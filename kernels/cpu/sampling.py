@@ -28,7 +28,7 @@ def draw(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
         draws.rows,
         draws.keys,
         draws.temperature,
-        draws.min_p,
+        draws.min_p.log(),
         draws.top_k,
         draws.top_p,
     )

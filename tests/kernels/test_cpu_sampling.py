@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -111,6 +112,77 @@ def test_what_the_filters_leave_is_all_that_is_drawn_and_all_of_it(
     )
     drawn = ops.draw(row.repeat(20_000, 1), torch.full((20_000,), 2.0), draws)
     assert drawn.unique().tolist() == (row - 2 >= threshold).nonzero().flatten().tolist()
+
+
+def test_every_row_is_drawn_in_its_own_way(ops: ModuleType, generator: torch.Generator) -> None:
+    """Also two draws from one row, which differ in everything."""
+    logits = 3 * torch.randn(4, 4097, generator=generator)
+    count = 40
+    draws = replace(
+        make_draws(count, generator),
+        rows=torch.randint(0, 4, (count,), generator=generator),
+        temperature=torch.tensor([1e-38, 0.5, 1.0, 3.0]).repeat(10),
+        min_p=torch.tensor([0.0, 0.0, 0.02, 1.0, 0.3]).repeat(8),
+        top_k=torch.tensor([0, 0, 1, 50, 10**6, 7, 0, 2000]).repeat(5),
+        top_p=torch.tensor([1.0, 0.9, 1.0, 0.1, 0.0, 2.0, -1.0, 0.999, 1.0, 0.5]).repeat(4),
+    )
+    largest = sampling.greedy(logits)[1]
+    assert torch.equal(ops.draw(logits, largest, draws), sampling.draw(logits, largest, draws))
+
+
+@pytest.mark.parametrize("places", [(70, 4), (4, 70), (3, 4), (64, 127)])
+def test_of_two_equal_scores_that_of_the_lower_id_wins(ops: ModuleType, places: tuple[int, int]) -> None:
+    """Wherever in the row they stand, and whichever has the larger logit: it is scores that are equal."""
+    first, second = places
+    one, key = torch.ones(1), torch.tensor([12345])
+    draws = Draws(torch.tensor([0]), key, one, 0 * one, torch.tensor([0]), one)
+    all_noise = noise.gumbel_noise(key, 200)[0]
+    logits = torch.full((1, 200), -math.inf)
+    logits[0, first] = 0.0
+    for step in range(-2000, 2000):  # sums are rounded, so that one of the values near this one makes them equal
+        logits[0, second] = float(all_noise[first] - all_noise[second]) + step * 2.0**-24
+        top = logits.max()
+        scores = logits[0] - top + all_noise
+        if scores[first] == scores[second]:
+            break
+    else:
+        pytest.fail("no logit makes both scores equal")
+    assert sampling.draw(logits, logits.max(-1).values, draws).tolist() == [min(places)]
+    assert ops.draw(logits, logits.max(-1).values, draws).tolist() == [min(places)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0},
+        {"temperature": -1.0},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"min_p": 1.5},
+        {"min_p": -0.1},
+        {"min_p": math.nan},
+        {"top_p": math.nan},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.5}], ids=str)
+def test_values_that_no_request_can_have_are_refused(
+    ops: ModuleType, options: dict[str, float], filters: dict[str, float], generator: torch.Generator
+) -> None:
+    draws = make_draws(2, generator, **filters | options)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="draw 0: temperature must be above 0 and finite"):
+        ops.draw(torch.zeros(2, 100), torch.zeros(2), draws)
+
+
+@pytest.mark.parametrize("options", [{}, {"min_p": 0.5, "top_p": 0.5}, {"top_k": 3}], ids=str)
+@pytest.mark.parametrize("said", [-5.0, 5.0, 1e38])
+def test_a_largest_that_is_none_draws_some_token(
+    ops: ModuleType, options: dict[str, float], said: float, generator: torch.Generator
+) -> None:
+    logits = torch.randn(3, 200, generator=generator)
+    logits[2, 100] = math.nan
+    draws = make_draws(3, generator, **options)  # type: ignore[arg-type]
+    assert all(0 <= token_id < 200 for token_id in ops.draw(logits, torch.full((3,), said), draws).tolist())
 
 
 def key_of(uniform_bits: int) -> int:

@@ -219,17 +219,23 @@ void keep_op(const Tensor& logits, const Tensor& rows, const Tensor& bits) {
 }
 
 // logits: [rows, vocabulary_size]; largest: [rows] float32; rows, keys, top_k: [draws] int64; the others float32.
+// log_min_p: torch's own logarithms, since the C library's differ from them in the last bit.
 Tensor draw_op(
     const Tensor& logits, const Tensor& largest, const Tensor& rows, const Tensor& keys, const Tensor& temperature,
-    const Tensor& min_p, const Tensor& top_k, const Tensor& top_p) {
+    const Tensor& log_min_p, const Tensor& top_k, const Tensor& top_p) {
   check_contiguous(logits, "logits");
   TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0, "logits must be [rows, at least one column]");
   const int64_t length = logits.size(1), draws = rows.numel();
   check_numbers(largest, at::kFloat, logits.size(0), "largest");
   for (const auto* tensor : {&rows, &keys, &top_k}) check_numbers(*tensor, at::kLong, draws, "rows, keys and top_k");
-  for (const auto* tensor : {&temperature, &min_p, &top_p})
+  for (const auto* tensor : {&temperature, &log_min_p, &top_p})
     check_numbers(*tensor, at::kFloat, draws, "temperature, min_p and top_p");
   check_rows(rows, logits.size(0));
+  const auto *heat = temperature.const_data_ptr<float>(), *least = log_min_p.const_data_ptr<float>(),
+             *nucleus = top_p.const_data_ptr<float>();
+  for (int64_t i = 0; i < draws; ++i)
+    TORCH_CHECK(heat[i] > 0 && std::isfinite(heat[i]) && least[i] <= 0 && !std::isnan(nucleus[i]), "draw ", i,
+                ": temperature must be above 0 and finite, min_p in [0, 1], top_p a number");
   const auto* row = rows.const_data_ptr<int64_t>();
   auto out = at::empty({draws}, rows.options());
   for_type(logits, [&](auto type) {
@@ -239,9 +245,8 @@ Tensor draw_op(
       Scratch scratch;
       for (int64_t i = begin; i < end; ++i) {
         const Draw draw{
-            largest.const_data_ptr<float>()[row[i]], temperature.const_data_ptr<float>()[i],
-            min_p.const_data_ptr<float>()[i], top_p.const_data_ptr<float>()[i], top_k.const_data_ptr<int64_t>()[i],
-            static_cast<uint64_t>(keys.const_data_ptr<int64_t>()[i])};
+            largest.const_data_ptr<float>()[row[i]], heat[i], least[i], nucleus[i],
+            top_k.const_data_ptr<int64_t>()[i], static_cast<uint64_t>(keys.const_data_ptr<int64_t>()[i])};
         out.data_ptr<int64_t>()[i] = draw_one(x + row[i] * length, length, draw, scratch);
       }
     });

@@ -42,7 +42,7 @@ inline void uniform_noise(uint64_t key, int64_t first, float* out) {
 }
 
 struct Draw {
-  float largest, temperature, min_p, top_p;
+  float largest, temperature, log_min_p, top_p;
   int64_t top_k;
   uint64_t key;
 };
@@ -63,7 +63,7 @@ inline void collect(const std::vector<float>& values, float least, std::vector<f
 inline float threshold_of(const Draw& draw, Scratch& scratch) {
   const auto length = static_cast<int64_t>(scratch.scaled.size()), parts = static_cast<int64_t>(scratch.tops.size());
   auto& candidates = scratch.candidates;
-  float floor = std::log(draw.min_p);
+  float floor = draw.log_min_p;
   // At least `count` values reach this one, and not many more. Puts the tops in another order.
   const auto reached_by = [&](int64_t count) {
     if (count > parts) return -std::numeric_limits<float>::infinity();
@@ -86,7 +86,7 @@ inline float threshold_of(const Draw& draw, Scratch& scratch) {
     if (count < kLanes) weight = Vec::set(Vec(0.0f), weight, count);
     mass += sum(weight);
   }
-  const double wanted = draw.top_p * mass;
+  const float wanted = draw.top_p * static_cast<float>(mass);
   for (int64_t count = 32;; count *= 8) {
     const float least = std::max(floor, reached_by(count));
     collect(scratch.scaled, least, candidates);
@@ -104,7 +104,7 @@ inline float threshold_of(const Draw& draw, Scratch& scratch) {
 }
 
 // The token with the largest (logit - largest) / temperature + noise, of those whose first summand reaches the
-// threshold; the lowest id among equals. 0 where the largest logit is not finite.
+// threshold; the lowest id among equals. 0 where draw.largest is not finite or not the row's largest.
 template <typename T>
 int64_t draw_one(const T* x, int64_t length, const Draw& draw, Scratch& scratch) {
   if (!std::isfinite(draw.largest)) return 0;
@@ -114,9 +114,11 @@ int64_t draw_one(const T* x, int64_t length, const Draw& draw, Scratch& scratch)
   int64_t first_part = 0;
   for (int64_t part = 0; part < parts; ++part) {
     tops[part] = scaled(row_max(x + part * kPart, std::min(kPart, length - part * kPart)));
+    if (std::isnan(tops[part])) return 0;
     if (tops[part] > tops[first_part]) first_part = part;
   }
-  float threshold = std::log(draw.min_p);
+  if (tops[first_part] != 0) return 0;
+  float threshold = draw.log_min_p;
   if (draw.top_k > 0 || draw.top_p < 1) {
     scratch.scaled.resize(length);
     for (int64_t i = 0; i < length; ++i) scratch.scaled[i] = scaled(static_cast<float>(x[i]));
