@@ -45,9 +45,20 @@ class _Unparsed(NamedTuple):
     """In place of a request that would take too long to be parsed."""
 
     reason: str
+    code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT
 
     def refuse(self) -> NoReturn:
-        raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, self.reason)
+        raise RequestError(self.code, self.reason)
+
+
+class RequestLimits(NamedTuple):
+    """What a request's message may have for the time being."""
+
+    num_bytes: int
+    num_opaque_bytes: int = 0
+    """Besides, in fields that are not parsed, such as a sound."""
+    will_grow: str = ""
+    """Why a larger request may be taken later; otherwise it never is."""
 
 
 def kind_of(handler: Any) -> str:
@@ -66,18 +77,12 @@ MOST_HEALTH_BYTES = 256
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns RequestError into its status and anything else uncaught into INTERNAL without details.
 
-    gRPC would show an uncaught exception's text to the client. With `max_request_bytes`, a request of more bytes or of
-    too many fields is refused before it is parsed, because the interpreter can do nothing else during parsing. Besides,
-    it may have `max_opaque_bytes` in fields that are not parsed, such as a sound.
+    gRPC would show an uncaught exception's text to the client. With `limits`, a request beyond them or of too many
+    fields is refused before it is parsed, because the interpreter can do nothing else during parsing.
     """
 
-    def __init__(
-        self,
-        max_request_bytes: Callable[[], int] | None = None,
-        max_opaque_bytes: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self._max_request_bytes = max_request_bytes
-        self._max_opaque_bytes = max_opaque_bytes
+    def __init__(self, limits: Callable[[], RequestLimits] | None = None) -> None:
+        self._limits = limits
 
     async def intercept_service(
         self,
@@ -92,9 +97,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             descriptor = parse.__self__.DESCRIPTOR  # it is a generated message's FromString
             parse = _readable(parse)
             if handler_call_details.method.startswith(_HEALTH):
-                parse = _bounded(parse, descriptor, lambda: MOST_HEALTH_BYTES, lambda: 0)
-            elif self._max_request_bytes is not None:
-                parse = _bounded(parse, descriptor, self._max_request_bytes, self._max_opaque_bytes)
+                parse = _bounded(parse, descriptor, lambda: RequestLimits(MOST_HEALTH_BYTES))
+            elif self._limits is not None:
+                parse = _bounded(parse, descriptor, self._limits)
             handler = handler._replace(request_deserializer=parse)
         behavior = getattr(handler, kind)
         guard = _guard_generator if inspect.isasyncgenfunction(behavior) else _guard_coroutine
@@ -114,15 +119,15 @@ def _readable(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 def _bounded(
-    parse: Callable[[bytes], Any],
-    descriptor: Any,
-    max_request_bytes: Callable[[], int],
-    max_opaque_bytes: Callable[[], int],
+    parse: Callable[[bytes], Any], descriptor: Any, limits: Callable[[], RequestLimits]
 ) -> Callable[[bytes], Any]:
     def bounded(data: bytes) -> Any:
-        most = max_request_bytes()
-        if len(data) > most and len(data) - min(num_opaque_bytes(data, descriptor), max_opaque_bytes()) > most:
-            return _Unparsed(f"the request has {len(data)} bytes; at most {most} are allowed here")
+        most, most_opaque, will_grow = limits()
+        if len(data) > most and len(data) - min(num_opaque_bytes(data, descriptor), most_opaque) > most:
+            reason = f"the request has {len(data)} bytes; at most {most} are allowed here"
+            if will_grow:
+                return _Unparsed(f"{reason} {will_grow}", grpc.StatusCode.UNAVAILABLE)
+            return _Unparsed(reason)
         if has_more_fields(data, descriptor, MOST_FIELDS):
             return _Unparsed(
                 f"the request has more than {MOST_FIELDS} fields, entries of lists such as chat.messages among them; "

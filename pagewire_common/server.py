@@ -11,7 +11,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from pagewire_common.errors import ErrorInterceptor
+from pagewire_common.errors import ErrorInterceptor, RequestLimits
 from pagewire_common.health import Health
 from pagewire_common.lock import Check, Lock
 from pagewire_common.open_files import raise_open_files_limit
@@ -48,8 +48,8 @@ class GrpcServer:
     """A gRPC server with health, reflection and sentences for errors.
 
     Every named service, and the server as a whole (""), is NOT_SERVING until `set_serving`; `LIVENESS` is not.
-    Messages beyond `max_receive_bytes` are refused by gRPC itself, and requests beyond what `max_request_bytes` says at
-    the time with a sentence. Two servers on one port are an error, unless both say that each `shares_port`: then every
+    Messages beyond `max_receive_bytes` are refused by gRPC itself, and requests beyond `request_limits` at the time
+    with a sentence. Two servers on one port are an error, unless both say that each `shares_port`: then every
     connection goes to one of them. `security` and `check` are what callers need: see their modules. Create it inside
     the running event loop.
     """
@@ -59,8 +59,7 @@ class GrpcServer:
         service_names: Sequence[str],
         *,
         max_receive_bytes: int,
-        max_request_bytes: Callable[[], int] | None = None,
-        max_opaque_bytes: Callable[[], int] = lambda: 0,
+        request_limits: Callable[[], RequestLimits] | None = None,
         shares_port: bool = False,
         security: Security = OPEN,
         check: Check | None = None,
@@ -72,7 +71,7 @@ class GrpcServer:
             ("grpc.so_reuseport", int(shares_port)),
             ("grpc.max_allowed_incoming_connections", max_connections),
         )
-        errors = ErrorInterceptor(max_request_bytes, max_opaque_bytes)
+        errors = ErrorInterceptor(request_limits)
         self._security = security
         self.server = grpc.aio.server(interceptors=[Lock(check, security.identity), errors], options=options)
         self._names = ("", *service_names)

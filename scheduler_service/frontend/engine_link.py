@@ -16,7 +16,7 @@ from opentelemetry.trace import Tracer
 
 from pagewire.v1 import engine_service_pb2 as pb
 from pagewire.v1.engine_service_pb2_grpc import EngineServiceStub
-from pagewire_common.errors import RequestError
+from pagewire_common.errors import RequestError, RequestLimits
 from scheduler_service.access.keys import Keyring
 from scheduler_service.frontend.gained import decode_gained
 from scheduler_service.frontend.model import ServedModel
@@ -124,12 +124,13 @@ class EngineLink:
         return self.welcome.result().stall_timeout
 
     @property
-    def max_request_bytes(self) -> int:
-        """The largest message of a request: for the model's longest prompts and no more, as parsing blocks the loop."""
+    def request_limits(self) -> RequestLimits:
+        """Of a request's message: room for the model's longest prompts and no more, as parsing blocks the loop."""
         if not self._has_model:
-            return MIN_REQUEST_BYTES
+            return RequestLimits(MIN_REQUEST_BYTES, will_grow="until the served model is known; try again later")
         model = self._model.result()
-        return max(MIN_REQUEST_BYTES, (model.context_length + model.max_encoder_len) * BYTES_PER_TOKEN)
+        longest = (model.context_length + model.max_encoder_len) * BYTES_PER_TOKEN
+        return RequestLimits(max(MIN_REQUEST_BYTES, longest), self.max_sound_bytes)
 
     @property
     def max_sound_bytes(self) -> int:

@@ -42,8 +42,7 @@ def front_end_server(
     server = GrpcServer(
         SERVICES,
         max_receive_bytes=LONGEST_MESSAGE,
-        max_request_bytes=lambda: link.max_request_bytes,
-        max_opaque_bytes=lambda: link.max_sound_bytes,
+        request_limits=lambda: link.request_limits,
         shares_port=shares_port,
         security=security,
         check=key_check(lambda: link.keyring),

@@ -1,13 +1,13 @@
 """Scheduler and worker processes: real ones, on ports that they keep when they are started again."""
 
 import os
-import random
 import signal
-import socket
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from unittest.mock import patch
+
+from ports import free_port
 
 from pagewire_client.local import ServiceProcess
 
@@ -16,22 +16,6 @@ WORKER_ARGUMENTS = (
     "--swap-space", "0.002", "--max-num-batched-tokens", "256", "--max-num-seqs", "64", "--forms",
 )  # fmt: skip
 START_SECONDS = 120.0
-_taken: set[int] = set()
-_ports = random.SystemRandom()  # a seed would have every process of tests try the same ones
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that no outgoing connection can take while the process that listened on it is down."""
-    while True:
-        port = _ports.randrange(20_000, 32_000)  # below Linux's range for outgoing connections
-        with socket.socket() as probe:
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
-        if port not in _taken:
-            _taken.add(port)
-            return port
 
 
 class Member:

@@ -62,7 +62,6 @@ async def test_running_out_of_memory_in_a_step_moves_its_streams(workers: Worker
     assert starved.is_running
 
 
-@pytest.mark.alone
 async def test_a_slow_worker_does_not_set_the_pace_of_fast_ones(
     model: Path, serve: Serve, faulty: Any, scale: Scale
 ) -> None:
@@ -75,14 +74,20 @@ async def test_a_slow_worker_does_not_set_the_pace_of_fast_ones(
             alone, _ = await load.rates(scale(200, 2000))
             await asyncio.to_thread(slow.start().wait_for, "ready")
             await fleet.until(lambda state: state.workers[0].connected)
-            beside, _ = await load.rates(scale(400, 4000))
+            running = []
+            for _ in range(8):
+                await load.gain(scale(50, 200))
+                running += [[worker.num_running for worker in (await fleet.state()).workers]]
+            beside, _ = await load.rates(scale(50, 4000))
             slow.signal(signal.SIGUSR2)  # so that the last streams take less time
         state = await fleet.check_empty()
     finally:
         slow.kill()
     print(f"tokens a second of fast workers: {alone:.0f}, with a slow one beside them: {beside:.0f}")  # noqa: T201
-    assert beside > (0.9 if scale.is_full else 0.75) * alone
+    of_slow, of_fast, of_other = map(sum, zip(*running, strict=True))
+    assert of_slow < (of_fast + of_other) / 5  # one of twelve requests was seen at any time; an even share is a half
     assert state.workers[0].num_steps
+    assert not scale.is_full or beside > 0.9 * alone
 
 
 async def test_a_request_that_kills_every_worker_is_ended_before_the_fleet_is(

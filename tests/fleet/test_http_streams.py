@@ -7,7 +7,7 @@ import openai
 from fleet_helpers import Serve
 from processes import Workers, free_port
 
-from pagewire_client.gateway import Gateway
+from pagewire_client.http.gateway import Gateway
 
 
 async def test_a_lost_worker_is_not_seen_over_http(workers: Workers, serve: Serve) -> None:

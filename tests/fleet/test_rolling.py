@@ -48,7 +48,7 @@ async def test_throughput_follows_the_number_of_workers_up_and_down(
         one, _ = await load.rates(scale(60, 300))
         await start(*others)
         await fleet.until(lambda state: all(worker.num_running for worker in state.workers))
-        three, _ = await load.rates(scale(150, 900))
+        three, _ = await load.reach(lambda tokens, _: tokens > 2 * one, scale(150, 900))
         others[0].signal(signal.SIGUSR2)  # it has the time to finish what it has
         await asyncio.gather(*map(end, others))
         again, _ = await load.rates(scale(60, 300))

@@ -72,6 +72,7 @@ async def serving(
         scheduler(worker.address, model=str(model), check_invariants=True, **scheduler_settings or {}) as one,
     ):
         await until(lambda: one.engine.admits)
+        await one.link.model()
         yield one, worker
 
 

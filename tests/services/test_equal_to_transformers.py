@@ -6,7 +6,7 @@ so of the default model's (test_default_model.py).
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -93,14 +93,21 @@ async def preemptions(target: str) -> int:
     return worker.num_preemptions
 
 
-async def until_ten_preemptions(server: LocalServer, sampling: list[SamplingParams], expected: list[list[int]]) -> None:
-    """Rounds of the crowd at once, every output as expected, until they have cost ten preemptions together."""
-    enough = await preemptions(server.admin_target) + 10
+async def until_preemptions(server: LocalServer, number: int, check: Callable[[], Awaitable[None]]) -> None:
+    """Checks of outputs that were computed together, until they have cost so many preemptions in all."""
+    enough = await preemptions(server.admin_target) + number
     for _ in range(6):
-        assert await together(server.target, sampling, CROWD) == expected
+        await check()
         if await preemptions(server.admin_target) >= enough:
             return
-    pytest.fail("six rounds in a pool for a fraction of the prompts cost less than ten preemptions")
+    pytest.fail(f"six rounds in a pool for a fraction of the prompts cost less than {number} preemptions")
+
+
+async def until_ten_preemptions(server: LocalServer, sampling: list[SamplingParams], expected: list[list[int]]) -> None:
+    async def check() -> None:
+        assert await together(server.target, sampling, CROWD) == expected
+
+    await until_preemptions(server, 10, check)
 
 
 def test_there_are_32_prompts_and_they_differ() -> None:
@@ -219,13 +226,14 @@ async def test_beam_search_equals_transformers_among_requests_that_preempt_each_
     beam_prompts: list[list[int]],
     beam_outputs: list[list[list[int]]],
 ) -> None:
-    before = await preemptions(small_server.admin_target)
-    greedy, beams = await asyncio.gather(
-        together(small_server.target, [GREEDY] * 8, CROWD[:8]), search_together(small_server.target, beam_prompts)
-    )
-    assert greedy == greedy_tokens[:8]
-    assert beams == beam_outputs
-    assert await preemptions(small_server.admin_target) > before
+    async def check() -> None:
+        greedy, beams = await asyncio.gather(
+            together(small_server.target, [GREEDY] * 8, CROWD[:8]), search_together(small_server.target, beam_prompts)
+        )
+        assert greedy == greedy_tokens[:8]
+        assert beams == beam_outputs
+
+    await until_preemptions(small_server, 1, check)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_common.errors import ErrorInterceptor, RequestError
+from pagewire_common.errors import ErrorInterceptor, RequestError, RequestLimits
 
 
 class Deaf:
@@ -72,7 +72,7 @@ async def test_a_request_of_too_many_fields_is_refused_before_it_is_parsed() -> 
         return str(len(request.chat.messages)).encode()
 
     handler = grpc.unary_unary_rpc_method_handler(count, pb.GenerateRequest.FromString)
-    async with serving(ErrorInterceptor(max_request_bytes=lambda: 1 << 20), handler) as method:
+    async with serving(ErrorInterceptor(lambda: RequestLimits(1 << 20)), handler) as method:
         largest = pb.GenerateRequest(
             chat={"messages": [pb.ChatMessage(role="user", content="a")] * 4096},
             sampling={"logit_bias": dict.fromkeys(range(1024), 1.0), "allowed_token_ids": range(128_256)},
@@ -83,3 +83,18 @@ async def test_a_request_of_too_many_fields_is_refused_before_it_is_parsed() -> 
         with pytest.raises(grpc.aio.AioRpcError, match="has more than 6144 fields") as error:
             await method(many.SerializeToString())
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_request_that_is_too_large_only_until_the_limits_grow_may_be_sent_again() -> None:
+    async def find(request: pb.GenerateRequest, context: Any) -> bytes:
+        return request.text.encode()[:1]
+
+    handler = grpc.unary_unary_rpc_method_handler(find, pb.GenerateRequest.FromString)
+    limits = RequestLimits(100, will_grow="until the model is known")
+    data = pb.GenerateRequest(text="a" * 200).SerializeToString()
+    async with serving(ErrorInterceptor(lambda: limits), handler) as method:
+        with pytest.raises(grpc.aio.AioRpcError, match="at most 100 are allowed here until") as error:
+            await method(data)
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        limits = RequestLimits(1000)
+        assert await method(data) == b"a"

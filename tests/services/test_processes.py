@@ -16,6 +16,7 @@ from unittest.mock import patch
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from ports import free_address, free_port
 
 from pagewire_client import Client, SamplingParams, local
 from pagewire_client.llm import collect
@@ -30,8 +31,8 @@ def start() -> Iterator[Start]:
     """Starts a service and returns it with its address; whatever is left is killed at the end."""
     processes: list[ServiceProcess] = []
 
-    def start(module: str, *arguments: str, listen: str = "127.0.0.1:0") -> tuple[ServiceProcess, str]:
-        process = ServiceProcess(module, ["--listen", listen, *arguments])
+    def start(module: str, *arguments: str, listen: str = "") -> tuple[ServiceProcess, str]:
+        process = ServiceProcess(module, ["--listen", listen or free_address(), *arguments])
         processes.append(process)
         return process, str(process.wait_for("listening", 60)["address"])
 
@@ -54,12 +55,6 @@ def run(module: str, *arguments: str, **environment: str) -> Ended:
     with process.stderr as stderr:
         said = stderr.read()
     return Ended(process.wait(60), said)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("module", ["scheduler_service", "worker_service"])

@@ -110,7 +110,7 @@ async def serving_shape(shape: str, directory: Path) -> AsyncIterator[tuple[int,
         grpc.aio.insecure_channel(server.target, options=[("grpc.max_send_message_length", -1)]) as channel,
     ):
         await server.engine.model()
-        yield server.link.max_request_bytes - 200, channel
+        yield server.link.request_limits.num_bytes - 200, channel
 
 
 async def call(channel: grpc.aio.Channel, method: str, data: bytes) -> None:
@@ -211,6 +211,8 @@ def attacks(num_bytes: int) -> dict[str, tuple[str, bytes]]:
         "a grammar of many rules": form(grammar="root ::= r0 r1\n" + "".join(f'r{i} ::= "a"\n' for i in range(3000))),
         "a form beyond the limit": form(regex="a" * (num_bytes - 100)),
         "tokens to decode": detokenize(token_ids=[1100] * CONTEXT),
+        "tokens to decode separately": detokenize(token_ids=[1100] * 4096, separately=True),
+        "long tokens to decode separately": detokenize(token_ids=[len(SPECIAL) - 1] * 4096, separately=True),
         "long tokens to decode": detokenize(token_ids=[len(SPECIAL) - 1] * CONTEXT, skip_special_tokens=False),
         "long texts": embed(*[pb.EmbedInput(text="a " * 60_000)] * (num_bytes // 120_100)),
         "short texts": embed(*[pb.EmbedInput(text="abc de fgh")] * 2048),
