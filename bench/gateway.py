@@ -1,19 +1,24 @@
-"""What HTTP costs: loads on our services over gRPC, on the same services through the gateway, and on vLLM's server.
+"""What HTTP costs: loads on our services over gRPC, on the same services through `pagewire_client serve` as completions
+and as chats, which go through the gateway, and on vLLM's server.
 
     python -m bench.gateway [--peer DIR] [--loads 128x1,128x8,128x32] [--rounds 2]
 
-The gateway takes prompts as texts, not as token ids, so prompts are words that are one token each; of gRPC and of HTTP,
-all requests are the same. An event counts as one token; those that `usage` names beyond that are counted at the end.
+Prompts are words that are one token each, and a chat's so many fewer as its template has tokens: all prompts are of the
+same length. An event counts as one token; those that `usage` names beyond that are counted at the end.
 """
 
 import argparse
 import asyncio
 import json
+import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from rich.console import Console
@@ -27,7 +32,7 @@ from bench.pagewire_system import Pagewire
 from bench.peer_vllm import Vllm
 from bench.processes import end_on_signals
 from bench.report import COLUMNS, add_row, new_table
-from pagewire_client.gateway import Gateway, free_address
+from pagewire_client.http.gateway import free_address, is_ready
 from worker_service.loading.model_store import find_model
 
 READY_SECONDS = 60.0
@@ -36,9 +41,17 @@ READY_SECONDS = 60.0
 class Http:
     """A server of OpenAI's HTTP API that runs. A prompt's numbers are places in `words`."""
 
-    def __init__(self, name: str, url: str, pids: Callable[[], list[int]], words: Sequence[str]) -> None:
+    def __init__(
+        self, name: str, url: str, pids: Callable[[], list[int]], words: Sequence[str], *, chats: bool = False
+    ) -> None:
         self.name, self._url, self.pids, self._words = name, url, pids, words
+        self._chats = chats
         self.start_seconds = 0.0
+
+    def _body(self, model: str, prompt: Sequence[int], output_tokens: int) -> dict[str, Any]:
+        text = "".join(self._words[place] for place in prompt)
+        asked = {"messages": [{"role": "user", "content": text}]} if self._chats else {"prompt": text}
+        return asked | {"model": model, "max_tokens": output_tokens, "temperature": 0, "ignore_eos": True}
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[Stream]:
@@ -46,19 +59,17 @@ class Http:
         async with aiohttp.ClientSession(self._url, connector=connector, timeout=timeout) as session:
             async with session.get("/v1/models") as response:
                 model = (await response.json())["data"][0]["id"]
+            path, num_template = "/v1/completions", 0
+            if self._chats:
+                path = "/v1/chat/completions"
+                async with session.post(path, json=self._body(model, [0], 1)) as response:
+                    num_template = (await response.json())["usage"]["prompt_tokens"] - 1
 
             async def stream(prompt: Sequence[int], output_tokens: int) -> AsyncIterator[int]:
-                body = {
-                    "model": model,
-                    "prompt": "".join(self._words[place] for place in prompt),
-                    "max_tokens": output_tokens,
-                    "temperature": 0,
-                    "ignore_eos": True,
-                    "stream": True,
-                    "stream_options": {"include_usage": True},
-                }
+                body = self._body(model, prompt[num_template:], output_tokens)
+                body |= {"stream": True, "stream_options": {"include_usage": True}}
                 counted = 0
-                async with session.post("/v1/completions", json=body) as response:
+                async with session.post(path, json=body) as response:
                     if response.status != 200:
                         raise BenchError(f"{self.name} answered {response.status}: {await response.text()}")
                     async for line in response.content:
@@ -71,7 +82,11 @@ class Http:
                                 raise BenchError(f"{self.name} read {usage['prompt_tokens']} tokens of {len(prompt)}")
                             tokens = usage["completion_tokens"] - counted
                         else:
-                            tokens = int(any(choice["text"] for choice in event["choices"]) and counted < output_tokens)
+                            is_text = any(
+                                choice["delta"].get("content") if self._chats else choice["text"]
+                                for choice in event["choices"]
+                            )
+                            tokens = int(is_text and counted < output_tokens)
                         if tokens:
                             counted += tokens
                             yield tokens
@@ -84,6 +99,24 @@ def words_of(directory: Path) -> list[str]:
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     words = [f" {piece[1:]}" for piece in sorted(tokenizer.get_vocab()) if piece[0] in "Ġ▁" and piece[1:].isalpha()]
     return [word for word in words if word.isascii() and len(tokenizer.encode(word, add_special_tokens=False)) == 1]
+
+
+@contextmanager
+def serving(target: str) -> Iterator[tuple[str, int]]:
+    """The URL and the process id of `pagewire_client serve`. Raises BenchError when it does not start."""
+    address = free_address()
+    command = [sys.executable, "-m", "pagewire_client", "serve", "--target", target, "--listen", address]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + READY_SECONDS
+        while not is_ready(f"http://{address}"):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise BenchError(f"what serves HTTP was not ready within {READY_SECONDS:g} s")
+            time.sleep(0.1)
+        yield f"http://{address}", process.pid
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def main() -> None:
@@ -99,10 +132,10 @@ def main() -> None:
     words = words_of(directory)
     with ExitStack() as stack:
         ours = stack.enter_context(Pagewire(directory, CACHE_GIB))
-        gateway = stack.enter_context(Gateway(ours.target, free_address()))
-        gateway.wait_until_ready(READY_SECONDS)
-        through = Http("through the gateway", gateway.url, lambda: [*ours.pids(), gateway.process.pid], words)
-        systems: list[System] = [ours, through]
+        url, pid = stack.enter_context(serving(ours.target))
+        through = Http("over HTTP", url, lambda: [*ours.pids(), pid], words)
+        chats = Http("through the gateway", url, lambda: [*ours.pids(), pid], words, chats=True)
+        systems: list[System] = [ours, through, chats]
         if arguments.peer:
             vllm = stack.enter_context(Vllm(arguments.peer, CACHE_GIB))
             systems.append(Http(f"{vllm.name} {vllm.version}", vllm.url, vllm.pids, words))
@@ -116,10 +149,10 @@ def main() -> None:
         figures = {name: asdict(of) for name, of in measurement.figures.items()}
         for name, row in figures.items():
             add_row(table, [title, name], row, {column: cell for column, (_, cell) in COLUMNS.items()})
-        mine = figures[through.name]
-        for name in (name for name in figures if name != through.name):
-            ratios = {column: mine[column] / value for column, value in figures[name].items()}
-            add_row(table, ["", f"gateway / {name}"], ratios, dict.fromkeys(COLUMNS, "{:.2f}"))
+        over_http = (through.name, chats.name)
+        for mine, name in product(over_http, (name for name in figures if name not in over_http)):
+            ratios = {column: figures[mine][column] / value for column, value in figures[name].items()}
+            add_row(table, ["", f"{mine} / {name}"], ratios, dict.fromkeys(COLUMNS, "{:.2f}"))
     Console(file=sys.stdout, width=200).print(table)
 
 

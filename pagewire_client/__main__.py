@@ -23,30 +23,12 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.admin import Admin
 from pagewire_client.client import RETRY_SECONDS, Client, EncoderPrompt, Prompt, Sound
 from pagewire_client.finished import print_requests
-from pagewire_client.gateway import Gateway, check_free, free_address, url_of
 from pagewire_client.local import LocalServer, ServerError
 from pagewire_client.watch import watch
 
 DEFAULT_ADMIN_TARGET = "localhost:50053"
 DEFAULT_HTTP_LISTEN = "127.0.0.1:8000"
-READY_SECONDS = 600.0
 MAX_TOKENS = 512
-SOUND_BODY_BYTES = 17 << 20
-MIN_BODY_BYTES = 1 << 20
-BODY_BYTES_PER_TOKEN = 12
-"""Of a request over HTTP, as the scheduler has it over gRPC."""
-
-TRY_IT = """\
-OpenAI's API is at {url}/v1; Ctrl-C ends it. Try:
-
-{try_it}
-
-"""
-CHAT = """\
-curl {url}/v1/chat/completions -H 'content-type: application/json' {key}\\
-  -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'"""
-TRANSCRIBE = "curl {url}/v1/audio/transcriptions {key}-F model={model} -F file=@speech.wav"
-KEY_LINE = '-H "authorization: Bearer $PAGEWIRE_API_KEY" '
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -128,6 +110,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     transcribe = commands.add_parser("transcribe", parents=[server], help="write down what is said in a sound file")
     transcribe.add_argument("file", type=Path, help="a file whose name ends with .wav, .flac, .mp3 or .ogg")
     transcribe.add_argument("--language", default="", metavar="CODE", help='as "en"; found out if not given')
+    transcribe.add_argument("--prompt", default="", help="what was said before, or names and style to be expected")
     transcribe.add_argument("--translate", action="store_true", help="write in English, whatever is spoken")
     _add_operators_commands(commands, tls)
     parsed = parser.parse_args(arguments)
@@ -243,57 +226,6 @@ def _lines() -> Iterator[str]:
                 yield line
 
 
-def serve(arguments: argparse.Namespace, target: str) -> None:
-    """Until a signal comes, or the gateway ends."""
-    model = asyncio.run(_served_model(arguments, target))
-    if any((*access(arguments).values(), arguments.http_tls, "transcribe" in model.tasks)):
-        status = asyncio.run(_serve_behind_edge(arguments, target, model))
-    else:
-        with Gateway(target, arguments.listen, arguments.otlp_traces_endpoint) as gateway:
-            gateway.wait_until_ready(READY_SECONDS)
-            sys.stderr.write(_try_it(gateway.url, model))
-            status = gateway.process.wait()
-    raise ServerError(f"the gateway ended with status {status}")
-
-
-def _try_it(url: str, model: pb.GetModelResponse, key: str = "") -> str:
-    call = TRANSCRIBE if "transcribe" in model.tasks else CHAT
-    return TRY_IT.format(url=url, try_it=call.format(url=url, model=model.name, key=key))
-
-
-async def _serve_behind_edge(arguments: argparse.Namespace, target: str, model: pb.GetModelResponse) -> int:
-    """With the gateway on a port that only this machine can reach; returns its exit status."""
-    from pagewire_client.edge import Edge
-    from pagewire_common.start_error import StartError
-    from pagewire_common.tls import TlsFolder
-
-    host, port = check_free(arguments.listen)
-    most_bytes = max(MIN_BODY_BYTES, model.context_length * BODY_BYTES_PER_TOKEN)
-    if "transcribe" in model.tasks:
-        most_bytes = max(most_bytes, SOUND_BODY_BYTES)
-    edge = Edge(target, most_bytes=most_bytes, **access(arguments))
-    await edge.start()
-    try:
-        tls = TlsFolder(arguments.http_tls) if arguments.http_tls else None
-        with Gateway(edge.target, free_address(), arguments.otlp_traces_endpoint) as gateway:
-            await asyncio.to_thread(gateway.wait_until_ready, READY_SECONDS)
-            await edge.serve_http(host, port, gateway.url, tls)
-            url = url_of("https" if tls else "http", "localhost" if tls else host, port)
-            sys.stderr.write(_try_it(url, model, KEY_LINE if any(access(arguments).values()) else ""))
-            return await asyncio.to_thread(gateway.process.wait)
-    except (StartError, OSError) as error:
-        raise ServerError(str(error)) from None
-    finally:
-        await edge.close()
-
-
-async def _served_model(arguments: argparse.Namespace, target: str) -> pb.GetModelResponse:
-    """The model, once there is one: the gateway looks for it only once, when it starts."""
-    async with Client(target, **access(arguments)) as client:
-        await client.wait_until_serving()
-        return await client.get_model()
-
-
 def new_key(arguments: argparse.Namespace) -> None:
     """The key goes to stderr, and what may be kept to stdout: `new-key alice >> keys.toml`."""
     for name, value in (("id", arguments.id), ("--tenant", arguments.tenant)):
@@ -345,7 +277,8 @@ async def score(arguments: argparse.Namespace, target: str) -> None:
 async def transcribe(arguments: argparse.Namespace, target: str) -> None:
     sound = Sound.read(arguments.file)
     async with Client(target, **access(arguments)) as client:
-        async for event in client.transcribe(sound, language=arguments.language, translate=arguments.translate):
+        options = {name: getattr(arguments, name) for name in ("language", "prompt", "translate")}
+        async for event in client.transcribe(sound, **options):
             if event.HasField("segment"):
                 segment = event.segment
                 times = f"{segment.start_seconds:7.2f} - {segment.end_seconds:7.2f}"
@@ -366,7 +299,9 @@ def run(arguments: argparse.Namespace, target: str) -> None:
         case "chat":
             chat(arguments, target)
         case "serve":
-            serve(arguments, target)
+            from pagewire_client.http.serve import serve  # its libraries are for the gateway's machine alone
+
+            asyncio.run(serve(arguments, target, **access(arguments)))
         case "watch":
             logging.getLogger("pagewire_client").setLevel(logging.WARNING)  # the picture itself shows a lost connection
             asyncio.run(watch(target, interval=arguments.interval, once=arguments.once, **access(arguments)))

@@ -231,6 +231,7 @@ class Client:
         *,
         language: str = "",
         translate: bool = False,
+        prompt: str = "",
         temperature: float = 0.0,
         seed: int | None = None,
         tenant: str = "",
@@ -238,13 +239,15 @@ class Client:
     ) -> AsyncIterator[pb.TranscribeResponse]:
         """What is said in a sound, as it is understood: the language, segments of text with their times, the end.
 
-        Without a `language`, which is an ISO 639 code, it is found out. Leaving the loop early frees the call. It is
+        Without a `language`, which is an ISO 639 code, it is found out. A `prompt` is what was said before, or a text
+        with the names and the style that are to be expected. Leaving the loop early frees the call. It is
         not tried again.
         """
         request = pb.TranscribeRequest(
             sound=pb.Sound(data=sound.data, content_type=sound.content_type),
             language=language,
             translate=translate,
+            prompt=prompt,
             temperature=temperature,
             seed=seed,
             tenant=tenant,
@@ -284,6 +287,11 @@ class Client:
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         return (await self._retrying(self._stub.Detokenize, request)).text
+
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """What each of at most 4,096 tokens says by itself, as it reads behind others."""
+        request = pb.DetokenizeRequest(token_ids=token_ids, separately=True)
+        return list((await self._retrying(self._stub.Detokenize, request)).texts)
 
     async def _retrying(self, method: Callable[..., Awaitable[T]], request: Any) -> T:
         """Call a method that may safely be called twice."""

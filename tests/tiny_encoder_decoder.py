@@ -43,7 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 SPEECH_TOKENS = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|translate|>", "<|transcribe|>"]
-SPEECH_END, SPEECH_START, ENGLISH, GERMAN, TRANSLATE, WRITE, SILENT = range(256, 263)
+SPEECH_END, SPEECH_START, ENGLISH, GERMAN, TRANSLATE, WRITE, PREVIOUS, SILENT = range(256, 264)
 FIRST_TIME = SILENT + 1
 SPEECH: dict[str, Any] = {
     "vocab_size": FIRST_TIME + 1501,
@@ -69,7 +69,7 @@ GENERATION: dict[str, Any] = {
     "task_to_id": {"transcribe": WRITE, "translate": TRANSLATE},
     "no_timestamps_token_id": SILENT,
     "max_initial_timestamp_index": 50,
-    "suppress_tokens": [1, 2, SPEECH_START, ENGLISH, GERMAN, TRANSLATE, WRITE],
+    "suppress_tokens": [1, 2, SPEECH_START, ENGLISH, GERMAN, TRANSLATE, WRITE, PREVIOUS],
     "begin_suppress_tokens": [32, SPEECH_END],
 }
 
@@ -92,7 +92,7 @@ def write_whisper(directory: Path, seed: int = 0) -> Path:
     backend = tokenizers.Tokenizer(models.BPE(vocab={token: n for n, token in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([*SPEECH_TOKENS, "<|notimestamps|>"])
+    backend.add_special_tokens([*SPEECH_TOKENS, "<|startofprev|>", "<|notimestamps|>"])
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SPEECH_TOKENS[0]).save_pretrained(directory)
     return directory
 

@@ -18,6 +18,7 @@ from scheduler_service.frontend.tokenization import TemplateError, Tokenizer, To
 MAX_TOKENIZE = 1 << 17
 """Or as many as the context has."""
 MAX_DETOKENIZE = 1 << 17
+MAX_SEPARATE = 1 << 12
 MAX_DETOKENIZED_CHARACTERS = 1_000_000
 """At most 4 bytes each: a message that any client reads."""
 MAX_MESSAGES = 4096
@@ -64,20 +65,22 @@ async def encode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, model:
     return prompt
 
 
-async def decode_tokens(message: pb.DetokenizeRequest, model: ServedModel) -> str:
+async def decode_tokens(message: pb.DetokenizeRequest, model: ServedModel) -> pb.DetokenizeResponse:
     """The text of tokens. Raises RequestError."""
-    check_length("token_ids", len(message.token_ids), MAX_DETOKENIZE)
+    check_length("token_ids", len(message.token_ids), MAX_SEPARATE if message.separately else MAX_DETOKENIZE)
     token_ids = await take_token_ids(message.token_ids)
     check_token_ids("token_ids", token_ids, model)
     tokenizer = require_tokenizer("detokenizing", model)
     skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
+    if message.separately:
+        return pb.DetokenizeResponse(texts=await tokenizer.decode_each(token_ids))
     text = await tokenizer.decode(token_ids, skip_special_tokens=skip)
     if len(text) > MAX_DETOKENIZED_CHARACTERS:
         invalid(
             f"token_ids mean a text of {len(text)} characters; at most {MAX_DETOKENIZED_CHARACTERS} are returned, "
             "so ask for parts of it"
         )
-    return text
+    return pb.DetokenizeResponse(text=text)
 
 
 async def _encode_chat(chat: pb.Chat, model: ServedModel, most: int, *, aside: bool) -> list[int]:

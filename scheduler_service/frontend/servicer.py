@@ -76,7 +76,7 @@ class InferenceServicer(InferenceServiceServicer):
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         with EngineCall(self._link) as call:
             await call.admit_side_call(_num_bytes(request))
-            return pb.DetokenizeResponse(text=await decode_tokens(request, await allowed_model(self._link)))
+            return await decode_tokens(request, await allowed_model(self._link))
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> None:  # type: ignore[override]  # as Generate
         await embed(self._link, request, context)

@@ -150,12 +150,31 @@ class Tokenizer:
         """Each word's tokens at the start of a text and after a space, without any prefix."""
         return await self._on_thread(lambda: self._encode_words(words))
 
+    async def encode_alone(self, text: str) -> list[int]:
+        """Token ids of a text without what the model expects around it."""
+        return await self._on_thread(lambda: _encode(self._plain, text, len(text)))
+
+    def token_id(self, token: str) -> int | None:
+        """None where the tokenizer has no such token."""
+        found: int | None = self._parsing.token_to_id(token)
+        return found
+
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of tokens, on the thread for work aside."""
 
         def decode() -> str:
             (text,) = self._parsing.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
             return str(text)
+
+        return await self._on_thread(decode, aside=True)
+
+    async def decode_each(self, token_ids: Sequence[int]) -> list[str]:
+        """What each token says by itself, behind others, so that a space at its beginning is kept."""
+
+        def decode() -> list[str]:
+            alone = [[*self._anchor, token_id] for token_id in token_ids]
+            anchor, *texts = self._parsing.decode_batch([self._anchor, *alone], skip_special_tokens=False)
+            return [str(text).removeprefix(anchor) for text in texts]
 
         return await self._on_thread(decode, aside=True)
 

@@ -4,7 +4,7 @@ Each window is a request of its own; which part of the sound it has follows from
 """
 
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -26,11 +26,15 @@ from scheduler_service.frontend.speech.log_mel import HOP
 from scheduler_service.frontend.speech.sound import SAMPLE_RATE
 from scheduler_service.frontend.speech.speech_tokens import SpeechTokens
 from scheduler_service.frontend.speech.transcript import Segment, Transcript
+from scheduler_service.frontend.validation import check_characters
 
 LEAST_STEP = SAMPLE_RATE
 """Samples from one window to the next: a text that ends sooner, before another that does not end, has been made up."""
 MAX_SECONDS = 3600.0
 """Of a sound."""
+MAX_PROMPT_CHARACTERS = 1 << 16
+PREVIOUS = "<|startofprev|>"
+"""What tokens of the time before begin with."""
 
 
 async def transcribe(link: EngineLink, request: pb.TranscribeRequest, context: Context) -> None:
@@ -58,6 +62,7 @@ class _SpeechCall(PartedCall):
     def _check(self) -> None:
         if not BOUNDS["temperature"].hold(self._speech.temperature):
             invalid(f"temperature is {self._speech.temperature}; it must be {BOUNDS['temperature']}")
+        check_characters("prompt", self._speech.prompt, MAX_PROMPT_CHARACTERS)
 
     def _figures(self) -> dict[str, Any]:
         return {"num_windows": self._num_parts, "sound_seconds": self._seconds}
@@ -72,6 +77,7 @@ class _SpeechCall(PartedCall):
         seed = request.seed if request.HasField("seed") else secrets.randbits(63)
         await self._call.hold(SOUND_BYTES)
         sound = await open_sound(request.sound, MAX_SECONDS)
+        before = await self._tokens_before()
         language, start = request.language, 0
         while len(samples := await read_window(sound, start)) >= HOP:
             features = await read_features(samples, model)
@@ -81,7 +87,7 @@ class _SpeechCall(PartedCall):
                 yield pb.TranscribeResponse(language=language)
             transcript = Transcript(tokens.transcript, len(samples) / SAMPLE_RATE)
             begins = start / SAMPLE_RATE
-            prompt = tokens.prompt(language, task)
+            prompt = tokens.prompt(language, task, () if start else before)
             check_context("what the text begins with", len(prompt), model)
             sampling = SamplingParams(
                 max_tokens=min(model.context_length // 2, model.context_length - len(prompt)),
@@ -113,6 +119,17 @@ class _SpeechCall(PartedCall):
             invalid(f"language is {language[:32]!r}; with this model it may be {known}")
         if task != "transcribe" and task not in tokens.tasks:
             invalid("translate is set, and this model does not translate")
+
+    async def _tokens_before(self) -> Sequence[int]:
+        """Those of the request's prompt, of which the last ones count."""
+        text, tokenizer = self._speech.prompt.strip(), self.model.tokenizer
+        if not text:
+            return ()
+        previous = None if tokenizer is None else tokenizer.token_id(PREVIOUS)
+        if tokenizer is None or previous is None:
+            invalid(f"prompt is not possible with this model: its tokenizer has no {PREVIOUS}")
+        token_ids = await tokenizer.encode_alone(f" {text}")
+        return (previous, *token_ids[1 - self.model.context_length // 2 :])
 
     async def _find_language(self, features: EncoderInput, tokens: SpeechTokens) -> str:
         """The likeliest one. What the encoder reads for it is found in the cache when the text is asked for."""

@@ -15,8 +15,9 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineServicer
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common import errors
 from pagewire_common.patient_writer import PatientWriter
+from pagewire_common.vllm_metadata import LORA_NAME
 from scheduler_service.access.caller import tenant_of
-from scheduler_service.frontend.checks import check_length
+from scheduler_service.frontend.checks import check_length, invalid
 from scheduler_service.frontend.embedding import embed_one
 from scheduler_service.frontend.engine_call import EngineCall
 from scheduler_service.frontend.engine_link import EngineLink
@@ -41,9 +42,11 @@ class VllmEngine(VllmEngineServicer):
         self._archive: tuple[bytes, str] | None = None  # of the model's files, and its digest
 
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:
+        ours = decode_request(request)
+        ours.lora_name = _lora_name(context)
         await generate(
             self._link,
-            decode_request(request),
+            ours,
             context,
             lambda state, _: StreamedAnswers(state) if request.stream else WholeAnswers(state),
             is_whole=not request.stream,
@@ -119,6 +122,16 @@ class VllmEngine(VllmEngineServicer):
                     await writer.write(common.GetTokenizerChunk(data=piece, sha256=digest if is_last else ""))
             finally:
                 writer.close()
+
+
+def _lora_name(context: Context) -> str:
+    for name, value in context.invocation_metadata() or ():
+        if name == LORA_NAME and isinstance(value, bytes):
+            try:
+                return value.decode()
+            except UnicodeDecodeError:
+                invalid(f"{LORA_NAME} is not UTF-8")
+    return ""
 
 
 def _zipped(files: Mapping[str, bytes]) -> tuple[bytes, str]:

@@ -9,7 +9,7 @@ import yaml
 from kustomize import KUBERNETES, container, render
 
 from pagewire_client.__main__ import parse_arguments
-from pagewire_client.gateway import SHUTDOWN_SECONDS
+from pagewire_client.http.gateway import SHUTDOWN_SECONDS
 from pagewire_common.settings import ServiceSettings
 from scheduler_service.engine.admission import UNREAD_SHARE
 from scheduler_service.settings import SchedulerSettings
@@ -117,7 +117,7 @@ def test_a_gateway_finds_its_scheduler_and_listens_where_it_is_published(
     assert arguments.listen == f"0.0.0.0:{port}"
     assert service["ports"] == [f"{port}:{port}"]
     assert f"EXPOSE {port}\n" in dockerfile
-    assert f'"pagewire_client.gateway", "127.0.0.1:{port}"' in dockerfile
+    assert f'"pagewire_client.http.gateway", "127.0.0.1:{port}"' in dockerfile
     assert "\nUSER 10001\n" in dockerfile
     assert int(service["stop_grace_period"].removesuffix("s")) > SHUTDOWN_SECONDS
 

@@ -25,7 +25,7 @@ import trustme
 from certificates import fill
 from cluster import is_busy
 from locked import KEYS, code_of, key_file
-from test_openai import free_address
+from ports import free_address
 
 from pagewire.v1.admin_service_pb2 import ClusterState
 from pagewire_client import LocalServer
@@ -103,6 +103,16 @@ async def test_a_key_opens_the_api_whole_and_streamed(gold: openai.AsyncOpenAI) 
     pieces = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
     assert "".join(pieces) == whole.choices[0].message.content
     assert len(pieces) > 5
+
+
+async def test_calls_that_go_around_the_gateway_have_the_same_lock(served: Served, gold: openai.AsyncOpenAI) -> None:
+    found = await gold.embeddings.create(model=MODEL, input=["one", "two"])
+    assert len(found.data) == 2
+    async with served.client("a wrong key") as client:
+        with pytest.raises(openai.AuthenticationError):
+            await client.embeddings.create(model=MODEL, input=["one", "two"])
+    for path in ("completions", "rerank", "score", "embeddings", "audio/transcriptions"):
+        assert raw(served, f"POST /v1/{path} HTTP/1.1", b"{}")[0] == 401
 
 
 @pytest.mark.parametrize("key", ["a wrong key", KEYS["gold"] + "x", "\u00e9"])

@@ -8,13 +8,12 @@ from pathlib import Path
 import aiohttp
 import pytest
 from embedding_helpers import serving
+from http_edge import http_edge
 from scheduler_in_process import InProcess
 from sounds import wav
 from tiny_encoder_decoder import write_whisper
 
 from pagewire_client import Client, Sound
-from pagewire_client.edge import Edge
-from pagewire_client.gateway import free_address
 
 BLOCKS = {"block_size": 16, "num_device_blocks": 400}
 
@@ -26,15 +25,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def server(model: Path) -> AsyncIterator[tuple[InProcess, str]]:
-    async with serving(model, **BLOCKS) as (one, _):
-        edge, address = Edge(one.target, most_bytes=17 << 20), free_address()
-        host, _, port = address.rpartition(":")
-        await edge.start()
-        await edge.serve_http(host, int(port), "http://127.0.0.1:1")  # there is no gateway
-        try:
-            yield one, f"http://{address}"
-        finally:
-            await edge.close()
+    async with serving(model, **BLOCKS) as (one, _), http_edge(one.target, "whisper", most_bytes=17 << 20) as url:
+        yield one, url
 
 
 def form(data: bytes, name: str = "speech.wav", **fields: str) -> aiohttp.FormData:
@@ -55,7 +47,7 @@ async def test_a_sound_is_answered_in_each_format_with_what_transcribe_says(serv
 
         async def post(**fields: str) -> str:
             path = f"{url}/v1/audio/transcriptions"
-            async with session.post(path, data=form(sound, language="de", prompt="", **fields)) as response:
+            async with session.post(path, data=form(sound, language="de", **{"prompt": ""} | fields)) as response:
                 assert response.status == 200
                 return await response.text()
 
@@ -64,9 +56,20 @@ async def test_a_sound_is_answered_in_each_format_with_what_transcribe_says(serv
         whole = json.loads(await post(response_format="verbose_json"))
         assert (whole["text"], whole["language"], whole["duration"]) == (text, "de", pytest.approx(8))
         assert [segment["text"] for segment in whole["segments"]] == [segment.text for segment in segments]
+        times = [(round(segment.start_seconds, 2), round(segment.end_seconds, 2)) for segment in segments]
+        assert all(0 <= end < 10 for _, end in times)
+        cues = [f"00:00:{start:06.3f} --> 00:00:{end:06.3f}" for start, end in times]
+        texts = [" ".join(segment.text.split()) for segment in segments]
+        of_vtt = "".join(f"{cue}\n{said}\n\n" for cue, said in zip(cues, texts, strict=True))
+        assert await post(response_format="vtt") == "WEBVTT\n\n" + of_vtt
+        numbered = [f"{number}\n{cue.replace('.', ',')}\n" for number, cue in enumerate(cues, 1)]
+        assert await post(response_format="srt") == "".join(
+            f"{cue}{said}\n\n" for cue, said in zip(numbered, texts, strict=True)
+        )
         lines = (await post(stream="true")).strip().split("\n\n")
         *deltas, done = (json.loads(line.removeprefix("data: ")) for line in lines)
         assert "".join(delta["delta"] for delta in deltas) == done["text"] == text
+        assert json.loads(await post(prompt="Houston, we have a problem")) not in ({"text": text}, {"text": ""})
         async with session.post(f"{url}/v1/audio/translations", data=form(sound, language="de")) as response:
             assert (await response.json())["text"]
 
@@ -77,15 +80,32 @@ async def test_a_sound_is_answered_in_each_format_with_what_transcribe_says(serv
         (form(wav(2)[:20_000]), 400, "sound: data is cut off"),
         (form(b"hello", "speech.txt"), 400, "sound: content_type is 'application/octet-stream'"),
         (form(wav(1), language="xx"), 400, "language is 'xx'"),
-        (form(wav(1), response_format="srt"), 400, "response_format is 'srt'; it must be one of json"),
+        (form(wav(1), response_format="xml"), 400, "response_format is 'xml'; it must be one of json"),
         (form(wav(1), temperature="hot"), 400, "temperature is not a number"),
-        (form(wav(1), prompt="Houston"), 400, "prompt is not supported here"),
+        (form(wav(1), include="logprobs"), 400, "include is not supported here"),
+        (form(wav(1), prompt="x" * 65_537), 400, "prompt has 65537 characters"),
         (form(wav(1), **{"timestamp_granularities[]": "word"}), 400, "times of words are not supported here"),
-        (form(wav(1), model="other"), 404, "model is 'other'; it must be"),
+        (form(wav(1), model="other"), 404, "there is no model or adapter of this name; the model is 'whisper'"),
         (aiohttp.FormData({"model": "whisper"}), 400, "file is missing"),
+        (form(wav(1), **{f"x{number}": "y" for number in range(40)}), 400, "more than 32 parts"),
+        (form(wav(1), prompt="x" * (1 << 19)), 413, "prompt is too large"),
         (form(bytes(18 << 20)), 413, ""),
     ],
-    ids=["cut off", "text", "language", "format", "temperature", "prompt", "words", "model", "no file", "too large"],
+    ids=[
+        "cut off",
+        "text",
+        "language",
+        "format",
+        "temperature",
+        "include",
+        "prompt",
+        "words",
+        "model",
+        "no file",
+        "parts",
+        "a large part",
+        "too large",
+    ],
 )
 async def test_what_cannot_be_heard_is_an_error_as_openai_has_them(
     data: aiohttp.FormData, status: int, words: str, server: tuple[InProcess, str]

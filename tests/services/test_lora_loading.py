@@ -15,8 +15,8 @@ from lora_helpers import (
     slow_down,
     write_adapter,
 )
+from ports import free_port
 from scheduler_in_process import scheduler
-from test_processes import free_port
 from worker_in_process import worker_in_process
 
 from pagewire.v1 import inference_service_pb2 as pb

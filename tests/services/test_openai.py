@@ -16,12 +16,13 @@ import openai
 import psutil
 import pytest
 from cluster import cluster_state, until_idle
+from ports import free_address
 from test_processes import WORKER_SIZES, Start
 from test_processes import start as start
 from tiny_model import SPECIAL_TOKENS
 
 from pagewire_client import Client, LocalServer, SamplingParams
-from pagewire_client.gateway import Gateway, is_ready
+from pagewire_client.http.gateway import Gateway, is_ready
 from pagewire_client.llm import collect
 from pagewire_client.local import ServerError
 
@@ -42,12 +43,6 @@ PARAMETERS: list[dict[str, Any]] = [
     {"stop_token_ids": list(range(60, 120))},
     {"regex": "[a-z]{5,9}!"},
 ]
-
-
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 @pytest.fixture(scope="module")

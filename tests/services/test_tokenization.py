@@ -192,3 +192,12 @@ def test_no_space_is_lost_behind_bytes_that_form_no_character(space_tokenizer: T
     detokenizer = space_tokenizer.detokenizer(ids(space_tokenizer, "a"), skip_special_tokens=True)
     tokens = ids(space_tokenizer, "<0xC3>", "<0xA9>", *["<0x80>"] * num_bytes, "\u2581hello")
     assert "".join(map(detokenizer.step, tokens)) == "\u00e9" + "\ufffd" * num_bytes + " hello"
+
+
+async def test_what_tokens_say_separately_is_what_they_say_behind_others(space_tokenizer: Tokenizer) -> None:
+    """Spaces at their beginning are kept, special tokens are shown, and bytes that are no character are marks."""
+    names = ["a", "\u2581hello", "</s>", "<0xE2>", "<0x41>"]
+    assert await space_tokenizer.decode_each([*ids(space_tokenizer, *names), 10**6]) == [
+        *("a", " hello", "</s>", "\ufffd", "A", ""),
+    ]
+    assert await space_tokenizer.decode_each([]) == []

@@ -17,14 +17,14 @@ from fake_worker_service import FakeWorkerService, serving
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from ports import free_address
 from scheduler_in_process import InProcess, scheduler
-from test_openai import free_address
 
 from pagewire.v1 import engine_service_pb2 as engine_pb
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client import Client, LocalServer, SamplingParams
-from pagewire_client.gateway import Gateway
+from pagewire_client.http.gateway import Gateway
 from pagewire_client.llm import collect
 from pagewire_common.tracing import check_endpoint, trace_parent
 from scheduler_service.frontend.request_trace import MOST_PHASES, RequestTrace

@@ -16,6 +16,7 @@ from tiny_encoder_decoder import (
     FIRST_TIME,
     GENERATION,
     GERMAN,
+    PREVIOUS,
     SILENT,
     SPEECH_END,
     SPEECH_START,
@@ -100,6 +101,18 @@ async def test_tokens_are_those_of_transformers(model: Path) -> None:
                     pytest.approx(other.start_seconds),
                     pytest.approx(other.end_seconds),
                 )
+        for text in ("Houston, ", "we have a problem " * 10):
+            bytes_before = [*f" {text.strip()}".encode()][-31:]
+            ids = await client.tokenize(bytes(bytes_before).decode())
+            prompt = [PREVIOUS, *ids, SPEECH_START, GERMAN, WRITE]
+            expected = slow.tokens(sound, prompt, 64 - len(prompt))
+            found = await events(client, file_of(sound, subtype="FLOAT"), language="de", prompt=text)
+            transcript = Transcript(TranscriptParams(first_timestamp=FIRST_TIME, num_text_tokens=SPEECH_END), 30.0)
+            first_window = [*filter(None, map(transcript.gain, expected))]
+            assert first_window
+            assert [one.token_ids for one in first_window] == [
+                [*other.token_ids] for other in segments(found)[: len(first_window)]
+            ]
         (language,) = {event.language for event in await events(client, wav(2)) if event.language}
         assert language in ("en", "de")
         prompt = [SPEECH_START, 7, 90, SILENT]

@@ -218,7 +218,10 @@ async def test_tokenize_and_detokenize_are_bounded(byte_model: ServedModel) -> N
         await encode_prompt(chat(("user", "<|im_end|>" * 200_001)), model)
     with pytest.raises(RequestError, match="token_ids has 131073 entries; at most 131072"):
         await decode_tokens(pb.DetokenizeRequest(token_ids=[70] * 131_073), model)
-    assert len(await decode_tokens(pb.DetokenizeRequest(token_ids=[70] * 100_000), model)) == 100_000
+    with pytest.raises(RequestError, match="token_ids has 4097 entries; at most 4096"):
+        await decode_tokens(pb.DetokenizeRequest(token_ids=[70] * 4097, separately=True), model)
+    assert len((await decode_tokens(pb.DetokenizeRequest(token_ids=[70] * 100_000), model)).text) == 100_000
+    assert len((await decode_tokens(pb.DetokenizeRequest(token_ids=[70] * 4096, separately=True), model)).texts) == 4096
 
 
 async def test_the_best_of_several_are_ranked_by_log_probabilities_that_the_client_does_not_see(

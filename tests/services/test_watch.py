@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 from fake_worker_service import FakeWorkerService, serving
+from ports import free_address
 from rich.console import Console
 from scheduler_in_process import scheduler
 from test_client import command_line
@@ -106,7 +107,7 @@ def test_a_lost_scheduler_is_news_and_one_that_was_started_again_too() -> None:
 async def test_a_watch_goes_on_when_the_scheduler_is_back(byte_tokenizer_directory: Path) -> None:
     async with serving(FakeWorkerService(byte_tokenizer_directory)) as address, AsyncExitStack() as second:
         async with AsyncExitStack() as first:
-            one = await first.enter_async_context(scheduler(address))
+            one = await first.enter_async_context(scheduler(address, admin_listen=free_address()))
             admin = await second.enter_async_context(Admin(one.admin_target))
             events = await second.enter_async_context(aclosing(admin.watch(0.1)))
             before = await anext(events)

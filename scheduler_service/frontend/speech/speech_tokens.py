@@ -1,6 +1,6 @@
 """The tokens by which a model that hears is told what to do, as its generation_config.json has them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeGuard
 
@@ -50,8 +50,8 @@ class SpeechTokens:
         languages = {code.strip("<|>"): token for code, token in named("lang_to_id").items()}
         return cls(start, languages, named("task_to_id"), transcript)
 
-    def prompt(self, language: str, task: str) -> tuple[int, ...]:
-        """What a transcript begins with."""
+    def prompt(self, language: str, task: str, before: Sequence[int] = ()) -> tuple[int, ...]:
+        """What a transcript begins with, and what it is told of the time before."""
         if not self.languages:
-            return (self.start,)
-        return (self.start, self.languages[language], *((self.tasks[task],) if task in self.tasks else ()))
+            return (*before, self.start)
+        return (*before, self.start, self.languages[language], *((self.tasks[task],) if task in self.tasks else ()))

@@ -1,11 +1,12 @@
-"""The lock of the HTTP API: TLS, and API keys as the scheduler has them; and the calls for sounds.
+"""What stands around the gateway: TLS, API keys as the scheduler has them, and the routes that the gateway has not.
 
 The gateway knows nothing of keys and TLS: it speaks to schedulers in plain text, and passes on nothing that says whose
 a request is. So it stands between two ends of this process. The front one ends HTTP, asks the scheduler whether the key
 is one, and gives the request a random id, which the gateway keeps. The back one speaks gRPC with the gateway, on this
 machine alone, and finds by that id which key to show the scheduler. Clients see the ids in their answers, and can name
 one in a request, so each opens one call. What to refuse is decided by the scheduler. Of the gateway's routes only those
-pass that are listed here, because others reach further than the scheduler. Sounds go to the scheduler without it.
+pass that are listed here, because others reach further than the scheduler. For the routes of OWN the scheduler is asked
+without it.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ import contextlib
 import re
 import secrets
 import ssl
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,24 +26,36 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from yarl import URL
 
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
-from pagewire_client import http_transcriptions
 from pagewire_client.channel import connect, key_metadata
+from pagewire_client.http import vectors
+from pagewire_client.http.call import Call, Held, Room, end, read_body, write
+from pagewire_client.http.completions import complete
+from pagewire_client.http.errors import HttpError, refused_by
+from pagewire_client.http.token_texts import TokenTexts
+from pagewire_client.http.transcriptions import PATHS, transcribe
+from pagewire_client.http.unread import Unread, take_out
 from pagewire_common.tls import TlsFolder
 
 OPEN_PATHS = ("/health", "/liveness", "/readiness")
-ROUTES = re.compile(r"GET /v1/models(/[\w.%-]+)?|POST /v1/(chat/completions|completions|embeddings|tokenize)")
+ROUTES = re.compile(r"GET /v1/models(/[\w.%-]+)?|POST /v1/(chat/completions|tokenize)")
+"""Of the gateway."""
+OWN: dict[str, Callable[[Call], Awaitable[web.StreamResponse]]] = {
+    "POST /v1/completions": complete,
+    "POST /v1/embeddings": vectors.embeddings,
+    "POST /v1/rerank": vectors.rerank,
+    "POST /v1/score": vectors.score,
+    **{f"POST {path}": transcribe for path in PATHS},
+}
+HELD_BYTES = 256 << 20
+"""Of all requests and answers that are under way. A sound is in memory up to three times."""
 LOOK_SECONDS = 1.0
-BODY_SECONDS = 60.0
-"""That a client has for a request's body."""
 _SERVICE = "/vllm.grpc.engine.VllmEngine/"
 _OWN_METHODS = frozenset(
     f"{_SERVICE}{name}" for name in ("HealthCheck", "GetModelInfo", "GetServerInfo", "GetTokenizer")
 )
 """What the gateway asks for itself."""
-_REQUESTS: dict[str, Any] = {
-    f"{_SERVICE}Generate": vllm.GenerateRequest,
-    f"{_SERVICE}Embed": vllm.EmbedRequest,
-}
+_GENERATE = f"{_SERVICE}Generate"
+_NOTHING = Unread()
 _ID_BYTES = 16
 _HOP_BY_HOP = frozenset(
     ("connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade")
@@ -50,11 +63,6 @@ _HOP_BY_HOP = frozenset(
 _TRACE = ("traceparent", "tracestate")
 _KEPT = frozenset(("accept", "content-type", "user-agent", *_TRACE))
 """Of a request's headers: all that the gateway needs."""
-_STATUSES = {
-    grpc.StatusCode.UNAUTHENTICATED: (401, "invalid_api_key"),
-    grpc.StatusCode.PERMISSION_DENIED: (403, "permission_denied"),
-    grpc.StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_exceeded"),
-}
 _LONGEST = 64 << 20
 OPTIONS = (("grpc.max_receive_message_length", _LONGEST), ("grpc.max_send_message_length", _LONGEST))
 
@@ -64,18 +72,23 @@ class _Request:
     """One under way: its client's key, and once it was generated for, its whole id."""
 
     key: str
+    unread: Unread
     request_id: str = ""
 
 
 class Edge:
-    """Both ends, for the scheduler at `target`. `api_key` is for what the gateway asks for itself.
+    """Both ends, for the scheduler at `target`, whose model is called `model`. `api_key` is for what the gateway and
+    this process ask for themselves: the model's files, and what tokens say.
 
     Create it inside the event loop; `start` before the gateway is started with `target` as its scheduler, and
     `serve_http` when it is there. Bodies have at most `most_bytes`.
     """
 
-    def __init__(self, target: str, *, most_bytes: int, api_key: str = "", tls: Path | None = None) -> None:
+    def __init__(self, target: str, model: str, *, most_bytes: int, api_key: str = "", tls: Path | None = None) -> None:
         self._scheduler = connect(target, tls)
+        self._model = model
+        self._room = Room(HELD_BYTES)
+        self._texts = TokenTexts()
         self._own = api_key
         self._most_bytes = most_bytes
         self._requests: dict[str, _Request] = {}  # by the ids that they were given
@@ -104,11 +117,13 @@ class Edge:
     async def _relay(self, method: str, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         """Pass a call on with the key of its request, or the gateway's own."""
         first = await anext(messages, b"")
-        if (key := self._key_of(method, first)) is None:
+        if (found := self._owner_of(method, first)) is None:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this is for the gateway's own calls")
+            return
+        key, unread = found
         send: Any = self._scheduler.unary_stream(method)  # each of these methods has one request
         trace = [(name, value) for name, value in context.invocation_metadata() if name in _TRACE]
-        call = send(first, metadata=(*(key_metadata(key or "") or ()), *trace))
+        call = send(unread.put_into(first), metadata=(*(key_metadata(key) or ()), *trace, *unread.metadata()))
         try:
             async for message in call:
                 yield message
@@ -117,21 +132,22 @@ class Edge:
         finally:
             call.cancel()
 
-    def _key_of(self, method: str, message: bytes) -> str | None:
-        """None where there is none to show: the port is open to every process of this machine."""
+    def _owner_of(self, method: str, message: bytes) -> tuple[str, Unread] | None:
+        """The key to show, and what belongs to the call beside it. None where there is no key to show: the port is open
+        to every process of this machine."""
         if method in _OWN_METHODS:
-            return self._own
-        if method in _REQUESTS:
-            request_id = _REQUESTS[method].FromString(message).request_id
+            return self._own, _NOTHING
+        if method == _GENERATE:
+            request_id = vllm.GenerateRequest.FromString(message).request_id
             request = self._requests.get(request_id[: 2 * _ID_BYTES])
             if request is None or request.request_id:
                 return None
             request.request_id = request_id
-            return request.key
+            return request.key, request.unread
         if method == f"{_SERVICE}Abort":
             (request_id,) = vllm.AbortRequest.FromString(message).request_ids[:1] or ("",)
             request = self._requests.get(request_id[: 2 * _ID_BYTES])
-            return request.key if request is not None and request.request_id == request_id else None
+            return (request.key, _NOTHING) if request is not None and request.request_id == request_id else None
         return None
 
     # ---- HTTP
@@ -153,73 +169,77 @@ class Edge:
             self._renewing = asyncio.create_task(_renew(tls, context))
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
+        try:
+            with Held(self._room) as held:
+                return await self._answer(request, held)
+        except HttpError as error:
+            return error.response()
+
+    async def _answer(self, request: web.Request, held: Held) -> web.StreamResponse:
+        """Raises HttpError, as long as nothing has been answered."""
         path = request.rel_url.raw_path
         if path in OPEN_PATHS and request.method in ("GET", "HEAD"):
-            return await self._forward(request, path, b"", "")
+            return await self._forward(request, path)
         key = _bearer(request.headers.getall("Authorization", []))
-        is_generation = path.endswith(("completions", "embeddings"))  # the scheduler counts it when it comes
-        check: Any = self._scheduler.unary_unary(f"{_SERVICE}{'HealthCheck' if is_generation else 'GetModelInfo'}")
+        own = OWN.get(f"{request.method} {path}")
+        # What comes to the scheduler as a call with this key is counted by it then.
+        is_counted = own is not None or path.endswith("completions")
+        check: Any = self._scheduler.unary_unary(f"{_SERVICE}{'HealthCheck' if is_counted else 'GetModelInfo'}")
         try:
-            answer = await check(b"", metadata=key_metadata(key))
+            await check(b"", metadata=key_metadata(key))
+            if own is not None:
+                call = Call(
+                    request,
+                    InferenceServiceStub(self._scheduler),
+                    (*(key_metadata(key) or ()), *_trace(request)),
+                    key_metadata(self._own),
+                    self._model,
+                    held,
+                    self._most_bytes,
+                    self._texts,
+                )
+                return await own(call)
         except grpc.aio.AioRpcError as error:
-            status, name = _STATUSES.get(error.code(), (503, "service_unavailable"))
-            return _error(status, name, error.details() or "")
-        if request.method == "POST" and path in http_transcriptions.PATHS:
-            served = vllm.GetModelInfoResponse.FromString(answer).served_model_name
-            return await self._transcribe(request, key, served)
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                sentence = f"there is no model or adapter of this name; the model is {self._model!r}"
+                raise HttpError(404, "model_not_found", sentence) from None
+            raise refused_by(error) from None
         if not ROUTES.fullmatch(f"{request.method} {path}"):
-            return _error(404, "not_found", f"{request.method[:20]} {path[:100]} is not served here")
-        if "Content-Encoding" in request.headers:
-            return _error(415, "unsupported", "send the body as it is, without Content-Encoding")
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                body = await request.read()
-        except TimeoutError:
-            return _error(408, "timeout", f"the body did not come within {BODY_SECONDS:g} s")
+            raise HttpError(404, "not_found", f"{request.method[:20]} {path[:100]} is not served here")
+        body = await read_body(request, held, self._most_bytes)
+        body, unread = take_out(body, self._model) if is_counted else (body, _NOTHING)
         name = secrets.token_hex(_ID_BYTES)
-        self._requests[name] = _Request(key)
+        self._requests[name] = _Request(key, unread)
         try:
-            return await self._forward(request, path, body, name)
+            return await self._forward(request, path, body, name, unread)
         finally:
             del self._requests[name]
 
-    async def _transcribe(self, request: web.Request, key: str, served: str) -> web.StreamResponse:
-        """The gateway has no such call for the models that there are, so the scheduler is asked."""
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                form = await http_transcriptions.read_form(request)
-        except TimeoutError:
-            return _error(408, "timeout", f"the body did not come within {BODY_SECONDS:g} s")
-        except ValueError as error:  # also aiohttp's, of a body that is no form
-            return _error(400, "invalid_request", str(error)[:300])
-        if form.model not in ("", served):
-            return _error(404, "model_not_found", f"model is {form.model[:100]!r}; it must be {served!r} here")
-        call = InferenceServiceStub(self._scheduler).Transcribe(form.asked, metadata=key_metadata(key))
-        try:
-            return await http_transcriptions.answer(request, call, form)
-        except grpc.aio.AioRpcError as error:
-            status, code = http_transcriptions.status_of(error)
-            if not status:
-                status, code = _STATUSES.get(error.code(), (503, "service_unavailable"))
-            return _error(status, code, error.details() or "")
-        finally:
-            call.cancel()
-
-    async def _forward(self, request: web.Request, path: str, body: bytes, name: str) -> web.StreamResponse:
+    async def _forward(
+        self, request: web.Request, path: str, body: bytes = b"", name: str = "", unread: Unread = _NOTHING
+    ) -> web.StreamResponse:
         """The gateway's answer, as it comes. When the client leaves, the gateway is left as well."""
         headers = {field: value for field, value in request.headers.items() if field.lower() in _KEPT}
         if name:
             headers["X-Request-Id"] = name
         url = URL(f"{self._gateway}{path}", encoded=True)
-        async with self._session.request(
-            request.method, url, headers=headers, data=body, allow_redirects=False
-        ) as answer:
+        asked = self._session.request(request.method, url, headers=headers, data=body, allow_redirects=False)
+        try:
+            answer = await asked
+        except aiohttp.ClientConnectionError:
+            raise HttpError(503, "service_unavailable", "the gateway does not answer") from None
+        async with answer:
             kept = {field: value for field, value in answer.headers.items() if _is_for_clients(field.lower())}
             response = web.StreamResponse(status=answer.status, headers=kept)
             await response.prepare(request)
+            rest = b""
             async for piece in answer.content.iter_any():
-                await response.write(piece)
-            await response.write_eof()
+                if unread.lora_name:
+                    lines, newline, rest = (rest + piece).rpartition(b"\n")
+                    piece = unread.named_in(lines + newline, self._model)
+                await write(response, piece)
+            await write(response, unread.named_in(rest, self._model))
+            await end(response)
             return response
 
 
@@ -244,15 +264,15 @@ def _is_for_clients(header: str) -> bool:
     return header not in _HOP_BY_HOP and not header.startswith("x-smg-")
 
 
+def _trace(request: web.Request) -> list[tuple[str, str]]:
+    """The caller's context, as metadata."""
+    given = ((name, request.headers.get(name, "")) for name in _TRACE)
+    return [(name, value) for name, value in given if re.fullmatch(r"[ -~]{1,512}", value)]
+
+
 def _bearer(values: Sequence[str]) -> str:
     scheme, _, key = values[0].partition(" ") if len(values) == 1 else ("", "", "")
     return key.strip() if scheme.lower() == "bearer" and key.isascii() and key.isprintable() else ""
-
-
-def _error(status: int, code: str, message: str) -> web.Response:
-    """As OpenAI's API has errors."""
-    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
-    return web.json_response(body, status=status)
 
 
 async def _renew(tls: TlsFolder, context: ssl.SSLContext) -> None:

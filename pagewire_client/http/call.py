@@ -1,0 +1,203 @@
+"""A request over HTTP that the scheduler is asked for directly, without the gateway."""
+
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from pagewire_client.http.errors import HttpError, invalid
+from pagewire_client.http.token_texts import TokenTexts
+
+BODY_SECONDS = 60.0
+"""That a client has for a request's body."""
+STALL_SECONDS = 60.0
+"""That a client may leave a part of its answer unread."""
+PIECE_BYTES = 1 << 16
+"""Of such a part."""
+
+
+class Room:
+    """Bytes of requests and of answers that all clients together may have this process hold."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_free = num_bytes
+
+
+@dataclass(slots=True)
+class Held:
+    """What one request holds of the room, until the `with` ends."""
+
+    room: Room
+    _num_bytes: int = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises HttpError when there is no room for so many more."""
+        if num_bytes > self.room.num_free:
+            raise HttpError(503, "overloaded", "too many large requests are under way; try again later")
+        self.room.num_free -= num_bytes
+        self._num_bytes += num_bytes
+
+    def __enter__(self) -> "Held":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.room.num_free += self._num_bytes
+        self._num_bytes = 0
+
+
+MAX_TEXTS = 2048
+"""Of one call, as the scheduler has it."""
+Number = Annotated[int, Field(ge=0, lt=1 << 32)]
+Priority = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
+T = TypeVar("T")
+ListOf = Annotated[list[T], Field(fail_fast=True)]
+"""Without it the errors of a list of a million mistakes would take a gigabyte."""
+Texts = (
+    str
+    | Annotated[list[str], Field(fail_fast=True, max_length=MAX_TEXTS)]
+    | ListOf[Number]
+    | Annotated[list[ListOf[Number]], Field(fail_fast=True, max_length=MAX_TEXTS)]
+)
+"""A text, or token ids, or a list of them."""
+
+
+def each_text(given: Texts) -> list[str | list[int]]:
+    """A list of numbers is one text."""
+    is_one = isinstance(given, str) or (given and isinstance(given[0], int))
+    texts: Any = [given] if is_one else given
+    return list(texts)
+
+
+class Fields(BaseModel):
+    """A body's fields. Unknown ones are refused, as OpenAI does: they might be meant to change the answer. One that is
+    null is not given."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model: Annotated[str, Field(max_length=256)] = ""
+    user: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            return {name: value for name, value in given.items() if value is not None}
+        return given
+
+
+AnyFields = TypeVar("AnyFields", bound=Fields)
+
+
+@dataclass(slots=True)
+class Call:
+    """`model` is what the server's model is called; `metadata` shows the client's key to the scheduler, and
+    `own_metadata` that of this process, for what the client does not ask for itself."""
+
+    request: web.Request
+    stub: Any
+    metadata: Any
+    own_metadata: Any
+    model: str
+    held: Held
+    most_bytes: int
+    texts: TokenTexts
+
+    async def fields(self, kind: type[AnyFields]) -> AnyFields:
+        """The body as JSON. Raises HttpError."""
+        with Held(self.held.room) as held:  # until it has been read
+            body = await read_body(self.request, held, self.most_bytes)
+            try:
+                return kind.model_validate_json(body)
+            except ValidationError as error:
+                raise invalid(_sentence(error)) from None
+
+    def adapter(self, model: str) -> str:
+        """What a request names beside the model itself is an adapter; the scheduler knows which there are."""
+        return "" if model in ("", self.model) else model
+
+
+async def answer_in_parts(
+    request: web.Request, whole: bytes, name: bytes, parts: AsyncIterable[bytes]
+) -> web.StreamResponse:
+    """A JSON object with a list of that name in front, of parts of JSON, each of which is made when it is sent."""
+    response = web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
+    await response.prepare(request)
+    separator = b'{"%b":[' % name
+    async for part in parts:
+        await write(response, separator + part)
+        await asyncio.sleep(0)  # others get their turn
+        separator = b","
+    await write(response, b"]," + whole.removeprefix(b"{"))
+    await end(response)
+    return response
+
+
+async def write(response: web.StreamResponse, data: bytes) -> None:
+    """Raises ConnectionResetError when the client reads nothing for STALL_SECONDS."""
+    for start in range(0, len(data), PIECE_BYTES):
+        with _connection_lost_in_time():
+            async with asyncio.timeout(STALL_SECONDS):
+                await response.write(data[start : start + PIECE_BYTES])
+
+
+async def end(response: web.StreamResponse) -> None:
+    """As `write` does."""
+    with _connection_lost_in_time():
+        async with asyncio.timeout(STALL_SECONDS):
+            await response.write_eof()
+
+
+@contextmanager
+def _connection_lost_in_time() -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError:
+        raise ConnectionResetError(f"nothing was read for {STALL_SECONDS:g} s") from None
+
+
+async def read_body(request: web.Request, held: Held, most_bytes: int) -> bytes:
+    """Raises HttpError when it is too large, does not come, or is not sent as it is."""
+    body = bytearray()
+    async for piece in pieces_of(request, held, most_bytes):
+        body += piece
+    return bytes(body)
+
+
+async def pieces_of(request: web.Request, held: Held, most_bytes: int) -> AsyncIterator[bytes]:
+    """A body as it comes, which takes room as it comes."""
+    if "Content-Encoding" in request.headers:
+        raise HttpError(415, "unsupported", "send the body as it is, without Content-Encoding")
+    num_bytes = request.content_length or 0
+    if num_bytes > most_bytes:
+        raise _too_large(num_bytes, most_bytes)
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for piece in request.content.iter_any():
+                num_bytes += len(piece)
+                if num_bytes > most_bytes:
+                    raise _too_large(num_bytes, most_bytes)
+                held.take(len(piece))
+                yield piece
+    except TimeoutError:
+        raise HttpError(408, "timeout", f"the body did not come within {BODY_SECONDS:g} s") from None
+
+
+def _too_large(num_bytes: int, most_bytes: int) -> HttpError:
+    return HttpError(413, "too_large", f"the body has {num_bytes} bytes or more; it may have {most_bytes}")
+
+
+def _sentence(error: ValidationError) -> str:
+    """Of the first field that is wrong. Where several forms are possible, pydantic has a sentence for each."""
+    first, *others = error.errors(include_url=False, include_input=False, include_context=False)
+    path = ".".join(map(str, first["loc"]))
+    if first["type"] == "json_invalid":
+        return f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
+    if any(other["loc"][:1] == first["loc"][:1] for other in others):
+        return f"{first['loc'][0]} does not have the form that it must have"
+    if first["type"] == "extra_forbidden":
+        return f"{path[:64]} is not supported here"
+    return f"{path[:64]}: {first['msg']}" if path else f"the body: {first['msg']}"

@@ -1,0 +1,147 @@
+"""What may be asked for in a body of /v1/completions, and what it means in our own protocol."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_client.http.call import Fields, ListOf, Number, Priority, Texts
+from pagewire_client.http.errors import invalid
+from pagewire_client.http.unread import read_bias
+
+MAX_TOKENS = 16
+"""Where nothing is said, as OpenAI and vLLM have it."""
+MAX_N = 128
+Outputs = Annotated[int, Field(ge=1, le=MAX_N)]
+_AS_THEY_ARE = (
+    *("n", "best_of", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "seed", "logprobs", "min_tokens", "ignore_eos", "include_stop_str_in_output"),
+    *("skip_special_tokens", "length_penalty", "early_stopping"),
+)
+_LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(_Part):
+    include_usage: bool = False
+
+
+class JsonSchema(BaseModel):
+    """Its name and description do not count."""
+
+    schema_: dict[str, Any] | bool = True
+    model_config = ConfigDict(alias_generator=lambda name: name.rstrip("_"))
+
+
+class ResponseFormat(_Part):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(_Part):
+    """As vLLM has them."""
+
+    json_: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: ListOf[str] | None = None
+    grammar: str | None = None
+    model_config = ConfigDict(extra="forbid", strict=True, alias_generator=lambda name: name.rstrip("_"))
+
+
+class CompletionFields(Fields):
+    """OpenAI's, and of vLLM's those that our own protocol has too."""
+
+    prompt: Texts
+    best_of: Outputs | None = None
+    echo: bool | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, Any] | None = None
+    logprobs: Number | None = None
+    max_tokens: Number | None = None
+    n: Outputs | None = None
+    presence_penalty: float | None = None
+    seed: int | None = None
+    stop: str | ListOf[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 32)] | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Number | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: ListOf[Number] | None = None
+    allowed_token_ids: ListOf[Number] | None = None
+    bad_words: ListOf[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    regex: str | None = None
+    json_schema: str | None = None
+    ebnf: str | None = None
+    priority: Priority = 0
+
+
+def sampling_params(fields: CompletionFields) -> pb.SamplingParams:
+    """Raises HttpError."""
+    sampling = pb.SamplingParams(logit_bias=read_bias(fields.logit_bias))
+    for name in _AS_THEY_ARE:
+        if (value := getattr(fields, name)) is not None:
+            value = max(value, 0) if name == "top_k" else value  # vLLM has -1 for all
+            value = value & (1 << 64) - 1 if name == "seed" else value
+            setattr(sampling, name, value)
+    for name in _LISTS:
+        getattr(sampling, name).extend(getattr(fields, name) or ())
+    sampling.stop.extend([fields.stop] if isinstance(fields.stop, str) else fields.stop or ())
+    sampling.max_tokens = MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
+    if fields.echo:
+        sampling.max_tokens = max(sampling.max_tokens, 1)  # 0 asks for the prompt alone
+        if fields.logprobs is not None:
+            sampling.prompt_logprobs = fields.logprobs
+    if fields.use_beam_search:
+        sampling.beam_width = max(fields.best_of or 1, fields.n or 1)
+        sampling.ClearField("best_of")
+    _set_form(sampling, fields)
+    return sampling
+
+
+def _set_form(sampling: pb.SamplingParams, fields: CompletionFields) -> None:
+    """Of all ways to ask for a form, one."""
+    forms: list[tuple[str, str]] = []
+    if fields.json_schema is not None:
+        forms.append(("json_schema", fields.json_schema))
+    if fields.ebnf is not None:
+        forms.append(("grammar", fields.ebnf))
+    if fields.regex is not None:
+        forms.append(("regex", fields.regex))
+    if (asked := fields.response_format) is not None and asked.type != "text":
+        if asked.type == "json_schema" and asked.json_schema is None:
+            raise invalid("response_format.json_schema is missing")
+        schema = {"type": "object"} if asked.json_schema is None else asked.json_schema.schema_
+        forms.append(("json_schema", json.dumps(schema)))
+    if (outputs := fields.structured_outputs) is not None:
+        if outputs.json_ is not None:
+            text = outputs.json_ if isinstance(outputs.json_, str) else json.dumps(outputs.json_)
+            forms.append(("json_schema", text))
+        if outputs.regex is not None:
+            forms.append(("regex", outputs.regex))
+        if outputs.grammar is not None:
+            forms.append(("grammar", outputs.grammar))
+        if outputs.choice is not None:
+            forms.append(("choice", ""))
+            sampling.choice.options.extend(outputs.choice)
+    if len(forms) > 1:
+        raise invalid(f"an output can have one form, and {len(forms)} are asked for")
+    for name, form in forms:
+        if name != "choice":
+            setattr(sampling, name, form)

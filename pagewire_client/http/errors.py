@@ -1,0 +1,45 @@
+"""What a client is told over HTTP that does not get what it asked for, in the form of OpenAI's API."""
+
+from typing import Any
+
+import grpc
+from aiohttp import web
+
+_Code = grpc.StatusCode
+_STATUSES = {
+    _Code.INVALID_ARGUMENT: (400, "invalid_request"),
+    _Code.FAILED_PRECONDITION: (400, "invalid_request"),
+    _Code.UNAUTHENTICATED: (401, "invalid_api_key"),
+    _Code.PERMISSION_DENIED: (403, "permission_denied"),
+    _Code.NOT_FOUND: (404, "model_not_found"),
+    _Code.RESOURCE_EXHAUSTED: (429, "rate_limit_exceeded"),
+    _Code.INTERNAL: (500, "internal_error"),
+    _Code.UNKNOWN: (500, "internal_error"),
+    _Code.UNIMPLEMENTED: (501, "not_implemented"),
+}
+
+
+class HttpError(Exception):
+    """The status, a name for programs, and a sentence."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self._status = status
+        kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
+        self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+    def response(self) -> web.Response:
+        return web.json_response(self.body, status=self._status)
+
+
+def invalid(message: str) -> HttpError:
+    """The client's own mistake."""
+    return HttpError(400, "invalid_request", message)
+
+
+def refused_by(error: grpc.aio.AioRpcError) -> HttpError:
+    """What the scheduler said. That it cannot be reached is said by gRPC, with an address, which is not for clients."""
+    if error.code() not in _STATUSES:
+        return HttpError(503, "service_unavailable", "the scheduler cannot be reached, or takes no requests now")
+    status, code = _STATUSES[error.code()]
+    return HttpError(status, code, error.details() or "")

@@ -1,0 +1,76 @@
+"""`pagewire_client serve`: the gateway, and what stands around it, until a signal comes."""
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_client.client import Client
+from pagewire_client.http.edge import Edge
+from pagewire_client.http.gateway import Gateway, check_free, free_address, url_of
+from pagewire_client.local import ServerError
+from pagewire_common.start_error import StartError
+from pagewire_common.tls import TlsFolder
+
+READY_SECONDS = 600.0
+SOUND_BODY_BYTES = 17 << 20
+MIN_BODY_BYTES = 1 << 20
+BODY_BYTES_PER_TOKEN = 12
+"""Of a request over HTTP, as the scheduler has it over gRPC."""
+
+TRY_IT = """\
+OpenAI's API is at {url}/v1; Ctrl-C ends it. Try:
+
+{try_it}
+
+"""
+CHAT = """\
+curl {url}/v1/chat/completions -H 'content-type: application/json' {key}\\
+  -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'"""
+TRANSCRIBE = "curl {url}/v1/audio/transcriptions {key}-F model={model} -F file=@speech.wav"
+EMBED = """\
+curl {url}/v1/embeddings -H 'content-type: application/json' {key}\\
+  -d '{{"model": "{model}", "input": ["What is the capital of France?", "Paris"]}}'"""
+SCORE = """\
+curl {url}/v1/rerank -H 'content-type: application/json' {key}\\
+  -d '{{"model": "{model}", "query": "What is the capital of France?", "documents": ["Rome", "Paris"]}}'"""
+EXAMPLES = {"transcribe": TRANSCRIBE, "generate": CHAT, "embed": EMBED, "score": SCORE}
+"""By task, the first that a model can do."""
+KEY_LINE = '-H "authorization: Bearer $PAGEWIRE_API_KEY" '
+
+
+async def serve(arguments: argparse.Namespace, target: str, *, api_key: str = "", tls: Path | None = None) -> None:
+    """Serve `arguments.listen` for the scheduler at `target`. Raises ServerError when the gateway ends."""
+    model = await _served_model(target, api_key, tls)
+    host, port = check_free(arguments.listen)
+    most_bytes = max(MIN_BODY_BYTES, model.context_length * BODY_BYTES_PER_TOKEN)
+    if "transcribe" in model.tasks:
+        most_bytes = max(most_bytes, SOUND_BODY_BYTES)
+    edge = Edge(target, model.name, most_bytes=most_bytes, api_key=api_key, tls=tls)
+    await edge.start()
+    try:
+        http_tls = TlsFolder(arguments.http_tls) if arguments.http_tls else None
+        with Gateway(edge.target, free_address(), arguments.otlp_traces_endpoint) as gateway:
+            await asyncio.to_thread(gateway.wait_until_ready, READY_SECONDS)
+            await edge.serve_http(host, port, gateway.url, http_tls)
+            url = url_of("https" if http_tls else "http", "localhost" if http_tls else host, port)
+            sys.stderr.write(_try_it(url, model, KEY_LINE if api_key or tls else ""))
+            status = await asyncio.to_thread(gateway.process.wait)
+    except (StartError, OSError) as error:
+        raise ServerError(str(error)) from None
+    finally:
+        await edge.close()
+    raise ServerError(f"the gateway ended with status {status}")
+
+
+async def _served_model(target: str, api_key: str, tls: Path | None) -> pb.GetModelResponse:
+    """The model, once there is one: the gateway looks for it only once, when it starts."""
+    async with Client(target, api_key=api_key, tls=tls) as client:
+        await client.wait_until_serving()
+        return await client.get_model()
+
+
+def _try_it(url: str, model: pb.GetModelResponse, key: str) -> str:
+    example = next((EXAMPLES[task] for task in EXAMPLES if task in model.tasks), CHAT)
+    return TRY_IT.format(url=url, try_it=example.format(url=url, model=model.name, key=key))

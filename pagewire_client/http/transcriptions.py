@@ -1,0 +1,173 @@
+"""OpenAI's /v1/audio/transcriptions and /v1/audio/translations, which the gateway has not for models like Whisper.
+
+A form with a file comes in; its text goes out whole, or with `stream` as events, as it is understood.
+"""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import grpc
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_client.client import CONTENT_TYPES
+from pagewire_client.http.call import BODY_SECONDS, Call, end, write
+from pagewire_client.http.errors import HttpError, invalid, refused_by
+
+PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
+FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
+REFUSED = ("include", "chunking_strategy", "known_speaker_names", "known_speaker_references")
+"""Of OpenAI's parameters those that would change the answer, and are not known here."""
+MAX_PARTS = 32
+MAX_TEXT_BYTES = 1 << 18
+"""Of a part that is no file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What is asked for, and in which of FORMATS; or as events, if it `streams`."""
+
+    asked: pb.TranscribeRequest
+    format: str
+    streams: bool
+
+
+async def _read_form(call: Call) -> Form:
+    """Raises HttpError."""
+    parts, sound, filename, kind = await _read_parts(call)
+    name = parts.get("response_format", "json")
+    if not filename:
+        raise invalid("file is missing: the form needs a sound file")
+    if name not in FORMATS:
+        raise invalid(f"response_format is {name[:32]!r}; it must be one of {', '.join(FORMATS)}")
+    for parameter in (key.removesuffix("[]") for key, value in parts.items() if value != ""):
+        if parameter in REFUSED:
+            raise invalid(f"{parameter} is not supported here")
+    if parts.get("timestamp_granularities[]", "segment") != "segment":
+        raise invalid("timestamp_granularities is not segment; times of words are not supported here")
+    try:
+        temperature = float(parts.get("temperature", "0"))
+    except ValueError:
+        raise invalid("temperature is not a number") from None
+    suffix = "." + filename.rpartition(".")[2].lower()
+    asked = pb.TranscribeRequest(
+        sound=pb.Sound(data=bytes(sound), content_type=CONTENT_TYPES.get(suffix, kind)),
+        language=parts.get("language", ""),
+        prompt=parts.get("prompt", ""),
+        translate=_translates(call),
+        temperature=temperature,
+        lora_name=call.adapter(parts.get("model", "")),
+    )
+    return Form(asked, name, parts.get("stream", "").lower() in ("true", "1"))
+
+
+async def _read_parts(call: Call) -> tuple[dict[str, str], bytearray, str, str]:
+    """The texts of a form, and its file with its name and its type. Raises HttpError."""
+    if not call.request.content_type.startswith("multipart/"):
+        raise invalid("file is missing: the form needs a sound file, as multipart/form-data")
+    texts: dict[str, str] = {}
+    sound, filename, kind = bytearray(), "", ""
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            reader = await call.request.multipart()
+            for _ in range(MAX_PARTS + 1):
+                if (part := await reader.next()) is None:
+                    return texts, sound, filename, kind
+                if not isinstance(part, aiohttp.BodyPartReader):
+                    raise invalid("the form has a form in it")
+                is_file = part.name == "file" and part.filename
+                content = sound if is_file else bytearray()
+                while piece := await part.read_chunk(1 << 16):
+                    call.held.take(len(piece))
+                    content += piece
+                    if len(content) > (call.most_bytes if is_file else MAX_TEXT_BYTES):
+                        raise HttpError(413, "too_large", f"{part.name} is too large")
+                if is_file:
+                    filename, kind = str(part.filename), part.headers.get("Content-Type", "")
+                else:
+                    texts[part.name or ""] = content.decode()
+    except TimeoutError:
+        raise HttpError(408, "timeout", f"the form did not come within {BODY_SECONDS:g} s") from None
+    except (ValueError, LookupError, RuntimeError, AssertionError, HttpProcessingError, web.HTTPException):
+        raise invalid("the body is no form of multipart/form-data in UTF-8") from None
+    raise invalid(f"the form has more than {MAX_PARTS} parts")
+
+
+def _translates(call: Call) -> bool:
+    return call.request.path == PATHS[1]
+
+
+async def transcribe(call: Call) -> web.StreamResponse:
+    """What is understood goes out as it comes, if the form says so: then an error may be the last event."""
+    form = await _read_form(call)
+    response: web.StreamResponse | None = None
+    found: dict[str, Any] = {"task": "translate" if _translates(call) else "transcribe", "segments": []}
+    text = ""
+    events = call.stub.Transcribe(form.asked, metadata=call.metadata)
+    try:
+        async for event in events:
+            if event.HasField("language"):
+                found["language"] = event.language
+            elif event.HasField("end"):
+                found["duration"] = event.end.seconds
+            else:
+                segment = event.segment
+                times = {"start": round(segment.start_seconds, 2), "end": round(segment.end_seconds, 2)}
+                found["segments"].append({"id": len(found["segments"]), **times, "text": segment.text})
+                delta = segment.text if text else segment.text.lstrip()
+                text += delta
+                if form.streams:
+                    response = response or await _begin(call.request)
+                    await _send(response, {"type": "transcript.text.delta", "delta": delta})
+    except grpc.aio.AioRpcError as error:
+        if response is None:
+            raise
+        await _send(response, refused_by(error).body)
+        await end(response)
+        return response
+    finally:
+        events.cancel()
+    if form.streams:
+        response = response or await _begin(call.request)
+        await _send(response, {"type": "transcript.text.done", "text": text})
+        await end(response)
+        return response
+    if form.format == "text":
+        return web.Response(text=text + "\n")
+    if form.format in ("srt", "vtt"):
+        return web.Response(text=_subtitles(found["segments"], is_vtt=form.format == "vtt"))
+    return web.json_response({"text": text} | (found if form.format == "verbose_json" else {}))
+
+
+def _subtitles(segments: Sequence[dict[str, Any]], *, is_vtt: bool) -> str:
+    """SubRip's form, or WebVTT's, which differ in their heads and in the mark before milliseconds."""
+    mark = "." if is_vtt else ","
+    cues = [f"{_time(one['start'], mark)} --> {_time(one['end'], mark)}\n{_line(one['text'])}\n\n" for one in segments]
+    if is_vtt:
+        return "WEBVTT\n\n" + "".join(cues)
+    return "".join(f"{number}\n{cue}" for number, cue in enumerate(cues, 1))
+
+
+def _line(text: str) -> str:
+    """In one line, without what would be read as times."""
+    return " ".join(text.split()).replace("-->", "->")
+
+
+def _time(seconds: float, mark: str) -> str:
+    whole, milliseconds = divmod(round(seconds * 1000), 1000)
+    return f"{whole // 3600:02}:{whole // 60 % 60:02}:{whole % 60:02}{mark}{milliseconds:03}"
+
+
+async def _begin(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    return response
+
+
+async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
+    await write(response, f"data: {json.dumps(event)}\n\n".encode())

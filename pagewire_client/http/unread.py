@@ -1,0 +1,85 @@
+"""What the gateway does not pass on of a request for tokens, and goes around it: the name of an adapter, and biases."""
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+
+from pagewire_client.http.errors import HttpError, invalid
+from pagewire_common.vllm_metadata import LORA_NAME
+
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
+MAX_NAME = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """Where nothing is set, the gateway passes on all that matters."""
+
+    lora_name: str = ""
+    logit_bias: dict[int, float] = field(default_factory=dict)
+
+    def metadata(self) -> list[tuple[str, bytes]]:
+        return [(LORA_NAME, self.lora_name.encode())] if self.lora_name else []
+
+    def named_in(self, answer: bytes, model: str) -> bytes:
+        """A whole line of an answer, which has the `model` where the client said the adapter. (The quotes of what is
+        text there are escaped.)"""
+        if not self.lora_name:
+            return answer
+        return answer.replace(_member(model), _member(self.lora_name))
+
+    def put_into(self, message: bytes) -> bytes:
+        """A vllm.GenerateRequest with it."""
+        if not self.logit_bias:
+            return message
+        request = vllm.GenerateRequest.FromString(message)
+        request.sampling_params.logit_bias.update(self.logit_bias)
+        return request.SerializeToString()
+
+
+def take_out(body: bytes, model: str) -> tuple[bytes, Unread]:
+    """Read a body, and have it name the `model` where it names an adapter. Raises HttpError.
+
+    What is no JSON object is for the gateway to refuse.
+    """
+    try:
+        fields: Any = json.loads(body)
+    except (ValueError, RecursionError):
+        return body, Unread()
+    if not isinstance(fields, dict):
+        return body, Unread()
+    bias = read_bias(fields.get("logit_bias"))
+    name = fields.get("model")
+    if not isinstance(name, str) or name in ("", model):
+        return body, Unread(logit_bias=bias)
+    if len(name) > MAX_NAME or not is_unicode(name):
+        raise HttpError(404, "model_not_found", f"there is no model of this name; the model is {model!r}")
+    return json.dumps(fields | {"model": model}).encode(), Unread(name, bias)
+
+
+def _member(model: str) -> bytes:
+    """As the gateway writes it."""
+    return f'"model":{json.dumps(model, ensure_ascii=False)}'.encode()
+
+
+def read_bias(given: Any) -> dict[int, float]:
+    """From a body's `logit_bias`. Raises HttpError."""
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise invalid("logit_bias must be an object of token ids and biases")
+    for key, bias in given.items():
+        if not _TOKEN_ID.fullmatch(key) or isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise invalid(f"logit_bias has {key[:20]!r}: {str(bias)[:20]}; it must have token ids and numbers")
+    try:
+        return {int(key): float(bias) for key, bias in given.items()}
+    except OverflowError:
+        raise invalid("logit_bias has a number that is too large") from None
+
+
+def is_unicode(text: str) -> bool:
+    """Not with half of a character, which JSON can spell and nothing can encode."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -1,0 +1,83 @@
+"""What goes around the gateway: adapters, which `model` names, and biases of tokens."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from http_edge import http_edge
+from lora_helpers import write_three
+
+from pagewire_client import Client, LocalServer, SamplingParams
+from pagewire_client.http.errors import HttpError
+from pagewire_client.http.unread import Unread, take_out
+from pagewire_client.llm import collect
+
+CHAT: list[Any] = [{"role": "user", "content": "abcabc"}]
+WORDS: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 20}
+GO_ON = {"ignore_eos": True}
+
+
+async def test_a_model_may_be_an_adapter_and_tokens_may_be_biased(tiny_model_directory: Path, tmp_path: Path) -> None:
+    model = tiny_model_directory.name
+    adapters = write_three(tmp_path / "adapters")
+    with LocalServer(
+        str(tiny_model_directory),
+        worker_arguments=["--num-device-blocks", "64", "--block-size", "8", "--max-loras", "4", "--swap-space", "0"],
+        scheduler_arguments=["--lora-dir", str(adapters), "--check-invariants"],
+    ) as server:
+        await ask_through_the_gateway(server.target, model)
+
+
+async def ask_through_the_gateway(target: str, model: str) -> None:
+    async with (
+        http_edge(target, model, has_gateway=True) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        Client(target) as ours,
+    ):
+        said = {}
+        for name in (model, "one", "two"):
+            for bias in ({}, {77: 6.0, 78: 5.5}):
+                params = SamplingParams(**WORDS, **GO_ON, logit_bias=bias)
+                lora_name = "" if name == model else name
+                texts = [(await collect(ours, p, params, lora_name=lora_name)).outputs[0].text for p in (CHAT, "abc")]
+                asked = {"model": name, "extra_body": GO_ON, "logit_bias": {str(key): bias[key] for key in bias}}
+                whole = await client.chat.completions.create(messages=CHAT, **WORDS, **asked)
+                stream = await client.chat.completions.create(messages=CHAT, stream=True, **WORDS, **asked)
+                pieces = [chunk async for chunk in stream]
+                plain = await client.completions.create(prompt="abc", **WORDS, **asked)
+                assert whole.choices[0].message.content == texts[0]
+                assert "".join(chunk.choices[0].delta.content or "" for chunk in pieces) == texts[0]
+                assert plain.choices[0].text == texts[1]
+                assert {answer.model for answer in (whole, *pieces, plain)} == {name}
+                said[name, bool(bias)] = texts
+        assert len(set(map(tuple, said.values()))) == 6
+        with pytest.raises(openai.NotFoundError):
+            await client.chat.completions.create(model="four", messages=CHAT)
+        with pytest.raises(openai.BadRequestError, match="logit_bias"):
+            await client.chat.completions.create(model=model, messages=CHAT, logit_bias={"77": 101})
+        found = await client.embeddings.create(model="one", input="abc")
+        (expected,) = await ours.embed(["abc"], lora_name="one")
+        assert found.data[0].embedding == list(expected.vector)
+
+
+def test_only_what_the_gateway_does_not_read_is_taken_out() -> None:
+    plain = b'{"model": "base", "messages": [], "logit_bias": null}'
+    assert take_out(plain, "base") == (plain, Unread())
+    for body in (b"", b"[]", b"[" * 100_000, b'{"model": 3}', b'{"model": ""}', b"\xff"):
+        assert take_out(body, "base") == (body, Unread())
+    body, unread = take_out('{"model": "d\u00e9", "top_k": 3, "logit_bias": {"7": 1, "9": -0.5}}'.encode(), "base")
+    assert json.loads(body)["model"] == "base"
+    assert json.loads(body)["top_k"] == 3
+    assert unread == Unread("d\u00e9", {7: 1.0, 9: -0.5})
+    answer = r'{"model":"base","text":"\"model\":\"base\""}'
+    assert json.loads(unread.named_in(answer.encode(), "base")) == {"model": "d\u00e9", "text": '"model":"base"'}
+
+
+@pytest.mark.parametrize(
+    "given", ["[7]", '"7"', '{"a": 1}', '{"-1": 1}', '{"7": true}', '{"7": "1"}', '{"7": null}', '{"1234567890": 1}']
+)
+def test_biases_are_numbers_of_tokens(given: str) -> None:
+    with pytest.raises(HttpError, match="logit_bias"):
+        take_out(f'{{"logit_bias": {given}}}'.encode(), "base")

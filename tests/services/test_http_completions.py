@@ -1,0 +1,290 @@
+"""/v1/completions says what our own protocol says, of texts and token ids, whole and streamed."""
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from cluster import cluster_state, until_idle
+from http_edge import http_edge
+from test_openai import MODEL, PARAMETERS, WORDS
+
+from pagewire_client import Client, LocalServer, SamplingParams
+from pagewire_client.llm import Completion, collect
+
+IDS = [72, 73, 74, 75]
+PROMPTS: list[Any] = ["hello", "one two", "hello"]
+
+MORE: list[dict[str, Any]] = [
+    {"n": 3},
+    {"n": 2, "best_of": 4},
+    {"stop": ["a", "e", "i"]},
+    {"stop": ["a", "e", "i"], "include_stop_str_in_output": True},
+    {"allowed_token_ids": [70, 71, 72]},
+    {"bad_words": ["a", "b"]},
+]
+
+
+@pytest.fixture
+async def url(tiny_server: LocalServer) -> AsyncIterator[str]:
+    async with http_edge(tiny_server.target, MODEL) as url:
+        yield url
+    (worker,) = (await until_idle(tiny_server.admin_target)).workers
+    assert worker.num_free_device_blocks == worker.num_device_blocks
+
+
+@pytest.fixture
+async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+async def ours(tiny_server: LocalServer) -> AsyncIterator[Client]:
+    async with Client(tiny_server.target) as client:
+        yield client
+
+
+async def create(client: openai.AsyncOpenAI, prompt: Any, **given: Any) -> Any:
+    """With vLLM's parameters as OpenAI's client sends them."""
+    known = ("temperature", "seed", "max_tokens", "top_p", "n", "best_of", "presence_penalty", "frequency_penalty")
+    known += ("stop", "stream", "echo", "logprobs", "stream_options", "logit_bias")
+    plain = {name: given.pop(name) for name in known if name in given}
+    return await client.completions.create(model=MODEL, prompt=prompt, **plain, extra_body=given)
+
+
+async def streamed(client: openai.AsyncOpenAI, prompt: Any, num_choices: int, **given: Any) -> list[tuple[str, str]]:
+    """The text of each choice, and why it ended."""
+    texts, reasons = [""] * num_choices, [""] * num_choices
+    async for chunk in await create(client, prompt, stream=True, **given):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            assert not reasons[choice.index]
+            reasons[choice.index] = choice.finish_reason or ""
+    return list(zip(texts, reasons, strict=True))
+
+
+@pytest.mark.parametrize("given", [*PARAMETERS, *MORE], ids=str)
+async def test_parameters_have_the_effect_that_they_have_in_our_own_protocol(
+    client: openai.AsyncOpenAI, ours: Client, given: dict[str, Any]
+) -> None:
+    sampling = SamplingParams(**WORDS | given)
+    expected = [output.text for prompt in PROMPTS for output in (await collect(ours, prompt, sampling)).outputs]
+    whole = await create(client, PROMPTS, **WORDS, **given)
+    assert [choice.index for choice in whole.choices] == list(range(len(expected)))
+    assert [choice.text for choice in whole.choices] == expected
+    reasons = [choice.finish_reason for choice in whole.choices]
+    assert await streamed(client, PROMPTS, len(expected), **WORDS, **given) == [*zip(expected, reasons, strict=True)]
+
+
+async def test_prompts_are_texts_or_token_ids_or_lists_of_them(client: openai.AsyncOpenAI, ours: Client) -> None:
+    sampling = SamplingParams(**WORDS)
+    for given, each in (("hello", ["hello"]), (IDS, [IDS]), ([IDS, IDS[:2]], [IDS, IDS[:2]]), (["a"], ["a"])):
+        expected = [(await collect(ours, prompt, sampling)).outputs[0].text for prompt in each]
+        answer = await create(client, given, **WORDS)
+        assert [choice.text for choice in answer.choices] == expected
+        ids = [prompt if isinstance(prompt, list) else await ours.tokenize(prompt) for prompt in each]
+        assert answer.usage.prompt_tokens == sum(map(len, ids))
+    assert answer.usage.completion_tokens == 20
+    assert (await create(client, "hello", temperature=0, ignore_eos=True)).usage.completion_tokens == 16
+
+
+async def expected_logprobs(ours: Client, completion: Completion, number: int) -> dict[str, Any]:
+    """Of the output of that number, token by token."""
+    positions = completion.outputs[number].logprobs
+    ids = {token.token_id for position in positions for token in (position.chosen, *position.top)}
+    texts = {token_id: await ours.detokenize([token_id], skip_special_tokens=False) for token_id in ids}
+    return {
+        "tokens": [texts[position.chosen.token_id] for position in positions],
+        "token_logprobs": pytest.approx([position.chosen.logprob for position in positions]),
+        "top_logprobs": [
+            pytest.approx({texts[top.token_id]: top.logprob for top in (position.chosen, *reversed(position.top))})
+            for position in positions
+        ],
+    }
+
+
+@pytest.mark.parametrize("num_logprobs", [0, 3])
+async def test_log_probabilities_are_our_own(client: openai.AsyncOpenAI, ours: Client, num_logprobs: int) -> None:
+    words = WORDS | {"n": 2, "logprobs": num_logprobs}
+    completion = await collect(ours, "hello", SamplingParams(**words))
+    whole = await create(client, "hello", **words)
+    gathered: list[dict[str, list[Any]]] = [{}, {}]
+    async for chunk in await create(client, "hello", stream=True, **words):
+        for choice in chunk.choices:
+            for name, values in choice.logprobs.model_dump().items():
+                gathered[choice.index].setdefault(name, []).extend(values)
+    for number, choice in enumerate(whole.choices):
+        found = choice.logprobs.model_dump()
+        assert found == gathered[number]
+        offsets = found.pop("text_offset")
+        assert found == await expected_logprobs(ours, completion, number)
+        assert offsets == [len("".join(found["tokens"][:place])) for place in range(len(offsets))]
+    assert (await create(client, "hello", **WORDS)).choices[0].logprobs is None
+
+
+@pytest.mark.parametrize("prompt", ["one two", IDS], ids=["text", "token ids"])
+async def test_an_echo_has_the_prompt_and_its_log_probabilities(
+    client: openai.AsyncOpenAI, ours: Client, prompt: Any
+) -> None:
+    ids = await ours.tokenize(prompt) if isinstance(prompt, str) else prompt
+    text = prompt if isinstance(prompt, str) else await ours.detokenize(ids)
+    completion = await collect(ours, ids, SamplingParams(**WORDS, logprobs=2, prompt_logprobs=2))
+    (output,) = completion.outputs
+    plain = await create(client, prompt, echo=True, **WORDS)
+    assert plain.choices[0].text == text + output.text
+    assert await streamed(client, prompt, 1, echo=True, **WORDS) == [(text + output.text, "length")]
+    for most in (20, 0):
+        answer = await create(client, prompt, **WORDS | {"echo": True, "logprobs": 2, "max_tokens": most})
+        (choice,) = answer.choices
+        assert choice.text == text + (output.text if most else "")
+        assert answer.usage.completion_tokens == most
+        assert len(choice.logprobs.tokens) == len(choice.logprobs.text_offset) == len(ids) + most
+        positions = [*completion.prompt_logprobs, *(output.logprobs if most else [])]
+        assert choice.logprobs.token_logprobs == [None, *(pytest.approx(one.chosen.logprob) for one in positions)]
+        assert choice.logprobs.top_logprobs[0] is None
+
+
+async def test_beams_forms_and_biases(client: openai.AsyncOpenAI, ours: Client) -> None:
+    beams = await collect(ours, "hello", SamplingParams(n=2, beam_width=3, max_tokens=8))
+    found = await create(client, "hello", n=2, best_of=3, use_beam_search=True, max_tokens=8)
+    assert [choice.text for choice in found.choices] == [output.text for output in beams.outputs]
+    biased = await collect(ours, "hello", SamplingParams(**WORDS, logit_bias={80: 50.0}))
+    assert (await create(client, "hello", **WORDS, logit_bias={"80": 50})).choices[0].text == biased.outputs[0].text
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 1, "maxItems": 3}
+    of_schema = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    for form in (
+        {"response_format": of_schema},
+        {"structured_outputs": {"json": schema}},
+        {"json_schema": json.dumps(schema)},
+    ):
+        answer = await create(client, "hello", seed=1, temperature=1, max_tokens=60, **form)
+        assert set(json.loads(answer.choices[0].text)) <= {1, 2}
+    for form in (
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        {"structured_outputs": {"regex": "yes|no"}},
+        {"structured_outputs": {"grammar": 'start: "yes" | "no"'}},
+        {"ebnf": 'root ::= "yes" | "no"'},
+    ):
+        assert (await create(client, "hello", seed=1, max_tokens=60, **form)).choices[0].text in ("yes", "no")
+    answer = await create(client, "x", max_tokens=60, seed=2, temperature=1, response_format={"type": "json_object"})
+    assert answer.choices[0].text.startswith("{")
+
+
+async def test_a_stream_has_its_usage_at_the_end(client: openai.AsyncOpenAI) -> None:
+    chunks = [
+        chunk
+        async for chunk in await create(client, PROMPTS, stream=True, stream_options={"include_usage": True}, **WORDS)
+    ]
+    whole = await create(client, PROMPTS, **WORDS)
+    assert not chunks[-1].choices
+    assert chunks[-1].usage.model_dump(exclude={"prompt_tokens_details"}) == whole.usage.model_dump(
+        exclude={"prompt_tokens_details"}
+    )
+    assert len({chunk.id for chunk in chunks}) == 1
+    stopped = await create(client, "hello", stop=["e"], **WORDS | {"max_tokens": 200})
+    assert stopped.choices[0].finish_reason == "stop"
+    assert stopped.choices[0].stop_reason == "e"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ({}, 400, "prompt: Field required"),
+        ({"prompt": []}, 400, "prompt has 0 entries; it must have 1 to 256"),
+        ({"prompt": ["x"] * 257}, 400, "prompt has 257 entries"),
+        ({"prompt": ""}, 400, "the prompt needs at least one token"),
+        ({"prompt": ["x", "x" * 600]}, 400, "tokens"),
+        ({"prompt": [1, "x"]}, 400, "prompt does not have the form"),
+        ({"prompt": [10**6]}, 400, "token_ids"),
+        ({"prompt": "x", "model": "other"}, 404, "the model is 'tiny-llama'"),
+        ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens is 0"),
+        ({"prompt": "x", "max_tokens": 0, "echo": True, "stream": True}, 400, "cannot be streamed"),
+        ({"prompt": "x", "logprobs": 1, "echo": True, "stream": True}, 400, "cannot be streamed"),
+        ({"prompt": "x", "logprobs": 21}, 400, "logprobs is 21"),
+        ({"prompt": "x", "n": 3_000_000}, 400, "n: Input should be less than or equal to 128"),
+        ({"prompt": ["x"] * 256, "allowed_token_ids": [1] * 340_000}, 400, "the parameters of all prompts have"),
+        ({"prompt": "x", "regex": "a", "json_schema": "{}"}, 400, "an output can have one form, and 2 are asked for"),
+        ({"prompt": "x", "model": "y" * 300}, 400, "model: "),
+        ({"prompt": "x", "logit_bias": {"5": 10**400}}, 400, "logit_bias has a number that is too large"),
+        ({"prompt": "x", "logit_bias": {"\u0663": 1}}, 400, "logit_bias has"),
+        ({"prompt": "x", "temperature": -1}, 400, "temperature is -1"),
+        ({"prompt": "x", "temperature": 1e300}, 400, "temperature is "),
+        ({"prompt": "x", "temperature": "1"}, 400, "temperature: "),
+        ({"prompt": "x", "top_k": -2}, 400, "top_k: "),
+        ({"prompt": "x", "suffix": "y"}, 400, "suffix is not supported here"),
+        ({"prompt": "x", "logit_bias": {"80": 101}}, 400, "logit_bias[80] is 101"),
+        ({"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias has 'a'"),
+        ({"prompt": "x", "stop": ["y"] * 17}, 400, "stop"),
+        ({"prompt": "x", "response_format": {"type": "json_schema"}}, 400, "response_format.json_schema is missing"),
+        ({"prompt": "x", "response_format": {"type": "xml"}}, 400, "response_format.type: "),
+        ({"prompt": "x", "regex": "("}, 400, "regex"),
+        ({"prompt": "x", "stream": True, "regex": "("}, 400, "regex"),
+        ({"prompt": "x", "echo": 1}, 400, "echo: "),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+async def test_what_cannot_be_is_an_error_as_openai_has_them(
+    url: str, body: dict[str, Any], status: int, words: str
+) -> None:
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/completions", json=body) as response:
+        assert response.status == status
+        assert words in (await response.json())["error"]["message"]
+
+
+@asynccontextmanager
+async def stopped_worker(server: LocalServer) -> AsyncIterator[Callable[[int], Awaitable[None]]]:
+    """While its worker stands still, a request ends for no other reason than that it is given up. Gives a wait until
+    there are as many requests."""
+
+    async def until_requests(number: int) -> None:
+        async with asyncio.timeout(60):
+            while (await cluster_state(server.admin_target)).num_requests != number:
+                pass
+
+    worker, _ = server.processes
+    worker.process.send_signal(signal.SIGSTOP)
+    try:
+        yield until_requests
+    finally:
+        worker.process.send_signal(signal.SIGCONT)
+
+
+LONG = {"max_tokens": 400, "ignore_eos": True}
+
+
+async def test_of_several_prompts_one_that_is_refused_ends_the_others(url: str, tiny_server: LocalServer) -> None:
+    body = LONG | {"prompt": ["hello"] * 5 + ["x" * 600]}
+    async with stopped_worker(tiny_server) as until_requests:
+        async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/completions", json=body) as response:
+            assert response.status == 400
+        await until_requests(0)
+
+
+async def test_a_client_that_leaves_before_an_answer_frees_what_it_held(url: str, tiny_server: LocalServer) -> None:
+    async with stopped_worker(tiny_server) as until_requests, aiohttp.ClientSession() as session:
+        asked = [
+            asyncio.create_task(session.post(f"{url}/v1/completions", json=LONG | {"prompt": ["a", "b"], "stream": on}))
+            for on in (True, False)
+        ]
+        await until_requests(4)
+        for task in asked:
+            task.cancel()
+        await asyncio.wait(asked)
+        await until_requests(0)
+
+
+async def test_a_client_that_leaves_amid_a_stream_frees_what_it_held(url: str, tiny_server: LocalServer) -> None:
+    body = LONG | {"prompt": ["a", "b"], "stream": True}
+    async with aiohttp.ClientSession() as session:
+        response = await session.post(f"{url}/v1/completions", json=body)
+        await response.content.readany()
+        async with stopped_worker(tiny_server) as until_requests:
+            await until_requests(2)
+            response.close()
+            await until_requests(0)

@@ -1,0 +1,211 @@
+"""Vectors and scores over HTTP are those of our own protocol, as OpenAI, Jina and vLLM have their calls."""
+
+import asyncio
+import base64
+import io
+import json
+from array import array
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from embedding_helpers import TEXTS, assert_nothing_is_left, encoder_settings, serving
+from engines import until
+from http_edge import http_edge
+from scheduler_in_process import InProcess
+from tiny_encoder import write_encoder
+
+from pagewire_client import Client
+from pagewire_client.http import edge as edge_module
+from pagewire_client.http.call import Room
+
+MODEL = "encoder"
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_encoder(tmp_path_factory.mktemp("models") / MODEL)
+
+
+@pytest.fixture
+async def server(encoder: Path) -> AsyncIterator[tuple[InProcess, str]]:
+    async with serving(encoder, **encoder_settings()) as (one, _), http_edge(one.target, MODEL) as url:
+        yield one, url
+        await assert_nothing_is_left(one)
+
+
+@pytest.fixture
+async def client(server: tuple[InProcess, str]) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{server[1]}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def post(url: str, path: str, body: Any) -> tuple[int, Any]:
+    data = io.BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
+    async with aiohttp.ClientSession() as session, session.post(f"{url}{path}", data=data) as response:
+        text = await response.text()
+        return response.status, json.loads(text) if text.startswith("{") else text
+
+
+@pytest.mark.parametrize("encoding_format", ["base64", "float"])
+async def test_a_list_of_texts_has_a_vector_each(
+    server: tuple[InProcess, str], client: openai.AsyncOpenAI, encoding_format: Any
+) -> None:
+    """To the bit, also as decimal numbers."""
+    async with Client(server[0].target) as ours:
+        for dimensions in (None, 10):
+            expected = await ours.embed(TEXTS, dimensions=dimensions or 0)
+            found = await client.embeddings.create(
+                model=MODEL,
+                input=TEXTS,
+                encoding_format=encoding_format,
+                **({} if dimensions is None else {"dimensions": dimensions}),
+            )
+            assert [one.index for one in found.data] == list(range(len(TEXTS)))
+            decoded = [as_sent(one.embedding) for one in found.data]
+            assert decoded == [list(one.vector) for one in expected]
+            num_tokens = sum(one.usage.prompt_tokens for one in expected)
+            assert (found.usage.prompt_tokens, found.usage.total_tokens) == (num_tokens, num_tokens)
+            assert found.model == MODEL
+
+
+def as_sent(numbers: str | list[float]) -> list[float]:
+    """32-bit floats, in base64 or in decimal digits."""
+    return list(array("f", base64.b64decode(numbers) if isinstance(numbers, str) else numbers))
+
+
+async def test_an_input_is_a_text_or_token_ids_or_lists_of_them(
+    server: tuple[InProcess, str], client: openai.AsyncOpenAI
+) -> None:
+    ids = [[5, 6, 7], [8]]
+    async with Client(server[0].target) as ours:
+        for given, texts in (("hello", ["hello"]), (ids[0], ids[:1]), (ids, ids), (["a"], ["a"])):
+            found = await client.embeddings.create(model=MODEL, input=given)  # type: ignore[arg-type]
+            assert [one.embedding for one in found.data] == [list(one.vector) for one in await ours.embed(texts)]
+
+
+async def test_normalize_and_truncate_are_those_of_our_own_protocol(server: tuple[InProcess, str]) -> None:
+    one, url = server
+    async with Client(one.target) as ours:
+        (expected,) = await ours.embed(["b" * 10_000], normalize=False, truncate=True)
+    asked = {"input": "b" * 10_000, "normalize": False, "truncate": True, "dimensions": None, "user": "me"}
+    status, found = await post(url, "/v1/embeddings", asked)
+    assert status == 200
+    assert as_sent(found["data"][0]["embedding"]) == list(expected.vector)
+
+
+async def test_documents_are_ranked_and_scored(server: tuple[InProcess, str]) -> None:
+    one, url = server
+    documents = ["a town", "an answer", "another", "a question"]
+    async with Client(one.target) as ours:
+        expected = await ours.score("a question", documents)
+    asked = {"model": MODEL, "query": "a question", "documents": [*documents[:3], {"text": documents[3], "id": 7}]}
+    status, found = await post(url, "/v1/rerank", asked)
+    assert status == 200
+    assert [(one["index"], one["relevance_score"]) for one in found["results"]] == expected
+    assert [one["document"]["text"] for one in found["results"]] == [documents[index] for index, _ in expected]
+    assert found["usage"]["total_tokens"] > 4
+    status, best = await post(url, "/v1/rerank", asked | {"top_n": 2, "return_documents": False})
+    assert best["results"] == [{"index": index, "relevance_score": score} for index, score in expected[:2]]
+    status, scored = await post(url, "/v1/score", {"model": MODEL, "text_1": "a question", "text_2": documents})
+    assert status == 200
+    assert [(one["index"], one["score"]) for one in scored["data"]] == sorted(expected)
+    status, scored = await post(url, "/v1/score", {"text_1": "a question", "text_2": documents[1]})
+    assert [one["score"] for one in scored["data"]] == [dict(expected)[1]]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("embeddings", {"input": "x", "model": "other"}, 404, "of this name; the model is 'encoder'"),
+        ("embeddings", {"input": []}, 400, "inputs is empty"),
+        ("embeddings", {"input": [""] * 2049}, 400, "input does not have the form"),
+        ("embeddings", b'{"input":[' + b"{}," * 300_000 + b"{}]}", 400, "input does not have the form"),
+        ("rerank", b'{"query":"x","documents":[' + b"{}," * 300_000 + b"{}]}", 400, "documents does not have the form"),
+        ("embeddings", {}, 400, "input: Field required"),
+        ("embeddings", {"input": ["x", 3]}, 400, "input does not have the form that it must have"),
+        ("embeddings", {"input": [-1]}, 400, "input does not have the form"),
+        ("embeddings", {"input": [1 << 32]}, 400, "input does not have the form"),
+        ("embeddings", {"input": [1 << 31]}, 400, "inputs[0].token_ids"),
+        ("embeddings", {"input": "x" * 500}, 400, "inputs[0] has more tokens than the 66"),
+        ("embeddings", {"input": "x", "dimensions": 4000}, 400, "dimensions is 4000"),
+        ("embeddings", {"input": "x", "dimensions": 1.5}, 400, "dimensions: "),
+        ("embeddings", {"input": "x", "encoding_format": "hex"}, 400, "encoding_format: "),
+        ("embeddings", {"input": "x", "input_type": "query"}, 400, "input_type is not supported here"),
+        ("embeddings", {"input": "x", "y" * 1000: 1}, 400, " is not supported here"),
+        ("embeddings", [1], 400, "the body: "),
+        ("embeddings", b"", 400, "the body is not JSON"),
+        ("embeddings", b'{"input": "x"', 400, "the body is not JSON"),
+        ("embeddings", b'{"input": "\xff"}', 400, "the body is not JSON"),
+        ("embeddings", b"[" * 100_000, 400, "the body is not JSON"),
+        ("embeddings", b'{"input": "x", "dimensions": NaN}', 400, "dimensions"),
+        ("embeddings", b" " * ((1 << 20) + 1), 413, "it may have 1048576"),
+        ("rerank", {"query": "x", "documents": []}, 400, "documents"),
+        ("rerank", {"query": "x", "documents": [{"title": "x"}]}, 400, "documents does not have the form"),
+        ("score", {"text_1": ["x", "y"], "text_2": "z"}, 400, "text_1: "),
+        ("chat/completions", {"messages": []}, 503, "the gateway does not answer"),
+        ("edits", {}, 404, "POST /v1/edits is not served here"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+async def test_what_cannot_be_is_an_error_as_openai_has_them(
+    server: tuple[InProcess, str], path: str, body: Any, status: int, words: str
+) -> None:
+    found, answer = await post(server[1], f"/v1/{path}", body)
+    assert found == status
+    assert words in (answer["error"]["message"] if isinstance(answer, dict) else answer)
+    assert len(str(answer)) < 500
+
+
+async def test_a_model_that_makes_no_vectors_says_so(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "ranker", num_labels=1, architectures=["BertForSequenceClassification"])
+    async with serving(folder, **encoder_settings()) as (one, _), http_edge(one.target, "ranker") as url:
+        status, answer = await post(url, "/v1/embeddings", {"input": "x"})
+        assert (status, answer["error"]["code"]) == (501, "not_implemented")
+
+
+async def test_what_all_clients_make_this_process_hold_is_bounded(
+    server: tuple[InProcess, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has come of bodies that are under way, and vectors that are kept."""
+    one, _ = server
+    room = Room(2_000)
+    monkeypatch.setattr(edge_module, "Room", lambda num_bytes: room)
+    async with http_edge(one.target, MODEL, most_bytes=1_600) as url, aiohttp.ClientSession() as session:
+        go_on = asyncio.Event()
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield b'{"input": '.ljust(1_500)
+            await go_on.wait()
+            yield b'"x"}'
+
+        async def send() -> int:
+            async with session.post(f"{url}/v1/embeddings", data=slowly()) as response:
+                await response.read()
+                return response.status
+
+        first = asyncio.create_task(send())
+        await until(lambda: room.num_free == 500)
+        status, answer = await post(url, "/v1/embeddings", {"input": "x" * 600})
+        assert (status, answer["error"]["code"]) == (503, "overloaded")
+        go_on.set()
+        assert await first == 200
+        assert (await post(url, "/v1/embeddings", {"input": "x"}))[0] == 200
+        status, _ = await post(url, "/v1/embeddings", {"input": ["x"] * 12})  # vectors of 192 bytes
+        assert status == 503
+        assert (await post(url, "/v1/embeddings", {"input": "x"}))[0] == 200
+        assert room.num_free == 2_000
+
+
+async def test_a_client_that_leaves_ends_its_call(server: tuple[InProcess, str]) -> None:
+    one, url = server
+    async with aiohttp.ClientSession() as session:
+        body = json.dumps({"input": ["x" * 60] * 2048})
+        asked = asyncio.create_task(session.post(f"{url}/v1/embeddings", data=body))
+        await until(lambda: one.engine.requests)
+        asked.cancel()
+        await asyncio.wait([asked])
+    await assert_nothing_is_left(one)
