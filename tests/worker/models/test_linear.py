@@ -62,5 +62,5 @@ def test_weights_rounded_in_another_way_have_another_fingerprint(
     )
     fingerprint = load_worker(settings).info.model_fingerprint
     assert load_worker(settings).info.model_fingerprint == fingerprint
-    monkeypatch.setattr("worker_service.execution.worker.INT8_GROUP", 64)
+    monkeypatch.setattr("worker_service.execution.network.INT8_GROUP", 64)
     assert load_worker(settings).info.model_fingerprint != fingerprint
