@@ -41,7 +41,7 @@ async def test_a_client_that_does_not_read_holds_little(encoder: Path) -> None:
         await call.read()
         for _ in range(20):
             assert await client.embed(["b"])
-        assert len(one.engine.requests) <= IN_FLIGHT
+        await until(lambda: len(one.engine.requests) <= IN_FLIGHT)  # the last short call may not be closed yet
         call.cancel()
         await assert_nothing_is_left(one)
 

@@ -260,7 +260,12 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[ModelOutput] = loop.create_future()
         computed = self._device_thread.submit(partial(_compute, worker, stream, step))
-        computed.add_done_callback(lambda done: loop.call_soon_threadsafe(self._settle, stream, step, answer, done))
+
+        def settle(done: "Future[ModelOutput]") -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
+                loop.call_soon_threadsafe(self._settle, stream, step, answer, done)
+
+        computed.add_done_callback(settle)
         return answer
 
     def _settle(
