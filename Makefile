@@ -98,7 +98,7 @@ bench: setup
 
 # PEER: as `make bench` has it. PROMPTS: a file in the form of MT-bench's questions, for more texts.
 bench-fidelity: setup
-	$(BIN)/python -m bench.fidelity $(PEER:%=--peer %) $(PROMPTS:%=--prompts %)
+	$(BIN)/python -m bench.fidelity $(MODEL:%=--model %) $(PEER:%=--peer %) $(PROMPTS:%=--prompts %)
 
 # PEER: the path of a Python that can import vllm, whose scheduler is then measured too.
 bench-scheduler: setup

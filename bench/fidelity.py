@@ -2,9 +2,9 @@
 
 Texts go teacher-forced through each system. It returns the log-probability of every token of the text, and the
 likeliest token at its place. These are compared with transformers in float32 with the same weights: the mean difference
-of the log-probabilities of the text's tokens, and how often the likeliest token is the same. Ours serves in bfloat16,
-and with int8 weights where the machine has such products; beside it are transformers in bfloat16 and, with --peer,
-vLLM. Ratios are to transformers in bfloat16.
+of the log-probabilities of the text's tokens, how often the likeliest token is the same, and by how much perplexity is
+larger. Ours serves in bfloat16, and with quantised weights where the machine has such products; beside it are
+transformers in bfloat16 and, with --peer, vLLM. Ratios are to transformers in bfloat16.
 
 The texts are the first tokens of pages of Python's own manual, which comes with every Python. --prompts adds the texts
 of a JSON-lines file whose objects have `turns`, as MT-bench's have.
@@ -13,6 +13,7 @@ of a JSON-lines file whose objects have `turns`, as MT-bench's have.
 import argparse
 import asyncio
 import json
+import math
 import signal
 import sys
 import urllib.request
@@ -30,12 +31,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.drive import BenchError
 from bench.peer_vllm import MODEL, Vllm
-from kernels.backends import ops_for
 from pagewire_client import Client, LocalServer, SamplingParams, ServerError
 from pagewire_client.llm import collect
 from pagewire_common.settings import load_settings
 from pagewire_common.start_error import StartError
 from worker_service.loading.model_store import find_model
+from worker_service.models.linear import Quantization, can_pack
 from worker_service.settings import WorkerSettings
 
 TOPICS = ("types", "import", "formatstrings", "compound", "specialnames", "assert", "exprlists", "numbers")
@@ -61,18 +62,23 @@ class Fidelity:
     """The mean absolute difference of log-probabilities."""
     same_likeliest: float
     """In percent of all tokens."""
+    perplexity: float
+    """In percent of that of the exact scores, above it."""
 
 
 def compare(found: Sequence[Scores], exact: Sequence[Scores]) -> Fidelity:
     """found, exact: of the same texts. Raises BenchError where one lacks tokens."""
     differences: list[float] = []
+    losses: list[float] = []
     same = 0
     for ours, truth in zip(found, exact, strict=True):
         if len(ours.logprobs) != len(truth.logprobs) or len(ours.likeliest) != len(truth.likeliest):
             raise BenchError(f"a text has scores of {len(ours.logprobs)} tokens where {len(truth.logprobs)} were asked")
-        differences += [abs(a - b) for a, b in zip(ours.logprobs, truth.logprobs, strict=True)]
+        losses += [b - a for a, b in zip(ours.logprobs, truth.logprobs, strict=True)]
+        differences += map(abs, losses[len(differences) :])
         same += sum(a == b for a, b in zip(ours.likeliest, truth.likeliest, strict=True))
-    return Fidelity(sum(differences) / len(differences), 100 * same / len(differences))
+    count = len(differences)
+    return Fidelity(sum(differences) / count, 100 * same / count, 100 * math.expm1(sum(losses) / count))
 
 
 def transformers_scores(directory: Path, texts: Iterable[list[int]], dtype: torch.dtype) -> list[Scores]:
@@ -137,21 +143,20 @@ def read_texts(directory: Path, prompts: Path | None) -> list[list[int]]:
     return [text for text in tokens if len(text) > 1]
 
 
-def run(peer: Path | None, prompts: Path | None) -> tuple[dict[str, Fidelity], int]:
+def run(model: str, peer: Path | None, prompts: Path | None) -> tuple[dict[str, Fidelity], int]:
     """By system, and the number of tokens that were scored."""
-    directory = (
-        peer / "model"
-        if peer
-        else find_model("default", load_settings(WorkerSettings, "bench", []).cache.expanduser()).path
-    )
+    cache = load_settings(WorkerSettings, "bench", []).cache.expanduser()
+    directory = peer / "model" if peer else find_model(model, cache).path
     texts = read_texts(directory, prompts)
     exact = transformers_scores(directory, texts, torch.float32)
     found = {
         "pagewire, bfloat16": our_scores(directory, texts),
         BASE: transformers_scores(directory, texts, torch.bfloat16),
     }
-    if ops_for(torch.device("cpu")).pack_int8(torch.ones(2, 2, dtype=torch.bfloat16)) is not None:
-        found["pagewire, int8 weights"] = our_scores(directory, texts, "--quantization", "int8")
+    schemes: tuple[Quantization, ...] = ("int8", "int4")
+    for scheme in schemes:
+        if can_pack(torch.device("cpu"), torch.bfloat16, scheme):
+            found[f"pagewire, {scheme} weights"] = our_scores(directory, texts, "--quantization", scheme)
     if peer:
         with Vllm(peer, CACHE_GIB) as vllm:
             found[f"{vllm.name} {vllm.version}, bfloat16"] = vllm_scores(vllm.url, texts)
@@ -160,6 +165,7 @@ def run(peer: Path | None, prompts: Path | None) -> tuple[dict[str, Fidelity], i
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.fidelity", description="Measures how exact log-probabilities are.")
+    parser.add_argument("--model", default="default", help="as a worker takes it; with --peer it is the peer's")
     parser.add_argument(
         "--peer", type=Path, metavar="DIR", help="a folder with venv/, which can run vLLM, and model/, what all serve"
     )
@@ -168,19 +174,20 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
-        fidelities, num_tokens = run(arguments.peer, arguments.prompts)
+        fidelities, num_tokens = run(arguments.model, arguments.peer, arguments.prompts)
     except (BenchError, ServerError, StartError, ValueError, KeyError, OSError) as error:
         sys.exit(f"bench.fidelity: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
     base = fidelities[BASE].mean_difference
-    table = Table("system", "mean difference", "ratio", "same likeliest token", box=MARKDOWN)
+    table = Table("system", "mean difference", "ratio", "same likeliest token", "perplexity", box=MARKDOWN)
     for name, fidelity in fidelities.items():
         table.add_row(
             name,
             f"{fidelity.mean_difference:.4f}",
             f"{fidelity.mean_difference / base:.2f}",
             f"{fidelity.same_likeliest:.2f}%",
+            f"{fidelity.perplexity:+.2f}%",
         )
     Console(file=sys.stdout, width=200).print(table)
     report = {

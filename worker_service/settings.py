@@ -22,10 +22,10 @@ class WorkerSettings(ServiceSettings):
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="auto: the checkpoint's weights; dummy: random ones, from config.json alone"
     )
-    quantization: Literal["none", "int8"] = Field(
+    quantization: Literal["none", "int8", "int4"] = Field(
         "none",
-        description="int8: half the weights' memory to read, in natively run bf16 models on CPUs with AVX-512 BF16; "
-        "for few sequences at once",
+        description="of weights, in natively run bf16 models on CPUs. int8: half the memory to read, with AVX-512 "
+        "BF16, for few sequences at once; int4: a third of the memory, and products of integers",
     )
     tensor_parallel_size: int = Field(
         1,

@@ -112,3 +112,10 @@ def pack_int8(weight: Tensor, wide: bool = False) -> Product | None:
         return None
     outputs, packed = len(weight), _library.pack_int8(*reference.quantize_int8(weight))
     return lambda x, bias: _library.linear(x, packed, bias, outputs, wide)
+
+
+def pack_int4(weight: Tensor, wide: bool = False) -> Product | None:
+    if weight.dtype is not torch.bfloat16 or not _library.can_pack(weight.shape[1]):
+        return None
+    outputs, packed = len(weight), _library.pack_int4(*reference.quantize_int4(weight))
+    return lambda x, bias: _library.linear(x, packed, bias, outputs, wide)

@@ -1,5 +1,7 @@
 """What the benchmark of fidelity counts, and how it reads vLLM's answers."""
 
+import math
+
 import pytest
 
 from bench.drive import BenchError
@@ -9,7 +11,8 @@ from bench.fidelity import Fidelity, Scores, compare, scores_of
 def test_differences_are_averaged_over_the_tokens_of_all_texts() -> None:
     exact = [Scores([-1.0, -2.0, -3.0], [5, 6, 7]), Scores([-4.0], [8])]
     found = [Scores([-1.5, -2.0, -2.5], [5, 6, 9]), Scores([-3.0], [8])]
-    assert compare(found, exact) == Fidelity(mean_difference=0.5, same_likeliest=75.0)
+    nearer = 100 * (math.exp(-0.25) - 1)  # a token's mean log-probability is 0.25 larger
+    assert compare(found, exact) == Fidelity(mean_difference=0.5, same_likeliest=75.0, perplexity=pytest.approx(nearer))
 
 
 def test_a_text_without_all_its_scores_is_an_error() -> None:

@@ -397,7 +397,7 @@ def test_int8_weights_give_the_product_of_the_numbers_that_they_are(
         assert product is None
         return
     quantized, scales = reference.quantize_int8(weight)
-    scale_of = scales.repeat_interleave(reference.INT8_GROUP, dim=1)[:, :inputs]
+    scale_of = scales.repeat_interleave(reference.WEIGHT_GROUP, dim=1)[:, :inputs]
     wide = (quantized * scale_of.float()).bfloat16().double()
     assert ((wide - weight.double()).abs() <= 0.75 * scale_of.double() + weight.double().abs() / 256).all()
     for rows in (0, 1, 12, 13, 24, 25, 193):
@@ -414,21 +414,71 @@ def test_int8_weights_are_multiplied_as_the_bf16_numbers_that_they_are(
     if product is None:
         pytest.skip("this machine has no bf16 dot products, which int8 weights need")
     quantized, scales = reference.quantize_int8(weight)
-    scale_of = scales.repeat_interleave(reference.INT8_GROUP, dim=1)[:, :570]
+    scale_of = scales.repeat_interleave(reference.WEIGHT_GROUP, dim=1)[:, :570]
     same = kernels.pack((quantized * scale_of.float()).bfloat16(), wide=True)
     for rows in (1, 12, 13, 25, 193):
         x = torch.randn(rows, 570, generator=generator).bfloat16()
         assert torch.equal(product(x, None), same(x, None))
 
 
-@pytest.mark.parametrize("packing", ["pack", "pack_int8"])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (31, 40), (75, 576), (33, 8194)])
+def test_int4_weights_give_the_product_of_the_numbers_that_they_are(
+    kernels: ModuleType, outputs: int, inputs: int, biased: bool, generator: torch.Generator
+) -> None:
+    """Of inputs in 8 bits, whose sums of products are exact but for float32."""
+    weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
+    weight[0] = 0
+    bias = torch.randn(outputs, generator=generator).bfloat16() if biased else None
+    product = kernels.pack_int4(weight, wide=True)
+    numbers, *factors = reference.quantize_int4(weight)
+    scales, minimums = (part.double().repeat_interleave(32, dim=1)[:, :inputs] for part in factors)
+    for rows in (0, 1, 5, 6, 7, 13, 193):
+        x = torch.randn(rows, inputs + 8, generator=generator).bfloat16()[:, :inputs]
+        x[:, -1] = 0  # a group of it alone
+        rounded = in_8_bits(x)
+        assert ((rounded - x).abs() <= x.abs().amax(dim=1, keepdim=True).double() / 250).all()
+        expected = torch.nn.functional.linear(
+            rounded, numbers * scales - minimums, None if bias is None else bias.double()
+        )
+        torch.testing.assert_close(product(x, bias).double(), expected, atol=2e-5 * inputs**0.5, rtol=1e-5)
+
+
+def in_8_bits(x: torch.Tensor) -> torch.Tensor:
+    """Slowly, as float64: for each 32 neighbours the nearest of 255 numbers."""
+    rounded, largest = torch.zeros_like(x, dtype=torch.float64), torch.tensor(127.0)
+    for row in range(x.shape[0]):
+        for start in range(0, x.shape[1], 32):
+            group = x[row, start : start + 32].float()
+            most = group.abs().max()
+            if most > 0:
+                numbers = (group * (largest / most)).round()
+                rounded[row, start : start + 32] = numbers.double() * (most / largest).double()
+    return rounded
+
+
+def test_an_input_that_is_not_finite_makes_its_row_so_and_no_other(
+    kernels: ModuleType, generator: torch.Generator
+) -> None:
+    product = kernels.pack_int4(torch.randn(40, 70, generator=generator).bfloat16(), wide=True)
+    x = torch.randn(9, 70, generator=generator).bfloat16()
+    sound = product(x, None)
+    x[2, 69], x[4, 0], x[7, 33] = torch.nan, torch.inf, -torch.inf
+    found = product(x, None)
+    broken = torch.tensor([2, 4, 7])
+    assert not found[broken].isfinite().any()
+    kept = torch.tensor([0, 1, 3, 5, 6, 8])
+    assert torch.equal(found[kept], sound[kept])
+
+
+@pytest.mark.parametrize("packing", ["pack", "pack_int8", "pack_int4"])
 def test_a_wide_product_is_the_same_before_its_sums_are_rounded(
     kernels: ModuleType, packing: str, generator: torch.Generator
 ) -> None:
     weight = torch.randn(75, 576, generator=generator).bfloat16()
     bias = torch.randn(75, generator=generator).bfloat16()
     wide, rounded = getattr(kernels, packing)(weight, wide=True), getattr(kernels, packing)(weight)
-    if packing == "pack_int8" and wide is None:
+    if wide is None:
         pytest.skip("this machine has no bf16 dot products, which int8 weights need")
     for rows in (0, 1, 13, 193):
         x = torch.randn(rows, 576, generator=generator).bfloat16()
@@ -441,7 +491,7 @@ def test_a_wide_product_is_the_same_before_its_sums_are_rounded(
 
 
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("packing", ["pack", "pack_int8"])
+@pytest.mark.parametrize("packing", ["pack", "pack_int8", "pack_int4"])
 def test_a_row_of_a_product_is_the_same_alone_and_among_others(
     kernels: ModuleType, packing: str, wide: bool, generator: torch.Generator
 ) -> None:

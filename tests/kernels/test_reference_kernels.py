@@ -78,3 +78,42 @@ def test_each_row_gains_what_its_own_adapter_makes_of_it() -> None:
         second = b[slot, :rank, 1:].T @ (a[slot, 1, :rank] @ x[row])
         torch.testing.assert_close(y[row], torch.cat((first, second)))
     assert not y[1].any()
+
+
+def widened(numbers: Tensor, scales: Tensor, minimums: Tensor) -> Tensor:
+    """What weights of 4 bits stand for."""
+    scale, minimum = (part.float().repeat_interleave(32, dim=1)[:, : numbers.shape[1]] for part in (scales, minimums))
+    return numbers * scale - minimum
+
+
+def test_weights_that_were_4_bits_once_are_found_again(generator: torch.Generator) -> None:
+    """If a group has the smallest and the largest number, as GGUF's Q4_1 makes it."""
+    numbers = torch.randint(0, 16, (50, 70), generator=generator)
+    numbers[:, 1::32], numbers[:, 2::32] = 15, 0
+    scales, minimums = torch.rand(2, 50, 3, generator=generator).half() / 10
+    weight = widened(numbers, scales, minimums)
+    torch.testing.assert_close(widened(*reference.quantize_int4(weight)), weight, atol=1e-3, rtol=0)
+
+
+def test_4_bits_are_nearer_than_even_steps_between_the_extremes(generator: torch.Generator) -> None:
+    weight = torch.randn(64, 512, generator=generator)
+    groups = weight.view(64, 16, 32)
+    low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    step = (high - low) / 15
+    even = ((groups - low) / step).round() * step + low
+    found = widened(*reference.quantize_int4(weight))
+    assert (found - weight).square().mean() < 0.93 * (even - groups).square().mean()
+    assert ((found - weight).view_as(groups).abs() < 2 * step).all()
+
+
+def test_equal_weights_keep_their_value_in_4_bits() -> None:
+    weight = torch.tensor([[0.0], [0.25], [-3.0]]).expand(3, 40)
+    torch.testing.assert_close(widened(*reference.quantize_int4(weight)), weight)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e6])
+def test_weights_that_4_bits_have_no_scale_for_are_refused(value: float) -> None:
+    weight = torch.zeros(2, 64)
+    weight[1, 40] = value
+    with pytest.raises(ValueError, match="not finite, or too large for int4"):
+        reference.quantize_int4(weight)

@@ -18,6 +18,7 @@ from stepped_worker import PROMPT, SteppedWorker, load_runner
 from worker_helpers import new_sequence, tokens
 
 from worker_service.execution.model_runner import ModelRunner
+from worker_service.models.linear import Quantization
 from worker_service.parallel import is_rank
 from worker_service.parallel.ranks import ALONE, Ranks, join_ranks
 from worker_service.serving.launcher import launch
@@ -33,11 +34,11 @@ class Job:
 
     path: str
     dtype: str = "float32"
-    int8: bool = False
+    quantization: Quantization = "none"
 
     def run(self, ranks: Ranks = ALONE) -> dict[str, Any]:
         """The results of the steps: `logprobs` [positions, vocabulary_size] and `token_ids`."""
-        runner = load_runner(Path(self.path), _has_gpu_each(), getattr(torch, self.dtype), self.int8, ranks)
+        runner = load_runner(Path(self.path), _has_gpu_each(), getattr(torch, self.dtype), self.quantization, ranks)
         logprobs = SteppedWorker(runner).prompt_logprobs([5, 1, 17, 13])
         return {"logprobs": logprobs, "token_ids": _generate(runner)}
 

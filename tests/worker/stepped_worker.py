@@ -17,6 +17,7 @@ from worker_service.execution.model_runner import ModelRunner
 from worker_service.execution.network import NO_ADAPTERS
 from worker_service.loading.checkpoint import Checkpoint
 from worker_service.models.decoder_config import DecoderConfig
+from worker_service.models.linear import Quantization
 from worker_service.models.registry import build_model, read_config
 from worker_service.models.shard import part_of
 from worker_service.parallel.ranks import ALONE, Ranks
@@ -31,7 +32,7 @@ def load_runner(
     path: Path,
     graphs: bool = True,
     dtype: torch.dtype = torch.float32,
-    int8: bool = False,
+    quantization: Quantization = "none",
     ranks: Ranks = ALONE,
     room: AdapterRoom = NO_ADAPTERS,
 ) -> ModelRunner:
@@ -44,7 +45,7 @@ def load_runner(
     num_kv_heads, cuts = part_of(config, ranks)
     checkpoint.load_into(model.checkpoint_tensors(), cuts)
     adapters = Adapters(model, room)
-    model.pack(int8)
+    model.pack(quantization)
     shape = CacheShape(config.num_layers, LIMITS.block_size, num_kv_heads, config.head_dim, dtype)
     engine = CacheEngine(shape, LIMITS.num_device_blocks, LIMITS.num_host_blocks, DEVICE)
     engine.device_blocks.fill_(float("nan"))

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from kernels.backends import ops_for
-from kernels.reference import INT8_GROUP
+from kernels.reference import WEIGHT_GROUP
 from pagewire_common.start_error import StartError
 from worker_service.errors import is_out_of_memory
 from worker_service.execution.adapters import AdapterRoom, Adapters
@@ -20,6 +19,7 @@ from worker_service.loading.sentence_files import SentenceSettings
 from worker_service.loading.tokenizer_files import find_tokenizer_files
 from worker_service.models.causal_model import Loadable
 from worker_service.models.decoder_config import DecoderConfig
+from worker_service.models.linear import Quantization, can_pack, head_quantization
 from worker_service.models.registry import AnyConfig, build_encoder, build_encoder_decoder, build_model, read_config
 from worker_service.models.shard import part_of
 from worker_service.parallel.cut import Cut
@@ -43,7 +43,7 @@ class Network:
     cuts: Mapping[str, Cut]
     device: torch.device
     ranks: Ranks
-    quantization: str
+    quantization: Quantization
     sentences: SentenceSettings
 
     @classmethod
@@ -112,7 +112,10 @@ class Network:
         Weights that are rounded in another way count as other weights: workers that round differently do not serve
         together.
         """
-        scheme = f"int8 by {INT8_GROUP}" if self.quantization == "int8" else self.quantization
+        scheme: str = self.quantization
+        if self.quantization != "none":
+            head = head_quantization(self.device, self.dtype, self.quantization)
+            scheme += f" by {WEIGHT_GROUP}" if head == self.quantization else f" by {WEIGHT_GROUP}, head {head}"
         if (self.checkpoint.path / "modules.json").is_file():
             scheme += f" {self.sentences}"
         return self.checkpoint.fingerprint(self.tokenizer_files, self.dtype, scheme)
@@ -123,7 +126,10 @@ class Network:
         model = self._build(self.device)
         self.checkpoint.load_into(model.checkpoint_tensors(), self.cuts)
         adapters = Adapters(model, room)
-        model.pack(int8=self.quantization == "int8")
+        try:
+            model.pack(self.quantization)
+        except ValueError as error:
+            raise StartError(f"--quantization {self.quantization}: {error}") from error
         return model, adapters
 
     def _check_quantization(self) -> None:
@@ -132,10 +138,9 @@ class Network:
             return
         if not isinstance(self.config, DecoderConfig):
             raise StartError(f"--quantization {self.quantization} is for the families that run natively")
-        if ops_for(self.device).pack_int8(torch.ones(2, 2, dtype=self.dtype, device=self.device)) is None:
-            raise StartError(
-                f"--quantization {self.quantization} needs bfloat16, compiled kernels, and a CPU with AVX-512 BF16"
-            )
+        if not can_pack(self.device, self.dtype, self.quantization):
+            machine = "a CPU with AVX-512 BF16" if self.quantization == "int8" else "a CPU"
+            raise StartError(f"--quantization {self.quantization} needs bfloat16, compiled kernels, and {machine}")
 
 
 def _read_config(checkpoint: Checkpoint) -> AnyConfig:

@@ -20,7 +20,7 @@ from kernels.ops import Ops
 from kernels.reference import rotary_tables
 from worker_service.models.causal_model import LoraPlace
 from worker_service.models.decoder_config import DecoderConfig, LayerConfig
-from worker_service.models.linear import Linear
+from worker_service.models.linear import Linear, Quantization, head_quantization
 from worker_service.models.shard import Shard
 from worker_service.parallel.ranks import ALONE, Ranks
 
@@ -178,10 +178,13 @@ class Decoder:
             tensors |= {f"model.layers.{number}.{name}": part for name, part in layer.checkpoint_tensors().items()}
         return tensors
 
-    def pack(self, int8: bool = False) -> None:
+    def pack(self, quantization: Quantization = "none") -> None:
         """As `CausalModel` has it."""
-        for linear in (self._lm_head, *(linear for layer in self._layers for linear in layer.linears)):
-            linear.pack(int8)
+        head = self._lm_head.weight
+        self._lm_head.pack(head_quantization(head.device, head.dtype, quantization))
+        for layer in self._layers:
+            for linear in layer.linears:
+                linear.pack(quantization)
 
     def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
         """As `CausalModel` has it."""

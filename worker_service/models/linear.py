@@ -1,7 +1,8 @@
 """A linear layer whose weights can be packed once for the products of a step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,6 +11,26 @@ from torch.nn import functional
 from kernels.backends import ops_for
 from kernels.ops import LoraWeights, Product
 from kernels.reference import wide_linear
+
+Quantization = Literal["none", "int8", "int4"]
+
+
+def packing(device: torch.device, quantization: Quantization) -> Callable[[Tensor, bool], Product | None]:
+    """The function of the device's kernels that packs a weight so."""
+    ops = ops_for(device)
+    return {"none": ops.pack, "int8": ops.pack_int8, "int4": ops.pack_int4}[quantization]
+
+
+def can_pack(device: torch.device, dtype: torch.dtype, quantization: Quantization) -> bool:
+    """Whether weights of this type can be quantised so there."""
+    return packing(device, quantization)(torch.ones(2, 2, dtype=dtype, device=device), False) is not None
+
+
+def head_quantization(device: torch.device, dtype: torch.dtype, quantization: Quantization) -> Quantization:
+    """Of the weights that make logits. In 4 bits they would cost 5% of perplexity, where all others cost 0.2%."""
+    if quantization != "int4":
+        return quantization
+    return "int8" if can_pack(device, dtype, "int8") else "none"
 
 
 class Linear:
@@ -47,10 +68,10 @@ class Linear:
         bias = torch.empty(outputs, dtype=dtype, device=device) if biased else None
         return cls(torch.empty(outputs, inputs, dtype=dtype, device=device), bias, wide=wide, adds_bias=adds_bias)
 
-    def pack(self, int8: bool = False) -> None:
-        """Pack the weights as they are now, if packing helps, and free the unpacked ones."""
-        ops = ops_for(self.weight.device)
-        self._product = (ops.pack_int8 if int8 else ops.pack)(self.weight, self._wide)
+    def pack(self, quantization: Quantization = "none") -> None:
+        """Pack the weights as they are now, if packing helps, and free the unpacked ones. Raises ValueError for weights
+        that cannot be quantised so."""
+        self._product = packing(self.weight.device, quantization)(self.weight, self._wide)
         if self._product is not None:
             self.weight = self.weight.new_empty(0)
 

@@ -6,6 +6,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "attention.h"
+#include "int4.h"
 #include "layer.h"
 #include "lora.h"
 #include "matmul.h"
@@ -422,15 +423,50 @@ Tensor pack_int8(const Tensor& weight, const Tensor& scales) {
   return packed;
 }
 
-// packed: from `pack` or `pack_int8`; wide: whether the result is float32.
+// numbers: [outputs, inputs] of uint8, at most 15; scales, minimums: [outputs, groups] of float16; returns [panels,
+// groups, bytes of a group]. The last group of an output may have fewer weights than others.
+Tensor pack_int4(const Tensor& numbers, const Tensor& scales, const Tensor& minimums) {
+  TORCH_CHECK(numbers.device().is_cpu() && numbers.dim() == 2 && can_pack(numbers.size(1)) &&
+                  numbers.scalar_type() == at::kByte,
+              "this weight cannot be packed");
+  const int64_t outputs = numbers.size(0), inputs = numbers.size(1), groups = groups_of(inputs);
+  check_contiguous(numbers, "numbers");
+  check_numbers(scales, at::kHalf, outputs * groups, "scales");
+  check_numbers(minimums, at::kHalf, outputs * groups, "minimums");
+  auto packed = at::zeros({panels_of(outputs), groups, static_cast<int64_t>(sizeof(Int4Group))}, numbers.options());
+  const auto* from = numbers.const_data_ptr<uint8_t>();
+  const auto *from_scales = scales.const_data_ptr<at::Half>(), *from_minimums = minimums.const_data_ptr<at::Half>();
+  auto* to = reinterpret_cast<Int4Group*>(packed.data_ptr<uint8_t>());
+  parallel_for(panels_of(outputs), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t output = begin * kPanel; output < std::min(outputs, end * kPanel); ++output) {
+      const int64_t place = output % kPanel, half = place / (kPanel / 2);
+      Int4Group* own = to + output / kPanel * groups;
+      for (int64_t group = 0; group < groups; ++group) {
+        own[group].scales[place] = from_scales[output * groups + group];
+        own[group].minimums[place] = from_minimums[output * groups + group];
+      }
+      for (int64_t input = 0; input < inputs; ++input)
+        own[input / kGroup].weights[input % kGroup / 4][place % (kPanel / 2)][input % 4] |=
+            (from[output * inputs + input] & 15) << (4 * half);
+    }
+  });
+  return packed;
+}
+
+// packed: from `pack`, `pack_int8` or `pack_int4`; wide: whether the result is float32.
 Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t outputs, bool wide) {
   TORCH_CHECK(x.device().is_cpu() && x.scalar_type() == at::kBFloat16, "x must be on the CPU and BFloat16");
   TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1 && can_pack(x.size(1)), "x must be [rows, inputs]");
   const int64_t inputs = x.size(1);
-  const bool is_int8 = packed.scalar_type() == at::kChar;
+  const auto type = packed.scalar_type();
+  const auto is_of = [&](size_t bytes_of_a_group) {
+    return packed.dim() == 3 && packed.size(1) == groups_of(inputs) &&
+           packed.size(2) == static_cast<int64_t>(bytes_of_a_group);
+  };
   TORCH_CHECK(packed.size(0) == panels_of(outputs) &&
-                  (is_int8 ? packed.dim() == 3 && packed.size(1) == groups_of(inputs) && packed.size(2) == sizeof(Int8Group)
-                           : packed.dim() == 4 && packed.size(1) == inputs / 2 && packed.scalar_type() == at::kBFloat16),
+                  (type == at::kByte   ? is_of(sizeof(Int4Group))
+                   : type == at::kChar ? is_of(sizeof(Int8Group))
+                                       : packed.dim() == 4 && packed.size(1) == inputs / 2 && type == at::kBFloat16),
               "the weight was not packed for ", inputs, " inputs and ", outputs, " outputs");
   if (bias.has_value()) {
     check_like(*bias, x, "bias");
@@ -442,8 +478,13 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>
   const auto* numbers = x.const_data_ptr<at::BFloat16>();
   const auto* added = bias.has_value() ? bias->const_data_ptr<at::BFloat16>() : nullptr;
   const Sizes sizes{x.size(0), inputs, outputs, x.stride(0)};
-  if (!is_int8) {
+  if (type == at::kBFloat16) {
     multiply(Bf16Weights{packed.const_data_ptr<at::BFloat16>()}, numbers, sizes, added, results);
+    return out;
+  }
+  if (type == at::kByte) {
+    multiply_int4(
+        reinterpret_cast<const Int4Group*>(packed.const_data_ptr<uint8_t>()), numbers, sizes, added, results);
     return out;
   }
 #if defined(__AVX512BF16__)
@@ -475,5 +516,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("can_pack_int8", &pagewire::can_pack_int8, unlocked);
   module.def("pack", &pagewire::pack, unlocked);
   module.def("pack_int8", &pagewire::pack_int8, unlocked);
+  module.def("pack_int4", &pagewire::pack_int4, unlocked);
   module.def("linear", &pagewire::linear, unlocked);
 }

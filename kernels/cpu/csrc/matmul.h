@@ -22,6 +22,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 #include "team.h"
 #include "vectors.h"
@@ -45,6 +46,20 @@ constexpr int64_t kChunkRows = 192;
 
 struct Sizes {
   int64_t rows, inputs, outputs, x_stride;
+};
+
+// Where results go, [rows, outputs]: one of the two.
+struct Results {
+  at::BFloat16* rounded;
+  float* wide;
+
+  void put(int64_t place, const Vec& sums, int64_t count) const {
+    if (wide != nullptr) {
+      store(wide + place, sums, count);
+    } else {
+      store(rounded + place, sums, count);
+    }
+  }
 };
 
 #if defined(__AVX512BF16__)
@@ -136,20 +151,6 @@ struct Int8Weights {
   }
 };
 
-// Where results go, [rows, outputs]: one of the two.
-struct Results {
-  at::BFloat16* rounded;
-  float* wide;
-
-  void store(int64_t place, __mmask16 mask, __m512 sums) const {
-    if (wide != nullptr) {
-      _mm512_mask_storeu_ps(wide + place, mask, sums);
-    } else {
-      _mm256_mask_storeu_epi16(rounded + place, mask, (__m256i)_mm512_cvtneps_pbh(sums));
-    }
-  }
-};
-
 template <int kRows, typename Panel>
 inline void multiply_tile(
     Panel weights, const at::BFloat16* x, const Sizes& sizes, const at::BFloat16* bias, const Results& out, int64_t row,
@@ -173,18 +174,10 @@ inline void multiply_tile(
     }
   }
   for (int half = 0; half < 2; ++half) {
-    const int64_t output = panel * kPanel + half * 16, left = sizes.outputs - output;
+    const int64_t output = panel * kPanel + half * kLanes, left = std::min(kLanes, sizes.outputs - output);
     if (left <= 0) break;
-    const auto mask = static_cast<__mmask16>(left >= 16 ? 0xFFFF : (1 << left) - 1);
-    __m512 added = _mm512_setzero_ps();
-    if (bias != nullptr) {
-      const __m256i narrow = _mm256_maskz_loadu_epi16(mask, bias + output);
-      added = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
-    }
-    for (int i = 0; i < kRows; ++i) {
-      const __m512 product = _mm512_add_ps(sums[i][half], added);
-      out.store((row + i) * sizes.outputs + output, mask, product);
-    }
+    const Vec added = bias == nullptr ? Vec(0) : widen(bias + output, left);
+    for (int i = 0; i < kRows; ++i) out.put((row + i) * sizes.outputs + output, Vec(sums[i][half]) + added, left);
   }
 }
 
@@ -211,20 +204,6 @@ struct Bf16Weights {
   template <typename F>
   void for_tiles(int64_t panel, int64_t inputs, int64_t tiles, const F& tile) const {
     for (int64_t i = 0; i < tiles; ++i) tile(i, packed + panel * kPanel * inputs);
-  }
-};
-
-// Where results go, [rows, outputs]: one of the two.
-struct Results {
-  at::BFloat16* rounded;
-  float* wide;
-
-  void put(int64_t place, const Vec& sums, int64_t count) const {
-    if (wide != nullptr) {
-      store(wide + place, sums, count);
-    } else {
-      store(rounded + place, sums, count);
-    }
   }
 };
 
@@ -261,33 +240,53 @@ inline void multiply_tile(
 
 #endif
 
-template <int kRows = kTileRows, typename Panel>
-inline void multiply_rows(
-    const Panel& weights, const at::BFloat16* x, const Sizes& sizes, const at::BFloat16* bias, const Results& out,
-    int64_t row, int64_t rows, int64_t panel) {
-  if constexpr (kRows > 0) {
-    if (rows == kRows) return multiply_tile<kRows>(weights, x, sizes, bias, out, row, panel);
-    multiply_rows<kRows - 1>(weights, x, sizes, bias, out, row, rows, panel);
+// Rows that are multiplied with one panel after the other, in tiles of even height: 32 rows are 11, 11 and 10.
+template <int kMostRows>
+struct Chunk {
+  int64_t first, rows;
+
+  int64_t tiles() const { return (rows + kMostRows - 1) / kMostRows; }
+
+  // Calls multiply(number of rows as a constant, the first of them).
+  template <typename F>
+  void for_rows(int64_t tile, const F& multiply) const {
+    const int64_t start = rows * tile / tiles();
+    call<kMostRows>(rows * (tile + 1) / tiles() - start, first + start, multiply);
   }
+
+ private:
+  template <int kRows, typename F>
+  static void call(int64_t rows, int64_t first, const F& multiply) {
+    if constexpr (kRows > 0) {
+      if (rows == kRows) return multiply(std::integral_constant<int, kRows>(), first);
+      call<kRows - 1>(rows, first, multiply);
+    }
+  }
+};
+
+// Calls multiply(chunk, panel) for all rows and outputs, on several threads.
+template <int kMostRows, typename F>
+void for_panels(const Sizes& sizes, const F& multiply) {
+  const int64_t panels = panels_of(sizes.outputs);
+  const int64_t chunks = (sizes.rows + kChunkRows - 1) / kChunkRows;
+  parallel_for(chunks * panels, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t first = item / panels * kChunkRows;
+      multiply(Chunk<kMostRows>{first, std::min(kChunkRows, sizes.rows - first)}, item % panels);
+    }
+  });
 }
 
 // x: [rows, inputs], rows `x_stride` apart; bias: [outputs] or null.
 template <typename Weights>
 void multiply(
     const Weights& weights, const at::BFloat16* x, const Sizes& sizes, const at::BFloat16* bias, const Results& out) {
-  const int64_t panels = panels_of(sizes.outputs);
-  const int64_t chunks = (sizes.rows + kChunkRows - 1) / kChunkRows;
-  parallel_for(chunks * panels, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t first = item / panels * kChunkRows, panel = item % panels;
-      const int64_t rows = std::min(kChunkRows, sizes.rows - first);
-      // Tiles of even height: 32 rows are 11, 11 and 10.
-      const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
-      weights.for_tiles(panel, sizes.inputs, tiles, [&](int64_t tile, const auto& read) {
-        const int64_t start = rows * tile / tiles;
-        multiply_rows(read, x, sizes, bias, out, first + start, rows * (tile + 1) / tiles - start, panel);
+  for_panels<kTileRows>(sizes, [&](const auto& chunk, int64_t panel) {
+    weights.for_tiles(panel, sizes.inputs, chunk.tiles(), [&](int64_t tile, const auto& read) {
+      chunk.for_rows(tile, [&](auto rows, int64_t first) {
+        multiply_tile<decltype(rows)::value>(read, x, sizes, bias, out, first, panel);
       });
-    }
+    });
   });
 }
 

@@ -1,15 +1,18 @@
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from kernels.backends import ops_for
 from pagewire_common.start_error import StartError
 from worker_service.execution.worker import load_worker
-from worker_service.models.linear import Linear
+from worker_service.models.linear import Linear, Quantization, can_pack
 from worker_service.settings import WorkerSettings
+
+QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "int4")
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -39,28 +42,42 @@ def test_one_embedding_serves_as_input_and_packed_output() -> None:
     assert torch.equal(embedding, before)
 
 
-def test_int8_for_networks_or_types_that_have_none_is_refused_before_weights_are_loaded(
+def quantized(model: Path, scheme: Quantization, **settings: Any) -> WorkerSettings:
+    return WorkerSettings(model=str(model), device="cpu", quantization=scheme, num_device_blocks=40, **settings)
+
+
+@pytest.mark.parametrize("scheme", QUANTIZATIONS)
+def test_few_bits_for_networks_or_types_that_have_none_are_refused_before_weights_are_loaded(
+    scheme: Quantization, make_checkpoint: Callable[..., Path]
+) -> None:
+    with pytest.raises(StartError, match=f"--quantization {scheme} is for the families that run natively"):
+        load_worker(quantized(make_checkpoint(model_type="starcoder2"), scheme))
+    with pytest.raises(StartError, match=f"--quantization {scheme} needs bfloat16"):
+        load_worker(quantized(make_checkpoint(), scheme, dtype="float32"))
+
+
+def test_weights_that_4_bits_have_no_scale_for_end_the_start_in_a_sentence(
     make_checkpoint: Callable[..., Path],
 ) -> None:
-    borrowed = make_checkpoint(model_type="starcoder2")
-    with pytest.raises(StartError, match="--quantization int8 is for the families that run natively"):
-        load_worker(WorkerSettings(model=str(borrowed), device="cpu", quantization="int8", num_device_blocks=8))
-    native = make_checkpoint()
-    with pytest.raises(StartError, match="--quantization int8 needs bfloat16"):
-        load_worker(
-            WorkerSettings(model=str(native), device="cpu", dtype="float32", quantization="int8", num_device_blocks=8)
-        )
+    if not can_pack(torch.device("cpu"), torch.bfloat16, "int4"):
+        pytest.skip("the CPU's kernels are not compiled")
+    model = make_checkpoint()
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = torch.inf
+    save_file(tensors, file)
+    with pytest.raises(StartError, match="--quantization int4: a weight is not finite, or too large for int4"):
+        load_worker(quantized(model, "int4", dtype="bfloat16"))
 
 
+@pytest.mark.parametrize("scheme", QUANTIZATIONS)
 def test_weights_rounded_in_another_way_have_another_fingerprint(
-    make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    scheme: Quantization, make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if ops_for(torch.device("cpu")).pack_int8(torch.ones(2, 2, dtype=torch.bfloat16)) is None:
-        pytest.skip("this machine has no bf16 dot products, which int8 weights need")
-    settings = WorkerSettings(
-        model=str(make_checkpoint()), device="cpu", dtype="bfloat16", quantization="int8", num_device_blocks=40
-    )
+    if not can_pack(torch.device("cpu"), torch.bfloat16, scheme):
+        pytest.skip(f"this machine has no products of {scheme} weights")
+    settings = quantized(make_checkpoint(), scheme, dtype="bfloat16")
     fingerprint = load_worker(settings).info.model_fingerprint
     assert load_worker(settings).info.model_fingerprint == fingerprint
-    monkeypatch.setattr("worker_service.execution.network.INT8_GROUP", 64)
+    monkeypatch.setattr("worker_service.execution.network.WEIGHT_GROUP", 64)
     assert load_worker(settings).info.model_fingerprint != fingerprint

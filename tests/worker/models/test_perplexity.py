@@ -1,4 +1,4 @@
-"""The default model in bfloat16 and in int8 says of real text what transformers says in float32, or nearly."""
+"""The default model in bfloat16 and in fewer bits says of real text what transformers says in float32, or nearly."""
 
 import math
 from pathlib import Path
@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from worker_helpers import tokens
 
-from kernels.backends import ops_for
 from pagewire_common.settings import load_settings
 from worker_service.execution.worker import load_worker
 from worker_service.loading.model_store import find_model
+from worker_service.models.linear import can_pack
 from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import SamplingParams, SchedulerOutput
 from worker_service.settings import WorkerSettings
@@ -26,7 +26,9 @@ CHUNK_LENS = [300, 100, 1, 1, 1, 5, 64, 40]
 """A prompt cut into steps as a scheduler may; the last token predicts nothing here."""
 SHORT_CHUNKS = [8] * 64
 """With so few rows int8 weights are widened as they are multiplied, with more before."""
-HAS_INT8 = ops_for(torch.device("cpu")).pack_int8(torch.ones(2, 2, dtype=torch.bfloat16)) is not None
+HAS_INT8 = can_pack(torch.device("cpu"), torch.bfloat16, "int8")
+HAS_INT4 = can_pack(torch.device("cpu"), torch.bfloat16, "int4")
+needs_int4 = pytest.mark.skipif(not HAS_INT4, reason="the CPU's kernels are not compiled")
 needs_int8 = pytest.mark.skipif(not HAS_INT8, reason="this machine has no bf16 dot products, which int8 weights need")
 
 
@@ -72,6 +74,15 @@ def test_int8_weights_are_at_most_a_fifth_further_from_float32_than_transformers
     theirs = their_logprobs(model_directory, windows, torch.bfloat16)
     ours = our_logprobs(model_directory, windows, CHUNK_LENS, quantization="int8")
     assert (ours - exact).abs().mean() <= 1.2 * (theirs - exact).abs().mean()
+
+
+@needs_int4
+def test_perplexity_with_int4_weights_is_within_one_percent(
+    model_directory: Path, windows: list[list[int]], exact: Tensor
+) -> None:
+    """Of weights that come from 4 bits, so that what is rounded is mostly the inputs of products."""
+    ours = our_logprobs(model_directory, windows[:2], CHUNK_LENS, quantization="int4")
+    assert abs(perplexity(ours) / perplexity(exact[: len(ours)]) - 1) < 0.01
 
 
 def perplexity(logprobs: Tensor) -> float:

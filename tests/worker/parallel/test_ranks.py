@@ -13,7 +13,7 @@ from rank_program import Job, run_in_ranks
 from stepped_worker import DEVICE
 from test_architectures import NATIVE
 
-from kernels.backends import ops_for
+from worker_service.models.linear import Quantization, can_pack
 
 BIASED = {"attention_bias": True, "mlp_bias": True}
 NETWORKS: dict[str, dict[str, Any]] = NATIVE | {
@@ -25,7 +25,8 @@ NETWORKS: dict[str, dict[str, Any]] = NATIVE | {
     "llama, unequal parts": {"hidden_size": 45, "num_attention_heads": 9, "num_key_value_heads": 3},
 }
 WHOLE_BF16 = {"dtype": "bfloat16"}
-HALF_BYTES = {"dtype": "bfloat16", "int8": True}
+
+QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "int4")
 
 Results = dict[str, dict[str, Any]]
 
@@ -34,8 +35,9 @@ Results = dict[str, dict[str, Any]]
 def jobs(make_checkpoint: Callable[..., Path]) -> dict[str, Job]:
     jobs = {name: Job(str(make_checkpoint(**network))) for name, network in NETWORKS.items()}
     rounded = {"bfloat16": WHOLE_BF16}
-    if ops_for(DEVICE).pack_int8(torch.ones(2, 2, dtype=torch.bfloat16, device=DEVICE)) is not None:
-        rounded["int8"] = HALF_BYTES
+    for scheme in QUANTIZATIONS:
+        if can_pack(DEVICE, torch.bfloat16, scheme):
+            rounded[scheme] = WHOLE_BF16 | {"quantization": scheme}
     return jobs | {name: Job(jobs["llama, biased"].path, **options) for name, options in rounded.items()}
 
 
@@ -63,12 +65,10 @@ def test_ranks_agree_to_the_bit(jobs: dict[str, Job], of_ranks: list[Results]) -
         assert first[name]["token_ids"] == second[name]["token_ids"], name
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "int8"])
-def test_ranks_are_as_near_to_one_as_16_and_8_bits_allow(
-    name: str, jobs: dict[str, Job], of_ranks: list[Results]
-) -> None:
+@pytest.mark.parametrize("name", ["bfloat16", *QUANTIZATIONS])
+def test_ranks_are_as_near_to_one_as_few_bits_allow(name: str, jobs: dict[str, Job], of_ranks: list[Results]) -> None:
     if name not in jobs:
-        pytest.skip("int8 weights need AVX-512 BF16")
+        pytest.skip(f"this machine has no products of {name} weights")
     exact, alone = jobs["llama, biased"].run()["logprobs"], jobs[name].run()["logprobs"]
     off = (of_ranks[0][name]["logprobs"] - exact).abs().mean()
     assert 0 < off < 1.5 * (alone - exact).abs().mean()
