@@ -72,20 +72,29 @@ def each_text(given: Texts) -> list[str | list[int]]:
     return list(texts)
 
 
-class Fields(BaseModel):
-    """A body's fields. Unknown ones are refused, as OpenAI does: they might be meant to change the answer. One that is
+class Part(BaseModel):
+    """What has fields. Unknown ones are refused, as OpenAI does: they might be meant to change the answer. One that is
     null is not given."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    model: Annotated[str, Field(max_length=256)] = ""
-    user: str | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _without_null(cls, given: Any) -> Any:
-        if isinstance(given, dict):
-            return {name: value for name, value in given.items() if value is not None}
-        return given
+        if not isinstance(given, dict):
+            return given
+        given = {name: value for name, value in given.items() if value is not None}
+        # The first alone: pydantic would make an error of each.
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next((name for name in given if name not in known), None)
+        return given if unknown is None else {unknown: given[unknown]}
+
+
+class Fields(Part):
+    """Those of a body."""
+
+    model: Annotated[str, Field(max_length=256)] = ""
+    user: Annotated[str, Field(max_length=1024)] | None = None
 
 
 AnyFields = TypeVar("AnyFields", bound=Fields)
@@ -106,13 +115,12 @@ class Call:
     texts: TokenTexts
 
     async def fields(self, kind: type[AnyFields]) -> AnyFields:
-        """The body as JSON. Raises HttpError."""
-        with Held(self.held.room) as held:  # until it has been read
-            body = await read_body(self.request, held, self.most_bytes)
-            try:
-                return kind.model_validate_json(body)
-            except ValidationError as error:
-                raise invalid(_sentence(error)) from None
+        """The body as JSON, which takes room until the call ends. Raises HttpError."""
+        body = await read_body(self.request, self.held, self.most_bytes)
+        try:
+            return kind.model_validate_json(body)
+        except ValidationError as error:
+            raise invalid(_sentence(error)) from None
 
     def adapter(self, model: str) -> str:
         """What a request names beside the model itself is an adapter; the scheduler knows which there are."""
@@ -170,9 +178,7 @@ async def pieces_of(request: web.Request, held: Held, most_bytes: int) -> AsyncI
     """A body as it comes, which takes room as it comes."""
     if "Content-Encoding" in request.headers:
         raise HttpError(415, "unsupported", "send the body as it is, without Content-Encoding")
-    num_bytes = request.content_length or 0
-    if num_bytes > most_bytes:
-        raise _too_large(num_bytes, most_bytes)
+    check_length(request, most_bytes)
     num_bytes = 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
@@ -186,13 +192,20 @@ async def pieces_of(request: web.Request, held: Held, most_bytes: int) -> AsyncI
         raise HttpError(408, "timeout", f"the body did not come within {BODY_SECONDS:g} s") from None
 
 
+def check_length(request: web.Request, most_bytes: int) -> None:
+    """Raises HttpError when the body is said to be too large."""
+    if (num_bytes := request.content_length or 0) > most_bytes:
+        raise _too_large(num_bytes, most_bytes)
+
+
 def _too_large(num_bytes: int, most_bytes: int) -> HttpError:
     return HttpError(413, "too_large", f"the body has {num_bytes} bytes or more; it may have {most_bytes}")
 
 
 def _sentence(error: ValidationError) -> str:
     """Of the first field that is wrong. Where several forms are possible, pydantic has a sentence for each."""
-    first, *others = error.errors(include_url=False, include_input=False, include_context=False)
+    found = error.errors(include_url=False, include_input=False, include_context=False)
+    first, *others = sorted(found, key=lambda one: one["type"] != "extra_forbidden")
     path = ".".join(map(str, first["loc"]))
     if first["type"] == "json_invalid":
         return f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}"

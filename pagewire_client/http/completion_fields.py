@@ -6,13 +6,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_client.http.call import Fields, ListOf, Number, Priority, Texts
+from pagewire_client.http.call import Fields, ListOf, Number, Part, Priority, Texts
 from pagewire_client.http.errors import invalid
 from pagewire_client.http.unread import read_bias
 
 MAX_TOKENS = 16
 """Where nothing is said, as OpenAI and vLLM have it."""
 MAX_N = 128
+_ONLY_FOR_SAMPLING = (
+    *("allowed_token_ids", "bad_words", "logit_bias", "response_format", "stop", "stop_token_ids"),
+    *("structured_outputs", "regex", "json_schema", "ebnf", "user"),
+)
 Outputs = Annotated[int, Field(ge=1, le=MAX_N)]
 _AS_THEY_ARE = (
     *("n", "best_of", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
@@ -22,34 +26,34 @@ _AS_THEY_ARE = (
 _LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+def _without_underscore(name: str) -> str:
+    return name.rstrip("_")
 
 
-class StreamOptions(_Part):
+class StreamOptions(Part):
     include_usage: bool = False
 
 
 class JsonSchema(BaseModel):
     """Its name and description do not count."""
 
-    schema_: dict[str, Any] | bool = True
-    model_config = ConfigDict(alias_generator=lambda name: name.rstrip("_"))
+    schema_: dict[str, Any] = Field(default_factory=dict)
+    model_config = ConfigDict(alias_generator=_without_underscore)
 
 
-class ResponseFormat(_Part):
+class ResponseFormat(Part):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(_Part):
+class StructuredOutputs(Part):
     """As vLLM has them."""
 
     json_: dict[str, Any] | str | None = None
     regex: str | None = None
-    choice: ListOf[str] | None = None
+    choice: Annotated[list[str], Field(fail_fast=True, max_length=1024)] | None = None
     grammar: str | None = None
-    model_config = ConfigDict(extra="forbid", strict=True, alias_generator=lambda name: name.rstrip("_"))
+    model_config = ConfigDict(alias_generator=_without_underscore)
 
 
 class CompletionFields(Fields):
@@ -65,7 +69,7 @@ class CompletionFields(Fields):
     n: Outputs | None = None
     presence_penalty: float | None = None
     seed: int | None = None
-    stop: str | ListOf[str] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True, max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = None
@@ -76,9 +80,9 @@ class CompletionFields(Fields):
     repetition_penalty: float | None = None
     min_tokens: Number | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: ListOf[Number] | None = None
+    stop_token_ids: Annotated[list[Number], Field(fail_fast=True, max_length=64)] | None = None
     allowed_token_ids: ListOf[Number] | None = None
-    bad_words: ListOf[str] | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True, max_length=64)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     use_beam_search: bool | None = None
@@ -93,7 +97,7 @@ class CompletionFields(Fields):
 
 
 def sampling_params(fields: CompletionFields) -> pb.SamplingParams:
-    """Raises HttpError."""
+    """Takes out of the fields what is in the parameters, but for single numbers. Raises HttpError."""
     sampling = pb.SamplingParams(logit_bias=read_bias(fields.logit_bias))
     for name in _AS_THEY_ARE:
         if (value := getattr(fields, name)) is not None:
@@ -112,6 +116,8 @@ def sampling_params(fields: CompletionFields) -> pb.SamplingParams:
         sampling.beam_width = max(fields.best_of or 1, fields.n or 1)
         sampling.ClearField("best_of")
     _set_form(sampling, fields)
+    for name in _ONLY_FOR_SAMPLING:  # which may take much more memory than the body did
+        setattr(fields, name, None)
     return sampling
 
 

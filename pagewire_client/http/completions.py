@@ -4,6 +4,7 @@ The gateway takes no token ids and no lists, and has no log-probabilities here.
 """
 
 import asyncio
+import dataclasses
 import json
 import time
 import uuid
@@ -20,7 +21,7 @@ from pagewire_client.http.completion_fields import CompletionFields, sampling_pa
 from pagewire_client.http.errors import invalid, refused_by
 
 MAX_PROMPTS = 256
-MAX_PARAMETER_BYTES = 16 << 20
+MAX_PARAMETER_BYTES = 4 << 20
 """Of all prompts together, of which each has its own."""
 TOKEN_BYTES = 40
 LOGPROB_BYTES = 100
@@ -84,6 +85,8 @@ class _Completions:
         self._prompts: list[_Prompt] = []
         self._response: web.StreamResponse | None = None
         self._beginning = asyncio.Lock()
+        self._sending = asyncio.Lock()
+        self._streams: list[Any] = []
 
     async def answer(self) -> web.StreamResponse:
         fields = self._fields
@@ -97,13 +100,18 @@ class _Completions:
         if num_bytes > MAX_PARAMETER_BYTES:
             raise invalid(f"the parameters of all prompts have {num_bytes} bytes; they may have {MAX_PARAMETER_BYTES}")
         self._call.held.take(num_bytes)
+        if (
+            fields.echo
+        ):  # for each prompt the scheduler is asked with this process's key, so it is asked for the client's
+            await self._call.stub.GetModel(pb.GetModelRequest(), metadata=self._call.metadata)
         for one in given:
             self._prompts.append(await self._prepare(one, sampling))
+            await asyncio.sleep(0)  # others get their turn
         if fields.stream:
             return await self._stream()
         await self._follow_all(self._take)
-        await self._learn([position for prompt in self._prompts for position in prompt.echo])
         for prompt in self._prompts:
+            await self._learn(prompt.echo)
             for choice in prompt.choices:
                 await self._learn(choice.logprobs, choice.token_ids)
             if fields.logprobs is not None:
@@ -131,13 +139,20 @@ class _Completions:
             if fields.echo:
                 shown = pb.DetokenizeRequest(token_ids=given, skip_special_tokens=False)
                 text = (await call.stub.Detokenize(shown, metadata=call.own_metadata)).text
+                call.held.take(len(text))
         return _Prompt(asked, text, [_Choice() for _ in range(self._num_choices)])
 
     async def _follow_all(self, take: Callable[[int, pb.GenerateResponse], Awaitable[None]]) -> None:
-        """Raises grpc.aio.AioRpcError, of the prompt that is refused first; the others then end as well."""
+        """Raises grpc.aio.AioRpcError, of the prompt that is refused first; the others then end as well, but not amid
+        an event."""
         tasks = [asyncio.create_task(self._follow(number, take)) for number in range(len(self._prompts))]
         try:
             await asyncio.gather(*tasks)
+        except grpc.aio.AioRpcError:
+            for stream in self._streams:
+                stream.cancel()
+            await asyncio.wait(tasks)
+            raise
         finally:
             for task in tasks:
                 task.cancel()
@@ -146,6 +161,7 @@ class _Completions:
     async def _follow(self, number: int, take: Callable[[int, pb.GenerateResponse], Awaitable[None]]) -> None:
         prompt = self._prompts[number]
         stream = self._call.stub.Generate(prompt.asked, metadata=self._call.metadata)
+        self._streams.append(stream)
         try:
             async for message in stream:
                 prompt.echo += message.prompt_logprobs
@@ -173,7 +189,7 @@ class _Completions:
                 if self._fields.max_tokens == 0:
                     choice.text, token_ids, logprobs, choice.reason, choice.stop_reason = "", [], [], "length", None
                 if self._fields.echo:
-                    choice.text = prompt.text + choice.text
+                    choice = dataclasses.replace(choice, text=prompt.text + choice.text)
                     if self._fields.logprobs is not None:
                         token_ids = [*prompt.asked.token_ids.ids, *token_ids]
                         logprobs = [pb.TokenLogprobs(), *prompt.echo, *logprobs]
@@ -223,7 +239,8 @@ class _Completions:
 
     async def _send(self, event: str) -> None:
         assert self._response is not None
-        await write(self._response, f"data: {event}\n\n".encode())
+        async with self._sending:  # a large event is written in several parts
+            await write(self._response, f"data: {event}\n\n".encode())
 
     # ---- both
 
@@ -242,9 +259,13 @@ class _Completions:
 
     async def _learn(self, logprobs: Sequence[pb.TokenLogprobs], token_ids: Sequence[int] = ()) -> None:
         if self._fields.logprobs is not None:
-            named = {*token_ids, *(one.token_id for position in logprobs for one in (position.chosen, *position.top))}
-            await self._call.texts.learn(self._call.stub, self._call.own_metadata, named)
-            await asyncio.sleep(0)
+            for start in range(0, max(len(token_ids), len(logprobs)), POSITIONS_A_TURN):
+                stop = start + POSITIONS_A_TURN
+                named = {*token_ids[start:stop]}
+                for position in logprobs[start:stop]:
+                    named.update(one.token_id for one in (position.chosen, *position.top))
+                await self._call.texts.learn(self._call.stub, self._call.own_metadata, named)
+                await asyncio.sleep(0)  # others get their turn
 
     async def _shown_logprobs(
         self, choice: _Choice, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]

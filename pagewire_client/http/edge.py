@@ -11,6 +11,7 @@ without it.
 
 import asyncio
 import contextlib
+import logging
 import re
 import secrets
 import ssl
@@ -21,6 +22,7 @@ from typing import Any
 
 import aiohttp
 import grpc
+import structlog
 from aiohttp import web
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from yarl import URL
@@ -30,11 +32,13 @@ from pagewire_client.channel import connect, key_metadata
 from pagewire_client.http import vectors
 from pagewire_client.http.call import Call, Held, Room, end, read_body, write
 from pagewire_client.http.completions import complete
-from pagewire_client.http.errors import HttpError, refused_by
+from pagewire_client.http.errors import HttpError, refused_by, sentence_of
 from pagewire_client.http.token_texts import TokenTexts
 from pagewire_client.http.transcriptions import PATHS, transcribe
 from pagewire_client.http.unread import Unread, take_out
 from pagewire_common.tls import TlsFolder
+
+log = structlog.get_logger()
 
 OPEN_PATHS = ("/health", "/liveness", "/readiness")
 ROUTES = re.compile(r"GET /v1/models(/[\w.%-]+)?|POST /v1/(chat/completions|tokenize)")
@@ -81,16 +85,25 @@ class Edge:
     this process ask for themselves: the model's files, and what tokens say.
 
     Create it inside the event loop; `start` before the gateway is started with `target` as its scheduler, and
-    `serve_http` when it is there. Bodies have at most `most_bytes`.
+    `serve_http` when it is there. Bodies have at most `most_bytes`, or `most_sound_bytes` with a sound.
     """
 
-    def __init__(self, target: str, model: str, *, most_bytes: int, api_key: str = "", tls: Path | None = None) -> None:
+    def __init__(
+        self,
+        target: str,
+        model: str,
+        *,
+        most_bytes: int,
+        most_sound_bytes: int = 0,
+        api_key: str = "",
+        tls: Path | None = None,
+    ) -> None:
         self._scheduler = connect(target, tls)
         self._model = model
         self._room = Room(HELD_BYTES)
         self._texts = TokenTexts()
         self._own = api_key
-        self._most_bytes = most_bytes
+        self._most_bytes, self._most_sound_bytes = most_bytes, max(most_bytes, most_sound_bytes)
         self._requests: dict[str, _Request] = {}  # by the ids that they were given
         self._server = grpc.aio.server(options=OPTIONS)
         self._server.add_generic_rpc_handlers((_Relay(self._relay),))
@@ -128,7 +141,7 @@ class Edge:
             async for message in call:
                 yield message
         except grpc.aio.AioRpcError as error:
-            await context.abort(error.code(), error.details() or "")
+            await context.abort(error.code(), sentence_of(error))
         finally:
             call.cancel()
 
@@ -159,9 +172,14 @@ class Edge:
         self._session = aiohttp.ClientSession(
             timeout=no_limit, connector=aiohttp.TCPConnector(limit=0), auto_decompress=False
         )
-        app = web.Application(client_max_size=self._most_bytes)
+        app = web.Application(client_max_size=self._most_sound_bytes)
         app.router.add_route("*", "/{path:.*}", self._handle)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, auto_decompress=False)
+        # Its own logger has a traceback for each client that leaves or sends what is no HTTP.
+        quiet = logging.getLogger("pagewire.http")
+        quiet.setLevel(logging.CRITICAL)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, auto_decompress=False, logger=quiet
+        )
         await self._runner.setup()
         context = None if tls is None else tls.server_context(mutual=False)
         await web.TCPSite(self._runner, host, port, ssl_context=context).start()
@@ -174,6 +192,11 @@ class Edge:
                 return await self._answer(request, held)
         except HttpError as error:
             return error.response()
+        except ConnectionError:  # the client has left, or reads nothing
+            raise
+        except Exception:
+            log.exception("a call over HTTP failed")
+            raise
 
     async def _answer(self, request: web.Request, held: Held) -> web.StreamResponse:
         """Raises HttpError, as long as nothing has been answered."""
@@ -195,7 +218,7 @@ class Edge:
                     key_metadata(self._own),
                     self._model,
                     held,
-                    self._most_bytes,
+                    self._most_sound_bytes if own is transcribe else self._most_bytes,
                     self._texts,
                 )
                 return await own(call)

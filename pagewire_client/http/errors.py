@@ -38,8 +38,13 @@ def invalid(message: str) -> HttpError:
 
 
 def refused_by(error: grpc.aio.AioRpcError) -> HttpError:
-    """What the scheduler said. That it cannot be reached is said by gRPC, with an address, which is not for clients."""
+    """What the scheduler said."""
+    status, code = _STATUSES.get(error.code(), (503, "service_unavailable"))
+    return HttpError(status, code, sentence_of(error))
+
+
+def sentence_of(error: grpc.aio.AioRpcError) -> str:
+    """That the scheduler cannot be reached is said by gRPC, with an address, which is not for clients."""
     if error.code() not in _STATUSES:
-        return HttpError(503, "service_unavailable", "the scheduler cannot be reached, or takes no requests now")
-    status, code = _STATUSES[error.code()]
-    return HttpError(status, code, error.details() or "")
+        return "the scheduler cannot be reached, or takes no requests now"
+    return error.details() or ""

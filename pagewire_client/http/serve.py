@@ -45,9 +45,8 @@ async def serve(arguments: argparse.Namespace, target: str, *, api_key: str = ""
     model = await _served_model(target, api_key, tls)
     host, port = check_free(arguments.listen)
     most_bytes = max(MIN_BODY_BYTES, model.context_length * BODY_BYTES_PER_TOKEN)
-    if "transcribe" in model.tasks:
-        most_bytes = max(most_bytes, SOUND_BODY_BYTES)
-    edge = Edge(target, model.name, most_bytes=most_bytes, api_key=api_key, tls=tls)
+    most_sound_bytes = SOUND_BODY_BYTES if "transcribe" in model.tasks else 0
+    edge = Edge(target, model.name, most_bytes=most_bytes, most_sound_bytes=most_sound_bytes, api_key=api_key, tls=tls)
     await edge.start()
     try:
         http_tls = TlsFolder(arguments.http_tls) if arguments.http_tls else None

@@ -16,13 +16,13 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.client import CONTENT_TYPES
-from pagewire_client.http.call import BODY_SECONDS, Call, end, write
+from pagewire_client.http.call import BODY_SECONDS, Call, check_length, end, write
 from pagewire_client.http.errors import HttpError, invalid, refused_by
 
 PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
-REFUSED = ("include", "chunking_strategy", "known_speaker_names", "known_speaker_references")
-"""Of OpenAI's parameters those that would change the answer, and are not known here."""
+KNOWN = ("file", "language", "model", "prompt", "response_format", "stream", "temperature", "timestamp_granularities")
+_STREAMS = {"": False, "0": False, "1": True, "false": False, "true": True}
 MAX_PARTS = 32
 MAX_TEXT_BYTES = 1 << 18
 """Of a part that is no file."""
@@ -45,29 +45,32 @@ async def _read_form(call: Call) -> Form:
         raise invalid("file is missing: the form needs a sound file")
     if name not in FORMATS:
         raise invalid(f"response_format is {name[:32]!r}; it must be one of {', '.join(FORMATS)}")
-    for parameter in (key.removesuffix("[]") for key, value in parts.items() if value != ""):
-        if parameter in REFUSED:
-            raise invalid(f"{parameter} is not supported here")
-    if parts.get("timestamp_granularities[]", "segment") != "segment":
+    if parts.get("timestamp_granularities", "segment") != "segment":
         raise invalid("timestamp_granularities is not segment; times of words are not supported here")
+    streams = _STREAMS.get(parts.get("stream", "").lower())
+    if streams is None:
+        raise invalid("stream is neither true nor false")
+    if streams and name not in ("json", "text"):
+        raise invalid(f"stream gives events, and no {name}")
     try:
         temperature = float(parts.get("temperature", "0"))
     except ValueError:
         raise invalid("temperature is not a number") from None
     suffix = "." + filename.rpartition(".")[2].lower()
     asked = pb.TranscribeRequest(
-        sound=pb.Sound(data=bytes(sound), content_type=CONTENT_TYPES.get(suffix, kind)),
+        sound=pb.Sound(data=bytes(sound), content_type=CONTENT_TYPES.get(suffix, kind if kind.isascii() else "")),
         language=parts.get("language", ""),
         prompt=parts.get("prompt", ""),
         translate=_translates(call),
         temperature=temperature,
         lora_name=call.adapter(parts.get("model", "")),
     )
-    return Form(asked, name, parts.get("stream", "").lower() in ("true", "1"))
+    return Form(asked, name, streams)
 
 
 async def _read_parts(call: Call) -> tuple[dict[str, str], bytearray, str, str]:
     """The texts of a form, and its file with its name and its type. Raises HttpError."""
+    check_length(call.request, call.most_bytes)
     if not call.request.content_type.startswith("multipart/"):
         raise invalid("file is missing: the form needs a sound file, as multipart/form-data")
     texts: dict[str, str] = {}
@@ -80,17 +83,22 @@ async def _read_parts(call: Call) -> tuple[dict[str, str], bytearray, str, str]:
                     return texts, sound, filename, kind
                 if not isinstance(part, aiohttp.BodyPartReader):
                     raise invalid("the form has a form in it")
-                is_file = part.name == "file" and part.filename
+                parameter = (part.name or "").removesuffix("[]")
+                is_file = parameter == "file" and part.filename
                 content = sound if is_file else bytearray()
                 while piece := await part.read_chunk(1 << 16):
                     call.held.take(len(piece))
                     content += piece
                     if len(content) > (call.most_bytes if is_file else MAX_TEXT_BYTES):
                         raise HttpError(413, "too_large", f"{part.name} is too large")
+                if filename if is_file else texts.get(parameter, content.decode()) != content.decode():
+                    raise invalid(f"{parameter[:64]} is given twice")
                 if is_file:
                     filename, kind = str(part.filename), part.headers.get("Content-Type", "")
-                else:
-                    texts[part.name or ""] = content.decode()
+                elif parameter in KNOWN:
+                    texts[parameter] = content.decode()
+                elif content:
+                    raise invalid(f"{parameter[:64]} is not supported here")
     except TimeoutError:
         raise HttpError(408, "timeout", f"the form did not come within {BODY_SECONDS:g} s") from None
     except (ValueError, LookupError, RuntimeError, AssertionError, HttpProcessingError, web.HTTPException):

@@ -12,6 +12,7 @@ from pagewire_common.vllm_metadata import LORA_NAME
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 MAX_NAME = 256
+MAX_BIASES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,8 @@ def read_bias(given: Any) -> dict[int, float]:
         return {}
     if not isinstance(given, dict):
         raise invalid("logit_bias must be an object of token ids and biases")
+    if len(given) > MAX_BIASES:
+        raise invalid(f"logit_bias has {len(given)} entries; it may have {MAX_BIASES}")
     for key, bias in given.items():
         if not _TOKEN_ID.fullmatch(key) or isinstance(bias, bool) or not isinstance(bias, int | float):
             raise invalid(f"logit_bias has {key[:20]!r}: {str(bias)[:20]}; it must have token ids and numbers")

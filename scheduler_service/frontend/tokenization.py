@@ -152,7 +152,7 @@ class Tokenizer:
 
     async def encode_alone(self, text: str) -> list[int]:
         """Token ids of a text without what the model expects around it."""
-        return await self._on_thread(lambda: _encode(self._plain, text, len(text)))
+        return await self._on_thread(lambda: _encode(self._plain, text, len(text.encode())))
 
     def token_id(self, token: str) -> int | None:
         """None where the tokenizer has no such token."""

@@ -12,10 +12,10 @@ from pagewire_client.http.gateway import Gateway
 
 @asynccontextmanager
 async def http_edge(
-    target: str, model: str, *, most_bytes: int = 1 << 20, has_gateway: bool = False
+    target: str, model: str, *, most_bytes: int = 1 << 20, most_sound_bytes: int = 0, has_gateway: bool = False
 ) -> AsyncIterator[str]:
     """Its URL. Without a gateway it serves the routes that need none."""
-    edge, address = Edge(target, model, most_bytes=most_bytes), free_address()
+    edge, address = Edge(target, model, most_bytes=most_bytes, most_sound_bytes=most_sound_bytes), free_address()
     host, _, port = address.rpartition(":")
     await edge.start()
     with ExitStack() as stack:

@@ -15,7 +15,7 @@ from pagewire_client import SamplingParams
 from pagewire_client.channel import connect, key_metadata
 from scheduler_service.access.keys import ApiKey, Keyring, digest_of
 
-KEYS = {"gold": "key of gold", "iron": "key of iron", "admin": "key of an operator"}
+KEYS = {"gold": "key of gold", "iron": "key of iron", "two": "key of two calls", "admin": "key of an operator"}
 KEYRING = Keyring(
     [
         ApiKey(id="gold-1", digest=digest_of(KEYS["gold"]), tenant="gold", concurrency=2),
@@ -33,7 +33,7 @@ def key_file(path: Path, *names: str) -> Path:
     path.write_text(
         "".join(
             f'[[key]]\nid = "{name}"\ntenant = "{name}"\nsha256 = "{hashlib.sha256(KEYS[name].encode()).hexdigest()}"\n'
-            f"admin = {json.dumps(name == 'admin')}\n"
+            f"admin = {json.dumps(name == 'admin')}\n{'requests_per_minute = 2' * (name == 'two')}\n"
             for name in names
         )
     )

@@ -8,13 +8,20 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+import grpc
 import openai
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from cluster import cluster_state, until_idle
 from http_edge import http_edge
 from test_openai import MODEL, PARAMETERS, WORDS
 
+from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client, LocalServer, SamplingParams
+from pagewire_client.http.call import Call, Held, Room
+from pagewire_client.http.completions import complete
+from pagewire_client.http.token_texts import TokenTexts
 from pagewire_client.llm import Completion, collect
 
 IDS = [72, 73, 74, 75]
@@ -221,6 +228,12 @@ async def test_a_stream_has_its_usage_at_the_end(client: openai.AsyncOpenAI) -> 
         ({"prompt": "x", "logit_bias": {"80": 101}}, 400, "logit_bias[80] is 101"),
         ({"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias has 'a'"),
         ({"prompt": "x", "stop": ["y"] * 17}, 400, "stop"),
+        ({"prompt": "x", "bad_words": ["y"] * 65}, 400, "bad_words"),
+        ({"prompt": "x", "stop_token_ids": [5] * 65}, 400, "stop_token_ids"),
+        ({"prompt": "x", "logit_bias": dict.fromkeys(range(1025), 1)}, 400, "logit_bias has 1025 entries"),
+        ({"prompt": "x"} | dict.fromkeys((f"x{number}" for number in range(50_000)), 1), 400, "x0 is not supported"),
+        ({"x": 1}, 400, "x is not supported here"),
+        ({"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": True}}}, 400, "schema"),
         ({"prompt": "x", "response_format": {"type": "json_schema"}}, 400, "response_format.json_schema is missing"),
         ({"prompt": "x", "response_format": {"type": "xml"}}, 400, "response_format.type: "),
         ({"prompt": "x", "regex": "("}, 400, "regex"),
@@ -235,6 +248,86 @@ async def test_what_cannot_be_is_an_error_as_openai_has_them(
     async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/completions", json=body) as response:
         assert response.status == status
         assert words in (await response.json())["error"]["message"]
+
+
+async def test_a_part_that_is_null_is_not_given(client: openai.AsyncOpenAI) -> None:
+    chunks = [
+        chunk async for chunk in await create(client, "x", stream=True, stream_options={"include_usage": None}, **WORDS)
+    ]
+    assert all(chunk.choices for chunk in chunks)
+    options = {"type": "json_schema", "json_schema": {"name": "any"}}
+    whole = await create(client, "x", response_format=options, **WORDS | {"max_tokens": 100})
+    assert whole.choices[0].text
+
+
+class _Broken(grpc.aio.AioRpcError):
+    def __init__(self) -> None:
+        super().__init__(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), "it broke")
+
+
+class _FakeStub:
+    """Of a scheduler whose messages are large; one of its streams breaks when the other's event is half written."""
+
+    def __init__(self, breaks: bool) -> None:
+        self.writes = asyncio.Semaphore(0)
+        self._breaks = breaks
+
+    def Generate(self, asked: pb.GenerateRequest, metadata: Any) -> "_FakeCall":  # noqa: N802
+        return _FakeCall(self, breaks=self._breaks and asked.text == "breaks")
+
+
+class _FakeCall:
+    def __init__(self, stub: _FakeStub, *, breaks: bool) -> None:
+        self._stub, self._breaks = stub, breaks
+        self._is_cancelled = False
+
+    async def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
+        for number in range(4):
+            if self._breaks and number:
+                await self._stub.writes.acquire()
+                raise _Broken
+            if self._is_cancelled:
+                raise asyncio.CancelledError
+            yield pb.GenerateResponse(text="x" * 500, token_ids=[1])
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+async def test_events_of_several_prompts_are_not_mixed(breaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though each is written in several parts, between which others are."""
+    stub = _FakeStub(breaks)
+    write = web.StreamResponse.write
+
+    async def slow_write(response: web.StreamResponse, data: Any) -> None:
+        await write(response, data)
+        if response.content_length is None:
+            stub.writes.release()
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+    monkeypatch.setattr(web.StreamResponse, "write", slow_write)
+    monkeypatch.setattr("pagewire_client.http.call.PIECE_BYTES", 64)
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        with Held(Room(1 << 20)) as held:
+            return await complete(Call(request, stub, (), (), MODEL, held, 1 << 20, TokenTexts()))
+
+    app = web.Application()
+    app.router.add_post("/", handle)
+    async with (
+        TestServer(app) as server,
+        aiohttp.ClientSession() as session,
+        session.post(server.make_url("/"), json={"prompt": ["a", "breaks"], "stream": True}) as response,
+    ):
+        events = [event.removeprefix("data: ") for event in (await response.text()).split("\n\n") if event]
+    *said, end = events
+    found = [json.loads(event) for event in said]
+    assert end == "[DONE]"
+    assert [event["error"]["message"] for event in found if "error" in event] == (["it broke"] if breaks else [])
+    if not breaks:
+        assert sorted(event["choices"][0]["index"] for event in found) == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
 @asynccontextmanager

@@ -30,6 +30,7 @@ from ports import free_address
 from pagewire.v1.admin_service_pb2 import ClusterState
 from pagewire_client import LocalServer
 from pagewire_client.admin import Admin
+from pagewire_client.http.edge import Edge
 from pagewire_common.tls import TlsFolder
 
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
@@ -60,7 +61,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tiny_model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = fill(tmp_path_factory.mktemp("tls"), trustme.CA(), "localhost", "127.0.0.1")
-    keys = key_file(tmp_path_factory.mktemp("keys") / "keys.toml", "gold", "iron", "admin")
+    keys = key_file(tmp_path_factory.mktemp("keys") / "keys.toml", *KEYS)
     address = free_address()
     with LocalServer(
         str(tiny_model_directory),
@@ -113,6 +114,29 @@ async def test_calls_that_go_around_the_gateway_have_the_same_lock(served: Serve
             await client.embeddings.create(model=MODEL, input=["one", "two"])
     for path in ("completions", "rerank", "score", "embeddings", "audio/transcriptions"):
         assert raw(served, f"POST /v1/{path} HTTP/1.1", b"{}")[0] == 401
+
+
+async def test_what_an_echo_needs_is_not_asked_for_a_key_that_is_used_up(served: Served) -> None:
+    async with served.client(KEYS["two"]) as client:
+        found = await client.completions.create(model=MODEL, prompt=[5, 6], echo=True, logprobs=1, max_tokens=1)
+        assert found.choices[0].logprobs.tokens[0]
+        with pytest.raises(openai.RateLimitError):
+            await client.completions.create(model=MODEL, prompt=["a"] * 250, echo=True, logprobs=1)
+
+
+async def test_the_gateway_is_not_told_where_the_scheduler_is() -> None:
+    """It would tell its clients."""
+    address = free_address()
+    edge = Edge(address, MODEL, most_bytes=1 << 20)
+    await edge.start()
+    try:
+        async with grpc.aio.insecure_channel(edge.target) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await channel.unary_unary("/vllm.grpc.engine.VllmEngine/HealthCheck")(b"")
+    finally:
+        await edge.close()
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert error.value.details() == "the scheduler cannot be reached, or takes no requests now"
 
 
 @pytest.mark.parametrize("key", ["a wrong key", KEYS["gold"] + "x", "\u00e9"])

@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -25,14 +25,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def server(model: Path) -> AsyncIterator[tuple[InProcess, str]]:
-    async with serving(model, **BLOCKS) as (one, _), http_edge(one.target, "whisper", most_bytes=17 << 20) as url:
+    async with serving(model, **BLOCKS) as (one, _), http_edge(one.target, "whisper", most_sound_bytes=17 << 20) as url:
         yield one, url
 
 
-def form(data: bytes, name: str = "speech.wav", **fields: str) -> aiohttp.FormData:
-    made = aiohttp.FormData({"model": "whisper"} | fields)
+def form(
+    data: bytes, name: str = "speech.wav", more: Sequence[tuple[str, str]] = (), **fields: str
+) -> aiohttp.FormData:
+    made = aiohttp.FormData([*({"model": "whisper"} | fields).items(), *more])
     made.add_field("file", io.BytesIO(data), filename=name, content_type="application/octet-stream")
     return made
+
+
+def two_files() -> aiohttp.FormData:
+    made = form(wav(1))
+    made.add_field("file", io.BytesIO(wav(1)), filename="other.wav")
+    return made
+
+
+GRANULARITY = ("timestamp_granularities[]", "segment")
 
 
 async def test_a_sound_is_answered_in_each_format_with_what_transcribe_says(server: tuple[InProcess, str]) -> None:
@@ -70,6 +81,8 @@ async def test_a_sound_is_answered_in_each_format_with_what_transcribe_says(serv
         *deltas, done = (json.loads(line.removeprefix("data: ")) for line in lines)
         assert "".join(delta["delta"] for delta in deltas) == done["text"] == text
         assert json.loads(await post(prompt="Houston, we have a problem")) not in ({"text": text}, {"text": ""})
+        assert json.loads(await post(prompt="é" * 5000))["text"]
+        assert json.loads(await post(more=[GRANULARITY] * 2)) == {"text": text}
         async with session.post(f"{url}/v1/audio/translations", data=form(sound, language="de")) as response:
             assert (await response.json())["text"]
 
@@ -87,7 +100,14 @@ async def test_a_sound_is_answered_in_each_format_with_what_transcribe_says(serv
         (form(wav(1), **{"timestamp_granularities[]": "word"}), 400, "times of words are not supported here"),
         (form(wav(1), model="other"), 404, "there is no model or adapter of this name; the model is 'whisper'"),
         (aiohttp.FormData({"model": "whisper"}), 400, "file is missing"),
-        (form(wav(1), **{f"x{number}": "y" for number in range(40)}), 400, "more than 32 parts"),
+        (form(wav(1), more=[GRANULARITY] * 40), 400, "more than 32 parts"),
+        (form(wav(1), vad_filter="true"), 400, "vad_filter is not supported here"),
+        (form(wav(1), more=[("language", "en"), ("language", "de")]), 400, "language is given twice"),
+        (form(wav(1), timestamp_granularities="word"), 400, "times of words are not supported here"),
+        (form(wav(1), more=[GRANULARITY, (GRANULARITY[0], "word")]), 400, "timestamp_granularities is given twice"),
+        (form(wav(1), stream="yes"), 400, "stream is neither true nor false"),
+        (form(wav(1), stream="true", response_format="srt"), 400, "stream gives events, and no srt"),
+        (two_files(), 400, "file is given twice"),
         (form(wav(1), prompt="x" * (1 << 19)), 413, "prompt is too large"),
         (form(bytes(18 << 20)), 413, ""),
     ],
@@ -103,6 +123,13 @@ async def test_a_sound_is_answered_in_each_format_with_what_transcribe_says(serv
         "model",
         "no file",
         "parts",
+        "unknown",
+        "two languages",
+        "words without brackets",
+        "segments and words",
+        "stream",
+        "streamed subtitles",
+        "two files",
         "a large part",
         "too large",
     ],
@@ -117,3 +144,25 @@ async def test_what_cannot_be_heard_is_an_error_as_openai_has_them(
     ):
         assert response.status == status
         assert words in (await response.text())
+
+
+async def test_only_a_sound_may_be_as_large_as_a_sound(server: tuple[InProcess, str]) -> None:
+    _, url = server
+    async with aiohttp.ClientSession() as session:
+        for path in ("completions", "chat/completions", "embeddings"):
+            async with session.post(f"{url}/v1/{path}", data=io.BytesIO(bytes(2 << 20))) as response:
+                assert response.status == 413
+
+
+async def test_a_type_that_is_no_text_is_like_none(server: tuple[InProcess, str]) -> None:
+    _, url = server
+    head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\nContent-Type: audio/\xff\r\n\r\n'
+    headers = {"Content-Type": "multipart/form-data; boundary=b"}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(
+            f"{url}/v1/audio/transcriptions", data=head + wav(1) + b"\r\n--b--\r\n", headers=headers
+        ) as response,
+    ):
+        assert response.status == 400
+        assert "content_type" in (await response.json())["error"]["message"]
