@@ -13,6 +13,7 @@ from pagewire_client.http.unread import read_bias
 MAX_TOKENS = 16
 """Where nothing is said, as OpenAI and vLLM have it."""
 MAX_N = 128
+MAX_STOP_STRINGS = 16
 _ONLY_FOR_SAMPLING = (
     *("allowed_token_ids", "bad_words", "logit_bias", "response_format", "stop", "stop_token_ids"),
     *("structured_outputs", "regex", "json_schema", "ebnf", "user"),
@@ -69,7 +70,7 @@ class CompletionFields(Fields):
     n: Outputs | None = None
     presence_penalty: float | None = None
     seed: int | None = None
-    stop: str | Annotated[list[str], Field(fail_fast=True, max_length=16)] | None = None
+    stop: str | ListOf[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = None
@@ -106,7 +107,10 @@ def sampling_params(fields: CompletionFields) -> pb.SamplingParams:
             setattr(sampling, name, value)
     for name in _LISTS:
         getattr(sampling, name).extend(getattr(fields, name) or ())
-    sampling.stop.extend([fields.stop] if isinstance(fields.stop, str) else fields.stop or ())
+    stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop or ()
+    if len(stop) > MAX_STOP_STRINGS:
+        raise invalid(f"stop has {len(stop)} strings; it may have {MAX_STOP_STRINGS}")
+    sampling.stop.extend(stop)
     sampling.max_tokens = MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     if fields.echo:
         sampling.max_tokens = max(sampling.max_tokens, 1)  # 0 asks for the prompt alone
