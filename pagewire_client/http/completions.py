@@ -100,9 +100,8 @@ class _Completions:
         if num_bytes > MAX_PARAMETER_BYTES:
             raise invalid(f"the parameters of all prompts have {num_bytes} bytes; they may have {MAX_PARAMETER_BYTES}")
         self._call.held.take(num_bytes)
-        if (
-            fields.echo
-        ):  # for each prompt the scheduler is asked with this process's key, so it is asked for the client's
+        # For each prompt of an echo the scheduler is asked with this process's key; so before with the client's.
+        if fields.echo:
             await self._call.stub.GetModel(pb.GetModelRequest(), metadata=self._call.metadata)
         for one in given:
             self._prompts.append(await self._prepare(one, sampling))

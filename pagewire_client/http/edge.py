@@ -33,6 +33,7 @@ from pagewire_client.http import vectors
 from pagewire_client.http.call import Call, Held, Room, end, read_body, write
 from pagewire_client.http.completions import complete
 from pagewire_client.http.errors import HttpError, refused_by, sentence_of
+from pagewire_client.http.models import models
 from pagewire_client.http.token_texts import TokenTexts
 from pagewire_client.http.transcriptions import PATHS, transcribe
 from pagewire_client.http.unread import Unread, take_out
@@ -41,7 +42,7 @@ from pagewire_common.tls import TlsFolder
 log = structlog.get_logger()
 
 OPEN_PATHS = ("/health", "/liveness", "/readiness")
-ROUTES = re.compile(r"GET /v1/models(/[\w.%-]+)?|POST /v1/(chat/completions|tokenize)")
+ROUTES = ("POST /v1/chat/completions", "POST /v1/tokenize")
 """Of the gateway."""
 OWN: dict[str, Callable[[Call], Awaitable[web.StreamResponse]]] = {
     "POST /v1/completions": complete,
@@ -50,6 +51,7 @@ OWN: dict[str, Callable[[Call], Awaitable[web.StreamResponse]]] = {
     "POST /v1/score": vectors.score,
     **{f"POST {path}": transcribe for path in PATHS},
 }
+_MODELS = re.compile(r"GET /v1/models(/.+)?")
 HELD_BYTES = 256 << 20
 """Of all requests and answers that are under way. A sound is in memory up to three times."""
 LOOK_SECONDS = 1.0
@@ -204,7 +206,8 @@ class Edge:
         if path in OPEN_PATHS and request.method in ("GET", "HEAD"):
             return await self._forward(request, path)
         key = _bearer(request.headers.getall("Authorization", []))
-        own = OWN.get(f"{request.method} {path}")
+        route = f"{request.method} {path}"
+        own = models if _MODELS.fullmatch(route) else OWN.get(route)
         # What comes to the scheduler as a call with this key is counted by it then.
         is_counted = own is not None or path.endswith("completions")
         check: Any = self._scheduler.unary_unary(f"{_SERVICE}{'HealthCheck' if is_counted else 'GetModelInfo'}")
@@ -227,8 +230,8 @@ class Edge:
                 sentence = f"there is no model or adapter of this name; the model is {self._model!r}"
                 raise HttpError(404, "model_not_found", sentence) from None
             raise refused_by(error) from None
-        if not ROUTES.fullmatch(f"{request.method} {path}"):
-            raise HttpError(404, "not_found", f"{request.method[:20]} {path[:100]} is not served here")
+        if route not in ROUTES:
+            raise HttpError(404, "not_found", f"{route[:120]} is not served here")
         body = await read_body(request, held, self._most_bytes)
         body, unread = take_out(body, self._model) if is_counted else (body, _NOTHING)
         name = secrets.token_hex(_ID_BYTES)

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -133,6 +133,8 @@ class Adapters:
         """Reads the adapters that the settings name. Raises StartError."""
         self._folder = settings.lora_dir.expanduser() if settings.lora_dir is not None else None
         self._users = users
+        self.when_changed: Callable[[], None] = lambda: None
+        """Called after others can be named than before."""
         self.counts = AdapterCounts()
         self._copies: Path | None = None
         self._named: dict[str, Adapter] = {}
@@ -192,6 +194,7 @@ class Adapters:
                         raise failure
                 old = self._named.get(name)
                 self._named[name] = adapter
+                self.when_changed()
             finally:  # also when the call is cancelled
                 self._loading.pop(adapter.fingerprint, None)
                 for one in (adapter, old):
@@ -227,6 +230,7 @@ class Adapters:
         async with self._lock:
             self.find(name)
             self._leave(self._named.pop(name))
+            self.when_changed()
         log.info("adapter unloaded", name=name)
 
     def _leave(self, adapter: Adapter) -> None:

@@ -50,6 +50,7 @@ class FrontEnds(EngineServiceServicer):
         kill: Callable[[int], None] = lambda process_id: None,  # noqa: ARG005
     ) -> None:
         self.engine = engine
+        engine.adapters.when_changed = self._tell_adapters
         self.kill = kill
         self.num_expected = num_expected
         self.sessions: set[Session] = set()
@@ -125,6 +126,10 @@ class FrontEnds(EngineServiceServicer):
         for session in self.sessions:
             session.outbox.tell(0, keys=keys)
 
+    def _tell_adapters(self) -> None:
+        for session in self.sessions:
+            session.tell_adapters()
+
     async def wait_until_listening(self) -> str:
         """Wait until all that are expected listen; returns the address."""
         await self._until(lambda session: bool(session.address))
@@ -182,8 +187,13 @@ class Session:
                 keys=None if engine.keyring is None else engine.keyring.encode(),
             ),
         )
+        self.tell_adapters()
         if front_ends.is_over:
             self.outbox.tell(0, goodbye=pb.Goodbye())
+
+    def tell_adapters(self) -> None:
+        """Send the names of those that requests can name."""
+        self.outbox.tell(0, adapters=pb.Names(names=[adapter.name for adapter in self._engine.adapters.listed]))
 
     def close(self) -> None:
         """The front end is gone, and the clients of its calls with it."""

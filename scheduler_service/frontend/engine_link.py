@@ -76,6 +76,8 @@ class EngineLink:
         """For spans of requests; None where there are none."""
         self.keyring: Keyring | None = None
         """The API keys that calls need; None where they need none."""
+        self.lora_names: tuple[str, ...] = ()
+        """The adapters that requests can name, in alphabetical order."""
         self.serving = False
         self.serving_changed = asyncio.Event()
         self.counts = CountsByTenant()
@@ -292,6 +294,8 @@ class EngineLink:
             self.say(0, statistics=self.counts.encode())
         elif kind == "keys":
             self.keyring = Keyring.decode(event.keys)
+        elif kind == "adapters":
+            self.lora_names = tuple(event.adapters.names)
         elif kind == "goodbye":
             self._end = SHUTTING_DOWN
 

@@ -5,7 +5,7 @@ import time
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceServicer
 from pagewire_common import errors
-from scheduler_service.access.caller import tenant_of
+from scheduler_service.access.caller import caller, tenant_of
 from scheduler_service.core import SequenceStatus
 from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.frontend.embedding import embed
@@ -52,6 +52,7 @@ class InferenceServicer(InferenceServiceServicer):
         with EngineCall(self._link) as call:
             await call.admit_side_call()  # it may wait for the first worker
             model = await allowed_model(self._link)
+        key = caller.get()
         return pb.GetModelResponse(
             name=model.name,
             context_length=model.context_length,
@@ -64,6 +65,7 @@ class InferenceServicer(InferenceServiceServicer):
             fingerprint=model.fingerprint,
             tasks=model.tasks,
             embedding_size=model.embedding_size,
+            lora_names=[name for name in self._link.lora_names if key is None or key.may_name(name)],
         )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:

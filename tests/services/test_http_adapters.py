@@ -53,6 +53,12 @@ async def ask_through_the_gateway(target: str, model: str) -> None:
                 assert {answer.model for answer in (whole, *pieces, plain)} == {name}
                 said[name, bool(bias)] = texts
         assert len(set(map(tuple, said.values()))) == 6
+        listed = [shown async for shown in client.models.list()]
+        assert [shown.id for shown in listed] == [model, "one", "three", "two"]
+        assert [shown.parent for shown in listed] == [None, model, model, model]
+        assert await client.models.retrieve("two") == listed[-1]
+        with pytest.raises(openai.NotFoundError):
+            await client.models.retrieve("four")
         with pytest.raises(openai.NotFoundError):
             await client.chat.completions.create(model="four", messages=CHAT)
         with pytest.raises(openai.BadRequestError, match="logit_bias"):

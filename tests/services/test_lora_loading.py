@@ -24,6 +24,7 @@ from pagewire_client import Client, SamplingParams
 from pagewire_client.admin import Admin
 from pagewire_client.llm import collect
 from pagewire_common.start_error import StartError
+from scheduler_service.access.keys import ApiKey, Keyring, digest_of
 from scheduler_service.engine import worker_loop
 from scheduler_service.engine.adapters import hand_over, read_adapter
 from scheduler_service.engine.worker_client import UnreachableError, WorkerClient
@@ -50,6 +51,8 @@ async def test_adapters_are_loaded_and_unloaded_while_requests_run(tiny_model_di
             loaded = await admin.load_adapter("late")
             assert (await admin.load_adapter("late")).fingerprint == loaded.fingerprint  # twice is no error
             assert [adapter.name for adapter in await admin.adapters()] == ["late"]
+            await until(lambda: one.link.lora_names == ("late",))
+            assert list((await client.get_model()).lora_names) == ["late"]
             assert held.fingerprints == [loaded.fingerprint]
             whole = await collect(client, "abc", sampling, lora_name="late")
             stream = client.generate("abc", sampling, lora_name="late")
@@ -60,6 +63,7 @@ async def test_adapters_are_loaded_and_unloaded_while_requests_run(tiny_model_di
             rest = [token_id async for response in stream for token_id in response.token_ids]
             assert [*first.token_ids, *rest] == whole.outputs[0].token_ids
             await until(lambda: not held.fingerprints)
+            await until(lambda: not one.link.lora_names)
             with pytest.raises(grpc.aio.AioRpcError, match="there is no adapter 'late'"):
                 await admin.unload_adapter("late")
 
@@ -308,3 +312,13 @@ async def test_a_request_that_is_being_checked_when_its_adapter_breaks_is_refuse
         assert (await refused)[0] is grpc.StatusCode.FAILED_PRECONDITION
         assert (await collect(client, "a", SamplingParams(max_tokens=1), lora_name="two")).outputs
         assert one.engine.workers[0].num_losses == 0
+
+
+async def test_a_key_is_told_of_the_adapters_that_it_may_name(tiny_model_directory: Path, adapters: Path) -> None:
+    key = ApiKey(id="some", digest=digest_of("a key"), tenant="", adapters=frozenset({"two", "none"}))
+    async with (
+        worker_in_process(tiny_model_directory, max_loras=4) as worker,
+        scheduler(worker.address, model=str(tiny_model_directory), lora_dir=adapters, keyring=Keyring([key])) as one,
+        Client(one.target, api_key="a key") as client,
+    ):
+        assert list((await client.get_model()).lora_names) == ["two"]
