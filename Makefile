@@ -96,7 +96,8 @@ bench: setup
 	$(BIN)/python -m bench $(PEER:%=--peer %) $(TRACE:%=--trace %) $(SPEEDUP:%=--speedup %) $(LOADS:%=--loads %) \
 	  $(ROUNDS:%=--rounds %) $(CHART:%=--chart %)
 
-# PEER: as `make bench` has it. PROMPTS: a file in the form of MT-bench's questions, for more texts.
+# MODEL: as a worker takes it. PEER: as `make bench` has it, whose model it is then. PROMPTS: a file in the form of
+# MT-bench's questions, for more texts.
 bench-fidelity: setup
 	$(BIN)/python -m bench.fidelity $(MODEL:%=--model %) $(PEER:%=--peer %) $(PROMPTS:%=--prompts %)
 

@@ -457,6 +457,17 @@ def in_8_bits(x: torch.Tensor) -> torch.Tensor:
     return rounded
 
 
+def test_int4_products_are_the_same_to_the_bit_with_every_instruction_set(generator: torch.Generator) -> None:
+    libraries = [library.load_library(name) for name in library.supported() if library.library_path(name).exists()]
+    if len(libraries) < 2:
+        pytest.skip("this machine can run one library at most")
+    weight = torch.randn(75, 1000, generator=generator).bfloat16()
+    quantized = reference.quantize_int4(weight)
+    x = torch.randn(14, 1000, generator=generator).bfloat16()
+    first, *others = (built.linear(x, built.pack_int4(*quantized), None, 75, True) for built in libraries)
+    assert all(torch.equal(first, other) for other in others)
+
+
 def test_an_input_that_is_not_finite_makes_its_row_so_and_no_other(
     kernels: ModuleType, generator: torch.Generator
 ) -> None:
