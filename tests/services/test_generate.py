@@ -89,16 +89,21 @@ async def test_log_probabilities_come_with_every_token_and_prompt_token(tiny_ser
 
 async def test_abort_closes_the_stream_with_what_it_has(tiny_server: LocalServer) -> None:
     async with Client(tiny_server.target) as client:
-        messages = []
-        async for message in client.generate(
-            "hello", SamplingParams(max_tokens=500, ignore_eos=True), request_id="mine"
-        ):
-            messages.append(message)
-            if len(messages) == 1:
-                assert await client.abort("mine")
+        for _ in range(20):
+            messages = []
+            async for message in client.generate(
+                "hello", SamplingParams(max_tokens=500, ignore_eos=True), request_id="mine"
+            ):
+                messages.append(message)
+                if len(messages) == 1:
+                    assert await client.abort("mine")
+            assert not await client.abort("mine")
+            if (
+                messages[-1].finish_reason != pb.FINISH_REASON_LENGTH
+            ):  # the last token, half a millisecond each, had come
+                break
         assert messages[-1].finish_reason == pb.FINISH_REASON_ABORT
         assert messages[-1].usage.output_tokens == sum(len(m.token_ids) for m in messages) < 500
-        assert not await client.abort("mine")
     await assert_nothing_is_held(tiny_server.admin_target)
 
 
