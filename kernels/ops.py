@@ -6,7 +6,7 @@ in `kernels.composed` say what each operation computes. `kernels.backends` choos
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,19 @@ class LoraWeights:
     """[slots] int32: the inner units of each part; 0 for an adapter that leaves this product alone."""
     starts: tuple[int, ...]
     """The first output of each part, and behind the last one the number of outputs."""
+
+
+class GroupedWeight(NamedTuple):
+    """A weight that is number * scale - minimum, where neighbouring inputs of an output share the other two.
+
+    numbers: [outputs, inputs] uint8, below 2 to the power of `bits`, which is 4 or 8; scales, minimums: [outputs,
+    groups] float16, for 32 inputs each, or 16, of which the last group may have fewer.
+    """
+
+    numbers: Tensor
+    scales: Tensor
+    minimums: Tensor
+    bits: int
 
 
 class Ops(Protocol):
@@ -85,6 +98,8 @@ class Ops(Protocol):
     def pack_int8(self, weight: Tensor, wide: bool = False) -> Product | None: ...
 
     def pack_int4(self, weight: Tensor, wide: bool = False) -> Product | None: ...
+
+    def pack_grouped(self, weight: GroupedWeight, wide: bool = False) -> Product | None: ...
 
     def wide_itemsize(self, dtype: torch.dtype) -> int: ...
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from kernels import composed
 from kernels.attention_options import check_attention_options
 from kernels.metadata import AttentionMetadata
-from kernels.ops import LoraWeights, Ops, Product
+from kernels.ops import GroupedWeight, LoraWeights, Ops, Product
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 """The functions that `gated_activation` can apply to the gate."""
@@ -225,15 +225,13 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(numbers), torch.cat(scales)
 
 
-def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers of 4 bits, and for each group of an output a scale and a minimum: a weight is nearly number * scale -
-    minimum, as in GGUF's Q4_1.
+def quantize_int4(weight: Tensor) -> GroupedWeight:
+    """The nearest numbers of 4 bits, with a scale and a minimum for every 32, as in GGUF's Q4_1.
 
     The numbers of a group are those for which the sum of the squared errors is smallest, of some ranges that they may
     span: the largest weights alone would make the steps of all others larger than need be.
 
-    weight: [outputs, inputs]; returns [outputs, inputs] uint8 of at most 15, and twice [outputs, groups] float16, where
-    the last group may have fewer inputs. Raises ValueError for weights that float16 has no scale for.
+    weight: [outputs, inputs]. Raises ValueError for weights that float16 has no scale for.
     """
     numbers, scales, minimums = [], [], []
     # Few rows at a time, which stay in a core's cache: a thousand took twelve times as long.
@@ -258,7 +256,7 @@ def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         numbers.append(chosen.to(torch.uint8).flatten(1)[:, : rows.shape[1]])
         scales.append(scale.squeeze(2).half())
         minimums.append(minimum.squeeze(2).half())
-    return torch.cat(numbers), torch.cat(scales), torch.cat(minimums)
+    return GroupedWeight(torch.cat(numbers), torch.cat(scales), torch.cat(minimums), 4)
 
 
 _INT4_SHARES = (1.0, 0.94, 0.88, 0.82)
@@ -287,6 +285,11 @@ def pack_int8(weight: Tensor, wide: bool = False) -> Product | None:  # noqa: AR
 
 def pack_int4(weight: Tensor, wide: bool = False) -> Product | None:  # noqa: ARG001 (others use it)
     """As `pack`, with the weight in 4 bits, and x rounded to 8. None if that would not be faster."""
+    return None
+
+
+def pack_grouped(weight: GroupedWeight, wide: bool = False) -> Product | None:  # noqa: ARG001 (others use it)
+    """As `pack_int4`, of a weight that is already so. None if that would not be faster."""
     return None
 
 

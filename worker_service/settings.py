@@ -22,10 +22,11 @@ class WorkerSettings(ServiceSettings):
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="auto: the checkpoint's weights; dummy: random ones, from config.json alone"
     )
-    quantization: Literal["none", "int8", "int4"] = Field(
+    quantization: Literal["none", "int8", "int4", "gguf"] = Field(
         "none",
         description="of weights, in natively run bf16 models on CPUs. int8: half the memory to read, with AVX-512 "
-        "BF16, for few sequences at once; int4: a third of the memory, and products of integers",
+        "BF16, for few sequences at once; int4: a third of the memory, and products of integers; gguf: as the model's "
+        "GGUF file has them",
     )
     tensor_parallel_size: int = Field(
         1,

@@ -7,7 +7,7 @@ from kernels import reference
 from kernels.attention_options import check_attention_options
 from kernels.cpu.library import library_path, load_library, supported, what_is_missing
 from kernels.metadata import AttentionMetadata
-from kernels.ops import LoraWeights, Product
+from kernels.ops import GroupedWeight, LoraWeights, Product
 
 _built = [name for name in supported() if library_path(name).exists()]
 if not _built:
@@ -117,5 +117,12 @@ def pack_int8(weight: Tensor, wide: bool = False) -> Product | None:
 def pack_int4(weight: Tensor, wide: bool = False) -> Product | None:
     if weight.dtype is not torch.bfloat16 or not _library.can_pack(weight.shape[1]):
         return None
-    outputs, packed = len(weight), _library.pack_int4(*reference.quantize_int4(weight))
+    return pack_grouped(reference.quantize_int4(weight), wide)
+
+
+def pack_grouped(weight: GroupedWeight, wide: bool = False) -> Product | None:
+    outputs, inputs = weight.numbers.shape
+    if not _library.can_pack(inputs):
+        return None
+    packed = _library.pack_grouped(*weight)
     return lambda x, bias: _library.linear(x, packed, bias, outputs, wide)

@@ -8,7 +8,7 @@ so a plain `copy_` is one transfer, which the copy engine does beside the kernel
 take processors from them.
 """
 
-from kernels.reference import pack_int4, pack_int8, wide_itemsize
+from kernels.reference import pack_grouped, pack_int4, pack_int8, wide_itemsize
 from kernels.triton.add_lora import add_lora
 from kernels.triton.copy_blocks import copy_blocks
 from kernels.triton.gated_activation import gated_activation
@@ -28,6 +28,7 @@ __all__ = [
     "copy_blocks",
     "gated_activation",
     "pack",
+    "pack_grouped",
     "pack_int4",
     "pack_int8",
     "paged_attention",

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels import reference
 from kernels.cpu import library
 from kernels.metadata import AttentionMetadata
-from kernels.ops import LoraWeights
+from kernels.ops import GroupedWeight, LoraWeights
 
 NAN = float("nan")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -431,8 +431,7 @@ def test_int4_weights_give_the_product_of_the_numbers_that_they_are(
     weight[0] = 0
     bias = torch.randn(outputs, generator=generator).bfloat16() if biased else None
     product = kernels.pack_int4(weight, wide=True)
-    numbers, *factors = reference.quantize_int4(weight)
-    scales, minimums = (part.double().repeat_interleave(32, dim=1)[:, :inputs] for part in factors)
+    numbers, scales, minimums = widened_parts(reference.quantize_int4(weight))
     for rows in (0, 1, 5, 6, 7, 13, 193):
         x = torch.randn(rows, inputs + 8, generator=generator).bfloat16()[:, :inputs]
         x[:, -1] = 0  # a group of it alone
@@ -442,6 +441,48 @@ def test_int4_weights_give_the_product_of_the_numbers_that_they_are(
             rounded, numbers * scales - minimums, None if bias is None else bias.double()
         )
         torch.testing.assert_close(product(x, bias).double(), expected, atol=2e-5 * inputs**0.5, rtol=1e-5)
+
+
+def widened_parts(weight: GroupedWeight) -> list[torch.Tensor]:
+    """Numbers, scales and minimums of each weight, in float64."""
+    inputs = weight.numbers.shape[1]
+    shared = 32 if weight.scales.shape[1] == -(-inputs // 32) else 16
+    factors = (part.double().repeat_interleave(shared, dim=1)[:, :inputs] for part in weight[1:3])
+    return [weight.numbers.double(), *factors]
+
+
+GROUPED = [(4, 32), (8, 32), (8, 16)]
+
+
+def random_grouped(outputs: int, inputs: int, bits: int, shared: int, generator: torch.Generator) -> GroupedWeight:
+    """With scales of either sign."""
+    numbers = torch.randint(0, 2**bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
+    scales, minimums = torch.randn(2, outputs, -(-inputs // shared), generator=generator).half() / 8
+    return GroupedWeight(numbers, scales, minimums, bits)
+
+
+@pytest.mark.parametrize(("bits", "shared"), GROUPED)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 34), (31, 40), (75, 576), (33, 1010)])
+def test_grouped_weights_give_the_product_of_the_numbers_that_they_are(
+    kernels: ModuleType, outputs: int, inputs: int, bits: int, shared: int, generator: torch.Generator
+) -> None:
+    weight = random_grouped(outputs, inputs, bits, shared, generator)
+    numbers, scales, minimums = widened_parts(weight)
+    product = kernels.pack_grouped(weight, wide=True)
+    x = torch.randn(13, inputs, generator=generator).bfloat16()
+    expected = torch.nn.functional.linear(in_8_bits(x), numbers * scales - minimums)
+    found = product(x, None)
+    torch.testing.assert_close(found.double(), expected, atol=2**bits * 1e-5 * inputs**0.5, rtol=1e-5)
+    for row in range(13):
+        assert torch.equal(product(x[row : row + 1], None), found[row : row + 1])
+
+
+@pytest.mark.parametrize("weight", [(4, 16), (5, 32)], ids=str)
+def test_grouped_weights_of_another_form_are_refused(
+    kernels: ModuleType, weight: tuple[int, int], generator: torch.Generator
+) -> None:
+    with pytest.raises(RuntimeError, match="there are no products of weights with"):
+        kernels.pack_grouped(random_grouped(3, 64, *weight, generator))
 
 
 def in_8_bits(x: torch.Tensor) -> torch.Tensor:
@@ -457,14 +498,16 @@ def in_8_bits(x: torch.Tensor) -> torch.Tensor:
     return rounded
 
 
-def test_int4_products_are_the_same_to_the_bit_with_every_instruction_set(generator: torch.Generator) -> None:
+@pytest.mark.parametrize(("bits", "shared"), GROUPED)
+def test_products_of_integers_are_the_same_to_the_bit_with_every_instruction_set(
+    bits: int, shared: int, generator: torch.Generator
+) -> None:
     libraries = [library.load_library(name) for name in library.supported() if library.library_path(name).exists()]
     if len(libraries) < 2:
         pytest.skip("this machine can run one library at most")
-    weight = torch.randn(75, 1000, generator=generator).bfloat16()
-    quantized = reference.quantize_int4(weight)
+    weight = random_grouped(75, 1000, bits, shared, generator)
     x = torch.randn(14, 1000, generator=generator).bfloat16()
-    first, *others = (built.linear(x, built.pack_int4(*quantized), None, 75, True) for built in libraries)
+    first, *others = (built.linear(x, built.pack_grouped(*weight), None, 75, True) for built in libraries)
     assert all(torch.equal(first, other) for other in others)
 
 

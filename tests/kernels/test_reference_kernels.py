@@ -80,7 +80,7 @@ def test_each_row_gains_what_its_own_adapter_makes_of_it() -> None:
     assert not y[1].any()
 
 
-def widened(numbers: Tensor, scales: Tensor, minimums: Tensor) -> Tensor:
+def widened(numbers: Tensor, scales: Tensor, minimums: Tensor, bits: int = 4) -> Tensor:
     """What weights of 4 bits stand for."""
     scale, minimum = (part.float().repeat_interleave(32, dim=1)[:, : numbers.shape[1]] for part in (scales, minimums))
     return numbers * scale - minimum

@@ -6,9 +6,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+QUANTIZED = {
+    "token_embd": "Q8_0",
+    "attn_q": "Q8_0",
+    "attn_k": "Q4_0",
+    "attn_v": "Q5_0",
+    "attn_output": "Q4_1",
+    "ffn_gate": "Q4_0",
+    "ffn_up": "Q4_0",
+}
 
-def write_gguf(path: Path, change: Mapping[str, tuple[int, ...] | None] | None = None) -> None:
-    """A random Llama of two layers with a tokenizer; `change` gives tensors another shape, or None to leave one out."""
+
+def write_gguf(
+    path: Path,
+    change: Mapping[str, tuple[int, ...] | None] | None = None,
+    quantized: Mapping[str, str] | None = None,
+) -> None:
+    """A random Llama of two layers with a tokenizer; `change` gives tensors another shape, or None to leave one out;
+    `quantized` gives those of such names a type."""
     gguf = pytest.importorskip("gguf")
     generator = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama")
@@ -46,7 +61,9 @@ def write_gguf(path: Path, change: Mapping[str, tuple[int, ...] | None] | None =
         }
     for name, shape in (shapes | dict(change or {})).items():
         if shape is not None:
-            writer.add_tensor(f"{name}.weight", generator.standard_normal(shape).astype(np.float32))
+            values = generator.standard_normal(shape).astype(np.float32)
+            kind = gguf.GGMLQuantizationType[(quantized or {}).get(name.rpartition(".")[2], "F32")]
+            writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.metadata import AttentionMetadata
 from worker_service.execution.model_runner import ModelRunner
 from worker_service.models.causal_model import CausalModel, LoraPlace
-from worker_service.models.linear import Quantization
+from worker_service.models.linear import NONE_QUANTIZED, Quantization, Quantized
 from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import BlockMapping, SchedulerOutput
 from worker_service.speculation.drafter import Beginning
@@ -58,8 +58,8 @@ class _Widened:
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         return self._model.checkpoint_tensors()
 
-    def pack(self, quantization: Quantization = "none") -> None:
-        self._model.pack(quantization)
+    def pack(self, quantization: Quantization = "none", quantized: Quantized = NONE_QUANTIZED) -> None:
+        self._model.pack(quantization, quantized)
 
 
 def with_vocabulary(model: CausalModel, vocabulary_size: int) -> CausalModel:

@@ -14,12 +14,13 @@ from worker_service.execution.adapters import AdapterRoom, Adapters
 from worker_service.execution.cache_engine import CacheShape
 from worker_service.loading.checkpoint import Checkpoint
 from worker_service.loading.dummy_weights import DummyWeights
+from worker_service.loading.gguf_blocks import GgufBlocks
 from worker_service.loading.model_store import find_model
 from worker_service.loading.sentence_files import SentenceSettings
 from worker_service.loading.tokenizer_files import find_tokenizer_files
 from worker_service.models.causal_model import Loadable
 from worker_service.models.decoder_config import DecoderConfig
-from worker_service.models.linear import Quantization, can_pack, head_quantization
+from worker_service.models.linear import NONE_QUANTIZED, Quantization, Quantized, can_pack, head_quantization
 from worker_service.models.registry import AnyConfig, build_encoder, build_encoder_decoder, build_model, read_config
 from worker_service.models.shard import part_of
 from worker_service.parallel.cut import Cut
@@ -116,6 +117,8 @@ class Network:
         if self.quantization != "none":
             head = head_quantization(self.device, self.dtype, self.quantization)
             scheme += f" by {WEIGHT_GROUP}" if head == self.quantization else f" by {WEIGHT_GROUP}, head {head}"
+        if self.quantization == "gguf":
+            scheme += f" {GgufBlocks(self.checkpoint.path).digest()}"
         if (self.checkpoint.path / "modules.json").is_file():
             scheme += f" {self.sentences}"
         return self.checkpoint.fingerprint(self.tokenizer_files, self.dtype, scheme)
@@ -127,10 +130,13 @@ class Network:
         self.checkpoint.load_into(model.checkpoint_tensors(), self.cuts)
         adapters = Adapters(model, room)
         try:
-            model.pack(self.quantization)
+            model.pack(self.quantization, self._quantized())
         except ValueError as error:
             raise StartError(f"--quantization {self.quantization}: {error}") from error
         return model, adapters
+
+    def _quantized(self) -> Quantized:
+        return GgufBlocks(self.checkpoint.path) if self.quantization == "gguf" else NONE_QUANTIZED
 
     def _check_quantization(self) -> None:
         """Packs small weights to find out whether such weights can be packed, before any are loaded."""
@@ -141,6 +147,10 @@ class Network:
         if not can_pack(self.device, self.dtype, self.quantization):
             machine = "a CPU with AVX-512 BF16" if self.quantization == "int8" else "a CPU"
             raise StartError(f"--quantization {self.quantization} needs bfloat16, compiled kernels, and {machine}")
+        if self.quantization == "gguf":
+            GgufBlocks(self.checkpoint.path)
+            if self.ranks.size > 1:
+                raise StartError("--quantization gguf is for workers of one process: its blocks cannot be cut")
 
 
 def _read_config(checkpoint: Checkpoint) -> AnyConfig:

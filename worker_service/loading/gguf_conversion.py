@@ -9,12 +9,16 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pagewire_common.start_error import StartError
 from worker_service.loading.gguf_header import read_gguf_header
 from worker_service.wording import reason
 
-VERSION = 1
+if TYPE_CHECKING:
+    import torch
+
+VERSION = 2
 """Increased when the result of a conversion changes, so that folders converted earlier are not used."""
 
 
@@ -61,12 +65,46 @@ def _convert(file: Path, folder: Path) -> None:
     if misshapen := sorted(loading["mismatched_keys"]):
         name, stored, needed = misshapen[0]
         sys.exit(f"its tensor for {name} is {list(stored)} where its sizes ask for {list(needed)}")
+    _keep_blocks(file, model.state_dict(), folder)
     model = model.to(torch.bfloat16)
     # The weights are no longer quantised, and must not be saved as if they were.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.hf_quantizer, model.is_quantized, model.config.dtype = None, False, "bfloat16"
     model.save_pretrained(folder)
+
+
+def _keep_blocks(file: Path, weights: "dict[str, torch.Tensor]", folder: Path) -> None:
+    """Leave the quantised weights as the file has them in the folder, under the names of `weights`, in float32.
+
+    A weight is known by the values of its rows, whatever its name and the order of its rows are in the file.
+    """
+    import torch
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+    from safetensors.torch import save_file
+
+    from worker_service.loading.gguf_blocks import FILE, TYPES
+
+    hashes: dict[tuple[int, ...], tuple[str, list[int]]] = {}
+    for name, weight in weights.items():
+        if weight.dim() == 2:
+            of_rows = [hash(row.tobytes()) for row in weight.numpy()]
+            hashes.setdefault((*weight.shape, sum(of_rows)), (name, of_rows))
+    blocks, types = {}, {}
+    for tensor in GGUFReader(file).tensors:
+        if (kind := tensor.tensor_type.name) not in TYPES or tensor.data.ndim != 2:
+            continue
+        values = dequantize(tensor.data, tensor.tensor_type)
+        of_rows = [hash(row.tobytes()) for row in values]
+        name, wanted = hashes.pop((*values.shape, sum(of_rows)), ("", []))
+        if sorted(wanted) == sorted(of_rows):
+            places: dict[int, list[int]] = {}
+            for place, one in enumerate(of_rows):
+                places.setdefault(one, []).append(place)
+            order = [places[one].pop() for one in wanted]
+            blocks[name], types[name] = torch.from_numpy(tensor.data[order]), kind
+    save_file(blocks, folder / FILE, types)
 
 
 if __name__ == "__main__":

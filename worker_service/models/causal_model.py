@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.metadata import AttentionMetadata
 from kernels.ops import LoraWeights
-from worker_service.models.linear import Quantization
+from worker_service.models.linear import NONE_QUANTIZED, Quantization, Quantized
 
 
 def widest(windows: Iterable[int | None]) -> int | None:
@@ -63,9 +63,9 @@ class Loadable(Protocol):
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """The tensors that a checkpoint must hold, by their names in it, and the places that they fill."""
 
-    def pack(self, quantization: Quantization = "none") -> None:
-        """Prepare the weights for use, quantised if so asked. Called once, when `checkpoint_tensors` have been filled.
-        Raises ValueError for weights that cannot be quantised so."""
+    def pack(self, quantization: Quantization = "none", quantized: Quantized = NONE_QUANTIZED) -> None:
+        """Prepare the weights for use, quantised if so asked, or as they are among the `quantized`. Called once, when
+        `checkpoint_tensors` have been filled. Raises ValueError for weights that cannot be so."""
 
     def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
         """Make room for so many adapters of up to so many inner units, and say where those of each projection go, by

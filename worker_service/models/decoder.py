@@ -20,7 +20,7 @@ from kernels.ops import Ops
 from kernels.reference import rotary_tables
 from worker_service.models.causal_model import LoraPlace
 from worker_service.models.decoder_config import DecoderConfig, LayerConfig
-from worker_service.models.linear import Linear, Quantization, head_quantization
+from worker_service.models.linear import NONE_QUANTIZED, Linear, Quantization, Quantized, head_quantization
 from worker_service.models.shard import Shard
 from worker_service.parallel.ranks import ALONE, Ranks
 
@@ -178,13 +178,21 @@ class Decoder:
             tensors |= {f"model.layers.{number}.{name}": part for name, part in layer.checkpoint_tensors().items()}
         return tensors
 
-    def pack(self, quantization: Quantization = "none") -> None:
+    def pack(self, quantization: Quantization = "none", quantized: Quantized = NONE_QUANTIZED) -> None:
         """As `CausalModel` has it."""
         head = self._lm_head.weight
-        self._lm_head.pack(head_quantization(head.device, head.dtype, quantization))
-        for layer in self._layers:
-            for linear in layer.linears:
-                linear.pack(quantization)
+        name = "model.embed_tokens.weight" if self.config.tied_embeddings else "lm_head.weight"
+        if (found := quantized.get(name)) is not None:
+            self._lm_head.pack_parts([found], [len(head)])
+        else:
+            self._lm_head.pack(head_quantization(head.device, head.dtype, quantization))
+        for number, layer in enumerate(self._layers):
+            for linear, parts in layer.projections:
+                weights = [quantized.get(f"model.layers.{number}.{part}.weight") for part in parts]
+                if any(weight is not None for weight in weights):
+                    linear.pack_parts(weights, list(parts.values()))
+                else:
+                    linear.pack(quantization)
 
     def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
         """As `CausalModel` has it."""

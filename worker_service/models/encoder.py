@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from worker_service.models.causal_model import LoraPlace
 from worker_service.models.encoder_config import EncoderConfig
-from worker_service.models.linear import Quantization
+from worker_service.models.linear import NONE_QUANTIZED, Quantization, Quantized
 from worker_service.models.transformers_network import PackedLinear, build_network
 from worker_service.models.transformers_weights import checkpoint_places
 
@@ -52,9 +52,10 @@ class Encoder:
         """As `CausalModel` has it."""
         return {f"{self.config.prefix}{name}": place for name, place in checkpoint_places(self._network).items()}
 
-    def pack(self, quantization: Quantization = "none") -> None:
+    def pack(self, quantization: Quantization = "none", quantized: Quantized = NONE_QUANTIZED) -> None:
         """As `CausalModel` has it, but never quantised."""
         assert quantization == "none"
+        assert not quantized
         for module in list(self._body.modules()):
             for name, part in module.named_children():
                 if type(part) is nn.Linear:

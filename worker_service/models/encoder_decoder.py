@@ -23,7 +23,7 @@ from kernels.backends import ops_for
 from kernels.metadata import AttentionMetadata
 from worker_service.models.causal_model import LoraPlace
 from worker_service.models.encoder_decoder_config import EncoderDecoderConfig
-from worker_service.models.linear import Linear, Quantization
+from worker_service.models.linear import NONE_QUANTIZED, Linear, Quantization, Quantized
 from worker_service.models.transformers_network import Head, PackedLinear, build_network
 from worker_service.models.transformers_weights import checkpoint_places
 
@@ -62,9 +62,10 @@ class EncoderDecoder:
         """As `CausalModel` has it."""
         return checkpoint_places(self._network)
 
-    def pack(self, quantization: Quantization = "none") -> None:
+    def pack(self, quantization: Quantization = "none", quantized: Quantized = NONE_QUANTIZED) -> None:
         """As `CausalModel` has it, but never quantised."""
         assert quantization == "none"
+        assert not quantized
         self._head.pack()
         if hasattr(self._decoder, "embed_positions"):
             self._decoder.embed_positions = _Positions(self._decoder.embed_positions)

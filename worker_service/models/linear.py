@@ -1,7 +1,8 @@
 """A linear layer whose weights can be packed once for the products of a step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -9,26 +10,32 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.backends import ops_for
-from kernels.ops import LoraWeights, Product
+from kernels.ops import GroupedWeight, LoraWeights, Product
 from kernels.reference import wide_linear
 
-Quantization = Literal["none", "int8", "int4"]
+Quantization = Literal["none", "int8", "int4", "gguf"]
+"""gguf: as the file that the weights come from had them."""
+Quantized = Mapping[str, GroupedWeight]
+"""Weights that are quantised already, by their names in a checkpoint."""
+NONE_QUANTIZED: Quantized = MappingProxyType({})
 
 
 def packing(device: torch.device, quantization: Quantization) -> Callable[[Tensor, bool], Product | None]:
-    """The function of the device's kernels that packs a weight so."""
+    """The function of the device's kernels that packs a weight so; with `gguf` one that no file had quantised."""
     ops = ops_for(device)
-    return {"none": ops.pack, "int8": ops.pack_int8, "int4": ops.pack_int4}[quantization]
+    return {"none": ops.pack, "int8": ops.pack_int8, "int4": ops.pack_int4, "gguf": ops.pack}[quantization]
 
 
 def can_pack(device: torch.device, dtype: torch.dtype, quantization: Quantization) -> bool:
     """Whether weights of this type can be quantised so there."""
-    return packing(device, quantization)(torch.ones(2, 2, dtype=dtype, device=device), False) is not None
+    some = torch.ones(2, 2, dtype=dtype, device=device)
+    scheme: Quantization = "int4" if quantization == "gguf" else quantization  # which are multiplied alike
+    return packing(device, scheme)(some, False) is not None
 
 
 def head_quantization(device: torch.device, dtype: torch.dtype, quantization: Quantization) -> Quantization:
     """Of the weights that make logits. In 4 bits they would cost 5% of perplexity, where all others cost 0.2%."""
-    if quantization != "int4":
+    if quantization not in ("int4", "gguf"):
         return quantization
     return "int8" if can_pack(device, dtype, "int8") else "none"
 
@@ -75,6 +82,26 @@ class Linear:
         if self._product is not None:
             self.weight = self.weight.new_empty(0)
 
+    def pack_parts(self, parts: Sequence[GroupedWeight | None], sizes: Sequence[int]) -> None:
+        """Have weights that are quantised already take the places of consecutive parts of the outputs, of these sizes.
+        A part without one is packed as it is. Raises ValueError where one does not fit."""
+        ops = ops_for(self.weight.device)
+        own = torch.split(self.weight, list(sizes))
+        for place, part in zip(own, parts, strict=True):
+            if part is not None and part.numbers.shape != place.shape:
+                raise ValueError(f"a weight is {list(part.numbers.shape)} where {list(place.shape)} is needed")
+        whole = _joined(parts)
+        if whole is not None:
+            parts, own, sizes = [whole], (self.weight,), [len(self.weight)]
+        products: list[Product] = []
+        for place, part in zip(own, parts, strict=True):
+            product = ops.pack(place, self._wide) if part is None else ops.pack_grouped(part, self._wide)
+            if product is None:
+                raise ValueError("these kernels have no products of such weights")
+            products.append(product)
+        self._product = products[0] if len(products) == 1 else _beside(products, sizes)
+        self.weight = self.weight.new_empty(0)
+
     def allocate_lora(self, parts: Sequence[int], num_slots: int, max_rank: int) -> LoraWeights:
         """Make room for what adapters add, which is nothing yet. parts: how many outputs each projection has."""
         _, inputs = self._shape
@@ -110,3 +137,22 @@ class Linear:
             biases = dict(zip(names, torch.split(self.bias, list(names.values())), strict=True))
             tensors |= {f"{name}.bias": bias for name, bias in biases.items()}
         return tensors
+
+
+def _joined(parts: Sequence[GroupedWeight | None]) -> GroupedWeight | None:
+    """The parts as one weight, if there are all of them and they are alike: one product is faster than several."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts) or len({(part.bits, part.scales.shape[1]) for part in known}) > 1:
+        return None
+    numbers, scales, minimums, bits = zip(*known, strict=True)
+    return GroupedWeight(torch.cat(numbers), torch.cat(scales), torch.cat(minimums), bits[0])
+
+
+def _beside(products: Sequence[Product], sizes: Sequence[int]) -> Product:
+    """A product whose outputs are those of several, one after the other."""
+
+    def product(x: Tensor, bias: Tensor | None) -> Tensor:
+        biases = [None] * len(products) if bias is None else torch.split(bias, list(sizes))
+        return torch.cat([one(x, own) for one, own in zip(products, biases, strict=True)], dim=1)
+
+    return product

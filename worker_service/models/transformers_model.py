@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kernels.backends import ops_for
 from kernels.metadata import AttentionMetadata
 from worker_service.models.causal_model import LoraPlace
-from worker_service.models.linear import Linear, Quantization
+from worker_service.models.linear import NONE_QUANTIZED, Linear, Quantization, Quantized
 from worker_service.models.transformers_attention import NAME, within
 from worker_service.models.transformers_config import TransformersConfig
 from worker_service.models.transformers_network import Head, build_network
@@ -36,9 +36,10 @@ class TransformersModel:
         """As `CausalModel` has it."""
         return checkpoint_places(self._network)
 
-    def pack(self, quantization: Quantization = "none") -> None:
+    def pack(self, quantization: Quantization = "none", quantized: Quantized = NONE_QUANTIZED) -> None:
         """As `CausalModel` has it, but never quantised."""
         assert quantization == "none"
+        assert not quantized
         self._head.pack()
 
     def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:

@@ -6,7 +6,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "attention.h"
-#include "int4.h"
+#include "grouped.h"
 #include "layer.h"
 #include "lora.h"
 #include "matmul.h"
@@ -423,49 +423,73 @@ Tensor pack_int8(const Tensor& weight, const Tensor& scales) {
   return packed;
 }
 
-// numbers: [outputs, inputs] of uint8, at most 15; scales, minimums: [outputs, groups] of float16; returns [panels,
-// groups, bytes of a group]. The last group of an output may have fewer weights than others.
-Tensor pack_int4(const Tensor& numbers, const Tensor& scales, const Tensor& minimums) {
+// Calls apply(a block's type) for weights of so many bits of which so many inputs share a scale, or returns false.
+template <typename F>
+bool for_block(int64_t bits, int64_t inputs, const F& apply) {
+  if (bits == 4 && inputs == 32) return apply(Int4Block()), true;
+  if (bits == 8 && inputs == 32) return apply(Int8Block()), true;
+  if (bits == 8 && inputs == 16) return apply(FineInt8Block()), true;
+  return false;
+}
+
+// numbers: [outputs, inputs] of uint8, below 2 to the power of `bits`; scales, minimums: [outputs, groups] of float16,
+// for 32 or 16 inputs each; returns [panels, blocks, bytes of a block]. The last group of an output may have fewer
+// weights than others.
+Tensor pack_grouped(const Tensor& numbers, const Tensor& scales, const Tensor& minimums, int64_t bits) {
   TORCH_CHECK(numbers.device().is_cpu() && numbers.dim() == 2 && can_pack(numbers.size(1)) &&
-                  numbers.scalar_type() == at::kByte,
+                  numbers.scalar_type() == at::kByte && scales.dim() == 2,
               "this weight cannot be packed");
-  const int64_t outputs = numbers.size(0), inputs = numbers.size(1), groups = groups_of(inputs);
+  const int64_t outputs = numbers.size(0), inputs = numbers.size(1), blocks = groups_of(inputs);
+  const int64_t groups = scales.size(1), shared = groups == blocks ? kGroup : kGroup / 2;
+  TORCH_CHECK(groups == (inputs + shared - 1) / shared, "there are ", groups, " groups of ", inputs, " inputs");
   check_contiguous(numbers, "numbers");
   check_numbers(scales, at::kHalf, outputs * groups, "scales");
   check_numbers(minimums, at::kHalf, outputs * groups, "minimums");
-  auto packed = at::zeros({panels_of(outputs), groups, static_cast<int64_t>(sizeof(Int4Group))}, numbers.options());
   const auto* from = numbers.const_data_ptr<uint8_t>();
   const auto *from_scales = scales.const_data_ptr<at::Half>(), *from_minimums = minimums.const_data_ptr<at::Half>();
-  auto* to = reinterpret_cast<Int4Group*>(packed.data_ptr<uint8_t>());
-  parallel_for(panels_of(outputs), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t output = begin * kPanel; output < std::min(outputs, end * kPanel); ++output) {
-      const int64_t place = output % kPanel, half = place / (kPanel / 2);
-      Int4Group* own = to + output / kPanel * groups;
-      for (int64_t group = 0; group < groups; ++group) {
-        own[group].scales[place] = from_scales[output * groups + group];
-        own[group].minimums[place] = from_minimums[output * groups + group];
+  Tensor packed;
+  const bool is_known = for_block(bits, shared, [&](auto kind) {
+    using Block = decltype(kind);
+    packed = at::zeros({panels_of(outputs), blocks, static_cast<int64_t>(sizeof(Block))}, numbers.options());
+    auto* to = reinterpret_cast<Block*>(packed.data_ptr<uint8_t>());
+    parallel_for(panels_of(outputs), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t output = begin * kPanel; output < std::min(outputs, end * kPanel); ++output) {
+        const int64_t place = output % kPanel, half = kPanel / 2;
+        Block* own = to + output / kPanel * blocks;
+        for (int64_t group = 0; group < groups; ++group) {
+          auto& of_group = own[group / Block::kScales].groups[group % Block::kScales];
+          of_group.scales[place] = from_scales[output * groups + group];
+          of_group.minimums[place] = from_minimums[output * groups + group];
+        }
+        for (int64_t input = 0; input < inputs; ++input) {
+          auto* row = own[input / kGroup].weights[input % kGroup / 4];
+          const uint8_t number = from[output * inputs + input];
+          if constexpr (Block::kBits == 8) {
+            row[place][input % 4] = number;
+          } else {
+            row[place % half][input % 4] |= (number & 15) << (4 * (place / half));
+          }
+        }
       }
-      for (int64_t input = 0; input < inputs; ++input)
-        own[input / kGroup].weights[input % kGroup / 4][place % (kPanel / 2)][input % 4] |=
-            (from[output * inputs + input] & 15) << (4 * half);
-    }
+    });
   });
+  TORCH_CHECK(is_known, "there are no products of weights with ", bits, " bits");
   return packed;
 }
 
-// packed: from `pack`, `pack_int8` or `pack_int4`; wide: whether the result is float32.
+// packed: from `pack`, `pack_int8` or `pack_grouped`; wide: whether the result is float32.
 Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t outputs, bool wide) {
   TORCH_CHECK(x.device().is_cpu() && x.scalar_type() == at::kBFloat16, "x must be on the CPU and BFloat16");
   TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1 && can_pack(x.size(1)), "x must be [rows, inputs]");
   const int64_t inputs = x.size(1);
   const auto type = packed.scalar_type();
-  const auto is_of = [&](size_t bytes_of_a_group) {
+  const auto is_of = [&](auto... kinds) {
     return packed.dim() == 3 && packed.size(1) == groups_of(inputs) &&
-           packed.size(2) == static_cast<int64_t>(bytes_of_a_group);
+           ((packed.size(2) == static_cast<int64_t>(sizeof(kinds))) || ...);
   };
   TORCH_CHECK(packed.size(0) == panels_of(outputs) &&
-                  (type == at::kByte   ? is_of(sizeof(Int4Group))
-                   : type == at::kChar ? is_of(sizeof(Int8Group))
+                  (type == at::kByte   ? is_of(Int4Block(), Int8Block(), FineInt8Block())
+                   : type == at::kChar ? is_of(Int8Group())
                                        : packed.dim() == 4 && packed.size(1) == inputs / 2 && type == at::kBFloat16),
               "the weight was not packed for ", inputs, " inputs and ", outputs, " outputs");
   if (bias.has_value()) {
@@ -483,8 +507,13 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>
     return out;
   }
   if (type == at::kByte) {
-    multiply_int4(
-        reinterpret_cast<const Int4Group*>(packed.const_data_ptr<uint8_t>()), numbers, sizes, added, results);
+    for (const auto& [bits, shared] : {std::pair(4, 32), std::pair(8, 32), std::pair(8, 16)})
+      for_block(bits, shared, [&](auto kind) {
+        using Block = decltype(kind);
+        if (packed.size(2) == static_cast<int64_t>(sizeof(Block)))
+          multiply_grouped(
+              reinterpret_cast<const Block*>(packed.const_data_ptr<uint8_t>()), numbers, sizes, added, results);
+      });
     return out;
   }
 #if defined(__AVX512BF16__)
@@ -516,6 +545,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("can_pack_int8", &pagewire::can_pack_int8, unlocked);
   module.def("pack", &pagewire::pack, unlocked);
   module.def("pack_int8", &pagewire::pack_int8, unlocked);
-  module.def("pack_int4", &pagewire::pack_int4, unlocked);
+  module.def("pack_grouped", &pagewire::pack_grouped, unlocked);
   module.def("linear", &pagewire::linear, unlocked);
 }

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
+from kernels.reference import quantize_int4
 from pagewire_common.start_error import StartError
 from worker_service.execution.worker import load_worker
 from worker_service.models.linear import Linear, Quantization, can_pack
@@ -81,3 +82,25 @@ def test_weights_rounded_in_another_way_have_another_fingerprint(
     assert load_worker(settings).info.model_fingerprint == fingerprint
     monkeypatch.setattr("worker_service.execution.network.WEIGHT_GROUP", 64)
     assert load_worker(settings).info.model_fingerprint != fingerprint
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_parts_of_a_weight_may_be_quantised_in_ways_of_their_own(biased: bool) -> None:
+    """And one of them not at all."""
+    if not can_pack(torch.device("cpu"), torch.bfloat16, "gguf"):
+        pytest.skip("the CPU's kernels are not compiled")
+    torch.manual_seed(0)
+    weight, x = torch.randn(40, 64).bfloat16(), torch.randn(5, 64).bfloat16()
+    bias = torch.randn(40).bfloat16() if biased else None
+    coarse, fine = quantize_int4(weight[:10]), quantize_int4(weight[10:30])._replace(bits=8)
+    linear = Linear(weight.clone(), bias)
+    linear.pack_parts([coarse, fine, None], [10, 20, 10])
+    torch.testing.assert_close(
+        linear(x), functional.linear(x, weight, bias), atol=3, rtol=0
+    )  # of 64 weights with 4 bits
+    assert torch.equal(linear(x)[:, 30:], functional.linear(x, weight, bias)[:, 30:])
+    alike = Linear(weight.clone(), bias)
+    alike.pack_parts([coarse, quantize_int4(weight[10:])], [10, 30])
+    assert torch.equal(alike(x)[:, :30], linear(x)[:, :30])  # 8 bits with the same numbers
+    with pytest.raises(ValueError, match=r"a weight is \[10, 64\] where \[20, 64\] is needed"):
+        Linear(weight, bias).pack_parts([coarse, coarse], [20, 20])

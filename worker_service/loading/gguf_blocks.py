@@ -1,0 +1,157 @@
+"""Quantised weights as a GGUF file has them: what is kept of them when it is converted, and what they mean.
+
+A block is 32 or 256 neighbouring inputs of an output: their numbers of few bits, and the scales that make them weights
+again. The layouts are those of llama.cpp's ggml-common.h and of the Python package gguf.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kernels.ops import GroupedWeight
+from pagewire_common.start_error import StartError
+
+FILE = "gguf_blocks.safetensors"
+"""Beside a converted model: for the name of each weight in it [outputs, bytes], and in the metadata its type."""
+
+_Parts = tuple[Tensor, Tensor, Tensor]
+"""Numbers [blocks, inputs of a block], and twice [blocks, groups of a block]: scales, and minimums."""
+
+
+def _float16(blocks: Tensor, place: int) -> Tensor:
+    """[blocks, 1] float32."""
+    return blocks[:, place : place + 2].contiguous().view(torch.float16).float()
+
+
+def _halves(bytes_: Tensor) -> Tensor:
+    """The lower halves of bytes, then the upper."""
+    return torch.cat((bytes_ & 15, bytes_ >> 4), dim=-1)
+
+
+def _fifth_bits(blocks: Tensor, place: int) -> Tensor:
+    """[blocks, 32], 16 where a bit of these four bytes is set."""
+    bits = blocks[:, place : place + 4, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    return bits.flatten(1) << 4
+
+
+def _q4_0(blocks: Tensor) -> _Parts:
+    scale = _float16(blocks, 0)
+    return _halves(blocks[:, 2:]), scale, 8 * scale
+
+
+def _q4_1(blocks: Tensor) -> _Parts:
+    return _halves(blocks[:, 4:]), _float16(blocks, 0), -_float16(blocks, 2)
+
+
+def _q5_0(blocks: Tensor) -> _Parts:
+    scale = _float16(blocks, 0)
+    return _halves(blocks[:, 6:]) | _fifth_bits(blocks, 2), scale, 16 * scale
+
+
+def _q5_1(blocks: Tensor) -> _Parts:
+    return _halves(blocks[:, 8:]) | _fifth_bits(blocks, 4), _float16(blocks, 0), -_float16(blocks, 2)
+
+
+def _q8_0(blocks: Tensor) -> _Parts:
+    scale = _float16(blocks, 0)
+    return blocks[:, 2:] ^ 128, scale, 128 * scale  # int8 plus 128
+
+
+def _scales_of_eight(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the K types with 4 and 5 bits: eight scales and minimums of 6 bits each in twelve bytes, behind their own."""
+    packed = blocks[:, 4:16]
+    low, high, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = torch.cat((low & 63, (rest & 15) | (low >> 6 << 4)), dim=1)
+    minimums = torch.cat((high & 63, (rest >> 4) | (high >> 6 << 4)), dim=1)
+    return _float16(blocks, 0) * scales, _float16(blocks, 2) * minimums
+
+
+def _q4_k(blocks: Tensor) -> _Parts:
+    return _halves(blocks[:, 16:].reshape(-1, 4, 32)).flatten(1), *_scales_of_eight(blocks)
+
+
+def _q5_k(blocks: Tensor) -> _Parts:
+    low = _halves(blocks[:, 48:].reshape(-1, 4, 32)).flatten(1)
+    fifth = blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+    return low | fifth.flatten(1) << 4, *_scales_of_eight(blocks)
+
+
+def _q6_k(blocks: Tensor) -> _Parts:
+    low = _halves(blocks[:, :128].reshape(-1, 2, 64)).flatten(1)
+    pairs = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3
+    scale = _float16(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8)
+    scale = scale.half().float()
+    return low | pairs.flatten(1) << 4, scale, 32 * scale
+
+
+_TYPES: dict[str, tuple[int, int, int, Callable[[Tensor], _Parts]]] = {
+    "Q4_0": (18, 32, 4, _q4_0),
+    "Q4_1": (20, 32, 4, _q4_1),
+    "Q5_0": (22, 32, 8, _q5_0),
+    "Q5_1": (24, 32, 8, _q5_1),
+    "Q8_0": (34, 32, 8, _q8_0),
+    "Q4_K": (144, 256, 4, _q4_k),
+    "Q5_K": (176, 256, 8, _q5_k),
+    "Q6_K": (210, 256, 8, _q6_k),
+}
+"""Bytes and inputs of a block, the bits that a number is held in, and what a block means."""
+TYPES = frozenset(_TYPES)
+
+
+def grouped_weight(rows: Tensor, kind: str) -> GroupedWeight:
+    """What weights of one of TYPES mean. rows: [outputs, bytes]. Raises ValueError if the bytes are no whole blocks."""
+    num_bytes, _, bits, read = _TYPES[kind]
+    if rows.dim() != 2 or rows.dtype is not torch.uint8 or rows.shape[1] % num_bytes:
+        raise ValueError(f"rows of {list(rows.shape)} {rows.dtype} are no blocks of {kind}")
+    found: list[list[Tensor]] = [[], [], []]
+    for part in torch.split(rows, max(1, 2**20 // rows.shape[1])):  # which stays in a core's cache
+        numbers, scales, minimums = read(part.reshape(-1, num_bytes))
+        for tensors, tensor in zip(found, (numbers, scales.half(), minimums.half()), strict=True):
+            tensors.append(tensor.reshape(len(part), -1))
+    numbers, scales, minimums = map(torch.cat, found)
+    if not (scales.isfinite().all() and minimums.isfinite().all()):
+        raise ValueError(f"a scale of {kind} is not finite")
+    return GroupedWeight(numbers, scales, minimums, bits)
+
+
+class GgufBlocks(Mapping[str, GroupedWeight]):
+    """The weights of a converted model that its GGUF file had quantised, by their names in the converted one."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises StartError where the folder has none, or they cannot be read."""
+        self._file = folder / FILE
+        if not self._file.is_file():
+            raise StartError(f"{folder} was not converted from a GGUF file, so it has no such weights")
+        try:
+            blocks: Any = safe_open(self._file, framework="pt")
+            types = blocks.metadata()
+            self._blocks, self._types = blocks, {name: types[name] for name in blocks.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError, KeyError, TypeError) as error:
+            raise StartError(f"{self._file} cannot be read: {error}") from error
+
+    def __getitem__(self, name: str) -> GroupedWeight:
+        """Raises KeyError where the weight is not among them, and StartError."""
+        kind = self._types[name]
+        try:
+            return grouped_weight(self._blocks.get_tensor(name), kind)
+        except (SafetensorError, ValueError, KeyError) as error:
+            raise StartError(f"{self._file}: {name}: {error}") from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._types)
+
+    def digest(self) -> str:
+        """SHA-256, in hexadecimal, of all of them. Raises StartError."""
+        try:
+            with open(self._file, "rb") as stream:
+                return hashlib.file_digest(stream, "sha256").hexdigest()
+        except OSError as error:
+            raise StartError(f"cannot read {self._file}: {error.strerror}") from error
+
+    def __len__(self) -> int:
+        return len(self._types)
