@@ -126,7 +126,7 @@ class GgufBlocks(Mapping[str, GroupedWeight]):
         """Raises StartError where the folder has none, or they cannot be read."""
         self._file = folder / FILE
         if not self._file.is_file():
-            raise StartError(f"{folder} was not converted from a GGUF file, so it has no such weights")
+            raise StartError(f"{folder} was not converted from a GGUF file with weights of {', '.join(sorted(TYPES))}")
         try:
             blocks: Any = safe_open(self._file, framework="pt")
             types = blocks.metadata()

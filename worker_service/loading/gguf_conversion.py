@@ -104,7 +104,8 @@ def _keep_blocks(file: Path, weights: "dict[str, torch.Tensor]", folder: Path) -
                 places.setdefault(one, []).append(place)
             order = [places[one].pop() for one in wanted]
             blocks[name], types[name] = torch.from_numpy(tensor.data[order]), kind
-    save_file(blocks, folder / FILE, types)
+    if blocks:
+        save_file(blocks, folder / FILE, types)
 
 
 if __name__ == "__main__":

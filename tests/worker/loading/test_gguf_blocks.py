@@ -1,6 +1,7 @@
 """What is kept of a GGUF file's quantised weights is what the library gguf makes of them."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,9 +117,9 @@ def prompt_logprobs(settings: WorkerSettings) -> Tensor:
     return torch.tensor(report.logprobs)
 
 
-def worker_settings(path: Path, quantization: Quantization) -> WorkerSettings:
+def worker_settings(path: Path, quantization: Quantization, **settings: Any) -> WorkerSettings:
     return WorkerSettings(
-        model=str(path), device="cpu", dtype="bfloat16", quantization=quantization, num_device_blocks=40
+        model=str(path), device="cpu", dtype="bfloat16", quantization=quantization, num_device_blocks=40, **settings
     )
 
 
@@ -132,11 +133,16 @@ def test_a_model_says_with_its_files_weights_what_it_says_with_them_widened(conv
     assert (quantized - plain).abs().mean() < 0.15 * plain.std()
 
 
-def test_what_has_no_such_weights_is_refused_with_the_reason(converted: Path, tiny_checkpoint: Path) -> None:
+def test_what_has_no_such_weights_is_refused_with_the_reason(
+    converted: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     if not can_pack(torch.device("cpu"), torch.bfloat16, "gguf"):
         pytest.skip("the CPU's kernels are not compiled")
     with pytest.raises(StartError, match="was not converted from a GGUF file"):
         load_worker(worker_settings(tiny_checkpoint, "gguf"))
+    write_gguf(tmp_path / "plain.gguf")
+    with pytest.raises(StartError, match="was not converted from a GGUF file with weights of Q4_0, Q4_1, Q4_K"):
+        load_worker(worker_settings(tmp_path / "plain.gguf", "gguf", cache=tmp_path))
     (converted / FILE).write_bytes(b"\x10" * 100)
     with pytest.raises(StartError, match=f"{FILE} cannot be read"):
         load_worker(worker_settings(converted, "gguf"))
