@@ -85,7 +85,7 @@ async def test_a_slow_worker_does_not_set_the_pace_of_fast_ones(
         slow.kill()
     print(f"tokens a second of fast workers: {alone:.0f}, with a slow one beside them: {beside:.0f}")  # noqa: T201
     of_slow, of_fast, of_other = map(sum, zip(*running, strict=True))
-    assert of_slow < (of_fast + of_other) / 5  # one of twelve requests was seen at any time; an even share is a half
+    assert of_slow < (of_fast + of_other) / 3  # it had one or two of twelve at any time; an even share is four
     assert state.workers[0].num_steps
     assert not scale.is_full or beside > 0.9 * alone
 
