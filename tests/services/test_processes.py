@@ -235,6 +235,7 @@ async def test_killing_the_worker_is_a_pause_not_an_error(start: Start, tiny_mod
         streams = [asyncio.create_task(disturbed(prompt)) for prompt in prompts]
         await first_tokens.wait()
         worker.process.kill()
+        await asyncio.to_thread(worker.process.wait)  # its port is free when its memory is, which is not at once
         start("worker_service", "--model", model, *WORKER_SIZES, listen=address)
         for completion, stream in zip(undisturbed, streams, strict=True):
             assert await stream == [output.token_ids for output in completion.outputs]
