@@ -106,7 +106,8 @@ class ModelOutput:
     step_id: int
     token_ids: list[int]
     num_tokens: list[int] = field(default_factory=list)
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """By sequence id, of each token that it gained."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     failed_sequence_ids: frozenset[int] = frozenset()
     draft_tokens: dict[int, list[int]] = field(default_factory=dict)

@@ -16,11 +16,13 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
     """
     if answer.token_ids and max(answer.token_ids) >= vocabulary_size:
         raise ValueError(f"the worker sampled token {max(answer.token_ids)} of a vocabulary of {vocabulary_size}")
+    num_gained: dict[int, int] = {}  # where it is not 1
     if answer.num_tokens:
         sampled = (sequence for sequence, _, samples in output.scheduled if samples)
         for sequence, num_tokens in zip(sampled, answer.num_tokens, strict=False):
             if num_tokens > 1 + len(output.draft_tokens.get(sequence.id, ())) and sequence not in output.dropped:
                 raise ValueError(f"the worker returned {num_tokens} tokens for sequence {sequence.id}")
+            num_gained[sequence.id] = num_tokens
     for sequence, num_tokens, samples in [item for item in output.scheduled if item.sequence.reports]:
         sampling = sequence.sampling
         if sequence in output.dropped or sequence.id in answer.failed_sequence_ids:
@@ -34,9 +36,14 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
             if not np.isfinite(np.frombuffer(vectors, "<f2" if pooling.half else "<f4")).all():
                 raise ValueError(f"the worker returned vectors with NaN or infinity for sequence {sequence.id}")
         if samples and (width := sampling.num_logprobs) is not None:
-            if (entry := answer.logprobs.get(sequence.id)) is None:
-                raise ValueError(f"the worker returned no log-probabilities for sequence {sequence.id}")
-            _check_entry(sequence, entry, width, vocabulary_size)
+            entries, most = answer.logprobs.get(sequence.id, []), num_gained.get(sequence.id, 1)
+            if len(entries) != most:
+                raise ValueError(
+                    f"the worker returned log-probabilities of {len(entries)} tokens for sequence {sequence.id}, "
+                    f"which gained {most}"
+                )
+            for entry in entries:
+                _check_entry(sequence, entry, width, vocabulary_size)
         entries = answer.prompt_logprobs.get(sequence.id, [])
         if sampling.prompt_logprobs is not None:
             if len(entries) > num_tokens:

@@ -173,14 +173,17 @@ class Outbox:
 
 
 def _encode_gained(call: int, gained: SequenceOutput) -> pb.EngineEvent:
-    """Without log-probabilities and vectors. The status is that of now: the sequence may end before it is sent."""
+    """Without log-probabilities and vectors.
+
+    The status is that of now: the sequence may end before it is sent. It has none while the answer has more of it.
+    """
     sequence, status = gained.sequence, gained.sequence.status
     event = pb.EngineEvent(call=call)
     message = event.gained
     message.index = sequence.index
     if gained.token_id is not None:
         message.token_id = gained.token_id
-    if status.is_finished:
+    if status.is_finished and not gained.goes_on:
         message.status = encode_enum(SequenceStatus.DESCRIPTOR, status)  # type: ignore[assignment]
         if sequence.stop_token_id is not None:
             message.stop_token_id = sequence.stop_token_id

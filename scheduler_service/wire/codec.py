@@ -73,6 +73,7 @@ def _fill_sampling(message: pb.SequenceSampling, sampling: SamplingParams, index
             logit_bias=sampling.logit_bias,
             bad_words=[pb.TokenSequence(token_ids=word) for word in sampling.bad_words],
             form=sampling.form,
+            is_beam=sampling.beam_width > 0,
         )
     )
     fill_column(message, "allowed_token_ids", sampling.allowed_token_ids)
@@ -178,7 +179,7 @@ def decode_model_output(message: pb.ModelOutput) -> ModelOutput:
     if output.num_tokens and not (min(output.num_tokens) >= 1 and sum(output.num_tokens) == len(output.token_ids)):
         raise ValueError(f"{len(output.token_ids)} tokens do not divide into {len(output.num_tokens)} shares")
     for columns in message.logprobs:
-        (output.logprobs[columns.sequence_id],) = _decode_logprobs(columns)
+        output.logprobs[columns.sequence_id] = _decode_logprobs(columns)
     for columns in message.prompt_logprobs:
         output.prompt_logprobs[columns.sequence_id] = _decode_logprobs(columns)
     return output

@@ -172,22 +172,21 @@ class FakeWorker:
                 self._store_encoder(self.mirrors[sequence.id], num_tokens)
             else:
                 self._store(self.mirrors[sequence.id], num_tokens, samples)
-        sampled = [
-            self._attend(self.mirrors[sequence.id], num_tokens, samples)
+        sampled = {
+            sequence: self._attend(self.mirrors[sequence.id], num_tokens, samples)
             for sequence, num_tokens, samples in output.scheduled
             if not sequence.is_encoder
-        ]
-        answer = ModelOutput(output.step_id, [token for tokens in sampled for token in tokens])
+        }
+        answer = ModelOutput(output.step_id, [token for tokens in sampled.values() for token in tokens])
         if output.draft_tokens:
-            answer.num_tokens = [len(tokens) for tokens in sampled if tokens]
-        for sequence, _, samples in output.scheduled:
-            if samples and (num_logprobs := sequence.sampling.num_logprobs) is not None:
-                mirror = self.mirrors[sequence.id]
-                token, before = mirror.tokens[-1], len(mirror.tokens) - 1
-                ranked = candidates(mirror.prefixes(before)[before - 1])[:num_logprobs]
-                answer.logprobs[sequence.id] = TokenLogprobs(
-                    [token, *(t for t, _ in ranked)], [0.0, *(p for _, p in ranked)], 1
-                )
+            answer.num_tokens = [len(tokens) for tokens in sampled.values() if tokens]
+        for sequence, tokens in sampled.items():
+            if tokens and (num_logprobs := sequence.sampling.num_logprobs) is not None:
+                prefixes = self.mirrors[sequence.id].prefixes(end := len(self.mirrors[sequence.id].tokens))
+                answer.logprobs[sequence.id] = [
+                    _report(token, candidates(prefix)[:num_logprobs])
+                    for token, prefix in zip(tokens, prefixes[end - len(tokens) - 1 :], strict=False)
+                ]
         return answer
 
     def _give_encoder(self, mirror: Mirror, sequence: Sequence) -> None:
@@ -249,3 +248,7 @@ class FakeWorker:
         block = mirror.table[position // self.config.block_size]
         assert block != NO_BLOCK, f"position {position} is needed, and its block was let go of"
         return self.slots[block]
+
+
+def _report(token: int, ranked: list[tuple[int, float]]) -> TokenLogprobs:
+    return TokenLogprobs([token, *(t for t, _ in ranked)], [0.0, *(p for _, p in ranked)], 1)

@@ -141,9 +141,9 @@ class Both:
                 token, likeliest = sample(prefix, sequence.index) % 25, []
                 if sequence.sampling.beam_width:
                     likeliest = candidates(prefix)[: sequence.sampling.num_logprobs]
-                    answer.logprobs[sequence.id] = TokenLogprobs(
-                        [token, *(t for t, _ in likeliest)], [0.0, *(p for _, p in likeliest)], 1
-                    )
+                    answer.logprobs[sequence.id] = [
+                        TokenLogprobs([token, *(t for t, _ in likeliest)], [0.0, *(p for _, p in likeliest)], 1)
+                    ]
                 answer.token_ids.append(token)
                 answers.append((token, likeliest))
         self.fast.update_from_output(output, answer, now)

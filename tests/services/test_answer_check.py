@@ -26,7 +26,8 @@ def test_an_answer_about_sequences_that_have_left_the_worker_is_no_lie() -> None
     (dropped,) = in_flight[0].dropped
     assert dropped.id == 0
     answer = ModelOutput(1, [5, 5])
-    with pytest.raises(ValueError, match=f"no log-probabilities for sequence {in_flight[0].scheduled[0].sequence.id}"):
+    reason = f"of 0 tokens for sequence {in_flight[0].scheduled[0].sequence.id}, which gained 1"
+    with pytest.raises(ValueError, match=reason):
         check_answer(in_flight[0], answer, 100)
     (left,) = (s for s in in_flight[0].scheduled if s.sequence is not dropped)
     in_flight[0].scheduled.remove(left)
@@ -44,8 +45,37 @@ def test_what_is_said_of_log_probabilities_that_are_none_names_no_tokens() -> No
     sequence = output.scheduled[0].sequence
     entry = TokenLogprobs([31337] * 1000, [-1.0] * 1000, 1)
     with pytest.raises(ValueError, match=f"for sequence {sequence.id}: 1000 where 2 were asked for, or a") as error:
-        check_answer(output, ModelOutput(1, [5], logprobs={sequence.id: entry}), 50_000)
+        check_answer(output, ModelOutput(1, [5], logprobs={sequence.id: [entry]}), 50_000)
     assert "31337" not in str(error.value)
+
+
+def test_each_token_that_was_gained_has_log_probabilities() -> None:
+    """Also where guesses were right, and a step gains several tokens of a sequence."""
+    config = SchedulerConfig(
+        block_size=4,
+        num_device_blocks=8,
+        max_num_batched_tokens=16,
+        max_num_seqs=2,
+        max_model_len=16,
+        num_lookahead_slots=2,
+    )
+    scheduler = Scheduler(config, WaitingQueue())
+    scheduler.add_request(SequenceGroup("a", range(1, 8), SamplingParams(max_tokens=9, logprobs=0)))
+    output = scheduler.schedule()
+    sequence_id = output.scheduled[0].sequence.id
+    entry = TokenLogprobs([5], [-1.0], 1)
+    scheduler.update_from_output(output, ModelOutput(1, [5], logprobs={sequence_id: [entry]}))
+    scheduler.update_draft_token_ids({sequence_id: [5, 5]})
+    output = scheduler.schedule()
+    for num_positions in range(4):
+        answer = ModelOutput(2, [5, 5], [2], logprobs={sequence_id: [entry] * num_positions})
+        if num_positions == 2:
+            check_answer(output, answer, 100)
+        else:
+            with pytest.raises(ValueError, match=f"of {num_positions} tokens for sequence {sequence_id}, which gained"):
+                check_answer(output, answer, 100)
+    gained = scheduler.update_from_output(output, ModelOutput(2, [5, 5], [2], logprobs={sequence_id: [entry] * 2}))
+    assert [item.logprobs for item in gained] == [entry, entry]
 
 
 @pytest.mark.parametrize(

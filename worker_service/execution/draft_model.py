@@ -176,11 +176,12 @@ class DraftModel:
 def _of_draft(one: Beginning) -> SequenceState:
     """The sequence's first tokens, to go on with guesses, and the parameters that decide which token is chosen.
 
-    What is drafted for a sequence with an adapter is what the base would say.
+    What is drafted for a sequence with an adapter is what the base would say, and for one with a form what it would say
+    without.
     """
     sampling = one.sequence.sampling
-    if sampling.prompt_logprobs is not None:
-        sampling = replace(sampling, prompt_logprobs=None)
+    if sampling.form or sampling.logprobs is not None or sampling.prompt_logprobs is not None:
+        sampling = replace(sampling, form="", logprobs=None, prompt_logprobs=None)
     return replace(one.sequence, token_ids=one.sequence.token_ids[: one.num_tokens], sampling=sampling, adapter="")
 
 

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -33,15 +33,18 @@ MOST_REASON = 1000
 
 
 class Work(NamedTuple):
-    """What is to be done for an output: read these tokens, and then, if it `samples`, say what may follow.
+    """What is to be done for an output: read these tokens, and then, if it `samples`, say what may follow, and what
+    after each of some guesses.
 
-    An output's first work names its `form` and has all of its tokens.
+    An output's first work names its `form` and has all of its tokens; if it is `alone`, its form is compiled for it.
     """
 
     key: int
     form: str
     token_ids: Sequence[int]
     samples: bool
+    guesses: Sequence[int] = ()
+    alone: bool = False
 
 
 class Follower:
@@ -56,38 +59,52 @@ class Follower:
     def forget(self, key: int) -> None:
         self._matchers.pop(key, None)
 
-    def do(self, work: Work) -> bytearray:
-        """A bit for each token that may come next; empty if it does not sample, zeros where none may."""
-        matcher = self._matchers.get(work.key)
-        if matcher is None:
-            matcher = self._matchers[work.key] = self._matcher(work.form)
+    def do(self, work: Work) -> Iterator[bytearray]:
+        """A bit for each token that may come next, then the same after each guess.
+
+        Empty where no token may, as beyond a guess that may not come, or that ends the output; and once, if it does not
+        sample.
+        """
+        if work.form:
+            self._matchers[work.key] = self._matcher(work.form, work.alone)
+        matcher = self._matchers[work.key]
         if not matcher.is_stopped():
             matcher.consume_tokens(list(work.token_ids))
-        if not work.samples:
-            return bytearray()
+        mask = self._mask(matcher) if work.samples else bytearray()
+        yield mask
+        guessing = matcher.deep_copy() if work.guesses else matcher  # a matcher that has failed would not go back
+        for guess in work.guesses:
+            may_come = bool(mask) and mask[guess // 8] >> guess % 8 & 1 and not guessing.is_stopped()
+            mask = self._mask(guessing) if may_come and guessing.consume_token(guess) else bytearray()
+            yield mask
+
+    def _mask(self, matcher: LLMatcher) -> bytearray:
         mask = bytearray(self._num_bytes)
         if not matcher.is_stopped():
             address = ctypes.addressof(ctypes.c_char.from_buffer(mask))
             matcher.unsafe_compute_mask_ptr(address, len(mask))
         if matcher.is_error():
-            return bytearray(self._num_bytes)
+            return bytearray()
         if matcher.is_stopped():  # the text is whole and cannot go on
             for token_id in self._tokenizer.eos_tokens:
                 mask[token_id // 8] |= 1 << token_id % 8
         return mask
 
-    def _matcher(self, form: str) -> LLMatcher:
-        """One that has read nothing."""
+    def _matcher(self, form: str, alone: bool) -> LLMatcher:
+        """One that has read nothing. Unless it is `alone`, it shares what the library finds out of the form with
+        others, and the limits on that: where these end one of them, they end all."""
         compiled = self._compiled.pop(form, None)
-        if compiled is None:
+        if alone or compiled is None or compiled.is_error():
             compiled = LLMatcher(self._tokenizer, form, limits=parser_limits())
+        if alone:
+            return compiled
         self._compiled[form] = compiled
         if len(self._compiled) > MOST_KEPT:
             self._compiled.popitem(last=False)
         return compiled.deep_copy()
 
     def serve(self, connection: Connection) -> None:
-        """Messages are (keys to forget, work). Each work is answered by itself: so it is known which takes long."""
+        """Messages are (keys to forget, work). Each mask is sent by itself: so it is known which takes long."""
         while True:
             try:
                 gone, all_work = connection.recv()
@@ -96,7 +113,8 @@ class Follower:
             for key in gone:
                 self.forget(key)
             for work in all_work:
-                connection.send_bytes(self.do(work))
+                for mask in self.do(work):
+                    connection.send_bytes(mask)
 
 
 def _end_with_the_parent() -> None:

@@ -19,7 +19,7 @@ import sys
 import time
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -33,7 +33,7 @@ import structlog
 
 from pagewire_common.eos_tokens import eos_token_ids
 from worker_service.execution.form_process import FORK, MOST_REASON, READY, Work
-from worker_service.session.session import ScheduledChunk, SequenceState
+from worker_service.session.session import NO_DRAFTS, ScheduledChunk, SequenceState
 
 log = structlog.get_logger()
 
@@ -48,10 +48,10 @@ MOST_REFUSED = 1024
 
 
 class FormMasks:
-    """The tokens that may come next in a step, of the sequences that have a form and sample."""
+    """The tokens that may come next in a step, of the sequences that have a form and sample, and after guesses."""
 
-    def __init__(self, rows: dict[int, int], masks: "Future[npt.NDArray[np.uint8]]") -> None:
-        self._rows = rows  # by sequence id
+    def __init__(self, rows: dict[tuple[int, int], int], masks: "Future[npt.NDArray[np.uint8]]") -> None:
+        self._rows = rows  # by sequence id and number of tokens
         self._masks = masks  # [rows, bytes]
 
     def of(self, sequences: Sequence[SequenceState]) -> npt.NDArray[np.uint8]:
@@ -59,7 +59,7 @@ class FormMasks:
 
         A sequence whose form cannot go on has none.
         """
-        return self._masks.result()[[self._rows[sequence.sequence_id] for sequence in sequences]]
+        return self._masks.result()[[self._rows[one.sequence_id, len(one.token_ids)] for one in sequences]]
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +70,9 @@ class _Progress:
     gone: deque[int]
     reader: Connection | None = None
     num_tokens: int = 0
+    is_alone: bool = False
+    """Whether its form is compiled for it, and nothing guessed: outputs of one form, and guesses, share limits of the
+    library, and some had ended it."""
 
     def __del__(self) -> None:
         self.gone.append(self.key)
@@ -80,6 +83,7 @@ class _Item(NamedTuple):
     progress: _Progress
     token_ids: "array[int]"  # all of the output
     samples: bool
+    guesses: "array[int]"
 
 
 class Forms:
@@ -90,7 +94,7 @@ class Forms:
         self._vocabulary_size = vocabulary_size
         self._keys = itertools.count()
         self._gone: deque[int] = deque()
-        self._refused: OrderedDict[int, None] = OrderedDict()  # by hashes: a form may have 64 KiB
+        self._refused: OrderedDict[int, None] = OrderedDict()  # by hashes, see `_refuse`: a form may have 64 KiB
         self._thread = ThreadPoolExecutor(1, "forms")
         self._reader: Connection | None = None
         self._process: psutil.Process  # which knows if its id is another process's by now
@@ -133,7 +137,12 @@ class Forms:
         formed = [chunk for chunk in chunks if chunk.sequence.sampling.form]
         if not formed:
             return None
-        rows = {sequence_id: row for row, sequence_id in enumerate(c.sequence.sequence_id for c in formed if c.samples)}
+        sampled = [
+            (sequence.sequence_id, len(sequence.token_ids) + number)
+            for sequence, *_, samples, drafts in formed
+            for number in range(samples + len(drafts))
+        ]
+        rows = {key: row for row, key in enumerate(sampled)}
         items = [self._item(chunk) for chunk in formed]
         return FormMasks(rows, self._thread.submit(self._find, items, len(rows)))
 
@@ -142,41 +151,62 @@ class Forms:
         progress = sequence.form_progress
         if not isinstance(progress, _Progress):
             progress = sequence.form_progress = _Progress(next(self._keys), self._gone)
-        return _Item(sequence.sampling.form, progress, sequence.token_ids[sequence.num_prompt_tokens :], chunk.samples)
+        output = sequence.token_ids[sequence.num_prompt_tokens :]
+        return _Item(sequence.sampling.form, progress, output, chunk.samples, chunk.drafts)
 
     # ---- on the thread
 
     def _find(self, items: Sequence[_Item], num_rows: int) -> npt.NDArray[np.uint8]:
         """What `FormMasks` has."""
         masks = np.zeros((num_rows, -(-self._vocabulary_size // 32) * 4), np.uint8)
-        rows = iter(masks)
-        left = deque((item, next(rows) if item.samples else None) for item in items)
-        while left := deque(pair for pair in left if hash(pair[0].form) not in self._refused):
+        ends = itertools.accumulate(item.samples + len(item.guesses) for item in items)
+        left = deque(
+            (item, masks[end - item.samples - len(item.guesses) : end]) for item, end in zip(items, ends, strict=True)
+        )
+        while left := deque(self._not_refused(left)):
+            again: list[tuple[_Item, npt.NDArray[np.uint8]]] = []
             try:
                 reader = self._living_reader()
             except OSError as error:
                 log.error("forms cannot be followed now", reason=str(error))
                 break
+            number = 0
             try:
                 self._send(reader, [item for item, _ in left])
                 while left:
-                    _, row = left[0]
-                    answer = self._receive(reader)
-                    if row is not None:
-                        row[:] = np.frombuffer(answer, np.uint8)
+                    item, rows = left[0]
+                    for number in range(1 + len(item.guesses)):
+                        answer = self._receive(reader)
+                        if item.samples and answer:
+                            rows[number] = np.frombuffer(answer, np.uint8)
+                        elif item.samples and number == 0 and not item.progress.is_alone:
+                            item.progress.reader, item.progress.is_alone = None, True
+                            again.append((item, rows))
                     left.popleft()
             except (OSError, EOFError) as error:  # it takes too long, or has died: of too much memory, perhaps
                 self._end()
-                self._refuse(left[0][0].form, error)
+                self._refuse(left[0][0].form, number > 0, error)
+            left.extend(again)
         return masks
+
+    def _not_refused(
+        self, items: Iterable[tuple[_Item, npt.NDArray[np.uint8]]]
+    ) -> Iterator[tuple[_Item, npt.NDArray[np.uint8]]]:
+        """Those whose forms are followed, without guesses where what would follow these is not looked for."""
+        for item, rows in items:
+            if hash((item.form, False)) not in self._refused:
+                without = item.progress.is_alone or hash((item.form, True)) in self._refused
+                yield item._replace(guesses=NO_DRAFTS) if without else item, rows
 
     def _send(self, reader: Connection, items: Sequence[_Item]) -> None:
         work = []
-        for form, progress, token_ids, samples in items:
+        for form, progress, token_ids, samples, guesses in items:
             if progress.reader is not reader:
                 progress.reader, progress.num_tokens = reader, 0
             unread = token_ids[progress.num_tokens :]
-            work.append(Work(progress.key, "" if progress.num_tokens else form, unread, samples))
+            work.append(
+                Work(progress.key, "" if progress.num_tokens else form, unread, samples, guesses, progress.is_alone)
+            )
             progress.num_tokens = len(token_ids)
         gone = [self._gone.popleft() for _ in range(len(self._gone))]
         reader.send((gone, work))
@@ -192,10 +222,11 @@ class Forms:
                     raise TimeoutError(f"nothing was heard for {DEAF_SECONDS:g} s")
         return reader.recv_bytes()
 
-    def _refuse(self, form: str, error: Exception) -> None:
-        """Not follow a form any more."""
-        log.warning("a form is not followed any more", reason=str(error) or type(error).__name__)
-        self._refused[hash(form)] = None
+    def _refuse(self, form: str, is_guess: bool, error: Exception) -> None:
+        """Not follow a form any more; if it `is_guess`, what was not chosen, only not beyond what is."""
+        what = "guesses within a form are" if is_guess else "a form is"
+        log.warning(f"{what} not followed any more", reason=str(error) or type(error).__name__)
+        self._refused[hash((form, is_guess))] = None
         if len(self._refused) > MOST_REFUSED:
             self._refused.popitem(last=False)
 

@@ -37,34 +37,36 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, sequence_id: int, num_top
 
 
 def sample_logprobs(
-    logits: Tensor, token_ids: Sequence[int], failed: Sequence[bool], sequences: Sequence[SequenceState]
+    logits: Tensor, token_ids: Sequence[int], rows_of: Sequence[tuple[SequenceState, range]]
 ) -> list[SampleLogprobs]:
-    """Report each row's sampled token, if it has one and its sequence asks. logits: [rows, vocabulary_size]."""
-    asking = {
-        row: sequence.sampling.logprobs
-        for row, sequence in enumerate(sequences)
-        if sequence.sampling.logprobs is not None and not failed[row]
-    }
+    """Report sampled tokens of sequences that ask, each with its rows.
+
+    logits: [rows, vocabulary_size], token_ids: the token that was sampled of each row.
+    """
     reports: dict[int, SampleLogprobs] = {}
     # Rows are computed together only if they ask for the same: a row's result does not depend on its neighbours.
-    for num_top in set(asking.values()):
-        rows = [row for row, wanted in asking.items() if wanted == num_top]
+    for num_top in {sequence.sampling.logprobs for sequence, _ in rows_of}:
+        assert num_top is not None
+        asking = [(sequence, rows) for sequence, rows in rows_of if sequence.sampling.logprobs == num_top]
+        all_rows = [row for _, rows in asking for row in rows]
         together = gather_logprobs(
-            logits[upload(rows, torch.int64, logits.device)],
-            upload([token_ids[row] for row in rows], torch.int64, logits.device),
+            logits[upload(all_rows, torch.int64, logits.device)],
+            upload([token_ids[row] for row in all_rows], torch.int64, logits.device),
             0,
             num_top,
         )
-        for number, row in enumerate(rows):
-            columns = slice(number * together.width, (number + 1) * together.width)
-            reports[row] = SampleLogprobs(
-                sequence_id=sequences[row].sequence_id,
-                width=together.width,
-                token_ids=together.token_ids[columns],
-                logprobs=together.logprobs[columns],
-                ranks=[together.ranks[number]],
+        width, start = together.width, 0
+        for sequence, rows in asking:
+            stop = start + len(rows)
+            reports[sequence.sequence_id] = SampleLogprobs(
+                sequence_id=sequence.sequence_id,
+                width=width,
+                token_ids=together.token_ids[start * width : stop * width],
+                logprobs=together.logprobs[start * width : stop * width],
+                ranks=together.ranks[start:stop],
             )
-    return [reports[row] for row in asking]
+            start = stop
+    return [reports[sequence.sequence_id] for sequence, _ in rows_of]
 
 
 def concatenate(parts: Sequence[SampleLogprobs]) -> SampleLogprobs:

@@ -6,7 +6,7 @@ log-probabilities were asked for.
 
 from collections.abc import Sequence, Set
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -80,10 +80,11 @@ class RunningStep:
         durations = self._clock.durations()
         found = self._host_token_ids.tolist()
         logits, self._logits = self._logits, None
-        rows = iter(found)
+        numbers = [chunk.chooses + len(chunk.drafts) for chunk in self._sampling]
+        rows_of = [range(stop - number, stop) for stop, number in zip(accumulate(numbers), numbers, strict=True)]
         shares = [
-            accepted(list(islice(rows, 1 + len(chunk.drafts))), chunk.drafts) if chunk.chooses else [PLACEHOLDER]
-            for chunk in self._sampling
+            accepted(found[rows.start : rows.stop], chunk.drafts) if rows else [PLACEHOLDER]
+            for chunk, rows in zip(self._sampling, rows_of, strict=True)
         ]
         vectors, without = self._read_vectors()
         failed = (
@@ -95,7 +96,11 @@ class RunningStep:
                 if share[0] == FAILED
             }
         )
-        is_failed = [sequence.sequence_id in failed for sequence in self._sequences]
+        reporting = [
+            (chunk.sequence, rows[: len(share)])
+            for chunk, rows, share in zip(self._sampling, rows_of, shares, strict=True)
+            if chunk.sequence.sampling.logprobs is not None and chunk.sequence.sequence_id not in failed
+        ]
         for chunk, share in zip(self._sampling, shares, strict=True):
             if chunk.sequence.sequence_id in failed:
                 share[:] = [PLACEHOLDER]
@@ -103,7 +108,7 @@ class RunningStep:
             token_ids=[token_id for share in shares for token_id in share],
             num_tokens=[len(share) for share in shares] if any(chunk.drafts for chunk in self._sampling) else [],
             timing=StepTiming(*durations),
-            logprobs=[] if logits is None else sample_logprobs(logits, found, is_failed, self._sequences),
+            logprobs=[] if logits is None else sample_logprobs(logits, found, reporting),
             prompt_logprobs=self._prompt_logprobs,
             failed_sequence_ids=[
                 chunk.sequence.sequence_id for chunk in self.chunks if chunk.sequence.sequence_id in failed

@@ -260,6 +260,7 @@ def _sampling(where: str, message: pb.SequenceSampling, limits: Limits) -> Sampl
         form=message.form,
         pooling=_pooling(f"{where}: pooling", message.pooling, limits) if message.HasField("pooling") else None,
         transcript=_transcript(f"{where}: transcript", message, limits) if message.HasField("transcript") else None,
+        is_beam=message.is_beam,
     )
 
 

@@ -255,8 +255,6 @@ class Session:
             stop = start + num_tokens
             if drafts and not (samples and stop == known and start == len(sequence.token_ids) - 1):
                 raise InvalidStepError(f"draft_tokens: sequence {sequence_id} does not go on from its last token")
-            if drafts and (sequence.sampling.form or sequence.sampling.logprobs is not None):
-                raise InvalidStepError(f"draft_tokens: sequence {sequence_id} has a form or reports log-probabilities")
             self._check_pooling(sequence, stop, drafts)
             if stop > known:
                 raise InvalidStepError(

@@ -123,6 +123,7 @@ class SamplingParams:
     pooling: PoolingParams | None = None
     """With it nothing is sampled."""
     transcript: TranscriptParams | None = None
+    is_beam: bool = False
 
     @cached_property
     def edits_logits(self) -> bool:

@@ -154,11 +154,10 @@ def _num_known(chunk: ScheduledChunk) -> int:
 
 
 def may_be_guessed_for(sequence: SequenceState) -> bool:
-    """Log-probabilities are reported, and forms followed, one token at a time; what is pooled has no next token."""
+    """What is pooled has no next token, and a beam goes on with several."""
     sampling = sequence.sampling
     return (
-        sampling.logprobs is None
-        and sampling.pooling is None
-        and not sampling.form
+        sampling.pooling is None
+        and not sampling.is_beam
         and not (sampling.prompt_logprobs is not None and sequence.num_computed_tokens < sequence.num_prompt_tokens)
     )

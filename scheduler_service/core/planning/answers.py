@@ -60,10 +60,12 @@ class Answers:
             elif token_id is not None:
                 self._append_token(sequence, token_id)
             if reports:
-                logprobs, prompt_logprobs = answer.logprobs.get(sequence.id), answer.prompt_logprobs.get(sequence.id)
+                positions, prompt_logprobs = answer.logprobs.get(sequence.id), answer.prompt_logprobs.get(sequence.id)
                 if sequence.sampling.pooling is not None:
                     token_id = None  # nothing was sampled
                 vectors = answer.vectors.get(sequence.id, b"")
+                logprobs = positions[-1] if positions else None
+                start = start if prompt_logprobs or vectors else 0  # it is behind the prompt
                 item = SequenceOutput(sequence, token_id, logprobs, prompt_logprobs, start, vectors=vectors)
                 gained.append(item)
             else:
@@ -145,8 +147,8 @@ class Answers:
         for group in self._groups.running:
             for sequence in group.live:
                 if sequence.id in drafts and sequence.num_stored_tokens == sequence.num_computed_tokens:
-                    if sequence.sampling.num_logprobs is not None:
-                        continue  # they are reported for sampled tokens only
+                    if group.beams is not None:
+                        continue  # a beam goes on with several tokens
                     room = sequence.max_num_tokens - sequence.num_tokens - 1
                     most = max(0, min(self._config.num_lookahead_slots, room))
                     sequence.draft_token_ids = list(drafts[sequence.id][:most])
@@ -167,10 +169,11 @@ class Answers:
             if sequence.id not in output.draft_tokens or sequence.status.is_finished or sequence in output.dropped:
                 continue
             sequence.num_draft_tokens = 0
-            for guess in accepted:
+            positions = answer.logprobs.get(sequence.id, [])[: len(accepted)]
+            for guess, logprobs in itertools.zip_longest(accepted, positions):
                 if not sequence.status.is_finished:
                     self._append_token(sequence, guess)
-                    gained.append(SequenceOutput(sequence, guess, goes_on=not sequence.status.is_finished))
+                    gained.append(SequenceOutput(sequence, guess, logprobs, goes_on=not sequence.status.is_finished))
             # Keys and values of the guesses that were wrong do not count; the caller adds num_tokens.
             num_wrong = num_tokens - 1 - len(accepted)
             sequence.num_stored_tokens -= num_wrong
@@ -209,6 +212,7 @@ class Answers:
 
 def _candidates(beam: Sequence, answer: ModelOutput) -> list[tuple[int, float]]:
     """The likeliest tokens after a beam; raises ValueError when the worker did not report them."""
-    if (logprobs := answer.logprobs.get(beam.id)) is None:
+    if not (positions := answer.logprobs.get(beam.id)):
         raise ValueError(f"the worker returned no log-probabilities for sequence {beam.id}, which is a beam")
+    (logprobs,) = positions
     return list(zip(logprobs.token_ids[1:], logprobs.logprobs[1:], strict=True))

@@ -1,5 +1,6 @@
 """Guessed tokens, and the room that they need."""
 
+from collections import defaultdict
 from dataclasses import replace
 from random import Random
 
@@ -13,6 +14,7 @@ from scheduler_service.core import (
     PhaseRule,
     PreemptionMode,
     SchedulerOutput,
+    Sequence,
     SequenceStatus,
 )
 
@@ -31,7 +33,14 @@ def test_guesses_are_verified_and_change_nothing_but_the_number_of_steps(
     )
     most = scheduler.config.max_sequence_tokens
     groups = [
-        make_group(str(i), random.randint(1, 9), root=bytes(i), n=1 + i % 2, max_tokens=random.randint(1, 15))
+        make_group(
+            str(i),
+            random.randint(1, 9),
+            root=bytes(i),
+            n=1 + i % 2,
+            max_tokens=random.randint(1, 15),
+            logprobs=[None, 2][i // 2],
+        )
         for i in range(4)
     ]
     stopping = groups[2].sequences[0]  # some guesses go on, rightly, after a token that ends it
@@ -41,6 +50,7 @@ def test_guesses_are_verified_and_change_nothing_but_the_number_of_steps(
     for group in groups:
         scheduler.add_request(group)
     in_flight: list[tuple[SchedulerOutput, ModelOutput]] = []
+    reported: dict[Sequence, list[int]] = defaultdict(list)
     for _ in range(2_000):
         if not scheduler.has_work and not in_flight:
             break
@@ -54,7 +64,10 @@ def test_guesses_are_verified_and_change_nothing_but_the_number_of_steps(
         if not output.is_empty:
             in_flight.append((output, worker.execute(output)))
         if in_flight and (output.is_empty or len(in_flight) == 2):
-            scheduler.update_from_output(*in_flight.pop(0))
+            for item in scheduler.update_from_output(*in_flight.pop(0)):
+                assert item.prompt_start == 0
+                if item.logprobs is not None:
+                    reported[item.sequence].append(item.logprobs.token_ids[0])
         scheduler.blocks.check()
     assert scheduler.blocks.device.num_free == num_blocks
     for group in groups:
@@ -66,6 +79,7 @@ def test_guesses_are_verified_and_change_nothing_but_the_number_of_steps(
                 ends = [i for i, token in enumerate(expected) if token < 20]
                 expected = expected[: ends[0] + 1] if ends else expected
             assert output_of(group, sequence.index) == expected
+            assert reported[sequence] == (expected if group.sampling.logprobs else [])
 
 
 def test_right_guesses_save_steps() -> None:

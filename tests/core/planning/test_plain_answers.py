@@ -62,9 +62,9 @@ def answer(output: SchedulerOutput, failing: int) -> ModelOutput:
         answer.token_ids.append(sample(prefix, sequence.index) % NUM_TOKENS)
         if (width := sequence.sampling.num_logprobs) is not None:
             ranked = candidates(prefix)[:width]
-            answer.logprobs[sequence.id] = TokenLogprobs(
-                [answer.token_ids[-1], *(t for t, _ in ranked)], [0.0, *(p for _, p in ranked)], 1
-            )
+            answer.logprobs[sequence.id] = [
+                TokenLogprobs([answer.token_ids[-1], *(t for t, _ in ranked)], [0.0, *(p for _, p in ranked)], 1)
+            ]
         if prefix % 80 == failing:
             failed.add(sequence.id)
     answer.failed_sequence_ids = frozenset(failed)

@@ -3,14 +3,19 @@
 import asyncio
 import contextlib
 import gc
+import itertools
 import json
 import re
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import jsonschema
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -141,8 +146,8 @@ def may_be_written(follower: Follower, grammar: str, token_ids: Sequence[int]) -
     read: list[int] = []
     try:
         for token_id in token_ids:
-            mask = follower.do(Work(0, grammar, read, samples=True))
-            if not mask[token_id // 8] >> token_id % 8 & 1:
+            (mask,) = follower.do(Work(0, "" if read else grammar, read, samples=True))
+            if not mask or not mask[token_id // 8] >> token_id % 8 & 1:
                 return False
             read = [token_id]
         return True
@@ -217,6 +222,68 @@ def test_an_output_goes_on_the_same_wherever_its_sequence_is_new(forms: Forms, t
     assert [one.token_ids for one in disturbed] == [one.token_ids for one in undisturbed]
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_after_each_guess_may_come_what_may_come_once_it_is_chosen(
+    forms: Forms, follower: Follower, tokenizer: Tokenizer, seed: int
+) -> None:
+    """And guesses that are not chosen leave nothing behind."""
+    some = grammars("json_schema", SCHEMAS[seed::12]) + grammars("regex", REGEXES[seed::12])
+    random, num_possible = Random(seed), 0
+    for whole in sequences(some, tokenizer, temperature=1.0):
+        complete(forms, [whole], 60)
+        again = state([5, 6], sequence_id=1, form=whole.sampling.form)
+        for known in range(2, len(whole.token_ids)):
+            guesses = whole.token_ids[known : known + 3]
+            if random.random() < 0.7:
+                guesses[random.randrange(len(guesses))] = random.randrange(VOCABULARY)
+            masks = forms.begin([ScheduledChunk(again, known - 1, known + len(guesses), samples=True, drafts=guesses)])
+            assert masks is not None
+            after = [replace(again, token_ids=again.token_ids + guesses[:n]) for n in range(len(guesses) + 1)]
+            for one, mask in zip(after, masks.of(after), strict=True):
+                if END in one.token_ids[:-1]:
+                    break
+                (expected,) = follower.do(Work(known, again.sampling.form, one.token_ids[2:], samples=True))
+                follower.forget(known)
+                if END not in one.token_ids:
+                    assert mask.tobytes() == (expected or bytes(len(mask)))
+                    num_possible += mask.any()
+            again.token_ids.append(whole.token_ids[known])
+    assert num_possible > 500
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["limits", "time"])
+def test_a_guess_beyond_which_a_form_cannot_be_followed_costs_no_output_anything(
+    forms: Forms, tokenizer: Tokenizer, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library reaches limits that outputs share, or takes too long, as it is made to look here."""
+    (choice,) = grammars("regex", [f"{'xy' if is_late else 'x[yw]'}|z{SLOW}"])
+    one, other = (state([5], sequence_id=number, form=choice) for number in (1, 2))
+    guesses = tokens([tokenizer.token_to_id("z"), tokenizer.token_to_id("a")])
+    answers, receive = itertools.count(), forms._receive
+
+    def receive_late(reader: Connection) -> bytes:
+        if next(answers) == 1:
+            raise TimeoutError
+        return receive(reader)
+
+    if is_late:
+        monkeypatch.setattr(forms, "_receive", receive_late)
+    first = forms._process if is_late else None
+    processes = []
+    for drafts in (guesses, guesses, tokens([])):
+        chunks = [ScheduledChunk(each, 0, 1 + len(drafts), samples=True, drafts=drafts) for each in (one, other)]
+        masks = forms.begin(chunks)
+        assert masks is not None
+        after = [replace(one, token_ids=one.token_ids + drafts[:n]) for n in range(len(drafts) + 1)]
+        found = [np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist() for mask in masks.of([*after, other])]
+        assert found[0] == found[-1] == sorted(tokenizer.token_to_id(letter) for letter in "xz")
+        assert not any(found[2:-1])
+        processes.append(forms._process)
+    assert first is not processes[0] is processes[1] is processes[2]
+    one.token_ids.append(tokenizer.token_to_id("x"))
+    assert step(forms, [one])[0] in {tokenizer.token_to_id(letter) for letter in "yw"}
+
+
 def test_other_parameters_bend_what_the_form_allows_and_no_more(forms: Forms, tokenizer: Tokenizer) -> None:
     (choice,) = grammars("regex", ["(one|two|three)"])
     token_ids = {letter: tokenizer.token_to_id(letter) for letter in "onexyzw"}
@@ -256,7 +323,7 @@ def test_a_whole_text_is_followed_by_the_end_alone_and_nothing_is_asked_of_it_th
 
 def test_grammars_that_were_used_lately_are_kept(follower: Follower) -> None:
     for key, expression in enumerate(grammars("regex", [f"a{{{number}}}" for number in range(1, 50)])):
-        follower.do(Work(key, expression, [], samples=True))
+        list(follower.do(Work(key, expression, [], samples=True)))
     assert len(follower._compiled) == MOST_KEPT
     assert len(follower._matchers) == 49
     for key in range(49):

@@ -34,15 +34,18 @@ def test_zero_reports_the_token_alone() -> None:
     assert (report.width, report.token_ids) == (1, [1, 2])
 
 
-def test_only_rows_that_ask_and_did_not_fail_are_reported() -> None:
-    sequences = [
-        state([1], sequence_id=1, logprobs=1),
-        state([1], sequence_id=2),
-        state([1], sequence_id=3, logprobs=0),
-        state([1], sequence_id=4, logprobs=1),
+def test_each_sequence_has_a_report_of_its_own_rows() -> None:
+    """In order, though rows that ask for the same number are computed together."""
+    logits = torch.randn(8, 10, generator=torch.Generator().manual_seed(0))
+    token_ids = [3, 1, 4, 1, 5, 9, 2, 6]
+    asked = [(1, range(1, 4), 1), (2, range(4, 5), 0), (3, range(5, 7), 1), (4, range(7, 8), 2)]
+    reports = sample_logprobs(
+        logits, token_ids, [(state([1], sequence_id=number, logprobs=top), rows) for number, rows, top in asked]
+    )
+    assert reports == [
+        gather_logprobs(logits[rows.start : rows.stop], torch.tensor(token_ids[rows.start : rows.stop]), number, top)
+        for number, rows, top in asked
     ]
-    reports = sample_logprobs(torch.zeros(4, 5), [0, 0, 2, 0], [False, False, False, True], sequences)
-    assert [(report.sequence_id, report.width) for report in reports] == [(1, 2), (3, 1)]
 
 
 def test_parts_join_in_order() -> None:

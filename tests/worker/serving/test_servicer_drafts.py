@@ -17,7 +17,10 @@ SAMPLING: list[dict[str, Any]] = [
     {},
     {"temperature": 1.0, "top_p": 0.9, "seed": 7},
     {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "bad_words": [pb.TokenSequence(token_ids=[3])]},
+    {"temperature": 0.5, "seed": 9, "logprobs": 2},
 ]
+IDS = range(1, 1 + len(SAMPLING))
+REPORTED = 4
 
 
 @pytest.fixture
@@ -27,17 +30,31 @@ def verifying(service: Service, worker: Worker) -> Service:
 
 
 async def prompts(client: Client) -> list[list[int]]:
-    """Three sequences' first tokens."""
+    """The sequences' first tokens."""
     new = [new_message(1 + n, PROMPT, range(16 * n, 16 * (n + 1)), **sampling) for n, sampling in enumerate(SAMPLING)]
     return [[token_id] for token_id in (await client.step(**prompt_step(*new))).token_ids]
+
+
+Report = tuple[list[int], list[float], int]
+
+
+def report(answer: pb.ModelOutput) -> list[Report]:
+    """Of each token of the sequence that asks: it and the likeliest, their log-probabilities, and its rank."""
+    assert {columns.sequence_id for columns in answer.logprobs} <= {REPORTED}
+    return [
+        (list(columns.token_ids[3 * n : 3 * n + 3]), list(columns.logprobs[3 * n : 3 * n + 3]), rank)
+        for columns in answer.logprobs
+        for n, rank in enumerate(columns.ranks)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_whatever_is_guessed_the_tokens_are_those_without_guesses(verifying: Service, seed: int) -> None:
     client = verifying.session()
-    expected = await prompts(client)
+    expected, reports, found_reports = await prompts(client), list[Report](), list[Report]()
     for _ in range(NUM_TOKENS + MOST):
-        answer = await client.step(sequence_ids=[1, 2, 3])
+        answer = await client.step(sequence_ids=IDS)
+        reports += report(answer)
         for tokens, token_id in zip(expected, answer.token_ids, strict=True):
             tokens.append(token_id)
     await client.close()
@@ -58,6 +75,7 @@ async def test_whatever_is_guessed_the_tokens_are_those_without_guesses(verifyin
             draft_tokens=[pb.DraftTokens(sequence_id=number, token_ids=tokens) for number, tokens in drafts.items()],
         )
         token_ids = iter(answer.token_ids)
+        found_reports += report(answer)
         for sequence_id, number in zip(due, answer.num_tokens or [1] * len(due), strict=True):
             gained = [next(token_ids) for _ in range(number)]
             assert gained[:-1] == drafts.get(sequence_id, [])[: number - 1]
@@ -65,6 +83,10 @@ async def test_whatever_is_guessed_the_tokens_are_those_without_guesses(verifyin
             num_right += number - 1
         num_steps += 1
     assert [tokens[:NUM_TOKENS] for tokens in found] == [tokens[:NUM_TOKENS] for tokens in expected]
+    assert len(found_reports) == len(found[REPORTED - 1]) - 1
+    for (token_ids, logprobs, rank), wanted in zip(found_reports, reports, strict=False):
+        assert (token_ids, rank) == (wanted[0], wanted[2])
+        assert logprobs == pytest.approx(wanted[1], abs=1e-5)
     assert num_right > 10
     assert num_steps < NUM_TOKENS
     await client.close()

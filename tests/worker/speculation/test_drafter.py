@@ -8,7 +8,7 @@ import pytest
 from worker_helpers import state
 
 from worker_service.session.session import PLACEHOLDER, ScheduledChunk, SequenceState
-from worker_service.session.step import TOKENS, SchedulerOutput
+from worker_service.session.step import TOKENS, PoolingParams, PoolingType, SchedulerOutput
 from worker_service.speculation import drafter as module
 from worker_service.speculation.drafter import Beginning, Drafter
 from worker_service.speculation.ngram import Ngrams
@@ -55,10 +55,16 @@ def test_the_longer_a_pause_the_less_is_guessed(monkeypatch: pytest.MonkeyPatch)
     assert number < 50
 
 
-@pytest.mark.parametrize("sampling", [{"logprobs": 0}, {"form": "{}"}])
-def test_what_is_reported_or_formed_token_by_token_is_not_guessed_for(sampling: dict[str, Any]) -> None:
+POOLED = {"pooling": PoolingParams(PoolingType.MEAN, 4)}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "is_guessed"),
+    [({"logprobs": 0}, True), ({"form": "{}"}, True), ({"is_beam": True}, False), (POOLED, False)],
+)
+def test_guesses_are_for_what_goes_on_with_one_token(sampling: dict[str, Any], is_guessed: bool) -> None:
     drafter, sequence = Drafter(Ngrams(), 4, 10_000), state([1, 2, 3] * 5, **sampling)
-    assert not drafter.guess([chunk_of(sequence)], 0.030)
+    assert bool(drafter.guess([chunk_of(sequence)], 0.030)) == is_guessed
 
 
 def test_sequences_that_do_not_sample_yet_have_no_guesses() -> None:
