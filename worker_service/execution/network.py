@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 
 from kernels.reference import WEIGHT_GROUP
@@ -27,7 +28,12 @@ from worker_service.parallel.cut import Cut
 from worker_service.parallel.ranks import Ranks
 from worker_service.settings import WorkerSettings
 
+log = structlog.get_logger()
+
 NO_ADAPTERS = AdapterRoom()
+_QUANTIZED_SHARE = 5 / 8
+"""Of 16 bits, at most: a number of 8 bits and, for every 16, two of 16 bits. Weights that are read quantised never have
+memory as floating point, though room for them is asked for: it is not touched."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,8 @@ class Network:
         return getattr(self.config, "max_encoder_len", 0)
 
     def check(self, room: AdapterRoom = NO_ADAPTERS) -> list[int]:
-        """The bytes of each of its tensors. Raises StartError where they cannot be loaded; allocates no memory.
+        """The bytes that each of its tensors takes at most. Raises StartError where they cannot be loaded; allocates no
+        memory.
 
         room: for adapters, which counts as well.
         """
@@ -92,7 +99,9 @@ class Network:
         blueprint = model.checkpoint_tensors()
         self.checkpoint.check(blueprint, self.cuts)
         self._check_quantization()
-        return [*(tensor.nbytes for tensor in blueprint.values()), Adapters(model, room).num_bytes]
+        widened = _widened(blueprint, self._quantized())
+        sizes = (t.nbytes if name in widened else t.nbytes * _QUANTIZED_SHARE for name, t in blueprint.items())
+        return [*map(int, sizes), Adapters(model, room).num_bytes]
 
     def _build(self, device: torch.device) -> Loadable:
         if self.is_encoder or self.max_encoder_len:
@@ -119,6 +128,8 @@ class Network:
             scheme += f" by {WEIGHT_GROUP}" if head == self.quantization else f" by {WEIGHT_GROUP}, head {head}"
         if self.quantization == "gguf":
             scheme += f" {GgufBlocks(self.checkpoint.path).digest()}"
+        if self._packs_stored:
+            scheme = "as stored"
         if (self.checkpoint.path / "modules.json").is_file():
             scheme += f" {self.sentences}"
         return self.checkpoint.fingerprint(self.tokenizer_files, self.dtype, scheme)
@@ -127,19 +138,37 @@ class Network:
         """The network, of the kind that `config` says. Raises StartError, and what torch raises where there is no room
         for it."""
         model = self._build(self.device)
-        self.checkpoint.load_into(model.checkpoint_tensors(), self.cuts)
+        quantized = self._quantized()
+        self.checkpoint.load_into(_widened(model.checkpoint_tensors(), quantized), self.cuts)
         adapters = Adapters(model, room)
         try:
-            model.pack(self.quantization, self._quantized())
+            model.pack(self.quantization, quantized)
         except ValueError as error:
-            raise StartError(f"--quantization {self.quantization}: {error}") from error
+            which = f"--quantization {self.quantization}" if self.checkpoint.packed is None else self.checkpoint.path
+            raise StartError(f"{which}: {error}") from error
         return model, adapters
 
+    @property
+    def _packs_stored(self) -> bool:
+        """Whether weights that are stored quantised are multiplied as they are, rather than widened."""
+        if self.checkpoint.packed is None or not isinstance(self.config, DecoderConfig):
+            return False
+        return can_pack(self.device, self.dtype, "gguf")
+
     def _quantized(self) -> Quantized:
+        if self._packs_stored and self.checkpoint.packed is not None:
+            return self.checkpoint.packed
         return GgufBlocks(self.checkpoint.path) if self.quantization == "gguf" else NONE_QUANTIZED
 
     def _check_quantization(self) -> None:
         """Packs small weights to find out whether such weights can be packed, before any are loaded."""
+        if self.checkpoint.packed is not None:
+            if self.quantization != "none":
+                raise StartError(f"--quantization {self.quantization}: the weights are stored quantised already")
+            if self.ranks.size > 1:
+                raise StartError("--tensor-parallel-size: weights that are stored quantised cannot be cut")
+            if not self._packs_stored:
+                log.warning(f"the quantised weights are widened to {self.dtype}: these kernels do not multiply by them")
         if self.quantization == "none":
             return
         if not isinstance(self.config, DecoderConfig):
@@ -151,6 +180,13 @@ class Network:
             GgufBlocks(self.checkpoint.path)
             if self.ranks.size > 1:
                 raise StartError("--quantization gguf is for workers of one process: its blocks cannot be cut")
+
+
+def _widened(tensors: Mapping[str, torch.Tensor], quantized: Quantized) -> dict[str, torch.Tensor]:
+    """Those that are needed in floating point; of an embedding that is also the head, rows are read as well."""
+    return {
+        name: tensor for name, tensor in tensors.items() if name not in quantized or name == "model.embed_tokens.weight"
+    }
 
 
 def _read_config(checkpoint: Checkpoint) -> AnyConfig:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pagewire_common.start_error import StartError
 from worker_service.loading.json_file import read_json
+from worker_service.loading.packed_weights import PackedFiles, PackedWeights
 from worker_service.loading.weight_files import WeightFiles
 from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.wording import shown
@@ -53,7 +54,15 @@ class Checkpoint:
         self.config = _read_config(path / "config.json")
         if (path / "generation_config.json").exists():
             read_json(path / "generation_config.json")  # the scheduler reads its values; here only damage is found
-        self._weights = weights or WeightFiles(path)
+        quantization = self.config.pop("quantization_config", None)
+        self.packed: PackedWeights | None = None
+        """The weights that are stored quantised, if any are."""
+        if weights is None:
+            files = weights = WeightFiles(path)
+            if quantization is not None:
+                self.packed = _read_packed(files, quantization, path / "config.json")
+                weights = PackedFiles(files, self.packed)
+        self._weights = weights
 
     @property
     def dtype(self) -> torch.dtype:
@@ -93,13 +102,17 @@ class Checkpoint:
 
 def _read_config(file: Path) -> dict[str, Any]:
     config = read_json(file)
-    if config.get("quantization_config") is not None:
-        raise StartError(f"{file}: quantised weights are not supported")
     for name, largest in _LARGEST.items():
         size = config.get(name)
         if size is not None and not (type(size) is int and 0 <= size <= largest):
             raise StartError(f"{file}: {name} is {shown(size)}; it must be a whole number up to {largest}")
     return config
+
+
+def _read_packed(files: WeightFiles, quantization: object, file: Path) -> PackedWeights:
+    if not isinstance(quantization, dict):
+        raise StartError(f"{file}: quantization_config is {shown(quantization)}; it must be an object")
+    return PackedWeights(files, quantization)
 
 
 def _add(digest: "hashlib._Hash", name: str, content: bytes) -> None:

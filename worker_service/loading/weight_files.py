@@ -22,6 +22,7 @@ from worker_service.progress import byte_progress
 from worker_service.wording import named, shown
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_WHOLE_NUMBERS = {"I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
 _PIECE_BYTES = 8 << 20
 
 
@@ -57,6 +58,27 @@ class WeightFiles:
                 raise StartError(f"{file} lacks the tensor {named(name)}, which {self._index} says is there")
             tensors[name] = self._headers[file].tensors[name]
         return tensors
+
+    @cached_property
+    def dtypes(self) -> Mapping[str, str]:
+        """The type of each tensor, by its name, as the format writes types."""
+        return {name: tensor.dtype for name, tensor in self._tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor as it is stored; of no other use than for small ones, and for packed numbers."""
+        tensor = self._tensors[name]
+        dtype = (_DTYPES | _WHOLE_NUMBERS).get(tensor.dtype)
+        if dtype is None:
+            raise StartError(f"{tensor.file}: tensor {named(name)} is of {tensor.dtype}, which is not read")
+        content = bytearray(tensor.num_bytes)
+        try:
+            with open(tensor.file, "rb", buffering=0) as stream:
+                _read_exactly(stream, tensor.begin, memoryview(content), named(name), tensor.file)
+        except OSError as error:
+            raise StartError(f"cannot read {tensor.file}: {error.strerror}") from error
+        self._check_unchanged()
+        found = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+        return found.view(tensor.shape)
 
     def identity(self) -> Iterator[tuple[str, bytes]]:
         """Each tensor's name, type, shape and data, however they are split into files. All of the data is read."""

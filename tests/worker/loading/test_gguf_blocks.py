@@ -1,25 +1,20 @@
 """What is kept of a GGUF file's quantised weights is what the library gguf makes of them."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from prompt_scores import prompt_logprobs, worker_settings
 from small_gguf import QUANTIZED, write_gguf
-from torch import Tensor
 from transformers import AutoModelForCausalLM
-from worker_helpers import tokens
 
-from kernels.ops import GroupedWeight
 from pagewire_common.start_error import StartError
 from worker_service.execution.worker import load_worker
 from worker_service.loading.gguf_blocks import FILE, TYPES, GgufBlocks, grouped_weight
 from worker_service.loading.model_store import find_model
-from worker_service.models.linear import Quantization, can_pack
-from worker_service.session.session import ScheduledChunk, SequenceState
-from worker_service.session.step import SamplingParams, SchedulerOutput
-from worker_service.settings import WorkerSettings
+from worker_service.loading.packed_weights import widened
+from worker_service.models.linear import can_pack
 
 gguf = pytest.importorskip("gguf")
 
@@ -34,12 +29,6 @@ BYTES = {
     "Q6_K": (210, (208,)),
 }
 """Of a block, and where in it the scales in float16 are."""
-
-
-def widened(weight: GroupedWeight) -> Tensor:
-    inputs = weight.numbers.shape[1] // weight.scales.shape[1]
-    scales, minimums = (part.float().repeat_interleave(inputs, dim=1) for part in weight[1:3])
-    return weight.numbers * scales - minimums
 
 
 def random_rows(kind: str) -> "np.ndarray[tuple[int, int], np.dtype[np.uint8]]":
@@ -99,28 +88,6 @@ def test_a_conversion_keeps_each_quantised_weight_under_its_new_name(converted: 
     }
     for name, weight in found.items():
         assert torch.equal(widened(weight).bfloat16().float(), weights[name]), name
-
-
-def prompt_logprobs(settings: WorkerSettings) -> Tensor:
-    """Of the tokens of a prompt but the first."""
-    prompt = tokens(range(3, 40))
-    sequence = SequenceState(
-        sequence_id=1,
-        token_ids=prompt,
-        num_prompt_tokens=len(prompt),
-        num_computed_tokens=0,
-        block_ids=tokens(range(len(prompt))),
-        sampling=SamplingParams(prompt_logprobs=0),
-    )
-    chunk = ScheduledChunk(sequence, start=0, stop=len(prompt) - 1, samples=False)
-    (report,) = load_worker(settings).runner.execute(SchedulerOutput(epoch=0, step_id=0), [chunk]).prompt_logprobs
-    return torch.tensor(report.logprobs)
-
-
-def worker_settings(path: Path, quantization: Quantization, **settings: Any) -> WorkerSettings:
-    return WorkerSettings(
-        model=str(path), device="cpu", dtype="bfloat16", quantization=quantization, num_device_blocks=40, **settings
-    )
 
 
 def test_a_model_says_with_its_files_weights_what_it_says_with_them_widened(converted: Path) -> None:

@@ -1,0 +1,282 @@
+"""Checkpoints that were quantised when they were written: read as their writers document them, or refused."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prompt_scores import prompt_logprobs, worker_settings
+from safetensors.torch import load_file, save_file
+from tiny_model import write_byte_tokenizer, write_tiny_llama
+from torch import Tensor
+
+from pagewire_common.start_error import StartError
+from worker_service.execution.worker import load_worker
+from worker_service.loading.packed_weights import PackedWeights, widened
+from worker_service.loading.weight_files import WeightFiles
+from worker_service.models.linear import can_pack
+
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """`(number - zero) * scale`, as any of the layouts stores it."""
+
+    numbers: list[list[int]]
+    """Of each output, of each input: below 2 to the power of `bits`."""
+    zeros: list[list[int]]
+    """Of each output, of each group."""
+    scales: Tensor
+    """[outputs, groups] float16."""
+    bits: int
+
+    @classmethod
+    def draw(cls, outputs: int, inputs: int, groups: int, bits: int, seed: int = 0) -> "Layer":
+        """Zeros and scales whose products float16 has."""
+        draw = torch.Generator().manual_seed(seed)
+        numbers = torch.randint(0, 2**bits, (outputs, inputs), generator=draw)
+        zeros = torch.randint(0, 2**bits, (outputs, groups), generator=draw)
+        scales = torch.randint(1, 8, (outputs, groups), generator=draw) / 2 ** (bits + 5)
+        return cls(numbers.tolist(), zeros.tolist(), scales.half(), bits)
+
+    @property
+    def weight(self) -> Tensor:
+        """In float32."""
+        size = len(self.numbers[0]) // len(self.zeros[0])
+        zeros, scales = (
+            torch.as_tensor(part, dtype=torch.float32).repeat_interleave(size, 1) for part in (self.zeros, self.scales)
+        )
+        return (torch.tensor(self.numbers) - zeros) * scales
+
+    def symmetric(self) -> "Layer":
+        return replace(self, zeros=[[2 ** (self.bits - 1)] * len(row) for row in self.zeros])
+
+
+def words(values: Sequence[int], bits: int) -> int:
+    """One int32, the first value in its lowest bits."""
+    word = sum(value << bits * place for place, value in enumerate(values))
+    return word - (word >> 31 << 32)
+
+
+def packed(rows: Sequence[Sequence[int]], bits: int) -> Tensor:
+    """Along each row; the last word may be filled in part."""
+    each = 32 // bits
+    return torch.tensor(
+        [[words(row[i : i + each], bits) for i in range(0, len(row), each)] for row in rows], dtype=torch.int32
+    )
+
+
+def transposed(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def gptq(layer: Layer, stored: int = -1) -> Tensors:
+    inputs, groups = len(layer.numbers[0]), len(layer.zeros[0])
+    return {
+        "qweight": packed(layer.numbers, layer.bits).T.contiguous(),
+        "qzeros": packed(transposed(layer.zeros), layer.bits) + stored * (2**32 // (2**layer.bits - 1)),
+        "scales": layer.scales.T.contiguous(),
+        "g_idx": torch.tensor([place // (inputs // groups) for place in range(inputs)], dtype=torch.int32),
+    }
+
+
+def awq(layer: Layer) -> Tensors:
+    def ordered(row: Sequence[int]) -> list[int]:
+        return [row[first + place] for first in range(0, len(row), 8) for place in AWQ_ORDER]
+
+    return {
+        "qweight": packed([ordered(row) for row in transposed(layer.numbers)], 4),
+        "qzeros": packed([ordered(row) for row in transposed(layer.zeros)], 4),
+        "scales": layer.scales.T.contiguous(),
+    }
+
+
+def compressed(layer: Layer) -> Tensors:
+    tensors = {
+        "weight_packed": packed(layer.numbers, layer.bits),
+        "weight_scale": layer.scales.bfloat16(),
+        "weight_shape": torch.tensor([len(layer.numbers), len(layer.numbers[0])]),
+    }
+    if layer.zeros != layer.symmetric().zeros:
+        tensors["weight_zero_point"] = packed(transposed(layer.zeros), layer.bits).T.contiguous()
+    return tensors
+
+
+def int_quantized(layer: Layer) -> Tensors:
+    tensors = {"weight": (torch.tensor(layer.numbers) - 128).to(torch.int8), "weight_scale": layer.scales.float()}
+    if layer.zeros != layer.symmetric().zeros:
+        tensors["weight_zero_point"] = (torch.tensor(layer.zeros) - 128).to(torch.int8)
+    return tensors
+
+
+def of_gptq(bits: int, layout: str = "gptq") -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "checkpoint_format": layout}
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "group_size": 32}
+PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+INT = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Layer], Tensors], int, bool]] = {
+    "gptq, 4 bits": (of_gptq(4), gptq, 4, False),
+    "gptq, 8 bits": (of_gptq(8), gptq, 8, False),
+    "gptq_v2": (of_gptq(4, "gptq_v2"), lambda layer: gptq(layer, stored=0), 4, False),
+    "awq": (AWQ, awq, 4, False),
+    "compressed, 4 bits": (PACKED, compressed, 4, False),
+    "compressed, 4 bits, symmetric": (PACKED, compressed, 4, True),
+    "compressed, 8 bits": (PACKED, compressed, 8, False),
+    "int8": (INT, int_quantized, 8, True),
+    "int8, asymmetric": (INT, int_quantized, 8, False),
+}
+"""What config.json says, how a layer is stored, its bits, and whether all zeros are in the middle."""
+
+
+def write(folder: Path, config: dict[str, Any], tensors: Tensors) -> PackedWeights:
+    save_file(tensors, folder / "model.safetensors")
+    return PackedWeights(WeightFiles(folder), config)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("groups", [4, 2, 1, 8])
+def test_a_layer_is_what_its_writer_says(name: str, groups: int, tmp_path: Path) -> None:
+    """128 inputs in groups of 32, 64, all, and 16; 24 outputs."""
+    config, store, bits, is_symmetric = LAYOUTS[name]
+    layer = Layer.draw(24, 128, groups, bits)
+    layer = layer.symmetric() if is_symmetric else layer
+    found = write(
+        tmp_path, config, {f"a.{part}": tensor for part, tensor in store(layer).items()} | {"b": torch.ones(2)}
+    )
+    assert list(found) == ["a.weight"]
+    weight = found["a.weight"]
+    assert weight.bits == bits
+    assert weight.numbers.tolist() == layer.numbers
+    assert weight.scales.shape == weight.minimums.shape == (24, 8 if groups == 8 else 4)
+    assert torch.equal(widened(weight), layer.weight)
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "groups"), [(3, 100, 1), (5, 33, 1), (1, 7, 1), (7, 96, 3)])
+def test_a_row_may_have_any_length_if_it_is_one_group(outputs: int, inputs: int, groups: int, tmp_path: Path) -> None:
+    """Words that are filled in part end the rows, and the columns of zeros."""
+    layer = Layer.draw(outputs, inputs, groups, 4)
+    found = write(tmp_path, PACKED, {f"a.{part}": tensor for part, tensor in compressed(layer).items()})
+    assert torch.equal(widened(found["a.weight"]), layer.weight)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    write_byte_tokenizer(folder / "tokenizer")
+    write_tiny_llama(folder / "model", folder / "tokenizer", intermediate_size=128, num_attention_heads=2)
+    return folder / "model"
+
+
+def quantise(plain: Path, folder: Path, name: str) -> tuple[Path, Path]:
+    """A copy with quantised layers, and one with the values that these mean."""
+    config, store, bits, is_symmetric = LAYOUTS[name]
+    stored, meant = dict[str, Tensor](), dict[str, Tensor]()
+    for number, (tensor_name, tensor) in enumerate(load_file(plain / "model.safetensors").items()):
+        if not tensor_name.endswith("proj.weight"):
+            stored[tensor_name] = meant[tensor_name] = tensor
+            continue
+        layer = Layer.draw(*tensor.shape, tensor.shape[1] // 32, bits, number)
+        layer = layer.symmetric() if is_symmetric else layer
+        meant[tensor_name] = layer.weight
+        stored |= {tensor_name.removesuffix("weight") + part: value for part, value in store(layer).items()}
+    words = json.loads((plain / "config.json").read_text())
+    for place, tensors, added in (
+        (folder / "stored", stored, {"quantization_config": config}),
+        (folder / "meant", meant, {}),
+    ):
+        place.mkdir()
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            (place / file).write_bytes((plain / file).read_bytes())
+        (place / "config.json").write_text(json.dumps(words | added))
+        save_file(tensors, place / "model.safetensors")
+    return folder / "stored", folder / "meant"
+
+
+@pytest.mark.parametrize("name", ["gptq, 4 bits", "awq", "compressed, 4 bits", "int8"])
+def test_a_model_is_served_with_the_weights_that_it_stores(name: str, plain: Path, tmp_path: Path) -> None:
+    stored, meant = quantise(plain, tmp_path, name)
+    exact = prompt_logprobs(worker_settings(meant, dtype="float32"))
+    assert torch.equal(prompt_logprobs(worker_settings(stored, dtype="float32")), exact)
+    if not can_pack(torch.device("cpu"), torch.bfloat16, "int4"):
+        pytest.skip("the CPU's kernels are not compiled")
+    packed = prompt_logprobs(worker_settings(stored))
+    assert not torch.equal(packed, prompt_logprobs(worker_settings(meant)))  # inputs are rounded to 8 bits
+    assert (packed - exact).abs().mean() < 0.1 * exact.std()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "another method": ({"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes' are not read; gptq, awq and"),
+    "no method": ({}, "quantised by None are not read"),
+    "bits": (of_gptq(3), "bits is 3; gptq is read with 4 or 8"),
+    "bits in words": ({"quant_method": "awq", "bits": "4"}, "bits is '4'; awq is read with 4"),
+    "a layout": (AWQ | {"version": "gemv"}, "the layout 'gemv' is not read"),
+    "marlin": (of_gptq(4, "marlin"), "the layout 'marlin' is not read"),
+    "a format": (PACKED | {"format": "float-quantized"}, "the format 'float-quantized' is not read"),
+    "rotated": (PACKED | {"transform_config": {"config_groups": {}}}, "sparse, or rotated"),
+    "sparse": (PACKED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse, or rotated"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_read_is_refused_with_the_reason(name: str, plain: Path) -> None:
+    config, reason = REFUSED[name]
+    with pytest.raises(StartError, match=reason):
+        PackedWeights(WeightFiles(plain), config)
+
+
+SPOILED: dict[str, tuple[Callable[[Tensors], object], str]] = {
+    "no scales": (lambda tensors: tensors.pop("a.scales"), r"there is no a\.scales"),
+    "no zeros": (lambda tensors: tensors.pop("a.qzeros"), r"there is no a\.qzeros"),
+    "scales of another shape": (lambda tensors: tensors.update({"a.scales": torch.ones(3, 5)}), "scales and"),
+    "scales in a row": (lambda tensors: tensors.update({"a.scales": torch.ones(24)}), r"scales has the shape \[24\]"),
+    "words of a wrong type": (lambda tensors: tensors.update({"a.qzeros": torch.ones(4, 3)}), "no words of packed"),
+    "an infinite scale": (lambda tensors: tensors["a.scales"].fill_(float("inf")), "not finite in float16"),
+    "a huge scale": (lambda tensors: tensors.update({"a.scales": torch.full((4, 24), 7e4)}), "not finite in float16"),
+    "another order": (lambda tensors: tensors["a.g_idx"].copy_(tensors["a.g_idx"].flip(0)), "desc_act"),
+    "an order of too few": (lambda tensors: tensors.update({"a.g_idx": torch.zeros(3, dtype=torch.int32)}), "desc_act"),
+    "odd groups": (
+        lambda tensors: tensors.update({"a.scales": torch.ones(16, 24), "a.qzeros": torch.ones(16, 3).int()}),
+        "groups of 8 inputs are not read",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_layer_that_makes_no_sense_is_refused(name: str, tmp_path: Path) -> None:
+    spoil, reason = SPOILED[name]
+    tensors = {f"a.{part}": tensor for part, tensor in gptq(Layer.draw(24, 128, 4, 4)).items()}
+    spoil(tensors)
+    found = write(tmp_path, of_gptq(4), tensors)
+    with pytest.raises(StartError, match=f"the quantised weight a.weight cannot be read: .*{reason}|{reason}"):
+        found["a.weight"]
+    with pytest.raises(KeyError):
+        found["b.weight"]
+
+
+def test_packed_numbers_of_another_number_of_bits_are_refused(tmp_path: Path) -> None:
+    tensors = compressed(Layer.draw(24, 128, 4, 4)) | {"weight_shape": torch.tensor([24, 256])}
+    found = write(tmp_path, PACKED, {f"a.{part}": tensor for part, tensor in tensors.items()})
+    with pytest.raises(StartError, match="words do not hold"):
+        found["a.weight"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_layer_of_another_size_than_its_network_has_is_refused(dtype: str, plain: Path, tmp_path: Path) -> None:
+    stored, _ = quantise(plain, tmp_path, "awq")
+    config = json.loads((stored / "config.json").read_text())
+    (stored / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    with pytest.raises(StartError, match=r"weight.* is \[128, 64\] where .*\[96, 64\]"):
+        load_worker(worker_settings(stored, dtype=dtype))
+
+
+def test_stored_weights_are_not_quantised_a_second_time(plain: Path, tmp_path: Path) -> None:
+    stored, _ = quantise(plain, tmp_path, "awq")
+    with pytest.raises(StartError, match="--quantization int4: the weights are stored quantised already"):
+        load_worker(worker_settings(stored, "int4"))

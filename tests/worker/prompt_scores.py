@@ -1,0 +1,34 @@
+"""What a worker on the CPU, with the weights of a folder, thinks of a prompt."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from worker_helpers import tokens
+
+from worker_service.execution.worker import load_worker
+from worker_service.session.session import ScheduledChunk, SequenceState
+from worker_service.session.step import SamplingParams, SchedulerOutput
+from worker_service.settings import WorkerSettings
+
+
+def prompt_logprobs(settings: WorkerSettings) -> Tensor:
+    """Of the tokens of a prompt but the first."""
+    prompt = tokens(range(3, 40))
+    sequence = SequenceState(
+        sequence_id=1,
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        num_computed_tokens=0,
+        block_ids=tokens(range(len(prompt))),
+        sampling=SamplingParams(prompt_logprobs=0),
+    )
+    chunk = ScheduledChunk(sequence, start=0, stop=len(prompt) - 1, samples=False)
+    (report,) = load_worker(settings).runner.execute(SchedulerOutput(epoch=0, step_id=0), [chunk]).prompt_logprobs
+    return torch.tensor(report.logprobs)
+
+
+def worker_settings(path: Path, quantization: str = "none", **settings: Any) -> WorkerSettings:
+    sizes: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "num_device_blocks": 40}
+    return WorkerSettings(**{"model": str(path), "quantization": quantization} | sizes | settings)

@@ -1,0 +1,222 @@
+"""Checkpoints whose linear layers were quantised when they were written: GPTQ, AWQ and compressed-tensors.
+
+All of them store numbers of 4 or 8 bits, and for groups of neighbouring inputs of an output a scale and the number that
+means zero. So each is a `GroupedWeight`, whatever the order of its bits. The layouts are those of the Python packages
+gptqmodel, autoawq (its "gemm" version) and compressed-tensors (its formats "pack-quantized" and "int-quantized").
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.ops import GroupedWeight
+from pagewire_common.start_error import StartError
+from worker_service.loading.weight_files import WeightFiles
+from worker_service.parallel.cut import UNCUT, Cut
+from worker_service.wording import named, shown
+
+_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Where in a word AWQ has each of eight neighbouring outputs."""
+_ONES = {4: 0x11111111, 8: 0x01010101}
+"""A word of ones, by their bits."""
+
+
+class PackedWeights(Mapping[str, GroupedWeight]):
+    """A checkpoint's quantised weights, by the names that they would have if they were not."""
+
+    def __init__(self, files: WeightFiles, config: Mapping[str, Any]) -> None:
+        """config: quantization_config of config.json. Raises StartError where such weights are not read."""
+        self._files, self._config = files, config
+        method = config.get("quant_method")
+        self._read = {"gptq": self._gptq, "awq": self._awq, "compressed-tensors": self._compressed}.get(str(method))
+        if self._read is None:
+            raise StartError(
+                f"config.json: weights quantised by {shown(method)} are not read; gptq, awq and compressed-tensors are"
+            )
+        if (reason := _what_is_not_read(config)) is not None:
+            raise StartError(f"config.json: quantization_config: {reason}")
+
+    @property
+    def _suffix(self) -> str:
+        """Of the name of a tensor of numbers, in place of "weight"."""
+        if self._config["quant_method"] != "compressed-tensors":
+            return "qweight"
+        return "weight_packed" if _format(self._config) == "pack-quantized" else "weight"
+
+    def __iter__(self) -> Iterator[str]:
+        for name in self._files.dtypes:
+            weight = name.removesuffix(self._suffix) + "weight"
+            if name.endswith(f".{self._suffix}") and weight in self:
+                yield weight
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, name: object) -> bool:
+        packed = str(name).removesuffix("weight") + self._suffix
+        dtype = "I8" if self._suffix == "weight" else "I32"
+        return str(name).endswith(".weight") and self._files.dtypes.get(packed) == dtype
+
+    def __getitem__(self, name: str) -> GroupedWeight:
+        """Raises KeyError where the weight is not quantised, and StartError where it makes no sense."""
+        if name not in self:
+            raise KeyError(name)
+        assert self._read is not None
+        try:
+            return self._read(name.removesuffix("weight"))
+        except (ValueError, TypeError, RuntimeError) as error:  # shapes are whatever the file has
+            raise StartError(f"the quantised weight {named(name)} cannot be read: {error}") from error
+
+    # ---- the three layouts. Each finds numbers [outputs, inputs], scales and zeros [outputs, groups]
+
+    def _gptq(self, layer: str) -> GroupedWeight:
+        bits = self._config["bits"]
+        words, scales = self._matrix(layer, "qweight"), self._matrix(layer, "scales")
+        numbers = _unpacked(words, bits).permute(1, 0, 2).flatten(1)  # words hold neighbouring inputs
+        zeros = self._matrix(layer, "qzeros")
+        if self._config.get("checkpoint_format") != "gptq_v2":
+            zeros = zeros + _ONES[bits]  # of each one less is stored, as gptqmodel does it with what is borrowed
+        weight = _grouped(numbers, scales.T, _unpacked(zeros, bits).flatten(1).T, bits)
+        self._check_order(layer, "g_idx", numbers.shape[1], len(scales))
+        return weight
+
+    def _awq(self, layer: str) -> GroupedWeight:
+        words, zeros, scales = (self._matrix(layer, part) for part in ("qweight", "qzeros", "scales"))
+        numbers = _unpacked(words, 4)[:, :, _AWQ_PLACES].flatten(1)  # words hold neighbouring outputs
+        return _grouped(numbers.T, scales.T, _unpacked(zeros, 4)[:, :, _AWQ_PLACES].flatten(1).T, 4)
+
+    def _compressed(self, layer: str) -> GroupedWeight:
+        scales, zeros = self._tensor(layer, "weight_scale"), None
+        if self._suffix == "weight":
+            numbers, bits = self._matrix(layer, "weight").view(torch.uint8) ^ 128, 8  # int8 plus 128
+            if self._has(layer, "weight_zero_point"):
+                zeros = self._tensor(layer, "weight_zero_point").int() + 128
+        else:
+            words, shape = self._matrix(layer, "weight_packed"), self._tensor(layer, "weight_shape").tolist()
+            outputs, inputs = shape if len(shape) == 2 else (0, 0)
+            bits = 4 if words.shape == (outputs, -(-inputs // 8)) else 8
+            if words.shape != (outputs, -(-inputs * bits // 32)):
+                raise ValueError(f"{list(words.shape)} words do not hold {shown(shape)} numbers of 4 or 8 bits")
+            numbers = _unpacked(words, bits).flatten(1)[:, :inputs]
+            if self._has(layer, "weight_zero_point"):  # words hold neighbouring outputs here
+                zeros = _unpacked(self._matrix(layer, "weight_zero_point").T, bits).flatten(1)[:, :outputs].T
+        scales = scales.reshape(-1, 1) if scales.dim() < 2 else scales
+        scales = scales.expand(len(numbers), -1) if len(scales) == 1 else scales
+        weight = _grouped(numbers, scales, torch.tensor(1 << bits - 1) if zeros is None else zeros, bits)
+        self._check_order(layer, "weight_g_idx", numbers.shape[1], scales.shape[1])
+        return weight
+
+    # ---- tensors
+
+    def _has(self, layer: str, part: str) -> bool:
+        return layer + part in self._files.dtypes
+
+    def _tensor(self, layer: str, part: str) -> Tensor:
+        if not self._has(layer, part):
+            raise ValueError(f"there is no {layer}{part}")
+        return self._files.read(layer + part)
+
+    def _matrix(self, layer: str, part: str) -> Tensor:
+        if (found := self._tensor(layer, part)).dim() != 2:
+            raise ValueError(f"{part} has the shape {list(found.shape)}")
+        return found
+
+    def _check_order(self, layer: str, part: str, inputs: int, groups: int) -> None:
+        """Raises ValueError where the inputs of a group are not neighbours: GPTQ may order them otherwise."""
+        if self._has(layer, part):
+            found = self._tensor(layer, part)
+            if (found >= 0).all() and not found.equal((torch.arange(inputs) // -(-inputs // groups)).to(found.dtype)):
+                raise ValueError(f"{part} puts inputs into groups that are no neighbours (desc_act)")
+
+
+class PackedFiles:
+    """The weights of such a checkpoint for code that wants them in floating point; the others are as stored."""
+
+    def __init__(self, files: WeightFiles, packed: PackedWeights) -> None:
+        self._files = files
+        self._packed = packed
+
+    def identity(self) -> Iterator[tuple[str, bytes]]:
+        """As `Weights` has it."""
+        return self._files.identity()
+
+    def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
+        """As `Weights` has it; what is quantised is checked when it is read."""
+        self._files.check({name: place for name, place in expected.items() if name not in self._packed}, cuts)
+
+    def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
+        """As `Weights` has it."""
+        self.check(places, cuts)
+        self._files.load_into({name: place for name, place in places.items() if name not in self._packed}, cuts)
+        for name, place in places.items():
+            if name in self._packed:
+                weight = self._packed[name]
+                if weight.numbers.shape != place.shape:
+                    shape = list(weight.numbers.shape)
+                    raise StartError(f"weight {name} is {shape} where config.json asks for {list(place.shape)}")
+                place.copy_(widened(weight))
+
+
+def widened(weight: GroupedWeight) -> Tensor:
+    """The weights in float32, [outputs, inputs]."""
+    inputs = weight.numbers.shape[1]
+    each = 32 if weight.scales.shape[1] == -(-inputs // 32) else 16
+    scales, minimums = (
+        part.float().repeat_interleave(each, dim=1)[:, :inputs] for part in (weight.scales, weight.minimums)
+    )
+    return weight.numbers * scales - minimums
+
+
+def _what_is_not_read(config: Mapping[str, Any]) -> str | None:
+    """Why weights that this describes are not read, if they are not."""
+    method = config["quant_method"]
+    if method == "compressed-tensors":
+        if _format(config) not in ("pack-quantized", "int-quantized", "naive-quantized"):
+            return f"the format {shown(_format(config))} is not read; pack-quantized and int-quantized are"
+        sparsity = config.get("sparsity_config") or {}
+        if (
+            config.get("transform_config")
+            or not isinstance(sparsity, dict)
+            or sparsity.get("format", "dense") != "dense"
+        ):
+            return "weights that are sparse, or rotated, are not read"
+        return None
+    sizes, bits = (4,) if method == "awq" else (4, 8), config.get("bits")
+    if type(bits) is not int or bits not in sizes:
+        return f"bits is {shown(bits)}; {method} is read with {' or '.join(map(str, sizes))}"
+    layout = config.get("version") or "gemm" if method == "awq" else config.get("checkpoint_format") or "gptq"
+    if str(layout).lower() not in ("gemm", "gptq", "gptq_v2"):
+        return f"the layout {shown(layout)} is not read"
+    return None
+
+
+def _format(config: Mapping[str, Any]) -> str:
+    return str(config.get("format"))
+
+
+def _unpacked(words: Tensor, bits: int) -> Tensor:
+    """[rows, columns] int32 to [rows, columns, numbers of a word] uint8, the lowest bits first."""
+    if words.dtype is not torch.int32:
+        raise ValueError(f"{list(words.shape)} {words.dtype} are no words of packed numbers")
+    whole = words.clone(memory_format=torch.contiguous_format).view(torch.uint8).view(*words.shape, 4)
+    return whole if bits == 8 else torch.stack((whole & 15, whole >> 4), dim=-1).flatten(2)
+
+
+def _grouped(numbers: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> GroupedWeight:
+    """`(number - zero) * scale`. numbers: [outputs, inputs] uint8; scales: [outputs, groups]; zeros: alike, or one."""
+    (outputs, inputs), groups = numbers.shape, scales.shape[-1]
+    if scales.dim() != 2 or len(scales) != outputs or (zeros.dim() and zeros.shape != scales.shape) or not groups:
+        raise ValueError(
+            f"{list(scales.shape)} scales and {list(zeros.shape)} zeros do not fit weights of {list(numbers.shape)}"
+        )
+    size = inputs // groups
+    if inputs % groups or not (groups == 1 or size % 32 == 0 or size == 16):
+        raise ValueError(f"groups of {inputs / groups:g} inputs are not read; they must be 16, or a multiple of 32")
+    repeats = 1 if size == 16 and groups > 1 else -(-size // 32)
+    scales = scales.float()
+    scales, minimums = (part.half().repeat_interleave(repeats, dim=1).contiguous() for part in (scales, zeros * scales))
+    if not (scales.isfinite().all() and minimums.isfinite().all()):
+        raise ValueError("a scale is not finite in float16")
+    return GroupedWeight(numbers.contiguous(), scales, minimums, bits)
