@@ -39,13 +39,16 @@ class GroupedWeight(NamedTuple):
     """A weight that is number * scale - minimum, where neighbouring inputs of an output share the other two.
 
     numbers: [outputs, inputs] uint8, below 2 to the power of `bits`, which is 4 or 8; scales, minimums: [outputs,
-    groups] float16, for 32 inputs each, or 16, of which the last group may have fewer.
+    groups] float16, for 32 inputs each, or 16, of which the last group may have fewer. order: [inputs] int64, the input
+    that each column of numbers is for, where groups are of inputs that are no neighbours; products take their inputs in
+    it.
     """
 
     numbers: Tensor
     scales: Tensor
     minimums: Tensor
     bits: int
+    order: Tensor | None = None
 
 
 class Ops(Protocol):

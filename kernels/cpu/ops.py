@@ -124,5 +124,5 @@ def pack_grouped(weight: GroupedWeight, wide: bool = False) -> Product | None:
     outputs, inputs = weight.numbers.shape
     if not _library.can_pack(inputs):
         return None
-    packed = _library.pack_grouped(*weight)
+    packed = _library.pack_grouped(weight.numbers, weight.scales, weight.minimums, weight.bits)
     return lambda x, bias: _library.linear(x, packed, bias, outputs, wide)

@@ -507,7 +507,7 @@ def test_products_of_integers_are_the_same_to_the_bit_with_every_instruction_set
         pytest.skip("this machine can run one library at most")
     weight = random_grouped(75, 1000, bits, shared, generator)
     x = torch.randn(14, 1000, generator=generator).bfloat16()
-    first, *others = (built.linear(x, built.pack_grouped(*weight), None, 75, True) for built in libraries)
+    first, *others = (built.linear(x, built.pack_grouped(*weight[:4]), None, 75, True) for built in libraries)
     assert all(torch.equal(first, other) for other in others)
 
 

@@ -79,8 +79,7 @@ class PackedWeights(Mapping[str, GroupedWeight]):
         if self._config.get("checkpoint_format") != "gptq_v2":
             zeros = zeros + _ONES[bits]  # of each one less is stored, as gptqmodel does it with what is borrowed
         weight = _grouped(numbers, scales.T, _unpacked(zeros, bits).flatten(1).T, bits)
-        self._check_order(layer, "g_idx", numbers.shape[1], len(scales))
-        return weight
+        return self._in_order(weight, layer, "g_idx", len(scales))
 
     def _awq(self, layer: str) -> GroupedWeight:
         words, zeros, scales = (self._matrix(layer, part) for part in ("qweight", "qzeros", "scales"))
@@ -105,8 +104,7 @@ class PackedWeights(Mapping[str, GroupedWeight]):
         scales = scales.reshape(-1, 1) if scales.dim() < 2 else scales
         scales = scales.expand(len(numbers), -1) if len(scales) == 1 else scales
         weight = _grouped(numbers, scales, torch.tensor(1 << bits - 1) if zeros is None else zeros, bits)
-        self._check_order(layer, "weight_g_idx", numbers.shape[1], scales.shape[1])
-        return weight
+        return self._in_order(weight, layer, "weight_g_idx", scales.shape[1])
 
     # ---- tensors
 
@@ -123,12 +121,19 @@ class PackedWeights(Mapping[str, GroupedWeight]):
             raise ValueError(f"{part} has the shape {list(found.shape)}")
         return found
 
-    def _check_order(self, layer: str, part: str, inputs: int, groups: int) -> None:
-        """Raises ValueError where the inputs of a group are not neighbours: GPTQ may order them otherwise."""
-        if self._has(layer, part):
-            found = self._tensor(layer, part)
-            if (found >= 0).all() and not found.equal((torch.arange(inputs) // -(-inputs // groups)).to(found.dtype)):
-                raise ValueError(f"{part} puts inputs into groups that are no neighbours (desc_act)")
+    def _in_order(self, weight: GroupedWeight, layer: str, part: str, groups: int) -> GroupedWeight:
+        """With the inputs of each group together: where GPTQ took them by activation (`desc_act`), the tensor `part`
+        has the group of each."""
+        if not self._has(layer, part):
+            return weight
+        group_of, inputs = self._tensor(layer, part).long(), weight.numbers.shape[1]
+        together = torch.arange(inputs) // -(-inputs // groups)
+        if group_of.equal(together) or (group_of < 0).all():  # which says that there is no order
+            return weight
+        order = group_of.argsort(stable=True)
+        if not group_of[order].equal(together):
+            raise ValueError(f"{part} does not give each of {inputs} inputs one of {groups} groups of one size")
+        return weight._replace(numbers=weight.numbers[:, order].contiguous(), order=order)
 
 
 class PackedFiles:
@@ -166,7 +171,8 @@ def widened(weight: GroupedWeight) -> Tensor:
     scales, minimums = (
         part.float().repeat_interleave(each, dim=1)[:, :inputs] for part in (weight.scales, weight.minimums)
     )
-    return weight.numbers * scales - minimums
+    found = weight.numbers * scales - minimums
+    return found if weight.order is None else torch.empty_like(found).index_copy_(1, weight.order, found)
 
 
 def _what_is_not_read(config: Mapping[str, Any]) -> str | None:

@@ -98,7 +98,7 @@ class Linear:
             product = ops.pack(place, self._wide) if part is None else ops.pack_grouped(part, self._wide)
             if product is None:
                 raise ValueError("these kernels have no products of such weights")
-            products.append(product)
+            products.append(product if part is None or part.order is None else _ordered(product, part.order))
         self._product = products[0] if len(products) == 1 else _beside(products, sizes)
         self.weight = self.weight.new_empty(0)
 
@@ -144,8 +144,16 @@ def _joined(parts: Sequence[GroupedWeight | None]) -> GroupedWeight | None:
     known = [part for part in parts if part is not None]
     if len(known) < len(parts) or len({(part.bits, part.scales.shape[1]) for part in known}) > 1:
         return None
-    numbers, scales, minimums, bits = zip(*known, strict=True)
-    return GroupedWeight(torch.cat(numbers), torch.cat(scales), torch.cat(minimums), bits[0])
+    numbers, scales, minimums, bits, orders = zip(*known, strict=True)
+    first, *others = orders
+    if any(order is not first and (order is None or first is None or not order.equal(first)) for order in others):
+        return None
+    return GroupedWeight(torch.cat(numbers), torch.cat(scales), torch.cat(minimums), bits[0], first)
+
+
+def _ordered(product: Product, order: Tensor) -> Product:
+    """The product of inputs in this order."""
+    return lambda x, bias: product(x.index_select(1, order), bias)
 
 
 def _beside(products: Sequence[Product], sizes: Sequence[int]) -> Product:

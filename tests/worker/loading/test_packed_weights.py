@@ -166,6 +166,30 @@ def test_a_row_may_have_any_length_if_it_is_one_group(outputs: int, inputs: int,
     assert torch.equal(widened(found["a.weight"]), layer.weight)
 
 
+def by_activation(layer: Layer, seed: int = 0) -> tuple[Layer, Tensors]:
+    """As GPTQ stores a layer whose groups have inputs from everywhere (`desc_act`), and the layer that is meant."""
+    inputs, groups = len(layer.numbers[0]), len(layer.zeros[0])
+    place = torch.randperm(
+        inputs, generator=torch.Generator().manual_seed(seed)
+    )  # among those in order of their groups
+    numbers = torch.tensor(layer.numbers)[:, place].tolist()
+    group_of = (place // (inputs // groups)).int()
+    each = replace(
+        layer,
+        numbers=numbers,
+        zeros=torch.tensor(layer.zeros)[:, group_of].tolist(),
+        scales=layer.scales[:, group_of],
+    )
+    return each, gptq(replace(layer, numbers=numbers)) | {"g_idx": group_of}
+
+
+@pytest.mark.parametrize("groups", [4, 2, 8])
+def test_groups_may_have_inputs_from_everywhere(groups: int, tmp_path: Path) -> None:
+    meant, tensors = by_activation(Layer.draw(24, 128, groups, 4))
+    found = write(tmp_path, of_gptq(4), {f"a.{part}": tensor for part, tensor in tensors.items()})
+    assert torch.equal(widened(found["a.weight"]), meant.weight)
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plain")
@@ -174,9 +198,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "model"
 
 
+ORDERED = ", by activation"
+
+
 def quantise(plain: Path, folder: Path, name: str) -> tuple[Path, Path]:
     """A copy with quantised layers, and one with the values that these mean."""
-    config, store, bits, is_symmetric = LAYOUTS[name]
+    config, store, bits, is_symmetric = LAYOUTS[name.removesuffix(ORDERED)]
     stored, meant = dict[str, Tensor](), dict[str, Tensor]()
     for number, (tensor_name, tensor) in enumerate(load_file(plain / "model.safetensors").items()):
         if not tensor_name.endswith("proj.weight"):
@@ -184,8 +211,11 @@ def quantise(plain: Path, folder: Path, name: str) -> tuple[Path, Path]:
             continue
         layer = Layer.draw(*tensor.shape, tensor.shape[1] // 32, bits, number)
         layer = layer.symmetric() if is_symmetric else layer
+        parts = store(layer)
+        if name.endswith(ORDERED):  # of queries, keys and values the same
+            layer, parts = by_activation(layer, tensor.shape[1] + ("gate" in tensor_name))
         meant[tensor_name] = layer.weight
-        stored |= {tensor_name.removesuffix("weight") + part: value for part, value in store(layer).items()}
+        stored |= {tensor_name.removesuffix("weight") + part: value for part, value in parts.items()}
     words = json.loads((plain / "config.json").read_text())
     for place, tensors, added in (
         (folder / "stored", stored, {"quantization_config": config}),
@@ -199,7 +229,7 @@ def quantise(plain: Path, folder: Path, name: str) -> tuple[Path, Path]:
     return folder / "stored", folder / "meant"
 
 
-@pytest.mark.parametrize("name", ["gptq, 4 bits", "awq", "compressed, 4 bits", "int8"])
+@pytest.mark.parametrize("name", ["gptq, 4 bits", "gptq, 4 bits" + ORDERED, "awq", "compressed, 4 bits", "int8"])
 def test_a_model_is_served_with_the_weights_that_it_stores(name: str, plain: Path, tmp_path: Path) -> None:
     stored, meant = quantise(plain, tmp_path, name)
     exact = prompt_logprobs(worker_settings(meant, dtype="float32"))
@@ -239,8 +269,9 @@ SPOILED: dict[str, tuple[Callable[[Tensors], object], str]] = {
     "words of a wrong type": (lambda tensors: tensors.update({"a.qzeros": torch.ones(4, 3)}), "no words of packed"),
     "an infinite scale": (lambda tensors: tensors["a.scales"].fill_(float("inf")), "not finite in float16"),
     "a huge scale": (lambda tensors: tensors.update({"a.scales": torch.full((4, 24), 7e4)}), "not finite in float16"),
-    "another order": (lambda tensors: tensors["a.g_idx"].copy_(tensors["a.g_idx"].flip(0)), "desc_act"),
-    "an order of too few": (lambda tensors: tensors.update({"a.g_idx": torch.zeros(3, dtype=torch.int32)}), "desc_act"),
+    "groups of several sizes": (lambda tensors: tensors["a.g_idx"][:40].fill_(1), "one of 4 groups of one size"),
+    "too many groups": (lambda tensors: tensors["a.g_idx"].add_(1), "one of 4 groups of one size"),
+    "groups of too few": (lambda tensors: tensors.update({"a.g_idx": torch.zeros(3).int()}), "each of 128 inputs"),
     "odd groups": (
         lambda tensors: tensors.update({"a.scales": torch.ones(16, 24), "a.qzeros": torch.ones(16, 3).int()}),
         "groups of 8 inputs are not read",
