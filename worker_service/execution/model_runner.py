@@ -250,7 +250,8 @@ class ModelRunner(Runner):
         token_ids = torch.empty(0, dtype=torch.int64)
         if rows:
             choosers = [chooser for chunk in chunks if chunk.chooses for chooser in _choosers(chunk)]
-            token_ids = sample(logits, choosers, masks)
+            reports = any(chooser.sampling.logprobs is not None for chooser in choosers)
+            token_ids = sample(logits, choosers, masks, may_edit=not reports)
         return RunningStep(
             chunks, clock, logits, token_ids, prompt_logprobs, failed, pool_all(chunks, query_start, hidden)
         )

@@ -246,8 +246,15 @@ def test_triton_chooses_the_tokens_that_eager_torch_chooses(monkeypatch: pytest.
     assert sample(logits, batch) == expected
 
 
-def test_the_logits_are_left_as_they_are() -> None:
-    logits = random_logits(2, 0)
+EDITING = {"repetition_penalty": 2.0}
+
+
+@pytest.mark.parametrize(
+    "kinds", [[{"temperature": 1.0, "top_p": 0.5}, EDITING], [EDITING | {"temperature": 0.5}, EDITING]]
+)
+def test_the_logits_are_left_as_they_are_unless_they_may_be_edited(kinds: list[dict[str, Any]]) -> None:
+    logits, batch = random_logits(2, 0), [state([5], **kind) for kind in kinds]
     before = logits.clone()
-    sample(logits, [state([5], temperature=1.0, top_p=0.5), state([5], repetition_penalty=2.0)])
+    expected = sampler.sample(logits, batch)
     assert torch.equal(logits, before)
+    assert torch.equal(sampler.sample(logits, batch, may_edit=True), expected)
