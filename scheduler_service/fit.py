@@ -38,6 +38,7 @@ def main() -> None:
                 raise
             sys.stderr.write(f"scheduler_service.fit: {error}; fitted to what comes before\n")
         result = fit(measurements.steps, measurements.config)
+        result.fields.update(measurements.guesses.fields)
         arguments.out.write_text(json.dumps(result.fields, indent=2) + "\n")
     except (DifferenceError, ValueError) as error:
         sys.exit(f"scheduler_service.fit: {error}")
@@ -56,7 +57,10 @@ def main() -> None:
 def _table(result: Fit) -> Table:
     table = Table("field", "value")
     for name, value in result.fields.items():
-        table.add_row(name, f"{value:,.3f}" if isinstance(value, float) else f"{value:,}")
+        if isinstance(value, list):
+            table.add_row(name, " ".join(f"{share:.3f}" for share in value))
+        else:
+            table.add_row(name, f"{value:,.3f}" if isinstance(value, float) else f"{value:,}")
     table.add_row("steps fitted to", f"{result.num_steps:,}", end_section=True)
     table.add_row("median relative error", f"{result.median_relative_error:.1%}")
     table.add_row("R²", f"{result.r2:.3f}")

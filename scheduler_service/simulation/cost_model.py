@@ -31,6 +31,10 @@ class CostModel:
     num_host_blocks: int = 2_048
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2_048
+    guesses: tuple[float, ...] = ()
+    """The shares of decodes that verify at least one guess, at least two, and so on."""
+    acceptance: tuple[float, ...] = ()
+    """How often the first guess is right, how often the second is if the first was, and so on: as many numbers."""
 
     def step_seconds(self, output: SchedulerOutput) -> float:
         """How long a step takes; to be asked before the next one is planned."""
@@ -59,9 +63,18 @@ class CostModel:
         }
         if not isinstance(values, dict) or not set(values) <= set(known):
             raise ValueError(f"{path}: the fields of a cost model are {', '.join(known)}")
+        shares: dict[str, Any] = {name: _shares(path, name, values.pop(name, [])) for name in ("guesses", "acceptance")}
+        if len(shares["guesses"]) != len(shares["acceptance"]):
+            raise ValueError(f"{path}: guesses and acceptance have different lengths")
         for name, value in values.items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
             if not is_number or (value == 0 and name not in MAY_BE_ZERO):
                 least = "number of at least 0" if name in MAY_BE_ZERO else "positive number"
                 raise ValueError(f"{path}: {name} is {value!r}; it must be a {least}")
-        return cls(**{name: known[name](value) for name, value in values.items()})
+        return cls(**{name: known[name](value) for name, value in values.items()}, **shares)
+
+
+def _shares(path: Path, name: str, value: object) -> tuple[float, ...]:
+    if not isinstance(value, list) or not all(type(share) in (int, float) and 0 <= share <= 1 for share in value):
+        raise ValueError(f"{path}: {name} is {value!r}; it must be a list of numbers from 0 to 1")
+    return tuple(map(float, value))

@@ -14,6 +14,7 @@ from scheduler_service.core import SchedulerConfig
 from scheduler_service.recording.replayer import Moment
 from scheduler_service.recording.step_work import StepWork
 from scheduler_service.simulation.cost_model import CostModel
+from scheduler_service.simulation.guesses import GuessCounts
 
 COLUMNS = ("step", *StepWork._fields)
 OPTIONAL_COLUMNS = frozenset(("swapped_blocks",))  # a worker may never have to swap
@@ -29,7 +30,7 @@ Step = tuple[StepWork, float]
 class Fit:
     """A cost model's fields, and how well they explain the steps that they were fitted to."""
 
-    fields: dict[str, float]
+    fields: dict[str, Any]
     num_steps: int
     median_relative_error: float
     r2: float
@@ -40,6 +41,7 @@ class Measurements:
 
     def __init__(self, worker: str | None = None) -> None:
         self.steps: list[Step] = []
+        self.guesses = GuessCounts()
         self._worker = worker
         self._configs: dict[str, SchedulerConfig] = {}  # by worker, of its last session
 
@@ -49,6 +51,8 @@ class Measurements:
         self._configs[moment.session.worker] = moment.session.scheduler.config
         if moment.kind == "answer" and moment.step is not None and moment.at > moment.step.began_at:
             self.steps.append((moment.step.work, moment.at - moment.step.began_at))
+            assert moment.step.answer is not None
+            self.guesses.add(moment.step.output, moment.step.answer.num_tokens)
 
     @property
     def config(self) -> SchedulerConfig:
@@ -88,7 +92,7 @@ def fit(steps: Sequence[Step], config: SchedulerConfig) -> Fit:
     )
 
 
-def _fields(coefficients: dict[str, float], config: SchedulerConfig) -> dict[str, float]:
+def _fields(coefficients: dict[str, float], config: SchedulerConfig) -> dict[str, Any]:
     """Fields as CostModel reads them; a field that the recording cannot tell keeps its default."""
     fields: dict[str, Any] = {
         "step_us": coefficients["step"],

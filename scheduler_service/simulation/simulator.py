@@ -24,6 +24,7 @@ from scheduler_service.core import (
 from scheduler_service.core.config import default_prefill_chunk
 from scheduler_service.simulation.cost_model import CostModel
 from scheduler_service.simulation.fairness import ServiceGap
+from scheduler_service.simulation.guesses import Guessing
 from scheduler_service.simulation.trace import Arrival, longest_sequence
 
 TOKEN = 7  # what simulated workers sample
@@ -107,6 +108,8 @@ class Simulator:
         slowness: Mapping[int, float] | None = None,
     ) -> None:
         pool, longest = cost_model.num_device_blocks * cost_model.block_size, longest_sequence(arrivals)
+        num_guesses = len(cost_model.acceptance)
+        pool = max(0, pool - num_guesses)
         if not pool:  # an encoder: a text is computed whole, and what it gains takes no room
             pool, longest = cost_model.max_num_batched_tokens, longest - 1
             if any(arrival.output_tokens > 1 for arrival in arrivals):
@@ -120,6 +123,7 @@ class Simulator:
             max_num_batched_tokens=cost_model.max_num_batched_tokens,
             max_num_seqs=cost_model.max_num_seqs,
             max_model_len=pool,
+            num_lookahead_slots=num_guesses,
             preemption_mode=preemption_mode,
             phase_rule=phase_rule,
             max_prefill_chunk=max_prefill_chunk or default_prefill_chunk(cost_model.max_num_batched_tokens),
@@ -137,6 +141,7 @@ class Simulator:
         self._ends: list[tuple[float, int, SchedulerOutput]] = []  # of running steps: time, worker, step
         self._retries: list[tuple[float, int]] = []  # time, and the idle worker that is asked again then
         self._service_gap = ServiceGap()
+        self._guessing = Guessing(cost_model.guesses, cost_model.acceptance) if num_guesses else None
         self.result = Result([RequestTimes(arrival) for arrival in arrivals], busy_seconds=[0.0] * num_workers)
 
     def run(self, progress: Callable[[int], None] = lambda _: None) -> Result:
@@ -229,17 +234,22 @@ class Simulator:
         heapq.heappush(self._ends, (now + seconds, worker, output))
 
     def _end_step(self, now: float, worker: int, output: SchedulerOutput) -> int:
-        answer = ModelOutput(output.step_id, [TOKEN] * output.num_samples)
+        scheduler, guessing, num_tokens = self._workers[worker], self._guessing, list[int]()
+        if guessing is not None and output.draft_tokens:
+            num_tokens = guessing.verify(output)
+        answer = ModelOutput(output.step_id, [TOKEN] * (sum(num_tokens) or output.num_samples), num_tokens)
         num_finished = 0
-        for gained in self._workers[worker].update_from_output(output, answer, now):
+        for gained in scheduler.update_from_output(output, answer, now):
             if gained.token_id is None:
                 continue
             request = self.result.requests[int(gained.sequence.group.request_id)]
             self._service_gap.generated(request.arrival.tenant)
             if request.first_token is None:
                 request.first_token = now
-            if gained.sequence.status.is_finished:
+            if gained.sequence.status.is_finished and not gained.goes_on:
                 request.finished = now
                 num_finished += 1
         self._service_gap.end_step()
+        if guessing is not None:
+            scheduler.update_draft_token_ids(guessing.next(output, TOKEN))
         return num_finished

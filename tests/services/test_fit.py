@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -24,6 +25,7 @@ from scheduler_service.recording.replayer import Replayer
 from scheduler_service.recording.step_work import StepWork
 from scheduler_service.simulation.cost_model import CostModel
 from scheduler_service.simulation.fit import MIN_STEPS, Fit, Measurements, fit
+from scheduler_service.simulation.guesses import Guessing
 from scheduler_service.wire.codec import decode_model_output
 
 COSTS = CostModel(
@@ -52,7 +54,7 @@ CONFIG = SchedulerConfig(
 
 
 def record_worker(path: Path, costs: CostModel, config: SchedulerConfig = CONFIG, *, noise: float = 0.0) -> None:
-    """One worker that takes as long as the cost model says, with two steps in flight."""
+    """One worker that takes as long as the cost model says, with two steps in flight, or one if there are guesses."""
     random, sink, connection = Random(1), MemorySink(), Connection(1)
     now = 50.0
     recorder = Recorder(sink, policy="fcfs", overtakes=1, tenant_weights={}, clock=lambda: now)
@@ -64,20 +66,26 @@ def record_worker(path: Path, costs: CostModel, config: SchedulerConfig = CONFIG
         group = SequenceGroup(str(number), prompt, sampling, arrived_at=now)
         waiting.append(group)
         recorder.arrived(group)
+    guessing = Guessing(costs.guesses, costs.acceptance)
     in_flight: deque[tuple[SchedulerOutput, float, float]] = deque()
     answered_at = now
     while scheduler.has_work or in_flight:
         output = scheduler.schedule(now)
         if not output.is_empty:
             in_flight.append((output, now, costs.step_seconds(output)))
-            if len(in_flight) < 2:
+            if len(in_flight) < (1 if costs.guesses else 2):
                 now += 1e-5
                 continue
         output, sent_at, seconds = in_flight.popleft()
         seconds *= 1 + random.uniform(-noise, noise)
         now = answered_at = max(sent_at, answered_at) + seconds
-        connection.last_answer = wire.ModelOutput(step_id=output.step_id, token_ids=[1] * output.num_samples)
+        num_tokens = guessing.verify(output)
+        connection.last_answer = wire.ModelOutput(
+            step_id=output.step_id, token_ids=[1] * sum(num_tokens), num_tokens=num_tokens
+        )
         scheduler.update_from_output(output, decode_model_output(connection.last_answer), now)
+        if costs.guesses:
+            scheduler.update_draft_token_ids(guessing.next(output, 1))
     path.write_bytes(sink.data)
 
 
@@ -104,6 +112,20 @@ def test_the_coefficients_of_a_known_cost_model_come_back(tmp_path: Path) -> Non
         assert value == pytest.approx(getattr(COSTS, name), rel=1e-3), name
     assert result.r2 > 0.999999
     assert result.median_relative_error < 1e-6
+
+
+def test_how_often_guesses_come_and_are_right_comes_back(tmp_path: Path) -> None:
+    """And a guess costs what a token of a prompt does."""
+    costs = replace(COSTS, guesses=(0.9, 0.5), acceptance=(0.8, 0.4), num_device_blocks=400)
+    config = replace(CONFIG, num_lookahead_slots=2, num_device_blocks=400)
+    record_worker(tmp_path / "recording", costs, config)
+    found = measure(tmp_path / "recording").guesses.fields
+    assert found["guesses"] == pytest.approx(costs.guesses, abs=0.06)
+    assert found["acceptance"] == pytest.approx(costs.acceptance, abs=0.06)
+    assert fit_to(tmp_path / "recording").fields["prefill_token_us"] == pytest.approx(COSTS.prefill_token_us, rel=1e-3)
+    result = command("scheduler_service.fit", tmp_path / "recording", tmp_path / "costs.json")
+    assert result.returncode == 0, result.stderr
+    assert CostModel.read(tmp_path / "costs.json").acceptance == tuple(found["acceptance"])
 
 
 def test_noise_moves_them_a_little_and_the_quality_says_so(tmp_path: Path) -> None:

@@ -46,6 +46,26 @@ def test_one_request_takes_what_arithmetic_says() -> None:
     assert result.utilisation == pytest.approx(1)
 
 
+def test_guesses_save_steps_and_cost_what_tokens_of_a_prompt_cost() -> None:
+    """After the first token, two steps of four: the last known token and three guesses, which are all right."""
+    costs = replace(COSTS, guesses=(1.0, 1.0, 1.0), acceptance=(1.0, 1.0, 1.0))
+    result = Simulator([Arrival(0.0, 10, 9)], costs, num_workers=1).run()
+    (request,) = result.requests
+    prefill = (1000 + 10 * 100 + 10) / 1e6
+    decodes = [(1000 + 500 + 3 * 100 + context) / 1e6 for context in (14, 18)]
+    assert result.num_steps == 4  # the last one tells the worker that the request has ended
+    assert request.e2e == pytest.approx(prefill + sum(decodes))
+    assert request.tpot == pytest.approx(sum(decodes) / 8)
+
+
+@pytest.mark.parametrize(("acceptance", "num_steps"), [((0.0, 0.0), 1002), ((0.5, 0.5), 573), ((1.0, 0.0), 502)])
+def test_as_many_tokens_are_gained_as_guesses_are_right(acceptance: tuple[float, ...], num_steps: int) -> None:
+    """A prompt, 1,000 more tokens in steps of 1, of 1.75 in the mean, or of 2, and a step that tells the end."""
+    costs = replace(COSTS, guesses=(1.0, 1.0), acceptance=acceptance, num_device_blocks=2000)
+    result = Simulator([Arrival(0.0, 10, 1001)], costs, num_workers=1).run()
+    assert result.num_steps == pytest.approx(num_steps, rel=0.06 if acceptance == (0.5, 0.5) else 0)
+
+
 @pytest.mark.parametrize("policy", [WaitingQueue, PriorityQueue, FairQueue])
 @pytest.mark.parametrize("mode", PreemptionMode)
 @pytest.mark.parametrize("num_workers", [1, 3])
@@ -136,6 +156,10 @@ def test_a_corrupt_trace_names_its_line(text: str, reason: str, tmp_path: Path) 
         ('{"prefill_token_us": 0}', "prefill_token_us is 0; it must be a positive number"),
         ('{"step_us": NaN}', "step_us is nan"),
         ('{"block_size": "16"}', "block_size is '16'"),
+        ('{"guesses": 1}', "guesses is 1; it must be a list of numbers from 0 to 1"),
+        ('{"guesses": [0.5], "acceptance": [2]}', r"acceptance is \[2\]; it must be a list of numbers from 0 to 1"),
+        ('{"acceptance": [true]}', r"acceptance is \[True\]"),
+        ('{"acceptance": [0.5]}', "guesses and acceptance have different lengths"),
     ],
 )
 def test_a_cost_model_that_makes_no_sense_says_why(text: str, reason: str, tmp_path: Path) -> None:
