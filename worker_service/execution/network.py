@@ -183,9 +183,12 @@ class Network:
 
 
 def _widened(tensors: Mapping[str, torch.Tensor], quantized: Quantized) -> dict[str, torch.Tensor]:
-    """Those that are needed in floating point; of an embedding that is also the head, rows are read as well."""
+    """Those that are needed in floating point: all but matrices that are only multiplied. Of an embedding that is also
+    the head, rows are read as well."""
     return {
-        name: tensor for name, tensor in tensors.items() if name not in quantized or name == "model.embed_tokens.weight"
+        name: tensor
+        for name, tensor in tensors.items()
+        if name not in quantized or tensor.dim() != 2 or name == "model.embed_tokens.weight"
     }
 
 

@@ -307,6 +307,34 @@ def test_a_layer_of_another_size_than_its_network_has_is_refused(dtype: str, pla
         load_worker(worker_settings(stored, dtype=dtype))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_not_multiplied_cannot_be_stored_so(dtype: str, plain: Path, tmp_path: Path) -> None:
+    stored, _ = quantise(plain, tmp_path, "awq")
+    tensors = load_file(stored / "model.safetensors")
+    del tensors["model.norm.weight"]
+    tensors |= {f"model.norm.{part}": tensor for part, tensor in awq(Layer.draw(8, 64, 1, 4)).items()}
+    save_file(tensors, stored / "model.safetensors")
+    with pytest.raises(StartError, match=r"weight model\.norm\.weight is \[8, 64\] where config\.json asks for \[64\]"):
+        load_worker(worker_settings(stored, dtype=dtype))
+
+
+def test_an_embedding_may_be_stored_so_and_be_the_head(plain: Path, tmp_path: Path) -> None:
+    stored, _ = quantise(plain, tmp_path, "gptq, 4 bits")
+    config = json.loads((stored / "config.json").read_text())
+    (stored / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True, "vocab_size": 264}))
+    tensors = load_file(stored / "model.safetensors")
+    del tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+    layer = Layer.draw(264, 64, 2, 4)
+    save_file(tensors | {"model.embed_tokens.weight": layer.weight}, tmp_path / "wide.safetensors")
+    quantised = {f"model.embed_tokens.{part}": tensor for part, tensor in gptq(layer).items()}
+    save_file(tensors | quantised, stored / "model.safetensors")
+    found = [prompt_logprobs(worker_settings(stored, dtype=dtype)) for dtype in ("float32", "bfloat16")]
+    (tmp_path / "wide.safetensors").replace(stored / "model.safetensors")
+    exact = prompt_logprobs(worker_settings(stored, dtype="float32"))
+    assert torch.equal(found[0], exact)
+    assert (found[1] - exact).abs().mean() < 0.2 * exact.std()
+
+
 def test_stored_weights_are_not_quantised_a_second_time(plain: Path, tmp_path: Path) -> None:
     stored, _ = quantise(plain, tmp_path, "awq")
     with pytest.raises(StartError, match="--quantization int4: the weights are stored quantised already"):
