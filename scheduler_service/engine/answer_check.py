@@ -20,9 +20,14 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
     if answer.num_tokens:
         sampled = (sequence for sequence, _, samples in output.scheduled if samples)
         for sequence, num_tokens in zip(sampled, answer.num_tokens, strict=False):
-            if num_tokens > 1 + len(output.draft_tokens.get(sequence.id, ())) and sequence not in output.dropped:
+            if sequence in output.dropped:
+                continue
+            most = 1 if sequence.id in answer.failed_sequence_ids else 1 + len(output.draft_tokens.get(sequence.id, ()))
+            if num_tokens > most:
                 raise ValueError(f"the worker returned {num_tokens} tokens for sequence {sequence.id}")
             num_gained[sequence.id] = num_tokens
+    if not answer.has_tokens_alone:
+        _check_nothing_else(output, answer)
     for sequence, num_tokens, samples in [item for item in output.scheduled if item.sequence.reports]:
         sampling = sequence.sampling
         if sequence in output.dropped or sequence.id in answer.failed_sequence_ids:
@@ -52,6 +57,21 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
                 )
             for entry in entries:
                 _check_entry(sequence, entry, sampling.prompt_logprobs, vocabulary_size)
+
+
+def _check_nothing_else(output: SchedulerOutput, answer: ModelOutput) -> None:
+    """Raises ValueError for reports that a sequence did not ask for: they would be taken in, and fail on their way."""
+    for sequence, _, samples in output.scheduled:
+        if sequence in output.dropped:
+            continue
+        sampling = sequence.sampling
+        for what, reports, is_asked in (
+            ("log-probabilities", answer.logprobs, samples and sampling.num_logprobs is not None),
+            ("log-probabilities of a prompt", answer.prompt_logprobs, sampling.prompt_logprobs is not None),
+            ("vectors", answer.vectors, sampling.pooling is not None),
+        ):
+            if sequence.id in reports and not is_asked:
+                raise ValueError(f"the worker returned {what} for sequence {sequence.id}, which asked for none")
 
 
 def _check_entry(sequence: Sequence, entry: TokenLogprobs, width: int, vocabulary_size: int) -> None:

@@ -20,8 +20,10 @@ class Guesses:
     def take(self, scheduler: Scheduler, output: SchedulerOutput, answer: ModelOutput, vocabulary_size: int) -> None:
         """An answer has been taken in."""
         if output.draft_tokens:
-            self.verified.count(map(len, output.draft_tokens.values()))
-            self.right.count(number - 1 for number in answer.num_tokens)
+            lengths = list(map(len, output.draft_tokens.values()))
+            self.verified.count(lengths)
+            most = max(lengths)  # more may be said of sequences that have left the worker
+            self.right.count(min(number - 1, most) for number in answer.num_tokens)
         sound = {
             sequence_id: token_ids
             for sequence_id, token_ids in answer.draft_tokens.items()

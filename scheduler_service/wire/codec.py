@@ -150,9 +150,16 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
     return message
 
 
+MOST_POSITIONS = 1 << 18
+"""Of one sequence in an answer: more than a step has tokens. Each takes some 200 bytes, and 9 in a message."""
+
+
 def _decode_logprobs(columns: pb.SampleLogprobs) -> list[TokenLogprobs]:
-    """Cut the columns of one sequence into positions; raises ValueError when they do not fit together."""
+    """Cut the columns of one sequence into positions; raises ValueError when they do not fit together, or hold
+    nothing."""
     width, positions = columns.width, len(columns.ranks)
+    if positions > (MOST_POSITIONS if width else 0):
+        raise ValueError(f"log-probabilities of sequence {columns.sequence_id} have {positions} positions of {width}")
     if not len(columns.token_ids) == len(columns.logprobs) == width * positions:
         raise ValueError(f"log-probabilities of sequence {columns.sequence_id} have columns of different lengths")
     token_ids, logprobs = list(columns.token_ids), list(columns.logprobs)

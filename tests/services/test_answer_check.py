@@ -7,6 +7,7 @@ from scheduler_service.core import (
     SamplingParams,
     Scheduler,
     SchedulerConfig,
+    SchedulerOutput,
     SequenceGroup,
     WaitingQueue,
 )
@@ -49,8 +50,33 @@ def test_what_is_said_of_log_probabilities_that_are_none_names_no_tokens() -> No
     assert "31337" not in str(error.value)
 
 
-def test_each_token_that_was_gained_has_log_probabilities() -> None:
-    """Also where guesses were right, and a step gains several tokens of a sequence."""
+def test_what_is_said_of_a_sequence_that_has_left_is_not_taken_for_anothers() -> None:
+    """It may have the id of a sequence of this step by now, which another worker gave it."""
+    config = SchedulerConfig(
+        block_size=4, num_device_blocks=4, max_num_batched_tokens=16, max_num_seqs=2, max_model_len=16, watermark=0
+    )
+    scheduler = Scheduler(config, WaitingQueue())
+    for name in "ab":
+        scheduler.add_request(SequenceGroup(name, range(1, 8), SamplingParams(max_tokens=9, logprobs=0)))
+    output, *_ = (scheduler.schedule() for _ in range(3))
+    (dropped,) = output.dropped
+    (left,) = (s.sequence for s in output.scheduled if s.sequence is not dropped)
+    dropped.id = left.id
+    answer = ModelOutput(1, [5, 5, 5], [2, 1], logprobs={left.id: [TokenLogprobs([5], [-1.0], 1)]})
+    if output.scheduled[0].sequence is left:
+        answer.num_tokens.reverse()
+    check_answer(output, answer, 100)
+
+
+def test_a_sequence_that_failed_has_gained_no_guesses() -> None:
+    _, output, sequence_id, entry = with_two_guesses()
+    answer = ModelOutput(2, [5, 5], [2], {sequence_id: [entry] * 2}, failed_sequence_ids=frozenset([sequence_id]))
+    with pytest.raises(ValueError, match=f"returned 2 tokens for sequence {sequence_id}"):
+        check_answer(output, answer, 100)
+
+
+def with_two_guesses() -> tuple[Scheduler, SchedulerOutput, int, TokenLogprobs]:
+    """A step that verifies them, of a sequence that asks for log-probabilities, and those of one token."""
     config = SchedulerConfig(
         block_size=4,
         num_device_blocks=8,
@@ -66,7 +92,12 @@ def test_each_token_that_was_gained_has_log_probabilities() -> None:
     entry = TokenLogprobs([5], [-1.0], 1)
     scheduler.update_from_output(output, ModelOutput(1, [5], logprobs={sequence_id: [entry]}))
     scheduler.update_draft_token_ids({sequence_id: [5, 5]})
-    output = scheduler.schedule()
+    return scheduler, scheduler.schedule(), sequence_id, entry
+
+
+def test_each_token_that_was_gained_has_log_probabilities() -> None:
+    """Also where guesses were right, and a step gains several tokens of a sequence."""
+    scheduler, output, sequence_id, entry = with_two_guesses()
     for num_positions in range(4):
         answer = ModelOutput(2, [5, 5], [2], logprobs={sequence_id: [entry] * num_positions})
         if num_positions == 2:

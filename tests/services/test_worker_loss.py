@@ -138,6 +138,9 @@ def _logprobs(*logprobs: float, token_ids: tuple[int, ...] = (73, 1), ranks: tup
     return _change(logprobs=[columns])
 
 
+_UNASKED = pb.SampleLogprobs(sequence_id=1, width=1, token_ids=[73], logprobs=[-1.0], ranks=[1])
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
@@ -148,11 +151,17 @@ def _logprobs(*logprobs: float, token_ids: tuple[int, ...] = (73, 1), ranks: tup
         (_change(step_id=7), "answered step 7 instead of step 1"),
         (_change(epoch=7), "answered for epoch 7"),
         (lambda answer: pb.ModelOutput(epoch=answer.epoch, step_id=answer.step_id), "returned 0 tokens for 1 samples"),
-        (_change(), "returned no log-probabilities for sequence 1"),
+        (_change(), "returned log-probabilities of 0 tokens for sequence 1, which gained 1"),
         (_logprobs(-1.0, float("nan")), "invalid log-probabilities"),
         (_logprobs(float("inf"), -1.0), "invalid log-probabilities"),
         (_logprobs(-1.0, -2.0, token_ids=(73, 259)), "invalid log-probabilities"),
-        (_logprobs(-1.0, -2.0, -3.0, -4.0, token_ids=(1, 2, 3, 4), ranks=(1, 2)), "too many values"),
+        (
+            _logprobs(-1.0, -2.0, -3.0, -4.0, token_ids=(1, 2, 3, 4), ranks=(1, 2)),
+            "log-probabilities of 2 tokens for sequence 1",
+        ),
+        (_change(logprobs=[_UNASKED]), "log-probabilities for sequence 1, which asked for none"),
+        (_change(prompt_logprobs=[_UNASKED]), "log-probabilities of a prompt for sequence 1, which asked for none"),
+        (_change(vectors=[pb.SequenceVectors(sequence_id=1, data=bytes(4))]), "vectors for sequence 1, which asked"),
         (_logprobs(-1.0), "columns of different lengths"),
         (lambda _: b"\xff\xff\xff", "something that is no ModelOutput"),
     ],
@@ -162,7 +171,7 @@ async def test_an_answer_that_makes_no_sense_costs_its_worker_the_session_and_no
 ) -> None:
     bad, good = FakeWorkerService(byte_tokenizer_directory), FakeWorkerService(byte_tokenizer_directory)
     async with serving(bad) as first, serving(good) as second, running(first, second) as engine:
-        wants_logprobs = "log-probabilities" in reason or "columns" in reason or "many values" in reason
+        wants_logprobs = ("log-probabilities" in reason or "columns" in reason) and "asked" not in reason
         state = await start_on(bad, engine, first, logprobs=1 if wants_logprobs else None)
         bad.spoil, good.spoil = spoil, _add_logprobs if wants_logprobs else good.spoil
         bad.runs.set()

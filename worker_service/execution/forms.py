@@ -72,7 +72,9 @@ class _Progress:
     num_tokens: int = 0
     is_alone: bool = False
     """Whether its form is compiled for it, and nothing guessed: outputs of one form, and guesses, share limits of the
-    library, and some had ended it."""
+    library, and some have ended a reading of it."""
+    is_fresh: bool = False
+    """Whether it was so for all of its tokens, by a matcher that has found no masks but this one."""
 
     def __del__(self) -> None:
         self.gone.append(self.key)
@@ -163,6 +165,7 @@ class Forms:
         left = deque(
             (item, masks[end - item.samples - len(item.guesses) : end]) for item, end in zip(items, ends, strict=True)
         )
+        died: set[int] = set()  # what processes were at that have died
         while left := deque(self._not_refused(left)):
             again: list[tuple[_Item, npt.NDArray[np.uint8]]] = []
             try:
@@ -175,17 +178,23 @@ class Forms:
                 self._send(reader, [item for item, _ in left])
                 while left:
                     item, rows = left[0]
+                    used, began = _processor_seconds(self._process) if item.guesses else 0.0, time.monotonic()
                     for number in range(1 + len(item.guesses)):
+                        if number and time.monotonic() - began > MOST_SECONDS:
+                            self._check_used(used)
                         answer = self._receive(reader)
                         if item.samples and answer:
                             rows[number] = np.frombuffer(answer, np.uint8)
-                        elif item.samples and number == 0 and not item.progress.is_alone:
+                        elif item.samples and number == 0 and not item.progress.is_fresh:
                             item.progress.reader, item.progress.is_alone = None, True
                             again.append((item, rows))
                     left.popleft()
             except (OSError, EOFError) as error:  # it takes too long, or has died: of too much memory, perhaps
                 self._end()
-                self._refuse(left[0][0].form, number > 0, error)
+                item = left[0][0]
+                if isinstance(error, TimeoutError) or item.progress.key in died:
+                    self._refuse(item.form, number > 0, error)
+                died.add(item.progress.key)
             left.extend(again)
         return masks
 
@@ -203,6 +212,7 @@ class Forms:
         for form, progress, token_ids, samples, guesses in items:
             if progress.reader is not reader:
                 progress.reader, progress.num_tokens = reader, 0
+            progress.is_fresh = progress.is_alone and not progress.num_tokens
             unread = token_ids[progress.num_tokens :]
             work.append(
                 Work(progress.key, "" if progress.num_tokens else form, unread, samples, guesses, progress.is_alone)
@@ -216,11 +226,15 @@ class Forms:
         if not reader.poll(LOOK_SECONDS):
             used, began = _processor_seconds(self._process), time.monotonic()
             while not reader.poll(LOOK_SECONDS):
-                if _processor_seconds(self._process) - used > MOST_SECONDS - LOOK_SECONDS:
-                    raise TimeoutError(f"it takes more than {MOST_SECONDS:g} s")
+                self._check_used(used - LOOK_SECONDS)
                 if time.monotonic() - began > DEAF_SECONDS:
                     raise TimeoutError(f"nothing was heard for {DEAF_SECONDS:g} s")
         return reader.recv_bytes()
+
+    def _check_used(self, seconds: float) -> None:
+        """Raises TimeoutError when the process has used more than its share since it had used so many seconds."""
+        if _processor_seconds(self._process) - seconds > MOST_SECONDS:
+            raise TimeoutError(f"it takes more than {MOST_SECONDS:g} s")
 
     def _refuse(self, form: str, is_guess: bool, error: Exception) -> None:
         """Not follow a form any more; if it `is_guess`, what was not chosen, only not beyond what is."""

@@ -142,6 +142,9 @@ class GgufBlocks(Mapping[str, GroupedWeight]):
         except (SafetensorError, ValueError, KeyError) as error:
             raise StartError(f"{self._file}: {name}: {error}") from error
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._types
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._types)
 

@@ -66,8 +66,15 @@ class PackedWeights(Mapping[str, GroupedWeight]):
         assert self._read is not None
         try:
             return self._read(name.removesuffix("weight"))
-        except (ValueError, TypeError, RuntimeError) as error:  # shapes are whatever the file has
+        except (ValueError, TypeError, IndexError, RuntimeError) as error:  # shapes are whatever the file has
             raise StartError(f"the quantised weight {named(name)} cannot be read: {error}") from error
+
+    def check_scales(self) -> None:
+        """Raises StartError for scales that are not of a quantised layer: AWQ may have some of activations."""
+        for name in self._files.dtypes if self._suffix == "qweight" else ():
+            layer = name.removesuffix("scales")
+            if name.endswith(".scales") and not self._has(layer, self._suffix):
+                raise StartError(f"{named(name)} scales something else than a quantised layer, which is not read")
 
     # ---- the three layouts. Each finds numbers [outputs, inputs], scales and zeros [outputs, groups]
 
@@ -76,14 +83,16 @@ class PackedWeights(Mapping[str, GroupedWeight]):
         words, scales = self._matrix(layer, "qweight"), self._matrix(layer, "scales")
         numbers = _unpacked(words, bits).permute(1, 0, 2).flatten(1)  # words hold neighbouring inputs
         zeros = self._matrix(layer, "qzeros")
-        if self._config.get("checkpoint_format") != "gptq_v2":
+        if _layout(self._config) != "gptq_v2":
             zeros = zeros + _ONES[bits]  # of each one less is stored, as gptqmodel does it with what is borrowed
+        self._check_groups(numbers.shape[1], len(scales))
         weight = _grouped(numbers, scales.T, _unpacked(zeros, bits).flatten(1).T, bits)
         return self._in_order(weight, layer, "g_idx", len(scales))
 
     def _awq(self, layer: str) -> GroupedWeight:
         words, zeros, scales = (self._matrix(layer, part) for part in ("qweight", "qzeros", "scales"))
         numbers = _unpacked(words, 4)[:, :, _AWQ_PLACES].flatten(1)  # words hold neighbouring outputs
+        self._check_groups(len(numbers), len(scales))
         return _grouped(numbers.T, scales.T, _unpacked(zeros, 4)[:, :, _AWQ_PLACES].flatten(1).T, 4)
 
     def _compressed(self, layer: str) -> GroupedWeight:
@@ -121,12 +130,20 @@ class PackedWeights(Mapping[str, GroupedWeight]):
             raise ValueError(f"{part} has the shape {list(found.shape)}")
         return found
 
+    def _check_groups(self, inputs: int, groups: int) -> None:
+        """Raises ValueError where groups are not of the size that config.json says; -1 is a whole row."""
+        size = self._config.get("group_size")
+        if type(size) is int and size * groups != inputs and not (groups == 1 and not 0 < size < inputs):
+            raise ValueError(f"{groups} groups of {inputs} inputs are not of {size}")
+
     def _in_order(self, weight: GroupedWeight, layer: str, part: str, groups: int) -> GroupedWeight:
         """With the inputs of each group together: where GPTQ took them by activation (`desc_act`), the tensor `part`
         has the group of each."""
         if not self._has(layer, part):
             return weight
         group_of, inputs = self._tensor(layer, part).long(), weight.numbers.shape[1]
+        if group_of.shape != (inputs,):
+            raise ValueError(f"{part} has the shape {list(group_of.shape)} where there are {inputs} inputs")
         together = torch.arange(inputs) // -(-inputs // groups)
         if group_of.equal(together) or (group_of < 0).all():  # which says that there is no order
             return weight
@@ -149,6 +166,7 @@ class PackedFiles:
 
     def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
         """As `Weights` has it; what is quantised is checked when it is read."""
+        self._packed.check_scales()
         self._files.check({name: place for name, place in expected.items() if name not in self._packed}, cuts)
 
     def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
@@ -188,14 +206,26 @@ def _what_is_not_read(config: Mapping[str, Any]) -> str | None:
             or sparsity.get("format", "dense") != "dense"
         ):
             return "weights that are sparse, or rotated, are not read"
+        groups = config.get("config_groups")
+        for group in groups.values() if isinstance(groups, dict) else ():
+            weights = group.get("weights") if isinstance(group, dict) else None
+            kind = (weights.get("num_bits"), weights.get("type", "int")) if isinstance(weights, dict) else None
+            if kind not in ((4, "int"), (8, "int")):
+                return f"weights of {shown(kind)} are not read; whole numbers of 4 and 8 bits are"
         return None
     sizes, bits = (4,) if method == "awq" else (4, 8), config.get("bits")
     if type(bits) is not int or bits not in sizes:
         return f"bits is {shown(bits)}; {method} is read with {' or '.join(map(str, sizes))}"
-    layout = config.get("version") or "gemm" if method == "awq" else config.get("checkpoint_format") or "gptq"
-    if str(layout).lower() not in ("gemm", "gptq", "gptq_v2"):
-        return f"the layout {shown(layout)} is not read"
+    if _layout(config) not in (("gemm",) if method == "awq" else ("gptq", "gptq_v2")):
+        return f"the layout {shown(_layout(config))} is not read"
     return None
+
+
+def _layout(config: Mapping[str, Any]) -> str:
+    """Of GPTQ's and AWQ's words; the libraries have changed the name of its field."""
+    is_awq = config["quant_method"] == "awq"
+    names = ("version", "format", "checkpoint_format") if is_awq else ("checkpoint_format", "format")
+    return str(next(filter(None, map(config.get, names)), "gemm" if is_awq else "gptq")).lower()
 
 
 def _format(config: Mapping[str, Any]) -> str:
@@ -221,8 +251,9 @@ def _grouped(numbers: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Group
     if inputs % groups or not (groups == 1 or size % 32 == 0 or size == 16):
         raise ValueError(f"groups of {inputs / groups:g} inputs are not read; they must be 16, or a multiple of 32")
     repeats = 1 if size == 16 and groups > 1 else -(-size // 32)
-    scales = scales.float()
+    scales = scales.half().float()  # before zeros are multiplied: else a zero would be no zero with a small scale
     scales, minimums = (part.half().repeat_interleave(repeats, dim=1).contiguous() for part in (scales, zeros * scales))
     if not (scales.isfinite().all() and minimums.isfinite().all()):
         raise ValueError("a scale is not finite in float16")
-    return GroupedWeight(numbers.contiguous(), scales, minimums, bits)
+    # There are no products with 4 bits and groups of 16.
+    return GroupedWeight(numbers.contiguous(), scales, minimums, 8 if repeats == 1 and size == 16 else bits)

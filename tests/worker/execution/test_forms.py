@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -27,10 +28,12 @@ from worker_helpers import state, tokens
 
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.frontend import forms as frontend
+from worker_service.execution import forms as forms_module
 from worker_service.execution.form_process import MOST_KEPT, Follower, Work
 from worker_service.execution.forms import Forms
 from worker_service.execution.sampler import FAILED, sample
 from worker_service.session.session import ScheduledChunk, SequenceState
+from worker_service.session.step import SamplingParams
 
 END, VOCABULARY = 2, 259
 MOST_TOKENS = 400
@@ -282,6 +285,79 @@ def test_a_guess_beyond_which_a_form_cannot_be_followed_costs_no_output_anything
     assert first is not processes[0] is processes[1] is processes[2]
     one.token_ids.append(tokenizer.token_to_id("x"))
     assert step(forms, [one])[0] in {tokenizer.token_to_id(letter) for letter in "yw"}
+
+
+@pytest.mark.parametrize("num_guesses", [0, 3])
+def test_an_output_ends_by_its_own_tokens_alone(
+    forms: Forms, tokenizer: Tokenizer, num_guesses: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read for guesses, for others, or since its sequence was new, may reach the library's limits, as half of
+    the answers are made to say here that are not of a matcher that was made for them."""
+    some = grammars("json_schema", [SCHEMA] * 3)
+    undisturbed, disturbed = sequences(some, tokenizer), sequences(some, tokenizer)
+    complete(forms, undisturbed)
+    random, send, receive, may_fail = Random(1), forms._send, forms._receive, deque[bool]()
+
+    def noted(reader: Connection, items: Sequence[Any]) -> None:
+        send(reader, items)
+        may_fail.extend(not item.progress.is_fresh for item in items for _ in range(1 + len(item.guesses)))
+
+    def failing(reader: Connection) -> bytes:
+        answer = receive(reader)
+        return b"" if may_fail.popleft() and random.random() < 0.5 else answer
+
+    monkeypatch.setattr(forms, "_send", noted)
+    monkeypatch.setattr(forms, "_receive", failing)
+    alive = list(zip(disturbed, undisturbed, strict=True))
+    while alive:
+        chunks = []
+        for one, whole in alive:
+            known = len(one.token_ids)
+            guesses = whole.token_ids[known : known + num_guesses]
+            chunks.append(ScheduledChunk(one, known - 1, known + len(guesses), samples=True, drafts=guesses))
+        masks = forms.begin(chunks)
+        for one, whole in alive:
+            logits = torch.full((1, VOCABULARY), -1.0)
+            logits[0, whole.token_ids[len(one.token_ids)]] = 1.0
+            one.token_ids.extend(sample(logits, [replace(one, sampling=SamplingParams(form="any"))], masks).tolist())
+        alive = [(one, whole) for one, whole in alive if len(one.token_ids) < len(whole.token_ids)]
+    assert [one.token_ids for one in disturbed] == [one.token_ids for one in undisturbed]
+
+
+def test_a_process_that_dies_at_work_is_asked_again_and_no_output_ends(
+    forms: Forms, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of too little memory on its machine, say."""
+    some = grammars("json_schema", [SCHEMA] * 3)
+    undisturbed, disturbed = sequences(some, tokenizer), sequences(some, tokenizer)
+    complete(forms, undisturbed)
+    receive, answers = forms._receive, itertools.count()
+
+    def killed(reader: Connection) -> bytes:
+        if next(answers) % 10 == 4:
+            forms._process.kill()
+            forms._process.wait()
+        return receive(reader)
+
+    monkeypatch.setattr(forms, "_receive", killed)
+    complete(forms, disturbed)
+    assert [one.token_ids for one in disturbed] == [one.token_ids for one in undisturbed]
+
+
+def test_guesses_of_an_output_share_the_time_of_one_mask(
+    forms: Forms, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the clocks are made to look, the first guess has used it up."""
+    (form,) = grammars("regex", ["xyz{3}"])
+    one = state([5], sequence_id=1, form=form)
+    seconds = itertools.count()
+    monkeypatch.setattr(forms_module, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(forms_module, "_processor_seconds", lambda process: float(next(seconds)))
+    drafts = tokens([tokenizer.token_to_id(letter) for letter in "xyz"])
+    masks = forms.begin([ScheduledChunk(one, 0, 4, samples=True, drafts=drafts)])
+    assert masks is not None
+    after = [replace(one, token_ids=one.token_ids + drafts[:n]) for n in range(4)]
+    assert [mask.any() for mask in masks.of(after)] == [True, False, False, False]
 
 
 def test_other_parameters_bend_what_the_form_allows_and_no_more(forms: Forms, tokenizer: Tokenizer) -> None:

@@ -114,17 +114,18 @@ def int_quantized(layer: Layer) -> Tensors:
     return tensors
 
 
-def of_gptq(bits: int, layout: str = "gptq") -> dict[str, Any]:
-    return {"quant_method": "gptq", "bits": bits, "checkpoint_format": layout}
+def of_gptq(bits: int, layout: str = "gptq", field: str = "checkpoint_format") -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, field: layout}
 
 
-AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "group_size": 32}
+AWQ = {"quant_method": "awq", "bits": 4, "version": "GEMM"}
 PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 INT = {"quant_method": "compressed-tensors", "format": "int-quantized"}
 LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Layer], Tensors], int, bool]] = {
     "gptq, 4 bits": (of_gptq(4), gptq, 4, False),
     "gptq, 8 bits": (of_gptq(8), gptq, 8, False),
     "gptq_v2": (of_gptq(4, "gptq_v2"), lambda layer: gptq(layer, stored=0), 4, False),
+    "gptq_v2 in other words": (of_gptq(4, "GPTQ_V2", "format"), lambda layer: gptq(layer, stored=0), 4, False),
     "awq": (AWQ, awq, 4, False),
     "compressed, 4 bits": (PACKED, compressed, 4, False),
     "compressed, 4 bits, symmetric": (PACKED, compressed, 4, True),
@@ -152,10 +153,20 @@ def test_a_layer_is_what_its_writer_says(name: str, groups: int, tmp_path: Path)
     )
     assert list(found) == ["a.weight"]
     weight = found["a.weight"]
-    assert weight.bits == bits
+    assert weight.bits == (8 if groups == 8 else bits)  # there are no products with 4 bits and groups of 16
     assert weight.numbers.tolist() == layer.numbers
     assert weight.scales.shape == weight.minimums.shape == (24, 8 if groups == 8 else 4)
     assert torch.equal(widened(weight), layer.weight)
+
+
+@pytest.mark.parametrize("scale", [3e-5, 1e-6, 1e-7])
+def test_what_is_stored_as_zero_is_zero_with_the_smallest_scale(scale: float, tmp_path: Path) -> None:
+    """Which float16 has with few bits."""
+    layer = replace(Layer.draw(24, 128, 1, 8).symmetric(), scales=torch.full((24, 1), scale))
+    found = write(tmp_path, INT, {f"a.{part}": tensor for part, tensor in int_quantized(layer).items()})
+    zero = torch.tensor(layer.numbers) == 128
+    assert (widened(found["a.weight"]) == 0)[zero].all()
+    assert torch.allclose(widened(found["a.weight"]), layer.weight, rtol=0.2 if scale == 1e-7 else 0.02)
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "groups"), [(3, 100, 1), (5, 33, 1), (1, 7, 1), (7, 96, 3)])
@@ -201,7 +212,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 ORDERED = ", by activation"
 
 
-def quantise(plain: Path, folder: Path, name: str) -> tuple[Path, Path]:
+def quantise(plain: Path, folder: Path, name: str, size: int = 32) -> tuple[Path, Path]:
     """A copy with quantised layers, and one with the values that these mean."""
     config, store, bits, is_symmetric = LAYOUTS[name.removesuffix(ORDERED)]
     stored, meant = dict[str, Tensor](), dict[str, Tensor]()
@@ -209,7 +220,7 @@ def quantise(plain: Path, folder: Path, name: str) -> tuple[Path, Path]:
         if not tensor_name.endswith("proj.weight"):
             stored[tensor_name] = meant[tensor_name] = tensor
             continue
-        layer = Layer.draw(*tensor.shape, tensor.shape[1] // 32, bits, number)
+        layer = Layer.draw(*tensor.shape, tensor.shape[1] // size, bits, number)
         layer = layer.symmetric() if is_symmetric else layer
         parts = store(layer)
         if name.endswith(ORDERED):  # of queries, keys and values the same
@@ -230,8 +241,9 @@ def quantise(plain: Path, folder: Path, name: str) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("name", ["gptq, 4 bits", "gptq, 4 bits" + ORDERED, "awq", "compressed, 4 bits", "int8"])
-def test_a_model_is_served_with_the_weights_that_it_stores(name: str, plain: Path, tmp_path: Path) -> None:
-    stored, meant = quantise(plain, tmp_path, name)
+@pytest.mark.parametrize("size", [32, 16])
+def test_a_model_is_served_with_the_weights_that_it_stores(name: str, size: int, plain: Path, tmp_path: Path) -> None:
+    stored, meant = quantise(plain, tmp_path, name, size)
     exact = prompt_logprobs(worker_settings(meant, dtype="float32"))
     assert torch.equal(prompt_logprobs(worker_settings(stored, dtype="float32")), exact)
     if not can_pack(torch.device("cpu"), torch.bfloat16, "int4"):
@@ -250,6 +262,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "marlin": (of_gptq(4, "marlin"), "the layout 'marlin' is not read"),
     "a format": (PACKED | {"format": "float-quantized"}, "the format 'float-quantized' is not read"),
     "rotated": (PACKED | {"transform_config": {"config_groups": {}}}, "sparse, or rotated"),
+    "other bits": (PACKED | {"config_groups": {"g": {"weights": {"num_bits": 7}}}}, r"weights of .*7.* are not read"),
+    "floats": (INT | {"config_groups": {"g": {"weights": {"num_bits": 8, "type": "float"}}}}, "whole numbers of 4"),
     "sparse": (PACKED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse, or rotated"),
 }
 
@@ -271,7 +285,12 @@ SPOILED: dict[str, tuple[Callable[[Tensors], object], str]] = {
     "a huge scale": (lambda tensors: tensors.update({"a.scales": torch.full((4, 24), 7e4)}), "not finite in float16"),
     "groups of several sizes": (lambda tensors: tensors["a.g_idx"][:40].fill_(1), "one of 4 groups of one size"),
     "too many groups": (lambda tensors: tensors["a.g_idx"].add_(1), "one of 4 groups of one size"),
-    "groups of too few": (lambda tensors: tensors.update({"a.g_idx": torch.zeros(3).int()}), "each of 128 inputs"),
+    "groups of too few": (
+        lambda tensors: tensors.update({"a.g_idx": torch.zeros(3).int()}),
+        r"g_idx has the shape \[3\]",
+    ),
+    "an order in a matrix": (lambda tensors: tensors.update({"a.g_idx": torch.zeros(2, 64).int()}), "g_idx has the"),
+    "an order of one number": (lambda tensors: tensors.update({"a.g_idx": torch.tensor(0)}), "g_idx has the shape"),
     "odd groups": (
         lambda tensors: tensors.update({"a.scales": torch.ones(16, 24), "a.qzeros": torch.ones(16, 3).int()}),
         "groups of 8 inputs are not read",
@@ -289,6 +308,15 @@ def test_a_layer_that_makes_no_sense_is_refused(name: str, tmp_path: Path) -> No
         found["a.weight"]
     with pytest.raises(KeyError):
         found["b.weight"]
+
+
+def test_groups_are_of_the_size_that_is_said(tmp_path: Path) -> None:
+    tensors = {f"a.{part}": tensor for part, tensor in gptq(Layer.draw(24, 192, 2, 4)).items()}
+    assert write(tmp_path, of_gptq(4) | {"group_size": 96}, tensors)["a.weight"].bits == 4
+    for size in (128, -1, 64):
+        found = write(tmp_path, of_gptq(4) | {"group_size": size}, tensors)
+        with pytest.raises(StartError, match=rf"groups of 192 inputs are not of {size}|groups of 192"):
+            found["a.weight"]
 
 
 def test_packed_numbers_of_another_number_of_bits_are_refused(tmp_path: Path) -> None:
@@ -333,6 +361,15 @@ def test_an_embedding_may_be_stored_so_and_be_the_head(plain: Path, tmp_path: Pa
     exact = prompt_logprobs(worker_settings(stored, dtype="float32"))
     assert torch.equal(found[0], exact)
     assert (found[1] - exact).abs().mean() < 0.2 * exact.std()
+
+
+def test_scales_of_something_else_are_refused(plain: Path, tmp_path: Path) -> None:
+    """AWQ has scales of activations for some families, without which outputs would be wrong."""
+    stored, _ = quantise(plain, tmp_path, "awq")
+    tensors = load_file(stored / "model.safetensors")
+    save_file(tensors | {"model.layers.0.mlp.act.scales": torch.ones(128)}, stored / "model.safetensors")
+    with pytest.raises(StartError, match=r"mlp\.act\.scales scales something else"):
+        load_worker(worker_settings(stored))
 
 
 def test_stored_weights_are_not_quantised_a_second_time(plain: Path, tmp_path: Path) -> None:
