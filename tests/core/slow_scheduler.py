@@ -174,10 +174,10 @@ class SlowScheduler(SlowBlocks):
             self.running.remove(group)
             self.swapped.insert(0, group)
             return
-        self.preempted += [sequence.label for sequence in group.live_and_encoder if sequence.is_known]
         self.begin_anew(group)
 
     def begin_anew(self, group: SlowGroup) -> None:
+        self.preempted += [sequence.label for sequence in group.live_and_encoder if sequence.is_known]
         for sequence in group.live_and_encoder:
             self.drop_blocks(sequence)
             sequence.begin_anew()

@@ -35,6 +35,7 @@ class RunningPlanner:
         """Let a group compute what the step has room for, unless it is preempted itself, or outgrows the worker."""
         if group.live[0].id not in self._blocks.tables:  # its leader ended before the others could fork
             step.budget.give_back(num_seqs=group.num_seqs)
+            step.prompts = [other for other in step.prompts if other is not group]  # it may be new again, as the last
             self._groups.give_back(group)
             return
         chunks = self._chunk_sizes.of(group, step)
