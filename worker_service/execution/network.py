@@ -164,7 +164,9 @@ class Network:
         """Packs small weights to find out whether such weights can be packed, before any are loaded."""
         if self.checkpoint.packed is not None:
             if self.quantization != "none":
-                raise StartError(f"--quantization {self.quantization}: the weights are stored quantised already")
+                raise StartError(
+                    f"--quantization {self.quantization}: those of {self.model_id} are stored quantised already"
+                )
             if self.ranks.size > 1:
                 raise StartError("--tensor-parallel-size: weights that are stored quantised cannot be cut")
             if not self._packs_stored:

@@ -100,7 +100,7 @@ class PackedWeights(Mapping[str, GroupedWeight]):
         if self._suffix == "weight":
             numbers, bits = self._matrix(layer, "weight").view(torch.uint8) ^ 128, 8  # int8 plus 128
             if self._has(layer, "weight_zero_point"):
-                zeros = self._tensor(layer, "weight_zero_point").int() + 128
+                zeros = _of_outputs(self._tensor(layer, "weight_zero_point").int() + 128, len(numbers))
         else:
             words, shape = self._matrix(layer, "weight_packed"), self._tensor(layer, "weight_shape").tolist()
             outputs, inputs = shape if len(shape) == 2 else (0, 0)
@@ -110,8 +110,7 @@ class PackedWeights(Mapping[str, GroupedWeight]):
             numbers = _unpacked(words, bits).flatten(1)[:, :inputs]
             if self._has(layer, "weight_zero_point"):  # words hold neighbouring outputs here
                 zeros = _unpacked(self._matrix(layer, "weight_zero_point").T, bits).flatten(1)[:, :outputs].T
-        scales = scales.reshape(-1, 1) if scales.dim() < 2 else scales
-        scales = scales.expand(len(numbers), -1) if len(scales) == 1 else scales
+        scales = _of_outputs(scales, len(numbers))
         weight = _grouped(numbers, scales, torch.tensor(1 << bits - 1) if zeros is None else zeros, bits)
         return self._in_order(weight, layer, "weight_g_idx", scales.shape[1])
 
@@ -230,6 +229,12 @@ def _layout(config: Mapping[str, Any]) -> str:
 
 def _format(config: Mapping[str, Any]) -> str:
     return str(config.get("format"))
+
+
+def _of_outputs(part: Tensor, outputs: int) -> Tensor:
+    """[outputs, groups], where it may be one number for each output, or for all."""
+    part = part.reshape(-1, 1) if part.dim() < 2 else part
+    return part.expand(outputs, -1) if len(part) == 1 else part
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:

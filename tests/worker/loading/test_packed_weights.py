@@ -159,6 +159,17 @@ def test_a_layer_is_what_its_writer_says(name: str, groups: int, tmp_path: Path)
     assert torch.equal(widened(weight), layer.weight)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_layer_may_have_one_scale_and_one_zero(shape: tuple[int, ...], tmp_path: Path) -> None:
+    layer = Layer.draw(24, 128, 1, 8)
+    layer = replace(layer, zeros=[layer.zeros[0]] * 24, scales=layer.scales[:1].expand(24, 1))
+    tensors = int_quantized(layer)
+    for part in ("weight_scale", "weight_zero_point"):
+        tensors[part] = tensors[part][0].reshape(shape).clone()
+    found = write(tmp_path, INT, {f"a.{part}": tensor for part, tensor in tensors.items()})
+    assert torch.equal(widened(found["a.weight"]), layer.weight)
+
+
 @pytest.mark.parametrize("scale", [3e-5, 1e-6, 1e-7])
 def test_what_is_stored_as_zero_is_zero_with_the_smallest_scale(scale: float, tmp_path: Path) -> None:
     """Which float16 has with few bits."""
@@ -374,5 +385,5 @@ def test_scales_of_something_else_are_refused(plain: Path, tmp_path: Path) -> No
 
 def test_stored_weights_are_not_quantised_a_second_time(plain: Path, tmp_path: Path) -> None:
     stored, _ = quantise(plain, tmp_path, "awq")
-    with pytest.raises(StartError, match="--quantization int4: the weights are stored quantised already"):
+    with pytest.raises(StartError, match=r"--quantization int4: those of .* are stored quantised already"):
         load_worker(worker_settings(stored, "int4"))
