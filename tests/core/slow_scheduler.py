@@ -20,6 +20,7 @@ class SlowStep:
     decisions: dict[str, object]
     is_empty: bool
     began: float | None
+    drafts: dict[SlowSequence, list[int]]
 
 
 class SlowScheduler(SlowBlocks):
@@ -85,7 +86,7 @@ class SlowScheduler(SlowBlocks):
         self.num_swapped_out = self.num_swapped_in = 0
         for group in self.running:
             for sequence in group.live if self.config.sliding_window else ():
-                first_needed = max(0, sequence.computed - self.config.sliding_window + 1)
+                first_needed = max(0, sequence.computed - sequence.num_drafted - self.config.sliding_window + 1)
                 self.drop_blocks(sequence, min(first_needed // self.config.block_size, len(sequence.device or ())))
         ready = [group for group in self.running if not group.is_behind]
         behind = [group for group in self.running if group.is_behind]
@@ -153,6 +154,8 @@ class SlowScheduler(SlowBlocks):
         are_apart = self.config.phase_rule is PhaseRule.SEPARATE and catching_up  # none decodes among those
         for sequence in catching_up if are_apart else group.live:
             num_tokens = min(self.most_at_first(sequence, [s for s, _ in chunks]), left)
+            if sequence.uncomputed == num_tokens == 1 and sequence.drafted_at == sequence.computed:
+                num_tokens += min(len(sequence.drafts), left - 1)
             if num_tokens and sequence.device is not None and (sequence.is_table_known or bytes_left > 0):
                 chunks.append((sequence, num_tokens))
                 left -= num_tokens
@@ -171,6 +174,8 @@ class SlowScheduler(SlowBlocks):
         self.has_preempted = True
         if mode is PreemptionMode.SWAP:
             self.num_swapped_out += self.move(group, to_host=True)
+            for sequence in group.live:
+                sequence.drafts = []
             self.running.remove(group)
             self.swapped.insert(0, group)
             return
@@ -328,9 +333,13 @@ class SlowScheduler(SlowBlocks):
             self.end(sequence, SequenceStatus.FINISHED_IGNORED)
 
     def write(self, began: float | None) -> SlowStep:
-        chunks = []
+        chunks, drafts = [], {}
         for sequence, num_tokens, _ in self.plan:
-            samples = num_tokens == sequence.uncomputed and not sequence.is_encoder
+            samples = num_tokens >= sequence.uncomputed and not sequence.is_encoder
+            if num_tokens > sequence.uncomputed:
+                sequence.num_drafted = num_tokens - sequence.uncomputed
+                drafts[sequence] = sequence.drafts[: sequence.num_drafted]
+            sequence.drafts = []
             chunks.append((sequence, num_tokens, samples, sequence.num_lives))
             sequence.computed += num_tokens
             for told in (sequence, sequence.group.encoder):
@@ -345,6 +354,7 @@ class SlowScheduler(SlowBlocks):
                         follower.num_parents_tokens = len(sequence.group.prompt)
         decisions = {
             "scheduled": [(s.label, s.computed, num_tokens, samples) for s, num_tokens, samples, _ in chunks],
+            "drafts": {sequence.label: guesses for sequence, guesses in drafts.items()},
             "preempted": self.preempted,
             "ignored": self.ignored,
             "finished": [sequence.label for sequence in self.ended],
@@ -356,17 +366,36 @@ class SlowScheduler(SlowBlocks):
             sequence.is_known = False
         is_empty = not (chunks or self.ended or self.preempted or self.num_swapped_out or self.num_swapped_in)
         self.ended = []
-        return SlowStep(chunks, decisions, is_empty, began)
+        return SlowStep(chunks, decisions, is_empty, began, drafts)
+
+    def guess(self, drafts: dict[SlowSequence, list[int]]) -> None:
+        """Guesses at how sequences go on that run and have no step in flight."""
+        for group in self.running:
+            for sequence in group.live if not group.beams else ():
+                if sequence in drafts and sequence.stored == sequence.computed:
+                    room = sequence.max_num_tokens - len(sequence.token_ids) - 1
+                    sequence.drafts = drafts[sequence][: max(0, min(room, self.config.num_lookahead_slots))]
+                    sequence.drafted_at = sequence.computed
 
     # ---- the answer, and ends
 
-    def take_in(self, step: SlowStep, answers: list[tuple[int, list[tuple[int, float]]]], now: float) -> None:
-        """An answer is a token and the likeliest tokens with their log-probabilities."""
+    def take_in(self, step: SlowStep, answers: list[tuple[list[int], list[tuple[int, float]]]], now: float) -> None:
+        """An answer is the guesses that were right, one more token, and the likeliest tokens with their
+        log-probabilities."""
         if step.began is not None:
             self.prompt_seconds = now - step.began
         left = iter(answers)
-        for sequence, num_tokens, samples, life in step.chunks:
-            token, candidates = next(left) if samples else (None, None)
+        given = [next(left) if samples else ([None], None) for _, _, samples, _ in step.chunks]
+        for (sequence, _, _, life), ((*right, _), _) in zip(step.chunks, given, strict=True):
+            if sequence in step.drafts and sequence.status is None and sequence.num_lives == life:
+                num_wrong = len(step.drafts[sequence]) - len(right)
+                sequence.num_drafted = 0
+                for token in right:
+                    if sequence.status is None:
+                        self.append_token(sequence, token)
+                sequence.computed -= num_wrong
+                sequence.stored -= num_wrong
+        for (sequence, num_tokens, _, life), ((*_, token), candidates) in zip(step.chunks, given, strict=True):
             if sequence.status is not None or sequence.num_lives != life:
                 continue
             sequence.stored += num_tokens

@@ -1,7 +1,7 @@
 """The scheduler decides in every step what the slow, obvious one decides, whatever the workload."""
 
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, takewhile
 from random import Random
 
 from fake_worker import candidates, prefix_of, sample
@@ -51,6 +51,18 @@ def label(sequence: Sequence) -> tuple[str, int, int]:
     return sequence.group.request_id, sequence.index, len(sequence.token_ids)
 
 
+def next_tokens(sequence: Sequence, number: int) -> list[int]:
+    """How it goes on: a function of its tokens, and of which output it is."""
+    known = list(sequence.token_ids)
+    for _ in range(number):
+        known.append(sample(prefix_of(known), sequence.index) % 25)
+    return known[len(known) - number :]
+
+
+def eq_pair(pair: tuple[int, int]) -> bool:
+    return pair[0] == pair[1]
+
+
 class Both:
     """The scheduler and the slow one, told the same."""
 
@@ -96,6 +108,7 @@ class Both:
         self.sequences |= {sequence.id: sequence for sequence in scheduled}
         decisions = {
             "scheduled": [(label(s), s.num_computed_tokens, n, samples) for s, n, samples in output.scheduled],
+            "drafts": {label(self.sequences[id_]): guesses for id_, guesses in output.draft_tokens.items()},
             "preempted": [label(self.sequences[sequence_id]) for sequence_id in output.preempted],
             "ignored": [group.request_id for group in output.ignored],
             "finished": [label(self.sequences[sequence_id]) for sequence_id in output.finished],
@@ -135,20 +148,37 @@ class Both:
     def take_in(self, output: SchedulerOutput, step: SlowStep, now: float) -> None:
         """The worker's answer: a function of what is known of each sequence when the answer comes."""
         answer, answers = ModelOutput(output.step_id, []), []
-        for sequence, _, samples in output.scheduled:
+        for (sequence, _, samples), (slow_sequence, *_) in zip(output.scheduled, step.chunks, strict=True):
             if samples:
-                prefix = prefix_of(sequence.token_ids)
-                token, likeliest = sample(prefix, sequence.index) % 25, []
+                drafts, likeliest = step.drafts.get(slow_sequence, []), []
+                tokens = next_tokens(sequence, 1 + len(drafts))
+                num_right = sum(1 for _ in takewhile(eq_pair, zip(drafts, tokens, strict=False)))
+                tokens = tokens[: 1 + num_right]
                 if sequence.sampling.beam_width:
-                    likeliest = candidates(prefix)[: sequence.sampling.num_logprobs]
+                    likeliest = candidates(prefix_of(sequence.token_ids))[: sequence.sampling.num_logprobs]
                     answer.logprobs[sequence.id] = [
-                        TokenLogprobs([token, *(t for t, _ in likeliest)], [0.0, *(p for _, p in likeliest)], 1)
+                        TokenLogprobs([*tokens, *(t for t, _ in likeliest)], [0.0, *(p for _, p in likeliest)], 1)
                     ]
-                answer.token_ids.append(token)
-                answers.append((token, likeliest))
+                answer.token_ids += tokens
+                answer.num_tokens.append(len(tokens))
+                answers.append((tokens, likeliest))
+        if not step.drafts:
+            answer.num_tokens.clear()
         self.fast.update_from_output(output, answer, now)
         self.slow.take_in(step, answers, now)
         self.compare()
+
+    def guess(self, rng: Random) -> None:
+        """For some sequences, wherever they are: right guesses, wrong ones, and more than there is room for."""
+        fast_drafts, slow_drafts = {}, {}
+        for fast, slow in self.groups:
+            for fast_sequence, slow_sequence in zip(fast.sequences, slow.sequences, strict=True):
+                if not fast_sequence.status.is_finished and fast_sequence.id and rng.random() < 0.7:
+                    guesses = next_tokens(fast_sequence, rng.randint(0, 5))
+                    guesses = [token if rng.random() < 0.8 else rng.randrange(10**6) for token in guesses]
+                    fast_drafts[fast_sequence.id] = slow_drafts[slow_sequence] = guesses
+        self.fast.update_draft_token_ids(fast_drafts)
+        self.slow.guess(slow_drafts)
 
 
 @settings(max_examples=400)
@@ -164,6 +194,7 @@ def test_every_decision_is_that_of_the_slow_scheduler(seed: int, takes_part: lis
     numbers = [number for number, takes in enumerate(takes_part) if takes]
     workload = [random_event(Random(f"{seed} {i}"), i, has_encoder=seed % 2 == 1) for i in numbers]
     in_flight: list[tuple[SchedulerOutput, SlowStep]] = []
+    guesses = Random(f"{seed} guesses")
     for now in count():
         for event in workload:
             if event.arrives == now:
@@ -175,6 +206,8 @@ def test_every_decision_is_that_of_the_slow_scheduler(seed: int, takes_part: lis
             in_flight.append((output, step))
         if in_flight and (output.is_empty or len(in_flight) == max_in_flight):
             both.take_in(*in_flight.pop(0), now + 0.5)
+            if config.num_lookahead_slots:
+                both.guess(guesses)
         if now > 24 and not both.fast.has_work and not in_flight:
             break
         assert now < 3000, "the run does not end"
