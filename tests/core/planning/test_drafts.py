@@ -151,8 +151,9 @@ def test_guesses_are_for_the_very_next_step_of_a_sequence_and_for_no_later_one()
     compute({sequence.id: [1, 2, 3]})
     scheduler.add_request(make_group("b", 3, root=b"b", max_tokens=50))
     assert sequence not in [scheduled.sequence for scheduled in compute().scheduled]
+    assert compute().draft_tokens == {sequence.id: [1, 2, 3]}
     while sequence.num_tokens < 18:
-        assert not compute().draft_tokens or sequence.num_tokens == 14
+        assert not compute().draft_tokens
     scheduler.add_request(make_group("c", 3, root=b"c", max_tokens=5, beam_width=2))  # a plan like no step before
     while scheduler.has_work:
         assert not compute().draft_tokens
