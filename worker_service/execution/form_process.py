@@ -72,7 +72,7 @@ class Follower:
             matcher.consume_tokens(list(work.token_ids))
         mask = self._mask(matcher) if work.samples else bytearray()
         yield mask
-        guessing = matcher.deep_copy() if work.guesses else matcher  # a matcher that has failed would not go back
+        guessing = matcher.deep_copy() if work.guesses and mask else matcher  # one that has failed would not go back
         for guess in work.guesses:
             may_come = bool(mask) and mask[guess // 8] >> guess % 8 & 1 and not guessing.is_stopped()
             mask = self._mask(guessing) if may_come and guessing.consume_token(guess) else bytearray()
@@ -95,7 +95,8 @@ class Follower:
         others, and the limits on that: where these end one of them, they end all."""
         compiled = self._compiled.pop(form, None)
         if alone or compiled is None or compiled.is_error():
-            compiled = LLMatcher(self._tokenizer, form, limits=parser_limits())
+            # What it would log names tokens of outputs.
+            compiled = LLMatcher(self._tokenizer, form, log_level=0, limits=parser_limits())
         if alone:
             return compiled
         self._compiled[form] = compiled

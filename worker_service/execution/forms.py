@@ -179,16 +179,19 @@ class Forms:
                 while left:
                     item, rows = left[0]
                     used, began = _processor_seconds(self._process) if item.guesses else 0.0, time.monotonic()
+                    has_failed = False
                     for number in range(1 + len(item.guesses)):
                         if number and time.monotonic() - began > MOST_SECONDS:
                             self._check_used(used)
                         answer = self._receive(reader)
                         if item.samples and answer:
                             rows[number] = np.frombuffer(answer, np.uint8)
-                        elif item.samples and number == 0 and not item.progress.is_fresh:
-                            item.progress.reader, item.progress.is_alone = None, True
-                            again.append((item, rows))
-                    left.popleft()
+                        elif item.samples and number == 0:
+                            has_failed = True
+                    left.popleft()  # from here on it is asked for again only if it is among those
+                    if has_failed and not item.progress.is_fresh:
+                        item.progress.reader, item.progress.is_alone = None, True
+                        again.append((item, rows))
             except (OSError, EOFError) as error:  # it takes too long, or has died: of too much memory, perhaps
                 self._end()
                 item = left[0][0]

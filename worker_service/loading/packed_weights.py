@@ -39,25 +39,24 @@ class PackedWeights(Mapping[str, GroupedWeight]):
             raise StartError(f"config.json: quantization_config: {reason}")
 
     @property
-    def _suffix(self) -> str:
-        """Of the name of a tensor of numbers, in place of "weight"."""
-        if self._config["quant_method"] != "compressed-tensors":
-            return "qweight"
-        return "weight_packed" if _format(self._config) == "pack-quantized" else "weight"
+    def _parts(self) -> dict[str, str]:
+        """What the tensors of numbers are called in place of "weight", and their types."""
+        if self._config["quant_method"] == "compressed-tensors":
+            return {"weight_packed": "I32", "weight": "I8"}
+        return {"qweight": "I32"}
 
     def __iter__(self) -> Iterator[str]:
-        for name in self._files.dtypes:
-            weight = name.removesuffix(self._suffix) + "weight"
-            if name.endswith(f".{self._suffix}") and weight in self:
-                yield weight
+        for name, found in self._files.dtypes.items():
+            layer, _, part = name.rpartition(".")
+            if self._parts.get(part) == found:
+                yield f"{layer}.weight"
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __contains__(self, name: object) -> bool:
-        packed = str(name).removesuffix("weight") + self._suffix
-        dtype = "I8" if self._suffix == "weight" else "I32"
-        return str(name).endswith(".weight") and self._files.dtypes.get(packed) == dtype
+        layer, _, part = str(name).rpartition(".")
+        return part == "weight" and any(self._files.dtypes.get(f"{layer}.{p}") == t for p, t in self._parts.items())
 
     def __getitem__(self, name: str) -> GroupedWeight:
         """Raises KeyError where the weight is not quantised, and StartError where it makes no sense."""
@@ -71,16 +70,18 @@ class PackedWeights(Mapping[str, GroupedWeight]):
 
     def check_scales(self) -> None:
         """Raises StartError for scales that are not of a quantised layer: AWQ may have some of activations."""
-        for name in self._files.dtypes if self._suffix == "qweight" else ():
+        for name in self._files.dtypes if "qweight" in self._parts else ():
             layer = name.removesuffix("scales")
-            if name.endswith(".scales") and not self._has(layer, self._suffix):
+            if name.endswith(".scales") and not self._has(layer, "qweight"):
                 raise StartError(f"{named(name)} scales something else than a quantised layer, which is not read")
 
     # ---- the three layouts. Each finds numbers [outputs, inputs], scales and zeros [outputs, groups]
 
     def _gptq(self, layer: str) -> GroupedWeight:
-        bits = self._config["bits"]
+        bits: int = self._config["bits"]
         words, scales = self._matrix(layer, "qweight"), self._matrix(layer, "scales")
+        if self._config.get("dynamic") and self._has(layer, "g_idx"):  # layers may differ
+            bits = 8 if len(words) * 4 == len(self._tensor(layer, "g_idx")) else 4
         numbers = _unpacked(words, bits).permute(1, 0, 2).flatten(1)  # words hold neighbouring inputs
         zeros = self._matrix(layer, "qzeros")
         if _layout(self._config) != "gptq_v2":
@@ -97,7 +98,7 @@ class PackedWeights(Mapping[str, GroupedWeight]):
 
     def _compressed(self, layer: str) -> GroupedWeight:
         scales, zeros = self._tensor(layer, "weight_scale"), None
-        if self._suffix == "weight":
+        if not self._has(layer, "weight_packed"):
             numbers, bits = self._matrix(layer, "weight").view(torch.uint8) ^ 128, 8  # int8 plus 128
             if self._has(layer, "weight_zero_point"):
                 zeros = _of_outputs(self._tensor(layer, "weight_zero_point").int() + 128, len(numbers))
@@ -108,8 +109,12 @@ class PackedWeights(Mapping[str, GroupedWeight]):
             if words.shape != (outputs, -(-inputs * bits // 32)):
                 raise ValueError(f"{list(words.shape)} words do not hold {shown(shape)} numbers of 4 or 8 bits")
             numbers = _unpacked(words, bits).flatten(1)[:, :inputs]
-            if self._has(layer, "weight_zero_point"):  # words hold neighbouring outputs here
-                zeros = _unpacked(self._matrix(layer, "weight_zero_point").T, bits).flatten(1)[:, :outputs].T
+            if self._has(layer, "weight_zero_point"):
+                zeros = self._matrix(layer, "weight_zero_point")
+                if zeros.dtype is torch.int8:
+                    zeros = zeros.int() + (1 << bits - 1)
+                else:  # words hold neighbouring outputs here
+                    zeros = _unpacked(zeros.T, bits).flatten(1)[:, :outputs].T
         scales = _of_outputs(scales, len(numbers))
         weight = _grouped(numbers, scales, torch.tensor(1 << bits - 1) if zeros is None else zeros, bits)
         return self._in_order(weight, layer, "weight_g_idx", scales.shape[1])
@@ -131,7 +136,7 @@ class PackedWeights(Mapping[str, GroupedWeight]):
 
     def _check_groups(self, inputs: int, groups: int) -> None:
         """Raises ValueError where groups are not of the size that config.json says; -1 is a whole row."""
-        size = self._config.get("group_size")
+        size = None if self._config.get("dynamic") else self._config.get("group_size")
         if type(size) is int and size * groups != inputs and not (groups == 1 and not 0 < size < inputs):
             raise ValueError(f"{groups} groups of {inputs} inputs are not of {size}")
 
@@ -196,8 +201,12 @@ def _what_is_not_read(config: Mapping[str, Any]) -> str | None:
     """Why weights that this describes are not read, if they are not."""
     method = config["quant_method"]
     if method == "compressed-tensors":
-        if _format(config) not in ("pack-quantized", "int-quantized", "naive-quantized"):
-            return f"the format {shown(_format(config))} is not read; pack-quantized and int-quantized are"
+        groups = config.get("config_groups")
+        found = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+        formats = [group["format"] for group in found if group.get("format")]
+        for name in formats + [config.get("format")] * (not formats or config.get("format") != "mixed-precision"):
+            if name not in ("pack-quantized", "int-quantized", "naive-quantized"):
+                return f"the format {shown(name)} is not read; pack-quantized and int-quantized are"
         sparsity = config.get("sparsity_config") or {}
         if (
             config.get("transform_config")
@@ -205,10 +214,8 @@ def _what_is_not_read(config: Mapping[str, Any]) -> str | None:
             or sparsity.get("format", "dense") != "dense"
         ):
             return "weights that are sparse, or rotated, are not read"
-        groups = config.get("config_groups")
-        for group in groups.values() if isinstance(groups, dict) else ():
-            weights = group.get("weights") if isinstance(group, dict) else None
-            kind = (weights.get("num_bits"), weights.get("type", "int")) if isinstance(weights, dict) else None
+        for weights in [group["weights"] for group in found if isinstance(group.get("weights"), dict)]:
+            kind = (weights.get("num_bits"), weights.get("type", "int"))
             if kind not in ((4, "int"), (8, "int")):
                 return f"weights of {shown(kind)} are not read; whole numbers of 4 and 8 bits are"
         return None
@@ -225,10 +232,6 @@ def _layout(config: Mapping[str, Any]) -> str:
     is_awq = config["quant_method"] == "awq"
     names = ("version", "format", "checkpoint_format") if is_awq else ("checkpoint_format", "format")
     return str(next(filter(None, map(config.get, names)), "gemm" if is_awq else "gptq")).lower()
-
-
-def _format(config: Mapping[str, Any]) -> str:
-    return str(config.get("format"))
 
 
 def _of_outputs(part: Tensor, outputs: int) -> Tensor:

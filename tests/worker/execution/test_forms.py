@@ -324,6 +324,32 @@ def test_an_output_ends_by_its_own_tokens_alone(
     assert [one.token_ids for one in disturbed] == [one.token_ids for one in undisturbed]
 
 
+def test_an_output_that_fails_and_whose_process_dies_then_is_asked_for_once(
+    forms: Forms, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (form,) = grammars("regex", ["ab"])
+    left_its_form = state([5, tokenizer.token_to_id("x")], 1, sequence_id=1, form=form)
+    sent, send, receive, answers = [], forms._send, forms._receive, itertools.count()
+
+    def noted(reader: Connection, items: Sequence[Any]) -> None:
+        send(reader, items)
+        sent.append(len(items))
+        assert len(sent) < 10, "it goes on and on"
+
+    def dying(reader: Connection) -> bytes:
+        if next(answers) == 1:
+            raise EOFError
+        return receive(reader)
+
+    monkeypatch.setattr(forms, "_send", noted)
+    monkeypatch.setattr(forms, "_receive", dying)
+    guesses = tokens([tokenizer.token_to_id("a")] * 2)
+    masks = forms.begin([ScheduledChunk(left_its_form, 1, 4, samples=True, drafts=guesses)])
+    assert masks is not None
+    assert not masks.of([left_its_form]).any()
+    assert sent == [1, 1, 1]
+
+
 def test_a_process_that_dies_at_work_is_asked_again_and_no_output_ends(
     forms: Forms, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

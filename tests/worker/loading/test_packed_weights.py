@@ -159,6 +159,28 @@ def test_a_layer_is_what_its_writer_says(name: str, groups: int, tmp_path: Path)
     assert torch.equal(widened(weight), layer.weight)
 
 
+def test_layers_of_one_checkpoint_may_be_stored_in_different_ways(tmp_path: Path) -> None:
+    """As compressed-tensors and gptqmodel say it; zeros may have bytes of their own."""
+    by_words, by_bytes = Layer.draw(24, 128, 4, 4), Layer.draw(24, 128, 2, 8, seed=1)
+    tensors = {f"a.{part}": tensor for part, tensor in compressed(by_words).items()}
+    tensors["a.weight_zero_point"] = (torch.tensor(by_words.zeros) - 8).to(torch.int8)
+    tensors |= {f"b.{part}": tensor for part, tensor in int_quantized(by_bytes).items()}
+    groups = {
+        "words": {"weights": {"num_bits": 4}, "format": "pack-quantized"},
+        "bytes": {"weights": {"num_bits": 8, "type": "int"}, "format": "int-quantized"},
+        "activations": {"weights": None},
+    }
+    found = write(tmp_path, PACKED | {"format": "mixed-precision", "config_groups": groups}, tensors)
+    assert sorted(found) == ["a.weight", "b.weight"]
+    assert torch.equal(widened(found["a.weight"]), by_words.weight)
+    assert torch.equal(widened(found["b.weight"]), by_bytes.weight)
+    tensors = {f"a.{part}": tensor for part, tensor in gptq(by_words).items()}
+    tensors |= {f"b.{part}": tensor for part, tensor in gptq(by_bytes).items()}
+    found = write(tmp_path, of_gptq(4) | {"group_size": 128, "dynamic": {"b": {"bits": 8}}}, tensors)
+    assert torch.equal(widened(found["a.weight"]), by_words.weight)
+    assert torch.equal(widened(found["b.weight"]), by_bytes.weight)
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 def test_a_layer_may_have_one_scale_and_one_zero(shape: tuple[int, ...], tmp_path: Path) -> None:
     layer = Layer.draw(24, 128, 1, 8)
@@ -272,6 +294,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a layout": (AWQ | {"version": "gemv"}, "the layout 'gemv' is not read"),
     "marlin": (of_gptq(4, "marlin"), "the layout 'marlin' is not read"),
     "a format": (PACKED | {"format": "float-quantized"}, "the format 'float-quantized' is not read"),
+    "a group's format": (PACKED | {"config_groups": {"g": {"format": "float-quantized"}}}, "'float-quantized' is not"),
+    "mixed": (PACKED | {"format": "mixed-precision"}, "the format 'mixed-precision' is not read"),
     "rotated": (PACKED | {"transform_config": {"config_groups": {}}}, "sparse, or rotated"),
     "other bits": (PACKED | {"config_groups": {"g": {"weights": {"num_bits": 7}}}}, r"weights of .*7.* are not read"),
     "floats": (INT | {"config_groups": {"g": {"weights": {"num_bits": 8, "type": "float"}}}}, "whole numbers of 4"),
