@@ -109,7 +109,9 @@ class Simulator:
     ) -> None:
         pool, longest = cost_model.num_device_blocks * cost_model.block_size, longest_sequence(arrivals)
         num_guesses = len(cost_model.acceptance)
-        pool = max(0, pool - num_guesses)
+        if num_guesses and num_guesses >= pool:
+            raise ValueError(f"a worker's pool has {pool} tokens, and no room behind {num_guesses} guesses")
+        pool -= num_guesses
         if not pool:  # an encoder: a text is computed whole, and what it gains takes no room
             pool, longest = cost_model.max_num_batched_tokens, longest - 1
             if any(arrival.output_tokens > 1 for arrival in arrivals):

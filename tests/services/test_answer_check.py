@@ -8,6 +8,7 @@ from scheduler_service.core import (
     Scheduler,
     SchedulerConfig,
     SchedulerOutput,
+    Sequence,
     SequenceGroup,
     WaitingQueue,
 )
@@ -15,24 +16,32 @@ from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.engine.answer_check import check_answer
 
 
-def test_an_answer_about_sequences_that_have_left_the_worker_is_no_lie() -> None:
-    """Two requests run out of blocks while a step is in flight: the later one is preempted, and loses its id."""
+def with_one_that_has_left() -> tuple[SchedulerOutput, Sequence, Sequence]:
+    """Two requests run out of blocks while a step is in flight: the later one is preempted, and loses its id.
+
+    The step, the sequence that stays, and the one that has left. Both ask for log-probabilities of their own tokens.
+    """
     config = SchedulerConfig(
         block_size=4, num_device_blocks=4, max_num_batched_tokens=16, max_num_seqs=2, max_model_len=16, watermark=0
     )
     scheduler = Scheduler(config, WaitingQueue())
     for name in "ab":
-        scheduler.add_request(SequenceGroup(name, range(1, 8), SamplingParams(max_tokens=9, logprobs=1)))
-    in_flight = [scheduler.schedule() for _ in range(3)]
-    (dropped,) = in_flight[0].dropped
-    assert dropped.id == 0
+        scheduler.add_request(SequenceGroup(name, range(1, 8), SamplingParams(max_tokens=9, logprobs=0)))
+    output, *_ = (scheduler.schedule() for _ in range(3))
+    (dropped,) = output.dropped
+    stays, left = (scheduled.sequence for scheduled in output.scheduled)
+    assert left is dropped
+    return output, stays, left
+
+
+def test_an_answer_about_sequences_that_have_left_the_worker_is_no_lie() -> None:
+    output, stays, left = with_one_that_has_left()
+    assert left.id == 0
     answer = ModelOutput(1, [5, 5])
-    reason = f"of 0 tokens for sequence {in_flight[0].scheduled[0].sequence.id}, which gained 1"
-    with pytest.raises(ValueError, match=reason):
-        check_answer(in_flight[0], answer, 100)
-    (left,) = (s for s in in_flight[0].scheduled if s.sequence is not dropped)
-    in_flight[0].scheduled.remove(left)
-    check_answer(in_flight[0], answer, 100)
+    with pytest.raises(ValueError, match=f"of 0 tokens for sequence {stays.id}, which gained 1"):
+        check_answer(output, answer, 100)
+    del output.scheduled[0]
+    check_answer(output, answer, 100)
 
 
 def test_what_is_said_of_log_probabilities_that_are_none_names_no_tokens() -> None:
@@ -52,20 +61,9 @@ def test_what_is_said_of_log_probabilities_that_are_none_names_no_tokens() -> No
 
 def test_what_is_said_of_a_sequence_that_has_left_is_not_taken_for_anothers() -> None:
     """It may have the id of a sequence of this step by now, which another worker gave it."""
-    config = SchedulerConfig(
-        block_size=4, num_device_blocks=4, max_num_batched_tokens=16, max_num_seqs=2, max_model_len=16, watermark=0
-    )
-    scheduler = Scheduler(config, WaitingQueue())
-    for name in "ab":
-        scheduler.add_request(SequenceGroup(name, range(1, 8), SamplingParams(max_tokens=9, logprobs=0)))
-    output, *_ = (scheduler.schedule() for _ in range(3))
-    (dropped,) = output.dropped
-    (left,) = (s.sequence for s in output.scheduled if s.sequence is not dropped)
-    dropped.id = left.id
-    answer = ModelOutput(1, [5, 5, 5], [2, 1], logprobs={left.id: [TokenLogprobs([5], [-1.0], 1)]})
-    if output.scheduled[0].sequence is left:
-        answer.num_tokens.reverse()
-    check_answer(output, answer, 100)
+    output, stays, left = with_one_that_has_left()
+    left.id = stays.id
+    check_answer(output, ModelOutput(1, [5, 5, 5], [1, 2], {stays.id: [TokenLogprobs([5], [-1.0], 1)]}), 100)
 
 
 def test_a_sequence_that_failed_has_gained_no_guesses() -> None:

@@ -107,6 +107,13 @@ def test_a_request_larger_than_a_workers_pool_is_refused_with_both_numbers() -> 
         Simulator([Arrival(0.0, 100, 29)], COSTS, num_workers=1)
 
 
+@pytest.mark.parametrize("num_device_blocks", [0, 1])
+def test_guesses_without_room_for_a_token_are_refused(num_device_blocks: int) -> None:
+    costs = replace(COSTS, guesses=(1.0,) * 4, acceptance=(1.0,) * 4, num_device_blocks=num_device_blocks)
+    with pytest.raises(ValueError, match="no room behind 4 guesses"):
+        Simulator([Arrival(0.0, 1, 1)], costs, num_workers=1)
+
+
 def test_an_encoder_computes_texts_whole_and_samples_nothing() -> None:
     costs = replace(COSTS, num_device_blocks=0, num_host_blocks=0)
     texts = [Arrival(0.0, 40, 1), Arrival(0.0, 30, 1), Arrival(0.0, 20, 1)]

@@ -7,7 +7,8 @@ their own, form_process.py; a thread here speaks with it, and the device thread 
 scheduler has checked the form.
 
 A form for which the process computes too long ends its own output: the process is killed, another one goes on with the
-others, and the form is not tried again. So the longest that a form keeps other outputs waiting is `MOST_SECONDS`.
+others, and the form is not tried again. So a form keeps other outputs waiting for at most three times `MOST_SECONDS` in
+a step: for its mask, for the masks after guesses, and once more where it fails and is read anew, without guesses.
 """
 
 import contextlib

@@ -65,7 +65,7 @@ class WeightFiles:
         return {name: tensor.dtype for name, tensor in self._tensors.items()}
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor as it is stored; of no other use than for small ones, and for packed numbers."""
+        """A whole tensor as it is stored, in memory of its own. Raises StartError."""
         tensor = self._tensors[name]
         dtype = (_DTYPES | _WHOLE_NUMBERS).get(tensor.dtype)
         if dtype is None:
