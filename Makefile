@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/pagewire/v1/*.proto)
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: setup proto demo test fuzz chaos soak test-gpu lint fmt up down bench bench-fidelity bench-gateway bench-forms bench-fleet bench-scheduler bench-simulate bench-speculation bench-adapters bench-embeddings bench-transcribe \
+.PHONY: setup proto demo test fuzz chaos soak test-gpu lint fmt up down bench bench-fidelity bench-gateway bench-forms bench-fleet bench-scheduler bench-simulate bench-speculation bench-adapters bench-embeddings bench-transcribe bench-packed \
   demo-embed demo-transcribe
 setup: $(VENV)/installed $(VENV)/generated $(VENV)/kernels
 
@@ -133,6 +133,10 @@ bench-embeddings: setup
 # MODEL: a folder of a Whisper. SOUND: a file. PEERS: a folder with faster-whisper, if it is not installed.
 bench-transcribe: setup
 	$(BIN)/python -m bench.transcribe $(MODEL) $(SOUND) $(PEERS:%=--peers %) $(ROUNDS:%=--rounds %)
+
+# FILE: a GGUF file. PEER: llama.cpp's program llama-batched-bench.
+bench-packed: setup
+	$(BIN)/python -m bench.packed $(FILE) --peer $(PEER) $(ROUNDS:%=--rounds %)
 
 bench-simulate: setup
 	$(BIN)/python -m bench.simulate $(TRACES)

@@ -16,20 +16,21 @@ from pagewire_client import Client, LocalServer, SamplingParams
 
 
 class Pagewire:
-    """A scheduler and a worker with the weights in `directory` and `cache_gib` of memory for keys and values.
+    """A scheduler and a worker with the weights of `model`, a folder or a GGUF file, and `cache_gib` of memory for keys
+    and values. `flags` are further ones of the worker.
 
     Raises ServerError when they do not start.
     """
 
     name = "pagewire"
 
-    def __init__(self, directory: Path, cache_gib: float) -> None:
+    def __init__(self, model: Path, cache_gib: float, *flags: str) -> None:
         began = time.perf_counter()
         self._server = LocalServer(
-            str(directory),
+            str(model),
             worker_arguments=[
                 "--dtype", "bfloat16", "--max-model-len", str(CONTEXT),
-                "--kv-cache-memory", str(cache_gib),
+                "--kv-cache-memory", str(cache_gib), *flags,
             ],
         )  # fmt: skip
         self.start_seconds = time.perf_counter() - began

@@ -65,21 +65,25 @@ struct Int8Rows {
 
  private:
   static Group round_group(const at::BFloat16* x, int64_t count, int8_t* numbers) {
-    alignas(64) float wide[kGroup] = {};
-    float most = 0, poison = 0;
-    for (int64_t i = 0; i < count; ++i) wide[i] = static_cast<float>(x[i]);
-    for (int64_t i = 0; i < kGroup; ++i) {
-      most = std::max(most, std::abs(wide[i]));
-      poison += wide[i] * 0.0f;  // NaN where it is not finite
+    constexpr int64_t kVectors = kGroup / kLanes;
+    Vec wide[kVectors], magnitudes(0), products(0);
+    for (int64_t i = 0; i < kVectors; ++i) {
+      const int64_t left = std::clamp(count - i * kLanes, int64_t{0}, kLanes);
+      wide[i] = left > 0 ? widen(x + i * kLanes, left) : Vec(0);
+      magnitudes = at::vec::maximum(magnitudes, wide[i].abs());
+      products = products + wide[i] * Vec(0);
     }
-    if (poison != 0) most = 0;
-    const float factor = most > 0 ? 127 / most : 0.0f;
+    const float poison = sum(products);  // NaN where one of them is not finite
+    const float most = poison == 0 ? largest(magnitudes) : 0.0f;
+    const Vec factor(most > 0 ? 127 / most : 0.0f);
+    alignas(64) int32_t whole[kGroup] = {};
+    if (most > 0)
+      for (int64_t i = 0; i < kVectors; ++i)
+        at::vec::convert_to_int_of_same_size((wide[i] * factor).round()).store(whole + i * kLanes);
     int32_t sums[2] = {};
-    for (int64_t i = 0; i < kGroup; ++i) {
-      const auto number = static_cast<int32_t>(std::nearbyint(poison == 0 ? wide[i] * factor : 0.0f));
-      numbers[i] = static_cast<int8_t>(number);
-      sums[i / (kGroup / 2)] += number;
-    }
+    for (int64_t i = 0; i < kGroup / 2; ++i) sums[0] += whole[i];
+    for (int64_t i = kGroup / 2; i < kGroup; ++i) sums[1] += whole[i];
+    for (int64_t i = 0; i < kGroup; ++i) numbers[i] = static_cast<int8_t>(whole[i]);
     const float scale = most / 127 + poison;
     const auto scaled = [&](int32_t sum) { return scale * static_cast<float>(sum); };
     return {scale, {scaled(sums[0] + sums[1]), scaled(sums[0]), scaled(sums[1])}};
