@@ -3,8 +3,8 @@
 Texts go teacher-forced through each system. It returns the log-probability of every token of the text, and the
 likeliest token at its place. These are compared with transformers in float32 with the same weights: the mean difference
 of the log-probabilities of the text's tokens, how often the likeliest token is the same, and by how much perplexity is
-larger. Ours serves in bfloat16, and with quantised weights where the machine has such products; beside it are
-transformers in bfloat16 and, with --peer, vLLM. Ratios are to transformers in bfloat16.
+larger. Ours serves in bfloat16, with keys and values in int8, and with quantised weights where the machine has such
+products; beside it are transformers in bfloat16 and, with --peer, vLLM. Ratios are to transformers in bfloat16.
 
 The texts are the first tokens of pages of Python's own manual, which comes with every Python. --prompts adds the texts
 of a JSON-lines file whose objects have `turns`, as MT-bench's have.
@@ -152,6 +152,7 @@ def run(model: str, peer: Path | None, prompts: Path | None) -> tuple[dict[str, 
     found = {
         "pagewire, bfloat16": our_scores(directory, texts),
         BASE: transformers_scores(directory, texts, torch.bfloat16),
+        "pagewire, int8 cache": our_scores(directory, texts, "--kv-cache-dtype", "int8"),
     }
     schemes: tuple[Quantization, ...] = ("int8", "int4")
     for scheme in schemes:

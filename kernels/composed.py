@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels.metadata import AttentionMetadata
+from kernels.narrow_cache import head_dim_of
 from kernels.ops import Ops
 
 
@@ -28,7 +29,7 @@ def qkv_attention(
     normalised; rotation: cosines and sines of `rotary_tables`, if positions count, which they are multiplied by before
     they are rounded again; layer_cache, slots: as `store_kv` has them. Returns [num_tokens, num_heads * head_dim].
     """
-    num_kv_heads, head_dim = layer_cache.shape[3:]
+    num_kv_heads, head_dim = layer_cache.shape[3], head_dim_of(layer_cache)
     heads = qkv.float().view(len(qkv), -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
     query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)

@@ -6,7 +6,7 @@ in `kernels.composed` say what each operation computes. `kernels.backends` choos
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,6 +15,16 @@ from kernels.metadata import AttentionMetadata
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
 """Computes `x @ weight.T + bias` of x, [rows, inputs], and bias, [outputs] or None."""
+
+
+@runtime_checkable
+class Table(Protocol):
+    """A `Product` whose weight can be read again."""
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor: ...
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """numbers: [n] int64, of outputs. Returns their weights, [n, inputs] float32."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +48,18 @@ class LoraWeights:
 class GroupedWeight(NamedTuple):
     """A weight that is number * scale - minimum, where neighbouring inputs of an output share the other two.
 
-    numbers: [outputs, inputs] uint8, below 2 to the power of `bits`, which is 4 or 8; scales, minimums: [outputs,
-    groups] float16, for 32 inputs each, or 16, of which the last group may have fewer. order: [inputs] int64, the input
-    that each column of numbers is for, where groups are of inputs that are no neighbours; products take their inputs in
-    it.
+    numbers: [outputs, inputs] uint8, below 2 to the power of `bits`; scales: [outputs, groups] float16, for 32 inputs
+    each, or 16, of which the last group may have fewer; minimums: the same, or None for a scale times the number in the
+    middle, 2 to the power of `bits` less one. order: [inputs] int64, the input that each column of numbers is for,
+    where groups are of inputs that are no neighbours; products take their inputs in it.
+
+    There are products of 4, 5 and 8 bits with groups of 32, of 6 bits without minimums with groups of 16, and of 8 bits
+    with minimums with groups of 16.
     """
 
     numbers: Tensor
     scales: Tensor
-    minimums: Tensor
+    minimums: Tensor | None
     bits: int
     order: Tensor | None = None
 
@@ -102,7 +115,7 @@ class Ops(Protocol):
 
     def pack_int4(self, weight: Tensor, wide: bool = False) -> Product | None: ...
 
-    def pack_grouped(self, weight: GroupedWeight, wide: bool = False) -> Product | None: ...
+    def pack_grouped(self, weight: GroupedWeight, wide: bool = False) -> Table | None: ...
 
     def wide_itemsize(self, dtype: torch.dtype) -> int: ...
 

@@ -17,7 +17,8 @@ from torch.nn import functional
 from kernels import composed
 from kernels.attention_options import check_attention_options
 from kernels.metadata import AttentionMetadata
-from kernels.ops import GroupedWeight, LoraWeights, Ops, Product
+from kernels.narrow_cache import narrowed, widened
+from kernels.ops import GroupedWeight, LoraWeights, Ops, Product, Table
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 """The functions that `gated_activation` can apply to the gate."""
@@ -73,8 +74,11 @@ def store_kv(keys: Tensor, values: Tensor, layer_cache: Tensor, slots: Tensor) -
     """Write new keys and values into the cache slots of their tokens, in place.
 
     keys, values: [num_tokens, num_kv_heads, head_dim], where the tokens may lie any distance apart; layer_cache:
-    [num_blocks, 2, block_size, num_kv_heads, head_dim]; slots: [num_tokens] int64, no slot twice.
+    [num_blocks, 2, block_size, num_kv_heads, head_dim], or in int8 as `kernels.narrow_cache` has it, which the kernels
+    of GPUs do not; slots: [num_tokens] int64, no slot twice.
     """
+    if layer_cache.dtype is torch.int8:
+        keys, values = narrowed(keys), narrowed(values)
     block_size = layer_cache.shape[2]
     blocks = torch.div(slots, block_size, rounding_mode="floor")
     offsets = slots - blocks * block_size
@@ -94,12 +98,12 @@ def paged_attention(
 ) -> Tensor:
     """`softmax(q kᵀ * scale) v` of each query token over its sequence's tokens up to itself. (Kwon et al., 2023.)
 
-    query: [num_tokens, num_heads, head_dim], where the tokens may lie any distance apart; layer_cache: [num_blocks, 2,
-    block_size, num_kv_heads, head_dim], where the step's own keys and values are stored already; num_heads is a
-    multiple of num_kv_heads, and each key head serves as many consecutive query heads. With a window, a token sees
-    that many tokens, itself included; with a soft cap, scores become `cap * tanh(score / cap)` (Gemma Team, 2024).
-    Returns the shape and dtype of query, contiguous. Whatever lies in slots that a sequence does not own, NaN
-    included, never reaches its result; and blocks behind the windows of all its query tokens are not its own any more.
+    query: [num_tokens, num_heads, head_dim], where the tokens may lie any distance apart; layer_cache: as `store_kv`
+    has it, where the step's own keys and values are stored already; num_heads is a multiple of num_kv_heads, and each
+    key head serves as many consecutive query heads. With a window, a token sees that many tokens, itself included; with
+    a soft cap, scores become `cap * tanh(score / cap)` (Gemma Team, 2024). Returns the shape and dtype of query,
+    contiguous. Whatever lies in slots that a sequence does not own, NaN included, never reaches its result; and blocks
+    behind the windows of all its query tokens are not its own any more.
 
     bias: [num_heads, num_distances] float32, contiguous, added to the scaled scores: entry d for the key d tokens
     before the query token, the last entry for all that are farther (a relative position bias; Raffel et al., 2020).
@@ -117,6 +121,8 @@ def paged_attention(
         computed = context_len - (stop - start)
         first_block = 0 if window is None else max(0, computed - window + 1) // block_size
         blocks = layer_cache[metadata.block_tables[row, first_block : -(-context_len // block_size)].long()]
+        if blocks.dtype is torch.int8:
+            blocks = widened(blocks, query.dtype)
         positions = torch.arange(first_block * block_size, context_len, device=query.device)
         keys, values = (
             blocks[:, part].flatten(0, 1)[: len(positions)].transpose(0, 1).repeat_interleave(groups, dim=0)
@@ -288,7 +294,7 @@ def pack_int4(weight: Tensor, wide: bool = False) -> Product | None:  # noqa: AR
     return None
 
 
-def pack_grouped(weight: GroupedWeight, wide: bool = False) -> Product | None:  # noqa: ARG001 (others use it)
+def pack_grouped(weight: GroupedWeight, wide: bool = False) -> Table | None:  # noqa: ARG001 (others use it)
     """As `pack_int4`, of a weight that is already so. None if that would not be faster."""
     return None
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kernels.cpu.library import FOLDER, INSTRUCTION_SETS, SOURCES, library_path
 
-_SOURCE = SOURCES / "bindings.cpp"
+_SOURCES = sorted(map(str, SOURCES.glob("*.cpp")))
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def _build(name: str, folder: Path) -> None:
 
     folder.mkdir()
     flags = ["-O3", "-fno-math-errno", *INSTRUCTION_SETS[name]]
-    load("pagewire_cpu", [str(_SOURCE)], extra_cflags=flags, build_directory=str(folder))
+    load("pagewire_cpu", _SOURCES, extra_cflags=flags, build_directory=str(folder))
 
 
 if __name__ == "__main__":

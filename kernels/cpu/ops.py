@@ -7,7 +7,7 @@ from kernels import reference
 from kernels.attention_options import check_attention_options
 from kernels.cpu.library import library_path, load_library, supported, what_is_missing
 from kernels.metadata import AttentionMetadata
-from kernels.ops import GroupedWeight, LoraWeights, Product
+from kernels.ops import GroupedWeight, LoraWeights, Product, Table
 
 _built = [name for name in supported() if library_path(name).exists()]
 if not _built:
@@ -99,8 +99,8 @@ def add_lora(y: Tensor, x: Tensor, slots: Tensor, weights: LoraWeights) -> None:
 def pack(weight: Tensor, wide: bool = False) -> Product | None:
     if weight.dtype is not torch.bfloat16 or not _library.can_pack(weight.shape[1]):
         return reference.pack(weight, wide)
-    outputs, packed = len(weight), _library.pack(weight)
-    return lambda x, bias: _library.linear(x, packed, bias, outputs, wide)
+    outputs, inputs = weight.shape
+    return _Packed(_library.pack(weight), outputs, inputs, wide)
 
 
 def wide_itemsize(dtype: torch.dtype) -> int:
@@ -120,9 +120,23 @@ def pack_int4(weight: Tensor, wide: bool = False) -> Product | None:
     return pack_grouped(reference.quantize_int4(weight), wide)
 
 
-def pack_grouped(weight: GroupedWeight, wide: bool = False) -> Product | None:
+def pack_grouped(weight: GroupedWeight, wide: bool = False) -> Table | None:
     outputs, inputs = weight.numbers.shape
     if not _library.can_pack(inputs):
         return None
-    packed = _library.pack_grouped(weight.numbers, weight.scales, weight.minimums, weight.bits)
-    return lambda x, bias: _library.linear(x, packed, bias, outputs, wide)
+    return _Packed(_library.pack_grouped(*weight[:4]), outputs, inputs, wide)
+
+
+class _Packed:
+    """A packed weight as a `Table`."""
+
+    def __init__(self, packed: Tensor, outputs: int, inputs: int, wide: bool) -> None:
+        self._packed, self._outputs, self._inputs, self._wide = packed, outputs, inputs, wide
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        product: Tensor = _library.linear(x, self._packed, bias, self._outputs, self._wide)
+        return product
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        found: Tensor = _library.packed_rows(self._packed, numbers, self._outputs, self._inputs)
+        return found

@@ -1,40 +1,20 @@
 """The compiled CPU kernels against the eager ones, for every instruction set that this machine can run."""
 
-import importlib
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels import reference
-from kernels.cpu import library
+from kernels import narrow_cache, reference
 from kernels.metadata import AttentionMetadata
-from kernels.ops import GroupedWeight, LoraWeights
+from kernels.ops import LoraWeights
 
 NAN = float("nan")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DTYPES = list(TOLERANCE)
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(params=library.INSTRUCTION_SETS)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The backend, with one of its libraries."""
-    if request.param not in library.supported():
-        pytest.skip(f"this machine has no {request.param}")
-    if not library.library_path(request.param).exists():
-        pytest.skip(f"missing: {library.what_is_missing()}")
-    backend = importlib.import_module("kernels.cpu.ops")
-    monkeypatch.setattr(backend, "_library", library.load_library(request.param))
-    return backend
-
-
-@pytest.fixture
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
 
 
 def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
@@ -319,6 +299,61 @@ def test_a_fused_projection_attends_as_its_parts_do(
     close(cache.nan_to_num(0), expected_cache.nan_to_num(0), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_of_8_bits_are_stored_as_those_of_the_reference(
+    kernels: ModuleType, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    for head_dim in (64, 33, 128):
+        keys, values = (torch.randn(2, 9, 3, head_dim, generator=generator) * 3).to(dtype)
+        keys[0] = 0
+        keys[1, 0, 5], keys[1, 1, 32], values[2, 2, 0] = NAN, float("inf"), -float("inf")
+        values[3] = torch.finfo(dtype).tiny
+        pool = torch.full((4, 5, 2, 4, 3, head_dim + 4), 77, dtype=torch.int8)
+        expected = pool.clone()
+        slots = torch.tensor([3, 15, 0, 7, 8, 2, 9, 1, 12])
+        kernels.store_kv(keys, values, pool[:, 1], slots)
+        reference.store_kv(keys, values, expected[:, 1], slots)
+        assert torch.equal(pool, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (70, None), (None, 2.0)])
+def test_attention_to_a_cache_in_8_bits_is_that_to_the_numbers_that_it_means(
+    kernels: ModuleType, heads: tuple[int, int, int], window: int | None, soft_cap: float | None, dtype: torch.dtype
+) -> None:
+    """To the bit, and nothing that a sequence does not own is read."""
+    query, cache, metadata = attention_case([(1, 40), (5, 700), (1, 1), (70, 150)], heads, 16, dtype, window)
+    stored = narrow_cache.narrowed(cache)
+    meant = narrow_cache.widened(stored, dtype)
+    assert torch.equal(meant.isnan(), cache.isnan())
+    expected = kernels.paged_attention(query, meant, metadata, 0.3, window, soft_cap)
+    assert torch.equal(kernels.paged_attention(query, stored, metadata, 0.3, window, soft_cap), expected)
+    assert expected.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_fused_projection_stores_in_8_bits_what_it_would_have_stored(
+    kernels: ModuleType, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    _, cache, metadata = attention_case([(1, 40), (9, 33)], (4, 2, 64), 16, dtype)
+    cache = cache.contiguous()
+    tables = metadata.block_tables
+    slots = torch.tensor([int(tables[0, 2]) * 16 + 7, *(int(tables[1, p // 16]) * 16 + p % 16 for p in range(24, 33))])
+    qkv, norms = torch.randn(10, 8 * 64, generator=generator).to(dtype), tuple(torch.ones(2, 64, dtype=dtype))
+    rotation = reference.rotary_tables(torch.arange(10) * 17, 100.0 ** -torch.linspace(0, 1, 16), 1.25)
+    stored = narrow_cache.narrowed(cache)
+    found = kernels.qkv_attention(qkv.clone(), norms, 1e-5, 1.0, rotation, stored, slots, metadata, 0.3)
+    kernels.qkv_attention(qkv.clone(), norms, 1e-5, 1.0, rotation, cache, slots, metadata, 0.3)
+    assert torch.equal(stored, narrow_cache.narrowed(cache))
+    # A prepared query attends to what was stored.
+    heads = qkv.clone().view(10, 8, 64)
+    query = kernels.rms_norm(heads[:, :4], norms[0], 1e-5, 1.0, torch.float32)
+    kernels.rotary_embedding(query, *rotation)
+    meant = narrow_cache.widened(stored, dtype)
+    close(found.view(10, 4, 64), kernels.paged_attention(query.to(dtype), meant, metadata, 0.3), dtype)
+
+
 def lora_case(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor, LoraWeights]:
     """Inputs that lie apart, a slot for each row, and adapters of ranks 3, 0, 8 and 1 for three fused projections."""
     inputs, starts = 77, (0, 40, 61, 100)
@@ -368,216 +403,17 @@ def test_gated_activation(kernels: ModuleType, activation: str, dtype: torch.dty
         close(kernels.gated_activation(x, activation), expected, dtype)
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (31, 40), (32, 64), (75, 576), (576, 1536)])
-def test_packed_weights_give_the_product(
-    kernels: ModuleType, outputs: int, inputs: int, biased: bool, generator: torch.Generator
-) -> None:
-    weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
-    bias = torch.randn(outputs, generator=generator).bfloat16() if biased else None
-    product = kernels.pack(weight)
-    assert product is not None
-    for rows in (0, 1, 2, 11, 12, 13, 25, 192, 193, 400):
-        x = torch.randn(rows, inputs + 8, generator=generator).bfloat16()[:, :inputs]
-        expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
-        torch.testing.assert_close(product(x, bias).double(), expected, atol=0.02 * inputs**0.5, rtol=1e-2)
-
-
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (31, 40), (75, 576), (33, 8194)])
-def test_int8_weights_give_the_product_of_the_numbers_that_they_are(
-    kernels: ModuleType, outputs: int, inputs: int, biased: bool, generator: torch.Generator
-) -> None:
-    weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
-    weight[:, ::40] *= 30  # a large weight costs only the weights of its own group digits
-    weight[0] = 0  # groups whose numbers are all 0
-    bias = torch.randn(outputs, generator=generator).bfloat16() if biased else None
-    product = kernels.pack_int8(weight)
-    if not kernels._library.can_pack_int8(2):
-        assert product is None
-        return
-    quantized, scales = reference.quantize_int8(weight)
-    scale_of = scales.repeat_interleave(reference.WEIGHT_GROUP, dim=1)[:, :inputs]
-    wide = (quantized * scale_of.float()).bfloat16().double()
-    assert ((wide - weight.double()).abs() <= 0.75 * scale_of.double() + weight.double().abs() / 256).all()
-    for rows in (0, 1, 12, 13, 24, 25, 193):
-        x = torch.randn(rows, inputs + 8, generator=generator).bfloat16()[:, :inputs]
-        expected = torch.nn.functional.linear(x.double(), wide, None if bias is None else bias.double())
-        torch.testing.assert_close(product(x, bias).double(), expected, atol=0.02 * inputs**0.5, rtol=1e-2)
-
-
-def test_int8_weights_are_multiplied_as_the_bf16_numbers_that_they_are(
-    kernels: ModuleType, generator: torch.Generator
-) -> None:
-    weight = torch.randn(75, 570, generator=generator).bfloat16()
-    product = kernels.pack_int8(weight, wide=True)
-    if product is None:
-        pytest.skip("this machine has no bf16 dot products, which int8 weights need")
-    quantized, scales = reference.quantize_int8(weight)
-    scale_of = scales.repeat_interleave(reference.WEIGHT_GROUP, dim=1)[:, :570]
-    same = kernels.pack((quantized * scale_of.float()).bfloat16(), wide=True)
-    for rows in (1, 12, 13, 25, 193):
-        x = torch.randn(rows, 570, generator=generator).bfloat16()
-        assert torch.equal(product(x, None), same(x, None))
-
-
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (31, 40), (75, 576), (33, 8194)])
-def test_int4_weights_give_the_product_of_the_numbers_that_they_are(
-    kernels: ModuleType, outputs: int, inputs: int, biased: bool, generator: torch.Generator
-) -> None:
-    """Of inputs in 8 bits, whose sums of products are exact but for float32."""
-    weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
-    weight[0] = 0
-    bias = torch.randn(outputs, generator=generator).bfloat16() if biased else None
-    product = kernels.pack_int4(weight, wide=True)
-    numbers, scales, minimums = widened_parts(reference.quantize_int4(weight))
-    for rows in (0, 1, 5, 6, 7, 13, 193):
-        x = torch.randn(rows, inputs + 8, generator=generator).bfloat16()[:, :inputs]
-        x[:, -1] = 0  # a group of it alone
-        rounded = in_8_bits(x)
-        assert ((rounded - x).abs() <= x.abs().amax(dim=1, keepdim=True).double() / 250).all()
-        expected = torch.nn.functional.linear(
-            rounded, numbers * scales - minimums, None if bias is None else bias.double()
-        )
-        torch.testing.assert_close(product(x, bias).double(), expected, atol=2e-5 * inputs**0.5, rtol=1e-5)
-
-
-def widened_parts(weight: GroupedWeight) -> list[torch.Tensor]:
-    """Numbers, scales and minimums of each weight, in float64."""
-    inputs = weight.numbers.shape[1]
-    shared = 32 if weight.scales.shape[1] == -(-inputs // 32) else 16
-    factors = (part.double().repeat_interleave(shared, dim=1)[:, :inputs] for part in weight[1:3])
-    return [weight.numbers.double(), *factors]
-
-
-GROUPED = [(4, 32), (8, 32), (8, 16)]
-
-
-def random_grouped(outputs: int, inputs: int, bits: int, shared: int, generator: torch.Generator) -> GroupedWeight:
-    """With scales of either sign."""
-    numbers = torch.randint(0, 2**bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
-    scales, minimums = torch.randn(2, outputs, -(-inputs // shared), generator=generator).half() / 8
-    return GroupedWeight(numbers, scales, minimums, bits)
-
-
-@pytest.mark.parametrize(("bits", "shared"), GROUPED)
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 34), (31, 40), (75, 576), (33, 1010)])
-def test_grouped_weights_give_the_product_of_the_numbers_that_they_are(
-    kernels: ModuleType, outputs: int, inputs: int, bits: int, shared: int, generator: torch.Generator
-) -> None:
-    weight = random_grouped(outputs, inputs, bits, shared, generator)
-    numbers, scales, minimums = widened_parts(weight)
-    product = kernels.pack_grouped(weight, wide=True)
-    x = torch.randn(13, inputs, generator=generator).bfloat16()
-    expected = torch.nn.functional.linear(in_8_bits(x), numbers * scales - minimums)
-    found = product(x, None)
-    torch.testing.assert_close(found.double(), expected, atol=2**bits * 1e-5 * inputs**0.5, rtol=1e-5)
-    for row in range(13):
-        assert torch.equal(product(x[row : row + 1], None), found[row : row + 1])
-
-
-@pytest.mark.parametrize("weight", [(4, 16), (5, 32)], ids=str)
-def test_grouped_weights_of_another_form_are_refused(
-    kernels: ModuleType, weight: tuple[int, int], generator: torch.Generator
-) -> None:
-    with pytest.raises(RuntimeError, match="there are no products of weights with"):
-        kernels.pack_grouped(random_grouped(3, 64, *weight, generator))
-
-
-def in_8_bits(x: torch.Tensor) -> torch.Tensor:
-    """Slowly, as float64: for each 32 neighbours the nearest of 255 numbers."""
-    rounded, largest = torch.zeros_like(x, dtype=torch.float64), torch.tensor(127.0)
-    for row in range(x.shape[0]):
-        for start in range(0, x.shape[1], 32):
-            group = x[row, start : start + 32].float()
-            most = group.abs().max()
-            if most > 0:
-                numbers = (group * (largest / most)).round()
-                rounded[row, start : start + 32] = numbers.double() * (most / largest).double()
-    return rounded
-
-
-@pytest.mark.parametrize(("bits", "shared"), GROUPED)
-def test_products_of_integers_are_the_same_to_the_bit_with_every_instruction_set(
-    bits: int, shared: int, generator: torch.Generator
-) -> None:
-    libraries = [library.load_library(name) for name in library.supported() if library.library_path(name).exists()]
-    if len(libraries) < 2:
-        pytest.skip("this machine can run one library at most")
-    weight = random_grouped(75, 1000, bits, shared, generator)
-    x = torch.randn(14, 1000, generator=generator).bfloat16()
-    first, *others = (built.linear(x, built.pack_grouped(*weight[:4]), None, 75, True) for built in libraries)
-    assert all(torch.equal(first, other) for other in others)
-
-
-def test_an_input_that_is_not_finite_makes_its_row_so_and_no_other(
-    kernels: ModuleType, generator: torch.Generator
-) -> None:
-    product = kernels.pack_int4(torch.randn(40, 70, generator=generator).bfloat16(), wide=True)
-    x = torch.randn(9, 70, generator=generator).bfloat16()
-    sound = product(x, None)
-    x[2, 69], x[4, 0], x[7, 33] = torch.nan, torch.inf, -torch.inf
-    found = product(x, None)
-    broken = torch.tensor([2, 4, 7])
-    assert not found[broken].isfinite().any()
-    kept = torch.tensor([0, 1, 3, 5, 6, 8])
-    assert torch.equal(found[kept], sound[kept])
-
-
-@pytest.mark.parametrize("packing", ["pack", "pack_int8", "pack_int4"])
-def test_a_wide_product_is_the_same_before_its_sums_are_rounded(
-    kernels: ModuleType, packing: str, generator: torch.Generator
-) -> None:
-    weight = torch.randn(75, 576, generator=generator).bfloat16()
-    bias = torch.randn(75, generator=generator).bfloat16()
-    wide, rounded = getattr(kernels, packing)(weight, wide=True), getattr(kernels, packing)(weight)
-    if wide is None:
-        pytest.skip("this machine has no bf16 dot products, which int8 weights need")
-    for rows in (0, 1, 13, 193):
-        x = torch.randn(rows, 576, generator=generator).bfloat16()
-        found = wide(x, bias)
-        assert found.dtype is torch.float32
-        if kernels.WIDE_PRODUCTS:
-            assert torch.equal(found.bfloat16(), rounded(x, bias))
-        if packing == "pack":
-            torch.testing.assert_close(found, x.float() @ weight.float().T + bias.float(), atol=1e-3, rtol=1e-4)
-
-
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("packing", ["pack", "pack_int8", "pack_int4"])
-def test_a_row_of_a_product_is_the_same_alone_and_among_others(
-    kernels: ModuleType, packing: str, wide: bool, generator: torch.Generator
-) -> None:
-    product = getattr(kernels, packing)(torch.randn(96, 128, generator=generator).bfloat16(), wide)
-    if product is None:
-        pytest.skip("this machine has no bf16 dot products, which int8 weights need")
-    x = torch.randn(30, 128, generator=generator).bfloat16()
-    for rows in (13, 30):
-        together = product(x[:rows], None)
-        assert all(torch.equal(product(x[row : row + 1], None), together[row : row + 1]) for row in range(rows))
-
-
-def test_several_callers_and_many_threads_get_what_one_gets(kernels: ModuleType, generator: torch.Generator) -> None:
-    product = kernels.pack(torch.randn(320, 64, generator=generator).bfloat16())
-    x = torch.randn(40, 64, generator=generator).bfloat16()
-    expected = product(x, None)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(5)
-    try:
-        with ThreadPoolExecutor(4) as callers:
-            results = list(callers.map(lambda _: product(x, None), range(400)))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(result, expected) for result in results)
-
-
 def test_what_does_not_fit_is_refused(kernels: ModuleType) -> None:
     query, cache, metadata = attention_case([(1, 5)], (4, 2, 64), 16, torch.float32)
     with pytest.raises(RuntimeError, match="do not fit"):
         kernels.paged_attention(query[:, :3], cache, metadata, 0.3)
     with pytest.raises(RuntimeError, match="must be on the CPU and"):
         kernels.paged_attention(query.half(), cache, metadata, 0.3)
+    narrow = narrow_cache.narrowed(cache)
+    with pytest.raises(RuntimeError, match="do not fit"):
+        kernels.paged_attention(query[:, :, :60].contiguous(), narrow, metadata, 0.3)
+    with pytest.raises(RuntimeError, match="a cache in 8 bits is for the CPU"):
+        kernels.paged_attention(query.to("meta"), narrow, metadata, 0.3)
     with pytest.raises(ValueError, match="must be contiguous float32"):
         kernels.paged_attention(query, cache, metadata, 0.3, None, None, torch.zeros(3, 1))
     empty = AttentionMetadata.build([1], [0], metadata.block_tables, CPU)

@@ -10,28 +10,18 @@ import torch
 from torch import Tensor
 
 from kernels import filters, noise, sampling
-from kernels.cpu import library
 from kernels.sampling import Draws
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 VOCABULARIES = [1, 7, 123, 4097, 49152]
 
 
-@pytest.fixture(params=library.INSTRUCTION_SETS)
-def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The backend, with one of its libraries."""
-    if request.param not in library.supported():
-        pytest.skip(f"this machine has no {request.param}")
-    if not library.library_path(request.param).exists():
-        pytest.skip(f"missing: {library.what_is_missing()}")
-    backend = importlib.import_module("kernels.cpu.sampling")
-    monkeypatch.setattr(backend, "_library", library.load_library(request.param))
-    return backend
-
-
 @pytest.fixture
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
+def kernels(cpu_library: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The CPU's sampling with that library."""
+    backend = importlib.import_module("kernels.cpu.sampling")
+    monkeypatch.setattr(backend, "_library", cpu_library)
+    return backend
 
 
 def make_draws(

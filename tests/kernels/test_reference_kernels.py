@@ -8,11 +8,6 @@ from kernels import reference
 from kernels.ops import LoraWeights
 
 
-@pytest.fixture
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 8), (5, 123), (2, 3, 64)])
 def test_rms_norm_is_its_formula(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> None:

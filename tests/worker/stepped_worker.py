@@ -35,9 +35,10 @@ def load_runner(
     quantization: Quantization = "none",
     ranks: Ranks = ALONE,
     room: AdapterRoom = NO_ADAPTERS,
+    cache_dtype: torch.dtype | None = None,
 ) -> ModelRunner:
     """A runner over a pool that is NaN wherever nothing was stored; graphs: where there can be some; ranks: of native
-    networks alone; room: for adapters.
+    networks alone; room: for adapters; cache_dtype: of the pool, if it is another.
     """
     checkpoint = Checkpoint(path)
     config = read_config(checkpoint.config)
@@ -46,14 +47,19 @@ def load_runner(
     checkpoint.load_into(model.checkpoint_tensors(), cuts)
     adapters = Adapters(model, room)
     model.pack(quantization)
-    shape = CacheShape(config.num_layers, LIMITS.block_size, num_kv_heads, config.head_dim, dtype)
+    shape = CacheShape(config.num_layers, LIMITS.block_size, num_kv_heads, config.head_dim, cache_dtype or dtype)
     engine = CacheEngine(shape, LIMITS.num_device_blocks, LIMITS.num_host_blocks, DEVICE)
-    engine.device_blocks.fill_(float("nan"))
-    engine.host_blocks.fill_(float("nan"))
+    for pool in (engine.device_blocks, engine.host_blocks):
+        make_nan(pool)
     decode_graphs = None
     if graphs and DEVICE.type == "cuda" and isinstance(config, DecoderConfig):
         decode_graphs = DecodeGraphs(model, engine.device_blocks, LIMITS.max_num_seqs, LIMITS.max_model_len)
     return ModelRunner(model, engine, decode_graphs, adapters=adapters)
+
+
+def make_nan(blocks: Tensor) -> None:
+    """Of 8 bits: the bytes of scales that are NaN."""
+    blocks.fill_(-1 if blocks.dtype is torch.int8 else float("nan"))
 
 
 class SteppedWorker:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.backends import ops_for
+from kernels.narrow_cache import stored_size
 from kernels.upload import upload
 from worker_service.session.step import BlockMapping, SchedulerOutput
 
@@ -19,7 +20,8 @@ _MEASURED_BLOCKS = 8
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one block holds: keys and values of `block_size` tokens in all layers."""
+    """What one block holds: keys and values of `block_size` tokens in all layers, as `kernels.ops` has them, or in int8
+    as `kernels.narrow_cache` does."""
 
     num_layers: int
     block_size: int
@@ -30,16 +32,14 @@ class CacheShape:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block."""
-        return self.num_layers * 2 * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        head_bytes = stored_size(self.head_dim, self.dtype) * self.dtype.itemsize
+        return self.num_layers * 2 * self.block_size * self.num_kv_heads * head_bytes
 
     def allocate(self, num_blocks: int, device: torch.device, pinned: bool = False) -> Tensor:
-        """A pool [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], not initialised."""
-        return torch.empty(
-            (num_blocks, self.num_layers, 2, self.block_size, self.num_kv_heads, self.head_dim),
-            dtype=self.dtype,
-            device=device,
-            pin_memory=pinned,
-        )
+        """A pool [num_blocks, num_layers, 2, block_size, num_kv_heads, elements of a head], not initialised."""
+        head = stored_size(self.head_dim, self.dtype)
+        shape = (num_blocks, self.num_layers, 2, self.block_size, self.num_kv_heads, head)
+        return torch.empty(shape, dtype=self.dtype, device=device, pin_memory=pinned)
 
 
 class CacheEngine:

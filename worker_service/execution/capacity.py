@@ -32,7 +32,7 @@ def check_room_for_weights(
     num_bytes = sum(sizes)
     if device.type == "cpu":
         # A weight and its packed form exist at the same time, and an embedding that is also the head of logits stays in
-        # both forms. The head is among the largest weights, and may be held in float32.
+        # both where rows cannot be read from the packed one. It is among the largest weights, and may be in float32.
         num_bytes += max(sizes) * ops_for(device).wide_itemsize(dtype) // dtype.itemsize
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_host_bytes()
     if device.type == "cpu":

@@ -70,7 +70,13 @@ class Network:
             find_tokenizer_files(source.path, cache, may_lack=is_dummy),
             config,
             dtype,
-            CacheShape(config.num_layers, settings.block_size, num_kv_heads, config.head_dim, dtype),
+            CacheShape(
+                config.num_layers,
+                settings.block_size,
+                num_kv_heads,
+                config.head_dim,
+                torch.int8 if settings.kv_cache_dtype == "int8" else dtype,
+            ),
             cuts,
             device,
             ranks,
@@ -99,6 +105,8 @@ class Network:
         blueprint = model.checkpoint_tensors()
         self.checkpoint.check(blueprint, self.cuts)
         self._check_quantization()
+        if self.shape.dtype is torch.int8 and self.device.type != "cpu":
+            raise StartError("--kv-cache-dtype int8 is for workers on a CPU")
         widened = _widened(blueprint, self._quantized())
         sizes = (t.nbytes if name in widened else t.nbytes * _QUANTIZED_SHARE for name, t in blueprint.items())
         return [*map(int, sizes), Adapters(model, room).num_bytes]
@@ -130,6 +138,8 @@ class Network:
             scheme += f" {GgufBlocks(self.checkpoint.path).digest()}"
         if self._packs_stored:
             scheme = "as stored"
+        if self.shape.dtype is not self.dtype:
+            scheme += f", {self.shape.dtype} cache"
         if (self.checkpoint.path / "modules.json").is_file():
             scheme += f" {self.sentences}"
         return self.checkpoint.fingerprint(self.tokenizer_files, self.dtype, scheme)
@@ -185,13 +195,8 @@ class Network:
 
 
 def _widened(tensors: Mapping[str, torch.Tensor], quantized: Quantized) -> dict[str, torch.Tensor]:
-    """Those that are needed in floating point: all but matrices that are only multiplied. Of an embedding that is also
-    the head, rows are read as well."""
-    return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if name not in quantized or tensor.dim() != 2 or name == "model.embed_tokens.weight"
-    }
+    """Those that are needed in floating point: all but matrices."""
+    return {name: tensor for name, tensor in tensors.items() if name not in quantized or tensor.dim() != 2}
 
 
 def _read_config(checkpoint: Checkpoint) -> AnyConfig:

@@ -173,6 +173,7 @@ def _load_encoder(settings: WorkerSettings, target: Network, kernels: str) -> Wo
         ("--speculate", settings.speculate != "none"),
         ("--max-loras", settings.max_loras > 0),
         ("--num-device-blocks", settings.num_device_blocks is not None),
+        ("--kv-cache-dtype", settings.kv_cache_dtype != "auto"),
     ):
         if is_set:
             raise StartError(f"{name} is for models that generate text; {target.model_id} is an encoder")

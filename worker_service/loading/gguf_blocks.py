@@ -19,8 +19,9 @@ from pagewire_common.start_error import StartError
 FILE = "gguf_blocks.safetensors"
 """Beside a converted model: for the name of each weight in it [outputs, bytes], and in the metadata its type."""
 
-_Parts = tuple[Tensor, Tensor, Tensor]
-"""Numbers [blocks, inputs of a block], and twice [blocks, groups of a block]: scales, and minimums."""
+_Parts = tuple[Tensor, Tensor, Tensor | None]
+"""Numbers [blocks, inputs of a block], and twice [blocks, groups of a block]: scales, and minimums, or None where the
+number in the middle means zero."""
 
 
 def _float16(blocks: Tensor, place: int) -> Tensor:
@@ -40,8 +41,7 @@ def _fifth_bits(blocks: Tensor, place: int) -> Tensor:
 
 
 def _q4_0(blocks: Tensor) -> _Parts:
-    scale = _float16(blocks, 0)
-    return _halves(blocks[:, 2:]), scale, 8 * scale
+    return _halves(blocks[:, 2:]), _float16(blocks, 0), None
 
 
 def _q4_1(blocks: Tensor) -> _Parts:
@@ -49,8 +49,7 @@ def _q4_1(blocks: Tensor) -> _Parts:
 
 
 def _q5_0(blocks: Tensor) -> _Parts:
-    scale = _float16(blocks, 0)
-    return _halves(blocks[:, 6:]) | _fifth_bits(blocks, 2), scale, 16 * scale
+    return _halves(blocks[:, 6:]) | _fifth_bits(blocks, 2), _float16(blocks, 0), None
 
 
 def _q5_1(blocks: Tensor) -> _Parts:
@@ -58,8 +57,7 @@ def _q5_1(blocks: Tensor) -> _Parts:
 
 
 def _q8_0(blocks: Tensor) -> _Parts:
-    scale = _float16(blocks, 0)
-    return blocks[:, 2:] ^ 128, scale, 128 * scale  # int8 plus 128
+    return blocks[:, 2:] ^ 128, _float16(blocks, 0), None  # int8 plus 128
 
 
 def _scales_of_eight(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,22 +82,20 @@ def _q5_k(blocks: Tensor) -> _Parts:
 def _q6_k(blocks: Tensor) -> _Parts:
     low = _halves(blocks[:, :128].reshape(-1, 2, 64)).flatten(1)
     pairs = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3
-    scale = _float16(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8)
-    scale = scale.half().float()
-    return low | pairs.flatten(1) << 4, scale, 32 * scale
+    return low | pairs.flatten(1) << 4, _float16(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8), None
 
 
 _TYPES: dict[str, tuple[int, int, int, Callable[[Tensor], _Parts]]] = {
     "Q4_0": (18, 32, 4, _q4_0),
     "Q4_1": (20, 32, 4, _q4_1),
-    "Q5_0": (22, 32, 8, _q5_0),
-    "Q5_1": (24, 32, 8, _q5_1),
+    "Q5_0": (22, 32, 5, _q5_0),
+    "Q5_1": (24, 32, 5, _q5_1),
     "Q8_0": (34, 32, 8, _q8_0),
     "Q4_K": (144, 256, 4, _q4_k),
-    "Q5_K": (176, 256, 8, _q5_k),
-    "Q6_K": (210, 256, 8, _q6_k),
+    "Q5_K": (176, 256, 5, _q5_k),
+    "Q6_K": (210, 256, 6, _q6_k),
 }
-"""Bytes and inputs of a block, the bits that a number is held in, and what a block means."""
+"""Bytes and inputs of a block, the bits of a number, and what a block means."""
 TYPES = frozenset(_TYPES)
 
 
@@ -111,10 +107,12 @@ def grouped_weight(rows: Tensor, kind: str) -> GroupedWeight:
     found: list[list[Tensor]] = [[], [], []]
     for part in torch.split(rows, max(1, 2**20 // rows.shape[1])):  # which stays in a core's cache
         numbers, scales, minimums = read(part.reshape(-1, num_bytes))
-        for tensors, tensor in zip(found, (numbers, scales.half(), minimums.half()), strict=True):
-            tensors.append(tensor.reshape(len(part), -1))
-    numbers, scales, minimums = map(torch.cat, found)
-    if not (scales.isfinite().all() and minimums.isfinite().all()):
+        for tensors, tensor in zip(found, (numbers, scales.half(), minimums), strict=True):
+            if tensor is not None:
+                tensors.append(tensor.reshape(len(part), -1))
+    numbers, scales = map(torch.cat, found[:2])
+    minimums = torch.cat(found[2]).half() if found[2] else None
+    if not (scales.isfinite().all() and (minimums is None or minimums.isfinite().all())):
         raise ValueError(f"a scale of {kind} is not finite")
     return GroupedWeight(numbers, scales, minimums, bits)
 

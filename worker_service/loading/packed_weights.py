@@ -190,10 +190,14 @@ def widened(weight: GroupedWeight) -> Tensor:
     """The weights in float32, [outputs, inputs]."""
     inputs = weight.numbers.shape[1]
     each = 32 if weight.scales.shape[1] == -(-inputs // 32) else 16
-    scales, minimums = (
-        part.float().repeat_interleave(each, dim=1)[:, :inputs] for part in (weight.scales, weight.minimums)
-    )
-    found = weight.numbers * scales - minimums
+
+    def of_each(part: Tensor) -> Tensor:
+        return part.float().repeat_interleave(each, dim=1)[:, :inputs]
+
+    if weight.minimums is None:
+        found = (weight.numbers.float() - (1 << weight.bits - 1)) * of_each(weight.scales)
+    else:
+        found = weight.numbers * of_each(weight.scales) - of_each(weight.minimums)
     return found if weight.order is None else torch.empty_like(found).index_copy_(1, weight.order, found)
 
 
@@ -258,10 +262,20 @@ def _grouped(numbers: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Group
     size = inputs // groups
     if inputs % groups or not (groups == 1 or size % 32 == 0 or size == 16):
         raise ValueError(f"groups of {inputs / groups:g} inputs are not read; they must be 16, or a multiple of 32")
-    repeats = 1 if size == 16 and groups > 1 else -(-size // 32)
+    fine = size == 16 and groups > 1
+    repeats = 1 if fine else -(-size // 32)
     scales = scales.half().float()  # before zeros are multiplied: else a zero would be no zero with a small scale
-    scales, minimums = (part.half().repeat_interleave(repeats, dim=1).contiguous() for part in (scales, zeros * scales))
-    if not (scales.isfinite().all() and minimums.isfinite().all()):
-        raise ValueError("a scale is not finite in float16")
-    # There are no products with 4 bits and groups of 16.
-    return GroupedWeight(numbers.contiguous(), scales, minimums, 8 if repeats == 1 and size == 16 else bits)
+    minimums = None if not fine and bool((zeros == 1 << bits - 1).all()) else zeros * scales
+
+    def of_blocks(part: Tensor) -> Tensor:
+        found = part.half().repeat_interleave(repeats, dim=1).contiguous()
+        if not found.isfinite().all():
+            raise ValueError("a scale is not finite in float16")
+        return found
+
+    return GroupedWeight(
+        numbers.contiguous(),
+        of_blocks(scales),
+        None if minimums is None else of_blocks(minimums),
+        8 if fine else bits,  # there are no products with 4 bits and groups of 16
+    )

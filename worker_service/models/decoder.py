@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from kernels.backends import ops_for
 from kernels.metadata import AttentionMetadata
@@ -20,6 +19,7 @@ from kernels.ops import Ops
 from kernels.reference import rotary_tables
 from worker_service.models.causal_model import LoraPlace
 from worker_service.models.decoder_config import DecoderConfig, LayerConfig
+from worker_service.models.embedding import Embedding
 from worker_service.models.linear import NONE_QUANTIZED, Linear, Quantization, Quantized, head_quantization
 from worker_service.models.shard import Shard
 from worker_service.parallel.ranks import ALONE, Ranks
@@ -153,27 +153,26 @@ class Decoder:
         self.config = config
         self._ranks = ranks
         shard = Shard.of(config, ranks.rank, ranks.size)
-        self._tokens = shard.vocabulary
         num_rows = -(-config.vocabulary_size // ranks.size)  # the last rank may have more rows than tokens
         table = partial(torch.empty, num_rows, config.hidden_size, dtype=dtype, device=device)
-        self._embedding = table()
+        self._embedding = Embedding(table(), shard.vocabulary, ranks)
         self._layers = [DecoderLayer(config, layer, dtype, device, ranks, shard) for layer in config.layers]
         self._norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
         # Networks are trained with this factor in the type of their weights.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self._ops = ops_for(device)
         # Not empty_like: on the meta device torch imports sympy for it, a fifth of a worker's start.
-        head = self._embedding if config.tied_embeddings else table()
+        head = self._embedding.weight if config.tied_embeddings else table()
         self._lm_head = Linear(head, wide=True)
         ropes = {layer.rope for layer in config.layers if layer.rope is not None}
         self._frequencies = {rope: rope.inverse_frequencies.to(device) for rope in ropes}
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """The tensors that a checkpoint must hold, by their names in it, and the places that they fill."""
-        num_tokens = len(self._tokens)
-        tensors = {"model.embed_tokens.weight": self._embedding[:num_tokens], "model.norm.weight": self._norm}
+        embedding = self._embedding.own_rows(self._embedding.weight)
+        tensors = {"model.embed_tokens.weight": embedding, "model.norm.weight": self._norm}
         if not self.config.tied_embeddings:
-            tensors["lm_head.weight"] = self._lm_head.weight[:num_tokens]
+            tensors["lm_head.weight"] = self._embedding.own_rows(self._lm_head.weight)
         for number, layer in enumerate(self._layers):
             tensors |= {f"model.layers.{number}.{name}": part for name, part in layer.checkpoint_tensors().items()}
         return tensors
@@ -186,6 +185,12 @@ class Decoder:
             self._lm_head.pack_parts([found], [len(head)])
         else:
             self._lm_head.pack(head_quantization(head.device, head.dtype, quantization))
+        if self.config.tied_embeddings:
+            self._embedding.take_rows_of(self._lm_head)
+        elif (found := quantized.get("model.embed_tokens.weight")) is not None:
+            rows = Linear(self._embedding.weight)
+            rows.pack_parts([found], [len(head)])
+            self._embedding.take_rows_of(rows)
         for number, layer in enumerate(self._layers):
             for linear, parts in layer.projections:
                 weights = [quantized.get(f"model.layers.{number}.{part}.weight") for part in parts]
@@ -216,7 +221,7 @@ class Decoder:
         rotations = {
             rope: rotary_tables(positions, frequencies, rope.scale) for rope, frequencies in self._frequencies.items()
         }
-        residual, delta = self._embed(token_ids).float(), None
+        residual, delta = self._embedding(token_ids), None
         if self._embedding_scale != 1:
             residual *= self._embedding_scale
         for number, (layer, layer_config) in enumerate(zip(self._layers, self.config.layers, strict=True)):
@@ -232,12 +237,3 @@ class Decoder:
             logits = cap * torch.tanh(logits / cap)
         # Every rank has all logits, and so samples the same tokens without communication.
         return self._ranks.all_gather(logits)[:, : self.config.vocabulary_size].contiguous()
-
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        """token_ids: [num_tokens] int64; returns [num_tokens, hidden_size]."""
-        if self._ranks.size == 1:
-            return functional.embedding(token_ids, self._embedding)
-        rows = token_ids - self._tokens.start
-        elsewhere = (rows < 0) | (rows >= len(self._tokens))
-        found = functional.embedding(rows.masked_fill_(elsewhere, 0), self._embedding)
-        return self._ranks.all_reduce(found.masked_fill_(elsewhere.unsqueeze(1), 0))

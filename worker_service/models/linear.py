@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.backends import ops_for
-from kernels.ops import GroupedWeight, LoraWeights, Product
+from kernels.ops import GroupedWeight, LoraWeights, Ops, Product, Table
 from kernels.reference import wide_linear
 
 Quantization = Literal["none", "int8", "int4", "gguf"]
@@ -95,12 +95,17 @@ class Linear:
             parts, own, sizes = [whole], (self.weight,), [len(self.weight)]
         products: list[Product] = []
         for place, part in zip(own, parts, strict=True):
-            product = ops.pack(place, self._wide) if part is None else ops.pack_grouped(part, self._wide)
+            product = ops.pack(place, self._wide) if part is None else _table(ops, part, self._wide)
             if product is None:
                 raise ValueError("these kernels have no products of such weights")
-            products.append(product if part is None or part.order is None else _ordered(product, part.order))
+            products.append(product)
         self._product = products[0] if len(products) == 1 else _beside(products, sizes)
         self.weight = self.weight.new_empty(0)
+
+    @property
+    def table(self) -> Table | None:
+        """The packed weights, if their rows can be read again."""
+        return self._product if isinstance(self._product, Table) else None
 
     def allocate_lora(self, parts: Sequence[int], num_slots: int, max_rank: int) -> LoraWeights:
         """Make room for what adapters add, which is nothing yet. parts: how many outputs each projection has."""
@@ -142,18 +147,34 @@ class Linear:
 def _joined(parts: Sequence[GroupedWeight | None]) -> GroupedWeight | None:
     """The parts as one weight, if there are all of them and they are alike: one product is faster than several."""
     known = [part for part in parts if part is not None]
-    if len(known) < len(parts) or len({(part.bits, part.scales.shape[1]) for part in known}) > 1:
+    kinds = {(part.bits, part.scales.shape[1], part.minimums is None) for part in known}
+    if len(known) < len(parts) or len(kinds) > 1:
         return None
     numbers, scales, minimums, bits, orders = zip(*known, strict=True)
     first, *others = orders
     if any(order is not first and (order is None or first is None or not order.equal(first)) for order in others):
         return None
-    return GroupedWeight(torch.cat(numbers), torch.cat(scales), torch.cat(minimums), bits[0], first)
+    joined = None if minimums[0] is None else torch.cat(minimums)
+    return GroupedWeight(torch.cat(numbers), torch.cat(scales), joined, bits[0], first)
 
 
-def _ordered(product: Product, order: Tensor) -> Product:
-    """The product of inputs in this order."""
-    return lambda x, bias: product(x.index_select(1, order), bias)
+def _table(ops: Ops, weight: GroupedWeight, wide: bool) -> Table | None:
+    table = ops.pack_grouped(weight, wide)
+    return table if table is None or weight.order is None else _Ordered(table, weight.order)
+
+
+class _Ordered:
+    """The table of a weight whose groups are of inputs in this order."""
+
+    def __init__(self, table: Table, order: Tensor) -> None:
+        self._table, self._order = table, order
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._table(x.index_select(1, self._order), bias)
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        found = self._table.rows(numbers)
+        return torch.empty_like(found).index_copy_(1, self._order, found)
 
 
 def _beside(products: Sequence[Product], sizes: Sequence[int]) -> Product:

@@ -22,6 +22,7 @@
 #include <limits>
 #include <vector>
 
+#include "kv_pool.h"
 #include "team.h"
 #include "vectors.h"
 
@@ -36,11 +37,11 @@ template <typename T>
 struct Attention {
   T* out;          // [tokens, num_heads, head_dim]
   const T* query;  // tokens `query_stride` apart
-  const T* cache;  // [blocks, 2, block_size, num_kv_heads, head_dim], blocks and parts some strides apart
+  KvPool<T> cache;
   const int32_t* query_start;
   const int32_t* context_lens;
   const int32_t* block_tables;  // [num_sequences, table_width]
-  int64_t query_stride, block_stride, part_stride, table_width;
+  int64_t query_stride, table_width;
   int64_t num_sequences, num_heads, num_kv_heads, head_dim, block_size;
   float scale, soft_cap;  // soft_cap 0: none
   int64_t window;         // 0: none
@@ -56,6 +57,10 @@ struct Tile {
   int64_t count = 0;
   const T* keys[kTileKeys];
   const T* values[kTileKeys];
+  // Of a narrow pool; from `begin` to `count`.
+  int64_t begin = 0;
+  const int8_t* narrow_keys[kTileKeys];
+  const int8_t* narrow_values[kTileKeys];
 };
 
 struct Item {
@@ -367,6 +372,7 @@ class Attender {
         begin_part(a, rows);
       }
       std::swap(current_, coming_);
+      if (a.cache.narrow != nullptr) widen_tile(a);
       if (key + kTileKeys < item.keys_end) {
         locate(a, item, key + kTileKeys, *coming_);
       } else if (then != nullptr) {
@@ -410,25 +416,52 @@ class Attender {
   void locate(const Attention<T>& a, const Item& item, int64_t first, Tile<T>& tile) {
     tile.count = std::min(kTileKeys, item.keys_end - first);
     const int64_t begin = std::max<int64_t>(0, item.keys_begin - first);
-    const int32_t* table = a.block_tables + item.sequence * a.table_width;
-    const int64_t token_stride = a.num_kv_heads * a.head_dim;
-    int64_t block = (first + begin) / a.block_size, offset = (first + begin) % a.block_size;
-    for (int64_t i = begin; i < tile.count; ++block, offset = 0) {
-      const T* key = a.cache + table[block] * a.block_stride + offset * token_stride + item.kv_head * a.head_dim;
-      for (int64_t end = std::min(tile.count, i + a.block_size - offset); i < end; ++i, key += token_stride) {
-        tile.keys[i] = key;
-        tile.values[i] = key + a.part_stride;
-        for (int64_t d = 0; d < a.head_dim; d += 64 / static_cast<int64_t>(sizeof(T))) {
-          __builtin_prefetch(key + d, 0, 2);
-          __builtin_prefetch(key + a.part_stride + d, 0, 2);
-        }
-      }
+    tile.begin = begin;
+    if (a.cache.narrow != nullptr) {
+      find(a, item, first + begin, a.cache.narrow, tile.narrow_keys, tile.narrow_values, tile);
+    } else {
+      find(a, item, first + begin, a.cache.wide, tile.keys, tile.values, tile);
     }
     if (static_cast<int64_t>(zeros_.size()) < a.head_dim) zeros_.assign(a.head_dim, T(0.0f));
     for (const T** vectors : {tile.keys, tile.values}) {
       std::fill(vectors, vectors + begin, zeros_.data());
       std::fill(vectors + tile.count, vectors + kTileKeys, zeros_.data());
     }
+  }
+
+  // Writes down where a tile's keys and values lie, from its first key in the sequence on. pool: the cache's, of E.
+  template <typename E>
+  static void find(
+      const Attention<T>& a, const Item& item, int64_t first, const E* pool, const E** keys, const E** values,
+      const Tile<T>& tile) {
+    const int32_t* table = a.block_tables + item.sequence * a.table_width;
+    const int64_t head = a.cache.head_size(a.head_dim), token_stride = a.num_kv_heads * head;
+    int64_t block = first / a.block_size, offset = first % a.block_size;
+    for (int64_t i = tile.begin; i < tile.count; ++block, offset = 0) {
+      const E* key = pool + table[block] * a.cache.block_stride + offset * token_stride + item.kv_head * head;
+      for (int64_t end = std::min(tile.count, i + a.block_size - offset); i < end; ++i, key += token_stride) {
+        keys[i] = key;
+        values[i] = key + a.cache.part_stride;
+        for (int64_t d = 0; d < head; d += 64 / static_cast<int64_t>(sizeof(E))) {
+          __builtin_prefetch(key + d, 0, 2);
+          __builtin_prefetch(key + a.cache.part_stride + d, 0, 2);
+        }
+      }
+    }
+  }
+
+  // Makes keys and values of T of the current tile's narrow ones.
+  void widen_tile(const Attention<T>& a) {
+    widened_.resize(2 * kTileKeys * a.head_dim);
+    T* target = widened_.data();
+    for (int64_t i = current_->begin; i < current_->count; ++i)
+      for (const auto& [narrow, wide] :
+           {std::pair(current_->narrow_keys[i], &current_->keys[i]),
+            std::pair(current_->narrow_values[i], &current_->values[i])}) {
+        widen_head(narrow, a.head_dim, target);
+        *wide = target;
+        target += a.head_dim;
+      }
   }
 
   void cap(const Attention<T>& a, int64_t rows) {
@@ -524,7 +557,7 @@ class Attender {
   Tiles tiles_;
   Tile<T> pair_[2];
   Tile<T>*current_ = &pair_[0], *coming_ = &pair_[1];
-  Buffer<T> zeros_;
+  Buffer<T> zeros_, widened_;
   Buffer<float> maxima_, offsets_, totals_, corrections_, sums_, scores_;
   Buffer<float> merged_;  // [rows]: the largest score, the sum of exponentials, the weighted values
 };

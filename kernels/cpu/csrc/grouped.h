@@ -1,10 +1,11 @@
 // x @ weightᵀ + bias for weights of few bits that were packed once, and x rounded to 8 bits; sums are float32.
 //
-// A weight is number * scale - minimum, where the number has 4 or 8 bits, and 32 or 16 neighbouring inputs of an output
-// share the other two: all forms of weights in GGUF files are so. An input is number * scale, where 32 neighbours share
-// a scale, as in GGUF's Q8_0. So what these inputs add is scale * scale * (sum of products of small integers) - minimum
-// * (sum of the inputs), and the integers are multiplied four at a time in one instruction. It takes an unsigned and a
-// signed factor, which is what both are here, so there is no bias to be taken off again.
+// A weight is number * scale - minimum, where the number has 4, 5, 6 or 8 bits, and 32 or 16 neighbouring inputs of an
+// output share the other two: all forms of weights in GGUF files are so. An input is number * scale, where 32 neighbours
+// share a scale, as in GGUF's Q8_0. So what these inputs add is scale * scale * (sum of products of small integers) -
+// minimum * (sum of the inputs), and the integers are multiplied four at a time in one instruction, which takes an
+// unsigned and a signed factor, as the two are here. Where the number in the middle means zero there are no minimums:
+// that number times the sum of the inputs' numbers is taken off before the integers are scaled.
 //
 // Sums of integers are exact, and those of groups are made in the order of the inputs, in float32, whatever the number
 // of rows and the instruction set: a row's results are the same to the bit alone, among others, and on other machines.
@@ -23,28 +24,77 @@
 
 namespace pagewire {
 
-// Weights of 32 neighbouring inputs and the outputs of a panel; `kInputs` of them share a scale and a minimum.
-template <int kWeightBits, int kInputs>
+// Weights of 32 neighbouring inputs and the outputs of a panel. `kInputs` of them share a scale and, unless they are
+// symmetric, a minimum.
+//
+// Numbers of 5 and 6 bits are in two parts, so that no bit of memory is unused: the lower four bits as if there were no
+// others, and the high bits of all numbers that share a scale in a word of 32 bits. The word is turned right by their
+// number of bits from four inputs to the next, which brings those of each of the four in turn to where its byte needs
+// them.
+template <int kWeightBits, int kInputs, bool kIsSymmetric>
 struct WeightBlock {
-  static constexpr int kBits = kWeightBits;
-  static constexpr int64_t kScales = kGroup / kInputs;
+  static constexpr int kBits = kWeightBits, kLowBits = kBits == 8 ? 8 : 4, kHighBits = kBits - kLowBits;
+  static constexpr int64_t kShared = kInputs, kScales = kGroup / kInputs;
+  static constexpr bool kSymmetric = kIsSymmetric;
+  static constexpr int32_t kZero = kSymmetric ? 1 << (kBits - 1) : 0;
+  static_assert(kHighBits == 0 || kHighBits * kInputs == 32);
 
-  struct {
-    at::Half scales[kPanel], minimums[kPanel];
-  } groups[kScales];
+  at::Half scales[kScales][kPanel];
+  at::Half minimums[kSymmetric ? 0 : kScales][kPanel];
+  uint32_t high[kHighBits == 0 ? 0 : kScales][kPanel];
   // Of four inputs each. With 4 bits, outputs 0 to 15 are the lower halves of bytes, and 16 to 31 the upper.
-  uint8_t weights[kGroup / 4][kPanel * kBits / 8][4];
+  uint8_t low[kGroup / 4][kPanel * kLowBits / 8][4];
+
+  // Writes a number where there is 0. output: of the panel.
+  void put(int64_t input, int64_t output, uint8_t number) {
+    low[input / 4][output % kColumns][input % 4] |= (number & kLowMask) << low_shift(output);
+    if constexpr (kHighBits > 0)
+      high[input / kInputs][output] |= static_cast<uint32_t>(number >> 4 & kHighMask) << high_shift(input);
+  }
+  float weight(int64_t input, int64_t output) const {
+    int32_t number = low[input / 4][output % kColumns][input % 4] >> low_shift(output) & kLowMask;
+    if constexpr (kHighBits > 0)
+      number |= static_cast<int32_t>(high[input / kInputs][output] >> high_shift(input) & kHighMask) << 4;
+    const float scaled = static_cast<float>(number - kZero) * static_cast<float>(scales[input / kInputs][output]);
+    if constexpr (kSymmetric) return scaled;
+    return scaled - static_cast<float>(minimums[input / kInputs][output]);
+  }
+
+ private:
+  static constexpr int64_t kColumns = kPanel * kLowBits / 8;
+  static constexpr int kLowMask = (1 << kLowBits) - 1, kHighMask = (1 << kHighBits) - 1;
+
+  static int low_shift(int64_t output) { return static_cast<int>(output / kColumns) * 4; }
+  static int high_shift(int64_t input) {
+    return static_cast<int>(8 * (input % 4) + 4 + kHighBits * (input % kInputs / 4)) % 32;
+  }
 };
-using Int4Block = WeightBlock<4, 32>;
-using Int8Block = WeightBlock<8, 32>;
-using FineInt8Block = WeightBlock<8, 16>;
-static_assert(sizeof(Int4Block) % 64 == 0 && sizeof(Int8Block) % 64 == 0 && sizeof(FineInt8Block) % 64 == 0);
+
+// Kinds of blocks; no two have the same size.
+template <typename... Kinds>
+struct BlockKinds {
+  static_assert(((sizeof(Kinds) % 64 == 0) && ...));
+  // Of blocks of one size only one is itself.
+  template <typename Kind>
+  static constexpr int kOfItsSize = ((sizeof(Kind) == sizeof(Kinds) ? 1 : 0) + ...);
+  static_assert(((kOfItsSize<Kinds> == 1) && ...));
+
+  // Calls apply(some block of the kind) for the kind of which is(some block) is true. Returns whether there is one.
+  template <typename Is, typename Apply>
+  static bool visit(const Is& is, const Apply& apply) {
+    return ((is(Kinds()) && (apply(Kinds()), true)) || ...);
+  }
+};
+using WeightBlocks = BlockKinds<
+    WeightBlock<4, 32, false>, WeightBlock<4, 32, true>, WeightBlock<5, 32, false>, WeightBlock<5, 32, true>,
+    WeightBlock<6, 16, true>, WeightBlock<8, 32, false>, WeightBlock<8, 32, true>, WeightBlock<8, 16, false>>;
 
 // Inputs in 8 bits. What is missing of the last group is 0.
 struct Int8Rows {
   struct Group {
     float scale;
-    float sums[3];  // of all its inputs, and of either half
+    int32_t sums[3];        // of all its numbers, and of either half
+    float scaled_sums[3];
   };
   int64_t groups;  // of a row
   Buffer<int8_t> numbers;
@@ -65,37 +115,28 @@ struct Int8Rows {
 
  private:
   static Group round_group(const at::BFloat16* x, int64_t count, int8_t* numbers) {
-    constexpr int64_t kVectors = kGroup / kLanes;
-    Vec wide[kVectors], magnitudes(0), products(0);
-    for (int64_t i = 0; i < kVectors; ++i) {
-      const int64_t left = std::clamp(count - i * kLanes, int64_t{0}, kLanes);
-      wide[i] = left > 0 ? widen(x + i * kLanes, left) : Vec(0);
-      magnitudes = at::vec::maximum(magnitudes, wide[i].abs());
-      products = products + wide[i] * Vec(0);
-    }
-    const float poison = sum(products);  // NaN where one of them is not finite
-    const float most = poison == 0 ? largest(magnitudes) : 0.0f;
-    const Vec factor(most > 0 ? 127 / most : 0.0f);
-    alignas(64) int32_t whole[kGroup] = {};
-    if (most > 0)
-      for (int64_t i = 0; i < kVectors; ++i)
-        at::vec::convert_to_int_of_same_size((wide[i] * factor).round()).store(whole + i * kLanes);
+    const float scale = count == kGroup ? round_to_8_bits(x, kGroup, numbers) : round_to_8_bits(x, count, numbers);
     int32_t sums[2] = {};
-    for (int64_t i = 0; i < kGroup / 2; ++i) sums[0] += whole[i];
-    for (int64_t i = kGroup / 2; i < kGroup; ++i) sums[1] += whole[i];
-    for (int64_t i = 0; i < kGroup; ++i) numbers[i] = static_cast<int8_t>(whole[i]);
-    const float scale = most / 127 + poison;
+    for (int64_t i = 0; i < kGroup; ++i) sums[i / (kGroup / 2)] += numbers[i];
     const auto scaled = [&](int32_t sum) { return scale * static_cast<float>(sum); };
-    return {scale, {scaled(sums[0] + sums[1]), scaled(sums[0]), scaled(sums[1])}};
+    const int32_t all = sums[0] + sums[1];
+    return {scale, {all, sums[0], sums[1]}, {scaled(all), scaled(sums[0]), scaled(sums[1])}};
   }
 };
 
 // Integers of 32 bits, as many as a vector has of float32, and bytes, four for each.
 #if defined(__AVX512BW__)
 using Ints = __m512i;
-inline Ints no_ints() { return _mm512_setzero_si512(); }
-inline Ints four_bytes(int32_t bytes) { return _mm512_set1_epi32(bytes); }
-inline Ints load_bytes(const uint8_t* bytes) { return _mm512_loadu_si512(bytes); }
+inline Ints same_in_all(int32_t word) { return _mm512_set1_epi32(word); }
+inline Ints load_bytes(const void* bytes) { return _mm512_loadu_si512(bytes); }
+// The bytes with those bits of `others` set that the mask has too.
+inline Ints with_bits(Ints bytes, Ints others, int8_t mask) {
+  return _mm512_ternarylogic_epi32(bytes, others, _mm512_set1_epi8(mask), 0xF8);
+}
+template <int kBits>
+inline Ints turned_right(Ints words) {
+  return _mm512_ror_epi32(words, kBits);
+}
 inline Ints half_of(Ints bytes, bool upper) {
   return _mm512_and_si512(upper ? _mm512_srli_epi16(bytes, 4) : bytes, _mm512_set1_epi8(15));
 }
@@ -109,9 +150,15 @@ inline Ints add_small_dots(Ints sums, Ints weights, Ints x, int16_t factor = 1) 
 inline Vec to_float(Ints sums) { return _mm512_cvtepi32_ps(sums); }
 #elif defined(__AVX2__)
 using Ints = __m256i;
-inline Ints no_ints() { return _mm256_setzero_si256(); }
-inline Ints four_bytes(int32_t bytes) { return _mm256_set1_epi32(bytes); }
-inline Ints load_bytes(const uint8_t* bytes) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes)); }
+inline Ints same_in_all(int32_t word) { return _mm256_set1_epi32(word); }
+inline Ints load_bytes(const void* bytes) { return _mm256_loadu_si256(static_cast<const __m256i*>(bytes)); }
+inline Ints with_bits(Ints bytes, Ints others, int8_t mask) {
+  return _mm256_or_si256(bytes, _mm256_and_si256(others, _mm256_set1_epi8(mask)));
+}
+template <int kBits>
+inline Ints turned_right(Ints words) {
+  return _mm256_or_si256(_mm256_srli_epi32(words, kBits), _mm256_slli_epi32(words, 32 - kBits));
+}
 inline Ints half_of(Ints bytes, bool upper) {
   return _mm256_and_si256(upper ? _mm256_srli_epi16(bytes, 4) : bytes, _mm256_set1_epi8(15));
 }
@@ -123,16 +170,27 @@ inline Vec to_float(Ints sums) { return _mm256_cvtepi32_ps(sums); }
 struct Ints {
   int32_t each[kLanes];
 };
-inline Ints no_ints() { return {}; }
-inline Ints four_bytes(int32_t bytes) {
+inline Ints same_in_all(int32_t word) {
   Ints all;
-  std::fill_n(all.each, kLanes, bytes);
+  std::fill_n(all.each, kLanes, word);
   return all;
 }
-inline Ints load_bytes(const uint8_t* bytes) {
+inline Ints load_bytes(const void* bytes) {
   Ints all;
   __builtin_memcpy(all.each, bytes, sizeof(all.each));
   return all;
+}
+inline Ints with_bits(Ints bytes, Ints others, int8_t mask) {
+  for (int64_t i = 0; i < kLanes; ++i) bytes.each[i] |= others.each[i] & (0x01010101 * mask);
+  return bytes;
+}
+template <int kBits>
+inline Ints turned_right(Ints words) {
+  for (auto& word : words.each) {
+    const auto bits = static_cast<uint32_t>(word);
+    word = static_cast<int32_t>(bits >> kBits | bits << (32 - kBits));
+  }
+  return words;
 }
 inline Ints half_of(Ints bytes, bool upper) {
   uint8_t each[sizeof(bytes.each)];
@@ -182,31 +240,40 @@ inline void multiply_grouped_tile(
   for (int64_t group = 0; group < x.groups; ++group) {
     const Block& block = weights[group];
     for (int64_t part = 0; part < Block::kScales; ++part) {
-      Ints dots[kRows][kPanelVectors];
+      const int64_t half = Block::kScales == 1 ? 0 : 1 + part;
+      Ints dots[kRows][kPanelVectors], high[kPanelVectors];
       for (int i = 0; i < kRows; ++i)
-        for (int j = 0; j < kPanelVectors; ++j) dots[i][j] = no_ints();
+        for (auto& dot : dots[i]) dot = same_in_all(-Block::kZero * of_groups[i * x.groups + group].sums[half]);
+      if constexpr (Block::kHighBits > 0)
+        for (int j = 0; j < kPanelVectors; ++j) high[j] = load_bytes(block.high[part] + j * kLanes);
       for (int64_t four = part * kFours; four < (part + 1) * kFours; ++four) {
         Ints bytes[kPanelVectors];
         for (int j = 0; j < kPanelVectors; ++j) {
-          constexpr int kLoads = kPanelVectors * Block::kBits / 8;
-          bytes[j] = load_bytes(block.weights[four][j % kLoads * kLanes]);
-          if constexpr (Block::kBits == 4) bytes[j] = half_of(bytes[j], j >= kLoads);
+          constexpr int kLoads = kPanelVectors * Block::kLowBits / 8;
+          bytes[j] = load_bytes(block.low[four][j % kLoads * kLanes]);
+          if constexpr (Block::kLowBits == 4) bytes[j] = half_of(bytes[j], j >= kLoads);
+          if constexpr (Block::kHighBits > 0) {
+            bytes[j] = with_bits(bytes[j], high[j], ((1 << Block::kHighBits) - 1) << 4);
+            high[j] = turned_right<Block::kHighBits>(high[j]);
+          }
         }
         for (int i = 0; i < kRows; ++i) {
           int32_t inputs;
           __builtin_memcpy(&inputs, numbers + (i * x.groups + group) * kGroup + 4 * four, sizeof(inputs));
-          const Ints same = four_bytes(inputs);
+          const Ints same = same_in_all(inputs);
           for (int j = 0; j < kPanelVectors; ++j) dots[i][j] = add_dots<Block::kBits>(dots[i][j], bytes[j], same);
         }
       }
-      const auto& own = block.groups[part];
       for (int j = 0; j < kPanelVectors; ++j) {
-        const Vec scale = widen(own.scales + j * kLanes), minimum = widen(own.minimums + j * kLanes);
-        for (int i = 0; i < kRows; ++i) {
-          const auto& of_inputs = of_groups[i * x.groups + group];
-          const float sum = of_inputs.sums[Block::kScales == 1 ? 0 : 1 + part];
-          sums[i][j] = at::vec::fmadd(to_float(dots[i][j]), scale * Vec(of_inputs.scale), sums[i][j]);
-          sums[i][j] = at::vec::fnmadd(minimum, Vec(sum), sums[i][j]);
+        const Vec scale = widen(block.scales[part] + j * kLanes);
+        for (int i = 0; i < kRows; ++i)
+          sums[i][j] = at::vec::fmadd(
+              to_float(dots[i][j]), scale * Vec(of_groups[i * x.groups + group].scale), sums[i][j]);
+        if constexpr (!Block::kSymmetric) {
+          const Vec minimum = widen(block.minimums[part] + j * kLanes);
+          for (int i = 0; i < kRows; ++i)
+            sums[i][j] =
+                at::vec::fnmadd(minimum, Vec(of_groups[i * x.groups + group].scaled_sums[half]), sums[i][j]);
         }
       }
     }

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 
+#include "kv_pool.h"
 #include "team.h"
 #include "vectors.h"
 
@@ -81,17 +82,25 @@ void rotary_embedding(
   });
 }
 
-// Copies of `bytes` for each token into its slot; a negative slot is skipped. Strides in bytes.
-inline void store_kv(
-    const char* keys, int64_t key_stride, const char* values, int64_t value_stride, char* cache, int64_t block_stride,
-    int64_t part_stride, int64_t block_size, const int64_t* slots, int64_t tokens, int64_t bytes) {
-  parallel_for(tokens, rows_a_thread(bytes), [&](int64_t begin, int64_t end) {
+// Writes the keys and values of each token, [num_kv_heads, head_dim], into its slot; a negative slot is skipped.
+template <typename T>
+void store_kv(
+    const T* keys, int64_t key_stride, const T* values, int64_t value_stride, const KvPool<T>& cache,
+    int64_t block_size, const int64_t* slots, int64_t tokens, int64_t num_kv_heads, int64_t head_dim) {
+  const int64_t size = num_kv_heads * head_dim;
+  parallel_for(tokens, rows_a_thread(size), [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
-      const int64_t slot = slots[token];
-      if (slot < 0) continue;
-      char* place = cache + slot / block_size * block_stride + slot % block_size * bytes;
-      std::memcpy(place, keys + token * key_stride, bytes);
-      std::memcpy(place + part_stride, values + token * value_stride, bytes);
+      if (slots[token] < 0) continue;
+      const int64_t place = cache.place(slots[token], block_size, num_kv_heads, head_dim);
+      for (const auto& [source, part] :
+           {std::pair(keys + token * key_stride, place), std::pair(values + token * value_stride, place + cache.part_stride)}) {
+        if (cache.narrow == nullptr) {
+          std::copy_n(source, size, cache.wide + part);
+        } else {
+          for (int64_t head = 0; head < num_kv_heads; ++head)
+            narrow_head(source + head * head_dim, head_dim, cache.narrow + part + head * cache.head_size(head_dim));
+        }
+      }
     }
   });
 }
@@ -107,27 +116,33 @@ struct Projection {
   float eps, offset;
   const float *cos, *sin;  // [tokens, pairs]
   int64_t pairs;
-  T* cache;
-  int64_t block_stride, part_stride, block_size;
+  KvPool<T> cache;
+  int64_t block_size;
   const int64_t* slots;
   int64_t tokens, num_heads, num_kv_heads, head_dim;
 };
 
 template <typename T>
 void prepare(const Projection<T>& p) {
-  const int64_t all_heads = p.num_heads + 2 * p.num_kv_heads, kept = p.num_kv_heads * p.head_dim;
+  const int64_t all_heads = p.num_heads + 2 * p.num_kv_heads;
   parallel_for(p.tokens, rows_a_thread(all_heads * p.head_dim), [&](int64_t begin, int64_t end) {
     static thread_local Buffer<float> normed;
+    static thread_local Buffer<T> rounded;
     normed.resize(p.head_dim);
+    rounded.resize(p.head_dim);
     for (int64_t token = begin; token < end; ++token) {
       const int64_t slot = p.slots[token];
-      T* place = p.cache + slot / p.block_size * p.block_stride + slot % p.block_size * kept;
+      const int64_t place = p.cache.place(slot, p.block_size, p.num_kv_heads, p.head_dim);
       for (int64_t number = 0; number < (slot < 0 ? p.num_heads : all_heads); ++number) {
         const T* head = p.qkv + (token * all_heads + number) * p.head_dim;
         const int64_t stored = number - p.num_heads;  // of the keys and then the values
         const bool is_value = stored >= p.num_kv_heads;
+        const int64_t kept = place + stored % p.num_kv_heads * p.cache.head_size(p.head_dim) +
+                             (is_value ? p.cache.part_stride : 0);
+        const bool narrows = stored >= 0 && p.cache.narrow != nullptr;
         T* target = stored < 0 ? p.query + (token * p.num_heads + number) * p.head_dim
-                               : place + stored % p.num_kv_heads * p.head_dim + (is_value ? p.part_stride : 0);
+                    : narrows  ? rounded.data()
+                               : p.cache.wide + kept;
         const auto turn = [&](const auto* source, int64_t pairs) {
           rotate(target, source, p.cos + token * pairs, p.sin + token * pairs, pairs);
           for_each_vector(p.head_dim - 2 * pairs, [&](int64_t i, int64_t n) {
@@ -142,6 +157,7 @@ void prepare(const Projection<T>& p) {
               p.eps, p.offset);
           turn(normed.data(), p.pairs);
         }
+        if (narrows) narrow_head(target, p.head_dim, p.cache.narrow + kept);
       }
     }
   });

@@ -19,7 +19,7 @@ from worker_service.parallel.ranks import ALONE, Ranks
 from worker_service.settings import WorkerSettings
 
 CPU = torch.device("cpu")
-SHAPE = CacheShape(num_layers=1, block_size=1, num_kv_heads=1, head_dim=5, dtype=torch.int8)
+SHAPE = CacheShape(num_layers=1, block_size=1, num_kv_heads=1, head_dim=5, dtype=torch.uint8)
 assert SHAPE.block_bytes == 10
 
 
@@ -132,7 +132,7 @@ def test_room_for_weights_is_room_for_the_logits_head_as_it_is_held(
     """In float32 where the CPU has no product of 16 bits whose sums are not rounded."""
     monkeypatch.setattr(capacity, "ops_for", lambda _: backend)
     product = backend.pack(weight := torch.zeros(32, 16, dtype=dtype), wide=True)
-    held = [cell.cell_contents for cell in product.__closure__ or ()]  # type: ignore[union-attr]
+    held = [*vars(product).values(), *(cell.cell_contents for cell in getattr(product, "__closure__", ()) or ())]
     (head,) = [tensor.nbytes for tensor in held if isinstance(tensor, torch.Tensor)]
     others = 4000 - weight.nbytes - head
     check_room_for_weights(CPU, dtype, [weight.nbytes, *[8] * (others // 8)])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from stepped_worker import DEVICE, SteppedWorker
+from stepped_worker import DEVICE, SteppedWorker, make_nan
 from tiny_encoder_decoder import FAMILIES as FAMILY_SIZES
 from tiny_encoder_decoder import SPEECH, START, SlowEncoderDecoder, write_encoder_decoder
 from worker_helpers import tokens
@@ -48,16 +48,20 @@ def slow(checkpoint: Path) -> SlowEncoderDecoder:
 
 @pytest.fixture
 def worker(checkpoint: Path) -> SteppedWorker:
+    return stepped(checkpoint, torch.float32)
+
+
+def stepped(checkpoint: Path, cache_dtype: torch.dtype) -> SteppedWorker:
     """Over a pool that is NaN wherever nothing was stored."""
     files = Checkpoint(checkpoint)
     config: Any = read_config(files.config)
     model = build_encoder_decoder(config, torch.float32, DEVICE)
     files.load_into(model.checkpoint_tensors())
     model.pack()
-    shape = CacheShape(config.num_layers, LIMITS.block_size, config.num_kv_heads, config.head_dim, torch.float32)
+    shape = CacheShape(config.num_layers, LIMITS.block_size, config.num_kv_heads, config.head_dim, cache_dtype)
     engine = CacheEngine(shape, LIMITS.num_device_blocks, LIMITS.num_host_blocks, DEVICE)
-    engine.device_blocks.fill_(float("nan"))
-    engine.host_blocks.fill_(float("nan"))
+    make_nan(engine.device_blocks)
+    make_nan(engine.host_blocks)
     return SteppedWorker(EncoderDecoderRunner(model, engine), LIMITS)
 
 
@@ -190,3 +194,22 @@ def test_steps_in_which_tokens_would_read_what_no_encoder_wrote_are_refused(
 ) -> None:
     with pytest.raises(InvalidStepError, match=words):
         worker.step(*scheduled, new_sequences=tuple(new))
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the kernels of GPUs have no cache in 8 bits")
+def test_with_a_cache_in_8_bits_tokens_are_the_same_alone_and_beside_others(checkpoint: Path) -> None:
+    lengths = [len(token_ids) for token_ids in INPUTS]
+    alone = []
+    for number in (0, 1):
+        worker = stepped(checkpoint, torch.int8)
+        new = (encoder_of(number, 0), decoder_of(number, 20, temperature=1.0, seed=number))
+        found = [worker.step((100 + number, lengths[number], False), (number, 1, True), new_sequences=new).token_ids[0]]
+        alone.append(found + [worker.step((number, 1, True)).token_ids[0] for _ in range(NUM_TOKENS)])
+    worker = stepped(checkpoint, torch.int8)
+    worker.step((100, lengths[0], False), new_sequences=(encoder_of(0, 0),))
+    drawn = [decoder_of(number, block, temperature=1.0, seed=number) for number, block in ((0, 1), (1, 19))]
+    new = (drawn[0], encoder_of(1, 11), drawn[1])
+    steps = [worker.step((0, 1, True), (101, lengths[1], False), (1, 1, True), new_sequences=new).token_ids]
+    steps += (worker.step((0, 1, True), (1, 1, True)).token_ids for _ in range(NUM_TOKENS))
+    assert [list(found) for found in zip(*steps, strict=True)] == alone
+    assert len(set(alone[0])) > 1

@@ -1,0 +1,40 @@
+// Where keys and values lie: [blocks, 2, block_size, num_kv_heads, head], blocks and parts (keys and values) some strides
+// apart. A head is its numbers, or in a narrow pool its numbers in 8 bits, and behind them the scale that they share.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "vectors.h"
+
+namespace pagewire {
+
+constexpr int64_t kScaleBytes = sizeof(float);
+
+template <typename T>
+struct KvPool {
+  T* wide;  // one of the two
+  int8_t* narrow;
+  int64_t block_stride, part_stride;  // in elements
+
+  // Where the keys of a slot begin.
+  int64_t place(int64_t slot, int64_t block_size, int64_t num_kv_heads, int64_t head_dim) const {
+    return slot / block_size * block_stride + slot % block_size * num_kv_heads * head_size(head_dim);
+  }
+  int64_t head_size(int64_t head_dim) const { return narrow != nullptr ? head_dim + kScaleBytes : head_dim; }
+};
+
+template <typename T>
+inline void narrow_head(const T* head, int64_t head_dim, int8_t* target) {
+  const float scale = round_to_8_bits(head, head_dim, target);
+  std::memcpy(target + head_dim, &scale, sizeof(scale));
+}
+
+template <typename T>
+inline void widen_head(const int8_t* head, int64_t head_dim, T* target) {
+  float scale;
+  std::memcpy(&scale, head + head_dim, sizeof(scale));
+  for_each_vector(head_dim, [&](int64_t i, int64_t n) { store(target + i, widen(head + i, n) * Vec(scale), n); });
+}
+
+}  // namespace pagewire

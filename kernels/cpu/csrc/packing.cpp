@@ -1,0 +1,205 @@
+#include "packing.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+
+#include "checks.h"
+#include "grouped.h"
+#include "matmul.h"
+#include "team.h"
+
+namespace pagewire {
+namespace {
+
+using at::Tensor;
+
+// Calls apply(the blocks) of what is from `pack_grouped` for so many inputs; returns false for anything else.
+template <typename F>
+bool with_blocks(const Tensor& packed, int64_t inputs, const F& apply) {
+  return packed.scalar_type() == at::kByte && packed.dim() == 3 && packed.size(1) == groups_of(inputs) &&
+         WeightBlocks::visit(
+             [&](const auto& block) { return packed.size(2) == static_cast<int64_t>(sizeof(block)); },
+             [&](auto kind) { apply(reinterpret_cast<const decltype(kind)*>(packed.const_data_ptr<uint8_t>())); });
+}
+
+bool has_blocks(const Tensor& packed, int64_t inputs) {
+  return with_blocks(packed, inputs, [](const auto*) {});
+}
+
+// Whether it is from `pack`, for so many inputs.
+bool has_pairs(const Tensor& packed, int64_t inputs) {
+  return packed.scalar_type() == at::kBFloat16 && packed.dim() == 4 && packed.size(1) == inputs / 2;
+}
+
+}  // namespace
+
+bool can_pack(int64_t inputs) { return inputs % 2 == 0; }
+
+bool can_pack_int8(int64_t inputs) {
+#if defined(__AVX512BF16__)
+  return can_pack(inputs);
+#else
+  return false;
+#endif
+}
+
+Tensor pack(const Tensor& weight) {
+  TORCH_CHECK(weight.device().is_cpu() && weight.dim() == 2 && can_pack(weight.size(1)) &&
+                  weight.scalar_type() == at::kBFloat16,
+              "this weight cannot be packed");
+  const int64_t outputs = weight.size(0), inputs = weight.size(1);
+  auto packed = at::empty({panels_of(outputs), inputs / 2, kPanel, 2}, weight.options());
+  const auto source = weight.contiguous();
+  const auto* from = source.const_data_ptr<at::BFloat16>();
+  auto* to = packed.data_ptr<at::BFloat16>();
+  parallel_for(panels_of(outputs), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel)
+      for (int64_t input = 0; input < inputs; ++input)
+        for (int64_t i = 0; i < kPanel; ++i) {
+          const int64_t output = panel * kPanel + i;
+          to[((panel * (inputs / 2) + input / 2) * kPanel + i) * 2 + input % 2] =
+              output < outputs ? from[output * inputs + input] : at::BFloat16(0);
+        }
+  });
+  return packed;
+}
+
+Tensor pack_int8(const Tensor& weight, const Tensor& scales) {
+  TORCH_CHECK(weight.device().is_cpu() && weight.dim() == 2 && can_pack_int8(weight.size(1)) &&
+                  weight.scalar_type() == at::kChar,
+              "this weight cannot be packed");
+  const int64_t outputs = weight.size(0), inputs = weight.size(1), groups = groups_of(inputs);
+  TORCH_CHECK(scales.device().is_cpu() && scales.scalar_type() == at::kBFloat16 && scales.dim() == 2 &&
+                  scales.size(0) == outputs && scales.size(1) == groups,
+              "scales must be bf16 [", outputs, ", ", groups, "]");
+  auto packed = at::zeros({panels_of(outputs), groups, static_cast<int64_t>(sizeof(Int8Group))}, weight.options());
+  const auto numbers = weight.contiguous(), factors = scales.contiguous();
+  const auto* from = numbers.const_data_ptr<int8_t>();
+  const auto* from_scales = factors.const_data_ptr<at::BFloat16>();
+  auto* to = reinterpret_cast<Int8Group*>(packed.data_ptr<int8_t>());
+  parallel_for(panels_of(outputs), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t output = begin * kPanel; output < std::min(outputs, end * kPanel); ++output) {
+      const int64_t place = output % kPanel;
+      Int8Group* own = to + output / kPanel * groups;
+      for (int64_t group = 0; group < groups; ++group) own[group].scales[place] = from_scales[output * groups + group];
+      for (int64_t input = 0; input < inputs; ++input)
+        own[input / kGroup].weights[input % kGroup / 2][place][input % 2] = from[output * inputs + input];
+    }
+  });
+  return packed;
+}
+
+Tensor pack_grouped(
+    const Tensor& numbers, const Tensor& scales, const std::optional<Tensor>& minimums, int64_t bits) {
+  TORCH_CHECK(numbers.device().is_cpu() && numbers.dim() == 2 && can_pack(numbers.size(1)) &&
+                  numbers.scalar_type() == at::kByte && scales.dim() == 2,
+              "this weight cannot be packed");
+  const int64_t outputs = numbers.size(0), inputs = numbers.size(1), blocks = groups_of(inputs);
+  const int64_t groups = scales.size(1), shared = groups == blocks ? kGroup : kGroup / 2;
+  TORCH_CHECK(groups == (inputs + shared - 1) / shared, "there are ", groups, " groups of ", inputs, " inputs");
+  check_contiguous(numbers, "numbers");
+  check_numbers(scales, at::kHalf, outputs * groups, "scales");
+  if (minimums.has_value()) check_numbers(*minimums, at::kHalf, outputs * groups, "minimums");
+  const auto* from = numbers.const_data_ptr<uint8_t>();
+  const auto* from_scales = scales.const_data_ptr<at::Half>();
+  const auto* from_minimums = minimums.has_value() ? minimums->const_data_ptr<at::Half>() : nullptr;
+  Tensor packed;
+  const auto is = [&](const auto& block) {
+    return bits == block.kBits && shared == block.kShared && minimums.has_value() != block.kSymmetric;
+  };
+  const bool is_known = WeightBlocks::visit(is, [&](auto kind) {
+    using Block = decltype(kind);
+    packed = at::zeros({panels_of(outputs), blocks, static_cast<int64_t>(sizeof(Block))}, numbers.options());
+    auto* to = reinterpret_cast<Block*>(packed.data_ptr<uint8_t>());
+    parallel_for(panels_of(outputs), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t output = begin * kPanel; output < std::min(outputs, end * kPanel); ++output) {
+        const int64_t place = output % kPanel;
+        Block* own = to + output / kPanel * blocks;
+        for (int64_t group = 0; group < groups; ++group) {
+          Block& block = own[group / Block::kScales];
+          block.scales[group % Block::kScales][place] = from_scales[output * groups + group];
+          if constexpr (!Block::kSymmetric)
+            block.minimums[group % Block::kScales][place] = from_minimums[output * groups + group];
+        }
+        for (int64_t input = 0; input < inputs; ++input)
+          own[input / kGroup].put(input % kGroup, place, from[output * inputs + input]);
+      }
+    });
+  });
+  TORCH_CHECK(is_known, "there are no products of weights with ", bits, " bits and a scale for ", shared, " inputs",
+              minimums.has_value() ? ", with minimums" : "");
+  return packed;
+}
+
+Tensor packed_rows(const Tensor& packed, const Tensor& rows, int64_t outputs, int64_t inputs) {
+  TORCH_CHECK(packed.dim() > 0 && packed.size(0) == panels_of(outputs) && can_pack(inputs) &&
+                  (has_blocks(packed, inputs) || has_pairs(packed, inputs)),
+              "the weight was not packed for ", inputs, " inputs and ", outputs, " outputs");
+  TORCH_CHECK(rows.dim() == 1, "rows must be [rows]");
+  check_numbers(rows, at::kLong, rows.numel(), "rows");
+  check_rows(rows, outputs);
+  const auto* wanted = rows.const_data_ptr<int64_t>();
+  auto found = at::empty({rows.numel(), inputs}, rows.options().dtype(at::kFloat));
+  auto* to = found.data_ptr<float>();
+  // Calls weight(input, the panel, the output's place in it) for all of them.
+  const auto read = [&](const auto& weight) {
+    parallel_for(rows.numel(), rows_a_thread(inputs), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i)
+        for (int64_t input = 0; input < inputs; ++input)
+          to[i * inputs + input] = weight(input, wanted[i] / kPanel, wanted[i] % kPanel);
+    });
+  };
+  if (has_pairs(packed, inputs)) {
+    const auto* from = packed.const_data_ptr<at::BFloat16>();
+    read([&](int64_t input, int64_t panel, int64_t place) {
+      return static_cast<float>(from[((panel * (inputs / 2) + input / 2) * kPanel + place) * 2 + input % 2]);
+    });
+  } else {
+    with_blocks(packed, inputs, [&](const auto* blocks) {
+      read([&](int64_t input, int64_t panel, int64_t place) {
+        return blocks[panel * groups_of(inputs) + input / kGroup].weight(input % kGroup, place);
+      });
+    });
+  }
+  return found;
+}
+
+Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t outputs, bool wide) {
+  TORCH_CHECK(x.device().is_cpu() && x.scalar_type() == at::kBFloat16, "x must be on the CPU and BFloat16");
+  TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1 && can_pack(x.size(1)), "x must be [rows, inputs]");
+  const int64_t inputs = x.size(1);
+  const auto type = packed.scalar_type();
+  const bool is_int8 = type == at::kChar && packed.dim() == 3 && packed.size(1) == groups_of(inputs) &&
+                       packed.size(2) == static_cast<int64_t>(sizeof(Int8Group));
+  TORCH_CHECK(packed.dim() > 0 && packed.size(0) == panels_of(outputs) &&
+                  (is_int8 || has_blocks(packed, inputs) || has_pairs(packed, inputs)),
+              "the weight was not packed for ", inputs, " inputs and ", outputs, " outputs");
+  if (bias.has_value()) {
+    check_like(*bias, x, "bias");
+    check_contiguous(*bias, "bias");
+    TORCH_CHECK(bias->numel() == outputs, "bias must be [outputs]");
+  }
+  auto out = at::empty({x.size(0), outputs}, x.options().dtype(wide ? at::kFloat : at::kBFloat16));
+  const Results results{wide ? nullptr : out.data_ptr<at::BFloat16>(), wide ? out.data_ptr<float>() : nullptr};
+  const auto* numbers = x.const_data_ptr<at::BFloat16>();
+  const auto* added = bias.has_value() ? bias->const_data_ptr<at::BFloat16>() : nullptr;
+  const Sizes sizes{x.size(0), inputs, outputs, x.stride(0)};
+  if (type == at::kBFloat16) {
+    multiply(Bf16Weights{packed.const_data_ptr<at::BFloat16>()}, numbers, sizes, added, results);
+    return out;
+  }
+  if (type == at::kByte) {
+    with_blocks(packed, inputs, [&](const auto* blocks) { multiply_grouped(blocks, numbers, sizes, added, results); });
+    return out;
+  }
+#if defined(__AVX512BF16__)
+  multiply(Int8Weights{reinterpret_cast<const Int8Group*>(packed.const_data_ptr<int8_t>())}, numbers, sizes, added, results);
+#else
+  TORCH_CHECK(false, "there are no products of int8 weights without bf16 dot products");
+#endif
+  return out;
+}
+
+}  // namespace pagewire

@@ -1,0 +1,38 @@
+// Weights that are packed once, multiplied in every step, and read again row by row.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+namespace pagewire {
+
+// Whether there are products of packed weights with so many inputs.
+bool can_pack(int64_t inputs);
+
+// The same for int8 weights, which need bf16 dot products.
+bool can_pack_int8(int64_t inputs);
+
+// weight: [outputs, inputs] of bf16; returns [panels, inputs / 2, 32, 2].
+at::Tensor pack(const at::Tensor& weight);
+
+// weight: [outputs, inputs] of int8; scales: [outputs, groups] of bf16; returns [panels, groups, bytes of a group]. The
+// last group of an output may have fewer weights than others.
+at::Tensor pack_int8(const at::Tensor& weight, const at::Tensor& scales);
+
+// numbers: [outputs, inputs] of uint8, below 2 to the power of `bits`; scales, minimums: [outputs, groups] of float16,
+// for 32 or 16 inputs each, and no minimums where the number in the middle means zero; returns [panels, blocks, bytes of
+// a block]. The last group of an output may have fewer weights than others.
+at::Tensor pack_grouped(
+    const at::Tensor& numbers, const at::Tensor& scales, const std::optional<at::Tensor>& minimums, int64_t bits);
+
+// packed: from `pack` or `pack_grouped`; rows: [rows] int64, the outputs whose weights are read; returns [rows, inputs]
+// in float32.
+at::Tensor packed_rows(const at::Tensor& packed, const at::Tensor& rows, int64_t outputs, int64_t inputs);
+
+// packed: from `pack`, `pack_int8` or `pack_grouped`; wide: whether the result is float32.
+at::Tensor linear(
+    const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs, bool wide);
+
+}  // namespace pagewire

@@ -1,0 +1,248 @@
+"""Products of weights that the CPU's kernels have packed, for every instruction set that this machine can run."""
+
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+
+import pytest
+import torch
+
+from kernels import reference
+from kernels.cpu import library
+from kernels.ops import GroupedWeight
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (31, 40), (32, 64), (75, 576), (576, 1536)])
+def test_packed_weights_give_the_product(
+    kernels: ModuleType, outputs: int, inputs: int, biased: bool, generator: torch.Generator
+) -> None:
+    weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
+    bias = torch.randn(outputs, generator=generator).bfloat16() if biased else None
+    product = kernels.pack(weight)
+    assert product is not None
+    for rows in (0, 1, 2, 11, 12, 13, 25, 192, 193, 400):
+        x = torch.randn(rows, inputs + 8, generator=generator).bfloat16()[:, :inputs]
+        expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        torch.testing.assert_close(product(x, bias).double(), expected, atol=0.02 * inputs**0.5, rtol=1e-2)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (31, 40), (75, 576), (33, 8194)])
+def test_int8_weights_give_the_product_of_the_numbers_that_they_are(
+    kernels: ModuleType, outputs: int, inputs: int, biased: bool, generator: torch.Generator
+) -> None:
+    weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
+    weight[:, ::40] *= 30  # a large weight costs only the weights of its own group digits
+    weight[0] = 0  # groups whose numbers are all 0
+    bias = torch.randn(outputs, generator=generator).bfloat16() if biased else None
+    product = kernels.pack_int8(weight)
+    if not kernels._library.can_pack_int8(2):
+        assert product is None
+        return
+    quantized, scales = reference.quantize_int8(weight)
+    scale_of = scales.repeat_interleave(reference.WEIGHT_GROUP, dim=1)[:, :inputs]
+    wide = (quantized * scale_of.float()).bfloat16().double()
+    assert ((wide - weight.double()).abs() <= 0.75 * scale_of.double() + weight.double().abs() / 256).all()
+    for rows in (0, 1, 12, 13, 24, 25, 193):
+        x = torch.randn(rows, inputs + 8, generator=generator).bfloat16()[:, :inputs]
+        expected = torch.nn.functional.linear(x.double(), wide, None if bias is None else bias.double())
+        torch.testing.assert_close(product(x, bias).double(), expected, atol=0.02 * inputs**0.5, rtol=1e-2)
+
+
+def test_int8_weights_are_multiplied_as_the_bf16_numbers_that_they_are(
+    kernels: ModuleType, generator: torch.Generator
+) -> None:
+    weight = torch.randn(75, 570, generator=generator).bfloat16()
+    product = kernels.pack_int8(weight, wide=True)
+    if product is None:
+        pytest.skip("this machine has no bf16 dot products, which int8 weights need")
+    quantized, scales = reference.quantize_int8(weight)
+    scale_of = scales.repeat_interleave(reference.WEIGHT_GROUP, dim=1)[:, :570]
+    same = kernels.pack((quantized * scale_of.float()).bfloat16(), wide=True)
+    for rows in (1, 12, 13, 25, 193):
+        x = torch.randn(rows, 570, generator=generator).bfloat16()
+        assert torch.equal(product(x, None), same(x, None))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (31, 40), (75, 576), (33, 8194)])
+def test_int4_weights_give_the_product_of_the_numbers_that_they_are(
+    kernels: ModuleType, outputs: int, inputs: int, biased: bool, generator: torch.Generator
+) -> None:
+    """Of inputs in 8 bits, whose sums of products are exact but for float32."""
+    weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
+    weight[0] = 0
+    bias = torch.randn(outputs, generator=generator).bfloat16() if biased else None
+    product = kernels.pack_int4(weight, wide=True)
+    exact = widened(reference.quantize_int4(weight))
+    for rows in (0, 1, 5, 6, 7, 13, 193):
+        x = torch.randn(rows, inputs + 8, generator=generator).bfloat16()[:, :inputs]
+        x[:, -1] = 0  # a group of it alone
+        rounded = in_8_bits(x)
+        assert ((rounded - x).abs() <= x.abs().amax(dim=1, keepdim=True).double() / 250).all()
+        expected = torch.nn.functional.linear(rounded, exact, None if bias is None else bias.double())
+        torch.testing.assert_close(product(x, bias).double(), expected, atol=2e-5 * inputs**0.5, rtol=1e-5)
+
+
+def widened(weight: GroupedWeight) -> torch.Tensor:
+    """The weights in float64."""
+    inputs = weight.numbers.shape[1]
+    shared = 32 if weight.scales.shape[1] == -(-inputs // 32) else 16
+
+    def of_each(part: torch.Tensor) -> torch.Tensor:
+        return part.double().repeat_interleave(shared, dim=1)[:, :inputs]
+
+    if weight.minimums is None:
+        return (weight.numbers.double() - 2 ** (weight.bits - 1)) * of_each(weight.scales)
+    return weight.numbers * of_each(weight.scales) - of_each(weight.minimums)
+
+
+KINDS = [(4, 32, False), (4, 32, True), (5, 32, False), (5, 32, True), (6, 16, True), (8, 32, False), (8, 32, True)]
+KINDS += [(8, 16, False)]
+"""Bits, inputs that share a scale, and whether the number in the middle means zero."""
+
+
+def random_grouped(outputs: int, inputs: int, kind: tuple[int, int, bool], generator: torch.Generator) -> GroupedWeight:
+    """With scales of either sign."""
+    bits, shared, is_symmetric = kind
+    numbers = torch.randint(0, 2**bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
+    scales, minimums = torch.randn(2, outputs, -(-inputs // shared), generator=generator).half() / 8
+    return GroupedWeight(numbers, scales, None if is_symmetric else minimums, bits)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 34), (31, 40), (75, 576), (33, 1010)])
+def test_grouped_weights_give_the_product_of_the_numbers_that_they_are(
+    kernels: ModuleType, outputs: int, inputs: int, kind: tuple[int, int, bool], generator: torch.Generator
+) -> None:
+    weight = random_grouped(outputs, inputs, kind, generator)
+    product = kernels.pack_grouped(weight, wide=True)
+    x = torch.randn(13, inputs, generator=generator).bfloat16()
+    expected = torch.nn.functional.linear(in_8_bits(x), widened(weight))
+    found = product(x, None)
+    torch.testing.assert_close(found.double(), expected, atol=2 ** kind[0] * 1e-5 * inputs**0.5, rtol=1e-5)
+    for row in range(13):
+        assert torch.equal(product(x[row : row + 1], None), found[row : row + 1])
+
+
+@pytest.mark.parametrize("kind", [(4, 16, False), (5, 16, True), (6, 16, False), (6, 32, True), (7, 32, True)], ids=str)
+def test_grouped_weights_of_another_form_are_refused(
+    kernels: ModuleType, kind: tuple[int, int, bool], generator: torch.Generator
+) -> None:
+    with pytest.raises(RuntimeError, match="there are no products of weights with"):
+        kernels.pack_grouped(random_grouped(3, 64, kind, generator))
+
+
+@pytest.mark.parametrize("kind", [None, *KINDS], ids=str)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 34), (75, 576), (33, 1010)])
+def test_rows_of_a_packed_weight_are_what_was_packed(
+    kernels: ModuleType, outputs: int, inputs: int, kind: tuple[int, int, bool] | None, generator: torch.Generator
+) -> None:
+    if kind is None:
+        exact = torch.randn(outputs, inputs, generator=generator).bfloat16()
+        table = kernels.pack(exact)
+    else:
+        weight = random_grouped(outputs, inputs, kind, generator)
+        exact, table = widened(weight), kernels.pack_grouped(weight)
+    for wanted in ([], [outputs - 1], [0, *range(outputs), 0]):
+        found = table.rows(torch.tensor(wanted, dtype=torch.int64))
+        assert found.dtype is torch.float32
+        assert torch.equal(found, exact[wanted].float())
+    for wrong in (-1, outputs):
+        with pytest.raises(RuntimeError, match=f"there is no row {wrong}"):
+            table.rows(torch.tensor([0, wrong]))
+
+
+def test_a_number_of_few_bits_takes_no_more_of_memory(cpu_library: ModuleType, generator: torch.Generator) -> None:
+    """But for its group's scale, and minimum where there is one."""
+    for bits, shared, is_symmetric in KINDS:
+        packed = cpu_library.pack_grouped(*random_grouped(64, 256, (bits, shared, is_symmetric), generator)[:4])
+        assert packed.nbytes * 8 == 64 * 256 * (bits + (16 if is_symmetric else 32) / shared)
+
+
+def in_8_bits(x: torch.Tensor) -> torch.Tensor:
+    """Slowly, as float64: for each 32 neighbours the nearest of 255 numbers."""
+    rounded, largest = torch.zeros_like(x, dtype=torch.float64), torch.tensor(127.0)
+    for row in range(x.shape[0]):
+        for start in range(0, x.shape[1], 32):
+            group = x[row, start : start + 32].float()
+            most = group.abs().max()
+            if most > 0:
+                numbers = (group * (largest / most)).round()
+                rounded[row, start : start + 32] = numbers.double() * (most / largest).double()
+    return rounded
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_products_of_integers_are_the_same_to_the_bit_with_every_instruction_set(
+    kind: tuple[int, int, bool], generator: torch.Generator
+) -> None:
+    libraries = [library.load_library(name) for name in library.supported() if library.library_path(name).exists()]
+    if len(libraries) < 2:
+        pytest.skip("this machine can run one library at most")
+    weight = random_grouped(75, 1000, kind, generator)
+    x = torch.randn(14, 1000, generator=generator).bfloat16()
+    first, *others = (built.linear(x, built.pack_grouped(*weight[:4]), None, 75, True) for built in libraries)
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_an_input_that_is_not_finite_makes_its_row_so_and_no_other(
+    kernels: ModuleType, kind: tuple[int, int, bool], generator: torch.Generator
+) -> None:
+    product = kernels.pack_grouped(random_grouped(40, 70, kind, generator), wide=True)
+    x = torch.randn(9, 70, generator=generator).bfloat16()
+    sound = product(x, None)
+    x[2, 69], x[4, 0], x[7, 33] = torch.nan, torch.inf, -torch.inf
+    found = product(x, None)
+    broken = torch.tensor([2, 4, 7])
+    assert not found[broken].isfinite().any()
+    kept = torch.tensor([0, 1, 3, 5, 6, 8])
+    assert torch.equal(found[kept], sound[kept])
+
+
+@pytest.mark.parametrize("packing", ["pack", "pack_int8", "pack_int4"])
+def test_a_wide_product_is_the_same_before_its_sums_are_rounded(
+    kernels: ModuleType, packing: str, generator: torch.Generator
+) -> None:
+    weight = torch.randn(75, 576, generator=generator).bfloat16()
+    bias = torch.randn(75, generator=generator).bfloat16()
+    wide, rounded = getattr(kernels, packing)(weight, wide=True), getattr(kernels, packing)(weight)
+    if wide is None:
+        pytest.skip("this machine has no bf16 dot products, which int8 weights need")
+    for rows in (0, 1, 13, 193):
+        x = torch.randn(rows, 576, generator=generator).bfloat16()
+        found = wide(x, bias)
+        assert found.dtype is torch.float32
+        if kernels.WIDE_PRODUCTS:
+            assert torch.equal(found.bfloat16(), rounded(x, bias))
+        if packing == "pack":
+            torch.testing.assert_close(found, x.float() @ weight.float().T + bias.float(), atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("packing", ["pack", "pack_int8", "pack_int4"])
+def test_a_row_of_a_product_is_the_same_alone_and_among_others(
+    kernels: ModuleType, packing: str, wide: bool, generator: torch.Generator
+) -> None:
+    product = getattr(kernels, packing)(torch.randn(96, 128, generator=generator).bfloat16(), wide)
+    if product is None:
+        pytest.skip("this machine has no bf16 dot products, which int8 weights need")
+    x = torch.randn(30, 128, generator=generator).bfloat16()
+    for rows in (13, 30):
+        together = product(x[:rows], None)
+        assert all(torch.equal(product(x[row : row + 1], None), together[row : row + 1]) for row in range(rows))
+
+
+def test_several_callers_and_many_threads_get_what_one_gets(kernels: ModuleType, generator: torch.Generator) -> None:
+    product = kernels.pack(torch.randn(320, 64, generator=generator).bfloat16())
+    x = torch.randn(40, 64, generator=generator).bfloat16()
+    expected = product(x, None)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(5)
+    try:
+        with ThreadPoolExecutor(4) as callers:
+            results = list(callers.map(lambda _: product(x, None), range(400)))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(result, expected) for result in results)
