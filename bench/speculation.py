@@ -1,6 +1,7 @@
 """What guessing brings: the same requests to servers that differ in --speculate alone, in turn, on one machine.
 
     python -m bench.speculation [--speculate ngram,draft] [--model default] [--draft-model NAME] [--sequences 1,8,32]
+    python -m bench.speculation --speculate eagle --draft-model FOLDER
 
 Two sets of prompts. Texts that repeat are edits of this project's own sources: a file, and the request to write it
 again with one name changed. Texts that do not are the beginnings of paragraphs of its documentation, continued by
@@ -28,9 +29,9 @@ ROOT = Path(__file__).parents[1]
 OUTPUT_TOKENS = 128
 
 
-def edits() -> Iterator[str]:
+def edits(*folders: str) -> Iterator[str]:
     """Of functions and classes of 12 to 60 lines, each with the change of one of its names."""
-    for file in sorted((ROOT / "scheduler_service").rglob("*.py")):
+    for file in sorted(file for folder in folders or ("scheduler_service",) for file in (ROOT / folder).rglob("*.py")):
         for part in re.split(r"\n\n\n(?=class |def |async def )", file.read_text())[1:]:
             names = re.findall(r"\bself\._?(\w{5,})|\b(\w{6,}) = ", part)
             if 12 <= part.count("\n") <= 60 and names:
@@ -134,7 +135,7 @@ def main() -> None:
 
         servers = {"none": server()}
         for one in arguments.speculate.split(","):
-            draft = ("--draft-model", arguments.draft_model) if one == "draft" else ()
+            draft = ("--draft-model", arguments.draft_model) if one in ("draft", "eagle") else ()
             most = ("--num-speculative-tokens", arguments.num_speculative_tokens)
             servers[one] = server("--speculate", one, *draft, *most)
         for num_sequences in map(int, arguments.sequences.split(",")):

@@ -66,15 +66,16 @@ class WorkerSettings(ServiceSettings):
         description="follow the forms that requests ask for (json_schema, regex, choice, grammar), in a process beside "
         "the worker; not where several processes share the model",
     )
-    speculate: Literal["none", "ngram", "draft"] = Field(
+    speculate: Literal["none", "ngram", "draft", "eagle"] = Field(
         "none",
         description="guess how an output goes on, and verify several tokens in a step where that is faster; the tokens "
-        "are the same. ngram: as it, or its prompt, did before; draft: as --draft-model does",
+        "are the same. ngram: as it, or its prompt, did before; draft and eagle: as --draft-model does",
     )
     draft_model: str | None = Field(
         None,
         validate_default=True,
-        description="for --speculate draft: a smaller model with the same vocabulary, named as --model",
+        description="for --speculate draft: a smaller model with the same vocabulary; for eagle: an EAGLE-3 head of "
+        "the model; named as --model",
     )
     num_speculative_tokens: int = Field(8, ge=1, le=64, description="most guesses for one sequence in one step")
     max_loras: int = Field(
@@ -99,8 +100,8 @@ class WorkerSettings(ServiceSettings):
     @field_validator("draft_model")
     @classmethod
     def _drafts_in_one_process(cls, draft_model: str | None, info: ValidationInfo) -> str | None:
-        if (info.data.get("speculate") == "draft") != (draft_model is not None):
-            raise ValueError("it goes together with --speculate draft")
+        if (info.data.get("speculate") in ("draft", "eagle")) != (draft_model is not None):
+            raise ValueError("it goes together with --speculate draft and eagle")
         if draft_model is not None and info.data.get("tensor_parallel_size") != 1:
             raise ValueError("it is for a model that one process holds; use --speculate ngram")
         return draft_model

@@ -2,16 +2,18 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from engines import until
 from fake_worker_service import TOKEN, FakeWorkerService, serving
 from scheduler_in_process import InProcess, scheduler
+from slow_eagle import SlowEagle, write_head
 from tiny_model import write_tiny_llama
 from worker_in_process import worker_in_process
 
@@ -29,7 +31,9 @@ from scheduler_service.frontend.sampling_validation import _max_tokens
 from scheduler_service.recording.replayer import Replayer
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.wire.codec import WorkerInfo, decode_worker_info
+from worker_service.execution.draft_model import DraftModel
 from worker_service.speculation import drafter, ngram
+from worker_service.speculation.drafter import Beginning
 
 PROMPTS = ["abcabcabcabc", "one two three one two three one two", "hello", "x" * 40]
 KINDS: dict[str, dict[str, Any]] = {
@@ -228,6 +232,72 @@ async def test_outputs_are_the_same_with_a_draft_model_that_is_mostly_wrong_when
     other = await guesses_after_a_loss(plain.without_beams, tiny_model_directory, **draft)
     assert other.verified.num_tokens > 200
     assert other.right.num_tokens < other.verified.num_tokens / 2
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of EAGLE-3, for the tiny model, and of random weights."""
+    folder = tmp_path_factory.mktemp("heads") / "tiny"
+    return write_head(folder, hidden=64, vocabulary=259, eagle_aux_hidden_state_layer_ids=[2, 1, 0])
+
+
+@dataclass
+class Guessed:
+    """What a head said of sequences whose next token is the likeliest, in place of which the oracle's guesses are
+    verified, so that most are right."""
+
+    oracle: Oracle
+    found: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    """Tokens, and what was guessed behind them."""
+
+    def watch(self, patch: pytest.MonkeyPatch) -> None:
+        guess = DraftModel.guess
+
+        def watched(model: DraftModel, beginnings: Sequence[Beginning]) -> list[list[int]]:
+            guesses = []
+            for one, found in zip(beginnings, guess(model, beginnings), strict=True):
+                token_ids, sampling = one.sequence.token_ids[: one.num_tokens], one.sequence.sampling
+                if found and not sampling.temperature and not sampling.edits_logits:
+                    self.found.append((token_ids.tolist(), found))
+                guesses.append(self.oracle.guess(np.array(token_ids), len(found)))
+            return guesses
+
+        patch.setattr(DraftModel, "guess", watched)
+
+
+@pytest.mark.usefixtures("all_verified")
+@pytest.mark.parametrize("num_device_blocks", [128, 40])
+async def test_outputs_are_the_same_with_a_head_that_guesses_from_states(
+    num_device_blocks: int, plain: Plain, head: Path, tiny_model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The states and its cache go where the target's go, so it says what it would if it computed everything anew."""
+    guessed = Guessed(Oracle(plain.sequences))
+    guessed.watch(monkeypatch)
+    settings = {"speculate": "eagle", "draft_model": str(head), "num_device_blocks": num_device_blocks}
+    async with speculating(tiny_model_directory, **settings) as one:
+        async with Client(one.target) as client:
+            for (prompt, sampling), wanted in list(zip(ASKED, plain.answers, strict=True))[: len(KINDS | FORMED)]:
+                assert await outputs(client, prompt, **sampling) == wanted
+            together = await asyncio.gather(*(outputs(client, prompt, **sampling) for prompt, sampling in ASKED))
+        (worker,) = one.engine.workers
+        guesses, core = worker.guesses, worker.scheduler
+        assert core is not None
+        assert sum(core.num_preemptions.values()) > 0 or num_device_blocks > 40
+    assert together == plain.answers
+    assert guesses.right.num_tokens > 2000
+    slow = SlowEagle(tiny_model_directory, head)
+    assert len(guessed.found) > 100
+    for token_ids, found in guessed.found[::2]:
+        assert found[:2] == slow.greedy(token_ids, len(found[:2]))
+
+
+@pytest.mark.usefixtures("all_verified")
+async def test_outputs_are_the_same_with_a_head_when_a_worker_is_lost(
+    plain: Plain, head: Path, tiny_model_directory: Path
+) -> None:
+    settings = {"speculate": "eagle", "draft_model": str(head)}
+    other = await guesses_after_a_loss(plain.without_beams, tiny_model_directory, **settings)
+    assert other.verified.num_tokens > 200
 
 
 LIES: dict[str, Callable[[pb.ModelOutput], object]] = {

@@ -45,8 +45,9 @@ def test_values_out_of_bounds_end_with_a_sentence(arguments: tuple[str, str]) ->
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--speculate", "draft"), "it goes together with --speculate draft"),
-        (("--draft-model", "default"), "it goes together with --speculate draft"),
+        (("--speculate", "draft"), "it goes together with --speculate draft and eagle"),
+        (("--speculate", "eagle"), "it goes together with --speculate draft and eagle"),
+        (("--draft-model", "default"), "it goes together with --speculate draft and eagle"),
         (
             ("--speculate", "draft", "--draft-model", "default", "--tensor-parallel-size", "2"),
             "it is for a model that one process holds",

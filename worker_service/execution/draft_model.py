@@ -12,6 +12,7 @@ itself: drafter-invariant speculative decoding (Daliri, Musco and Suresh 2024).
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +20,11 @@ import torch
 from torch import Tensor
 
 from kernels.metadata import AttentionMetadata
-from worker_service.execution.model_runner import ModelRunner
+from worker_service.execution.cache_engine import CacheEngine
 from worker_service.models.causal_model import CausalModel, LoraPlace
 from worker_service.models.linear import NONE_QUANTIZED, Quantization, Quantized
 from worker_service.session.session import ScheduledChunk, SequenceState
-from worker_service.session.step import BlockMapping, SchedulerOutput
+from worker_service.session.step import BlockMapping, ModelOutput, SchedulerOutput
 from worker_service.speculation.drafter import Beginning
 from worker_service.speculation.policy import StepCost
 
@@ -72,16 +73,34 @@ _FEW = 64
 """Tokens of a pass that says what a decode costs; prompts are computed at another rate."""
 
 
+class DraftRunner(Protocol):
+    """What computes the passes."""
+
+    cache_engine: CacheEngine
+    """Of as many blocks as the target's."""
+
+    def execute(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> ModelOutput:
+        """Compute slots [start, stop) of each chunk, and a guess for each that samples."""
+
+
 class DraftModel:
     """A proposer. Only the device thread uses it."""
 
     def __init__(
-        self, runner: ModelRunner, max_model_len: int, max_num_batched_tokens: int, prefill_tokens_per_second: int
+        self,
+        runner: DraftRunner,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        prefill_tokens_per_second: int,
+        *,
+        reads_next: bool = False,
     ) -> None:
-        """runner: of the draft model, with as many blocks as the target's."""
+        """reads_next: whether what it computes in a token's slot depends on the token behind it, so that the last token
+        has no slot yet."""
         cache = runner.cache_engine
         self.cost: StepCost | None = StepCost(1 / max(1, prefill_tokens_per_second))
         self._runner = runner
+        self._reads_next = reads_next
         self._max_model_len = max_model_len
         self._max_num_batched_tokens = max_num_batched_tokens
         self._block_size = cache.device_blocks.shape[3]
@@ -95,6 +114,9 @@ class DraftModel:
         _move(self._filled, self._filled_on_host, output.blocks_to_swap_out)
         _move(self._filled_on_host, self._filled, output.blocks_to_swap_in)
         _move(self._filled, self._filled, output.blocks_to_copy)
+        if self._reads_next:  # what is copied goes on with another token
+            copied = [*output.blocks_to_copy.sources, *output.blocks_to_copy.destinations]
+            self._filled[copied] = np.maximum(self._filled[copied] - 1, 0)
         for chunk in chunks:
             first, last = chunk.start // self._block_size, (chunk.stop - 1) // self._block_size
             block_id, *others = chunk.sequence.block_ids[first : last + 1]
@@ -113,14 +135,17 @@ class DraftModel:
         for row, one in enumerate(beginnings):
             if one.num_tokens > self._max_model_len:
                 continue
-            start = self._num_filled(one.sequence, one.num_tokens)
+            num_slots = one.num_tokens - self._reads_next
+            start = self._num_filled(one.sequence, num_slots)
+            if self._reads_next and start and start % self._block_size == 0:
+                start -= 1  # which another sequence may have computed, that shares this block and goes on differently
             if numbers[row]:
-                start = min(start, one.num_tokens - 1)
-            stop = min(one.num_tokens, start + left)
+                start = min(start, num_slots - 1)
+            stop = min(num_slots, start + left)
             if start < stop:
                 left -= stop - start
                 rows.append(row)
-                samples = numbers[row] > 0 and stop == one.num_tokens
+                samples = numbers[row] > 0 and stop == num_slots
                 chunks.append(ScheduledChunk(_of_draft(one), start, stop, samples))
         is_first = True
         while chunks:
@@ -159,15 +184,15 @@ class DraftModel:
         slots = min(len(one.sequence.block_ids) * self._block_size, self._max_model_len)
         return max(0, min(one.number, slots - one.num_tokens + 1))
 
-    def _num_filled(self, sequence: SequenceState, num_tokens: int) -> int:
-        """How many of the sequence's first tokens the draft model has computed."""
-        firsts = np.arange(0, num_tokens, self._block_size)
+    def _num_filled(self, sequence: SequenceState, num_slots: int) -> int:
+        """How many of the sequence's first slots the draft model has computed."""
+        firsts = np.arange(0, num_slots, self._block_size)
         filled = self._filled[sequence.block_ids[: len(firsts)]]
-        (short,) = np.nonzero(filled < np.minimum(num_tokens - firsts, self._block_size))
-        return int(firsts[short[0]] + filled[short[0]]) if len(short) else num_tokens
+        (short,) = np.nonzero(filled < np.minimum(num_slots - firsts, self._block_size))
+        return int(firsts[short[0]] + filled[short[0]]) if len(short) else num_slots
 
     def _note(self, chunk: ScheduledChunk) -> None:
-        """These tokens have been computed."""
+        """These slots have been computed."""
         firsts = np.arange(chunk.start // self._block_size * self._block_size, chunk.stop, self._block_size)
         blocks = chunk.sequence.block_ids[firsts[0] // self._block_size :][: len(firsts)]
         self._filled[blocks] = np.minimum(chunk.stop - firsts, self._block_size)

@@ -22,6 +22,7 @@ from worker_service.execution.cache_engine import CacheEngine
 from worker_service.execution.capacity import check_room_for_weights, count_device_blocks
 from worker_service.execution.decode_graphs import DecodeGraphs
 from worker_service.execution.draft_model import DraftModel, with_vocabulary
+from worker_service.execution.eagle import EagleRunner, HeadFiles
 from worker_service.execution.encoder_decoder_runner import EncoderDecoderRunner
 from worker_service.execution.encoder_runner import EncoderRunner
 from worker_service.execution.forms import Forms
@@ -75,17 +76,18 @@ def load_worker(settings: WorkerSettings) -> Worker:
         max(target.max_encoder_len, settings.max_num_batched_tokens) if target.max_encoder_len else 0
     )
     sliding_window = _sliding_window(config, max_model_len)
-    draft = _open_draft(settings, target, sliding_window)
+    draft, head = _open_draft(settings, target, sliding_window)
     networks = [target, *([] if draft is None else [draft])]
+    guessing = [one for one in (draft, head) if one is not None]
     follows = settings.forms and ranks.size == 1
     forms = Forms.load(tokenizer_files, config.vocabulary_size) if follows else None  # it starts beside what follows
-    shapes = [network.shape for network in networks]
+    shapes = [target.shape, *(one.shape for one in guessing)]
     block_bytes = ranks.gather_numbers(sum(shape.block_bytes for shape in shapes))
     num_host_blocks = int(settings.swap_space * 2**30) // sum(block_bytes)
     try:
         # First without memory: errors in the weights are found before memory is allocated for them.
         room = AdapterRoom(settings.max_loras, settings.max_lora_rank, settings.max_cpu_loras)
-        sizes = target.check(room) + ([] if draft is None else draft.check())
+        sizes = target.check(room) + [size for one in guessing for size in one.check()]
         check_room_for_weights(device, target.dtype, sizes, ranks)
         fingerprint = target.fingerprint() if ranks.rank == 0 else ""  # a draft model chooses no token
         model, adapters = target.load(room)
@@ -99,14 +101,16 @@ def load_worker(settings: WorkerSettings) -> Worker:
         else:
             speeds = [
                 measure_prefill(model, shape, device, settings.max_num_batched_tokens, settings.max_num_seqs)
-                for model, shape in zip(models, shapes, strict=True)
+                for model, shape in zip(models, shapes[: len(models)], strict=True)
             ]
         longest = max_model_len + target.max_encoder_len
         num_device_blocks = count_device_blocks(device, shapes, longest, sliding_window, settings, ranks)
         caches = [CacheEngine(shape, num_device_blocks, num_host_blocks, device) for shape in shapes]
+        # Before graphs of the target are captured, a part of which it then is.
+        eagle = None if head is None else EagleRunner(head.load(model), caches[1], model)
         graphs = [
             _capture(network, model, cache, settings, max_model_len)
-            for network, model, cache in zip(networks, models, caches, strict=True)
+            for network, model, cache in zip(networks, models, caches[: len(models)], strict=True)
         ]
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
@@ -123,6 +127,14 @@ def load_worker(settings: WorkerSettings) -> Worker:
             min(max_model_len, draft.config.max_model_len),
             settings.max_num_batched_tokens,
             speeds[1],
+        )
+    elif head is not None and eagle is not None:
+        proposer = DraftModel(
+            eagle,
+            min(max_model_len, head.config.layer.max_model_len),
+            settings.max_num_batched_tokens,
+            speeds[0],
+            reads_next=True,
         )
     elif settings.speculate == "ngram" and ranks.rank == 0:
         proposer = Ngrams()
@@ -230,22 +242,27 @@ def _load_encoder(settings: WorkerSettings, target: Network, kernels: str) -> Wo
     )
 
 
-def _open_draft(settings: WorkerSettings, target: Network, sliding_window: int) -> Network | None:
-    """The draft model, if there is to be one. Raises StartError where it cannot guess for the target."""
+def _open_draft(
+    settings: WorkerSettings, target: Network, sliding_window: int
+) -> tuple[Network | None, HeadFiles | None]:
+    """The draft model or the head, if there is to be one. Raises StartError where it cannot guess for the target."""
     if settings.draft_model is None:
-        return None
+        return None, None
+    flag = f"--speculate {settings.speculate}"
     if target.max_encoder_len:
-        raise StartError(f"--speculate draft: {target.model_id} has an encoder, and a draft model would have none")
+        raise StartError(f"{flag}: {target.model_id} has an encoder, and a draft model would have none")
     if sliding_window:
         raise StartError(
-            f"--speculate draft: blocks behind the sliding window of {target.model_id} are given back, and a draft "
+            f"{flag}: blocks behind the sliding window of {target.model_id} are given back, and a draft "
             "model would still need them; use --speculate ngram"
         )
+    if settings.speculate == "eagle":
+        return None, HeadFiles.open(settings.draft_model, settings, target)
     draft = Network.open(settings.draft_model, settings, target.device, target.ranks)
     ours, theirs = (vocabulary(network.tokenizer_files) for network in (target, draft))
     if ours != theirs:
         raise StartError(f"--draft-model {settings.draft_model} has another vocabulary than {target.model_id}")
-    return draft
+    return draft, None
 
 
 def _capture(

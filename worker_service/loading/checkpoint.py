@@ -102,10 +102,12 @@ class Checkpoint:
 
 def _read_config(file: Path) -> dict[str, Any]:
     config = read_json(file)
-    for name, largest in _LARGEST.items():
-        size = config.get(name)
-        if size is not None and not (type(size) is int and 0 <= size <= largest):
-            raise StartError(f"{file}: {name} is {shown(size)}; it must be a whole number up to {largest}")
+    within = config.get("transformer_layer_config")  # of a head that guesses
+    for sizes in (config, within if isinstance(within, dict) else {}):
+        for name, largest in _LARGEST.items():
+            size = sizes.get(name)
+            if size is not None and not (type(size) is int and 0 <= size <= largest):
+                raise StartError(f"{file}: {name} is {shown(size)}; it must be a whole number up to {largest}")
     return config
 
 

@@ -8,6 +8,7 @@ One of several ranks holds a part of the network, its `Shard`: some of the heads
 computes one summand of each half of a layer and of the embeddings, and some of the logits.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -166,6 +167,18 @@ class Decoder:
         self._lm_head = Linear(head, wide=True)
         ropes = {layer.rope for layer in config.layers if layer.rope is not None}
         self._frequencies = {rope: rope.inverse_frequencies.to(device) for rope in ropes}
+        self._shown: tuple[int, ...] = ()
+        self._show: Callable[[Sequence[Tensor], Tensor], None] | None = None
+
+    @property
+    def embedding(self) -> Callable[[Tensor], Tensor]:
+        """From token ids, [num_tokens] int64, to their vectors, [num_tokens, hidden_size] float32."""
+        return self._embedding
+
+    def show_states(self, before: Sequence[int], show: Callable[[Sequence[Tensor], Tensor], None]) -> None:
+        """Have each pass call `show` with the states before these layers, [num_tokens, hidden_size] each in the type of
+        the weights, and with the slots of their tokens. The number of layers stands for the states behind the last."""
+        self._shown, self._show = tuple(before), show
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """The tensors that a checkpoint must hold, by their names in it, and the places that they fill."""
@@ -224,10 +237,16 @@ class Decoder:
         residual, delta = self._embedding(token_ids), None
         if self._embedding_scale != 1:
             residual *= self._embedding_scale
+        states: dict[int, Tensor] = {}
         for number, (layer, layer_config) in enumerate(zip(self._layers, self.config.layers, strict=True)):
+            if number in self._shown:
+                states[number] = (residual.clone() if delta is None else residual + delta).to(self._norm.dtype)
             rotation = rotations[layer_config.rope] if layer_config.rope is not None else None
             delta = layer.forward(delta, residual, rotation, cache[:, number], slots, attention, lora_slots)
         assert delta is not None  # a network has a layer
+        if self._show is not None:
+            states[len(self._layers)] = (residual + delta).to(self._norm.dtype)
+            self._show([states[number] for number in self._shown], slots)
         return self._ops.add_rms_norm(delta, residual, self._norm, self.config.rms_norm_eps, self.config.norm_offset)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

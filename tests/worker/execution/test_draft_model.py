@@ -31,10 +31,12 @@ Content = tuple[int, ...] | None
 class FakeRunner:
     """Remembers what each slot was computed from, and checks that a chunk reads what it should.
 
-    It guesses the number of the tokens so far; sequences in `failing` get nothing.
+    It guesses the number of the tokens so far; sequences in `failing` get nothing. If it reads the next token, what a
+    block's last slot was computed from may be how another sequence goes on that shares the block.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reads_next: bool = False) -> None:
+        self.reads_next = reads_next
         self.device: list[list[Content]] = [[None] * BLOCK_SIZE for _ in range(NUM_BLOCKS)]
         self.host: list[list[Content]] = [[None] * BLOCK_SIZE for _ in range(NUM_HOST_BLOCKS)]
         pools = torch.empty(NUM_BLOCKS, 1, 2, BLOCK_SIZE), torch.empty(NUM_HOST_BLOCKS, 1, 2, BLOCK_SIZE)
@@ -54,21 +56,28 @@ class FakeRunner:
 
     def execute(self, _: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> ModelOutput:
         for chunk in chunks:
-            tokens = tuple(chunk.token_ids) if chunk.start == 0 else tuple(chunk.sequence.token_ids[: chunk.stop])
-            assert len(tokens) == chunk.stop
+            tokens = tuple(chunk.sequence.token_ids[: chunk.stop + self.reads_next])
+            assert len(tokens) == chunk.stop + self.reads_next
             for position in range(chunk.stop):
                 block = self.device[chunk.sequence.block_ids[position // BLOCK_SIZE]]
+                wanted = tokens[: position + 1 + self.reads_next]
                 if position >= chunk.start:
-                    block[position % BLOCK_SIZE] = tokens[: position + 1]
+                    block[position % BLOCK_SIZE] = wanted
                     self.num_computed += 1
-                assert block[position % BLOCK_SIZE] == tokens[: position + 1]
+                content = block[position % BLOCK_SIZE]
+                if self.reads_next and position < chunk.start and (position + 1) % BLOCK_SIZE == 0:
+                    assert content is not None
+                    assert content[:-1] == wanted[:-1]
+                else:
+                    assert content == wanted
         sampling = [chunk for chunk in chunks if chunk.samples]
         failed = [chunk.sequence.sequence_id for chunk in sampling if chunk.sequence.sequence_id in self.failing]
-        return ModelOutput([chunk.stop for chunk in sampling], StepTiming(0, 0, 0), failed_sequence_ids=failed)
+        found = [chunk.stop + self.reads_next for chunk in sampling]
+        return ModelOutput(found, StepTiming(0, 0, 0), failed_sequence_ids=failed)
 
 
 def draft_model(runner: FakeRunner, max_model_len: int = 64, max_num_batched_tokens: int = 16) -> DraftModel:
-    return DraftModel(runner, max_model_len, max_num_batched_tokens, 1000)  # type: ignore[arg-type]
+    return DraftModel(runner, max_model_len, max_num_batched_tokens, 1000, reads_next=runner.reads_next)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -158,9 +167,10 @@ class Fleet:
         return BlockMapping((parent.block_ids[shared],), (child.block_ids[shared],))
 
 
+@pytest.mark.parametrize("reads_next", [False, True])
 @given(st.data())
-def test_a_pass_reads_what_was_computed_of_the_same_tokens(data: st.DataObject) -> None:
-    fleet, runner = Fleet(data), FakeRunner()
+def test_a_pass_reads_what_was_computed_of_the_same_tokens(reads_next: bool, data: st.DataObject) -> None:
+    fleet, runner = Fleet(data), FakeRunner(reads_next)
     model = draft_model(runner)
     for _ in range(fleet.draw(1, 40)):
         output, chunks = fleet.step()
@@ -208,6 +218,23 @@ def test_it_catches_up_by_no_more_tokens_than_a_step_may_have() -> None:
     found = [model.guess([Beginning(first, 40, 1), Beginning(second, 10, 2)]) for _ in range(4)]
     assert found == [[[], []], [[], []], [[40], []], [[40], [10, 11]]]
     assert runner.num_computed == 16 + 16 + 16 + 1 + 2 + 1
+
+
+def test_a_token_that_reads_the_next_one_is_computed_when_that_is_known() -> None:
+    """And the last slot of a block once more when the sequence begins with the next one: it may be another's."""
+    runner, sequence = FakeRunner(reads_next=True), long_sequence(12)
+    model = draft_model(runner)
+    computed(model, sequence, 0, 11)
+    assert model.guess([Beginning(sequence, 12, 2)]) == [[12, 13]]
+    assert runner.num_computed == 11 + 1
+    sequence.token_ids.append(50)
+    computed(model, sequence, 11, 12)
+    assert model.guess([Beginning(sequence, 13, 1)]) == [[13]]
+    assert runner.num_computed == 12 + 1
+    sequence.token_ids.append(51)
+    computed(model, sequence, 12, 13)
+    assert model.guess([Beginning(sequence, 14, 1)]) == [[14]]
+    assert runner.num_computed == 13 + 2
 
 
 def test_no_guess_is_made_beyond_the_models_longest_sequence_or_its_blocks() -> None:
