@@ -66,10 +66,11 @@ class WorkerSettings(ServiceSettings):
         description="follow the forms that requests ask for (json_schema, regex, choice, grammar), in a process beside "
         "the worker; not where several processes share the model",
     )
-    speculate: Literal["none", "ngram", "draft", "eagle"] = Field(
+    speculate: Literal["none", "ngram", "draft", "eagle", "mtp"] = Field(
         "none",
         description="guess how an output goes on, and verify several tokens in a step where that is faster; the tokens "
-        "are the same. ngram: as it, or its prompt, did before; draft and eagle: as --draft-model does",
+        "are the same. ngram: as it, or its prompt, did before; draft and eagle: as --draft-model does; mtp: as the "
+        "layer does that the checkpoint has for it",
     )
     draft_model: str | None = Field(
         None,
@@ -96,6 +97,13 @@ class WorkerSettings(ServiceSettings):
         if max_loras and info.data.get("tensor_parallel_size") != 1:
             raise ValueError("adapters are for a model that one process holds")
         return max_loras
+
+    @field_validator("speculate")
+    @classmethod
+    def _states_in_one_process(cls, speculate: str, info: ValidationInfo) -> str:
+        if speculate == "mtp" and info.data.get("tensor_parallel_size") != 1:
+            raise ValueError("mtp is for a model that one process holds; use --speculate ngram")
+        return speculate
 
     @field_validator("draft_model")
     @classmethod

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from slow_eagle import SlowEagle
+from slow_heads import SlowEagle
 from tiny_model import write_byte_tokenizer, write_tiny_llama
 from transformers import AutoModelForCausalLM
 

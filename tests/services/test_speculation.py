@@ -13,7 +13,7 @@ import pytest
 from engines import until
 from fake_worker_service import TOKEN, FakeWorkerService, serving
 from scheduler_in_process import InProcess, scheduler
-from slow_eagle import SlowEagle, write_head
+from slow_heads import SlowEagle, write_head
 from tiny_model import write_tiny_llama
 from worker_in_process import worker_in_process
 

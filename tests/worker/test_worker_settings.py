@@ -42,12 +42,18 @@ def test_values_out_of_bounds_end_with_a_sentence(arguments: tuple[str, str]) ->
         load(*arguments)
 
 
+def test_the_layer_of_a_checkpoint_guesses_in_one_process() -> None:
+    with pytest.raises(SystemExit, match="worker_service: --speculate: mtp is for a model that one process holds"):
+        load("--speculate", "mtp", "--tensor-parallel-size", "2")
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (("--speculate", "draft"), "it goes together with --speculate draft and eagle"),
         (("--speculate", "eagle"), "it goes together with --speculate draft and eagle"),
         (("--draft-model", "default"), "it goes together with --speculate draft and eagle"),
+        (("--speculate", "mtp", "--draft-model", "default"), "it goes together with --speculate draft and eagle"),
         (
             ("--speculate", "draft", "--draft-model", "default", "--tensor-parallel-size", "2"),
             "it is for a model that one process holds",

@@ -22,10 +22,11 @@ from worker_service.execution.cache_engine import CacheEngine
 from worker_service.execution.capacity import check_room_for_weights, count_device_blocks
 from worker_service.execution.decode_graphs import DecodeGraphs
 from worker_service.execution.draft_model import DraftModel, with_vocabulary
-from worker_service.execution.eagle import EagleRunner, HeadFiles
 from worker_service.execution.encoder_decoder_runner import EncoderDecoderRunner
 from worker_service.execution.encoder_runner import EncoderRunner
 from worker_service.execution.forms import Forms
+from worker_service.execution.head_files import HeadFiles, open_head
+from worker_service.execution.head_runner import HeadRunner
 from worker_service.execution.model_runner import ModelRunner, Runner
 from worker_service.execution.network import Network
 from worker_service.execution.profiling import measure_encoder, measure_encoder_decoder, measure_prefill
@@ -107,7 +108,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
         num_device_blocks = count_device_blocks(device, shapes, longest, sliding_window, settings, ranks)
         caches = [CacheEngine(shape, num_device_blocks, num_host_blocks, device) for shape in shapes]
         # Before graphs of the target are captured, a part of which it then is.
-        eagle = None if head is None else EagleRunner(head.load(model), caches[1], model)
+        head_runner = None if head is None else HeadRunner(head.load(model), caches[1], model)
         graphs = [
             _capture(network, model, cache, settings, max_model_len)
             for network, model, cache in zip(networks, models, caches[: len(models)], strict=True)
@@ -128,10 +129,10 @@ def load_worker(settings: WorkerSettings) -> Worker:
             settings.max_num_batched_tokens,
             speeds[1],
         )
-    elif head is not None and eagle is not None:
+    elif head is not None and head_runner is not None:
         proposer = DraftModel(
-            eagle,
-            min(max_model_len, head.config.layer.max_model_len),
+            head_runner,
+            min(max_model_len, head.max_model_len),
             settings.max_num_batched_tokens,
             speeds[0],
             reads_next=True,
@@ -246,7 +247,7 @@ def _open_draft(
     settings: WorkerSettings, target: Network, sliding_window: int
 ) -> tuple[Network | None, HeadFiles | None]:
     """The draft model or the head, if there is to be one. Raises StartError where it cannot guess for the target."""
-    if settings.draft_model is None:
+    if settings.speculate in ("none", "ngram"):
         return None, None
     flag = f"--speculate {settings.speculate}"
     if target.max_encoder_len:
@@ -256,8 +257,8 @@ def _open_draft(
             f"{flag}: blocks behind the sliding window of {target.model_id} are given back, and a draft "
             "model would still need them; use --speculate ngram"
         )
-    if settings.speculate == "eagle":
-        return None, HeadFiles.open(settings.draft_model, settings, target)
+    if settings.draft_model is None or settings.speculate != "draft":
+        return None, open_head(settings, target)
     draft = Network.open(settings.draft_model, settings, target.device, target.ranks)
     ours, theirs = (vocabulary(network.tokenizer_files) for network in (target, draft))
     if ours != theirs:

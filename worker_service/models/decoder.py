@@ -177,7 +177,8 @@ class Decoder:
 
     def show_states(self, before: Sequence[int], show: Callable[[Sequence[Tensor], Tensor], None]) -> None:
         """Have each pass call `show` with the states before these layers, [num_tokens, hidden_size] each in the type of
-        the weights, and with the slots of their tokens. The number of layers stands for the states behind the last."""
+        the weights, and with the slots of their tokens. The number of layers stands for the states behind the last
+        layer, and the next number for these when they are normalised."""
         self._shown, self._show = tuple(before), show
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
@@ -244,10 +245,11 @@ class Decoder:
             rotation = rotations[layer_config.rope] if layer_config.rope is not None else None
             delta = layer.forward(delta, residual, rotation, cache[:, number], slots, attention, lora_slots)
         assert delta is not None  # a network has a layer
+        normed = self._ops.add_rms_norm(delta, residual, self._norm, self.config.rms_norm_eps, self.config.norm_offset)
         if self._show is not None:
-            states[len(self._layers)] = (residual + delta).to(self._norm.dtype)
+            states |= {len(self._layers): residual.to(normed.dtype), len(self._layers) + 1: normed}
             self._show([states[number] for number in self._shown], slots)
-        return self._ops.add_rms_norm(delta, residual, self._norm, self.config.rms_norm_eps, self.config.norm_offset)
+        return normed
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """As `CausalModel` has it."""

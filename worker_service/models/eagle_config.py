@@ -55,6 +55,8 @@ class EagleConfig:
         if target_hidden_size != target.hidden_size:
             raise ValueError(f"it reads states of {target_hidden_size}, and the model's have {target.hidden_size}")
         options = json.get("eagle_config") or json
+        if options.get("use_aux_hidden_state") is False:
+            raise ValueError("heads with use_aux_hidden_state false, which read one state, are not supported")
         states_before = options.get("eagle_aux_hidden_state_layer_ids")
         if states_before is None:
             states_before = [2, target.num_layers // 2, target.num_layers - 3]

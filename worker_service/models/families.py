@@ -119,6 +119,7 @@ FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "llama": _llama,
+    "mimo": _qwen2,  # with a layer for multi-token prediction beside it (Xiaomi LLM-Core Team, 2025)
     "mistral": _mistral,
     "phi3": _phi3,
     "qwen2": _qwen2,
@@ -126,6 +127,9 @@ FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {
     "smollm3": _smollm3,
 }
 """By the `model_type` of config.json."""
+
+WITH_MTP = ("mimo",)
+"""Families whose checkpoints have a layer that `worker_service.models.mtp` reads."""
 
 
 def _read(

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head guesses what a slow one guesses, wherever its blocks have been, or is refused."""
+"""A head guesses what a slow one guesses, wherever its blocks have been, or is refused."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from slow_eagle import SlowEagle, write_head
+from slow_heads import SlowEagle, SlowMtp, write_head, write_mtp
 from worker_helpers import state, tokens
 
 from pagewire_common.start_error import StartError
@@ -37,10 +37,11 @@ HEADS: dict[str, dict[str, Any]] = {
 class Guessing:
     """A target and its head, stepped by hand."""
 
-    def __init__(self, target: Path, head: Path, cache: Path) -> None:
+    def __init__(self, target: Path, head: Path | None, cache: Path) -> None:
+        """head: None for the one of the target's own checkpoint."""
         settings = WorkerSettings(
             model=str(target), device="cpu", cache=cache, num_device_blocks=64, block_size=BLOCK_SIZE, swap_space=0.01,
-            speculate="eagle", draft_model=str(head), forms=False,
+            speculate="eagle" if head else "mtp", draft_model=str(head) if head else None, forms=False,
         )  # fmt: skip
         worker = load_worker(settings)
         assert worker.drafter is not None
@@ -118,6 +119,18 @@ def test_it_reads_the_states_of_every_family_that_runs_natively(
     assert guessing.guess((text, 4)) == [slow.greedy(TEXT[:22], 4)]
 
 
+def test_the_layer_of_a_checkpoint_guesses_what_the_slow_one_guesses(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    qwen2 = make_checkpoint("qwen2")
+    mimo = write_mtp(tmp_path / "mimo", qwen2)
+    guessing, slow = Guessing(mimo, None, tmp_path), SlowMtp(qwen2, mimo)
+    text = sequence(TEXT, range(20, 31))
+    for count in (1, 9, 1, 14):
+        guessing.compute((text, count))
+        assert guessing.guess((text, 5)) == [slow.greedy(TEXT[: text.num_computed_tokens + 1], 5)]
+
+
 def test_it_draws_with_the_targets_noise(one: Guessing, slow: SlowEagle) -> None:
     text = sequence(TEXT, range(11), temperature=0.9, seed=3, top_k=20, presence_penalty=0.5)
     one.compute((text, 30))
@@ -189,10 +202,11 @@ def test_a_prompt_that_is_computed_in_chunks_is_caught_up_with(one: Guessing, sl
     assert one.guess((text, 3)) == [slow.greedy(TEXT[:29], 3)]
 
 
-def refuse(target: Path, head: Path, tmp_path: Path, sentence: str, **settings: Any) -> None:
-    whole = {"model": str(target), "device": "cpu", "cache": tmp_path, "num_device_blocks": 8, "forms": False}
+def refuse(target: Path, head: Path | None, tmp_path: Path, sentence: str) -> None:
+    settings = {"model": str(target), "device": "cpu", "cache": tmp_path, "num_device_blocks": 8, "forms": False}
+    settings |= {"speculate": "mtp"} if head is None else {"speculate": "eagle", "draft_model": str(head)}
     with pytest.raises(StartError, match=sentence):
-        load_worker(WorkerSettings(**whole | settings, speculate="eagle", draft_model=str(head)))
+        load_worker(WorkerSettings(**settings))
 
 
 @pytest.mark.parametrize(
@@ -207,6 +221,7 @@ def refuse(target: Path, head: Path, tmp_path: Path, sentence: str, **settings: 
         ({"norm_before_fc": True}, "norm_before_fc are not supported"),
         ({"model_type": "mamba"}, "a layer of 'mamba' is not supported"),
         ({"target_hidden_size": 64}, "it reads states of 64, and the model's have 48"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state false"),
         ({"hidden_size": 64}, "it has no embed_tokens, and the embeddings of .* have 48 numbers where it needs 64"),
         ({"hidden_size": None}, "config.json: "),
         ({"intermediate_size": 44}, "tensor midlayer.mlp.gate_proj.weight is"),
@@ -254,6 +269,18 @@ def test_heads_whose_tensors_make_none_are_refused(tiny_checkpoint: Path, tmp_pa
 def test_it_is_refused_where_it_cannot_guess(make_checkpoint: Callable[..., Path], head: Path, tmp_path: Path) -> None:
     refuse(make_checkpoint("mistral", sliding_window=20), head, tmp_path, "--speculate eagle: blocks behind")
     refuse(make_checkpoint("stablelm"), head, tmp_path, "is for the families that run natively")
+
+
+def test_checkpoints_without_a_layer_of_their_own_are_refused(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    qwen2 = make_checkpoint("qwen2")
+    refuse(qwen2, None, tmp_path, "has no layer for multi-token prediction")
+    mimo = write_mtp(tmp_path / "mimo", qwen2)
+    weights = load_file(mimo / "model.safetensors")
+    del weights["model.mtp_layers.0.input_proj.weight"]
+    save_file(weights, mimo / "model.safetensors")
+    refuse(mimo, None, tmp_path, "the weights lack the tensor model.mtp_layers.0.input_proj.weight")
 
 
 def test_a_random_head_is_drawn_where_weights_are(tiny_checkpoint: Path, head: Path, tmp_path: Path) -> None:
