@@ -6,7 +6,8 @@ A server answers prompts of two kinds, those of `bench.speculation` with other s
 file in the form of MT-bench's, if there is one. Then one head is trained on the answers as in "EAGLE-3: Scaling up
 Inference Acceleration of Large Language Models via Training-Time Test" (Li et al., 2025): it sees what it will see when
 it guesses several tokens, its own states in place of the model's, and it learns the model's probabilities. It begins as
-the model's last layer. A tenth of the answers is held out, and says how often its guesses are right.
+the model's last layer. The answers to a tenth of the prompts are held out, and say how often its guesses are right.
+Models of the family of Llama alone can be trained for.
 """
 
 import argparse
@@ -50,12 +51,13 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Example:
-    """One text: its tokens [n], the model's three states of each beside each other [n, 3 * hidden_size], and its last
-    normalised ones [n, hidden_size]."""
+    """One text: its tokens [n], the model's three states of each beside each other [n, 3 * hidden_size], its last
+    normalised ones [n, hidden_size], and the tokens [n] that it finds likeliest behind each."""
 
     token_ids: Tensor
     states: Tensor
     last: Tensor
+    likeliest: Tensor
 
 
 class Head(nn.Module):
@@ -71,6 +73,7 @@ class Head(nn.Module):
         self.eps = config.rms_norm_eps
         self.rotary = target.model.rotary_emb
         self.embedding = target.model.embed_tokens.weight.detach()
+        self.of_target = target.lm_head.weight.detach()[token_ids].float()
 
         def weight(of: Any) -> nn.Parameter:
             return nn.Parameter(of.weight.detach().float().clone())
@@ -86,7 +89,7 @@ class Head(nn.Module):
             {
                 "fc": nn.Parameter(torch.cat([nothing, nothing, torch.eye(hidden)], dim=1)),
                 "norm": weight(target.model.norm),
-                "lm_head": nn.Parameter(self.embedding[token_ids].float().clone()),
+                "lm_head": nn.Parameter(target.lm_head.weight.detach()[token_ids].float().clone()),
                 "hidden_norm": weight(layer.input_layernorm),
                 "input_layernorm": weight(layer.input_layernorm),
                 "post_attention_layernorm": weight(layer.post_attention_layernorm),
@@ -149,7 +152,8 @@ def read(target: Any, token_ids: Sequence[int]) -> Example:
     tokens, num_layers = torch.tensor(token_ids), target.config.num_hidden_layers
     found = target.model(tokens[None], output_hidden_states=True)
     states = torch.cat([found.hidden_states[number][0] for number in states_before(num_layers)], dim=1)
-    return Example(tokens, states, found.last_hidden_state[0])
+    last = found.last_hidden_state[0]
+    return Example(tokens, states, last, target.lm_head(last).argmax(-1))
 
 
 def states_before(num_layers: int) -> list[int]:
@@ -166,22 +170,26 @@ def losses(head: Head, example: Example, index: Tensor) -> tuple[Tensor, list[fl
     states = head.combine(example.states[:num_places].float())
     earlier: list[Pair] = []
     total, right = torch.zeros(()), []
-    chosen = (index >= 0).nonzero()[:, 0]
+    with torch.no_grad():
+        wanted = (example.last.float() @ head.of_target.T).softmax(-1)
     for depth in range(DEPTH):
-        inputs = example.token_ids[depth + 1 : depth + 1 + num_places]
-        with torch.no_grad():
-            last = example.last[depth + 1 : depth + 1 + num_places].float()
-            wanted = last @ head.embedding.float().T
-            likeliest, among = wanted.argmax(-1), wanted[:, chosen].softmax(-1)
-        states, logits, pair = head(inputs, states, depth, earlier)
+        behind = slice(depth + 1, depth + 1 + num_places)
+        states, logits, pair = head(example.token_ids[behind], states, depth, earlier)
         earlier.append(pair)
-        total = total + functional.cross_entropy(logits, among)
-        right.append((logits.argmax(-1) == index[likeliest]).float().mean().item())
+        total = total + functional.cross_entropy(logits, wanted[behind])
+        right.append((logits.argmax(-1) == index[example.likeliest[behind]]).float().mean().item())
     return total / DEPTH, right
 
 
-def train(target: Any, texts: Sequence[Sequence[int]], folder: Path, num_guessable: int, epochs: int) -> list[float]:
-    """Writes the head, in its authors' form. Returns the shares of right guesses, by depth, of texts held out."""
+def train(
+    target: Any,
+    texts: Sequence[Sequence[int]],
+    held_out: Sequence[Sequence[int]],
+    folder: Path,
+    num_guessable: int,
+    epochs: int,
+) -> list[float]:
+    """Writes the head, in its authors' form. Returns the shares of right guesses, by depth, of the texts held out."""
     torch.manual_seed(SEED)
     counts = Counter(token for text in texts for token in text)
     size = target.config.vocab_size
@@ -189,7 +197,6 @@ def train(target: Any, texts: Sequence[Sequence[int]], folder: Path, num_guessab
     token_ids = torch.tensor(sorted(frequent))
     index = torch.full((size,), -1).index_put_((token_ids,), torch.arange(len(token_ids)))
     examples = [read(target, text) for text in texts if len(text) > DEPTH + 2]
-    held_out, examples = examples[: len(examples) // 10], examples[len(examples) // 10 :]
     head = Head(target, token_ids)
     optimizer = torch.optim.AdamW(head.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     num_steps = epochs * len(examples)
@@ -209,8 +216,8 @@ def train(target: Any, texts: Sequence[Sequence[int]], folder: Path, num_guessab
         sys.stderr.write(f"epoch {epoch + 1}: loss {sum(seen) / len(seen):.3f}, {time.monotonic() - began:.0f} s\n")
     save(head, target, token_ids, folder)
     with torch.no_grad():
-        shares = torch.tensor([losses(head, example, index)[1] for example in held_out])
-    return [] if not len(shares) else shares.mean(0).tolist()
+        unseen = [read(target, text) for text in held_out if len(text) > DEPTH + 2]
+        return torch.tensor([losses(head, example, index)[1] for example in unseen]).mean(0).tolist()
 
 
 def save(head: Head, target: Any, token_ids: Tensor, folder: Path) -> None:
@@ -226,7 +233,7 @@ def save(head: Head, target: Any, token_ids: Tensor, folder: Path) -> None:
         "head_dim": head.head_dim,
         "num_hidden_layers": 1,
         "draft_vocab_size": len(token_ids),
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": states_before(config.num_hidden_layers)},
+        "eagle_aux_hidden_state_layer_ids": states_before(config.num_hidden_layers),
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(written, indent=2))
@@ -271,14 +278,19 @@ def main() -> None:
     if arguments.prompts is not None:
         sources += [[{"role": "user", "content": question}] for question in questions(arguments.prompts)]
     random.Random(SEED).shuffle(sources)
-    prompts = [sources[number % len(sources)] for number in range(arguments.outputs)]
+    path = find_model(arguments.model, Path("~/.cache/pagewire").expanduser()).path
+    target = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    if target.config.model_type != "llama":
+        sys.exit(f"{arguments.model} is no Llama, and heads are trained for these alone")
+    num_held_out = len(sources) // 10
+    others = sources[num_held_out:]
+    prompts = sources[:num_held_out] + [others[number % len(others)] for number in range(arguments.outputs)]
     began = time.monotonic()
     with LocalServer(arguments.model, worker_arguments=["--max-model-len", "2048", "--no-forms"]) as server:
         texts = asyncio.run(ask(server.target, prompts, arguments.max_tokens))
     sys.stderr.write(f"{sum(map(len, texts))} tokens of {len(texts)} texts, {time.monotonic() - began:.0f} s\n")
-    path = find_model(arguments.model, Path("~/.cache/pagewire").expanduser()).path
-    target = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
-    right = train(target, texts, arguments.folder, arguments.guessable, arguments.epochs)
+    held_out, texts = texts[:num_held_out], texts[num_held_out:]
+    right = train(target, texts, held_out, arguments.folder, arguments.guessable, arguments.epochs)
     sys.stdout.write(f"held out, right by depth: {', '.join(f'{share:.1%}' for share in right)}\n")
 
 

@@ -182,11 +182,14 @@ class SlowEagle(SlowHead):
 
     def __init__(self, target: Path, head: Path) -> None:
         config = json.loads((head / "config.json").read_text())
-        self.options = config.get("eagle_config", config)
-        self.normed_residual = config.get("norm_before_residual", False)
-        name = "layers.0." if "transformer_layer_config" in config else "midlayer."
-        weights = {key.removeprefix(name): value for key, value in load_file(head / "model.safetensors").items()}
+        layer = "layers.0." if "transformer_layer_config" in config else "midlayer."
+        weights = {key.removeprefix(layer): value for key, value in load_file(head / "model.safetensors").items()}
         super().__init__(target, weights, config.get("transformer_layer_config", config))
+        self.normed_residual = config.get("norm_before_residual", False)
+        name = "eagle_aux_hidden_state_layer_ids"
+        behind = config.get("eagle_config", {}).get(name)  # of layers whose outputs are read
+        default = [2, self.num_layers // 2, self.num_layers - 3]
+        self.middle = config.get(name, default) if behind is None else [number + 1 for number in behind]
 
     def states(self, token_ids: Sequence[int]) -> Tensor:
         last: list[Tensor] = []
@@ -194,8 +197,7 @@ class SlowEagle(SlowHead):
         found = self.target(torch.tensor([list(token_ids)]), output_hidden_states=True).hidden_states
         hook.remove()
         by_layer = [*found[:-1], last[0]]  # what transformers gives for the last layer is normalised
-        middle = self.options.get("eagle_aux_hidden_state_layer_ids", [2, self.num_layers // 2, self.num_layers - 3])
-        return self.linear(torch.cat([by_layer[number][0] for number in middle], dim=1), "fc")
+        return self.linear(torch.cat([by_layer[number][0] for number in self.middle], dim=1), "fc")
 
     def compute(self, token_ids: Sequence[int], states: Tensor) -> Tensor:
         own = self.weights.get("embed_tokens.weight")

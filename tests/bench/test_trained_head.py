@@ -29,10 +29,10 @@ def target(model: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def texts(target: Any) -> list[list[int]]:
-    """What the model says, and each text twice, so that what is held out has been seen."""
+    """What the model says."""
     prompts = torch.arange(40).view(10, 4) + 70
     found = target.generate(prompts, max_new_tokens=28, do_sample=False, pad_token_id=0, eos_token_id=None)
-    return [*found.tolist(), *found.tolist()]
+    return [*found.tolist()]
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +40,8 @@ def head(target: Any, texts: list[list[int]], tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp("head") / "trained"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trained_head, "LEARNING_RATE", 5e-3)
-        right = trained_head.train(target, texts, folder, NUM_GUESSABLE, epochs=40)
-    assert min(right) > 0.2  # by chance it would be one of 120
+        right = trained_head.train(target, texts, texts[:3], folder, NUM_GUESSABLE, epochs=60)
+    assert min(right) > 0.2  # of texts that it was trained on; by chance it would be one of 120
     return folder
 
 

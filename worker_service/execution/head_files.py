@@ -27,6 +27,7 @@ from worker_service.models.families import WITH_MTP
 from worker_service.models.head_layer import Head, num_state_layers
 from worker_service.models.mtp import MtpHead
 from worker_service.settings import WorkerSettings
+from worker_service.wording import reason
 
 _LAYER_NAMES = ("midlayer", "layers.0")
 """Of an EAGLE-3 head's layer in a checkpoint of its authors' form, and of speculators'."""
@@ -157,24 +158,26 @@ class EagleFiles:
 
     @property
     def _layer_name(self) -> str:
+        """That of the form that config.json has, unless the other one alone is there."""
+        first, other = reversed(_LAYER_NAMES) if "transformer_layer_config" in self.checkpoint.config else _LAYER_NAMES
         names = [] if self.weights is None else [*self.weights.dtypes]
-        found = [layer for layer in _LAYER_NAMES if any(name.startswith(f"{layer}.") for name in names)]
-        return found[0] if found else _LAYER_NAMES[0]
+        has_first, has_other = (any(name.startswith(f"{layer}.") for name in names) for layer in (first, other))
+        return other if has_other and not has_first else first
 
     def _token_ids(self) -> Tensor | None:
         """The token of each logit; None for all in order. `d2t` has how much further on each is than its logit."""
-        number, size = self.config.num_guessable, self.config.layer.vocabulary_size
-        if not _has(self.weights, "d2t"):
+        number, size, path = self.config.num_guessable, self.config.layer.vocabulary_size, self.checkpoint.path
+        if self.weights is None or not _has(self.weights, "d2t"):
             if number < size and self.weights is not None:
-                raise StartError(f"{self.checkpoint.path}: draft_vocab_size is {number}, and d2t is missing")
+                raise StartError(f"{path}: draft_vocab_size is {number}, and d2t is missing")
             return None if number == size else torch.arange(number)
-        assert self.weights is not None
-        offsets = self.weights.read("d2t")
-        token_ids = torch.arange(number) + offsets if offsets.shape == (number,) else offsets
-        if offsets.dtype is not torch.int64 or offsets.shape != (number,) or len(set(token_ids.tolist())) < number:
-            raise StartError(f"{self.checkpoint.path}: d2t does not say which token each of {number} logits is of")
+        if self.weights.dtypes["d2t"] != "I64" or tuple(self.weights.shape("d2t")) != (number,):
+            raise StartError(f"{path}: d2t must have {number} whole numbers of 64 bits")
+        token_ids = torch.arange(number) + self.weights.read("d2t")
+        if len(set(token_ids.tolist())) < number:
+            raise StartError(f"{path}: d2t has several logits for a token")
         if token_ids.min() < 0 or token_ids.max() >= size:
-            raise StartError(f"{self.checkpoint.path}: d2t leads beyond the {size} tokens of the model")
+            raise StartError(f"{path}: d2t leads beyond the {size} tokens of the model")
         return token_ids
 
 
@@ -184,7 +187,7 @@ def _read_config(checkpoint: Checkpoint, target: DecoderConfig, file: Path) -> E
     except KeyError as error:
         raise StartError(f"{file}: {error.args[0]} is missing") from error
     except Exception as error:  # a config is untrusted, and the code that reads it may raise anything
-        raise StartError(f"{file}: {str(error) or type(error).__name__}") from error
+        raise StartError(f"{file}: {reason(error)}") from error
 
 
 def _has(weights: WeightFiles | None, name: str) -> bool:

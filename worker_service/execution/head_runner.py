@@ -13,24 +13,39 @@ from itertools import accumulate
 import torch
 
 from kernels.upload import upload
+from pagewire_common.start_error import StartError
+from worker_service.errors import is_out_of_memory
 from worker_service.execution.batch import build_batch
 from worker_service.execution.cache_engine import CacheEngine
 from worker_service.execution.sampler import FAILED, sample
 from worker_service.models.decoder import Decoder
 from worker_service.models.head_layer import Head
-from worker_service.session.session import ScheduledChunk
-from worker_service.session.step import TOKENS, ModelOutput, SchedulerOutput, StepTiming
+from worker_service.session.session import ScheduledChunk, SequenceState
+from worker_service.session.step import TOKENS, ModelOutput, SamplingParams, SchedulerOutput, StepTiming
+from worker_service.wording import reason
 
 
 class HeadRunner:
     """What a `DraftModel` computes with."""
 
     def __init__(self, head: Head, cache_engine: CacheEngine, target: Decoder) -> None:
-        """From now on the target's states are kept in the head's cache."""
+        """From now on the target's states are kept in the head's cache. Raises StartError where the head cannot be
+        computed."""
         self.cache_engine = cache_engine
         self._head = head
         cache = cache_engine.device_blocks
+        self._try()
         target.show_states(head.states_before, lambda states, slots: head.read(states, slots, cache))
+
+    def _try(self) -> None:
+        """Compute a slot, so that nothing about the head fails first while it serves."""
+        sequence = SequenceState(0, array(TOKENS, [0, 0]), 1, 0, array(TOKENS, [0, 0]), SamplingParams())
+        try:
+            self.execute(SchedulerOutput(epoch=0, step_id=0), [ScheduledChunk(sequence, 0, 1, samples=True)])
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise StartError(f"the head that guesses cannot be computed: {reason(error)}") from error
 
     @torch.inference_mode()
     def execute(self, _: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> ModelOutput:

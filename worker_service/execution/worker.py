@@ -97,6 +97,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
         models = [model]
         if draft is not None:
             models.append(with_vocabulary(draft.load()[0], config.vocabulary_size))
+        loaded_head = None if head is None else head.load(model)
         if target.max_encoder_len:
             speeds = [measure_encoder_decoder(model, target.shape, device, settings.max_num_batched_tokens)]
         else:
@@ -108,7 +109,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
         num_device_blocks = count_device_blocks(device, shapes, longest, sliding_window, settings, ranks)
         caches = [CacheEngine(shape, num_device_blocks, num_host_blocks, device) for shape in shapes]
         # Before graphs of the target are captured, a part of which it then is.
-        head_runner = None if head is None else HeadRunner(head.load(model), caches[1], model)
+        head_runner = None if loaded_head is None else HeadRunner(loaded_head, caches[1], model)
         graphs = [
             _capture(network, model, cache, settings, max_model_len)
             for network, model, cache in zip(networks, models, caches[: len(models)], strict=True)

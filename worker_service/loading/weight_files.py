@@ -4,7 +4,7 @@ No weight exists twice in memory: the data passes through one buffer of a few me
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from io import FileIO
 from itertools import groupby
@@ -63,6 +63,10 @@ class WeightFiles:
     def dtypes(self) -> Mapping[str, str]:
         """The type of each tensor, by its name, as the format writes types."""
         return {name: tensor.dtype for name, tensor in self._tensors.items()}
+
+    def shape(self, name: str) -> Sequence[int]:
+        """Of a tensor, as its header has it."""
+        return self._tensors[name].shape
 
     def read(self, name: str) -> Tensor:
         """A whole tensor as it is stored, in memory of its own. Raises StartError."""

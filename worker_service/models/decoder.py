@@ -247,8 +247,9 @@ class Decoder:
         assert delta is not None  # a network has a layer
         normed = self._ops.add_rms_norm(delta, residual, self._norm, self.config.rms_norm_eps, self.config.norm_offset)
         if self._show is not None:
-            states |= {len(self._layers): residual.to(normed.dtype), len(self._layers) + 1: normed}
-            self._show([states[number] for number in self._shown], slots)
+            behind = {len(self._layers): residual, len(self._layers) + 1: normed}
+            shown = [(states | behind)[number].to(normed.dtype) for number in self._shown]
+            self._show(shown, slots)
         return normed
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

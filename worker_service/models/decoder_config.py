@@ -60,6 +60,11 @@ class DecoderConfig:
         for name in ("attention_soft_cap", "logit_soft_cap"):
             if (cap := getattr(self, name)) is not None and not 0 < cap < inf:
                 raise ValueError(f"{name} is {cap}; it must be above 0")
+        if not 0 < self.rms_norm_eps < inf:
+            raise ValueError(f"rms_norm_eps is {self.rms_norm_eps}; it must be above 0")
+        turning = [2 * len(layer.rope.inverse_frequencies) for layer in self.layers if layer.rope is not None]
+        if max(turning, default=0) > self.head_dim:
+            raise ValueError(f"{max(turning)} numbers of each head would turn, and it has {self.head_dim}")
         if self.num_heads % self.num_kv_heads or self.head_dim % 2:
             raise ValueError(
                 f"{self.num_heads} heads of size {self.head_dim} cannot share {self.num_kv_heads} key-value heads"

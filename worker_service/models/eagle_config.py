@@ -10,9 +10,13 @@ from typing import Any
 
 from worker_service.models.decoder_config import DecoderConfig
 from worker_service.models.families import FAMILIES
+from worker_service.models.head_layer import num_state_layers
+from worker_service.wording import shown
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
 """Of the head's one layer, which attends and multiplies as theirs do."""
+_MOST_STATE_LAYERS = 16
+"""Published heads need one to four."""
 
 
 @dataclass(frozen=True)
@@ -34,40 +38,51 @@ class EagleConfig:
         """Raises ValueError, KeyError or TypeError for a file that describes no head for this target."""
         kind = json.get("speculators_model_type", "eagle3")
         if kind != "eagle3":
-            raise ValueError(f"heads of type '{kind}' are not supported; supported is eagle3")
+            raise ValueError(f"heads of type {shown(kind)} are not supported; supported is eagle3")
         if json.get("norm_before_fc"):
             raise ValueError("heads with norm_before_fc are not supported")
-        sizes = json.get("transformer_layer_config", json)
-        family = sizes.get("model_type", "llama")
-        if family not in _FAMILIES:
-            raise ValueError(f"a layer of '{family}' is not supported; supported are {', '.join(_FAMILIES)}")
-        layer = FAMILIES[family](sizes)
-        if layer.num_layers != 1:
-            raise ValueError(f"heads of {layer.num_layers} layers are not supported; EAGLE-3's have one")
-        if layer.layers[0].window is not None:
-            raise ValueError("heads with a sliding window are not supported")
+        layer = _layer({"model_type": "llama", **json.get("transformer_layer_config", json)})
         if layer.vocabulary_size != target.vocabulary_size:
             raise ValueError(f"it is for {layer.vocabulary_size} tokens, and the model has {target.vocabulary_size}")
-        num_guessable = int(json.get("draft_vocab_size") or layer.vocabulary_size)
-        if not 1 <= num_guessable <= layer.vocabulary_size:
-            raise ValueError(f"draft_vocab_size is {num_guessable}, and there are {layer.vocabulary_size} tokens")
-        target_hidden_size = int(json.get("target_hidden_size") or target.hidden_size)
-        if target_hidden_size != target.hidden_size:
-            raise ValueError(f"it reads states of {target_hidden_size}, and the model's have {target.hidden_size}")
-        options = json.get("eagle_config") or json
-        if options.get("use_aux_hidden_state") is False:
-            raise ValueError("heads with use_aux_hidden_state false, which read one state, are not supported")
-        states_before = options.get("eagle_aux_hidden_state_layer_ids")
-        if states_before is None:
-            states_before = [2, target.num_layers // 2, target.num_layers - 3]
-        if len(states_before) != 3 or not all(
-            type(number) is int and 0 <= number <= target.num_layers for number in states_before
-        ):
-            raise ValueError(f"it reads the states before layers {states_before}; the model has {target.num_layers}")
-        return cls(
-            layer,
-            num_guessable,
-            target_hidden_size,
-            tuple(states_before),
-            bool(json.get("norm_before_residual", False)),
-        )
+        num_guessable = json.get("draft_vocab_size", layer.vocabulary_size)
+        if type(num_guessable) is not int or not 1 <= num_guessable <= layer.vocabulary_size:
+            raise ValueError(
+                f"draft_vocab_size is {shown(num_guessable)}; it must be a whole number up to {layer.vocabulary_size}"
+            )
+        if (size := json.get("target_hidden_size")) not in (None, target.hidden_size):
+            raise ValueError(f"it reads states of {shown(size)}, and the model's have {target.hidden_size}")
+        if type(normed := json.get("norm_before_residual", False)) is not bool:
+            raise ValueError(f"norm_before_residual is {shown(normed)}; it must be true or false")
+        return cls(layer, num_guessable, target.hidden_size, _states_before(json, target.num_layers), normed)
+
+
+def _layer(sizes: Mapping[str, Any]) -> DecoderConfig:
+    if (family := sizes["model_type"]) not in _FAMILIES:
+        raise ValueError(f"a layer of {shown(family)} is not supported; supported are {', '.join(_FAMILIES)}")
+    layer = FAMILIES[family](sizes)
+    if layer.num_layers != 1:
+        raise ValueError(f"heads of {layer.num_layers} layers are not supported; EAGLE-3's have one")
+    if layer.layers[0].window is not None:
+        raise ValueError("heads with a sliding window are not supported")
+    if (room := num_state_layers(layer)) > _MOST_STATE_LAYERS:
+        raise ValueError(f"a state of {layer.hidden_size} numbers takes the place of {room} layers' keys and values")
+    return layer
+
+
+def _states_before(json: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Where the numbers have a part of their own, they are of layers whose outputs are read (SGLang's SpecForge)."""
+    own = json.get("eagle_config") or {}
+    if own.get("use_aux_hidden_state") is False or json.get("use_aux_hidden_state") is False:
+        raise ValueError("heads with use_aux_hidden_state false, which read one state, are not supported")
+    name = "eagle_aux_hidden_state_layer_ids"
+    further = own.get(name) is not None
+    numbers = own.get(name) if further else json.get(name)
+    if numbers is None:
+        numbers = [2, num_layers // 2, num_layers - 3]
+    if (
+        not isinstance(numbers, list)
+        or len(numbers) != 3
+        or not all(type(number) is int and 0 <= number + further <= num_layers for number in numbers)
+    ):
+        raise ValueError(f"it reads the states of layers {shown(numbers)}; the model has {num_layers}")
+    return tuple(number + further for number in numbers)

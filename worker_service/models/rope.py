@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from worker_service.wording import shown
+
 _SCALED_TYPES = ("linear", "dynamic", "llama3", "yarn", "longrope")
 """Kinds that transformers computes for us, besides the plain one."""
 
@@ -32,6 +34,8 @@ def read_rope(config: Mapping[str, Any], head_dim: int, default_theta: float = 1
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise ValueError("rope_parameters that differ between kinds of layers are not supported")
+    _check(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor"), "partial_rotary_factor", 1)
+    _check(parameters.get("rope_theta") or config.get("rope_theta"), "rope_theta", 2**63)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
         theta = parameters.get("rope_theta") or config.get("rope_theta") or default_theta
@@ -51,3 +55,9 @@ def read_rope(config: Mapping[str, Any], head_dim: int, default_theta: float = 1
     frequencies, scale = ROPE_INIT_FUNCTIONS[kind](family)
     limit = family.rope_parameters["original_max_position_embeddings"] if kind == "longrope" else None
     return Rope(frequencies, float(scale), limit)
+
+
+def _check(value: object, name: str, most: int) -> None:
+    """Raise ValueError unless it is a number above 0 and up to that, or is not there."""
+    if value and not (isinstance(value, int | float) and 0 < value <= most):
+        raise ValueError(f"{name} is {shown(value)}; it must be above 0, and at most {most}")

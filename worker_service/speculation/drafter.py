@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import structlog
+
 from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import SchedulerOutput
 from worker_service.speculation.policy import (
@@ -15,6 +17,9 @@ from worker_service.speculation.policy import (
     StepCost,
     numbers_of_guesses,
 )
+from worker_service.wording import reason
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,7 @@ class Drafter:
         self._pause = FIRST_PAUSE
         self._has_asked = False  # whether the last answer had guesses, so that the next step waits for this one
         self._answered_at: float | None = None
+        self._has_failed = False
 
     def step_begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> None:
         """A step has come; if it verifies guesses, it waited for the answer that brought them."""
@@ -75,6 +81,8 @@ class Drafter:
 
     def guess(self, chunks: Sequence[ScheduledChunk], seconds: float) -> Mapping[int, list[int]]:
         """Guesses to verify, by sequence id, after a step of these chunks that took so long; none of most."""
+        if self._has_failed:
+            return {}
         if all(chunk.stop - chunk.start <= 1 + self._most for chunk in chunks):
             self._cost.observe(sum(chunk.stop - chunk.start for chunk in chunks), seconds)
         known = {chunk.sequence.sequence_id: _num_known(chunk) for chunk in chunks}
@@ -85,12 +93,16 @@ class Drafter:
                 self._learn(sequence, known[sequence.sequence_id])
 
         def propose(sequences: Sequence[SequenceState], numbers: Sequence[int]) -> list[list[int]]:
-            return self._proposer.guess(
-                [
-                    Beginning(sequence, known[sequence.sequence_id], number * (sequence.sequence_id in sampling))
-                    for sequence, number in zip(sequences, numbers, strict=True)
-                ]
-            )
+            beginnings = [
+                Beginning(sequence, known[sequence.sequence_id], number * (sequence.sequence_id in sampling))
+                for sequence, number in zip(sequences, numbers, strict=True)
+            ]
+            try:
+                return self._proposer.guess(beginnings)
+            except Exception as error:  # the step has its tokens, whatever is wrong with guesses
+                log.exception("guessing failed, and has ended", reason=reason(error))
+                self._has_failed = True
+                return [[] for _ in sequences]
 
         if self._proposer.cost is None:
             guesses = propose(guessing, [self._most] * len(guessing))

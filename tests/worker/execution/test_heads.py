@@ -14,6 +14,7 @@ from pagewire_common.start_error import StartError
 from worker_service.execution.draft_model import DraftModel
 from worker_service.execution.sampler import sample
 from worker_service.execution.worker import load_worker
+from worker_service.models.eagle import EagleHead
 from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import BlockMapping, SchedulerOutput
 from worker_service.settings import WorkerSettings
@@ -30,7 +31,8 @@ HEADS: dict[str, dict[str, Any]] = {
     "biases": {"bias": True},
     "normalised heads": {"family": "qwen3"},
     "other states": {"eagle_aux_hidden_state_layer_ids": [1, 3, 2]},
-    "other states in a part of its own": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}},
+    "states behind layers": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 0, 2]}},
+    "states beside a part of its own": {"eagle_config": {"a": 1}, "eagle_aux_hidden_state_layer_ids": [1, 0, 3]},
 }
 
 
@@ -202,11 +204,13 @@ def test_a_prompt_that_is_computed_in_chunks_is_caught_up_with(one: Guessing, sl
     assert one.guess((text, 3)) == [slow.greedy(TEXT[:29], 3)]
 
 
-def refuse(target: Path, head: Path | None, tmp_path: Path, sentence: str) -> None:
+def refuse(target: Path, head: Path | None, tmp_path: Path, sentence: str) -> str:
+    """Returns the whole of it."""
     settings = {"model": str(target), "device": "cpu", "cache": tmp_path, "num_device_blocks": 8, "forms": False}
     settings |= {"speculate": "mtp"} if head is None else {"speculate": "eagle", "draft_model": str(head)}
-    with pytest.raises(StartError, match=sentence):
+    with pytest.raises(StartError, match=sentence) as caught:
         load_worker(WorkerSettings(**settings))
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -214,10 +218,19 @@ def refuse(target: Path, head: Path | None, tmp_path: Path, sentence: str) -> No
     [
         ({"vocab_size": 130}, "it is for 130 tokens, and the model has 131"),
         ({"num_hidden_layers": 2}, "heads of 2 layers are not supported"),
-        ({"draft_vocab_size": 132}, "draft_vocab_size is 132, and there are 131 tokens"),
+        ({"draft_vocab_size": 132}, "draft_vocab_size is 132; it must be a whole number up to 131"),
         ({"draft_vocab_size": -1}, "draft_vocab_size is -1"),
-        ({"draft_vocab_size": "many"}, "config.json: invalid literal"),
+        ({"draft_vocab_size": True}, "draft_vocab_size is True"),
+        ({"draft_vocab_size": "many"}, "draft_vocab_size is 'many'"),
+        ({"norm_before_residual": "false"}, "norm_before_residual is 'false'; it must be true or false"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0; it must be above 0"),
+        ({"rope_theta": -1}, "rope_theta is -1; it must be above 0"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; it must be above 0, and at most 1"),
+        ({"partial_rotary_factor": "1"}, "partial_rotary_factor is '1'; it must be above 0, and at most 1"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "partial_rotary_factor": 3e7}}, "is 30000000.0; it"),
+        ({"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2, "hidden_size": 1024}, "of 256 layers"),
         ({"speculators_model_type": "mlp"}, "heads of type 'mlp' are not supported"),
+        ({"speculators_model_type": "a\nb" * 10**6}, r"heads of type 'a\\nba"),
         ({"norm_before_fc": True}, "norm_before_fc are not supported"),
         ({"model_type": "mamba"}, "a layer of 'mamba' is not supported"),
         ({"target_hidden_size": 64}, "it reads states of 64, and the model's have 48"),
@@ -225,9 +238,9 @@ def refuse(target: Path, head: Path | None, tmp_path: Path, sentence: str) -> No
         ({"hidden_size": 64}, "it has no embed_tokens, and the embeddings of .* have 48 numbers where it needs 64"),
         ({"hidden_size": None}, "config.json: "),
         ({"intermediate_size": 44}, "tensor midlayer.mlp.gate_proj.weight is"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"states before layers \[1, 2\]; the model has 3"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, r"states before layers \[1, 2, 4\]"),
-        ({"eagle_aux_hidden_state_layer_ids": "all"}, "config.json: it reads the states before layers all"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"states of layers \[1, 2\]; the model has 3"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, r"states of layers \[1, 2, 4\]"),
+        ({"eagle_aux_hidden_state_layer_ids": "all"}, "config.json: it reads the states of layers 'all'"),
         ({"eagle_aux_hidden_state_layer_ids": 3}, "config.json: "),
         ({"transformer_layer_config": "none"}, "config.json: "),
         ({"transformer_layer_config": {"hidden_size": 2**40}}, "hidden_size is 1099511627776"),
@@ -238,7 +251,9 @@ def test_a_head_of_another_model_or_kind_is_refused(
     config: dict[str, Any], sentence: str, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     head = write_head(tmp_path / "head", **config)
-    refuse(tiny_checkpoint, head, tmp_path, sentence)
+    message = refuse(tiny_checkpoint, head, tmp_path, sentence)
+    assert message.isprintable()
+    assert len(message) < 600
 
 
 def test_heads_whose_tensors_make_none_are_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -247,9 +262,10 @@ def test_heads_whose_tensors_make_none_are_refused(tiny_checkpoint: Path, tmp_pa
     for number, (changes, sentence) in enumerate(
         (
             ({"d2t": torch.full((20,), 131)}, "d2t leads beyond the 131 tokens"),
-            ({"d2t": -torch.arange(20)}, "d2t does not say which token each of 20 logits is of"),
-            ({"d2t": torch.zeros(19, dtype=torch.int64)}, "d2t does not say"),
-            ({"d2t": torch.zeros(20)}, "d2t does not say"),
+            ({"d2t": -torch.arange(20)}, "d2t has several logits for a token"),
+            ({"d2t": torch.zeros(19, dtype=torch.int64)}, "d2t must have 20 whole numbers of 64 bits"),
+            ({"d2t": torch.zeros(20, 1, dtype=torch.int64)}, "d2t must have 20 whole numbers of 64 bits"),
+            ({"d2t": torch.zeros(20)}, "d2t must have 20 whole numbers of 64 bits"),
             ({"d2t": None}, "draft_vocab_size is 20, and d2t is missing"),
             ({"fc.weight": torch.zeros(48, 48)}, "tensor fc.weight is"),
             ({"midlayer.self_attn.q_proj.weight": torch.zeros(48, 48)}, "tensor midlayer.self_attn.q_proj.weight is"),
@@ -264,6 +280,26 @@ def test_heads_whose_tensors_make_none_are_refused(tiny_checkpoint: Path, tmp_pa
     (tmp_path / "0" / "model.safetensors").unlink()
     (tmp_path / "0" / "pytorch_model.bin").write_bytes(b"")
     refuse(tiny_checkpoint, tmp_path / "0", tmp_path, "the weights must be safetensors")
+
+
+def test_the_form_of_config_json_says_which_layer_is_read(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    head = write_head(tmp_path / "head", layer_name="layers.0")
+    weights = load_file(head / "model.safetensors")
+    save_file(weights | {"midlayer.hidden_norm.weight": torch.zeros(48)}, head / "model.safetensors")
+    guessing, slow = Guessing(tiny_checkpoint, head, tmp_path), SlowEagle(tiny_checkpoint, head)
+    text = sequence(TEXT, range(11))
+    guessing.compute((text, 12))
+    assert guessing.guess((text, 2)) == [slow.greedy(TEXT[:13], 2)]
+
+
+def test_a_head_that_cannot_be_computed_ends_the_start(
+    tiny_checkpoint: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a rotation of another size")
+
+    monkeypatch.setattr(EagleHead, "forward", fail)
+    refuse(tiny_checkpoint, head, tmp_path, "the head that guesses cannot be computed: a rotation of another size")
 
 
 def test_it_is_refused_where_it_cannot_guess(make_checkpoint: Callable[..., Path], head: Path, tmp_path: Path) -> None:

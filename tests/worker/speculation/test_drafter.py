@@ -67,6 +67,22 @@ def test_guesses_are_for_what_goes_on_with_one_token(sampling: dict[str, Any], i
     assert bool(drafter.guess([chunk_of(sequence)], 0.030)) == is_guessed
 
 
+def test_a_proposer_that_fails_is_not_asked_again(capsys: pytest.CaptureFixture[str]) -> None:
+    class Failing(Ngrams):
+        num_asked = 0
+
+        def guess(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
+            self.num_asked += 1
+            raise IndexError("out of range")
+
+    proposer = Failing()
+    drafter, sequence = Drafter(proposer, 4, 10_000), state([1, 2, 3] * 5)
+    for _ in range(3):
+        assert not drafter.guess([chunk_of(sequence)], 0.030)
+    assert proposer.num_asked == 1
+    assert capsys.readouterr().out.count("guessing failed, and has ended reason=") == 1
+
+
 def test_sequences_that_do_not_sample_yet_have_no_guesses() -> None:
     drafter, sequence = Drafter(Ngrams(), 4, 10_000), state([1, 2, 3] * 5)
     assert not drafter.guess([ScheduledChunk(sequence, 0, 4, samples=False)], 0.030)
