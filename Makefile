@@ -117,10 +117,10 @@ bench-forms: setup
 	$(BIN)/python -m bench.forms $(PEER:%=--peer %) $(SEQUENCES:%=--sequences %) $(ROUNDS:%=--rounds %)
 
 # SEQUENCES: numbers, separated by commas. DRAFT: a model with the vocabulary of MODEL, to guess beside n-grams; both are
-# taken for models of code.
+# taken for models of code. HEAD: an EAGLE-3 head of MODEL instead.
 bench-speculation: setup
 	$(BIN)/python -m bench.speculation $(SEQUENCES:%=--sequences %) $(ROUNDS:%=--rounds %) $(MODEL:%=--model %) \
-	  $(DRAFT:%=--speculate ngram,draft --code --draft-model %)
+	  $(DRAFT:%=--speculate ngram,draft --code --draft-model %) $(HEAD:%=--speculate ngram,eagle --draft-model %)
 
 # SEQUENCES, ADAPTERS: numbers, separated by commas.
 bench-adapters: setup

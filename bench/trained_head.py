@@ -1,6 +1,6 @@
 """An EAGLE-3 head that learns from what a model itself says, on this machine, in minutes, for `--speculate eagle`.
 
-    python -m bench.trained_head FOLDER [--model default] [--prompts FILE] [--outputs 400] [--epochs 4]
+    python -m bench.trained_head FOLDER [--model default] [--prompts FILE] [--outputs 240] [--epochs 6]
 
 A server answers prompts of two kinds, those of `bench.speculation` with other sources than it has, and questions of a
 file in the form of MT-bench's, if there is one. Then one head is trained on the answers as in "EAGLE-3: Scaling up
@@ -34,7 +34,7 @@ from worker_service.loading.model_store import find_model
 
 DEPTH = 3
 """Guesses in a row that it learns to make."""
-LEARNING_RATE = 5e-4
+LEARNING_RATE = 1e-3
 SEED = 0
 Pair = tuple[Tensor, Tensor]
 
@@ -267,10 +267,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", default="default")
     parser.add_argument("--prompts", type=Path, help="a file in the form of MT-bench's questions")
-    parser.add_argument("--outputs", type=int, default=400)
+    parser.add_argument("--outputs", type=int, default=240)
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--guessable", type=int, default=8192)
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=6)
     arguments = parser.parse_args()
     from transformers import AutoModelForCausalLM
 

@@ -13,6 +13,7 @@ from worker_service.speculation.policy import (
     FIRST_CHANCE,
     FIRST_PAUSE,
     FORGETTING,
+    HOPE,
     LEARNING,
     StepCost,
     numbers_of_guesses,
@@ -66,7 +67,8 @@ class Drafter:
         self._proposer = proposer
         self._most = most
         self._cost = StepCost(1 / prefill_tokens_per_second if prefill_tokens_per_second else 0.0)
-        self._chance = FIRST_CHANCE  # of sequences that nothing is known of
+        self._first_chance = FIRST_CHANCE if proposer.cost is None else HOPE
+        self._chance = self._first_chance  # of sequences that nothing is known of
         self._pause = FIRST_PAUSE
         self._has_asked = False  # whether the last answer had guesses, so that the next step waits for this one
         self._answered_at: float | None = None
@@ -147,8 +149,8 @@ class Drafter:
             if not is_right:
                 break
         if self._proposer.cost is not None and not record.guessed:
-            record.chance += FORGETTING * (FIRST_CHANCE - record.chance)
-            self._chance += FORGETTING / 4 * (FIRST_CHANCE - self._chance)
+            record.chance += FORGETTING * (self._first_chance - record.chance)
+            self._chance += FORGETTING / 4 * (self._first_chance - self._chance)
         record.guessed = []
 
     def _record(self, sequence: SequenceState) -> _Record:

@@ -13,6 +13,9 @@ CERTAINTY = 8.0
 """Of the first slope: as much as of steps whose numbers of tokens have this sum of squared differences."""
 FIRST_PAUSE = 0.003
 FIRST_CHANCE = 0.5
+HOPE = 0.8
+"""In place of it where guessing takes time, and guesses that are not worth it are not made: what is never tried would
+never be known to be right more often."""
 LEARNING = 0.1
 FORGETTING = 0.005
 """Of what is known of a sequence whose next tokens are not guessed, with each of its steps, so that guessing is tried

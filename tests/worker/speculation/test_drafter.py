@@ -142,7 +142,18 @@ def test_a_draft_model_is_asked_where_its_guesses_are_worth_their_time_and_again
     assert numbers[-50:] == [4] * 50
 
 
-@pytest.mark.parametrize(("seconds", "asked"), [(0.002, [[(3, 2)], [(8, 4), (16, 0)]]), (0.060, [])])
+def test_a_proposer_that_is_nearly_always_right_is_found_out_although_steps_are_short() -> None:
+    """With the chance of what is known of nothing a guess would not be worth the pause behind it."""
+    drafter, sequence = Drafter(FakeDraftModel(0.001), 4, 1_300), state([1, 2, 3])
+    numbers = []
+    for _ in range(60):
+        found = drafter.guess([chunk_of(sequence)], 0.012)
+        numbers.append(len(found.get(1, [])))
+        gain(sequence, 5)
+    assert sum(map(bool, numbers[-20:])) == 20
+
+
+@pytest.mark.parametrize(("seconds", "asked"), [(0.002, [[(3, 4)], [(8, 4), (16, 0)]]), (0.060, [])])
 def test_a_draft_model_follows_prompts_only_while_it_is_worth_asking(
     seconds: float, asked: list[list[tuple[int, int]]]
 ) -> None:
