@@ -189,7 +189,7 @@ class SlowEagle(SlowHead):
         name = "eagle_aux_hidden_state_layer_ids"
         behind = config.get("eagle_config", {}).get(name)  # of layers whose outputs are read
         default = [2, self.num_layers // 2, self.num_layers - 3]
-        self.middle = config.get(name, default) if behind is None else [number + 1 for number in behind]
+        self.middle = (config.get(name) or default) if behind is None else [number + 1 for number in behind]
 
     def states(self, token_ids: Sequence[int]) -> Tensor:
         last: list[Tensor] = []

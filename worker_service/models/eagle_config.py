@@ -44,16 +44,19 @@ class EagleConfig:
         layer = _layer({"model_type": "llama", **json.get("transformer_layer_config", json)})
         if layer.vocabulary_size != target.vocabulary_size:
             raise ValueError(f"it is for {layer.vocabulary_size} tokens, and the model has {target.vocabulary_size}")
-        num_guessable = json.get("draft_vocab_size", layer.vocabulary_size)
+        num_guessable = json.get("draft_vocab_size")
+        if num_guessable is None:
+            num_guessable = layer.vocabulary_size
         if type(num_guessable) is not int or not 1 <= num_guessable <= layer.vocabulary_size:
             raise ValueError(
                 f"draft_vocab_size is {shown(num_guessable)}; it must be a whole number up to {layer.vocabulary_size}"
             )
         if (size := json.get("target_hidden_size")) not in (None, target.hidden_size):
             raise ValueError(f"it reads states of {shown(size)}, and the model's have {target.hidden_size}")
-        if type(normed := json.get("norm_before_residual", False)) is not bool:
+        normed = json.get("norm_before_residual")
+        if normed is not None and type(normed) is not bool:
             raise ValueError(f"norm_before_residual is {shown(normed)}; it must be true or false")
-        return cls(layer, num_guessable, target.hidden_size, _states_before(json, target.num_layers), normed)
+        return cls(layer, num_guessable, target.hidden_size, _states_before(json, target.num_layers), bool(normed))
 
 
 def _layer(sizes: Mapping[str, Any]) -> DecoderConfig:

@@ -24,7 +24,13 @@ BLOCK_SIZE = 4
 TEXT = [(11 * number * number + 5) % 131 for number in range(40)]
 HEADS: dict[str, dict[str, Any]] = {
     "its authors' form": {},
-    "speculators' form": {"layer_name": "layers.0"},
+    "speculators' form": {
+        "layer_name": "layers.0",
+        "draft_vocab_size": None,
+        "target_hidden_size": None,
+        "norm_before_residual": None,
+        "eagle_aux_hidden_state_layer_ids": None,
+    },
     "few tokens": {"num_guessable": 50},
     "an embedding of its own": {"own_embedding": True, "layer_name": "layers.0", "num_guessable": 40},
     "a normalised residual": {"norm_before_residual": True},
