@@ -1,6 +1,8 @@
 """The compiled CPU kernels against the eager ones, for every instruction set that this machine can run."""
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 import pytest
@@ -71,6 +73,16 @@ def reference_attention(
     return reference.paged_attention(query.float(), zeroed, safe, 0.3, window, soft_cap, bias, causal)
 
 
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 HEADS = [(9, 3, 64), (2, 2, 10), (8, 1, 128), (40, 1, 96), (3, 1, 33), (2, 1, 256)]
 
 
@@ -127,12 +139,8 @@ def test_neither_neighbours_nor_threads_change_a_bit(kernels: ModuleType, dtype:
     lens = [(1, 70), (1, 600), (40, 133), (1, 1500)]
     query, cache, metadata = attention_case(lens, (6, 2, 64), 16, dtype)
     together = kernels.paged_attention(query, cache, metadata, 0.3)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
+    with threads(3):
         assert torch.equal(kernels.paged_attention(query, cache, metadata, 0.3), together)
-    finally:
-        torch.set_num_threads(threads)
     starts = metadata.query_start.tolist()
     for row, (query_len, context) in enumerate(lens):
         alone = AttentionMetadata.build([query_len], [context], metadata.block_tables[row : row + 1], CPU)
@@ -156,8 +164,10 @@ def test_the_tokens_that_are_computed_with_one_do_not_change_a_bit_of_it(
             if window is not None:
                 tables[0, : max(0, start - window + 1) // 16] = -1  # given back: must not be looked at
             chunk = AttentionMetadata.build([stop - start], [stop], tables, CPU)
-            found = kernels.paged_attention(query[start:stop], cache, chunk, 0.3, window, soft_cap)
-            assert torch.equal(found, whole[start:stop])
+            for count in (1, 3):  # with several, a few tokens of one sequence are split over their keys
+                with threads(count):
+                    found = kernels.paged_attention(query[start:stop], cache, chunk, 0.3, window, soft_cap)
+                assert torch.equal(found, whole[start:stop])
 
 
 ODD_HEADS = [((9, 3, 64), 16), ((2, 2, 5), 1), ((40, 1, 80), 16)]
@@ -207,8 +217,10 @@ def test_neither_a_bias_nor_a_whole_context_lets_other_rows_change_a_bit(
             length = context if bias is None else context - query_len + stop
             part = AttentionMetadata.build([stop - start], [length], metadata.block_tables[row : row + 1], CPU)
             rows = slice(first + start, first + stop)
-            found = kernels.paged_attention(query[rows], cache, part, 0.3, None, None, bias, bias is not None)
-            assert torch.equal(found, together[rows])
+            for count in (1, 3):
+                with threads(count):
+                    found = kernels.paged_attention(query[rows], cache, part, 0.3, None, None, bias, bias is not None)
+                assert torch.equal(found, together[rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
