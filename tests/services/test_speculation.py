@@ -142,6 +142,24 @@ async def outputs(client: Client, prompt: str, **sampling: Any) -> list[Shown]:
     ]
 
 
+async def guesses_alone_and_together(
+    one: InProcess, expected: Sequence[tuple[tuple[str, dict[str, Any]], list[Shown]]], num_alone: int
+) -> Guesses:
+    """Of its only worker, when the first requests had their expected outputs alone, and all had theirs at once."""
+    async with Client(one.target) as client:
+        for (prompt, sampling), wanted in expected[:num_alone]:
+            assert await outputs(client, prompt, **sampling) == wanted
+        together = await asyncio.gather(*(outputs(client, prompt, **sampling) for (prompt, sampling), _ in expected))
+    assert together == [wanted for _, wanted in expected]
+    return one.engine.workers[0].guesses
+
+
+def num_preemptions(one: InProcess) -> int:
+    (worker,) = one.engine.workers
+    assert worker.scheduler is not None
+    return sum(worker.scheduler.num_preemptions.values())
+
+
 @pytest.mark.usefixtures("oracle")
 @pytest.mark.parametrize("num_device_blocks", [128, 40])
 async def test_outputs_are_the_same_alone_and_together_and_through_preemption(
@@ -150,15 +168,10 @@ async def test_outputs_are_the_same_alone_and_together_and_through_preemption(
     """And every decision can be replayed."""
     recording = tmp_path / "recording"
     async with speculating(tiny_model_directory, recording, num_device_blocks=num_device_blocks) as one:
-        async with Client(one.target) as client:
-            for (prompt, sampling), wanted in list(zip(ASKED, plain.answers, strict=True))[: len(KINDS | FORMED)]:
-                assert await outputs(client, prompt, **sampling) == wanted
-            together = await asyncio.gather(*(outputs(client, prompt, **sampling) for prompt, sampling in ASKED))
-        (worker,) = one.engine.workers
-        guesses, core = worker.guesses, worker.scheduler
-        assert core is not None
-        assert sum(core.num_preemptions.values()) > 0 or num_device_blocks > 40
-    assert together == plain.answers
+        guesses = await guesses_alone_and_together(
+            one, list(zip(ASKED, plain.answers, strict=True)), len(KINDS | FORMED)
+        )
+        assert num_preemptions(one) > 0 or num_device_blocks > 40
     assert guesses.right.num_tokens > 2000
     assert guesses.verified.num_tokens > guesses.right.num_tokens + 50
     kinds = Counter(moment.kind for moment in Replayer().run(recording))
@@ -206,15 +219,8 @@ async def test_a_draft_model_that_is_the_target_is_right_whatever_is_asked_for(
     free = [(asked, wanted) for asked, wanted in zip(ASKED, plain.answers, strict=True) if asked[1] in KINDS.values()]
     draft = {"speculate": "draft", "draft_model": str(tiny_model_directory), "num_device_blocks": num_device_blocks}
     async with speculating(tiny_model_directory, **draft) as one:
-        async with Client(one.target) as client:
-            for (prompt, sampling), wanted in free[: len(KINDS)]:
-                assert await outputs(client, prompt, **sampling) == wanted
-            together = await asyncio.gather(*(outputs(client, prompt, **sampling) for (prompt, sampling), _ in free))
-        (worker,) = one.engine.workers
-        guesses, core = worker.guesses, worker.scheduler
-        assert core is not None
-        assert sum(core.num_preemptions.values()) > 0 or num_device_blocks > 40
-    assert together == [wanted for _, wanted in free]
+        guesses = await guesses_alone_and_together(one, free, len(KINDS))
+        assert num_preemptions(one) > 0 or num_device_blocks > 40
     assert guesses.verified.num_tokens > 1500
     assert guesses.right.by_position() == guesses.verified.by_position()
 
@@ -275,15 +281,10 @@ async def test_outputs_are_the_same_with_a_head_that_guesses_from_states(
     guessed.watch(monkeypatch)
     settings = {"speculate": "eagle", "draft_model": str(head), "num_device_blocks": num_device_blocks}
     async with speculating(tiny_model_directory, **settings) as one:
-        async with Client(one.target) as client:
-            for (prompt, sampling), wanted in list(zip(ASKED, plain.answers, strict=True))[: len(KINDS | FORMED)]:
-                assert await outputs(client, prompt, **sampling) == wanted
-            together = await asyncio.gather(*(outputs(client, prompt, **sampling) for prompt, sampling in ASKED))
-        (worker,) = one.engine.workers
-        guesses, core = worker.guesses, worker.scheduler
-        assert core is not None
-        assert sum(core.num_preemptions.values()) > 0 or num_device_blocks > 40
-    assert together == plain.answers
+        guesses = await guesses_alone_and_together(
+            one, list(zip(ASKED, plain.answers, strict=True)), len(KINDS | FORMED)
+        )
+        assert num_preemptions(one) > 0 or num_device_blocks > 40
     assert guesses.right.num_tokens > 2000
     slow = SlowEagle(tiny_model_directory, head)
     assert len(guessed.found) > 100

@@ -5,8 +5,8 @@
 // largest score, the sum of exponentials and the weighted values so far (the online softmax of Milakov and
 // Gimelshein, 2018, as FlashAttention tiles it; Dao et al., 2022). A single query token over a long context is split
 // over its keys, and the parts are merged afterwards (flash-decoding; Dao et al., 2023). So are a few, such as guesses
-// that are verified, where there is little else to share out: one sequence's on two threads take a fifth less time,
-// those of eight up to an eighth more.
+// that are verified, where there is little else to share out: one sequence's on two threads take a fifth less time
+// so, and those of eight sequences would take up to an eighth more.
 //
 // What a row comes to depends on its query and its keys alone: not on the batch, the number of threads, or the tokens
 // that are computed with it. So a token that is computed in a prompt, in a decode or behind a guess has the same bits.
