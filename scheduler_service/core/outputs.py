@@ -61,8 +61,8 @@ class SchedulerOutput:
     """Pairs of host and device block, copied second."""
     blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
     """Pairs of device blocks, copied third."""
-    draft_tokens: dict[int, list[int]] = field(default_factory=dict)
-    """By sequence id, guesses that are computed with the sequence's token and verified."""
+    num_draft_tokens: dict[int, int] = field(default_factory=dict)
+    """By sequence id, how many of its tokens are room for guesses, which the worker makes and verifies."""
     finished: list[int] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
     ignored: list[SequenceGroup] = field(default_factory=list)
@@ -100,7 +100,8 @@ class ModelOutput:
     """The worker's answer: one token for each sequence that samples, in the order of `SchedulerOutput.scheduled`.
 
     `num_tokens`, where there are any, counts what each of them gained: guesses that were right come before the token
-    that was sampled after the last of them.
+    that was sampled after the last of them. `num_draft_tokens`, likewise, are those that were verified, and
+    `num_draft_tokens_wanted` those that steps should have room for from now on; without any that is as it was.
     """
 
     step_id: int
@@ -110,8 +111,8 @@ class ModelOutput:
     """By sequence id, of each token that it gained."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     failed_sequence_ids: frozenset[int] = frozenset()
-    draft_tokens: dict[int, list[int]] = field(default_factory=dict)
-    """By sequence id, guesses at how it goes on, for `Scheduler.update_draft_token_ids`."""
+    num_draft_tokens: list[int] = field(default_factory=list)
+    num_draft_tokens_wanted: list[int] = field(default_factory=list)
     vectors: dict[int, bytes] = field(default_factory=dict)
     """By sequence id, what was pooled of its states."""
 

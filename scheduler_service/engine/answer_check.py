@@ -1,5 +1,6 @@
 """Judges a worker's answer before any of it is taken in: tokens that were counted could not be taken back."""
 
+import itertools
 import math
 
 import numpy as np
@@ -17,13 +18,15 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
     if answer.token_ids and max(answer.token_ids) >= vocabulary_size:
         raise ValueError(f"the worker sampled token {max(answer.token_ids)} of a vocabulary of {vocabulary_size}")
     num_gained: dict[int, int] = {}  # where it is not 1
-    if answer.num_tokens:
+    if answer.num_tokens or answer.num_draft_tokens:
         sampled = (sequence for sequence, _, samples in output.scheduled if samples)
-        for sequence, num_tokens in zip(sampled, answer.num_tokens, strict=False):
+        gained, verified = answer.num_tokens or itertools.repeat(1), answer.num_draft_tokens or itertools.repeat(0)
+        for sequence, num_tokens, num_guesses in zip(sampled, gained, verified, strict=False):
             if sequence in output.dropped:
                 continue
-            most = 1 if sequence.id in answer.failed_sequence_ids else 1 + len(output.draft_tokens.get(sequence.id, ()))
-            if num_tokens > most:
+            if num_guesses > (room := output.num_draft_tokens.get(sequence.id, 0)):
+                raise ValueError(f"the worker verified {num_guesses} guesses for sequence {sequence.id}, not {room}")
+            if num_tokens > (1 if sequence.id in answer.failed_sequence_ids else 1 + num_guesses):
                 raise ValueError(f"the worker returned {num_tokens} tokens for sequence {sequence.id}")
             num_gained[sequence.id] = num_tokens
     if not answer.has_tokens_alone:

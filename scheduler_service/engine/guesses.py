@@ -1,37 +1,23 @@
-"""A worker's guesses at how its sequences go on: taken from its answers, and counted.
-
-They are for nothing but speed: what is wrong with one costs a guess, never a session.
-"""
+"""What became of a worker's guesses at how its sequences go on, as its answers say."""
 
 from collections import Counter
 from collections.abc import Iterable
 
-from scheduler_service.core import ModelOutput, Scheduler, SchedulerOutput
+from scheduler_service.core import ModelOutput
 
 
 class Guesses:
-    """Of one worker. While the last answer `has_any`, the next step is to verify them, and waits for that answer."""
+    """Of one worker."""
 
     def __init__(self) -> None:
-        self.has_any = False
         self.verified = Lengths()
         self.right = Lengths()
 
-    def take(self, scheduler: Scheduler, output: SchedulerOutput, answer: ModelOutput, vocabulary_size: int) -> None:
+    def take(self, answer: ModelOutput) -> None:
         """An answer has been taken in."""
-        if output.draft_tokens:
-            lengths = list(map(len, output.draft_tokens.values()))
-            self.verified.count(lengths)
-            most = max(lengths)  # more may be said of sequences that have left the worker
-            self.right.count(min(number - 1, most) for number in answer.num_tokens)
-        sound = {
-            sequence_id: token_ids
-            for sequence_id, token_ids in answer.draft_tokens.items()
-            if token_ids and max(token_ids) < vocabulary_size
-        }
-        self.has_any = bool(sound)
-        if sound:
-            scheduler.update_draft_token_ids(sound)
+        if any(answer.num_draft_tokens):
+            self.verified.count(filter(None, answer.num_draft_tokens))
+            self.right.count(number - 1 for number in answer.num_tokens)
 
 
 class Lengths:

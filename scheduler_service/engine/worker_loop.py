@@ -191,7 +191,7 @@ class WorkerLoop:
     @property
     def _may_send(self) -> bool:
         """Whether another step may be in flight."""
-        return len(self._in_flight) < (1 if self.guesses.has_any else self._most_in_flight)
+        return len(self._in_flight) < self._most_in_flight
 
     def drain(self) -> None:
         """Give the worker no more requests; after the grace period, move those that are left and close the session."""
@@ -300,7 +300,6 @@ class WorkerLoop:
         self._fleet.serving[scheduler] = self
         log.info("worker connected", worker=self.client.address, epoch=self.epoch, blocks=info.num_device_blocks)
         self._in_flight.clear()
-        self.guesses.has_any = False
         end: Exception | None = None  # None if this scheduler itself ends it
         try:
             self._admission_changed()
@@ -416,7 +415,7 @@ class WorkerLoop:
             try:
                 check_answer(output, answer, vocabulary_size)
                 gained = scheduler.update_from_output(output, answer, time.monotonic())
-                self.guesses.take(scheduler, output, answer, vocabulary_size)
+                self.guesses.take(answer)
             except ValueError as error:
                 raise WorkerError(str(error)) from error
             self._in_flight.popleft()

@@ -11,7 +11,6 @@ take 90, 200 and 1,200 bytes. A request costs 24 µs with a prompt of 128 tokens
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol
 
 import structlog
@@ -207,15 +206,6 @@ class RecordedScheduler(Scheduler):
     def _write_answer(self, answer: pb.RecordedAnswer, raised: str) -> None:
         answer.session, answer.raised = self.session, raised
         answer.answer.MergeFrom(self._wire.last_answer)
-
-    def update_draft_token_ids(self, drafts: Mapping[int, SequenceOf[int]]) -> None:
-        super().update_draft_token_ids(drafts)
-        self._recorder.note(lambda event: self._write_guesses(event.guesses, drafts))
-
-    def _write_guesses(self, guesses: pb.RecordedGuesses, drafts: Mapping[int, SequenceOf[int]]) -> None:
-        guesses.session = self.session
-        for sequence_id, token_ids in drafts.items():
-            guesses.draft_tokens.add(sequence_id=sequence_id, token_ids=token_ids)
 
     def set_admission(self, admits: bool) -> None:
         super().set_admission(admits)

@@ -160,12 +160,6 @@ class Replayer:
         _call(session, "admission", lambda: session.scheduler.set_admission(admission.admits))
         return Moment(at, session)
 
-    def _guesses(self, guesses: pb.RecordedGuesses, at: float) -> Moment:
-        session = self._sessions[guesses.session]
-        drafts = {draft.sequence_id: draft.token_ids for draft in guesses.draft_tokens}
-        _call(session, "guesses", lambda: session.scheduler.update_draft_token_ids(drafts))
-        return Moment(at, session)
-
     def _plan(self, plan: pb.RecordedPlan, at: float) -> Moment:
         session = self._sessions[plan.session]
         output = _call(session, "planning", lambda: session.scheduler.schedule(at), plan.raised)
@@ -202,7 +196,7 @@ class Replayer:
             return Moment(at, session)
         for group in {item.sequence.group.request_id: item.sequence.group for item in gained}.values():
             self._forget_if_finished(group)
-        step.answer = answer.answer
+        step.answer, step.work = answer.answer, step.work.with_guesses(sum(decoded.num_draft_tokens))
         step.began_at, session.answered_at = max(step.sent_at, session.answered_at), at
         return Moment(at, session, step=step, gained=gained)
 

@@ -8,9 +8,9 @@ from scheduler_service.core import SchedulerOutput
 class StepWork(NamedTuple):
     """What the time of a step depends on.
 
-    A prefill token is in a chunk of several tokens; a decode token is a chunk of its own, and has guesses behind it
-    that count as prefill tokens. Context is summed over the scheduled sequences: the tokens that each sequence's last
-    token attends to.
+    A prefill token is in a chunk of several tokens; a decode token is a chunk of its own. Guesses that are verified
+    behind one count as prefill tokens. Context is summed over the scheduled sequences: the tokens that each sequence's
+    last token attends to, without guesses.
     """
 
     prefill_tokens: int
@@ -20,13 +20,16 @@ class StepWork(NamedTuple):
 
     @classmethod
     def of(cls, output: SchedulerOutput) -> "StepWork":
-        """The work of a step; to be asked before the next one is planned."""
+        """The work of a step without guesses; to be asked before the next one is planned."""
         prefill = decode = context = 0
         for sequence, num_tokens, _ in output.scheduled:
-            context += sequence.num_computed_tokens  # with the tokens of this step
-            num_guesses = len(output.draft_tokens.get(sequence.id, ())) if output.draft_tokens else 0
-            if num_tokens == 1 + num_guesses:
-                decode, prefill = decode + 1, prefill + num_guesses
+            context += sequence.num_computed_tokens - sequence.num_draft_tokens  # with the tokens of this step
+            if num_tokens == 1 + output.num_draft_tokens.get(sequence.id, 0):
+                decode += 1
             else:
                 prefill += num_tokens
         return cls(prefill, decode, context, len(output.blocks_to_swap_out) + len(output.blocks_to_swap_in))
+
+    def with_guesses(self, number: int) -> "StepWork":
+        """The work of the same step in which so many guesses are verified."""
+        return self._replace(prefill_tokens=self.prefill_tokens + number)

@@ -89,5 +89,9 @@ PARTS: dict[str, Callable[[wire.SchedulerOutput], list[str]]] = {
     "copies blocks": lambda step: _pairs(step.blocks_to_copy),
     "forgets finished": lambda step: [str(sequence_id) for sequence_id in step.finished],
     "forgets preempted": lambda step: [str(sequence_id) for sequence_id in step.preempted],
-    "drafts": lambda step: [f"{draft.sequence_id} ({_tokens(draft.token_ids)})" for draft in step.draft_tokens],
+    "room for guesses": lambda step: [
+        f"{sequence_id}: {number}"
+        for sequence_id, number in zip(step.sequence_ids, step.num_draft_tokens, strict=False)
+        if number
+    ],
 }

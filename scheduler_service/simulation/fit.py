@@ -52,7 +52,8 @@ class Measurements:
         if moment.kind == "answer" and moment.step is not None and moment.at > moment.step.began_at:
             self.steps.append((moment.step.work, moment.at - moment.step.began_at))
             assert moment.step.answer is not None
-            self.guesses.add(moment.step.output, moment.step.answer.num_tokens)
+            answer = moment.step.answer
+            self.guesses.add(moment.step.output, answer.num_draft_tokens, answer.num_tokens)
 
     @property
     def config(self) -> SchedulerConfig:

@@ -1,11 +1,11 @@
 """Guesses at next tokens: how often they come and are right, counted in a recording and drawn in a simulation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from random import Random
 
-from scheduler_service.core import SchedulerOutput
+from scheduler_service.core import ModelOutput, SchedulerOutput
 
 
 @dataclass(slots=True)
@@ -25,19 +25,20 @@ class GuessCounts:
         self._num_decodes = 0
         self._positions: list[_Position] = []
 
-    def add(self, output: SchedulerOutput, num_gained: Sequence[int]) -> None:
-        """Count a step. num_gained: tokens of each sequence that sampled; empty if each gained one."""
+    def add(self, output: SchedulerOutput, verified: Sequence[int], gained: Sequence[int]) -> None:
+        """Count a step: guesses that were verified and tokens that were gained of each sequence that sampled, empty
+        where that is no guess and one token of each."""
         sampled = [(sequence, num_tokens) for sequence, num_tokens, samples in output.scheduled if samples]
-        for (sequence, num_tokens), gained in zip(sampled, num_gained or [1] * len(sampled), strict=True):
-            num_guesses = len(output.draft_tokens.get(sequence.id, ()))
-            if num_tokens != 1 + num_guesses:  # the end of a prompt
+        numbers = zip(verified or [0] * len(sampled), gained or [1] * len(sampled), strict=True)
+        for (sequence, num_tokens), (num_guesses, num_gained) in zip(sampled, numbers, strict=True):
+            if num_tokens != 1 + output.num_draft_tokens.get(sequence.id, 0):  # the end of a prompt
                 continue
             self._num_decodes += 1
             self._positions += [_Position() for _ in range(num_guesses - len(self._positions))]
             for number, position in enumerate(self._positions[:num_guesses]):
                 position.made += 1
-                position.reached += gained > number
-                position.right += gained > number + 1
+                position.reached += num_gained > number
+                position.right += num_gained > number + 1
 
     @property
     def fields(self) -> dict[str, list[float]]:
@@ -59,21 +60,27 @@ class Guessing:
         self._acceptance = acceptance
         self._random = Random(0).random
 
-    def verify(self, output: SchedulerOutput) -> list[int]:
-        """How many tokens each sequence gains that samples: its guesses up to the first wrong one, and one more."""
-        numbers = (
-            len(output.draft_tokens.get(sequence.id, ())) for sequence, _, samples in output.scheduled if samples
+    def make(self, output: SchedulerOutput) -> list[int]:
+        """How many guesses a step verifies of each sequence that samples, as far as it has room for them."""
+        rooms = (output.num_draft_tokens.get(sequence.id, 0) for sequence, _, samples in output.scheduled if samples)
+        return [min(room, self._number()) if room else 0 for room in rooms]
+
+    def answer(self, output: SchedulerOutput, verified: list[int], token: int) -> ModelOutput:
+        """The answer to a step: each sequence gains its guesses up to the first wrong one, and one more, and all are to
+        have room for as many guesses as there ever are."""
+        gained = [1 + sum(1 for _ in takewhile(self._is_right, self._acceptance[:number])) for number in verified]
+        wanted = [len(self._shares)] * len(verified)
+        return ModelOutput(
+            output.step_id,
+            [token] * sum(gained),
+            gained,
+            num_draft_tokens=verified,
+            num_draft_tokens_wanted=wanted,
         )
-        return [1 + sum(1 for _ in takewhile(self._is_right, self._acceptance[:number])) for number in numbers]
+
+    def _number(self) -> int:
+        at = self._random()
+        return sum(share > at for share in self._shares)
 
     def _is_right(self, chance: float) -> bool:
         return self._random() < chance
-
-    def next(self, output: SchedulerOutput, token: int) -> Mapping[int, list[int]]:
-        """Guesses for the sequences that go on after this step, by sequence id: some of `token`."""
-        drawn = (
-            (sequence.id, self._random())
-            for sequence, _, samples in output.scheduled
-            if samples and not sequence.status.is_finished
-        )
-        return {sequence_id: [token] * sum(share > at for share in self._shares) for sequence_id, at in drawn}

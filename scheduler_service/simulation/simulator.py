@@ -141,6 +141,7 @@ class Simulator:
         self._numbers: dict[object, int] = {scheduler: number for number, scheduler in enumerate(self._workers)}
         self._idle = dict.fromkeys(range(num_workers - 1, -1, -1))  # the worker that became idle last is asked first
         self._ends: list[tuple[float, int, SchedulerOutput]] = []  # of running steps: time, worker, step
+        self._verified: list[list[int]] = [[] for _ in self._workers]  # in the step that each runs
         self._retries: list[tuple[float, int]] = []  # time, and the idle worker that is asked again then
         self._service_gap = ServiceGap()
         self._guessing = Guessing(cost_model.guesses, cost_model.acceptance) if num_guesses else None
@@ -230,18 +231,21 @@ class Simulator:
                 request.admitted = now
                 self.result.cached_tokens += group.num_cached_tokens or 0
                 self._service_gap.admitted(request.arrival.tenant, request.arrival.prompt_tokens)
-        seconds = self._cost_model.step_seconds(output) * self._slowness.get(worker, 1.0)
+        if self._guessing is not None:
+            self._verified[worker] = self._guessing.make(output)
+        num_guesses = sum(self._verified[worker])
+        seconds = self._cost_model.step_seconds(output, num_guesses) * self._slowness.get(worker, 1.0)
         self.result.busy_seconds[worker] += seconds
         self.result.num_steps += 1
         heapq.heappush(self._ends, (now + seconds, worker, output))
 
     def _end_step(self, now: float, worker: int, output: SchedulerOutput) -> int:
-        scheduler, guessing, num_tokens = self._workers[worker], self._guessing, list[int]()
-        if guessing is not None and output.draft_tokens:
-            num_tokens = guessing.verify(output)
-        answer = ModelOutput(output.step_id, [TOKEN] * (sum(num_tokens) or output.num_samples), num_tokens)
+        if self._guessing is not None:
+            answer = self._guessing.answer(output, self._verified[worker], TOKEN)
+        else:
+            answer = ModelOutput(output.step_id, [TOKEN] * output.num_samples)
         num_finished = 0
-        for gained in scheduler.update_from_output(output, answer, now):
+        for gained in self._workers[worker].update_from_output(output, answer, now):
             if gained.token_id is None:
                 continue
             request = self.result.requests[int(gained.sequence.group.request_id)]
@@ -252,6 +256,4 @@ class Simulator:
                 request.finished = now
                 num_finished += 1
         self._service_gap.end_step()
-        if guessing is not None:
-            scheduler.update_draft_token_ids(guessing.next(output, TOKEN))
         return num_finished

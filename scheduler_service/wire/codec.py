@@ -12,7 +12,7 @@ from scheduler_service.core.outputs import Fork, NewSequence, TokenLogprobs
 from scheduler_service.wire.columns import fill_column
 from scheduler_service.wire.fields import encode_fields
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class WorkerInfo(NamedTuple):
@@ -130,8 +130,6 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
     # All messages are made in place: one that is passed in would be serialized and parsed again.
     for sequence_id, start, block_ids in output.block_table_updates:
         message.block_table_updates.add(sequence_id=sequence_id, start=start, block_ids=_encode_table(block_ids))
-    for sequence_id, token_ids in output.draft_tokens.items():
-        message.draft_tokens.add(sequence_id=sequence_id, token_ids=token_ids)
     for new in output.new_sequences:
         _fill_new_sequence(message.new_sequences.add(), new)
     for fork in output.forks:
@@ -140,6 +138,8 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
         message.num_scheduled_tokens.extend(scheduled.num_tokens for scheduled in output.scheduled)
     if output.num_samples != len(output.scheduled):
         message.samples.extend(scheduled.samples for scheduled in output.scheduled)
+    if output.num_draft_tokens:
+        message.num_draft_tokens.extend(output.num_draft_tokens.get(s.sequence.id, 0) for s in output.scheduled)
     for pairs, mapping in (
         (output.blocks_to_swap_out, message.blocks_to_swap_out),
         (output.blocks_to_swap_in, message.blocks_to_swap_in),
@@ -178,7 +178,8 @@ def decode_model_output(message: pb.ModelOutput) -> ModelOutput:
         list(message.token_ids),
         list(message.num_tokens),
         failed_sequence_ids=frozenset((*message.failed_sequence_ids, *without)),
-        draft_tokens={draft.sequence_id: list(draft.token_ids) for draft in message.draft_tokens},
+        num_draft_tokens=list(message.num_draft_tokens),
+        num_draft_tokens_wanted=list(message.num_draft_tokens_wanted),
         vectors={vectors.sequence_id: vectors.data for vectors in message.vectors},
     )
     if len(output.vectors) != len(message.vectors):

@@ -8,6 +8,7 @@ the right prefix. The token it samples is a function of the prefix, so the right
 
 from dataclasses import dataclass, field
 from itertools import chain
+from random import Random
 
 from scheduler_service.core import ModelOutput, SchedulerConfig, SchedulerOutput, SequenceGroup
 from scheduler_service.core.blocks.pool import NO_BLOCK
@@ -128,6 +129,8 @@ class FakeWorker:
     config: SchedulerConfig
     mirrors: dict[int, Mirror] = field(default_factory=dict)
     last_step: int = 0
+    guessing: Random | None = None
+    """Draws how many guesses are made, which are right, and for how many there should be room."""
 
     def __post_init__(self) -> None:
         empty = [-1] * self.config.block_size
@@ -163,23 +166,32 @@ class FakeWorker:
             table[update.start :] = update.block_ids
         for sequence_id in output.finished:
             del self.mirrors[sequence_id]
-        for sequence_id, draft in output.draft_tokens.items():
-            self.mirrors[sequence_id].tokens += draft
-            self.mirrors[sequence_id].num_draft = len(draft)
+        num_unused = {
+            sequence_id: room - self._guess(self.mirrors[sequence_id], room)
+            for sequence_id, room in output.num_draft_tokens.items()
+        }
+        scheduled = [(s, num_tokens - num_unused.get(s.id, 0), samples) for s, num_tokens, samples in output.scheduled]
         # All keys and values of a step are written before any are read.
-        for sequence, num_tokens, samples in output.scheduled:
+        for sequence, num_tokens, samples in scheduled:
             if sequence.is_encoder:
                 self._store_encoder(self.mirrors[sequence.id], num_tokens)
             else:
                 self._store(self.mirrors[sequence.id], num_tokens, samples)
         sampled = {
             sequence: self._attend(self.mirrors[sequence.id], num_tokens, samples)
-            for sequence, num_tokens, samples in output.scheduled
+            for sequence, num_tokens, samples in scheduled
             if not sequence.is_encoder
         }
         answer = ModelOutput(output.step_id, [token for tokens in sampled.values() for token in tokens])
-        if output.draft_tokens:
+        if output.num_draft_tokens:
             answer.num_tokens = [len(tokens) for tokens in sampled.values() if tokens]
+            answer.num_draft_tokens = [
+                output.num_draft_tokens.get(s.id, 0) - num_unused.get(s.id, 0)
+                for s, tokens in sampled.items()
+                if tokens
+            ]
+        if self.guessing is not None and self.guessing.random() < 0.5:
+            answer.num_draft_tokens_wanted = [self.guessing.randrange(7) for tokens in sampled.values() if tokens]
         for sequence, tokens in sampled.items():
             if tokens and (num_logprobs := sequence.sampling.num_logprobs) is not None:
                 prefixes = self.mirrors[sequence.id].prefixes(end := len(self.mirrors[sequence.id].tokens))
@@ -188,6 +200,15 @@ class FakeWorker:
                     for token, prefix in zip(tokens, prefixes[end - len(tokens) - 1 :], strict=False)
                 ]
         return answer
+
+    def _guess(self, mirror: Mirror, room: int) -> int:
+        """Put guesses behind a sequence's tokens, most of them right; returns how many."""
+        number = room if self.guessing is None else self.guessing.randint(0, room)
+        for _ in range(number):
+            is_right = self.guessing is None or self.guessing.random() < 0.7
+            mirror.tokens.append(mirror.next_token() if is_right else self.guessing.randrange(VOCABULARY))
+        mirror.num_draft = number
+        return number
 
     def _give_encoder(self, mirror: Mirror, sequence: Sequence) -> None:
         if isinstance(sequence, EncoderSequence):

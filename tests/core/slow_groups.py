@@ -39,9 +39,8 @@ class SlowSequence:
         self.parent: SlowSequence | None = None  # whose tokens it begins with, and how many
         self.num_parents_tokens = 0
         self.candidates = None
-        self.drafts: list[int] = []  # guesses, for the step after so many tokens were computed
-        self.drafted_at = 0
-        self.num_drafted = 0  # guesses in the step that is not answered yet
+        self.num_wanted = 0  # guesses that there should be room for
+        self.num_drafted = 0  # guesses that there is room for in the steps that are not answered yet
 
     @property
     def num_tokens(self) -> int:
@@ -58,7 +57,7 @@ class SlowSequence:
     @property
     def uncomputed(self) -> int:
         left = len(self.token_ids) - self.computed
-        if left > 0 or self.group.beams or self.num_drafted:
+        if left > 0 or self.group.beams:
             return max(0, left)
         return int(self.computed + 1 < self.max_num_tokens)
 

@@ -20,7 +20,8 @@ class SlowStep:
     decisions: dict[str, object]
     is_empty: bool
     began: float | None
-    drafts: dict[SlowSequence, list[int]]
+    rooms: dict[SlowSequence, int]
+    """For guesses."""
 
 
 class SlowScheduler(SlowBlocks):
@@ -129,7 +130,11 @@ class SlowScheduler(SlowBlocks):
         if group.live[0].device is None:  # its leader ended before the others could fork
             self.begin_anew(group)
             return
-        while self.num_new_blocks(chunks := self.chunks_of(group)) > self.num_free:
+        chunks, has_guesses = self.chunks_of(group), True
+        while self.num_new_blocks(chunks) > self.num_free:
+            if has_guesses:  # which nothing is preempted for
+                chunks, has_guesses = self.chunks_of(group, has_guesses=False), False
+                continue
             if self.running == [group]:
                 self.ignore(group)
                 return
@@ -137,10 +142,11 @@ class SlowScheduler(SlowBlocks):
             self.preempt(victim)
             if victim is group:
                 return
+            chunks = self.chunks_of(group, has_guesses=False)
         for sequence, num_tokens in chunks:
             self.plan.append((sequence, num_tokens, self.append_slots(sequence, num_tokens)))
 
-    def chunks_of(self, group: SlowGroup) -> list[tuple[SlowSequence, int]]:
+    def chunks_of(self, group: SlowGroup, *, has_guesses: bool = True) -> list[tuple[SlowSequence, int]]:
         chunks, left, bytes_left = [], self.tokens_left, self.bytes_left
         if encoder := group.encoder:
             to_tell = self.bytes_to_tell(encoder, 0)
@@ -154,8 +160,11 @@ class SlowScheduler(SlowBlocks):
         are_apart = self.config.phase_rule is PhaseRule.SEPARATE and catching_up  # none decodes among those
         for sequence in catching_up if are_apart else group.live:
             num_tokens = min(self.most_at_first(sequence, [s for s, _ in chunks]), left)
-            if sequence.uncomputed == num_tokens == 1 and sequence.drafted_at == sequence.computed:
-                num_tokens += min(len(sequence.drafts), left - 1)
+            if sequence.uncomputed == num_tokens == 1 and sequence.is_table_known and has_guesses:
+                most = sequence.max_num_tokens - (sequence.computed + num_tokens + 1)
+                uncertain = sequence.num_drafted + 1
+                most = min(most, left - 1, self.config.max_num_batched_tokens - uncertain)
+                num_tokens += max(0, min(sequence.num_wanted, most))
             if num_tokens and sequence.device is not None and (sequence.is_table_known or bytes_left > 0):
                 chunks.append((sequence, num_tokens))
                 left -= num_tokens
@@ -174,8 +183,6 @@ class SlowScheduler(SlowBlocks):
         self.has_preempted = True
         if mode is PreemptionMode.SWAP:
             self.num_swapped_out += self.move(group, to_host=True)
-            for sequence in group.live:
-                sequence.drafts = []
             self.running.remove(group)
             self.swapped.insert(0, group)
             return
@@ -333,13 +340,12 @@ class SlowScheduler(SlowBlocks):
             self.end(sequence, SequenceStatus.FINISHED_IGNORED)
 
     def write(self, began: float | None) -> SlowStep:
-        chunks, drafts = [], {}
+        chunks, rooms = [], {}
         for sequence, num_tokens, _ in self.plan:
             samples = num_tokens >= sequence.uncomputed and not sequence.is_encoder
             if num_tokens > sequence.uncomputed:
-                sequence.num_drafted = num_tokens - sequence.uncomputed
-                drafts[sequence] = sequence.drafts[: sequence.num_drafted]
-            sequence.drafts = []
+                rooms[sequence] = num_tokens - sequence.uncomputed
+                sequence.num_drafted += rooms[sequence]
             chunks.append((sequence, num_tokens, samples, sequence.num_lives))
             sequence.computed += num_tokens
             for told in (sequence, sequence.group.encoder):
@@ -354,7 +360,7 @@ class SlowScheduler(SlowBlocks):
                         follower.num_parents_tokens = len(sequence.group.prompt)
         decisions = {
             "scheduled": [(s.label, s.computed, num_tokens, samples) for s, num_tokens, samples, _ in chunks],
-            "drafts": {sequence.label: guesses for sequence, guesses in drafts.items()},
+            "rooms": {sequence.label: room for sequence, room in rooms.items()},
             "preempted": self.preempted,
             "ignored": self.ignored,
             "finished": [sequence.label for sequence in self.ended],
@@ -366,16 +372,13 @@ class SlowScheduler(SlowBlocks):
             sequence.is_known = False
         is_empty = not (chunks or self.ended or self.preempted or self.num_swapped_out or self.num_swapped_in)
         self.ended = []
-        return SlowStep(chunks, decisions, is_empty, began, drafts)
+        return SlowStep(chunks, decisions, is_empty, began, rooms)
 
-    def guess(self, drafts: dict[SlowSequence, list[int]]) -> None:
-        """Guesses at how sequences go on that run and have no step in flight."""
-        for group in self.running:
-            for sequence in group.live if not group.beams else ():
-                if sequence in drafts and sequence.stored == sequence.computed:
-                    room = sequence.max_num_tokens - len(sequence.token_ids) - 1
-                    sequence.drafts = drafts[sequence][: max(0, min(room, self.config.num_lookahead_slots))]
-                    sequence.drafted_at = sequence.computed
+    def want(self, step: SlowStep, wanted: dict[SlowSequence, int]) -> None:
+        """For guesses, in all steps to come, behind sequences that this one has sampled after."""
+        for sequence, _, _, life in step.chunks:
+            if sequence in wanted and sequence.num_lives == life and not sequence.group.beams:
+                sequence.num_wanted = min(wanted[sequence], self.config.num_lookahead_slots)
 
     # ---- the answer, and ends
 
@@ -387,14 +390,14 @@ class SlowScheduler(SlowBlocks):
         left = iter(answers)
         given = [next(left) if samples else ([None], None) for _, _, samples, _ in step.chunks]
         for (sequence, _, _, life), ((*right, _), _) in zip(step.chunks, given, strict=True):
-            if sequence in step.drafts and sequence.status is None and sequence.num_lives == life:
-                num_wrong = len(step.drafts[sequence]) - len(right)
-                sequence.num_drafted = 0
+            if sequence in step.rooms and sequence.status is None and sequence.num_lives == life:
+                num_unused = step.rooms[sequence] - len(right)
+                sequence.num_drafted -= step.rooms[sequence]
                 for token in right:
                     if sequence.status is None:
                         self.append_token(sequence, token)
-                sequence.computed -= num_wrong
-                sequence.stored -= num_wrong
+                sequence.computed -= num_unused
+                sequence.stored -= num_unused
         for (sequence, num_tokens, _, life), ((*_, token), candidates) in zip(step.chunks, given, strict=True):
             if sequence.status is not None or sequence.num_lives != life:
                 continue

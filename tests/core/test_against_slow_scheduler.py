@@ -59,10 +59,6 @@ def next_tokens(sequence: Sequence, number: int) -> list[int]:
     return known[len(known) - number :]
 
 
-def eq_pair(pair: tuple[int, int]) -> bool:
-    return pair[0] == pair[1]
-
-
 class Both:
     """The scheduler and the slow one, told the same."""
 
@@ -108,7 +104,7 @@ class Both:
         self.sequences |= {sequence.id: sequence for sequence in scheduled}
         decisions = {
             "scheduled": [(label(s), s.num_computed_tokens, n, samples) for s, n, samples in output.scheduled],
-            "drafts": {label(self.sequences[id_]): guesses for id_, guesses in output.draft_tokens.items()},
+            "rooms": {label(self.sequences[id_]): room for id_, room in output.num_draft_tokens.items()},
             "preempted": [label(self.sequences[sequence_id]) for sequence_id in output.preempted],
             "ignored": [group.request_id for group in output.ignored],
             "finished": [label(self.sequences[sequence_id]) for sequence_id in output.finished],
@@ -145,15 +141,17 @@ class Both:
         fast.blocks.check()
         assert fast.num_running_seqs == sum(group.num_seqs for group in fast.running)
 
-    def take_in(self, output: SchedulerOutput, step: SlowStep, now: float) -> None:
-        """The worker's answer: a function of what is known of each sequence when the answer comes."""
+    def take_in(self, output: SchedulerOutput, step: SlowStep, now: float, guessing: Random) -> None:
+        """The worker's answer: a function of what is known of each sequence when the answer comes. It has verified as
+        many guesses as there is room for, or fewer, and wants room for none, some, or too many."""
+        wanted = {}
         answer, answers = ModelOutput(output.step_id, []), []
         for (sequence, _, samples), (slow_sequence, *_) in zip(output.scheduled, step.chunks, strict=True):
             if samples:
-                drafts, likeliest = step.drafts.get(slow_sequence, []), []
-                tokens = next_tokens(sequence, 1 + len(drafts))
-                num_right = sum(1 for _ in takewhile(eq_pair, zip(drafts, tokens, strict=False)))
-                tokens = tokens[: 1 + num_right]
+                num_guesses, likeliest = guessing.randint(0, step.rooms.get(slow_sequence, 0)), []
+                num_right = sum(1 for _ in takewhile(lambda _: guessing.random() < 0.8, range(num_guesses)))
+                tokens = next_tokens(sequence, 1 + num_right)
+                wanted[slow_sequence] = guessing.randint(0, 7)
                 if sequence.sampling.beam_width:
                     likeliest = candidates(prefix_of(sequence.token_ids))[: sequence.sampling.num_logprobs]
                     answer.logprobs[sequence.id] = [
@@ -161,24 +159,17 @@ class Both:
                     ]
                 answer.token_ids += tokens
                 answer.num_tokens.append(len(tokens))
+                answer.num_draft_tokens.append(num_guesses)
                 answers.append((tokens, likeliest))
-        if not step.drafts:
+        if not step.rooms:
             answer.num_tokens.clear()
+            answer.num_draft_tokens.clear()
+        if self.fast.config.num_lookahead_slots and guessing.random() < 0.5:
+            answer.num_draft_tokens_wanted = list(wanted.values())
+            self.slow.want(step, wanted)
         self.fast.update_from_output(output, answer, now)
         self.slow.take_in(step, answers, now)
         self.compare()
-
-    def guess(self, rng: Random) -> None:
-        """For some sequences, wherever they are: right guesses, wrong ones, and more than there is room for."""
-        fast_drafts, slow_drafts = {}, {}
-        for fast, slow in self.groups:
-            for fast_sequence, slow_sequence in zip(fast.sequences, slow.sequences, strict=True):
-                if not fast_sequence.status.is_finished and fast_sequence.id and rng.random() < 0.7:
-                    guesses = next_tokens(fast_sequence, rng.randint(0, 5))
-                    guesses = [token if rng.random() < 0.8 else rng.randrange(10**6) for token in guesses]
-                    fast_drafts[fast_sequence.id] = slow_drafts[slow_sequence] = guesses
-        self.fast.update_draft_token_ids(fast_drafts)
-        self.slow.guess(slow_drafts)
 
 
 @settings(max_examples=400)
@@ -205,9 +196,7 @@ def test_every_decision_is_that_of_the_slow_scheduler(seed: int, takes_part: lis
         if not output.is_empty:
             in_flight.append((output, step))
         if in_flight and (output.is_empty or len(in_flight) == max_in_flight):
-            both.take_in(*in_flight.pop(0), now + 0.5)
-            if config.num_lookahead_slots:
-                both.guess(guesses)
+            both.take_in(*in_flight.pop(0), now + 0.5, guesses)
         if now > 24 and not both.fast.has_work and not in_flight:
             break
         assert now < 3000, "the run does not end"

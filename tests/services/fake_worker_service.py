@@ -21,7 +21,8 @@ class FakeWorkerService(WorkerServiceServicer, health.aio.HealthServicer):
     """Ends the session when it is asked to compute a prompt that contains `poison`.
 
     Steps are computed while `runs` is set, which step number `stops_at` clears, and health is answered while `is_well`
-    is set. `spoil` changes answers, also to bytes that are no message.
+    is set. `spoil` changes answers, also to bytes that are no message. For as many guesses as `wanted` says with a
+    step's answer steps should have room from then on, and of so much room `right` says how many guesses are.
     """
 
     def __init__(self, tokenizer_directory: Path, *, poison: int | None = None, num_device_blocks: int = 64) -> None:
@@ -31,6 +32,8 @@ class FakeWorkerService(WorkerServiceServicer, health.aio.HealthServicer):
         self.poison_status = grpc.StatusCode.INTERNAL
         self._vector_bytes: dict[int, int] = {}  # of a sequence; forks have none
         self.spoil: Callable[[pb.ModelOutput], Any] = lambda answer: answer
+        self.wanted: Callable[[int], int | None] = lambda _: None
+        self.right: Callable[[int], int] = lambda room: room
         self.runs, self.is_well = asyncio.Event(), asyncio.Event()
         self.runs.set()
         self.is_well.set()
@@ -39,7 +42,7 @@ class FakeWorkerService(WorkerServiceServicer, health.aio.HealthServicer):
         self.num_prompts = 0
         self.stops_at: int | None = None
         self.info = worker_pb.GetWorkerInfoResponse(
-            protocol_version=1,
+            protocol_version=2,
             model_id="fake",
             model_fingerprint="f",
             dtype="float32",
@@ -75,13 +78,10 @@ class FakeWorkerService(WorkerServiceServicer, health.aio.HealthServicer):
             poisoned |= {fork.child_sequence_id for fork in output.forks if fork.parent_sequence_id in poisoned}
             if poisoned & set(output.sequence_ids):
                 await context.abort(self.poison_status, "a step failed")
-            drafts = {draft.sequence_id: draft.token_ids for draft in output.draft_tokens}
             samples = output.samples or [True] * len(output.sequence_ids)
-            num_tokens = [
-                1 + sum(1 for _ in itertools.takewhile(TOKEN.__eq__, drafts.get(sequence_id, ())))
-                for sequence_id, is_sampling in zip(output.sequence_ids, samples, strict=True)
-                if is_sampling
-            ]
+            rooms = list(itertools.compress(output.num_draft_tokens, samples))
+            num_tokens = [1 + self.right(room) for room in rooms] or [1] * sum(samples)
+            wanted = self.wanted(output.step_id)
             self.num_steps += 1
             if self.num_steps == self.stops_at:
                 self.runs.clear()
@@ -99,7 +99,9 @@ class FakeWorkerService(WorkerServiceServicer, health.aio.HealthServicer):
                     epoch=output.epoch,
                     step_id=output.step_id,
                     token_ids=[TOKEN] * sum(num_tokens),
-                    num_tokens=num_tokens if drafts else (),
+                    num_tokens=num_tokens if rooms else (),
+                    num_draft_tokens=rooms,
+                    num_draft_tokens_wanted=() if wanted is None else [wanted] * len(num_tokens),
                 )
             )
 

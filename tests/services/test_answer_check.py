@@ -1,3 +1,6 @@
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from scheduler_service.core import (
@@ -68,13 +71,43 @@ def test_what_is_said_of_a_sequence_that_has_left_is_not_taken_for_anothers() ->
 
 def test_a_sequence_that_failed_has_gained_no_guesses() -> None:
     _, output, sequence_id, entry = with_two_guesses()
-    answer = ModelOutput(2, [5, 5], [2], {sequence_id: [entry] * 2}, failed_sequence_ids=frozenset([sequence_id]))
+    answer = right_guess({sequence_id: [entry] * 2}, failed_sequence_ids=frozenset([sequence_id]))
     with pytest.raises(ValueError, match=f"returned 2 tokens for sequence {sequence_id}"):
         check_answer(output, answer, 100)
 
 
+def right_guess(logprobs: dict[int, list[TokenLogprobs]], **more: Any) -> ModelOutput:
+    """The second step's answer: one of two guesses was right."""
+    return ModelOutput(2, [5, 5], [2], logprobs, num_draft_tokens=[2], **more)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "verified", "sentence"),
+    [
+        ([3], [3], "verified 3 guesses for sequence 1, not 2"),
+        ([2], [], "returned 2 tokens for sequence 1"),
+        ([3], [1], "returned 3 tokens for sequence 1"),
+        ([1], [3], "verified 3 guesses for sequence 1, not 2"),
+    ],
+)
+def test_no_more_is_verified_than_there_is_room_for_and_no_more_is_right(
+    num_tokens: list[int], verified: list[int], sentence: str
+) -> None:
+    _, output, _, _ = with_two_guesses()
+    with pytest.raises(ValueError, match=sentence):
+        check_answer(output, ModelOutput(2, [5] * sum(num_tokens), num_tokens, num_draft_tokens=verified), 100)
+
+
+@pytest.mark.parametrize("column", ["num_draft_tokens", "num_draft_tokens_wanted"])
+def test_guesses_are_counted_for_every_sequence_that_samples(column: str) -> None:
+    scheduler, output, sequence_id, entry = with_two_guesses()
+    answer = replace(right_guess({sequence_id: [entry] * 2}), **{column: [2, 2]})
+    with pytest.raises(ValueError, match="counted guesses of 2 samples of 1"):
+        scheduler.update_from_output(output, answer)
+
+
 def with_two_guesses() -> tuple[Scheduler, SchedulerOutput, int, TokenLogprobs]:
-    """A step that verifies them, of a sequence that asks for log-probabilities, and those of one token."""
+    """A step that has room for them, of a sequence that asks for log-probabilities, and those of one token."""
     config = SchedulerConfig(
         block_size=4,
         num_device_blocks=8,
@@ -88,8 +121,8 @@ def with_two_guesses() -> tuple[Scheduler, SchedulerOutput, int, TokenLogprobs]:
     output = scheduler.schedule()
     sequence_id = output.scheduled[0].sequence.id
     entry = TokenLogprobs([5], [-1.0], 1)
-    scheduler.update_from_output(output, ModelOutput(1, [5], logprobs={sequence_id: [entry]}))
-    scheduler.update_draft_token_ids({sequence_id: [5, 5]})
+    answer = ModelOutput(1, [5], logprobs={sequence_id: [entry]}, num_draft_tokens_wanted=[2])
+    scheduler.update_from_output(output, answer)
     return scheduler, scheduler.schedule(), sequence_id, entry
 
 
@@ -97,13 +130,13 @@ def test_each_token_that_was_gained_has_log_probabilities() -> None:
     """Also where guesses were right, and a step gains several tokens of a sequence."""
     scheduler, output, sequence_id, entry = with_two_guesses()
     for num_positions in range(4):
-        answer = ModelOutput(2, [5, 5], [2], logprobs={sequence_id: [entry] * num_positions})
+        answer = right_guess({sequence_id: [entry] * num_positions})
         if num_positions == 2:
             check_answer(output, answer, 100)
         else:
             with pytest.raises(ValueError, match=f"of {num_positions} tokens for sequence {sequence_id}, which gained"):
                 check_answer(output, answer, 100)
-    gained = scheduler.update_from_output(output, ModelOutput(2, [5, 5], [2], logprobs={sequence_id: [entry] * 2}))
+    gained = scheduler.update_from_output(output, right_guess({sequence_id: [entry] * 2}))
     assert [item.logprobs for item in gained] == [entry, entry]
 
 

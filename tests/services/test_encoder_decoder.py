@@ -101,7 +101,7 @@ async def test_outputs_are_the_same_alone_and_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Twice, so that the second round finds what encoders have read; and every decision can be replayed."""
-    monkeypatch.setattr(drafter, "numbers_of_guesses", lambda chances, most, *_, **__: [most] * len(chances))
+    monkeypatch.setattr(drafter, "numbers_of_guesses", lambda _, mosts, *__, **___: list(mosts))
     recording = tmp_path / "recording"
     async with serving(model, scheduling | {"record": recording}, **settings) as (one, _):
         async with Client(one.target) as client:

@@ -28,7 +28,7 @@ from scheduler_service.core import (
 from scheduler_service.core.groups.pooling_params import PoolingParams, PoolingType
 from scheduler_service.core.planning.step_writer import StepWriter
 from scheduler_service.recording import writer
-from scheduler_service.recording.format import MAX_EVENT_BYTES, ReadEvent, RecordingError, frame, read_events
+from scheduler_service.recording.format import MAX_EVENT_BYTES, VERSION, ReadEvent, RecordingError, frame, read_events
 from scheduler_service.recording.recorder import NoRecorder, RecordedScheduler, Recorder
 from scheduler_service.recording.writer import FileWriter
 from scheduler_service.wire.fields import decode_enum, decode_fields, encode_enum, encode_fields
@@ -88,7 +88,7 @@ ENCODER_INPUT = EncoderInput(num_tokens=5, token_ids=(3, 1, 4), features=b"sound
 
 def header() -> pb.RecordedEvent:
     return pb.RecordedEvent(
-        at=1.0, header=pb.RecordingHeader(format="pagewire recording", version=1, policy="RECORDED_POLICY_FCFS")
+        at=1.0, header=pb.RecordingHeader(format="pagewire recording", version=VERSION, policy="RECORDED_POLICY_FCFS")
     )
 
 
@@ -213,8 +213,8 @@ def test_a_bit_that_flips_anywhere_is_found(tmp_path: Path) -> None:
         (b"\xff" * 100, "is not a recording"),
         (frame(arrival("a")), "byte 0 begins no header"),
         (
-            frame(pb.RecordedEvent(header=pb.RecordingHeader(format="pagewire recording", version=2))),
-            "has version 2 of the format; 1 can be read",
+            frame(pb.RecordedEvent(header=pb.RecordingHeader(format="pagewire recording", version=1))),
+            "has version 1 of the format; 2 can be read",
         ),
         (frame(header()) + b"\xff\xff\xff\xff\x7f", f"claims 34359738367 bytes; .* {MAX_EVENT_BYTES}"),
         (frame(header()) + b"\xff" * 20, "event 1 at byte .* has no length"),

@@ -63,11 +63,18 @@ def test_entries_behind_a_sliding_window_and_adapters_are_written() -> None:
     assert (message.new_sequences[0].lora_name, message.new_sequences[0].num_computed_tokens) == ("poet", 2)
 
 
-def test_guesses_go_out_and_what_each_sequence_gained_comes_back() -> None:
-    message = encode_scheduler_output(SchedulerOutput(step_id=1, draft_tokens={7: [1, 2]}), epoch=1)
-    assert list(message.draft_tokens) == [pb.DraftTokens(sequence_id=7, token_ids=[1, 2])]
-    answer = decode_model_output(pb.ModelOutput(step_id=1, token_ids=[1, 5, 6], num_tokens=[2, 1]))
+def test_room_for_guesses_goes_out_and_what_became_of_it_comes_back() -> None:
+    group = SequenceGroup("r", [1], SamplingParams(max_tokens=9, n=2))
+    for number, sequence in enumerate(group.sequences, 7):
+        sequence.id = number
+    scheduled = [ScheduledSequence(sequence, 3 - 2 * sequence.index, True) for sequence in group.sequences]
+    output = SchedulerOutput(step_id=1, scheduled=scheduled, num_samples=2, num_tokens=4, num_draft_tokens={7: 2})
+    message = encode_scheduler_output(output, epoch=1)
+    assert (list(message.num_scheduled_tokens), list(message.num_draft_tokens)) == ([3, 1], [2, 0])
+    columns = {"num_draft_tokens": [2, 0], "num_draft_tokens_wanted": [1, 0]}
+    answer = decode_model_output(pb.ModelOutput(step_id=1, token_ids=[1, 5, 6], num_tokens=[2, 1], **columns))
     assert (answer.token_ids, answer.num_tokens) == ([1, 5, 6], [2, 1])
+    assert (answer.num_draft_tokens, answer.num_draft_tokens_wanted) == ([2, 0], [1, 0])
     for shares in ([2, 2], [3, 0]):
         with pytest.raises(ValueError, match="3 tokens do not divide into 2 shares"):
             decode_model_output(pb.ModelOutput(token_ids=[1, 5, 6], num_tokens=shares))

@@ -52,7 +52,7 @@ def test_guesses_save_steps_and_cost_what_tokens_of_a_prompt_cost() -> None:
     result = Simulator([Arrival(0.0, 10, 9)], costs, num_workers=1).run()
     (request,) = result.requests
     prefill = (1000 + 10 * 100 + 10) / 1e6
-    decodes = [(1000 + 500 + 3 * 100 + context) / 1e6 for context in (14, 18)]
+    decodes = [(1000 + 500 + 3 * 100 + context) / 1e6 for context in (11, 15)]
     assert result.num_steps == 4  # the last one tells the worker that the request has ended
     assert request.e2e == pytest.approx(prefill + sum(decodes))
     assert request.tpot == pytest.approx(sum(decodes) / 8)

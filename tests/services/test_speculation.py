@@ -1,7 +1,6 @@
 """Guesses change nothing but speed: the tokens are those without them, whatever is asked for and whatever happens."""
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,6 @@ from tiny_model import write_tiny_llama
 from worker_in_process import worker_in_process
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
-from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.llm import collect
@@ -110,7 +108,7 @@ class Oracle:
 
 @pytest.fixture
 def oracle(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafter, "numbers_of_guesses", lambda chances, most, *_, **__: [most] * len(chances))
+    monkeypatch.setattr(drafter, "numbers_of_guesses", lambda _, mosts, *__, **___: list(mosts))
     monkeypatch.setattr(ngram, "guess", Oracle(plain.sequences).guess)
 
 
@@ -174,8 +172,8 @@ async def test_outputs_are_the_same_alone_and_together_and_through_preemption(
         assert num_preemptions(one) > 0 or num_device_blocks > 40
     assert guesses.right.num_tokens > 2000
     assert guesses.verified.num_tokens > guesses.right.num_tokens + 50
-    kinds = Counter(moment.kind for moment in Replayer().run(recording))
-    assert kinds["guesses"] > 10
+    replayed = [moment.step.output for moment in Replayer().run(recording) if moment.kind == "plan" and moment.step]
+    assert sum(bool(output.num_draft_tokens) for output in replayed) > 10
 
 
 async def guesses_after_a_loss(expected: list[list[Shown]], model: Path, **settings: Any) -> Guesses:
@@ -206,7 +204,7 @@ async def test_outputs_are_the_same_when_workers_are_lost(plain: Plain, tiny_mod
 @pytest.fixture
 def all_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """All guesses are made and verified, whether or not that is faster."""
-    monkeypatch.setattr(drafter, "numbers_of_guesses", lambda chances, most, *_, **__: [most] * len(chances))
+    monkeypatch.setattr(drafter, "numbers_of_guesses", lambda _, mosts, *__, **___: list(mosts))
 
 
 @pytest.mark.usefixtures("all_verified")
@@ -287,7 +285,7 @@ async def test_outputs_are_the_same_with_a_head_that_guesses_from_states(
         assert num_preemptions(one) > 0 or num_device_blocks > 40
     assert guesses.right.num_tokens > 2000
     slow = SlowEagle(tiny_model_directory, head)
-    assert len(guessed.found) > 100
+    assert len(guessed.found) > 60
     for token_ids, found in guessed.found[::2]:
         assert found[:2] == slow.greedy(token_ids, len(found[:2]))
 
@@ -301,34 +299,21 @@ async def test_outputs_are_the_same_with_a_head_when_a_worker_is_lost(
     assert other.verified.num_tokens > 200
 
 
-LIES: dict[str, Callable[[pb.ModelOutput], object]] = {
-    "wrong": lambda answer: guesses_of(answer, [5, 6, 7]),
-    "of no sequence": lambda answer: answer.draft_tokens.add(sequence_id=999, token_ids=[1]),
-    "of no token": lambda answer: guesses_of(answer, []),
-    "beyond the vocabulary": lambda answer: guesses_of(answer, [2**32 - 1]),
-    "too many": lambda answer: guesses_of(answer, [TOKEN] * 5000),
-    "twice": lambda answer: (guesses_of(answer, [5]), guesses_of(answer, [TOKEN])),
-    "some of all": lambda answer: (guesses_of(answer, [TOKEN, 5]), guesses_of(answer, [2**31])),
+LIES: dict[str, tuple[Callable[[int], int], Callable[[int], int]]] = {
+    "it wants more than it may have": (lambda _: 2**32 - 1, lambda room: room),
+    "it is always wrong": (lambda _: 3, lambda _: 0),
+    "it changes its mind in every step": (lambda step: step % 4, lambda room: room // 2),
+    "it wants room that it seldom uses": (lambda _: 3, lambda room: room * (room == 1)),
 }
 
 
-def guesses_of(answer: pb.ModelOutput, token_ids: list[int]) -> None:
-    for sequence_id in range(1, 20):
-        answer.draft_tokens.add(sequence_id=sequence_id, token_ids=token_ids)
-
-
-@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+@pytest.mark.parametrize(("wanted", "right"), LIES.values(), ids=LIES)
 async def test_a_worker_whose_guesses_are_lies_costs_time_alone(
-    lie: Callable[[pb.ModelOutput], object], byte_tokenizer_directory: Path
+    wanted: Callable[[int], int], right: Callable[[int], int], byte_tokenizer_directory: Path
 ) -> None:
     worker = FakeWorkerService(byte_tokenizer_directory)
     worker.info.num_speculative_tokens = 3
-
-    def spoil(answer: pb.ModelOutput) -> pb.ModelOutput:
-        lie(answer)
-        return answer
-
-    worker.spoil = spoil
+    worker.wanted, worker.right = wanted, right
     async with serving(worker) as address, scheduler(address) as one, Client(one.target) as client:
         sampling = SamplingParams(max_tokens=30, ignore_eos=True)
         completions = await asyncio.gather(*(collect(client, "a" * number, sampling) for number in range(1, 6)))
@@ -360,13 +345,7 @@ async def answers_of(worker: FakeWorkerService) -> tuple[list[tuple[object, ...]
 async def test_outputs_that_end_within_guesses_end_where_they_would_without(byte_tokenizer_directory: Path) -> None:
     plain, guessing = (FakeWorkerService(byte_tokenizer_directory) for _ in range(2))
     guessing.info.num_speculative_tokens = 3
-
-    def guess(answer: pb.ModelOutput) -> pb.ModelOutput:
-        for sequence_id in range(1, 40):
-            answer.draft_tokens.add(sequence_id=sequence_id, token_ids=[TOKEN] * 3)
-        return answer
-
-    guessing.spoil = guess
+    guessing.wanted = lambda _: 3
     expected, _ = await answers_of(plain)
     found, num_right = await answers_of(guessing)
     assert found == expected

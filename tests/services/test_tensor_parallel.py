@@ -20,7 +20,8 @@ TWO_RANKS = ("--tensor-parallel-size", "2")
 
 
 async def completions(target: str) -> list[list[list[int]]]:
-    """The tokens of each output, greedy and drawn, of short prompts that all run at once."""
+    """The tokens of each output, greedy and drawn, of short prompts that all run at once, and of one that runs alone and
+    repeats itself."""
 
     def sampling(number: int) -> SamplingParams:
         drawn = {"n": 2, "temperature": 0.8, "top_p": 0.95, "seed": number} if number % 2 else {"temperature": 0}
@@ -29,22 +30,28 @@ async def completions(target: str) -> list[list[list[int]]]:
     prompts = sorted(PROMPTS, key=len)[:8]
     async with Client(target) as client:
         done = await asyncio.gather(*(collect(client, text, sampling(number)) for number, text in enumerate(prompts)))
+        alone = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
+        done.append(await collect(client, "one two three one two three one two", alone))
     return [[output.token_ids for output in completion.outputs] for completion in done]
 
 
 async def test_a_model_of_the_default_models_heads_says_the_same_in_two_ranks(
     byte_tokenizer_directory: Path, tmp_path: Path
 ) -> None:
-    """Nine heads and three for keys and values, so that the parts are unequal."""
+    """Nine heads and three for keys and values, so that the parts are unequal. What the first rank guesses, the other
+    verifies as well."""
     heads = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}
     write_tiny_llama(tmp_path / "tiny-llama", byte_tokenizer_directory, **heads)
     model, scheduler = str(tmp_path / "tiny-llama"), ["--preemption-mode", "swap", "--check-invariants"]
     with LocalServer(model, worker_arguments=SMALL_POOL, scheduler_arguments=scheduler) as alone:
         expected = await completions(alone.target)
-    with LocalServer(model, worker_arguments=[*SMALL_POOL, *TWO_RANKS], scheduler_arguments=scheduler) as ranks:
-        assert await completions(ranks.target) == expected
-        (worker,) = (await cluster_state(ranks.admin_target)).workers
-        assert worker.num_preemptions
+    for speculate in ("none", "ngram"):
+        ranked = [*SMALL_POOL, *TWO_RANKS, "--speculate", speculate]
+        with LocalServer(model, worker_arguments=ranked, scheduler_arguments=scheduler) as ranks:
+            assert await completions(ranks.target) == expected
+            (worker,) = (await cluster_state(ranks.admin_target)).workers
+            assert worker.num_preemptions
+            assert bool(worker.num_guessed_tokens) == (speculate == "ngram")
 
 
 @pytest.fixture

@@ -104,9 +104,11 @@ class RunningStep:
         for chunk, share in zip(self._sampling, shares, strict=True):
             if chunk.sequence.sequence_id in failed:
                 share[:] = [PLACEHOLDER]
+        has_drafts = any(chunk.drafts for chunk in self._sampling)
         return ModelOutput(
             token_ids=[token_id for share in shares for token_id in share],
-            num_tokens=[len(share) for share in shares] if any(chunk.drafts for chunk in self._sampling) else [],
+            num_tokens=[len(share) for share in shares] if has_drafts else [],
+            num_draft_tokens=[len(chunk.drafts) for chunk in self._sampling] if has_drafts else [],
             timing=StepTiming(*durations),
             logprobs=[] if logits is None else sample_logprobs(logits, found, reporting),
             prompt_logprobs=self._prompt_logprobs,

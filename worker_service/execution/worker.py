@@ -140,6 +140,20 @@ def load_worker(settings: WorkerSettings) -> Worker:
         )
     elif settings.speculate == "ngram" and ranks.rank == 0:
         proposer = Ngrams()
+    runner = (
+        EncoderDecoderRunner(model, caches[0], forms, adapters)
+        if target.max_encoder_len
+        else ModelRunner(models[0], caches[0], graphs[0], forms, adapters)
+    )
+    drafter = None
+    if proposer is not None:
+        drafter = Drafter(
+            proposer,
+            settings.num_speculative_tokens,
+            config.vocabulary_size,
+            speeds[0],
+            runs_ahead=runner.runs_ahead,
+        )
     return Worker(
         ranks=ranks,
         info=WorkerInfo(
@@ -170,14 +184,10 @@ def load_worker(settings: WorkerSettings) -> Worker:
             max_num_encoder_tokens=max_num_encoder_tokens,
             feature_bytes=getattr(config, "feature_bytes", 0),
         ),
-        runner=(
-            EncoderDecoderRunner(model, caches[0], forms, adapters)
-            if target.max_encoder_len
-            else ModelRunner(models[0], caches[0], graphs[0], forms, adapters)
-        ),
+        runner=runner,
         tokenizer_files=tokenizer_files,
         adapters=adapters,
-        drafter=Drafter(proposer, settings.num_speculative_tokens, speeds[0]) if proposer is not None else None,
+        drafter=drafter,
     )
 
 

@@ -7,9 +7,11 @@ they lie on GPUs. There is no time limit, because ranks wait for the next step a
 
 import logging
 import os
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import chain, islice
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,7 @@ log = logging.getLogger(__name__)
 _FOREVER = timedelta(days=365)
 _PACKET_BYTES = 4096
 """Bytes that are sent to the other ranks at once; a steady step of 256 sequences is under 2 KB."""
-_HEADER_BYTES = 16
+_HEADER_BYTES = 24
 
 
 class Ranks:
@@ -56,31 +58,37 @@ class Ranks:
         dist.all_gather(numbers, torch.tensor([number]))
         return [int(other) for other in numbers]
 
-    def send(self, epoch: int, message: bytes) -> None:
-        """Send a step from the first rank to all others, of which there is at least one."""
-        header = epoch.to_bytes(8, "little") + len(message).to_bytes(8, "little")
-        first = _PACKET_BYTES - _HEADER_BYTES
-        packet = (header + message[:first]).ljust(_PACKET_BYTES, b"\0")
+    def send(self, epoch: int, message: bytes, drafts: Sequence["array[int]"] = ()) -> None:
+        """Send a step from the first rank to all others, of which there is at least one, and each chunk's guesses."""
+        guessed = (
+            array("q", chain.from_iterable((len(draft), *draft) for draft in drafts)).tobytes() if any(drafts) else b""
+        )
+        header = b"".join(number.to_bytes(8, "little") for number in (epoch, len(message), len(guessed)))
+        content = header + message + guessed
+        packet, rest = content[:_PACKET_BYTES].ljust(_PACKET_BYTES, b"\0"), content[_PACKET_BYTES:]
         with self.alike():
             dist.broadcast(torch.frombuffer(bytearray(packet), dtype=torch.uint8), 0)
-            if rest := message[first:]:
+            if rest:
                 dist.broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8), 0)
 
-    def receive(self) -> tuple[int, bytes] | None:
-        """Wait for the first rank's next step; None once it is gone."""
+    def receive(self) -> "tuple[int, bytes, list[array[int]]] | None":
+        """Wait for the first rank's next step: its epoch, the message, and each chunk's guesses, if there are any of
+        one. None once that rank is gone."""
         packet = torch.empty(_PACKET_BYTES, dtype=torch.uint8)
         try:
             dist.broadcast(packet, 0)
         except RuntimeError:
             return None
         content = packet.numpy().tobytes()
-        epoch, length = (int.from_bytes(content[begin : begin + 8], "little") for begin in (0, 8))
-        message = content[_HEADER_BYTES : _HEADER_BYTES + length]
-        if len(message) < length:
-            rest = torch.empty(length - len(message), dtype=torch.uint8)
+        epoch, length, guessed = (int.from_bytes(content[begin : begin + 8], "little") for begin in (0, 8, 16))
+        num_bytes = _HEADER_BYTES + length + guessed
+        if num_bytes > _PACKET_BYTES:
+            rest = torch.empty(num_bytes - _PACKET_BYTES, dtype=torch.uint8)
             dist.broadcast(rest, 0)
-            message += rest.numpy().tobytes()
-        return epoch, message
+            content += rest.numpy().tobytes()
+        message = content[_HEADER_BYTES : _HEADER_BYTES + length]
+        numbers = iter(array("q", content[_HEADER_BYTES + length : num_bytes]))
+        return epoch, message, [array("q", islice(numbers, number)) for number in numbers]
 
     @contextmanager
     def alike(self) -> Iterator[None]:

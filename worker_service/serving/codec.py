@@ -28,7 +28,7 @@ from worker_service.session.step import (
     WorkerInfo,
 )
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 TOKEN_BYTES = array(TOKENS).itemsize
 _PREFIX = "POOLING_TYPE_"
 
@@ -43,9 +43,18 @@ def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> Sche
         raise InvalidStepError(f"sequence_ids: {len(sequence_ids)} sequences; the limit is {most_sequences}")
     num_scheduled_tokens = tuple(message.num_scheduled_tokens) or (1,) * len(sequence_ids)
     samples = tuple(message.samples) or (True,) * len(sequence_ids)
-    for name, column in (("num_scheduled_tokens", num_scheduled_tokens), ("samples", samples)):
+    num_draft_tokens = tuple(message.num_draft_tokens)
+    for name, column in (
+        ("num_scheduled_tokens", num_scheduled_tokens),
+        ("samples", samples),
+        ("num_draft_tokens", num_draft_tokens or samples),
+    ):
         if len(column) != len(sequence_ids):
             raise InvalidStepError(f"{name}: {len(column)} entries for {len(sequence_ids)} sequence_ids")
+    if (most := max(num_draft_tokens, default=0)) > limits.num_speculative_tokens:
+        raise InvalidStepError(
+            f"num_draft_tokens: room for {most} guesses; this worker verifies up to {limits.num_speculative_tokens}"
+        )
     if 0 in num_scheduled_tokens:
         raise InvalidStepError("num_scheduled_tokens: an entry is 0")
     # Which of them encoders read is known to the session, which judges the rest.
@@ -81,7 +90,7 @@ def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> Sche
         blocks_to_copy=_block_mapping("blocks_to_copy", message.blocks_to_copy, device, device),
         finished=tuple(message.finished),
         preempted=tuple(message.preempted),
-        draft_tokens=_draft_tokens(message, limits),
+        num_draft_tokens=num_draft_tokens,
     )
 
 
@@ -92,10 +101,8 @@ def encode_model_output(epoch: int, step_id: int, output: ModelOutput) -> pb.Mod
         step_id=step_id,
         token_ids=output.token_ids,
         num_tokens=output.num_tokens,
-        draft_tokens=[
-            pb.DraftTokens(sequence_id=sequence_id, token_ids=token_ids)
-            for sequence_id, token_ids in output.draft_tokens.items()
-        ],
+        num_draft_tokens=output.num_draft_tokens,
+        num_draft_tokens_wanted=output.num_draft_tokens_wanted,
         logprobs=[_encode_logprobs(logprobs) for logprobs in output.logprobs],
         prompt_logprobs=[_encode_logprobs(logprobs) for logprobs in output.prompt_logprobs],
         timing=pb.StepTiming(
@@ -151,20 +158,6 @@ def encode_worker_info(
         max_num_encoder_tokens=limits.max_num_encoder_tokens,
         feature_bytes=limits.feature_bytes,
     )
-
-
-def _draft_tokens(message: pb.SchedulerOutput, limits: Limits) -> "dict[int, array[int]]":
-    drafts: dict[int, array[int]] = {}
-    scheduled = set(message.sequence_ids) if message.draft_tokens else ()
-    for draft in message.draft_tokens:
-        where = f"draft_tokens: sequence {draft.sequence_id}"
-        if draft.sequence_id not in scheduled or draft.sequence_id in drafts:
-            raise InvalidStepError(f"{where} is not scheduled, or has guesses twice")
-        if not 1 <= len(draft.token_ids) <= limits.num_speculative_tokens:
-            most = limits.num_speculative_tokens
-            raise InvalidStepError(f"{where} has {len(draft.token_ids)} guesses; this worker verifies up to {most}")
-        drafts[draft.sequence_id] = array(TOKENS, _token_ids(where, draft.token_ids, limits))
-    return drafts
 
 
 def _new_sequence(message: pb.NewSequence, limits: Limits) -> NewSequence:

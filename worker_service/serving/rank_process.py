@@ -58,18 +58,18 @@ def _follow(settings: WorkerSettings) -> None:
     from worker_service.errors import FencingError, InvalidStepError
     from worker_service.execution.worker import load_worker
     from worker_service.serving.codec import decode_scheduler_output  # torch takes a second to import
-    from worker_service.serving.compute import Computation
+    from worker_service.serving.compute import Computation, follow
     from worker_service.session.session import Session
 
     worker = load_worker(settings)
     session: Session | None = None
     while (received := worker.ranks.receive()) is not None:
-        epoch, message = received
+        epoch, message, drafts = received
         if session is None or session.epoch != epoch:
             session = Session(epoch, worker.limits)
         with contextlib.suppress(InvalidStepError, FencingError):  # it ends the session in the first rank, too
             output = decode_scheduler_output(SchedulerOutput.FromString(message), worker.limits)
-            Computation.launch(worker, session, output).finish()
+            Computation.launch(worker, session, follow(session, output, drafts)).finish()
 
 
 def _is_first_to_fail() -> bool:

@@ -36,7 +36,7 @@ from worker_service.errors import DeviceLostError, FencingError, InvalidStepErro
 from worker_service.loading.tokenizer_files import read_pieces
 from worker_service.serving.adapters import load_adapter
 from worker_service.serving.codec import decode_scheduler_output, encode_worker_info
-from worker_service.serving.compute import Computation
+from worker_service.serving.compute import Computation, plan
 from worker_service.serving.device_thread import DeviceThread, Later
 from worker_service.serving.metrics import WorkerStatistics, families
 from worker_service.serving.traces import Stays
@@ -303,9 +303,11 @@ def _compute(worker: "Worker", stream: _Stream, message: SchedulerOutput) -> Mod
             before[1].settle()
             before = None
     with _failures_end(worker, stream):
+        planned = plan(worker, stream.session, output)
         if worker.ranks.size > 1:  # a rank that got the step waits for its sums: no other work may come between
-            worker.ranks.send(stream.session.epoch, message.SerializeToString())
-        computation = Computation.launch(worker, stream.session, output, before and before[0])
+            drafts = [chunk.drafts for chunk in planned.chunks]
+            worker.ranks.send(stream.session.epoch, message.SerializeToString(), drafts)
+        computation = Computation.launch(worker, stream.session, planned, before and before[0])
         if not worker.runner.runs_ahead or worker.ranks.size > 1:  # ranks finish a step before they take another
             return computation.finish()
         later = Later(computation.step.is_done, partial(_finish, computation, stream))

@@ -8,7 +8,7 @@ session is over, because half a step may have been applied.
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, repeat
 from typing import NamedTuple
 
 from worker_service.errors import FencingError, InvalidStepError
@@ -69,7 +69,7 @@ class ScheduledChunk(NamedTuple):
     """Whether a token is sampled after the chunk, which then reaches the sequence's last token."""
     drafts: "array[int]" = array(TOKENS)
     """Guesses at the tokens behind the sequence's last one, which are the end of the chunk. A token is sampled after
-    each of them as well."""
+    each of them as well. As the session returns it these are `PLACEHOLDER`s, for as many as there is room for."""
 
     @property
     def chooses(self) -> bool:
@@ -79,6 +79,10 @@ class ScheduledChunk(NamedTuple):
     @property
     def token_ids(self) -> "array[int]":
         return self.sequence.token_ids[self.start : self.stop] + self.drafts
+
+    def with_drafts(self, drafts: "array[int]") -> "ScheduledChunk":
+        """The same with these guesses in place of those that it has, or has room for."""
+        return self._replace(stop=self.stop - len(self.drafts) + len(drafts), drafts=drafts)
 
 
 NO_DRAFTS: "array[int]" = array(TOKENS)
@@ -97,7 +101,7 @@ class Session:
         self.sequences: dict[int, SequenceState] = {}
         self._limits = limits
         self._next_step_id = 1
-        self._has_drafts = False  # whether the last step has
+        self._has_room = False  # whether the last step has any for guesses
 
     def apply(self, output: SchedulerOutput) -> list[ScheduledChunk]:
         """Take over a step's differences and return its work, in the order of `output.sequence_ids`.
@@ -118,7 +122,7 @@ class Session:
         for update in output.block_table_updates:
             self._update_block_table(update)
         self._forget(output.finished)
-        self._has_drafts = bool(output.draft_tokens)
+        self._has_room = bool(output.num_draft_tokens)
         return self._schedule(output)
 
     def follows_unseen(self, output: SchedulerOutput) -> bool:
@@ -129,7 +133,7 @@ class Session:
         delay every sequence's token. It has no adapters, which captured graphs do not apply.
         """
         return (
-            not (output.new_sequences or output.forks or output.draft_tokens or self._has_drafts)
+            not (output.new_sequences or output.forks or output.num_draft_tokens or self._has_room)
             and all(num_tokens == 1 for num_tokens in output.num_scheduled_tokens)
             and not any(
                 sequence is None or sequence.adapter or sequence.sampling.edits_logits or sequence.reports
@@ -246,15 +250,19 @@ class Session:
 
     def _schedule(self, output: SchedulerOutput) -> list[ScheduledChunk]:
         chunks = []
-        for sequence_id, num_tokens, samples in zip(
-            output.sequence_ids, output.num_scheduled_tokens, output.samples, strict=True
+        for sequence_id, num_tokens, samples, room in zip(
+            output.sequence_ids,
+            output.num_scheduled_tokens,
+            output.samples,
+            output.num_draft_tokens or repeat(0, len(output.sequence_ids)),
+            strict=True,
         ):
             sequence = self._known(sequence_id)
-            drafts = output.draft_tokens.get(sequence_id, NO_DRAFTS)
-            start, known = sequence.num_computed_tokens, len(sequence.token_ids) + len(drafts)
+            drafts = array(TOKENS, [PLACEHOLDER]) * room if room else NO_DRAFTS
+            start, known = sequence.num_computed_tokens, len(sequence.token_ids) + room
             stop = start + num_tokens
             if drafts and not (samples and stop == known and start == len(sequence.token_ids) - 1):
-                raise InvalidStepError(f"draft_tokens: sequence {sequence_id} does not go on from its last token")
+                raise InvalidStepError(f"num_draft_tokens: sequence {sequence_id} does not go on from its last token")
             self._check_pooling(sequence, stop, drafts)
             if stop > known:
                 raise InvalidStepError(
@@ -270,10 +278,10 @@ class Session:
                 raise InvalidStepError(
                     f"sequence {sequence_id} would reach {stop} tokens; the limit is {self._limits.max_model_len}"
                 )
-            room = len(sequence.block_ids) * self._limits.block_size
-            if stop > room and not self._limits.is_encoder:
+            num_slots = len(sequence.block_ids) * self._limits.block_size
+            if stop > num_slots and not self._limits.is_encoder:
                 raise InvalidStepError(
-                    f"the block table of sequence {sequence_id} has room for {room} tokens, not for {stop}"
+                    f"the block table of sequence {sequence_id} has room for {num_slots} tokens, not for {stop}"
                 )
             chunks.append(ScheduledChunk(sequence, start, stop, samples, drafts))
         if self._limits.max_encoder_len:

@@ -6,7 +6,6 @@ rest.
 
 import enum
 from array import array
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -206,8 +205,8 @@ class SchedulerOutput:
     blocks_to_copy: BlockMapping = BlockMapping()
     finished: tuple[int, ...] = ()
     preempted: tuple[int, ...] = ()
-    draft_tokens: "Mapping[int, array[int]]" = field(default_factory=dict)
-    """Guesses to verify, by sequence id."""
+    num_draft_tokens: tuple[int, ...] = ()
+    """A further column: how many of the tokens are room for guesses; empty if none is."""
 
 
 @dataclass(frozen=True)
@@ -259,6 +258,8 @@ class ModelOutput:
     """Sequences whose logits were not finite where a token or log-probabilities were needed of them."""
     num_tokens: list[int] = field(default_factory=list)
     """How many tokens each sequence gained that sampled, if not each gained one."""
-    draft_tokens: Mapping[int, list[int]] = field(default_factory=dict)
-    """Guesses for the next step, by sequence id."""
+    num_draft_tokens: list[int] = field(default_factory=list)
+    """How many guesses were verified of each sequence that sampled, if any were."""
+    num_draft_tokens_wanted: list[int] = field(default_factory=list)
+    """For how many each of them should have room from now on, if that has changed for any."""
     vectors: list[SequenceVectors] = field(default_factory=list)

@@ -1,17 +1,19 @@
-"""What a worker guesses after each step, and what it learns from what came instead."""
+"""What a worker guesses in a step, and what it learns from what came instead."""
 
-import time
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Protocol
 
 import structlog
 
-from worker_service.session.session import ScheduledChunk, SequenceState
-from worker_service.session.step import SchedulerOutput
+from worker_service.session.session import NO_DRAFTS, ScheduledChunk, SequenceState
+from worker_service.session.step import TOKENS, SchedulerOutput
 from worker_service.speculation.policy import (
     FIRST_CHANCE,
     FIRST_PAUSE,
+    FIRST_SHARE,
     FORGETTING,
     HOPE,
     LEARNING,
@@ -39,11 +41,12 @@ class Proposer(Protocol):
     def cost(self) -> StepCost | None:
         """Of guessing one token for each of some sequences; None where that takes no time worth counting.
 
-        What costs nothing is guessed whether or not it is verified, so that there is always something to learn from.
+        What costs nothing is guessed behind every step, whether or not there is room for it in the next, so that there
+        is always something to learn from.
         """
 
     def step_begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> None:
-        """The device is about to compute this step."""
+        """The device is about to compute this step, with at most the guesses that there is room for."""
 
     def guess(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
         """The guesses for each of them, at most its number."""
@@ -51,92 +54,129 @@ class Proposer(Protocol):
 
 @dataclass(slots=True)
 class _Record:
-    """Of one sequence: what was guessed last, and the chance that a guess is right if those before it are."""
+    """Of one sequence."""
 
     chance: float
+    """That a guess is right if those before it are."""
+    share: float
+    """How often there is any guess."""
     guessed: list[int] = field(default_factory=list)
     num_tokens: int = 0
     """Of the sequence, when that was guessed."""
+    wanted: int = 0
+    """For how many guesses its steps should have room, as the scheduler knows it."""
 
 
 class Drafter:
-    """Guesses for one worker. Only the device thread uses it."""
+    """Guesses for one worker. Only the device thread uses it.
 
-    def __init__(self, proposer: Proposer, most: int, prefill_tokens_per_second: int) -> None:
-        """most: guesses for one sequence in one step."""
+    When a step `begins` that has room for guesses, those that are worth verifying are made; when it `ends`, what came
+    is compared with them, and room is asked for in later steps.
+    """
+
+    def __init__(
+        self,
+        proposer: Proposer,
+        most: int,
+        vocabulary_size: int,
+        prefill_tokens_per_second: int,
+        *,
+        runs_ahead: bool = False,
+    ) -> None:
+        """most: guesses for one sequence in one step. runs_ahead: whether steps without guesses are launched before
+        those before them have ended."""
         self._proposer = proposer
         self._most = most
+        self._vocabulary_size = vocabulary_size
         self._cost = StepCost(1 / prefill_tokens_per_second if prefill_tokens_per_second else 0.0)
         self._first_chance = FIRST_CHANCE if proposer.cost is None else HOPE
         self._chance = self._first_chance  # of sequences that nothing is known of
-        self._pause = FIRST_PAUSE
-        self._has_asked = False  # whether the last answer had guesses, so that the next step waits for this one
-        self._answered_at: float | None = None
+        self._runs_ahead = runs_ahead
+        self._pause = FIRST_PAUSE if runs_ahead else 0.0
         self._has_failed = False
 
-    def step_begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> None:
-        """A step has come; if it verifies guesses, it waited for the answer that brought them."""
-        if output.draft_tokens and self._answered_at is not None:
-            self._pause += LEARNING * (time.monotonic() - self._answered_at - self._pause)
-        self._answered_at = None
-        self._proposer.step_begins(output, chunks)
-
-    def guess(self, chunks: Sequence[ScheduledChunk], seconds: float) -> Mapping[int, list[int]]:
-        """Guesses to verify, by sequence id, after a step of these chunks that took so long; none of most."""
+    def begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
+        """The step's chunks with the guesses that it is to verify, in place of the room for them."""
         if self._has_failed:
-            return {}
-        if all(chunk.stop - chunk.start <= 1 + self._most for chunk in chunks):
-            self._cost.observe(sum(chunk.stop - chunk.start for chunk in chunks), seconds)
-        known = {chunk.sequence.sequence_id: _num_known(chunk) for chunk in chunks}
-        guessing = [chunk.sequence for chunk in chunks if may_be_guessed_for(chunk.sequence)]
-        sampling = {chunk.sequence.sequence_id for chunk in chunks if chunk.samples}
-        for sequence in guessing:
-            if sequence.sequence_id in sampling:
-                self._learn(sequence, known[sequence.sequence_id])
-
-        def propose(sequences: Sequence[SequenceState], numbers: Sequence[int]) -> list[list[int]]:
-            beginnings = [
-                Beginning(sequence, known[sequence.sequence_id], number * (sequence.sequence_id in sampling))
-                for sequence, number in zip(sequences, numbers, strict=True)
-            ]
-            try:
-                return self._proposer.guess(beginnings)
-            except Exception as error:  # the step has its tokens, whatever is wrong with guesses
-                log.exception("guessing failed, and has ended", reason=reason(error))
-                self._has_failed = True
-                return [[] for _ in sequences]
-
+            return [chunk.with_drafts(NO_DRAFTS) for chunk in chunks]
+        self._proposer.step_begins(output, chunks)
+        if not output.num_draft_tokens:
+            return list(chunks)
+        records = [self._record(chunk.sequence) for chunk in chunks]
+        known = [chunk.start + 1 for chunk in chunks]
+        rooms = [len(chunk.drafts) if may_be_guessed_for(chunk.sequence) else 0 for chunk in chunks]
         if self._proposer.cost is None:
-            guesses = propose(guessing, [self._most] * len(guessing))
-            guessing = [sequence for sequence, guessed in zip(guessing, guesses, strict=True) if guessed]
-            guesses = [guessed for guessed in guesses if guessed]
-            numbers = self._numbers(guessing, len(chunks))
-        else:
-            numbers = self._numbers(guessing, len(chunks))
-            guesses = propose(guessing, numbers) if any(numbers) else [[] for _ in guessing]
-        drafts = {}
-        for sequence, guessed, number in zip(guessing, guesses, numbers, strict=True):
-            record = self._record(sequence)
-            record.guessed, record.num_tokens = guessed, known[sequence.sequence_id]
-            if guessed[:number]:
-                drafts[sequence.sequence_id] = guessed[:number]
-        self._has_asked = bool(drafts)
-        if drafts:
-            self._answered_at = time.monotonic()
-        return drafts
-
-    def _numbers(self, sequences: Sequence[SequenceState], num_computed: int) -> list[int]:
-        """How many guesses each of these is worth beside the others that a step computes."""
-        chances = [self._record(sequence).chance for sequence in sequences]
+            for row, record in enumerate(records):
+                rooms[row] = min(rooms[row], len(record.guessed) * (record.num_tokens == known[row]))
         numbers = numbers_of_guesses(
-            chances + [0.0] * (num_computed - len(sequences)),
-            self._most,
-            self._cost,
-            self._pause,
-            is_late=not self._has_asked,
-            guessing=self._proposer.cost,
+            [record.chance for record in records], rooms, self._cost, self._pause, guessing=self._proposer.cost
         )
-        return numbers[: len(sequences)]
+        if self._proposer.cost is not None and any(numbers):
+            beginnings = map(Beginning, (chunk.sequence for chunk in chunks), known, numbers)
+            for record, num_tokens, guessed in zip(records, known, self._propose(list(beginnings)), strict=True):
+                record.guessed, record.num_tokens = guessed, num_tokens
+        drafts = [record.guessed[:number] for record, number in zip(records, numbers, strict=True)]
+        return [
+            chunk.with_drafts(array(TOKENS, takewhile(self._is_token, drafted)))
+            for chunk, drafted in zip(chunks, drafts, strict=True)
+        ]
+
+    def _is_token(self, token_id: int) -> bool:
+        return 0 <= token_id < self._vocabulary_size
+
+    def launched(self, output: SchedulerOutput, seconds: float) -> None:
+        """To launch this step took so long."""
+        if self._runs_ahead and output.num_draft_tokens:
+            self._pause += LEARNING * (seconds - self._pause)
+
+    def ends(self, chunks: Sequence[ScheduledChunk], seconds: float) -> list[int]:
+        """For how many guesses each sequence that samples should have room from now on, after a step of these chunks
+        that took so long; nothing if that is as it was."""
+        records = [self._record(chunk.sequence) for chunk in chunks]
+        wanted = [0] * len(chunks)
+        if not self._has_failed:
+            if all(chunk.stop - chunk.start <= 1 + self._most for chunk in chunks):
+                self._cost.observe(sum(chunk.stop - chunk.start for chunk in chunks), seconds)
+            going_on = [chunk.samples and may_be_guessed_for(chunk.sequence) for chunk in chunks]
+            ends = [
+                (chunk.sequence, _num_known(chunk)) for chunk, goes_on in zip(chunks, going_on, strict=True) if goes_on
+            ]
+            for sequence, num_tokens in ends:
+                self._learn(sequence, num_tokens)
+            if self._proposer.cost is None:
+                self._look_up(ends)
+            wanted = numbers_of_guesses(
+                [record.chance for record in records],
+                [self._most * goes_on for goes_on in going_on],
+                self._cost,
+                self._pause,
+                shares=[record.share for record in records],
+                guessing=self._proposer.cost,
+            )
+        numbers = [
+            (record, number) for record, number, chunk in zip(records, wanted, chunks, strict=True) if chunk.samples
+        ]
+        if all(record.wanted == number for record, number in numbers):
+            return []
+        for record, number in numbers:
+            record.wanted = number
+        return [number for _, number in numbers]
+
+    def _look_up(self, ends: Sequence[tuple[SequenceState, int]]) -> None:
+        """Guess how these sequences go on behind so many tokens, whether or not it will be verified."""
+        found = self._propose([Beginning(sequence, num_tokens, self._most) for sequence, num_tokens in ends])
+        for (sequence, num_tokens), guessed in zip(ends, found, strict=True):
+            record = self._record(sequence)
+            record.guessed, record.num_tokens = guessed, num_tokens
+            record.share += LEARNING * (bool(guessed) - record.share)
+
+    def _propose(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
+        try:
+            return self._proposer.guess(beginnings)
+        except Exception as error:  # the step has its tokens, whatever is wrong with guesses
+            log.exception("guessing failed, and has ended", reason=reason(error))
+            self._has_failed = True
+            return [[] for _ in beginnings]
 
     def _learn(self, sequence: SequenceState, num_tokens: int) -> None:
         """Compare what came with what was guessed. num_tokens: those that are known."""
@@ -155,7 +195,7 @@ class Drafter:
 
     def _record(self, sequence: SequenceState) -> _Record:
         if not isinstance(sequence.speculation, _Record):
-            sequence.speculation = _Record(self._chance)
+            sequence.speculation = _Record(self._chance, 1.0 if self._proposer.cost is not None else FIRST_SHARE)
         return sequence.speculation
 
 

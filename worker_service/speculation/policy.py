@@ -2,22 +2,26 @@
 
 A step of n sequences that verifies k guesses computes n + k tokens, and is expected to gain n + e of them. Where memory
 is what limits a step, k more tokens cost next to nothing; where computing does, as much as others, and no guess is
-worth it. Guesses also cost a pause: the step after them cannot be planned before they are verified.
+worth it. On a worker that launches steps ahead guesses also cost a pause: what is guessed depends on the last step's
+tokens, so the device waits until a step with guesses is launched.
 """
 
 from collections.abc import Sequence
+from itertools import repeat
 
 DECAY = 0.95
 """Of what a step has taught about costs, with each later one."""
 CERTAINTY = 8.0
 """Of the first slope: as much as of steps whose numbers of tokens have this sum of squared differences."""
-FIRST_PAUSE = 0.003
+FIRST_PAUSE = 0.001
+"""Of a worker that launches steps ahead."""
 FIRST_CHANCE = 0.5
+FIRST_SHARE = 0.5
 HOPE = 0.8
 """In place of it where guessing takes time, and guesses that are not worth it are not made: what is never tried would
 never be known to be right more often."""
 LEARNING = 0.1
-FORGETTING = 0.005
+FORGETTING = 0.002
 """Of what is known of a sequence whose next tokens are not guessed, with each of its steps, so that guessing is tried
 again."""
 
@@ -55,30 +59,31 @@ class StepCost:
 
 def numbers_of_guesses(
     chances: Sequence[float],
-    most: int,
+    mosts: Sequence[int],
     cost: StepCost,
     pause: float,
     *,
-    is_late: bool = False,
+    shares: Sequence[float] | None = None,
     guessing: StepCost | None = None,
 ) -> list[int]:
     """How many guesses to verify of each sequence, of which each next one is right with its chance.
 
-    is_late: the next step is on its way without them. They are verified in the step after it, if the first of them has
-    turned out to be right by then. guessing: the cost of guessing one token for each of some sequences, which is paid
-    as often as the longest guess has tokens; None where it costs nothing. Zero for all where that is fastest. For each
-    longest guess, the best numbers are found by taking the likeliest guess next, as long as tokens a second rise.
+    mosts: the most of each. shares: how often there is any guess for it, always unless they are given. guessing: the
+    cost of guessing one token for each of some sequences, which is paid as often as the longest guess has tokens; None
+    where it costs nothing. Zero for all where that is fastest. For each longest guess, the best numbers are found by
+    taking the likeliest guess next, as long as tokens a second rise.
     """
     num_sequences = len(chances)
     each = 0.0 if guessing is None else max(0.0, guessing.of(1) - guessing.slope)
     slope = cost.slope + (0.0 if guessing is None else guessing.slope)
     best, rows = num_sequences / cost.of(num_sequences) if chances else 0.0, list[int]()
+    most = max(mosts, default=0)
     for longest in range(1, most + 1) if each else (most,):
         guesses = sorted(
             (
-                (chance ** (number + is_late), row)
-                for row, chance in enumerate(chances)
-                for number in range(1, longest + 1)
+                (chance**number * share, row)
+                for row, (chance, share) in enumerate(zip(chances, shares or repeat(1.0), strict=False))
+                for number in range(1, min(longest, mosts[row]) + 1)
             ),
             reverse=True,
         )

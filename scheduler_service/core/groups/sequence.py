@@ -5,7 +5,8 @@ blocks until then, fork the prompt's blocks from it. A preempted group starts ag
 
 Steps may be planned before the answers to earlier ones. A sequence's computed tokens count what every step sent so far
 computes; its tokens are those that are known. One whose tokens are all computed has its next one sampled in a step
-that is in flight, and the worker, which works in step order, goes on from it by itself.
+that is in flight, and the worker, which works in step order, goes on from it by itself. Where steps in flight have room
+for guesses, the computed tokens are the most that they may come to be.
 """
 
 from array import array
@@ -30,8 +31,6 @@ class Sequence:
     __slots__ = (
         "block_keys",
         "candidates",
-        "draft_position",
-        "draft_token_ids",
         "end_token_ids",
         "forked_from",
         "group",
@@ -41,6 +40,7 @@ class Sequence:
         "max_num_tokens",
         "num_computed_tokens",
         "num_draft_tokens",
+        "num_draft_tokens_wanted",
         "num_forked_tokens",
         "num_known_blocks",
         "num_prompt_tokens",
@@ -77,9 +77,10 @@ class Sequence:
         self.num_slots = 0  # tokens that its device blocks have room for
         self.forked_from: Sequence | None = None  # whose tokens it begins with, until the worker knows it
         self.num_forked_tokens = 0  # how many of them
-        self.draft_token_ids: list[int] = []  # guesses to verify in its next step
-        self.draft_position = 0  # how many of its tokens were computed when they were made: they are for no later step
-        self.num_draft_tokens = 0  # guesses in the step in flight
+        self.num_draft_tokens = (
+            0  # guesses that steps in flight have room for: as many may count as computed and are not
+        )
+        self.num_draft_tokens_wanted = 0  # for how many its worker would have room in each further step
         self.score = 0.0  # of a beam: the sum of its tokens' log-probabilities
         self.candidates: list[tuple[int, float]] | None = None  # of a beam: likeliest next tokens, once they are known
         self.block_keys: list[bytes] = []  # of its leading full blocks, as far as they were needed
@@ -112,11 +113,10 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Tokens that a step could compute: the known ones that are left, or else the one that is being sampled.
 
-        What a beam goes on with is chosen among all beams' candidates, and how many guesses were right is not known
-        before the answer: then nothing can be computed ahead of it.
+        What a beam goes on with is chosen among all beams' candidates: nothing can be computed ahead of the answer.
         """
         num_left = self.num_prompt_tokens + len(self.output_token_ids) - self.num_computed_tokens
-        if num_left > 0 or self.sampling.beam_width or self.num_draft_tokens:
+        if num_left > 0 or self.sampling.beam_width:
             return max(0, num_left)
         return 1 if self.num_computed_tokens + 1 < self.max_num_tokens else 0  # the last token is never computed
 
@@ -129,8 +129,8 @@ class Sequence:
         self.is_known = False
         self.forked_from = None
         self.candidates = None
-        self.draft_token_ids = []
         self.num_draft_tokens = 0
+        self.num_draft_tokens_wanted = 0
         self.num_known_blocks = 0
         self.num_published_blocks = 0
 

@@ -1,7 +1,6 @@
 """Takes a worker's answers in: what each sequence gained, and which of them thereby ended."""
 
 import itertools
-from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
 from scheduler_service.core.groups.beam_search import Continuation
@@ -29,14 +28,17 @@ class Answers:
     def take_in(self, output: SchedulerOutput, answer: ModelOutput, now: float) -> list[SequenceOutput]:
         """Account for a step's computed tokens and append the sampled ones; see `Scheduler.update_from_output`."""
         seconds = self._in_flight.answer(output, answer, now)
-        self._balancer.stepped(self._member, output.num_tokens, seconds)
+        num_unused = sum(output.num_draft_tokens.values()) - sum(answer.num_draft_tokens)
+        self._balancer.stepped(self._member, output.num_tokens - num_unused, seconds)
         if self._groups.accused:
             self._evidence.answered(output, seconds)
         if self._is_plain(output, answer):
             return self._take_in_decodes(output, answer.token_ids)
+        if answer.num_draft_tokens_wanted:
+            self._make_room(output, answer)
         searches: dict[SequenceGroup, None] = {}
         gained: list[SequenceOutput] = []
-        sampled = iter(self._accept_drafts(output, answer, gained) if output.draft_tokens else answer.token_ids)
+        sampled = iter(self._accept_drafts(output, answer, gained) if output.num_draft_tokens else answer.token_ids)
         block_size, dropped, failed = self._config.block_size, output.dropped, answer.failed_sequence_ids
         reports = bool(answer.logprobs or answer.prompt_logprobs or answer.vectors)
         for sequence, num_tokens, samples in output.scheduled:
@@ -83,8 +85,9 @@ class Answers:
         groups = self._groups
         return (
             output.num_samples == len(output.scheduled) == output.num_tokens
-            and not (output.draft_tokens or output.dropped)
+            and not (output.num_draft_tokens or output.dropped)
             and answer.has_tokens_alone
+            and not answer.num_draft_tokens_wanted
             and not (groups.accused or groups.swapped or self._waiting.charges)
         )
 
@@ -141,43 +144,36 @@ class Answers:
 
     # ---- drafts
 
-    def guess(self, drafts: Mapping[int, SequenceOf[int]]) -> bool:
-        """Take drafts of running sequences; returns whether any was taken. See `Scheduler.update_draft_token_ids`."""
-        any_taken = False
-        for group in self._groups.running:
-            for sequence in group.live:
-                if sequence.id in drafts and sequence.num_stored_tokens == sequence.num_computed_tokens:
-                    if group.beams is not None:
-                        continue  # a beam goes on with several tokens
-                    room = sequence.max_num_tokens - sequence.num_tokens - 1
-                    most = max(0, min(self._config.num_lookahead_slots, room))
-                    sequence.draft_token_ids = list(drafts[sequence.id][:most])
-                    sequence.draft_position = sequence.num_computed_tokens
-                    any_taken = True
-        return any_taken
+    def _make_room(self, output: SchedulerOutput, answer: ModelOutput) -> None:
+        """Note how much room for guesses further steps are to have. Beams go on with several tokens, and have none."""
+        sampled = (sequence for sequence, _, samples in output.scheduled if samples)
+        for sequence, wanted in zip(sampled, answer.num_draft_tokens_wanted, strict=True):
+            if sequence not in output.dropped and sequence.group.beams is None:
+                sequence.num_draft_tokens_wanted = min(wanted, self._config.num_lookahead_slots)
 
     def _accept_drafts(self, output: SchedulerOutput, answer: ModelOutput, gained: list[SequenceOutput]) -> list[int]:
         """Append the guesses that were right, and return what was sampled after the last of each sequence."""
         num_gained = iter(answer.num_tokens or [1] * output.num_samples)
         token_ids = iter(answer.token_ids)
         last: list[int] = []
-        for sequence, num_tokens, samples in output.scheduled:
+        for sequence, _, samples in output.scheduled:
             if not samples:
                 continue
             *accepted, token_id = itertools.islice(token_ids, next(num_gained))
             last.append(token_id)
-            if sequence.id not in output.draft_tokens or sequence.status.is_finished or sequence in output.dropped:
+            if sequence in output.dropped or sequence.status.is_finished or sequence.id not in output.num_draft_tokens:
                 continue
-            sequence.num_draft_tokens = 0
+            room = output.num_draft_tokens[sequence.id]
+            sequence.num_draft_tokens -= room
             positions = answer.logprobs.get(sequence.id, [])[: len(accepted)]
             for guess, logprobs in itertools.zip_longest(accepted, positions):
                 if not sequence.status.is_finished:
                     self._append_token(sequence, guess)
                     gained.append(SequenceOutput(sequence, guess, logprobs, goes_on=not sequence.status.is_finished))
             # Keys and values of the guesses that were wrong do not count; the caller adds num_tokens.
-            num_wrong = num_tokens - 1 - len(accepted)
-            sequence.num_stored_tokens -= num_wrong
-            sequence.num_computed_tokens -= num_wrong
+            num_unused = room - len(accepted)
+            sequence.num_stored_tokens -= num_unused
+            sequence.num_computed_tokens -= num_unused
         return last
 
     # ---- beams

@@ -15,6 +15,10 @@ sampled, so a plan needs to know only how many there will be. Blocks that are le
 be given away at once, because the sequence that gets them writes in a later step. A sequence that turns out to have
 stopped has wasted its slot in the steps ahead, and only that.
 
+Where the worker guesses how a sequence goes on, a step has room for some guesses behind its token. The worker makes and
+verifies them, and how many it was right about, and so where the sequence stands, is known with the answer. Until then
+plans count with the most that it may be.
+
 Most steps are like the one before: see steady_plan.py. A request that workers may be lost to has steps of its own: see
 suspect_turns.py.
 """
@@ -165,16 +169,9 @@ class Scheduler:
         status. Sequences that were finished or preempted by recompute after the step was sent gain nothing. Answers
         come in the order of steps. Raises ValueError when the answer is not to this step.
         """
-        return self._answers.take_in(output, answer, now)
-
-    def update_draft_token_ids(self, drafts: Mapping[int, SequenceOf[int]]) -> None:
-        """Guess how running sequences go on, by sequence id; the next step of each verifies what it has room for.
-
-        At most `num_lookahead_slots` guesses of a sequence count, and none that would go past its longest output.
-        Sequences that are gone, or that have a step in flight, are passed over.
-        """
-        if self._answers.guess(drafts):
+        if answer.num_draft_tokens_wanted:
             self._steady.forget()
+        return self._answers.take_in(output, answer, now)
 
     def finish_sequence(self, sequence: Sequence, status: SequenceStatus) -> None:
         """End one sequence and free its blocks; nothing happens when it has ended already."""

@@ -70,7 +70,9 @@ class StepWriter:
                     sequence.num_computed_tokens += num_tokens
                     continue
                 num_uncomputed = sequence.num_uncomputed_tokens
-                self._write_draft(sequence, num_tokens - num_uncomputed, output)
+                if (num_draft_tokens := num_tokens - num_uncomputed) > 0:
+                    output.num_draft_tokens[sequence.id] = num_draft_tokens
+                    sequence.num_draft_tokens += num_draft_tokens
                 scheduled.append(ScheduledSequence(sequence, num_tokens, num_tokens >= num_uncomputed))
                 output.blocks_to_copy += chunk.copies
                 self._write_table(sequence, output)
@@ -100,12 +102,6 @@ class StepWriter:
             if follower.id not in self._blocks.tables:
                 self._blocks.fork(leader, follower, min(follower.num_prompt_tokens, follower.num_tokens - 1))
                 follower.num_forked_tokens = follower.num_prompt_tokens
-
-    def _write_draft(self, sequence: Sequence, num_draft_tokens: int, output: SchedulerOutput) -> None:
-        if num_draft_tokens > 0:
-            output.draft_tokens[sequence.id] = sequence.draft_token_ids[:num_draft_tokens]
-            sequence.num_draft_tokens = num_draft_tokens
-        sequence.draft_token_ids = []
 
     def _write_table(self, sequence: Sequence, output: SchedulerOutput) -> None:
         """Tell the worker what it does not know of a sequence and its block table, its encoder's first."""

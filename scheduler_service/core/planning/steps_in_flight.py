@@ -39,6 +39,9 @@ class StepsInFlight:
             raise ValueError(f"the worker answered step {answer.step_id} instead of step {output.step_id}")
         if len(answer.num_tokens or answer.token_ids) != output.num_samples:
             raise ValueError(f"the worker returned {len(answer.token_ids)} tokens for {output.num_samples} samples")
+        for numbers in (answer.num_draft_tokens, answer.num_draft_tokens_wanted):
+            if numbers and len(numbers) != output.num_samples:
+                raise ValueError(f"the worker counted guesses of {len(numbers)} samples of {output.num_samples}")
         seconds = now - self.began_at
         self.outputs.popleft()
         self.answered_at = now

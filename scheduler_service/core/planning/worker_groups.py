@@ -95,7 +95,6 @@ class WorkerGroups:
         group.swapped_at = now
         for sequence in group.live:
             sequence.status = SequenceStatus.SWAPPED
-            sequence.draft_token_ids = []  # what it takes to come back must not depend on guesses
         return pairs
 
     def swap_in(self, group: SequenceGroup) -> list[tuple[int, int]]:

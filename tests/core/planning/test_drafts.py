@@ -1,4 +1,4 @@
-"""Guessed tokens, and the room that they need."""
+"""Room for guesses, which a worker makes and verifies, and what is known of a sequence before it has answered."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -13,6 +13,7 @@ from scheduler_service.core import (
     ModelOutput,
     PhaseRule,
     PreemptionMode,
+    Scheduler,
     SchedulerOutput,
     Sequence,
     SequenceStatus,
@@ -20,9 +21,15 @@ from scheduler_service.core import (
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(8, 20), st.sampled_from(PreemptionMode))
-def test_guesses_are_verified_and_change_nothing_but_the_number_of_steps(
-    random: Random, num_lookahead_slots: int, num_blocks: int, mode: PreemptionMode
+@given(
+    st.randoms(use_true_random=False),
+    st.integers(1, 4),
+    st.integers(8, 20),
+    st.sampled_from(PreemptionMode),
+    st.integers(1, 4),
+)
+def test_guesses_change_nothing_but_the_number_of_steps(
+    random: Random, num_lookahead_slots: int, num_blocks: int, mode: PreemptionMode, max_in_flight: int
 ) -> None:
     scheduler = make_scheduler(
         num_lookahead_slots=num_lookahead_slots,
@@ -46,7 +53,7 @@ def test_guesses_are_verified_and_change_nothing_but_the_number_of_steps(
     stopping = groups[2].sequences[0]  # some guesses go on, rightly, after a token that ends it
     stopping.sampling = replace(groups[2].sampling, stop_token_ids=frozenset(range(20)))
     stopping.end_token_ids = stopping.sampling.end_token_ids
-    worker = FakeWorker(scheduler.config)
+    worker = FakeWorker(scheduler.config, guessing=random)
     for group in groups:
         scheduler.add_request(group)
     in_flight: list[tuple[SchedulerOutput, ModelOutput]] = []
@@ -54,16 +61,11 @@ def test_guesses_are_verified_and_change_nothing_but_the_number_of_steps(
     for _ in range(2_000):
         if not scheduler.has_work and not in_flight:
             break
-        drafts = {}
-        for sequence in (sequence for group in groups for sequence in group.live if sequence.id):
-            expected = reference_output(sequence.group, sequence.index, most)[sequence.num_output_tokens :]
-            drafts[sequence.id] = [t if random.random() < 0.7 else random.randrange(50) for t in [*expected, 1, 2]]
-        scheduler.update_draft_token_ids(drafts)
         output = scheduler.schedule()
-        assert all(len(draft) <= num_lookahead_slots for draft in output.draft_tokens.values())
+        assert all(room <= num_lookahead_slots for room in output.num_draft_tokens.values())
         if not output.is_empty:
             in_flight.append((output, worker.execute(output)))
-        if in_flight and (output.is_empty or len(in_flight) == 2):
+        if in_flight and (output.is_empty or len(in_flight) == max_in_flight):
             for item in scheduler.update_from_output(*in_flight.pop(0)):
                 assert item.prompt_start == 0
                 if item.logprobs is not None:
@@ -82,19 +84,61 @@ def test_guesses_are_verified_and_change_nothing_but_the_number_of_steps(
             assert reported[sequence] == (expected if group.sampling.logprobs else [])
 
 
+def answer(scheduler: Scheduler, worker: FakeWorker, output: SchedulerOutput, wanted: list[int] | None = None) -> None:
+    """Take in what the worker makes of a step, which is right about everything that it has room to guess."""
+    found = worker.execute(output)
+    scheduler.update_from_output(output, replace(found, num_draft_tokens_wanted=wanted or []))
+
+
 def test_right_guesses_save_steps() -> None:
     scheduler = make_scheduler(num_lookahead_slots=3)
     worker = FakeWorker(scheduler.config)
     group = make_group("a", 5, max_tokens=9)
     scheduler.add_request(group)
     expected = reference_output(group, 0, 61)
-    step(scheduler, worker)
+    answer(scheduler, worker, scheduler.schedule(), wanted=[3])
     for num_output_tokens in (1, 5):
         assert output_of(group) == expected[:num_output_tokens]
-        scheduler.update_draft_token_ids({1: expected[num_output_tokens:], 99: [1]})
         assert plan(step(scheduler, worker)) == {"a": [4]}
     assert output_of(group) == expected
     assert not scheduler.running
+
+
+def test_steps_with_room_for_guesses_are_planned_ahead_of_answers_and_room_stays_until_it_is_not_wanted() -> None:
+    scheduler = make_scheduler(num_lookahead_slots=3, max_model_len=100, num_device_blocks=32)
+    worker, group = FakeWorker(scheduler.config), make_group("a", 5, max_tokens=40)
+    scheduler.add_request(group)
+    answer(scheduler, worker, scheduler.schedule(), wanted=[99])  # as many as there are slots for
+    ahead = [scheduler.schedule() for _ in range(3)]
+    assert [plan(output) for output in ahead] == [{"a": [4]}] * 3
+    for output in ahead[:2]:
+        answer(scheduler, worker, output)
+    assert len(output_of(group)) == 9
+    answer(scheduler, worker, ahead[2], wanted=[0])
+    while scheduler.running:
+        output = scheduler.schedule()
+        assert plan(output) == {"a": [1]}
+        answer(scheduler, worker, output)
+    assert output_of(group) == reference_output(group, 0, 100)
+
+
+def test_no_step_goes_past_the_longest_output_however_right_guesses_are() -> None:
+    """Where all that is left may be in flight, a sequence waits for the answer."""
+    scheduler = make_scheduler(num_lookahead_slots=3)
+    worker, group = FakeWorker(scheduler.config), make_group("a", 5, max_tokens=8)
+    scheduler.add_request(group)
+    answer(scheduler, worker, scheduler.schedule(), wanted=[3])
+    ahead = [scheduler.schedule(), scheduler.schedule()]
+    assert [plan(output) for output in ahead] == [{"a": [4]}, {"a": [3]}]
+    assert scheduler.schedule().is_empty
+    worker.guessing = Random(1)
+    worker.guessing.randint = lambda *_: 0  # type: ignore[method-assign]  # it guesses nothing
+    worker.guessing.random = lambda: 1.0  # type: ignore[method-assign]
+    for output in ahead:
+        answer(scheduler, worker, output)
+    assert len(output_of(group)) == 3
+    run(scheduler, worker)
+    assert output_of(group) == reference_output(group, 0, 61)
 
 
 def test_lookahead_slots_have_blocks_before_they_are_needed() -> None:
@@ -108,52 +152,65 @@ def test_lookahead_slots_have_blocks_before_they_are_needed() -> None:
 
 
 def test_no_block_is_let_go_of_as_behind_the_window_for_guesses_that_may_be_wrong() -> None:
-    scheduler = make_scheduler(block_size=1, num_lookahead_slots=3, sliding_window=2)
+    scheduler = make_scheduler(block_size=1, num_lookahead_slots=3, sliding_window=2, num_device_blocks=40)
     worker = FakeWorker(scheduler.config)
-    group = make_group("a", 5, max_tokens=9)
+    group = make_group("a", 5, max_tokens=10)
     scheduler.add_request(group)
-    step(scheduler, worker)
-    expected = reference_output(group, 0, 13)
-    scheduler.update_draft_token_ids({1: [(token + 1) % 50 for token in expected[1:4]]})
+    answer(scheduler, worker, scheduler.schedule(), wanted=[3])
     first = scheduler.schedule()
     assert plan(first) == {"a": [4]}
     scheduler.add_request(make_group("b", 5, root=b"b"))
     second = scheduler.schedule()
-    assert plan(second) == {"b": [5]}
+    assert plan(second) == {"a": [4], "b": [5]}
+    worker.guessing = Random(1)
+    worker.guessing.random = lambda: 1.0  # type: ignore[method-assign]  # it is always wrong
     for output in (first, second):
-        scheduler.update_from_output(output, worker.execute(output))
+        answer(scheduler, worker, output)
     run(scheduler, worker)
-    assert output_of(group) == expected
+    assert output_of(group) == reference_output(group, 0, 37)
 
 
-def test_guesses_are_for_the_very_next_step_of_a_sequence_and_for_no_later_one() -> None:
-    """A prompt that has a step to itself comes between, and then steps that are like the one before."""
+def test_a_sequence_that_comes_back_from_host_memory_needs_no_more_blocks_for_guesses() -> None:
+    scheduler = make_scheduler(
+        num_lookahead_slots=3, num_device_blocks=9, num_host_blocks=9, preemption_mode=PreemptionMode.SWAP
+    )
+    worker = FakeWorker(scheduler.config)
+    groups = [make_group(name, 5, root=name.encode(), max_tokens=12) for name in "ab"]
+    for group in groups:
+        scheduler.add_request(group)
+    answer(scheduler, worker, scheduler.schedule(), wanted=[3, 3])
+    num_back = 0
+    while scheduler.has_work:
+        output = scheduler.schedule()
+        if output.blocks_to_swap_in:
+            num_back += 1
+            (sequence,) = groups[1].live
+            assert output.num_draft_tokens.get(sequence.id, 0) == 0
+        answer(scheduler, worker, output)
+    assert num_back
+    for group in groups:
+        assert output_of(group) == reference_output(group, 0, 33)
+
+
+def test_with_separate_phases_guesses_wait_while_prompts_are_computed() -> None:
     scheduler = make_scheduler(
         num_lookahead_slots=3,
         phase_rule=PhaseRule.SEPARATE,
-        max_model_len=20,
-        num_device_blocks=32,
+        max_model_len=60,
+        num_device_blocks=64,
         max_num_batched_tokens=32,
     )
-    worker, group = FakeWorker(scheduler.config), make_group("a", 5, root=b"a", max_tokens=100)
+    worker, group = FakeWorker(scheduler.config), make_group("a", 5, root=b"a", max_tokens=30)
     (sequence,) = group.sequences
-
-    def compute(drafts: dict[int, list[int]] | None = None) -> SchedulerOutput:
-        output = scheduler.schedule()
-        assert sequence.num_computed_tokens <= scheduler.config.max_model_len
-        scheduler.update_from_output(output, worker.execute(output))
-        scheduler.update_draft_token_ids(drafts or {})
-        return output
-
     scheduler.add_request(group)
-    while sequence.num_tokens < 13:
-        compute()
-    compute({sequence.id: [1, 2, 3]})
+    answer(scheduler, worker, scheduler.schedule(), wanted=[3])
     scheduler.add_request(make_group("b", 3, root=b"b", max_tokens=50))
-    assert sequence not in [scheduled.sequence for scheduled in compute().scheduled]
-    assert compute().draft_tokens == {sequence.id: [1, 2, 3]}
-    while sequence.num_tokens < 18:
-        assert not compute().draft_tokens
-    scheduler.add_request(make_group("c", 3, root=b"c", max_tokens=5, beam_width=2))  # a plan like no step before
-    while scheduler.has_work:
-        assert not compute().draft_tokens
+    output = scheduler.schedule()
+    assert sequence not in [scheduled.sequence for scheduled in output.scheduled]
+    answer(scheduler, worker, output)
+    output = scheduler.schedule()
+    assert output.num_draft_tokens == {sequence.id: 3}
+    answer(scheduler, worker, output)
+    scheduler.add_request(make_group("c", 3, root=b"c", max_tokens=5, beam_width=2))
+    run(scheduler, worker)
+    assert output_of(group) == reference_output(group, 0, 60)

@@ -1,8 +1,10 @@
 """Guesses over real gRPC, by a worker that computes step by step and one that runs ahead: no token depends on them."""
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from message_helpers import new_message
@@ -10,9 +12,13 @@ from served_worker import PROMPT, Client, Service, prompt_step
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from worker_service.execution.worker import Worker
+from worker_service.session.session import ScheduledChunk
+from worker_service.session.step import TOKENS, SchedulerOutput
+from worker_service.speculation.drafter import Drafter
 
-NUM_TOKENS = 24
+NUM_STEPS = 8
 MOST = 4
+NUM_TOKENS = 1 + NUM_STEPS * (1 + MOST)
 SAMPLING: list[dict[str, Any]] = [
     {},
     {"temperature": 1.0, "top_p": 0.9, "seed": 7},
@@ -23,10 +29,44 @@ IDS = range(1, 1 + len(SAMPLING))
 REPORTED = 4
 
 
+class ScriptedDrafter:
+    """In place of a drafter: it knows what will come, and says it in some of the room that there is, with mistakes."""
+
+    def __init__(self, coming: list[list[int]], draw: Random, accuracy: float = 0.7) -> None:
+        self.coming, self.draw, self.accuracy = coming, draw, accuracy
+
+    def begins(self, _: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
+        return [chunk.with_drafts(self.guesses(chunk)) for chunk in chunks]
+
+    def guesses(self, chunk: ScheduledChunk) -> "array[int]":
+        first = len(chunk.sequence.token_ids) - chunk.sequence.num_prompt_tokens
+        number = self.draw.randint(0, len(chunk.drafts))
+        coming = self.coming[chunk.sequence.sequence_id - 1][first : first + number]
+        return array(TOKENS, [t if self.draw.random() < self.accuracy else self.draw.randrange(131) for t in coming])
+
+    def launched(self, output: SchedulerOutput, seconds: float) -> None:
+        pass
+
+    def ends(self, chunks: Sequence[ScheduledChunk], seconds: float) -> list[int]:
+        return []
+
+
+class Verifying:
+    """A service whose worker verifies guesses."""
+
+    def __init__(self, service: Service, worker: Worker) -> None:
+        self.service, self.worker = service, worker
+
+    def guess(self, drafter: ScriptedDrafter) -> Client:
+        """A session in which this guesses."""
+        limits = replace(self.worker.limits, num_speculative_tokens=MOST)
+        self.service.servicer.set_ready(replace(self.worker, limits=limits, drafter=cast("Drafter", drafter)))
+        return self.service.session()
+
+
 @pytest.fixture
-def verifying(service: Service, worker: Worker) -> Service:
-    service.servicer.set_ready(replace(worker, limits=replace(worker.limits, num_speculative_tokens=MOST)))
-    return service
+def verifying(service: Service, worker: Worker) -> Verifying:
+    return Verifying(service, worker)
 
 
 async def prompts(client: Client) -> list[list[int]]:
@@ -49,59 +89,54 @@ def report(answer: pb.ModelOutput) -> list[Report]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_whatever_is_guessed_the_tokens_are_those_without_guesses(verifying: Service, seed: int) -> None:
-    client = verifying.session()
+async def test_whatever_is_guessed_the_tokens_are_those_without_guesses(verifying: Verifying, seed: int) -> None:
+    """Steps are sent ahead of the answers that say how many guesses were right."""
+    client = verifying.service.session()
     expected, reports, found_reports = await prompts(client), list[Report](), list[Report]()
-    for _ in range(NUM_TOKENS + MOST):
+    for _ in range(NUM_TOKENS - 1):
         answer = await client.step(sequence_ids=IDS)
         reports += report(answer)
         for tokens, token_id in zip(expected, answer.token_ids, strict=True):
             tokens.append(token_id)
     await client.close()
 
-    client, draw = verifying.session(), Random(seed)
-    found, num_steps, num_right = await prompts(client), 0, 0
-    while any(len(tokens) < NUM_TOKENS for tokens in found):
-        drafts: dict[int, list[int]] = {}
-        for sequence_id, tokens in enumerate(found, 1):
-            if number := draw.randrange(MOST + 1):
-                coming = expected[sequence_id - 1][len(tokens) : len(tokens) + number]
-                drafts[sequence_id] = [t if draw.random() < 0.7 else draw.randrange(131) for t in coming or [5]]
-        due = [sequence_id for sequence_id, tokens in enumerate(found, 1) if len(tokens) < NUM_TOKENS]
-        drafts = {sequence_id: drafts[sequence_id] for sequence_id in due if sequence_id in drafts}
-        answer = await client.step(
-            sequence_ids=due,
-            num_scheduled_tokens=[1 + len(drafts.get(sequence_id, ())) for sequence_id in due],
-            draft_tokens=[pb.DraftTokens(sequence_id=number, token_ids=tokens) for number, tokens in drafts.items()],
-        )
+    draw = Random(seed)
+    client = verifying.guess(ScriptedDrafter(expected, draw))
+    found, num_verified, num_right = await prompts(client), 0, 0
+    for _ in range(NUM_STEPS):
+        rooms = [draw.randint(0, MOST) for _ in IDS]
+        await client.send(sequence_ids=IDS, num_scheduled_tokens=[1 + room for room in rooms], num_draft_tokens=rooms)
+    for _ in range(NUM_STEPS):
+        answer = cast("pb.ModelOutput", await client.call.read())
         token_ids = iter(answer.token_ids)
         found_reports += report(answer)
-        for sequence_id, number in zip(due, answer.num_tokens or [1] * len(due), strict=True):
-            gained = [next(token_ids) for _ in range(number)]
-            assert gained[:-1] == drafts.get(sequence_id, [])[: number - 1]
-            found[sequence_id - 1] += gained
-            num_right += number - 1
-        num_steps += 1
-    assert [tokens[:NUM_TOKENS] for tokens in found] == [tokens[:NUM_TOKENS] for tokens in expected]
+        for tokens, number in zip(found, answer.num_tokens or [1] * len(IDS), strict=True):
+            tokens += [next(token_ids) for _ in range(number)]
+        num_verified += sum(answer.num_draft_tokens)
+        num_right += len(answer.token_ids) - len(IDS)
+    assert found == [tokens[: len(of_one)] for tokens, of_one in zip(expected, found, strict=True)]
     assert len(found_reports) == len(found[REPORTED - 1]) - 1
     for (token_ids, logprobs, rank), wanted in zip(found_reports, reports, strict=False):
         assert (token_ids, rank) == (wanted[0], wanted[2])
         assert logprobs == pytest.approx(wanted[1], abs=1e-5)
-    assert num_right > 10
-    assert num_steps < NUM_TOKENS
+    assert 10 < num_right < num_verified
     await client.close()
 
 
-async def test_a_row_of_nan_behind_a_guess_costs_what_comes_after_it_alone(verifying: Service, worker: Worker) -> None:
+async def test_a_row_of_nan_behind_a_guess_costs_what_comes_after_it_alone(
+    verifying: Verifying, worker: Worker
+) -> None:
     """The token after it is computed again in the next step, which then fails as it would have without guesses."""
-    client = verifying.session()
-    await prompts(client)
-    plain = [(await client.step(sequence_ids=[1])).token_ids[0] for _ in range(3)]
+    client = verifying.service.session()
+    expected = await prompts(client)
+    expected[0] += [(await client.step(sequence_ids=[1])).token_ids[0] for _ in range(3)]
     await client.close()
 
-    client = verifying.session()
+    draw = Random(1)
+    draw.randint = lambda _, most: most  # type: ignore[method-assign]
+    client = verifying.guess(ScriptedDrafter(expected, draw, accuracy=1.0))
     await prompts(client)
-    compute_logits = worker.runner.model.compute_logits
+    compute_logits = worker.runner.model.compute_logits  # type: ignore[attr-defined]
 
     def spoiled(hidden: Any) -> Any:
         logits = compute_logits(hidden)
@@ -110,11 +145,11 @@ async def test_a_row_of_nan_behind_a_guess_costs_what_comes_after_it_alone(verif
         return logits
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker.runner.model, "compute_logits", spoiled)
-        drafts = [pb.DraftTokens(sequence_id=1, token_ids=plain)]
-        answer = await client.step(sequence_ids=[1], num_scheduled_tokens=[4], draft_tokens=drafts)
-    assert list(answer.token_ids) == plain[:2]
+        patch.setattr(worker.runner.model, "compute_logits", spoiled)  # type: ignore[attr-defined]
+        answer = await client.step(sequence_ids=[1], num_scheduled_tokens=[4], num_draft_tokens=[3])
+    assert list(answer.token_ids) == expected[0][1:3]
     assert list(answer.num_tokens) == [2]
+    assert list(answer.num_draft_tokens) == [3]
     assert not answer.failed_sequence_ids
-    assert (await client.step(sequence_ids=[1])).token_ids == plain[2:]
+    assert (await client.step(sequence_ids=[1])).token_ids == expected[0][3:]
     await client.close()

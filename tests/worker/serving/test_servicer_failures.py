@@ -80,7 +80,7 @@ async def test_a_prompt_without_log_probabilities_fails_alone(
         ({"sequence_ids": [1], "num_scheduled_tokens": [5]}, "cannot compute 5 tokens"),
         ({"block_table_updates": [pb.BlockTableUpdate(sequence_id=1, block_ids=[64])]}, "beyond the pool of 64"),
         ({"blocks_to_copy": pb.BlockMapping(sources=[1], destinations=[64])}, "blocks_to_copy: destination 64"),
-        ({"draft_tokens": [pb.DraftTokens(sequence_id=1, token_ids=[1])]}, "draft_tokens"),
+        ({"sequence_ids": [1], "num_scheduled_tokens": [2], "num_draft_tokens": [1]}, "num_draft_tokens"),
     ],
 )
 async def test_a_malformed_step_ends_the_session_with_a_sentence_and_the_worker_lives(

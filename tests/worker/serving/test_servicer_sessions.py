@@ -91,7 +91,7 @@ async def test_ranks_that_were_sent_a_step_are_not_left_alone_with_it(
     launch = worker.runner.launch
 
     class FakeRanks(Ranks):
-        def send(self, epoch: int, message: bytes) -> None:
+        def send(self, epoch: int, message: bytes, drafts: Sequence[Any] = ()) -> None:
             assert service.servicer._stream is not None
             service.servicer._stream.end = RequestError(grpc.StatusCode.FAILED_PRECONDITION, "superseded")
 

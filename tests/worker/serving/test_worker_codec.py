@@ -68,7 +68,11 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
     "an empty chunk": ({"sequence_ids": [1], "num_scheduled_tokens": [0]}, "an entry is 0"),
     "too many tokens": ({"sequence_ids": [1], "num_scheduled_tokens": [257]}, "257 tokens; the limit is 256"),
     "too many sequences": ({"sequence_ids": range(17)}, "17 sequences; the limit is 16"),
-    "drafts": ({"draft_tokens": [pb.DraftTokens()]}, "draft_tokens"),
+    "room for guesses of another length": (
+        {"sequence_ids": [1, 2], "num_draft_tokens": [0]},
+        "num_draft_tokens: 1 entries for 2",
+    ),
+    "room for guesses": ({"sequence_ids": [1], "num_draft_tokens": [1]}, "room for 1 guesses; this worker verifies"),
     "a block beyond the pool": ({"new_sequences": [new_message(1, [5], [64])]}, "block 64 is beyond the pool of 64"),
     "an updated block beyond": ({"block_table_updates": [pb.BlockTableUpdate(block_ids=[99])]}, "block 99"),
     "a forked block beyond": ({"forks": [pb.Fork(block_ids=[99])]}, "block 99"),
@@ -127,7 +131,7 @@ def test_an_empty_bad_word_is_refused() -> None:
 
 def test_the_answer_carries_everything() -> None:
     logprobs = SampleLogprobs(4, 2, [1, 2], [-0.5, -1.0], [3])
-    output = ModelOutput([6, 0], StepTiming(1, 2, 3, 4), [logprobs], [logprobs], [5], [1, 1], {4: [7, 8]})
+    output = ModelOutput([6, 0], StepTiming(1, 2, 3, 4), [logprobs], [logprobs], [5], [1, 1], [0, 2], [3, 0])
     message = encode_model_output(9, 8, output)
     expected = pb.SampleLogprobs(sequence_id=4, width=2, token_ids=[1, 2], logprobs=[-0.5, -1.0], ranks=[3])
     assert message == pb.ModelOutput(
@@ -139,26 +143,18 @@ def test_the_answer_carries_everything() -> None:
         timing=pb.StepTiming(move_us=1, forward_us=2, sample_us=3, guess_us=4),
         failed_sequence_ids=[5],
         num_tokens=[1, 1],
-        draft_tokens=[pb.DraftTokens(sequence_id=4, token_ids=[7, 8])],
+        num_draft_tokens=[0, 2],
+        num_draft_tokens_wanted=[3, 0],
     )
 
 
-@pytest.mark.parametrize(
-    ("drafts", "sentence"),
-    [
-        ([(9, [1])], "sequence 9 is not scheduled"),
-        ([(1, [1]), (1, [2])], "has guesses twice"),
-        ([(1, [])], "has 0 guesses; this worker verifies up to 3"),
-        ([(1, [1] * 4)], "has 4 guesses; this worker verifies up to 3"),
-        ([(1, [131])], "token 131 is beyond the vocabulary"),
-    ],
-)
-def test_guesses_are_of_scheduled_sequences_few_and_tokens(drafts: list[tuple[int, list[int]]], sentence: str) -> None:
-    message = pb.SchedulerOutput(sequence_ids=[1, 2])
-    for sequence_id, token_ids in drafts:
-        message.draft_tokens.add(sequence_id=sequence_id, token_ids=token_ids)
-    with pytest.raises(InvalidStepError, match=sentence):
-        decode_scheduler_output(message, replace(LIMITS, num_speculative_tokens=3))
+def test_room_for_guesses_arrives_as_long_as_it_is_no_more_than_the_worker_verifies() -> None:
+    limits = replace(LIMITS, num_speculative_tokens=3)
+    message = pb.SchedulerOutput(sequence_ids=[1, 2], num_scheduled_tokens=[4, 1], num_draft_tokens=[3, 0])
+    assert decode_scheduler_output(message, limits).num_draft_tokens == (3, 0)
+    message.num_draft_tokens[1] = 4
+    with pytest.raises(InvalidStepError, match="room for 4 guesses; this worker verifies up to 3"):
+        decode_scheduler_output(message, limits)
 
 
 def test_a_steady_decode_step_of_256_sequences_is_small() -> None:

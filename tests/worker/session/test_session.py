@@ -7,7 +7,7 @@ import pytest
 from worker_helpers import LIMITS, new_sequence, tokens
 
 from worker_service.errors import FencingError, InvalidStepError
-from worker_service.session.session import ScheduledChunk, Session
+from worker_service.session.session import NO_DRAFTS, ScheduledChunk, Session
 from worker_service.session.step import BlockTableUpdate, Fork, PoolingParams, PoolingType, SchedulerOutput
 
 
@@ -23,14 +23,20 @@ class Scheduler:
         *scheduled: tuple[int, int, bool],
         samples: tuple[int, ...] = (),
         num_tokens: tuple[int, ...] = (),
+        drafts: tuple[int, ...] = (),
         **output: Any,
     ) -> list[ScheduledChunk]:
-        """Schedule (sequence, tokens, whether it samples), and commit these sampled tokens."""
+        """Schedule (sequence, tokens, whether it samples), and commit these sampled tokens.
+
+        drafts: guesses that are made in the room for them.
+        """
         self.step_id += 1
         ids, counts, whether = zip(*scheduled, strict=True) if scheduled else ((), (), ())
         chunks = self.session.apply(
             SchedulerOutput(7, self.step_id, sequence_ids=ids, num_scheduled_tokens=counts, samples=whether, **output)
         )
+        if drafts:
+            chunks = [chunk.with_drafts(tokens(drafts)) if chunk.drafts else chunk for chunk in chunks]
         self.session.advance(chunks)
         self.session.fill_in(chunks, samples, num_tokens)
         return chunks
@@ -150,8 +156,14 @@ def test_nonsense_is_refused_with_a_sentence(name: str, scheduler: Scheduler) ->
 def test_a_sequence_grows_by_what_was_right_of_its_guesses_and_one_more(scheduler: Scheduler) -> None:
     prompts = (new_sequence(1, [5, 6, 7], [0, 1]), new_sequence(2, [8, 9], [2, 3]))
     scheduler.step((1, 3, True), (2, 2, True), samples=(42, 43), new_sequences=prompts)
-    drafts = {1: tokens([50, 51, 52])}
-    one, _ = scheduler.step((1, 4, True), (2, 1, True), samples=(50, 60, 44), num_tokens=(2, 1), draft_tokens=drafts)
+    one, _ = scheduler.step(
+        (1, 5, True),
+        (2, 1, True),
+        samples=(50, 60, 44),
+        num_tokens=(2, 1),
+        num_draft_tokens=(4, 0),
+        drafts=(50, 51, 52),
+    )
     assert (one.start, one.stop, list(one.drafts)) == (3, 7, [50, 51, 52])
     found = scheduler.session.sequences[1]
     assert list(found.token_ids) == [5, 6, 7, 42, 50, 60]
@@ -160,25 +172,36 @@ def test_a_sequence_grows_by_what_was_right_of_its_guesses_and_one_more(schedule
     assert (chunk.start, chunk.stop, list(chunk.token_ids)) == (5, 6, [60])
 
 
+def test_a_step_that_makes_fewer_guesses_than_it_has_room_for_computes_fewer_tokens(scheduler: Scheduler) -> None:
+    scheduler.step((1, 3, True), samples=(42,), new_sequences=(new_sequence(1, [5, 6, 7], [0, 1]),))
+    (room,) = scheduler.session.apply(
+        SchedulerOutput(7, 2, sequence_ids=(1,), num_scheduled_tokens=(4,), samples=(True,), num_draft_tokens=(3,))
+    )
+    assert (room.start, room.stop, len(room.drafts)) == (3, 7, 3)
+    none = room.with_drafts(NO_DRAFTS)
+    assert (none.start, none.stop, list(none.token_ids)) == (3, 4, [42])
+    two = room.with_drafts(tokens([8, 9]))
+    assert (two.stop, list(two.token_ids)) == (6, [42, 8, 9])
+
+
 def test_nothing_runs_ahead_of_guesses(scheduler: Scheduler) -> None:
     scheduler.step((1, 3, True), samples=(42,), new_sequences=(new_sequence(1, [5, 6, 7], [0, 1]),))
     plain = SchedulerOutput(7, 9, sequence_ids=(1,), num_scheduled_tokens=(1,), samples=(True,))
     assert scheduler.session.follows_unseen(plain)
-    drafts = {1: tokens([50])}
-    assert not scheduler.session.follows_unseen(replace(plain, draft_tokens=drafts))
-    scheduler.step((1, 2, True), samples=(51,), num_tokens=(1,), draft_tokens=drafts)
+    assert not scheduler.session.follows_unseen(replace(plain, num_scheduled_tokens=(2,), num_draft_tokens=(1,)))
+    scheduler.step((1, 2, True), samples=(51,), num_tokens=(1,), num_draft_tokens=(1,), drafts=(50,))
     assert not scheduler.session.follows_unseen(plain)
     scheduler.step((1, 1, True), samples=(52,))
     assert scheduler.session.follows_unseen(plain)
 
 
 @pytest.mark.parametrize("scheduled", [(1, 2, True), (1, 3, False)], ids=["fewer are computed", "nothing is sampled"])
-def test_guesses_that_cannot_be_verified_end_the_session(
+def test_room_in_which_nothing_could_be_verified_ends_the_session(
     scheduler: Scheduler, scheduled: tuple[int, int, bool]
 ) -> None:
     scheduler.step((1, 3, True), samples=(42,), new_sequences=(new_sequence(1, [5, 6, 7], [0, 1]),))
     with pytest.raises(InvalidStepError, match="does not go on from its last token"):
-        scheduler.step(scheduled, draft_tokens={1: tokens([50, 51])})
+        scheduler.step(scheduled, num_draft_tokens=(2,))
 
 
 POOLED = PoolingParams(PoolingType.MEAN, 4)

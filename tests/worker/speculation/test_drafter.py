@@ -1,5 +1,6 @@
 """What is learnt of guesses, and of which sequences there are any."""
 
+import itertools
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -9,50 +10,96 @@ from worker_helpers import state
 
 from worker_service.session.session import PLACEHOLDER, ScheduledChunk, SequenceState
 from worker_service.session.step import TOKENS, PoolingParams, PoolingType, SchedulerOutput
-from worker_service.speculation import drafter as module
 from worker_service.speculation.drafter import Beginning, Drafter
 from worker_service.speculation.ngram import Ngrams
 from worker_service.speculation.policy import StepCost
 
-PLAIN = SchedulerOutput(epoch=1, step_id=1)
-VERIFIES = SchedulerOutput(epoch=1, step_id=1, draft_tokens={1: array(TOKENS, [1])})
+MOST = 4
 
 
-def chunk_of(sequence: SequenceState) -> ScheduledChunk:
-    """The step that sampled its last token."""
-    length = len(sequence.token_ids)
-    return ScheduledChunk(sequence, length - 2, length - 1, samples=True)
+class Served:
+    """A drafter's worker and its scheduler: steps have the room that is wanted, after the step that is in flight."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.wanted: dict[int, int] = {}
+        self.rooms: dict[int, int] = {}  # in the next step
+
+    def step(
+        self, seconds: float, *coming: tuple[SequenceState, Sequence[int]], more: Sequence[ScheduledChunk] = ()
+    ) -> dict[int, list[int]]:
+        """Compute the last token of each sequence, which goes on with these tokens as far as it is guessed; returns the
+        guesses."""
+        chunks = [
+            ScheduledChunk(
+                sequence,
+                length - 1,
+                length + (room := self.rooms.get(sequence.sequence_id, 0)),
+                samples=True,
+                drafts=array(TOKENS, [PLACEHOLDER]) * room,
+            )
+            for sequence, _ in coming
+            for length in [len(sequence.token_ids)]
+        ]
+        rooms = tuple(len(chunk.drafts) for chunk in [*chunks, *more])
+        output = SchedulerOutput(epoch=1, step_id=1, num_draft_tokens=rooms if any(rooms) else ())
+        chunks = self.drafter.begins(output, [*chunks, *more])
+        for chunk, (sequence, tokens) in zip(chunks, coming, strict=False):
+            num_right = 0
+            while num_right < len(chunk.drafts) and chunk.drafts[num_right] == tokens[num_right]:
+                num_right += 1
+            sequence.token_ids.extend(tokens[: num_right + 1])
+        numbers = self.drafter.ends(chunks, seconds)
+        self.rooms = dict(self.wanted)
+        if numbers:
+            sampling = (chunk.sequence.sequence_id for chunk in chunks if chunk.samples)
+            self.wanted |= dict(zip(sampling, numbers, strict=True))
+        return {chunk.sequence.sequence_id: list(chunk.drafts) for chunk in chunks if chunk.drafts}
 
 
-def gain(sequence: SequenceState, *token_ids: int) -> None:
-    sequence.token_ids.extend(token_ids)
+def repeating(sequence: SequenceState) -> list[int]:
+    """What follows if it goes on with 1, 2, 3, 1, 2, 3 and so on."""
+    return [1 + (len(sequence.token_ids) + n) % 3 for n in range(1 + MOST)]
+
+
+def test_room_is_wanted_where_there_are_guesses_and_is_used() -> None:
+    served, sequence = Served(Drafter(Ngrams(), MOST, 100, 10_000)), state([1, 2, 3] * 5)
+    found = [served.step(0.030, (sequence, repeating(sequence))) for _ in range(30)]
+    assert found[:2] == [{}, {}]  # nothing is wanted before the first answer, and the step behind it is on its way
+    assert all(guesses[1] for guesses in found[2:])
+    assert len(found[-1][1]) == MOST
 
 
 def test_guesses_that_are_never_right_are_soon_not_verified_and_are_again_once_they_would_be() -> None:
-    drafter, sequence = Drafter(Ngrams(), 4, 10_000), state([1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2])
+    served, sequence = Served(Drafter(Ngrams(), MOST, 100, 1_000)), state([1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2])
     few: list[bool] = []
-    for _ in range(40):  # it always goes on otherwise, and then as before
-        few.append(bool(drafter.guess([chunk_of(sequence)], 0.030)))
-        gain(sequence, 50 + len(few), 1, 2)
-    assert few[0]
-    assert not any(few[20:])
-    for number in range(60):
-        found = drafter.guess([chunk_of(sequence)], 0.030)
-        gain(sequence, (7, 8, 9)[number % 3])
-    assert len(found[1]) == 4
+    for number in range(60):  # it always goes on otherwise, and then as before
+        tokens = (60 + number, 1, 2)[number % 3 : number % 3 + 1]
+        few.append(bool(served.step(0.030, (sequence, [*tokens, 0, 0, 0, 0]))))
+    assert any(few[:10])
+    assert not any(few[40:])
+    for _ in range(80):
+        found = served.step(0.030, (sequence, repeating(sequence)))
+    assert len(found[1]) == MOST
 
 
-def test_the_longer_a_pause_the_less_is_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
-    drafter, sequence = Drafter(Ngrams(), 4, 10_000), state([1, 2, 3] * 5)
+def test_where_steps_are_launched_ahead_the_wait_for_a_guess_counts() -> None:
+    drafter, sequence = Drafter(Ngrams(), MOST, 100, 10_000, runs_ahead=True), state([1, 2, 3] * 5)
+    served = Served(drafter)
     for number in range(100):
-        if not drafter.guess([chunk_of(sequence)], 0.005):
+        found = served.step(0.005, (sequence, repeating(sequence)))
+        if number > 5 and not found:
             break
-        clock[0] += 0.5  # the network is slow
-        drafter.step_begins(VERIFIES, [])
-        gain(sequence, 1 + number % 3)
-    assert number < 50
+        drafter.launched(SchedulerOutput(epoch=1, step_id=1, num_draft_tokens=(1,)), 0.5)
+    assert 5 < number < 50
+
+
+def test_where_they_are_not_a_launch_costs_nothing() -> None:
+    drafter, sequence = Drafter(Ngrams(), MOST, 100, 10_000), state([1, 2, 3] * 5)
+    served = Served(drafter)
+    for number in range(60):
+        drafter.launched(SchedulerOutput(epoch=1, step_id=1, num_draft_tokens=(1,)), 0.5)
+        assert served.step(0.005, (sequence, repeating(sequence))) or number < 2
 
 
 POOLED = {"pooling": PoolingParams(PoolingType.MEAN, 4)}
@@ -63,52 +110,78 @@ POOLED = {"pooling": PoolingParams(PoolingType.MEAN, 4)}
     [({"logprobs": 0}, True), ({"form": "{}"}, True), ({"is_beam": True}, False), (POOLED, False)],
 )
 def test_guesses_are_for_what_goes_on_with_one_token(sampling: dict[str, Any], is_guessed: bool) -> None:
-    drafter, sequence = Drafter(Ngrams(), 4, 10_000), state([1, 2, 3] * 5, **sampling)
-    assert bool(drafter.guess([chunk_of(sequence)], 0.030)) == is_guessed
+    served, sequence = Served(Drafter(Ngrams(), MOST, 100, 10_000)), state([1, 2, 3] * 5, **sampling)
+    for _ in range(5):
+        served.step(0.030, (sequence, repeating(sequence)))
+    assert bool(served.wanted) == is_guessed
+    served.rooms = {1: MOST}  # whatever the scheduler says
+    assert bool(served.step(0.030, (sequence, repeating(sequence)))) == is_guessed
 
 
-def test_a_proposer_that_fails_is_not_asked_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_proposer_that_fails_is_not_asked_again_and_wants_no_more_room(capsys: pytest.CaptureFixture[str]) -> None:
     class Failing(Ngrams):
         num_asked = 0
 
         def guess(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
             self.num_asked += 1
-            raise IndexError("out of range")
+            if self.num_asked > 5:
+                raise IndexError("out of range")
+            return super().guess(beginnings)
 
     proposer = Failing()
-    drafter, sequence = Drafter(proposer, 4, 10_000), state([1, 2, 3] * 5)
-    for _ in range(3):
-        assert not drafter.guess([chunk_of(sequence)], 0.030)
-    assert proposer.num_asked == 1
+    served, sequence = Served(Drafter(proposer, MOST, 100, 10_000)), state([1, 2, 3] * 5)
+    found = [served.step(0.030, (sequence, repeating(sequence))) for _ in range(12)]
+    assert found[4]
+    assert not any(found[7:])
+    assert served.wanted == {1: 0}
+    assert proposer.num_asked == 6
     assert capsys.readouterr().out.count("guessing failed, and has ended reason=") == 1
 
 
-def test_sequences_that_do_not_sample_yet_have_no_guesses() -> None:
-    drafter, sequence = Drafter(Ngrams(), 4, 10_000), state([1, 2, 3] * 5)
-    assert not drafter.guess([ScheduledChunk(sequence, 0, 4, samples=False)], 0.030)
+@pytest.mark.parametrize("no_token", [100, -1, 2**63])
+def test_what_is_no_token_is_not_verified_and_nothing_behind_it(no_token: int) -> None:
+    class Strange(Ngrams):
+        def guess(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
+            return [[5, 99, no_token, 5, 5, 5, 5, 5] for _ in beginnings]
+
+    served, sequence = Served(Drafter(Strange(), MOST, 100, 10_000)), state([1, 2, 3])
+    found = [served.step(0.030, (sequence, [5, 99, 5])) for _ in range(4)]
+    assert found[-1] == {1: [5, 99]}
 
 
-def test_time_without_requests_is_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
-    drafter, sequence = Drafter(Ngrams(), 4, 10_000), state([1, 2, 3] * 5)
-    for number in range(100):
-        assert drafter.guess([chunk_of(sequence)], 0.030)
-        clock[0] += 3600.0
-        drafter.step_begins(PLAIN, [])
-        gain(sequence, 1 + number % 3)
+def test_sequences_that_do_not_sample_yet_want_no_room() -> None:
+    drafter, sequence = Drafter(Ngrams(), MOST, 100, 10_000), state([1, 2, 3] * 5)
+    assert not drafter.ends([ScheduledChunk(sequence, 0, 4, samples=False)], 0.030)
+
+
+def test_what_is_wanted_is_said_when_it_changes() -> None:
+    drafter, sequence = Drafter(Ngrams(), MOST, 100, 10_000), state([1, 2, 3] * 5)
+    chunk = ScheduledChunk(sequence, 13, 14, samples=True)
+    numbers = [drafter.ends([chunk], 0.030) for _ in range(50)]
+    assert numbers[0]
+    assert numbers[-1] == []
+    said = [number for number in numbers if number]
+    assert all(before != after for before, after in itertools.pairwise(said))
 
 
 def test_a_token_that_a_step_ahead_has_yet_to_sample_is_not_taken_for_one() -> None:
     sequence = state([1, 2, 3] * 5)
-    chunk = chunk_of(sequence)
+    drafter = Drafter(Ngrams(), MOST, 100, 10_000, runs_ahead=True)
+    chunk = ScheduledChunk(sequence, 13, 14, samples=True)
     sequence.token_ids.append(PLACEHOLDER)
-    assert Drafter(Ngrams(), 4, 10_000).guess([chunk], 0.030) == {1: [1, 2, 3, 1]}
+    drafter.ends([chunk], 0.030)
+    sequence.token_ids[15] = 1
+    output = SchedulerOutput(epoch=1, step_id=2, num_draft_tokens=(MOST,))
+    behind = ScheduledChunk(sequence, 15, 16 + MOST, samples=True, drafts=array(TOKENS, [PLACEHOLDER]) * MOST)
+    (found,) = drafter.begins(output, [behind])
+    assert not found.drafts  # what was guessed was for the place before
+    (found,) = drafter.begins(output, [behind._replace(start=14, stop=15 + MOST)])
+    assert list(found.drafts) == [1, 2, 3, 1]
 
 
 def test_guesses_keep_no_sequence_from_growing() -> None:
     sequence = state([1, 2, 3] * 5)
-    assert Drafter(Ngrams(), 4, 10_000).guess([chunk_of(sequence)], 0.030)
+    assert Drafter(Ngrams(), MOST, 100, 10_000).ends([ScheduledChunk(sequence, 13, 14, samples=True)], 0.030)
     sequence.token_ids.append(1)
     assert sequence.token_ids[-1:] == array(TOKENS, [1])
 
@@ -130,37 +203,29 @@ class FakeDraftModel:
 
 
 def test_a_draft_model_is_asked_where_its_guesses_are_worth_their_time_and_again_after_a_while() -> None:
-    proposer = FakeDraftModel(0.002)
-    drafter, sequence = Drafter(proposer, 4, 10_000), state([1, 2, 3])
+    served, sequence = Served(Drafter(FakeDraftModel(0.002), MOST, 100, 10_000)), state([1, 2, 3])
     numbers = []
     for number in range(1000):
-        found = drafter.guess([chunk_of(sequence)], 0.030)
+        found = served.step(0.030, (sequence, [5 if number > 500 else 6] * 5))
         numbers.append(len(found.get(1, [])))
-        gain(sequence, 5 if number > 500 else 6)
-    assert numbers[0] > 0
+    assert numbers[2] > 0
     assert 0 < sum(map(bool, numbers[100:500])) < 40  # it is always wrong, and tried again now and then
-    assert numbers[-50:] == [4] * 50
+    assert numbers[-50:] == [MOST] * 50
 
 
 def test_a_proposer_that_is_nearly_always_right_is_found_out_although_steps_are_short() -> None:
-    """With the chance of what is known of nothing a guess would not be worth the pause behind it."""
-    drafter, sequence = Drafter(FakeDraftModel(0.001), 4, 1_300), state([1, 2, 3])
-    numbers = []
-    for _ in range(60):
-        found = drafter.guess([chunk_of(sequence)], 0.012)
-        numbers.append(len(found.get(1, [])))
-        gain(sequence, 5)
+    served, sequence = Served(Drafter(FakeDraftModel(0.001), MOST, 100, 1_300)), state([1, 2, 3])
+    numbers = [len(served.step(0.012, (sequence, [5] * 5)).get(1, [])) for _ in range(60)]
     assert sum(map(bool, numbers[-20:])) == 20
 
 
-@pytest.mark.parametrize(("seconds", "asked"), [(0.002, [[(3, 4)], [(8, 4), (16, 0)]]), (0.060, [])])
+@pytest.mark.parametrize(("seconds", "asked"), [(0.002, [(5, 4), (17, 0)]), (0.060, None)])
 def test_a_draft_model_follows_prompts_only_while_it_is_worth_asking(
-    seconds: float, asked: list[list[tuple[int, int]]]
+    seconds: float, asked: list[tuple[int, int]] | None
 ) -> None:
     proposer, prompt = FakeDraftModel(seconds), state(list(range(40)), sequence_id=2)
-    drafter, sequence = Drafter(proposer, 4, 10_000), state([1, 2, 3])
-    chunk = ScheduledChunk(prompt, 0, 16, samples=False)
-    drafter.guess([chunk_of(sequence)], 0.030)
-    gain(sequence, 5, 5, 5, 5, 5)
-    drafter.guess([chunk_of(sequence), chunk], 0.030)
-    assert proposer.asked == asked
+    served, sequence = Served(Drafter(proposer, MOST, 100, 10_000)), state([1, 2, 3])
+    for _ in range(2):
+        served.step(0.030, (sequence, [5] * 5))
+    served.step(0.030, (sequence, [5] * 5), more=[ScheduledChunk(prompt, 16, 32, samples=False)])
+    assert proposer.asked == ([asked] if asked else [])

@@ -20,11 +20,18 @@ def cost_of(fixed: float, each: float) -> StepCost:
 
 
 def rate(
-    numbers: list[int], chances: list[float], cost: StepCost, pause: float, guessing: StepCost | None = None
+    numbers: list[int],
+    chances: list[float],
+    shares: list[float],
+    cost: StepCost,
+    pause: float,
+    guessing: StepCost | None = None,
 ) -> float:
     """Tokens a second that are to be expected."""
     gained = len(chances) + sum(
-        chance**j for number, chance in zip(numbers, chances, strict=True) for j in range(1, number + 1)
+        share * chance**j
+        for number, chance, share in zip(numbers, chances, shares, strict=True)
+        for j in range(1, number + 1)
     )
     seconds = cost.of(len(chances) + sum(numbers)) + (pause if any(numbers) else 0)
     if guessing is not None:
@@ -53,52 +60,55 @@ def test_before_there_is_anything_to_learn_from_the_slope_is_that_of_prompts() -
 
 
 def test_where_memory_is_the_limit_all_likely_guesses_are_verified() -> None:
-    assert numbers_of_guesses([0.9], 8, cost_of(0.030, 0.0001), 0.002) == [8]
+    assert numbers_of_guesses([0.9], [8], cost_of(0.030, 0.0001), 0.002) == [8]
 
 
 def test_where_computing_is_the_limit_none_is() -> None:
-    assert numbers_of_guesses([0.95] * 32, 8, cost_of(0.0001, 0.005), 0.002) == [0] * 32
+    assert numbers_of_guesses([0.95] * 32, [8] * 32, cost_of(0.0001, 0.005), 0.002) == [0] * 32
 
 
 def test_a_pause_that_costs_more_than_the_guesses_bring_is_not_made() -> None:
     cost = cost_of(0.030, 0.0001)
-    assert numbers_of_guesses([0.9] + [0.0] * 7, 4, cost, 0.001) == [4] + [0] * 7
-    assert numbers_of_guesses([0.9] + [0.0] * 7, 4, cost, 0.040) == [0] * 8
+    assert numbers_of_guesses([0.9] + [0.0] * 7, [4] * 8, cost, 0.001) == [4] + [0] * 7
+    assert numbers_of_guesses([0.9] + [0.0] * 7, [4] * 8, cost, 0.040) == [0] * 8
 
 
 @given(
-    st.lists(st.floats(0, 1), min_size=1, max_size=3),
-    st.integers(1, 3),
+    st.lists(st.tuples(st.floats(0, 1), st.integers(0, 3), st.floats(0, 1)), min_size=1, max_size=3),
     st.floats(1e-4, 0.1),
     st.floats(1e-5, 0.05),
     st.floats(0, 0.05),
     st.none() | st.tuples(st.floats(1e-4, 0.05), st.floats(1e-5, 0.01)),
 )
 def test_no_other_numbers_are_faster(
-    chances: list[float], most: int, fixed: float, each: float, pause: float, pass_seconds: tuple[float, float] | None
+    rows: list[tuple[float, int, float]],
+    fixed: float,
+    each: float,
+    pause: float,
+    pass_seconds: tuple[float, float] | None,
 ) -> None:
     cost = cost_of(fixed, each)
     guessing = cost_of(*pass_seconds) if pass_seconds else None
-    numbers = numbers_of_guesses(chances, most, cost, pause, guessing=guessing)
+    chances, mosts, shares = (list(column) for column in zip(*rows, strict=True))
+    numbers = numbers_of_guesses(chances, mosts, cost, pause, shares=shares, guessing=guessing)
     fastest = max(
-        rate(list(others), chances, cost, pause, guessing)
-        for others in itertools.product(range(most + 1), repeat=len(chances))
+        rate(list(others), chances, shares, cost, pause, guessing)
+        for others in itertools.product(*(range(most + 1) for most in mosts))
     )
-    assert rate(numbers, chances, cost, pause, guessing) >= fastest * (1 - 1e-9)
+    assert rate(numbers, chances, shares, cost, pause, guessing) >= fastest * (1 - 1e-9)
 
 
-def test_a_guess_that_comes_a_step_late_must_be_worth_a_pause_all_the_more() -> None:
-    cost = cost_of(0.030, 0.0001)
-    assert numbers_of_guesses([0.3] * 2, 2, cost, 0.006) == [2, 2]
-    assert numbers_of_guesses([0.3] * 2, 2, cost, 0.006, is_late=True) == [0, 0]
+def test_there_is_no_room_where_there_is_hardly_ever_a_guess() -> None:
+    cost = cost_of(0.030, 0.001)
+    assert numbers_of_guesses([0.9] * 2, [2] * 2, cost, 0.0, shares=[1.0, 0.02]) == [2, 0]
 
 
 def test_a_draft_model_that_is_slow_makes_few_guesses_or_none() -> None:
     cost = cost_of(0.030, 0.0001)
-    assert numbers_of_guesses([0.8], 8, cost, 0.0, guessing=cost_of(0.001, 0.0001)) == [8]
-    assert numbers_of_guesses([0.8], 8, cost, 0.0, guessing=cost_of(0.010, 0.0001)) == [3]
-    assert numbers_of_guesses([0.8], 8, cost, 0.0, guessing=cost_of(0.030, 0.0001)) == [0]
+    assert numbers_of_guesses([0.8], [8], cost, 0.0, guessing=cost_of(0.001, 0.0001)) == [8]
+    assert numbers_of_guesses([0.8], [8], cost, 0.0, guessing=cost_of(0.010, 0.0001)) == [3]
+    assert numbers_of_guesses([0.8], [8], cost, 0.0, guessing=cost_of(0.030, 0.0001)) == [0]
 
 
 def test_nothing_is_asked_for_nothing() -> None:
-    assert numbers_of_guesses([], 4, cost_of(0.01, 0.001), 0.0) == []
+    assert numbers_of_guesses([], [], cost_of(0.01, 0.001), 0.0) == []
