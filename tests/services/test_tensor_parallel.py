@@ -20,8 +20,8 @@ TWO_RANKS = ("--tensor-parallel-size", "2")
 
 
 async def completions(target: str) -> list[list[list[int]]]:
-    """The tokens of each output, greedy and drawn, of short prompts that all run at once, and of one that runs alone and
-    repeats itself."""
+    """The tokens of each output, greedy and drawn, of short prompts that all run at once, and of one that runs
+    alone and repeats itself."""
 
     def sampling(number: int) -> SamplingParams:
         drawn = {"n": 2, "temperature": 0.8, "top_p": 0.95, "seed": number} if number % 2 else {"temperature": 0}

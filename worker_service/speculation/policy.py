@@ -74,27 +74,32 @@ def numbers_of_guesses(
     taking the likeliest guess next, as long as tokens a second rise.
     """
     num_sequences = len(chances)
+    numbers = [0] * num_sequences
+    if not any(mosts):
+        return numbers
     each = 0.0 if guessing is None else max(0.0, guessing.of(1) - guessing.slope)
     slope = cost.slope + (0.0 if guessing is None else guessing.slope)
-    best, rows = num_sequences / cost.of(num_sequences) if chances else 0.0, list[int]()
-    most = max(mosts, default=0)
+    alone = cost.of(num_sequences)
+    best, rows = num_sequences / alone, list[int]()
+    likely = list[tuple[float, int, int]]()  # gain, row, and which of its guesses: those that are worth their own time
+    for row, (chance, most, share) in enumerate(zip(chances, mosts, shares or repeat(1.0), strict=False)):
+        gain = share
+        for number in range(1, most + 1):
+            gain *= chance
+            if gain <= slope * best:
+                break
+            likely.append((gain, row, number))
+    likely.sort(reverse=True)
+    most = max((number for *_, number in likely), default=0)
     for longest in range(1, most + 1) if each else (most,):
-        guesses = sorted(
-            (
-                (chance**number * share, row)
-                for row, (chance, share) in enumerate(zip(chances, shares or repeat(1.0), strict=False))
-                for number in range(1, min(longest, mosts[row]) + 1)
-            ),
-            reverse=True,
-        )
-        seconds, gained = cost.of(num_sequences) + pause + longest * each, float(num_sequences)
+        guesses = [(gain, row) for gain, row, number in likely if number <= longest]
+        seconds, gained = alone + pause + longest * each, float(num_sequences)
         for count, (gain, _) in enumerate(guesses, 1):
             if gain * seconds <= slope * gained:
                 break
             gained, seconds = gained + gain, seconds + slope
             if gained / seconds > best:
                 best, rows = gained / seconds, [row for _, row in guesses[:count]]
-    numbers = [0] * num_sequences
     for row in rows:
         numbers[row] += 1
     return numbers
