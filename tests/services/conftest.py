@@ -1,7 +1,9 @@
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from speculating import Plain, answers_of
 from tiny_model import write_byte_tokenizer, write_tiny_llama
 
 from pagewire_client import LocalServer
@@ -9,6 +11,7 @@ from scheduler_service.core.suspects import suspicion
 from scheduler_service.engine import worker_loop
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.tokenization import Tokenizer
+from worker_service.speculation import drafter
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -84,3 +87,14 @@ def adapters(tmp_path: Path) -> Path:
     from lora_helpers import write_three  # imports torch
 
     return write_three(tmp_path / "adapters")
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_server: LocalServer) -> Plain:
+    return asyncio.run(answers_of(tiny_server.target))
+
+
+@pytest.fixture
+def all_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All guesses are made and verified, whether or not that is faster."""
+    monkeypatch.setattr(drafter, "numbers_of_guesses", lambda _, mosts, *__, **___: list(mosts))

@@ -1,161 +1,46 @@
 """Guesses change nothing but speed: the tokens are those without them, whatever is asked for and whatever happens."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from engines import until
 from fake_worker_service import TOKEN, FakeWorkerService, serving
-from scheduler_in_process import InProcess, scheduler
-from slow_heads import SlowEagle, write_head
+from scheduler_in_process import scheduler
+from speculating import (
+    ASKED,
+    FORMED,
+    KINDS,
+    Oracle,
+    Plain,
+    guesses_after_a_loss,
+    guesses_alone_and_together,
+    num_preemptions,
+    speculating,
+)
 from tiny_model import write_tiny_llama
-from worker_in_process import worker_in_process
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
-from pagewire_client import Client, LocalServer, SamplingParams
+from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
 from scheduler_service import core
 from scheduler_service.core import Scheduler, SequenceGroup, WaitingQueue
-from scheduler_service.engine.guesses import Guesses
 from scheduler_service.engine.limits import check_limits, model_limits, scheduler_config
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.sampling_validation import _max_tokens
 from scheduler_service.recording.replayer import Replayer
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.wire.codec import WorkerInfo, decode_worker_info
-from worker_service.execution.draft_model import DraftModel
-from worker_service.speculation import drafter, ngram
-from worker_service.speculation.drafter import Beginning
-
-PROMPTS = ["abcabcabcabc", "one two three one two three one two", "hello", "x" * 40]
-KINDS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0},
-    "drawn": {"temperature": 0.3, "seed": 5},
-    "drawn among few": {"temperature": 1.0, "top_k": 3, "top_p": 0.8, "seed": 6},
-    "several": {"n": 3, "temperature": 0.4, "seed": 7},
-    "penalized": {"temperature": 0, "repetition_penalty": 1.05, "frequency_penalty": 0.05},
-    "edited": {"temperature": 0, "logit_bias": {70: 2.0}, "bad_words": ["ab"], "min_tokens": 20},
-    "reported": {"temperature": 0, "logprobs": 2},
-    "prompt reported": {"temperature": 0, "prompt_logprobs": 1},
-    "beams": {"beam_width": 2},
-    "stopped": {"temperature": 0, "stop": ["zz", "aaa"]},
-    "short": {"temperature": 0, "max_tokens": 3},
-}
-
-
-FORMED: dict[str, dict[str, Any]] = {
-    "formed": {"temperature": 0, "regex": "([ab]{3}-[0-9]){30}", "ignore_eos": False},
-    "formed and reported": {
-        "temperature": 0.8,
-        "seed": 8,
-        "n": 2,
-        "logprobs": 1,
-        "grammar": 'start: "[" item ("," item)* "]"\nitem: "true" | "false" | /[0-9]{2}/',
-        "ignore_eos": False,
-    },
-}
-ASKED = [(prompt, sampling) for prompt in PROMPTS for sampling in (KINDS | FORMED).values()]
-# Beams show their first token when they are done.
-NO_BEAMS = [(prompt, sampling) for prompt, sampling in ASKED if sampling is not KINDS["beams"]]
-
-
-@dataclass(frozen=True)
-class Plain:
-    """What a server without guesses answers to all of ASKED at once."""
-
-    answers: list["list[Shown]"]
-    sequences: list[list[int]]
-    """The tokens of each output, behind its prompt's."""
-
-    @property
-    def without_beams(self) -> list["list[Shown]"]:
-        return [answer for answer, asked in zip(self.answers, ASKED, strict=True) if asked in NO_BEAMS]
-
-
-@pytest.fixture(scope="module")
-def plain(tiny_server: LocalServer) -> Plain:
-    async def run() -> Plain:
-        async with Client(tiny_server.target) as client:
-            answers = await asyncio.gather(*(outputs(client, prompt, **sampling) for prompt, sampling in ASKED))
-            prompts = [await client.tokenize(prompt) for prompt, _ in ASKED]
-        pairs = zip(prompts, answers, strict=True)
-        return Plain(answers, [prompt + token_ids for prompt, answer in pairs for token_ids, *_ in answer])
-
-    return asyncio.run(run())
-
-
-class Oracle:
-    """Guesses in the drafter's place, of which most are right; all are verified, whether or not that is faster."""
-
-    def __init__(self, sequences: list[list[int]]) -> None:
-        self._sequences = sequences
-
-    def guess(self, token_ids: Any, most: int) -> list[int]:
-        so_far = token_ids.tolist()
-        for sequence in self._sequences:
-            if sequence[: len(so_far)] == so_far and (coming := sequence[len(so_far) : len(so_far) + most]):
-                if len(so_far) % 3 == 0:
-                    coming[-1] ^= 1
-                return coming + [5] * (most - len(coming))
-        return []
+from worker_service.speculation import ngram
 
 
 @pytest.fixture
-def oracle(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafter, "numbers_of_guesses", lambda _, mosts, *__, **___: list(mosts))
+def oracle(all_verified: None, plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram, "guess", Oracle(plain.sequences).guess)
-
-
-@asynccontextmanager
-async def speculating(model: Path, recording: Path | None = None, **settings: Any) -> AsyncIterator[InProcess]:
-    """Such a worker, and a scheduler."""
-    async with (
-        worker_in_process(model, **{"speculate": "ngram", "forms": True} | settings) as worker,
-        scheduler(worker.address, model=str(model), preemption_mode="swap", record=recording) as one,
-    ):
-        await one.engine.model()
-        yield one
-
-
-Shown = tuple[list[int], str, Any, list[list[int]]]
-
-
-async def outputs(client: Client, prompt: str, **sampling: Any) -> list[Shown]:
-    """Tokens, text, why they ended, and which tokens were likeliest: probabilities may differ in their last bits."""
-    completion = await collect(client, prompt, SamplingParams(**{"max_tokens": 48, "ignore_eos": True} | sampling))
-    return [
-        (
-            output.token_ids,
-            output.text,
-            output.finish_reason,
-            [[top.token_id for top in position.top] for position in output.logprobs],
-        )
-        for output in completion.outputs
-    ]
-
-
-async def guesses_alone_and_together(
-    one: InProcess, expected: Sequence[tuple[tuple[str, dict[str, Any]], list[Shown]]], num_alone: int
-) -> Guesses:
-    """Of its only worker, when the first requests had their expected outputs alone, and all had theirs at once."""
-    async with Client(one.target) as client:
-        for (prompt, sampling), wanted in expected[:num_alone]:
-            assert await outputs(client, prompt, **sampling) == wanted
-        together = await asyncio.gather(*(outputs(client, prompt, **sampling) for (prompt, sampling), _ in expected))
-    assert together == [wanted for _, wanted in expected]
-    return one.engine.workers[0].guesses
-
-
-def num_preemptions(one: InProcess) -> int:
-    (worker,) = one.engine.workers
-    assert worker.scheduler is not None
-    return sum(worker.scheduler.num_preemptions.values())
 
 
 @pytest.mark.usefixtures("oracle")
@@ -176,35 +61,10 @@ async def test_outputs_are_the_same_alone_and_together_and_through_preemption(
     assert sum(bool(output.num_draft_tokens) for output in replayed) > 10
 
 
-async def guesses_after_a_loss(expected: list[list[Shown]], model: Path, **settings: Any) -> Guesses:
-    """Of the worker that is left: one of two is lost after it has guessed, and the outputs are those expected."""
-    async with (
-        worker_in_process(model, forms=True, **settings) as first,
-        worker_in_process(model, forms=True, **settings) as second,
-        scheduler(first.address, second.address, model=str(model)) as one,
-    ):
-        await one.engine.model()
-        await until(lambda: len(one.engine.serving) == 2)
-        lost, other = one.engine.workers
-        async with Client(one.target) as client:
-            together = [asyncio.create_task(outputs(client, prompt, **sampling)) for prompt, sampling in NO_BEAMS]
-            await until(lambda: lost.guesses.verified.num_tokens > 20)
-            await first.server.server.stop(None)
-            assert await asyncio.gather(*together) == expected
-        assert lost.num_losses == 1
-        return other.guesses
-
-
 @pytest.mark.usefixtures("oracle")
 async def test_outputs_are_the_same_when_workers_are_lost(plain: Plain, tiny_model_directory: Path) -> None:
     other = await guesses_after_a_loss(plain.without_beams, tiny_model_directory, speculate="ngram")
     assert other.right.num_tokens > 20
-
-
-@pytest.fixture
-def all_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All guesses are made and verified, whether or not that is faster."""
-    monkeypatch.setattr(drafter, "numbers_of_guesses", lambda _, mosts, *__, **___: list(mosts))
 
 
 @pytest.mark.usefixtures("all_verified")
@@ -236,67 +96,6 @@ async def test_outputs_are_the_same_with_a_draft_model_that_is_mostly_wrong_when
     other = await guesses_after_a_loss(plain.without_beams, tiny_model_directory, **draft)
     assert other.verified.num_tokens > 200
     assert other.right.num_tokens < other.verified.num_tokens / 2
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of EAGLE-3, for the tiny model, and of random weights."""
-    folder = tmp_path_factory.mktemp("heads") / "tiny"
-    return write_head(folder, hidden=64, vocabulary=259, eagle_aux_hidden_state_layer_ids=[2, 1, 0])
-
-
-@dataclass
-class Guessed:
-    """What a head said of sequences whose next token is the likeliest, in place of which the oracle's guesses are
-    verified, so that most are right."""
-
-    oracle: Oracle
-    found: list[tuple[list[int], list[int]]] = field(default_factory=list)
-    """Tokens, and what was guessed behind them."""
-
-    def watch(self, patch: pytest.MonkeyPatch) -> None:
-        guess = DraftModel.guess
-
-        def watched(model: DraftModel, beginnings: Sequence[Beginning]) -> list[list[int]]:
-            guesses = []
-            for one, found in zip(beginnings, guess(model, beginnings), strict=True):
-                token_ids, sampling = one.sequence.token_ids[: one.num_tokens], one.sequence.sampling
-                if found and not sampling.temperature and not sampling.edits_logits:
-                    self.found.append((token_ids.tolist(), found))
-                guesses.append(self.oracle.guess(np.array(token_ids), len(found)))
-            return guesses
-
-        patch.setattr(DraftModel, "guess", watched)
-
-
-@pytest.mark.usefixtures("all_verified")
-@pytest.mark.parametrize("num_device_blocks", [128, 40])
-async def test_outputs_are_the_same_with_a_head_that_guesses_from_states(
-    num_device_blocks: int, plain: Plain, head: Path, tiny_model_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The states and its cache go where the target's go, so it says what it would if it computed everything anew."""
-    guessed = Guessed(Oracle(plain.sequences))
-    guessed.watch(monkeypatch)
-    settings = {"speculate": "eagle", "draft_model": str(head), "num_device_blocks": num_device_blocks}
-    async with speculating(tiny_model_directory, **settings) as one:
-        guesses = await guesses_alone_and_together(
-            one, list(zip(ASKED, plain.answers, strict=True)), len(KINDS | FORMED)
-        )
-        assert num_preemptions(one) > 0 or num_device_blocks > 40
-    assert guesses.right.num_tokens > 2000
-    slow = SlowEagle(tiny_model_directory, head)
-    assert len(guessed.found) > 60
-    for token_ids, found in guessed.found[::2]:
-        assert found[:2] == slow.greedy(token_ids, len(found[:2]))
-
-
-@pytest.mark.usefixtures("all_verified")
-async def test_outputs_are_the_same_with_a_head_when_a_worker_is_lost(
-    plain: Plain, head: Path, tiny_model_directory: Path
-) -> None:
-    settings = {"speculate": "eagle", "draft_model": str(head)}
-    other = await guesses_after_a_loss(plain.without_beams, tiny_model_directory, **settings)
-    assert other.verified.num_tokens > 200
 
 
 LIES: dict[str, tuple[Callable[[int], int], Callable[[int], int]]] = {
