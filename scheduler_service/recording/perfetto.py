@@ -145,6 +145,11 @@ class TraceWriter:
                 "sample_us": timing.sample_us,
                 "guess_us": timing.guess_us,
             }
+        if step.answer is not None and any(step.answer.num_draft_tokens):
+            args |= {
+                "guesses": sum(step.answer.num_draft_tokens),
+                "guesses_right": sum(step.answer.num_tokens) - len(step.answer.num_tokens),
+            }
         parts = [
             name
             for name, count in (("prefill", step.work.prefill_tokens), ("decode", step.work.decode_tokens))

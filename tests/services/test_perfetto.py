@@ -194,6 +194,42 @@ def test_a_swapped_request_and_its_steps_are_drawn_as_they_were(tmp_path: Path) 
     assert {"running": 1, "swapped": 1} in [event["args"] for event in counters]
 
 
+def test_a_step_shows_its_guesses_and_those_that_were_right(tmp_path: Path) -> None:
+    path, sink, clock = tmp_path / "recording", MemorySink(), Clock()
+    recorder = Recorder(sink, policy="fcfs", overtakes=1, tenant_weights={}, clock=clock)
+    waiting, connection = WaitingQueue(), Connection(1)
+    config = SchedulerConfig(
+        block_size=4,
+        num_device_blocks=8,
+        max_num_batched_tokens=16,
+        max_num_seqs=2,
+        max_model_len=24,
+        num_lookahead_slots=3,
+    )
+    worker = Worker(recorder.scheduler(config, waiting, "here:1", connection), connection)
+    group = SequenceGroup("one", [5] * 6, SamplingParams(max_tokens=6), arrived_at=clock())
+    waiting.append(group)
+    recorder.arrived(group)
+    for verified, gained in ((0, 1), (3, 2), (2, 3)):
+        output = worker.plan(clock())
+        connection.last_answer = wire.ModelOutput(
+            step_id=output.step_id,
+            token_ids=[1] * gained,
+            num_tokens=[gained],
+            num_draft_tokens=[verified],
+            num_draft_tokens_wanted=[3],
+        )
+        answer = decode_model_output(connection.last_answer)
+        worker.scheduler.update_from_output(worker.in_flight.popleft(), answer, clock())
+    path.write_bytes(sink.data)
+    (steps,) = lanes(draw(path), WORKERS).values()
+    assert [(step["args"].get("guesses"), step["args"].get("guesses_right")) for step in steps] == [
+        (None, None),
+        (3, 1),
+        (2, 2),
+    ]
+
+
 def test_a_recording_that_stops_in_the_middle_draws_what_there_is(tmp_path: Path) -> None:
     path = tmp_path / "recording"
     record(path, Random(4))
