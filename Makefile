@@ -120,6 +120,7 @@ bench-forms: setup
 # taken for models of code. HEAD: an EAGLE-3 head of MODEL instead.
 bench-speculation: setup
 	$(BIN)/python -m bench.speculation $(SEQUENCES:%=--sequences %) $(ROUNDS:%=--rounds %) $(MODEL:%=--model %) \
+	  $(PEER:%=--peer %) \
 	  $(DRAFT:%=--speculate ngram,draft --code --draft-model %) $(HEAD:%=--speculate ngram,eagle --draft-model %)
 
 # SEQUENCES, ADAPTERS: numbers, separated by commas.

@@ -35,7 +35,7 @@ class Vllm:
 
     name = "vLLM"
 
-    def __init__(self, folder: Path, cache_gib: int) -> None:
+    def __init__(self, folder: Path, cache_gib: int, *flags: str) -> None:
         began = time.perf_counter()
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -44,7 +44,7 @@ class Vllm:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
         command: list[str | Path] = [
             folder / "venv" / "bin" / "vllm", "serve", folder / "model", "--served-model-name", MODEL,
-            "--dtype", "bfloat16", "--max-model-len", str(CONTEXT), "--host", "127.0.0.1", "--port", str(port),
+            "--dtype", "bfloat16", "--max-model-len", str(CONTEXT), "--host", "127.0.0.1", "--port", str(port), *flags,
         ]  # fmt: skip
         try:
             self._process = subprocess.Popen(

@@ -2,6 +2,7 @@
 
     python -m bench.speculation [--speculate ngram,draft] [--model default] [--draft-model NAME] [--sequences 1,8,32]
     python -m bench.speculation --speculate eagle --draft-model FOLDER
+    python -m bench.speculation --peer DIR     as of python -m bench: vLLM with its own n-grams, and without, as well
 
 Two sets of prompts. Texts that repeat are edits of this project's own sources: a file, and the request to write it
 again with one name changed. Texts that do not are the beginnings of paragraphs of its documentation, continued by
@@ -12,15 +13,21 @@ first kind of request about as well as any, because it has to copy. Tokens are c
 import argparse
 import asyncio
 import itertools
+import json
 import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
+import aiohttp
+
+from bench.__main__ import CACHE_GIB
+from bench.drive import BenchError
 from bench.load import CONTEXT
+from bench.peer_vllm import MODEL, Vllm
 from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.admin import Admin
 from pagewire_client.llm import collect
@@ -49,8 +56,33 @@ def beginnings() -> Iterator[str]:
                 yield " ".join(words[:25])
 
 
+Call = Callable[[str, SamplingParams], Awaitable[list[int]]]
+"""Generates after a prompt; returns the tokens."""
+
+
+def ours(client: Client) -> Call:
+    async def call(prompt: str, sampling: SamplingParams) -> list[int]:
+        return (await collect(client, prompt, sampling)).outputs[0].token_ids
+
+    return call
+
+
+def theirs(session: aiohttp.ClientSession) -> Call:
+    async def call(prompt: str, sampling: SamplingParams) -> list[int]:
+        body = {"model": MODEL, "prompt": prompt, "return_token_ids": True} | {
+            name: getattr(sampling, name) for name in ("max_tokens", "ignore_eos", "seed", "temperature")
+        }
+        async with session.post("/v1/completions", json=body) as response:
+            answer = await response.json()
+            if response.status != 200:
+                raise BenchError(f"vLLM answered {response.status}: {answer}")
+            return list(answer["choices"][0]["token_ids"])
+
+    return call
+
+
 async def run(
-    client: Client, prompts: Sequence[str], num_sequences: int, sampling: SamplingParams
+    call: Call, prompts: Sequence[str], num_sequences: int, sampling: SamplingParams
 ) -> tuple[float, list[list[int]]]:
     """Tokens a second, and the tokens of each prompt."""
     found: list[list[int]] = [[] for _ in prompts]
@@ -58,7 +90,7 @@ async def run(
 
     async def work() -> None:
         for number in left:
-            found[number] = (await collect(client, prompts[number], sampling)).outputs[0].token_ids
+            found[number] = await call(prompts[number], sampling)
 
     began = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(num_sequences)))
@@ -72,20 +104,23 @@ def functions() -> Iterator[str]:
             yield found[1]
 
 
-async def guesses(server: LocalServer) -> tuple[int, int]:
-    """How many were verified, and how many were right."""
+async def guesses(server: LocalServer | Vllm) -> tuple[int, int]:
+    """How many were verified, and how many were right; none of vLLM's, which are not asked for."""
+    if isinstance(server, Vllm):
+        return 0, 0
     async with Admin(server.admin_target) as admin:
         (worker,) = (await admin.state()).state.workers
         return worker.num_guessed_tokens, worker.num_accepted_tokens
 
 
 async def compare(
-    servers: Mapping[str, LocalServer], num_sequences: int, rounds: int, others: Callable[[], Iterator[str]]
+    servers: Mapping[str, LocalServer | Vllm], num_sequences: int, rounds: int, others: Callable[[], Iterator[str]]
 ) -> None:
-    """servers: by how they guess; the first does not."""
+    """servers: by how they guess; the first does not, and nor does the first that is vLLM."""
     off, *guessing = servers
+    references = {one: next(o for o in servers if type(servers[o]) is type(servers[one])) for one in servers}
     async with AsyncExitStack() as stack:
-        clients = {name: await stack.enter_async_context(Client(servers[name].target)) for name in servers}
+        calls = {name: await connect(server, stack) for name, server in servers.items()}
         for name, source, temperature in (("repeats", edits, 0.0), ("does not", others, 0.8)):
             sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True, seed=1, temperature=temperature)
             num_prompts = max(3, num_sequences + num_sequences // 2)
@@ -98,9 +133,9 @@ async def compare(
                 outputs = {}
                 first = number % len(servers)
                 for one in (*list(servers)[first:], *list(servers)[:first]):
-                    rate, outputs[one] = await run(clients[one], prompts, num_sequences, sampling)
+                    rate, outputs[one] = await run(calls[one], prompts, num_sequences, sampling)
                     rates[one].append(rate)
-                are_same &= all(outputs[one] == outputs[off] for one in guessing)
+                are_same &= all(outputs[one] == outputs[off] for one in guessing if references[one] == off)
             sys.stdout.write(
                 f"{num_sequences:3} at once, text that {name:8}: {statistics.median(rates[off]):7.1f} tok/s"
             )
@@ -108,13 +143,19 @@ async def compare(
                 verified, right = (
                     now - then for now, then in zip(await guesses(servers[one]), before[one], strict=True)
                 )
-                ratio = statistics.median(b / a for a, b in zip(rates[off], rates[one], strict=True))
-                sys.stdout.write(
-                    f"; {one} {statistics.median(rates[one]):.1f}, {ratio:.2f} x, {verified} guesses, "
-                    f"{right / max(1, verified):.0%} right"
-                )
+                ratio = statistics.median(b / a for a, b in zip(rates[references[one]], rates[one], strict=True))
+                sys.stdout.write(f"; {one} {statistics.median(rates[one]):.1f}, {ratio:.2f} x")
+                if references[one] == off:
+                    sys.stdout.write(f", {verified} guesses, {right / max(1, verified):.0%} right")
             sys.stdout.write(f"; {'the same tokens' if are_same else 'OTHER TOKENS'}\n")
             sys.stdout.flush()
+
+
+async def connect(server: LocalServer | Vllm, stack: AsyncExitStack) -> Call:
+    if isinstance(server, LocalServer):
+        return ours(await stack.enter_async_context(Client(server.target)))
+    timeout = aiohttp.ClientTimeout(total=None)
+    return theirs(await stack.enter_async_context(aiohttp.ClientSession(server.url, timeout=timeout)))
 
 
 def main() -> None:
@@ -126,6 +167,7 @@ def main() -> None:
     parser.add_argument("--sequences", default="1,8,32")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--num-speculative-tokens", default="8")
+    parser.add_argument("--peer", type=Path, metavar="DIR", help="as of python -m bench; then its model is served")
     arguments = parser.parse_args()
     common = ["--max-model-len", str(CONTEXT), "--kv-cache-memory", "1", "--no-forms"]
     with ExitStack() as stack:
@@ -133,11 +175,18 @@ def main() -> None:
         def server(*flags: str) -> LocalServer:
             return stack.enter_context(LocalServer(arguments.model, worker_arguments=[*common, *flags]))
 
-        servers = {"none": server()}
+        if arguments.peer:
+            arguments.model = str(arguments.peer / "model")
+        servers: dict[str, LocalServer | Vllm] = {"none": server()}
         for one in arguments.speculate.split(","):
             draft = ("--draft-model", arguments.draft_model) if one in ("draft", "eagle") else ()
             most = ("--num-speculative-tokens", arguments.num_speculative_tokens)
             servers[one] = server("--speculate", one, *draft, *most)
+        if arguments.peer:
+            config = {"method": "ngram", "num_speculative_tokens": int(arguments.num_speculative_tokens)}
+            lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 16}  # as ours
+            for name, flags in (("vLLM", ()), ("vLLM ngram", ("--speculative-config", json.dumps(config | lookup)))):
+                servers[name] = stack.enter_context(Vllm(arguments.peer, CACHE_GIB, *flags))
         for num_sequences in map(int, arguments.sequences.split(",")):
             asyncio.run(compare(servers, num_sequences, arguments.rounds, functions if arguments.code else beginnings))
 
