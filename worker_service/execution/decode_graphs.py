@@ -10,10 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels.backends import EAGER, backend_name
+from worker_service.execution.cache_engine import CacheEngine
 from worker_service.execution.decode_inputs import DecodeInputs, UnseenTokens
-from worker_service.models.causal_model import CausalModel
+from worker_service.models.causal_model import CausalModel, ModelConfig
+from worker_service.models.decoder_config import DecoderConfig
 from worker_service.progress import count_progress
 from worker_service.session.session import ScheduledChunk
+from worker_service.settings import WorkerSettings
 
 
 class DecodeGraphs:
@@ -49,3 +53,14 @@ class DecodeGraphs:
 
     def _forward(self, model: CausalModel, cache: Tensor, size: int) -> Tensor:
         return model.forward(*self._inputs.tensors(size), cache)
+
+
+def capture(
+    config: ModelConfig, model: CausalModel, cache: CacheEngine, settings: WorkerSettings, max_model_len: int
+) -> DecodeGraphs | None:
+    """Graphs of a model's decodes, where there can be any."""
+    blocks = cache.device_blocks
+    captures = isinstance(config, DecoderConfig) and blocks.is_cuda and backend_name(blocks.device) != EAGER
+    if not captures or settings.enforce_eager:
+        return None
+    return DecodeGraphs(model, blocks, settings.max_num_seqs, max_model_len)

@@ -20,24 +20,19 @@ from worker_service.errors import is_out_of_memory
 from worker_service.execution.adapters import AdapterRoom, Adapters
 from worker_service.execution.cache_engine import CacheEngine
 from worker_service.execution.capacity import check_room_for_weights, count_device_blocks
-from worker_service.execution.decode_graphs import DecodeGraphs
-from worker_service.execution.draft_model import DraftModel, with_vocabulary
+from worker_service.execution.decode_graphs import capture
 from worker_service.execution.encoder_decoder_runner import EncoderDecoderRunner
 from worker_service.execution.encoder_runner import EncoderRunner
 from worker_service.execution.forms import Forms
-from worker_service.execution.head_files import HeadFiles, open_head
-from worker_service.execution.head_runner import HeadRunner
+from worker_service.execution.guessing import open_guesser
 from worker_service.execution.model_runner import ModelRunner, Runner
 from worker_service.execution.network import Network
 from worker_service.execution.profiling import measure_encoder, measure_encoder_decoder, measure_prefill
-from worker_service.loading.tokenizer_files import vocabulary
-from worker_service.models.causal_model import CausalModel, ModelConfig
-from worker_service.models.decoder_config import DecoderConfig
+from worker_service.models.causal_model import ModelConfig
 from worker_service.parallel.ranks import Ranks, join_ranks
 from worker_service.session.step import Limits, PoolingType, WorkerInfo
 from worker_service.settings import WorkerSettings
-from worker_service.speculation.drafter import Drafter, Proposer
-from worker_service.speculation.ngram import Ngrams
+from worker_service.speculation.drafter import Drafter
 
 log = structlog.get_logger()
 
@@ -77,43 +72,34 @@ def load_worker(settings: WorkerSettings) -> Worker:
         max(target.max_encoder_len, settings.max_num_batched_tokens) if target.max_encoder_len else 0
     )
     sliding_window = _sliding_window(config, max_model_len)
-    draft, head = _open_draft(settings, target, sliding_window)
-    networks = [target, *([] if draft is None else [draft])]
-    guessing = [one for one in (draft, head) if one is not None]
+    guesser = open_guesser(settings, target, max_model_len, sliding_window)
     follows = settings.forms and ranks.size == 1
     forms = Forms.load(tokenizer_files, config.vocabulary_size) if follows else None  # it starts beside what follows
-    shapes = [target.shape, *(one.shape for one in guessing)]
+    shapes = [target.shape, *guesser.shapes]
     block_bytes = ranks.gather_numbers(sum(shape.block_bytes for shape in shapes))
     num_host_blocks = int(settings.swap_space * 2**30) // sum(block_bytes)
     try:
         # First without memory: errors in the weights are found before memory is allocated for them.
         room = AdapterRoom(settings.max_loras, settings.max_lora_rank, settings.max_cpu_loras)
-        sizes = target.check(room) + [size for one in guessing for size in one.check()]
+        sizes = target.check(room) + guesser.check()
         check_room_for_weights(device, target.dtype, sizes, ranks)
         fingerprint = target.fingerprint() if ranks.rank == 0 else ""  # a draft model chooses no token
         model, adapters = target.load(room)
         if settings.max_loras and not adapters.shapes:
             raise StartError(f"--max-loras: {target.model_id} has no projection that adapters can be applied to")
-        models = [model]
-        if draft is not None:
-            models.append(with_vocabulary(draft.load()[0], config.vocabulary_size))
-        loaded_head = None if head is None else head.load(model)
+        guesser.load(model)
         if target.max_encoder_len:
-            speeds = [measure_encoder_decoder(model, target.shape, device, settings.max_num_batched_tokens)]
+            speed = measure_encoder_decoder(model, target.shape, device, settings.max_num_batched_tokens)
         else:
-            speeds = [
-                measure_prefill(model, shape, device, settings.max_num_batched_tokens, settings.max_num_seqs)
-                for model, shape in zip(models, shapes[: len(models)], strict=True)
-            ]
+            speed = measure_prefill(model, target.shape, device, settings.max_num_batched_tokens, settings.max_num_seqs)
+        guesser.measure(speed)
         longest = max_model_len + target.max_encoder_len
         num_device_blocks = count_device_blocks(device, shapes, longest, sliding_window, settings, ranks)
         caches = [CacheEngine(shape, num_device_blocks, num_host_blocks, device) for shape in shapes]
-        # Before graphs of the target are captured, a part of which it then is.
-        head_runner = None if loaded_head is None else HeadRunner(loaded_head, caches[1], model)
-        graphs = [
-            _capture(network, model, cache, settings, max_model_len)
-            for network, model, cache in zip(networks, models, caches[: len(models)], strict=True)
-        ]
+        for cache in caches[1:]:
+            guesser.attach(cache)
+        graphs = capture(config, model, caches[0], settings, max_model_len)
+        proposer = guesser.proposer() if ranks.rank == 0 else None
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -122,28 +108,10 @@ def load_worker(settings: WorkerSettings) -> Worker:
         ) from error
     if forms is not None and not forms.is_ready():
         forms = None
-    proposer: Proposer | None = None
-    if draft is not None:
-        proposer = DraftModel(
-            ModelRunner(models[1], caches[1], graphs[1]),
-            min(max_model_len, draft.config.max_model_len),
-            settings.max_num_batched_tokens,
-            speeds[1],
-        )
-    elif head is not None and head_runner is not None:
-        proposer = DraftModel(
-            head_runner,
-            min(max_model_len, head.max_model_len),
-            settings.max_num_batched_tokens,
-            speeds[0],
-            reads_next=True,
-        )
-    elif settings.speculate == "ngram" and ranks.rank == 0:
-        proposer = Ngrams()
     runner = (
         EncoderDecoderRunner(model, caches[0], forms, adapters)
         if target.max_encoder_len
-        else ModelRunner(models[0], caches[0], graphs[0], forms, adapters)
+        else ModelRunner(model, caches[0], graphs, forms, adapters)
     )
     drafter = None
     if proposer is not None:
@@ -151,7 +119,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
             proposer,
             settings.num_speculative_tokens,
             config.vocabulary_size,
-            speeds[0],
+            speed,
             runs_ahead=runner.runs_ahead,
         )
     return Worker(
@@ -164,7 +132,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
             features=(*("swap",) * bool(num_host_blocks), *("forms",) * bool(forms)),
             sliding_window=sliding_window,
             swap_bytes_per_second=_slowest(caches[0].measure_swap_bandwidth(), block_bytes, ranks),
-            prefill_tokens_per_second=speeds[0],
+            prefill_tokens_per_second=speed,
             block_bytes=sum(block_bytes),
             pooling_type=PoolingType[target.sentences.pooling],
             normalizes=target.sentences.normalizes,
@@ -252,40 +220,6 @@ def _load_encoder(settings: WorkerSettings, target: Network, kernels: str) -> Wo
         tokenizer_files=target.tokenizer_files,
         adapters=adapters,
     )
-
-
-def _open_draft(
-    settings: WorkerSettings, target: Network, sliding_window: int
-) -> tuple[Network | None, HeadFiles | None]:
-    """The draft model or the head, if there is to be one. Raises StartError where it cannot guess for the target."""
-    if settings.speculate in ("none", "ngram"):
-        return None, None
-    flag = f"--speculate {settings.speculate}"
-    if target.max_encoder_len:
-        raise StartError(f"{flag}: {target.model_id} has an encoder, and a draft model would have none")
-    if sliding_window:
-        raise StartError(
-            f"{flag}: blocks behind the sliding window of {target.model_id} are given back, and a draft "
-            "model would still need them; use --speculate ngram"
-        )
-    if settings.draft_model is None or settings.speculate != "draft":
-        return None, open_head(settings, target)
-    draft = Network.open(settings.draft_model, settings, target.device, target.ranks)
-    ours, theirs = (vocabulary(network.tokenizer_files) for network in (target, draft))
-    if ours != theirs:
-        raise StartError(f"--draft-model {settings.draft_model} has another vocabulary than {target.model_id}")
-    return draft, None
-
-
-def _capture(
-    network: Network, model: CausalModel, cache: CacheEngine, settings: WorkerSettings, max_model_len: int
-) -> DecodeGraphs | None:
-    """CUDA graphs of its decodes, where there can be any."""
-    device = network.device
-    captures = isinstance(network.config, DecoderConfig) and backend_name(device) != EAGER
-    if device.type != "cuda" or not captures or settings.enforce_eager:
-        return None
-    return DecodeGraphs(model, cache.device_blocks, settings.max_num_seqs, max_model_len)
 
 
 def _choose_device(settings: WorkerSettings) -> torch.device:
