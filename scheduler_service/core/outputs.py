@@ -61,8 +61,8 @@ class SchedulerOutput:
     """Pairs of host and device block, copied second."""
     blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
     """Pairs of device blocks, copied third."""
-    num_draft_tokens: dict[int, int] = field(default_factory=dict)
-    """By sequence id, how many of its tokens are room for guesses, which the worker makes and verifies."""
+    num_draft_tokens: dict[Sequence, int] = field(default_factory=dict)
+    """How many of a sequence's tokens are room for guesses, which the worker makes and verifies."""
     finished: list[int] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
     ignored: list[SequenceGroup] = field(default_factory=list)
@@ -73,6 +73,7 @@ class SchedulerOutput:
     ask_again_at: float | None = None
     """When `schedule` should be called again at the latest: a group is left to another worker until then."""
     num_tokens: int = 0
+    """Without room for guesses."""
     planned_at: float = 0.0
     prompts_began: float | None = None
     """When the step was planned, if it computes prompts in a phase of their own."""

@@ -22,13 +22,15 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
         sampled = (sequence for sequence, _, samples in output.scheduled if samples)
         gained, verified = answer.num_tokens or itertools.repeat(1), answer.num_draft_tokens or itertools.repeat(0)
         for sequence, num_tokens, num_guesses in zip(sampled, gained, verified, strict=False):
-            if sequence in output.dropped:
-                continue
-            if num_guesses > (room := output.num_draft_tokens.get(sequence.id, 0)):
+            # What is said of a sequence that has left the worker is bounded as well: it is counted.
+            if num_guesses > (room := output.num_draft_tokens.get(sequence, 0)):
                 raise ValueError(f"the worker verified {num_guesses} guesses for sequence {sequence.id}, not {room}")
-            if num_tokens > (1 if sequence.id in answer.failed_sequence_ids else 1 + num_guesses):
+            has_left = sequence in output.dropped
+            has_failed = not has_left and sequence.id in answer.failed_sequence_ids
+            if num_tokens > (1 if has_failed else 1 + num_guesses):
                 raise ValueError(f"the worker returned {num_tokens} tokens for sequence {sequence.id}")
-            num_gained[sequence.id] = num_tokens
+            if not has_left:
+                num_gained[sequence.id] = num_tokens
     if not answer.has_tokens_alone:
         _check_nothing_else(output, answer)
     for sequence, num_tokens, samples in [item for item in output.scheduled if item.sequence.reports]:

@@ -24,7 +24,7 @@ class StepWork(NamedTuple):
         prefill = decode = context = 0
         for sequence, num_tokens, _ in output.scheduled:
             context += sequence.num_computed_tokens - sequence.num_draft_tokens  # with the tokens of this step
-            if num_tokens == 1 + output.num_draft_tokens.get(sequence.id, 0):
+            if num_tokens == 1 + output.num_draft_tokens.get(sequence, 0):
                 decode += 1
             else:
                 prefill += num_tokens

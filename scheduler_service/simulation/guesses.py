@@ -31,7 +31,7 @@ class GuessCounts:
         sampled = [(sequence, num_tokens) for sequence, num_tokens, samples in output.scheduled if samples]
         numbers = zip(verified or [0] * len(sampled), gained or [1] * len(sampled), strict=True)
         for (sequence, num_tokens), (num_guesses, num_gained) in zip(sampled, numbers, strict=True):
-            if num_tokens != 1 + output.num_draft_tokens.get(sequence.id, 0):  # the end of a prompt
+            if num_tokens != 1 + output.num_draft_tokens.get(sequence, 0):  # the end of a prompt
                 continue
             self._num_decodes += 1
             self._positions += [_Position() for _ in range(num_guesses - len(self._positions))]
@@ -62,7 +62,7 @@ class Guessing:
 
     def make(self, output: SchedulerOutput) -> list[int]:
         """How many guesses a step verifies of each sequence that samples, as far as it has room for them."""
-        rooms = (output.num_draft_tokens.get(sequence.id, 0) for sequence, _, samples in output.scheduled if samples)
+        rooms = (output.num_draft_tokens.get(sequence, 0) for sequence, _, samples in output.scheduled if samples)
         return [min(room, self._number()) if room else 0 for room in rooms]
 
     def answer(self, output: SchedulerOutput, verified: list[int], token: int) -> ModelOutput:

@@ -134,12 +134,12 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
         _fill_new_sequence(message.new_sequences.add(), new)
     for fork in output.forks:
         _fill_fork(message.forks.add(), fork)
-    if output.num_tokens != len(output.scheduled):
+    if output.num_draft_tokens or output.num_tokens != len(output.scheduled):
         message.num_scheduled_tokens.extend(scheduled.num_tokens for scheduled in output.scheduled)
     if output.num_samples != len(output.scheduled):
         message.samples.extend(scheduled.samples for scheduled in output.scheduled)
     if output.num_draft_tokens:
-        message.num_draft_tokens.extend(output.num_draft_tokens.get(s.sequence.id, 0) for s in output.scheduled)
+        message.num_draft_tokens.extend(output.num_draft_tokens.get(s.sequence, 0) for s in output.scheduled)
     for pairs, mapping in (
         (output.blocks_to_swap_out, message.blocks_to_swap_out),
         (output.blocks_to_swap_in, message.blocks_to_swap_in),

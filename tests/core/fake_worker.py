@@ -167,8 +167,8 @@ class FakeWorker:
         for sequence_id in output.finished:
             del self.mirrors[sequence_id]
         num_unused = {
-            sequence_id: room - self._guess(self.mirrors[sequence_id], room)
-            for sequence_id, room in output.num_draft_tokens.items()
+            sequence.id: room - self._guess(self.mirrors[sequence.id], room)
+            for sequence, room in output.num_draft_tokens.items()
         }
         scheduled = [(s, num_tokens - num_unused.get(s.id, 0), samples) for s, num_tokens, samples in output.scheduled]
         # All keys and values of a step are written before any are read.
@@ -186,9 +186,7 @@ class FakeWorker:
         if output.num_draft_tokens:
             answer.num_tokens = [len(tokens) for tokens in sampled.values() if tokens]
             answer.num_draft_tokens = [
-                output.num_draft_tokens.get(s.id, 0) - num_unused.get(s.id, 0)
-                for s, tokens in sampled.items()
-                if tokens
+                output.num_draft_tokens.get(s, 0) - num_unused.get(s.id, 0) for s, tokens in sampled.items() if tokens
             ]
         if self.guessing is not None and self.guessing.random() < 0.5:
             answer.num_draft_tokens_wanted = [self.guessing.randrange(7) for tokens in sampled.values() if tokens]

@@ -112,6 +112,7 @@ class SlowScheduler(SlowBlocks):
                 self.grow_all(ready)
                 self.resume("decodes")
         self.hand_out_rest()
+        self.hand_out_rooms()
         return self.write(began)
 
     def may_admit(self, now: float) -> bool:
@@ -130,11 +131,7 @@ class SlowScheduler(SlowBlocks):
         if group.live[0].device is None:  # its leader ended before the others could fork
             self.begin_anew(group)
             return
-        chunks, has_guesses = self.chunks_of(group), True
-        while self.num_new_blocks(chunks) > self.num_free:
-            if has_guesses:  # which nothing is preempted for
-                chunks, has_guesses = self.chunks_of(group, has_guesses=False), False
-                continue
+        while self.num_new_blocks(chunks := self.chunks_of(group)) > self.num_free:
             if self.running == [group]:
                 self.ignore(group)
                 return
@@ -142,11 +139,10 @@ class SlowScheduler(SlowBlocks):
             self.preempt(victim)
             if victim is group:
                 return
-            chunks = self.chunks_of(group, has_guesses=False)
         for sequence, num_tokens in chunks:
             self.plan.append((sequence, num_tokens, self.append_slots(sequence, num_tokens)))
 
-    def chunks_of(self, group: SlowGroup, *, has_guesses: bool = True) -> list[tuple[SlowSequence, int]]:
+    def chunks_of(self, group: SlowGroup) -> list[tuple[SlowSequence, int]]:
         chunks, left, bytes_left = [], self.tokens_left, self.bytes_left
         if encoder := group.encoder:
             to_tell = self.bytes_to_tell(encoder, 0)
@@ -160,11 +156,6 @@ class SlowScheduler(SlowBlocks):
         are_apart = self.config.phase_rule is PhaseRule.SEPARATE and catching_up  # none decodes among those
         for sequence in catching_up if are_apart else group.live:
             num_tokens = min(self.most_at_first(sequence, [s for s, _ in chunks]), left)
-            if sequence.uncomputed == num_tokens == 1 and sequence.is_table_known and has_guesses:
-                most = sequence.max_num_tokens - (sequence.computed + num_tokens + 1)
-                uncertain = sequence.num_drafted + 1
-                most = min(most, left - 1, self.config.max_num_batched_tokens - uncertain)
-                num_tokens += max(0, min(sequence.num_wanted, most))
             if num_tokens and sequence.device is not None and (sequence.is_table_known or bytes_left > 0):
                 chunks.append((sequence, num_tokens))
                 left -= num_tokens
@@ -334,18 +325,34 @@ class SlowScheduler(SlowBlocks):
             if most > num_tokens and self.num_new_blocks([(sequence, most)]) <= self.num_free:
                 self.plan[index] = (sequence, most, num_copies + self.append_slots(sequence, most))
 
+    def hand_out_rooms(self) -> None:
+        """For guesses, to those that are to compute one token, of what all else has left of tokens and free blocks."""
+        self.rooms: dict[SlowSequence, int] = {}
+        wanting = [s for s, num_tokens, _ in self.plan if num_tokens == s.uncomputed == 1 and s.num_wanted]
+        share = self.tokens_left // max(1, len(wanting))
+        for sequence in wanting:
+            half = (sequence.max_num_tokens - (sequence.computed + 1) - 1) // 2
+            uncertain = sequence.num_drafted + 1
+            room = min(share, sequence.num_wanted, half, self.config.max_num_batched_tokens - uncertain)
+            watermark = int(self.config.watermark * self.config.num_device_blocks)
+            to_spare = max(0, self.num_free - watermark)
+            if room > 0 and self.num_new_blocks([(sequence, 1 + room)]) > to_spare:  # then only what needs none
+                room = max(r for r in range(room) if not r or not self.num_new_blocks([(sequence, 1 + r)]))
+            if room > 0:
+                self.append_slots(sequence, 1 + room)
+                self.rooms[sequence] = room
+
     def ignore(self, group: SlowGroup) -> None:
         self.ignored.append(group.name)
         for sequence in group.live:
             self.end(sequence, SequenceStatus.FINISHED_IGNORED)
 
     def write(self, began: float | None) -> SlowStep:
-        chunks, rooms = [], {}
+        chunks, rooms = [], self.rooms
         for sequence, num_tokens, _ in self.plan:
             samples = num_tokens >= sequence.uncomputed and not sequence.is_encoder
-            if num_tokens > sequence.uncomputed:
-                rooms[sequence] = num_tokens - sequence.uncomputed
-                sequence.num_drafted += rooms[sequence]
+            num_tokens += rooms.get(sequence, 0)
+            sequence.num_drafted += rooms.get(sequence, 0)
             chunks.append((sequence, num_tokens, samples, sequence.num_lives))
             sequence.computed += num_tokens
             for told in (sequence, sequence.group.encoder):

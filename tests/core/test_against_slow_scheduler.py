@@ -104,7 +104,7 @@ class Both:
         self.sequences |= {sequence.id: sequence for sequence in scheduled}
         decisions = {
             "scheduled": [(label(s), s.num_computed_tokens, n, samples) for s, n, samples in output.scheduled],
-            "rooms": {label(self.sequences[id_]): room for id_, room in output.num_draft_tokens.items()},
+            "rooms": {label(sequence): room for sequence, room in output.num_draft_tokens.items()},
             "preempted": [label(self.sequences[sequence_id]) for sequence_id in output.preempted],
             "ignored": [group.request_id for group in output.ignored],
             "finished": [label(self.sequences[sequence_id]) for sequence_id in output.finished],

@@ -66,7 +66,22 @@ def test_what_is_said_of_a_sequence_that_has_left_is_not_taken_for_anothers() ->
     """It may have the id of a sequence of this step by now, which another worker gave it."""
     output, stays, left = with_one_that_has_left()
     left.id = stays.id
-    check_answer(output, ModelOutput(1, [5, 5, 5], [1, 2], {stays.id: [TokenLogprobs([5], [-1.0], 1)]}), 100)
+    check_answer(output, ModelOutput(1, [5, 5], [1, 1], {stays.id: [TokenLogprobs([5], [-1.0], 1)]}), 100)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "verified", "sentence"),
+    [([1, 1], [0, 2**32 - 1], "verified 4294967295 guesses for sequence 0, not 0"), ([1, 9], [], "returned 9 tokens")],
+)
+def test_what_is_counted_of_a_sequence_that_has_left_is_bounded(
+    num_tokens: list[int], verified: list[int], sentence: str
+) -> None:
+    output, stays, _ = with_one_that_has_left()
+    logprobs = {stays.id: [TokenLogprobs([5], [-1.0], 1)]}
+    with pytest.raises(ValueError, match=sentence):
+        check_answer(
+            output, ModelOutput(1, [5] * sum(num_tokens), num_tokens, logprobs, num_draft_tokens=verified), 100
+        )
 
 
 def test_a_sequence_that_failed_has_gained_no_guesses() -> None:

@@ -126,7 +126,7 @@ def test_how_often_guesses_come_and_are_right_comes_back(tmp_path: Path) -> None
     config = replace(CONFIG, num_lookahead_slots=2, num_device_blocks=400, max_model_len=700)
     record_worker(tmp_path / "recording", costs, config, most_tokens=600)
     found = measure(tmp_path / "recording").guesses.fields
-    assert found["guesses"] == pytest.approx(costs.guesses, abs=0.1)
+    assert found["guesses"] == pytest.approx(costs.guesses, abs=0.15)
     assert all(share < most for share, most in zip(found["guesses"], costs.guesses, strict=True))
     assert found["acceptance"] == pytest.approx(costs.acceptance, abs=0.06)
     assert fit_to(tmp_path / "recording").fields["prefill_token_us"] == pytest.approx(COSTS.prefill_token_us, rel=1e-3)

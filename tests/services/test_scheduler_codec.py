@@ -68,7 +68,9 @@ def test_room_for_guesses_goes_out_and_what_became_of_it_comes_back() -> None:
     for number, sequence in enumerate(group.sequences, 7):
         sequence.id = number
     scheduled = [ScheduledSequence(sequence, 3 - 2 * sequence.index, True) for sequence in group.sequences]
-    output = SchedulerOutput(step_id=1, scheduled=scheduled, num_samples=2, num_tokens=4, num_draft_tokens={7: 2})
+    output = SchedulerOutput(
+        step_id=1, scheduled=scheduled, num_samples=2, num_tokens=2, num_draft_tokens={group.sequences[0]: 2}
+    )
     message = encode_scheduler_output(output, epoch=1)
     assert (list(message.num_scheduled_tokens), list(message.num_draft_tokens)) == ([3, 1], [2, 0])
     columns = {"num_draft_tokens": [2, 0], "num_draft_tokens_wanted": [1, 0]}

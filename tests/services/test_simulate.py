@@ -47,20 +47,23 @@ def test_one_request_takes_what_arithmetic_says() -> None:
 
 
 def test_guesses_save_steps_and_cost_what_tokens_of_a_prompt_cost() -> None:
-    """After the first token, two steps of four: the last known token and three guesses, which are all right."""
+    """After the first token, a step of four, the last known token and three guesses, which are all right; then there is
+    room for half of what is left."""
     costs = replace(COSTS, guesses=(1.0, 1.0, 1.0), acceptance=(1.0, 1.0, 1.0))
     result = Simulator([Arrival(0.0, 10, 9)], costs, num_workers=1).run()
     (request,) = result.requests
     prefill = (1000 + 10 * 100 + 10) / 1e6
-    decodes = [(1000 + 500 + 3 * 100 + context) / 1e6 for context in (11, 15)]
-    assert result.num_steps == 4  # the last one tells the worker that the request has ended
+    steps = [(3, 11), (1, 15), (0, 17), (0, 18)]  # guesses, and what is attended to
+    decodes = [(1000 + 500 + num_guesses * 100 + context) / 1e6 for num_guesses, context in steps]
+    assert result.num_steps == 6  # the last one tells the worker that the request has ended
     assert request.e2e == pytest.approx(prefill + sum(decodes))
     assert request.tpot == pytest.approx(sum(decodes) / 8)
 
 
-@pytest.mark.parametrize(("acceptance", "num_steps"), [((0.0, 0.0), 1002), ((0.5, 0.5), 573), ((1.0, 0.0), 502)])
+@pytest.mark.parametrize(("acceptance", "num_steps"), [((0.0, 0.0), 1002), ((0.5, 0.5), 573), ((1.0, 0.0), 503)])
 def test_as_many_tokens_are_gained_as_guesses_are_right(acceptance: tuple[float, ...], num_steps: int) -> None:
-    """A prompt, 1,000 more tokens in steps of 1, of 1.75 in the mean, or of 2, and a step that tells the end."""
+    """A prompt, 1,000 more tokens in steps of 1, of 1.75 in the mean, or of 2 but for the last two, and a step that
+    tells the end."""
     costs = replace(COSTS, guesses=(1.0, 1.0), acceptance=acceptance, num_device_blocks=2000)
     result = Simulator([Arrival(0.0, 10, 1001)], costs, num_workers=1).run()
     assert result.num_steps == pytest.approx(num_steps, rel=0.06 if acceptance == (0.5, 0.5) else 0)

@@ -108,6 +108,10 @@ class DraftModel:
         self._filled = np.zeros(len(cache.device_blocks), dtype=np.int64)
         self._filled_on_host = np.zeros(len(cache.host_blocks), dtype=np.int64)
 
+    def most_behind(self, num_tokens: int) -> int:
+        """As many as have positions, the last of them none of its own."""
+        return max(0, self._max_model_len - num_tokens + 1)
+
     def step_begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> None:
         """Move what the target moves, and know that what the target computes is new."""
         self._runner.cache_engine.move(output)

@@ -28,6 +28,7 @@ class Plan:
     output: SchedulerOutput
     chunks: Sequence[ScheduledChunk]
     guess_seconds: float = 0.0
+    """That it took to guess."""
 
 
 def plan(worker: "Worker", session: Session, output: SchedulerOutput) -> Plan:

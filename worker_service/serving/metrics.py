@@ -26,6 +26,7 @@ class WorkerStatistics:
         """A step was computed."""
         self.num_steps += 1
         self.num_tokens += sum(step.num_scheduled_tokens) or len(step.sequence_ids)
+        self.num_tokens += sum(answer.num_draft_tokens) - sum(step.num_draft_tokens)
         self.num_sampled_tokens += len(answer.token_ids)
         self.move_us += answer.timing.move_us
         self.forward_us += answer.timing.forward_us

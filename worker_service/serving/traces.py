@@ -55,13 +55,20 @@ class Stays:
             else:
                 self._come(fork.child_sequence_id, parent.trace_parent, fork.index, fork.num_computed_tokens, began)
         self._leave(step.finished)
+        verified = iter(answer.num_draft_tokens)
         for column, sequence_id in enumerate(step.sequence_ids):
+            samples = not step.samples or step.samples[column]
+            num_tokens = step.num_scheduled_tokens[column] if step.num_scheduled_tokens else 1
+            if step.num_draft_tokens:
+                num_tokens -= step.num_draft_tokens[column]
+            if samples:
+                num_tokens += next(verified, 0)
             if (stay := self._open.get(sequence_id)) is not None:
                 if stay.last_ns != now:
                     stay.num_steps += 1
                     stay.forward_us += timing.forward_us
-                stay.num_tokens += step.num_scheduled_tokens[column] if step.num_scheduled_tokens else 1
-                if not step.samples or step.samples[column]:
+                stay.num_tokens += num_tokens
+                if samples:
                     if not stay.num_sampled:
                         stay.span.add_event("first token", timestamp=now)
                     stay.num_sampled += 1

@@ -1,5 +1,6 @@
 """What a worker guesses in a step, and what it learns from what came instead."""
 
+import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,6 +45,9 @@ class Proposer(Protocol):
         What costs nothing is guessed behind every step, whether or not there is room for it in the next, so that there
         is always something to learn from.
         """
+
+    def most_behind(self, num_tokens: int) -> int:
+        """How many guesses there can be behind so many tokens of a sequence."""
 
     def step_begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> None:
         """The device is about to compute this step, with at most the guesses that there is room for."""
@@ -93,6 +97,7 @@ class Drafter:
         self._chance = self._first_chance  # of sequences that nothing is known of
         self._runs_ahead = runs_ahead
         self._pause = FIRST_PAUSE if runs_ahead else 0.0
+        self._seconds_before = self._seconds_after = 0.0  # a step, of the drafter itself
         self._has_failed = False
 
     def begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
@@ -102,36 +107,59 @@ class Drafter:
         self._proposer.step_begins(output, chunks)
         if not output.num_draft_tokens:
             return list(chunks)
+        began = time.perf_counter()
         records = [self._record(chunk.sequence) for chunk in chunks]
-        known = [chunk.start + 1 for chunk in chunks]
-        rooms = [len(chunk.drafts) if may_be_guessed_for(chunk.sequence) else 0 for chunk in chunks]
-        if self._proposer.cost is None:
-            for row, record in enumerate(records):
-                rooms[row] = min(rooms[row], len(record.guessed) * (record.num_tokens == known[row]))
+        rooms = [len(chunk.drafts) * may_be_guessed_for(chunk.sequence) for chunk in chunks]
+        for row, (chunk, record) in enumerate(zip(chunks, records, strict=True)):
+            num_known = chunk.start + 1
+            if self._proposer.cost is None:
+                rooms[row] = min(rooms[row], len(record.guessed) * (record.num_tokens == num_known))
+            elif rooms[row]:
+                rooms[row] = min(rooms[row], self._proposer.most_behind(num_known))
+        # The pause for this step is paid already.
         numbers = numbers_of_guesses(
-            [record.chance for record in records], rooms, self._cost, self._pause, guessing=self._proposer.cost
+            [record.chance for record in records], rooms, self._cost, 0.0, guessing=self._proposer.cost
         )
         if self._proposer.cost is not None and any(numbers):
-            beginnings = map(Beginning, (chunk.sequence for chunk in chunks), known, numbers)
-            for record, num_tokens, guessed in zip(records, known, self._propose(list(beginnings)), strict=True):
-                record.guessed, record.num_tokens = guessed, num_tokens
+            proposing = time.perf_counter()
+            self._propose_in_step(chunks, numbers)
+            began += time.perf_counter() - proposing  # which has a cost of its own
         drafts = [record.guessed[:number] for record, number in zip(records, numbers, strict=True)]
+        self._seconds_before = time.perf_counter() - began
         return [
             chunk.with_drafts(array(TOKENS, takewhile(self._is_token, drafted)))
             for chunk, drafted in zip(chunks, drafts, strict=True)
         ]
 
+    def _propose_in_step(self, chunks: Sequence[ScheduledChunk], numbers: Sequence[int]) -> None:
+        """Guess so many tokens behind each chunk, and have what guesses follow prompts that are under way."""
+        beginnings = [
+            Beginning(chunk.sequence, chunk.start + 1, number)
+            for chunk, number in zip(chunks, numbers, strict=True)
+            if may_be_guessed_for(chunk.sequence) and self._proposer.most_behind(chunk.start + 1)
+        ]
+        for one, guessed in zip(beginnings, self._propose(beginnings), strict=True):
+            record = self._record(one.sequence)
+            record.guessed, record.num_tokens = guessed, one.num_tokens
+
     def _is_token(self, token_id: int) -> bool:
         return 0 <= token_id < self._vocabulary_size
 
     def launched(self, output: SchedulerOutput, seconds: float) -> None:
-        """To launch this step took so long."""
+        """To launch this step took so long; the device waited for that, and for what was decided before it."""
         if self._runs_ahead and output.num_draft_tokens:
-            self._pause += LEARNING * (seconds - self._pause)
+            waited = self._seconds_after + self._seconds_before + seconds
+            self._pause += LEARNING * (waited - self._pause)
 
     def ends(self, chunks: Sequence[ScheduledChunk], seconds: float) -> list[int]:
         """For how many guesses each sequence that samples should have room from now on, after a step of these chunks
         that took so long; nothing if that is as it was."""
+        began = time.perf_counter()
+        numbers = self._wanted(chunks, seconds)
+        self._seconds_after = time.perf_counter() - began
+        return numbers
+
+    def _wanted(self, chunks: Sequence[ScheduledChunk], seconds: float) -> list[int]:
         records = [self._record(chunk.sequence) for chunk in chunks]
         wanted = [0] * len(chunks)
         if not self._has_failed:
@@ -147,7 +175,10 @@ class Drafter:
                 self._look_up(ends)
             wanted = numbers_of_guesses(
                 [record.chance for record in records],
-                [self._most * goes_on for goes_on in going_on],
+                [
+                    min(self._most, self._proposer.most_behind(_num_known(chunk))) if goes_on else 0
+                    for chunk, goes_on in zip(chunks, going_on, strict=True)
+                ],
                 self._cost,
                 self._pause,
                 shares=[record.share for record in records],

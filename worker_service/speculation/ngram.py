@@ -1,5 +1,6 @@
 """Guesses by looking up what came after the last tokens when they came before (prompt lookup decoding, Saxena 2023)."""
 
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -47,6 +48,9 @@ class Ngrams:
     """A proposer that looks for each sequence's last tokens in the sequence itself."""
 
     cost: StepCost | None = None
+
+    def most_behind(self, num_tokens: int) -> int:  # noqa: ARG002  # it reads any length
+        return sys.maxsize
 
     def step_begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> None:
         pass

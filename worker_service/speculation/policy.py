@@ -80,7 +80,7 @@ def numbers_of_guesses(
     each = 0.0 if guessing is None else max(0.0, guessing.of(1) - guessing.slope)
     slope = cost.slope + (0.0 if guessing is None else guessing.slope)
     alone = cost.of(num_sequences)
-    best, rows = num_sequences / alone, list[int]()
+    best, chosen = num_sequences / alone, list[int]()  # rows, one for each guess
     likely = list[tuple[float, int, int]]()  # gain, row, and which of its guesses: those that are worth their own time
     for row, (chance, most, share) in enumerate(zip(chances, mosts, shares or repeat(1.0), strict=False)):
         gain = share
@@ -92,14 +92,19 @@ def numbers_of_guesses(
     likely.sort(reverse=True)
     most = max((number for *_, number in likely), default=0)
     for longest in range(1, most + 1) if each else (most,):
-        guesses = [(gain, row) for gain, row, number in likely if number <= longest]
+        rows, best_count = list[int](), 0
         seconds, gained = alone + pause + longest * each, float(num_sequences)
-        for count, (gain, _) in enumerate(guesses, 1):
+        for gain, row, number in likely:
+            if number > longest:
+                continue
             if gain * seconds <= slope * gained:
                 break
+            rows.append(row)
             gained, seconds = gained + gain, seconds + slope
             if gained / seconds > best:
-                best, rows = gained / seconds, [row for _, row in guesses[:count]]
-    for row in rows:
+                best, best_count = gained / seconds, len(rows)
+        if best_count:
+            chosen = rows[:best_count]
+    for row in chosen:
         numbers[row] += 1
     return numbers

@@ -28,8 +28,7 @@ class Answers:
     def take_in(self, output: SchedulerOutput, answer: ModelOutput, now: float) -> list[SequenceOutput]:
         """Account for a step's computed tokens and append the sampled ones; see `Scheduler.update_from_output`."""
         seconds = self._in_flight.answer(output, answer, now)
-        num_unused = sum(output.num_draft_tokens.values()) - sum(answer.num_draft_tokens)
-        self._balancer.stepped(self._member, output.num_tokens - num_unused, seconds)
+        self._balancer.stepped(self._member, output.num_tokens + sum(answer.num_draft_tokens), seconds)
         if self._groups.accused:
             self._evidence.answered(output, seconds)
         if self._is_plain(output, answer):
@@ -161,9 +160,9 @@ class Answers:
                 continue
             *accepted, token_id = itertools.islice(token_ids, next(num_gained))
             last.append(token_id)
-            if sequence in output.dropped or sequence.status.is_finished or sequence.id not in output.num_draft_tokens:
+            room = output.num_draft_tokens.get(sequence, 0)
+            if not room or sequence in output.dropped or sequence.status.is_finished:
                 continue
-            room = output.num_draft_tokens[sequence.id]
             sequence.num_draft_tokens -= room
             positions = answer.logprobs.get(sequence.id, [])[: len(accepted)]
             for guess, logprobs in itertools.zip_longest(accepted, positions):

@@ -13,13 +13,12 @@ class ChunkSizes:
     def __init__(self, session: Session) -> None:
         config = session.config
         self.max_chunk = config.max_prefill_chunk or config.max_num_batched_tokens
-        self._max_num_batched_tokens = config.max_num_batched_tokens
         self._is_separate = config.phase_rule is PhaseRule.SEPARATE
         self._is_encoder = config.is_encoder
         self._blocks = session.blocks
 
-    def of(self, group: SequenceGroup, step: Step, *, has_guesses: bool = True) -> list[Chunk]:
-        """The chunks that fit the step now; nothing is taken of it yet. has_guesses: whether they have room for any.
+    def of(self, group: SequenceGroup, step: Step) -> list[Chunk]:
+        """The chunks that fit the step now; nothing is taken of it yet.
 
         Each long chunk takes half as many tokens as the one before it, the first `max_chunk` of them. So all of them
         together leave room in the step for what is shorter, however many there are. A follower has no table before its
@@ -47,8 +46,6 @@ class ChunkSizes:
             elif num_tokens > num_tokens_left:
                 continue
             if num_tokens and sequence.id in self._blocks.tables:
-                if num_tokens == 1 and has_guesses and sequence.num_draft_tokens_wanted and not is_long:
-                    num_tokens += self._room(sequence, num_tokens_left - 1)
                 num_bytes = 0
                 if not sequence.num_known_blocks:
                     if num_bytes_left <= 0:
@@ -61,22 +58,6 @@ class ChunkSizes:
                 num_long += is_long
                 num_tokens_left -= num_tokens
         return chunks
-
-    def _room(self, sequence: Sequence, num_tokens_left: int) -> int:
-        """How many guesses a step has room for behind a sequence's token.
-
-        None where it comes back from a swap: what that takes must not depend on guesses. With those in flight no more
-        than a chunk of a prompt could be, for which there are blocks, also where a window lets go of others.
-        """
-        if not sequence.num_known_blocks:
-            return 0
-        most = min(
-            sequence.num_draft_tokens_wanted,
-            num_tokens_left,
-            sequence.max_num_tokens - sequence.num_computed_tokens - 2,  # the last token is never computed
-            self._max_num_batched_tokens - sequence.num_draft_tokens - 1,
-        )
-        return max(0, most)
 
     def _due(self, group: SequenceGroup) -> list[Sequence]:
         """The live sequences; with separate phases those that are behind first, so that none decodes among them."""

@@ -39,9 +39,9 @@ class RunningPlanner:
             self._groups.give_back(group)
             return
         chunks = self._chunk_sizes.of(group, step)
-        if not self._have_slots(chunks):  # nothing is preempted for guesses
-            chunks = self._chunk_sizes.of(group, step, has_guesses=False)
-        while not self._have_slots(chunks):
+        while not self._blocks.can_append_slots(
+            (chunk.sequence, chunk.num_tokens) for chunk in chunks if not chunk.sequence.is_encoder
+        ):
             if len(self._groups.running) == 1:
                 step.budget.give_back(num_seqs=group.num_seqs)
                 self._groups.ignore(group)
@@ -49,19 +49,13 @@ class RunningPlanner:
                 return
             if self._preemption.preempt_one(step) is group:
                 return
-            chunks = self._chunk_sizes.of(group, step, has_guesses=False)
+            chunks = self._chunk_sizes.of(group, step)
         for chunk in chunks:
             if chunk.sequence.is_encoder:
                 continue  # it has all its blocks
             chunk.copies = self._blocks.append_slots(chunk.sequence, chunk.num_tokens)
         if chunks:
             step.take(group, chunks)
-
-    def _have_slots(self, chunks: list[Chunk]) -> bool:
-        """Whether these could all be stored."""
-        return self._blocks.can_append_slots(
-            (chunk.sequence, chunk.num_tokens) for chunk in chunks if not chunk.sequence.is_encoder
-        )
 
     def hand_out_rest(self, step: Step) -> None:
         """Let prompts compute more than the first chunk that they were given, in order, with what all others left.

@@ -15,9 +15,9 @@ sampled, so a plan needs to know only how many there will be. Blocks that are le
 be given away at once, because the sequence that gets them writes in a later step. A sequence that turns out to have
 stopped has wasted its slot in the steps ahead, and only that.
 
-Where the worker guesses how a sequence goes on, a step has room for some guesses behind its token. The worker makes and
-verifies them, and how many it was right about, and so where the sequence stands, is known with the answer. Until then
-plans count with the most that it may be.
+Where the worker guesses how a sequence goes on, a step has room for some guesses behind its token, as far as all else
+leaves any: see guess_room.py. The worker makes and verifies them, and how many it was right about, and so where the
+sequence stands, is known with the answer. Until then plans count with the most that it may be.
 
 Most steps are like the one before: see steady_plan.py. A request that workers may be lost to has steps of its own: see
 suspect_turns.py.
@@ -35,6 +35,7 @@ from scheduler_service.core.placement.worker import Member
 from scheduler_service.core.planning.answers import Answers
 from scheduler_service.core.planning.chunk_sizes import ChunkSizes
 from scheduler_service.core.planning.evidence import Evidence
+from scheduler_service.core.planning.guess_room import GuessRoom
 from scheduler_service.core.planning.preemption import Preemption
 from scheduler_service.core.planning.queue_view import QueueView
 from scheduler_service.core.planning.running import RunningPlanner
@@ -80,6 +81,7 @@ class Scheduler:
         self._admission = WaitingPlanner(session, chunk_sizes, self._preemption)
         self._swapped = SwappedPlanner(session, self._running, self._admission)
         self._steady = SteadyPlan(session, self._admission)
+        self._guess_room = GuessRoom(session)
         self._suspects = SuspectTurns(session, self._running, self._admission)
         self._writer = StepWriter(session)
         self._evidence = Evidence(session)
@@ -110,6 +112,8 @@ class Scheduler:
             if suspect is None or not self._suspects.schedule(suspect, step):
                 self._schedule_all(step)
         self._running.hand_out_rest(step)
+        if self.config.num_lookahead_slots:
+            self._guess_room.hand_out(step)
         output = self._writer.write(step)
         self._steady.look_ahead(step)
         self._admission.report(step)
@@ -169,8 +173,8 @@ class Scheduler:
         status. Sequences that were finished or preempted by recompute after the step was sent gain nothing. Answers
         come in the order of steps. Raises ValueError when the answer is not to this step.
         """
-        if answer.num_draft_tokens_wanted:
-            self._steady.forget()
+        if any(sequence.num_computed_tokens + 1 >= sequence.max_num_tokens for sequence in output.num_draft_tokens):
+            self._steady.forget()  # such a one left the plan, and may have more to compute after all
         return self._answers.take_in(output, answer, now)
 
     def finish_sequence(self, sequence: Sequence, status: SequenceStatus) -> None:

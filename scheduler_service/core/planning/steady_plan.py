@@ -71,8 +71,6 @@ class SteadyPlan:
                 num_uncomputed = sequence.num_uncomputed_tokens
                 if not sequence.num_known_blocks or group.waits_for_encoder:
                     return None  # the worker has yet to be told of it, because what its encoder reads took the step
-                if sequence.num_draft_tokens or sequence.num_draft_tokens_wanted:
-                    return None  # there is to be room for guesses, or how many were right is not known yet
                 if num_uncomputed == 1 and (prepared is None or sequence in prepared):
                     plan.append(ScheduledSequence(sequence, 1, True))
                 elif num_uncomputed or sequence.num_computed_tokens + 1 < sequence.max_num_tokens:

@@ -39,6 +39,7 @@ class Step:
         "prompts",
         "prompts_began",
         "queue",
+        "rooms",
         "steady",
         "swap_in",
         "swap_out",
@@ -60,7 +61,8 @@ class Step:
         self.num_long = 0  # long chunks
         self.prompts_began: float | None = None
         self.steady: list[ScheduledSequence] = []  # the last step's plan, when it holds again
-        self.needy: list[Sequence] = []  # those of it whose block tables grew
+        self.needy: list[Sequence] = []  # those whose block tables grew, of it or for guesses
+        self.rooms: dict[Sequence, int] = {}  # for guesses, behind the one token that these compute
         self.any_last = False  # whether one of it computes its last token but one
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []

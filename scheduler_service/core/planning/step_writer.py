@@ -34,12 +34,13 @@ class StepWriter:
             blocks_to_swap_out=step.swap_out,
             blocks_to_swap_in=step.swap_in,
             prompts_began=step.prompts_began,
-            num_tokens=step.num_tokens,
+            num_tokens=step.num_tokens - sum(step.rooms.values()),
             planned_at=step.now,
         )
         self._write_steady(step, output)
         scheduled = self._write_chunks(step, output) if step.chunks else []
-        output.scheduled = step.steady + scheduled if scheduled else step.steady
+        steady = self._write_rooms(step, output) if step.rooms else step.steady
+        output.scheduled = steady + scheduled if scheduled else steady
         output.num_samples = len(step.steady) + sum(chunk.samples for chunk in scheduled)
         output.finished, output.preempted = self._groups.departures()
         if step.placements or step.moved or step.queue.left or step.queue.held:
@@ -54,10 +55,17 @@ class StepWriter:
             self._write_table(sequence, output)
         any_last = False
         for sequence, _, _ in step.steady:
-            num_computed = sequence.num_computed_tokens = sequence.num_computed_tokens + 1
+            num_computed = sequence.num_computed_tokens = sequence.num_computed_tokens + 1 + step.rooms.get(sequence, 0)
             if num_computed + 1 >= sequence.max_num_tokens:
                 any_last = True
         step.any_last = any_last
+
+    def _write_rooms(self, step: Step, output: SchedulerOutput) -> list[ScheduledSequence]:
+        """Returns the steady part with room for guesses; `step.steady` itself is a plan for the next step too."""
+        output.num_draft_tokens = step.rooms
+        for sequence, room in step.rooms.items():
+            sequence.num_draft_tokens += room
+        return [ScheduledSequence(s.sequence, 1 + step.rooms.get(s.sequence, 0), True) for s in step.steady]
 
     def _write_chunks(self, step: Step, output: SchedulerOutput) -> list[ScheduledSequence]:
         scheduled: list[ScheduledSequence] = []
@@ -70,13 +78,11 @@ class StepWriter:
                     sequence.num_computed_tokens += num_tokens
                     continue
                 num_uncomputed = sequence.num_uncomputed_tokens
-                if (num_draft_tokens := num_tokens - num_uncomputed) > 0:
-                    output.num_draft_tokens[sequence.id] = num_draft_tokens
-                    sequence.num_draft_tokens += num_draft_tokens
-                scheduled.append(ScheduledSequence(sequence, num_tokens, num_tokens >= num_uncomputed))
+                room = step.rooms.get(sequence, 0)
+                scheduled.append(ScheduledSequence(sequence, num_tokens + room, num_tokens >= num_uncomputed))
                 output.blocks_to_copy += chunk.copies
                 self._write_table(sequence, output)
-                sequence.num_computed_tokens += num_tokens
+                sequence.num_computed_tokens += num_tokens + room
                 if sequence.group.has_unforked:
                     self._fork_followers(sequence)
         return scheduled

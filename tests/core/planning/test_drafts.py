@@ -93,15 +93,16 @@ def answer(scheduler: Scheduler, worker: FakeWorker, output: SchedulerOutput, wa
 def test_right_guesses_save_steps() -> None:
     scheduler = make_scheduler(num_lookahead_slots=3)
     worker = FakeWorker(scheduler.config)
-    group = make_group("a", 5, max_tokens=9)
+    group = make_group("a", 5, max_tokens=12)
     scheduler.add_request(group)
     expected = reference_output(group, 0, 61)
     answer(scheduler, worker, scheduler.schedule(), wanted=[3])
     for num_output_tokens in (1, 5):
         assert output_of(group) == expected[:num_output_tokens]
         assert plan(step(scheduler, worker)) == {"a": [4]}
+    assert output_of(group) == expected[:9]
+    run(scheduler, worker)
     assert output_of(group) == expected
-    assert not scheduler.running
 
 
 def test_steps_with_room_for_guesses_are_planned_ahead_of_answers_and_room_stays_until_it_is_not_wanted() -> None:
@@ -123,20 +124,21 @@ def test_steps_with_room_for_guesses_are_planned_ahead_of_answers_and_room_stays
 
 
 def test_no_step_goes_past_the_longest_output_however_right_guesses_are() -> None:
-    """Where all that is left may be in flight, a sequence waits for the answer."""
+    """A step has room for half of what is left, so that another can be planned; where all that is left may be in
+    flight, a sequence waits for the answer."""
     scheduler = make_scheduler(num_lookahead_slots=3)
     worker, group = FakeWorker(scheduler.config), make_group("a", 5, max_tokens=8)
     scheduler.add_request(group)
     answer(scheduler, worker, scheduler.schedule(), wanted=[3])
-    ahead = [scheduler.schedule(), scheduler.schedule()]
-    assert [plan(output) for output in ahead] == [{"a": [4]}, {"a": [3]}]
+    ahead = [scheduler.schedule() for _ in range(3)]
+    assert [plan(output) for output in ahead] == [{"a": [4]}, {"a": [2]}, {"a": [1]}]
     assert scheduler.schedule().is_empty
     worker.guessing = Random(1)
     worker.guessing.randint = lambda *_: 0  # type: ignore[method-assign]  # it guesses nothing
     worker.guessing.random = lambda: 1.0  # type: ignore[method-assign]
     for output in ahead:
         answer(scheduler, worker, output)
-    assert len(output_of(group)) == 3
+    assert len(output_of(group)) == 4
     run(scheduler, worker)
     assert output_of(group) == reference_output(group, 0, 61)
 
@@ -154,7 +156,7 @@ def test_lookahead_slots_have_blocks_before_they_are_needed() -> None:
 def test_no_block_is_let_go_of_as_behind_the_window_for_guesses_that_may_be_wrong() -> None:
     scheduler = make_scheduler(block_size=1, num_lookahead_slots=3, sliding_window=2, num_device_blocks=40)
     worker = FakeWorker(scheduler.config)
-    group = make_group("a", 5, max_tokens=10)
+    group = make_group("a", 5, max_tokens=14)
     scheduler.add_request(group)
     answer(scheduler, worker, scheduler.schedule(), wanted=[3])
     first = scheduler.schedule()
@@ -170,26 +172,68 @@ def test_no_block_is_let_go_of_as_behind_the_window_for_guesses_that_may_be_wron
     assert output_of(group) == reference_output(group, 0, 37)
 
 
-def test_a_sequence_that_comes_back_from_host_memory_needs_no_more_blocks_for_guesses() -> None:
-    scheduler = make_scheduler(
-        num_lookahead_slots=3, num_device_blocks=9, num_host_blocks=9, preemption_mode=PreemptionMode.SWAP
-    )
+def decoding(num_sequences: int, **sizes: int) -> tuple[Scheduler, FakeWorker]:
+    """So many sequences that have computed their prompts, for each of which there should be room for 8 guesses."""
+    scheduler = make_scheduler(num_lookahead_slots=8, num_device_blocks=200, **sizes)
     worker = FakeWorker(scheduler.config)
-    groups = [make_group(name, 5, root=name.encode(), max_tokens=12) for name in "ab"]
-    for group in groups:
-        scheduler.add_request(group)
-    answer(scheduler, worker, scheduler.schedule(), wanted=[3, 3])
-    num_back = 0
-    while scheduler.has_work:
+    for number in range(num_sequences):
+        scheduler.add_request(make_group(str(number), 4, root=bytes([number]), max_tokens=50))
+    while scheduler.waiting or any(group.is_behind for group in scheduler.running):
         output = scheduler.schedule()
-        if output.blocks_to_swap_in:
-            num_back += 1
-            (sequence,) = groups[1].live
-            assert output.num_draft_tokens.get(sequence.id, 0) == 0
+        answer(scheduler, worker, output, wanted=[8] * output.num_samples)
+    return scheduler, worker
+
+
+def test_no_sequence_waits_for_the_guesses_of_others() -> None:
+    """What is left of a step when all have their token is shared evenly; too little for all is for none."""
+    scheduler, _ = decoding(6, max_num_batched_tokens=20)
+    assert plan(scheduler.schedule()) == {str(number): [3] for number in range(6)}
+    scheduler, _ = decoding(6, max_num_batched_tokens=11)
+    assert plan(scheduler.schedule()) == {str(number): [1] for number in range(6)}
+
+
+def test_no_prompt_waits_for_guesses() -> None:
+    scheduler, _ = decoding(4, max_num_batched_tokens=20)
+    scheduler.add_request(make_group("prompt", 14, root=b"p", max_tokens=5))
+    assert plan(scheduler.schedule()) == {str(number): [1] for number in range(4)} | {"prompt": [14]}
+
+
+def test_guesses_have_blocks_that_are_free_above_the_watermark_or_that_the_sequence_has() -> None:
+    scheduler, worker = decoding(2, watermark=0.9)
+    assert scheduler.blocks.device.num_free > scheduler.blocks.num_watermark_blocks
+    before = {id_: len(table) for id_, table in scheduler.blocks.tables.items()}
+    assert plan(scheduler.schedule()) == {"0": [9], "1": [9]}
+    assert all(len(table) > before[id_] for id_, table in scheduler.blocks.tables.items())
+
+    scheduler, worker = decoding(2, watermark=0.99)
+    assert scheduler.blocks.device.num_free <= scheduler.blocks.num_watermark_blocks
+    for _ in range(6):
+        num_slots = {id_: 4 * len(table) for id_, table in scheduler.blocks.tables.items()}
+        output = scheduler.schedule()
+        for sequence in output.num_draft_tokens:
+            assert sequence.num_computed_tokens + 8 <= max(
+                num_slots[sequence.id], 4 * len(scheduler.blocks.tables[sequence.id])
+            )
         answer(scheduler, worker, output)
-    assert num_back
-    for group in groups:
-        assert output_of(group) == reference_output(group, 0, 33)
+
+
+def test_steps_with_room_for_guesses_are_like_the_one_before() -> None:
+    """They are not planned anew, and a sequence that seemed to be at its end goes on."""
+    scheduler, worker = decoding(3, max_num_batched_tokens=64)
+    worker.guessing = Random(1)
+    worker.guessing.random = lambda: 1.0  # type: ignore[method-assign]  # it is always wrong
+    in_flight = [scheduler.schedule()]
+    plans = []
+    while in_flight:
+        steady = scheduler._steady._plan is not None
+        output = scheduler.schedule()
+        if not output.is_empty:
+            plans.append(steady)
+            in_flight.append(output)
+        first = in_flight.pop(0)
+        answer(scheduler, worker, first)
+    assert not scheduler.has_work
+    assert sum(plans) > 0.9 * len(plans)
 
 
 def test_with_separate_phases_guesses_wait_while_prompts_are_computed() -> None:
@@ -209,7 +253,7 @@ def test_with_separate_phases_guesses_wait_while_prompts_are_computed() -> None:
     assert sequence not in [scheduled.sequence for scheduled in output.scheduled]
     answer(scheduler, worker, output)
     output = scheduler.schedule()
-    assert output.num_draft_tokens == {sequence.id: 3}
+    assert output.num_draft_tokens == {sequence: 3}
     answer(scheduler, worker, output)
     scheduler.add_request(make_group("c", 3, root=b"c", max_tokens=5, beam_width=2))
     run(scheduler, worker)

@@ -189,10 +189,14 @@ def test_guesses_keep_no_sequence_from_growing() -> None:
 class FakeDraftModel:
     """Guesses 5, 5, 5 …, with so many seconds for a token of each sequence, and notes what it was asked."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, max_model_len: int = 10_000) -> None:
+        self.max_model_len = max_model_len
         self.cost: StepCost | None = StepCost(0.0001)
         self.cost.observe(1, seconds)
         self.asked: list[list[tuple[int, int]]] = []
+
+    def most_behind(self, num_tokens: int) -> int:
+        return max(0, self.max_model_len - num_tokens + 1)
 
     def step_begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> None:
         pass
@@ -217,6 +221,27 @@ def test_a_proposer_that_is_nearly_always_right_is_found_out_although_steps_are_
     served, sequence = Served(Drafter(FakeDraftModel(0.001), MOST, 100, 1_300)), state([1, 2, 3])
     numbers = [len(served.step(0.012, (sequence, [5] * 5)).get(1, [])) for _ in range(60)]
     assert sum(map(bool, numbers[-20:])) == 20
+
+
+def test_no_room_is_wanted_behind_the_longest_that_a_draft_model_reads() -> None:
+    proposer = FakeDraftModel(0.001, max_model_len=40)
+    served, sequence = Served(Drafter(proposer, MOST, 100, 10_000)), state([1, 2, 3])
+    found = [(len(sequence.token_ids), served.step(0.030, (sequence, [5] * 5))) for _ in range(30)]
+    assert all(length + len(guesses[1]) <= 41 for length, guesses in found if guesses)
+    assert max(len(guesses.get(1, [])) for _, guesses in found) == MOST
+    assert served.wanted == {1: 0}
+    assert all(num_tokens <= 40 for asked in proposer.asked for num_tokens, _ in asked)
+
+
+def test_a_draft_model_follows_no_sequence_that_nothing_is_guessed_for() -> None:
+    proposer = FakeDraftModel(0.001)
+    served, sequence = Served(Drafter(proposer, MOST, 100, 10_000)), state([1, 2, 3])
+    beam, pooled = state(range(20), sequence_id=2, is_beam=True), state(range(30), sequence_id=3, **POOLED)
+    others = [ScheduledChunk(beam, 19, 20, samples=True), ScheduledChunk(pooled, 0, 20, samples=False)]
+    for number in range(4):
+        served.step(0.030, (sequence, [5] * 5), more=others if number > 1 else ())
+    assert len(proposer.asked) == 2
+    assert all(len(asked) == 1 for asked in proposer.asked)
 
 
 @pytest.mark.parametrize(("seconds", "asked"), [(0.002, [(5, 4), (17, 0)]), (0.060, None)])
