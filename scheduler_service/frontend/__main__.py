@@ -1,24 +1,16 @@
 """A front end of a running engine, which starts it: `python -m scheduler_service.frontend --engine … --listen …`."""
 
 import argparse
-import ctypes
 import os
-import signal
 import sys
 from pathlib import Path
 
+from pagewire_common.child_process import end_with_the_parent, leave_signals_to_the_parent
 from pagewire_common.logs import configure_logging
 from pagewire_common.server import MAX_CONNECTIONS, run
 from pagewire_common.tls import Security, TlsFolder
 
 NICE = 5
-_PR_SET_PDEATHSIG = 1
-
-
-def _end_with_the_engine() -> None:
-    """Have the system kill this process when the engine is gone, also if it hangs by then: it would keep the port."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> None:
@@ -34,10 +26,8 @@ def main() -> None:
     arguments = parser.parse_args()
     _keep_stderr_for_logs()
     configure_logging(arguments.log_level, arguments.log_format)
-    # Ctrl-C, and a SIGTERM to all processes of the service, are for the engine, which then ends front ends in order.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    _end_with_the_engine()
+    leave_signals_to_the_parent()
+    end_with_the_parent()  # or it would keep the port
     # Where cores are short the engine goes first: a front end that is late merges tokens into fewer messages, while an
     # engine that is late lets workers idle.
     os.nice(NICE)

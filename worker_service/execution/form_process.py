@@ -21,13 +21,13 @@ from typing import NamedTuple
 
 from llguidance import LLMatcher, LLTokenizer
 
+from pagewire_common.child_process import end_with_the_parent, leave_signals_to_the_parent
 from pagewire_common.forms import parser_limits
 
 MOST_KEPT = 32
 """Grammars that are kept compiled. One takes up to some tens of MB, most take less than one."""
 MOST_MEMORY = 4 << 30
 """Bytes of addresses of a process that follows forms."""
-_PR_SET_PDEATHSIG = 1
 READY, FORK = b"\0", b"f"
 MOST_REASON = 1000
 
@@ -118,15 +118,9 @@ class Follower:
                     connection.send_bytes(mask)
 
 
-def _end_with_the_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main() -> None:
-    _end_with_the_parent()
-    for number in (signal.SIGINT, signal.SIGTERM):  # these are for the worker, which then closes the socket
-        signal.signal(number, signal.SIG_IGN)
+    end_with_the_parent()
+    leave_signals_to_the_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave nothing behind
     control = socket.socket(fileno=0)
     size, ends = int(sys.argv[2]), [int(end) for end in sys.argv[3].split(",")]
@@ -142,7 +136,7 @@ def main() -> None:
             return
         (descriptor,) = descriptors
         if os.fork() == 0:
-            _end_with_the_parent()
+            end_with_the_parent()
             control.close()
             resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
             connection = Connection(descriptor)

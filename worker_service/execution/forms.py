@@ -15,8 +15,6 @@ import contextlib
 import itertools
 import json
 import socket
-import subprocess
-import sys
 import time
 from array import array
 from collections import OrderedDict, deque
@@ -32,15 +30,14 @@ import numpy.typing as npt
 import psutil
 import structlog
 
+from pagewire_common.child_process import start_child
 from pagewire_common.eos_tokens import eos_token_ids
+from pagewire_common.forms import MOST_SECONDS
 from worker_service.execution.form_process import FORK, MOST_REASON, READY, Work
 from worker_service.session.session import NO_DRAFTS, ScheduledChunk, SequenceState
 
 log = structlog.get_logger()
 
-MOST_SECONDS = 0.3
-"""Of a processor's time for one output in one step, compiling its form included. Of 300 schemas, 100 expressions and 20
-grammars, with a vocabulary of 49,152, none took more than 0.003."""
 LOOK_SECONDS = 0.05
 DEAF_SECONDS = 10.0
 """A process that neither computes nor answers for so long is stuck."""
@@ -93,7 +90,7 @@ class Forms:
     """Speaks with the process that follows forms, for one model."""
 
     def __init__(self, tokenizer: Path, vocabulary_size: int, ends: Sequence[int]) -> None:
-        self._command = [str(tokenizer), str(vocabulary_size), ",".join(map(str, ends))]
+        self._arguments = [str(tokenizer), str(vocabulary_size), ",".join(map(str, ends))]
         self._vocabulary_size = vocabulary_size
         self._keys = itertools.count()
         self._gone: deque[int] = deque()
@@ -264,11 +261,8 @@ class Forms:
                 self._process.kill()
 
     def _start(self) -> None:
-        self._control, theirs = socket.socketpair()
+        self._template, self._control = start_child("worker_service.execution.form_process", self._arguments)
         self._control.settimeout(START_SECONDS)
-        with theirs:
-            command = [sys.executable, "-m", "worker_service.execution.form_process", *self._command]
-            self._template = subprocess.Popen(command, stdin=theirs.fileno(), start_new_session=True)
         self._has_started = False
 
     def _fork(self) -> Connection:
