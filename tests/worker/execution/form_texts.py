@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,9 @@ HAND_PICKED: list[Schema] = [
     {"enum": ["red", "green", 3, None, [1], {"a": 1}]},
     {"type": "string", "maxLength": 10},
     {"type": "string", "minLength": 30, "maxLength": 30},
+    {"type": "string", "minLength": 150, "maxLength": 250},
+    {"type": "string", "maxLength": 999},
+    {"type": "string", "pattern": "^[a-z]{200,300}$"},
     {"type": "string", "pattern": "^[a-f0-9]{8}-[a-f0-9]{4}$"},
     {"type": "string", "pattern": "^(\\+|-)?[0-9]{1,3}$"},
     {"type": "string", "format": "date"},
@@ -77,10 +81,12 @@ HAND_PICKED: list[Schema] = [
 ]
 
 
-def generated(count: int, seed: int) -> list[Schema]:
-    """Nested schemas of everything above."""
-    draw = random.Random(seed)
-    return [_schema(draw, 3) for _ in range(count)]
+def _distinct(count: int, first: Iterable[str], draw: Callable[[], str]) -> list[str]:
+    """So many different texts: these, and what is drawn."""
+    found = dict.fromkeys(first)
+    while len(found) < count:
+        found[draw()] = None
+    return list(found)
 
 
 def _schema(draw: random.Random, depth: int) -> Schema:
@@ -103,8 +109,9 @@ def _string(draw: random.Random, _: int) -> Schema:
     if draw.random() < 0.4:
         patterns = ["^[A-Z][a-z]{2,6}$", "^\\d{3}-\\d{4}$", "^(foo|bar)+$", "^[^a-y]{1,4}$", "^v\\d+\\.\\d+$", "^$"]
         return {"type": "string", "pattern": draw.choice(patterns)}
-    low = draw.randrange(6)
-    return {"type": "string", "minLength": low, "maxLength": low + draw.randrange(20)}
+    most = 300 if draw.random() < 0.1 else 20
+    low = draw.randrange(most // 3)
+    return {"type": "string", "minLength": low, "maxLength": low + draw.randrange(most)}
 
 
 def _integer(draw: random.Random, _: int) -> Schema:
@@ -141,21 +148,27 @@ def _any_of(draw: random.Random, depth: int) -> Schema:
 SUITE: list[dict[str, Any]] = json.loads((Path(__file__).parent / "json_schema_suite.json").read_text())["groups"]
 """Of the draft 2020-12: schemas, each with `tests`, whose `data` is `valid` or is not. The file names its source."""
 
-SCHEMAS = [json.dumps(schema) for schema in HAND_PICKED + generated(300 - len(HAND_PICKED), 1)]
+_draw = random.Random(1)
+SCHEMAS = _distinct(300, map(json.dumps, HAND_PICKED), lambda: json.dumps(_schema(_draw, 3)))
+"""Generated ones are nested, and of everything above."""
 
 _PARTS = [
     "[a-z]{2,5}", "[0-9]{1,4}", "(yes|no|maybe)", "x?", "[^a-zA-Z\\s]", "(ab|cd){1,3}", "é+?!", "\\.", "[A-F0-9]{6}",
     "(1(2(3)?)?)?", "[a-zA-Z0-9_]{3}", " ", "(Mon|Tue|Wed)day", "a{3}", "(-|\\+)?[0-9]+", "[\\u4e00-\\u4e20]",
 ]  # fmt: skip
-_draw = random.Random(2)
-REGEXES = [
-    "yes|no",
-    "[0-9]{4}-[0-9]{2}-[0-9]{2}",
-    "(?i)hello",
-    "a/b",
-    "[a-z]{3,8}@[a-z]{3,8}\\.(com|org)",
-    *("".join(_draw.sample(_PARTS, _draw.randrange(1, 5))) for _ in range(95)),
-]
+REGEXES = _distinct(
+    100,
+    [
+        "yes|no",
+        "[0-9]{4}-[0-9]{2}-[0-9]{2}",
+        "(?i)hello",
+        "a/b",
+        "[a-z]{3,8}@[a-z]{3,8}\\.(com|org)",
+        "[a-z ]{150,350}",
+        "([0-9a-f]{2}:){99}[0-9a-f]{2}",
+    ],
+    lambda: "".join(_draw.sample(_PARTS, _draw.randrange(1, 5))),
+)
 
 GRAMMARS: list[tuple[str, str]] = [
     ('start: "a" start "b" | "c"', r"a*cb*"),
