@@ -11,6 +11,7 @@ from load import SAMPLINGS, Outcome, Request, make_requests, run_once
 from processes import Workers, scheduler
 from tiny_model import write_byte_tokenizer, write_tiny_llama
 
+from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client
 from pagewire_common.open_files import raise_open_files_limit
 
@@ -62,9 +63,16 @@ def expected(model: Path, workers: Workers, requests: list[Request]) -> dict[str
             return await run_once(client, requests)
 
     try:
-        return asyncio.run(run())
+        outcomes = asyncio.run(run())
     finally:
         member.kill()
+    has_ended = {
+        request.sampling.WhichOneof("constraint")
+        for request in requests
+        if outcomes[request.prompt].outputs[0].ends == [pb.FINISH_REASON_STOP]
+    }
+    assert has_ended >= {"json_schema", "choice", "grammar"}, "only a whole text can be checked against its form"
+    return outcomes
 
 
 @pytest.fixture

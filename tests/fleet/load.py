@@ -1,15 +1,24 @@
 """Streams of every kind, kept up while the fleet is disturbed, and compared with an undisturbed worker's tokens."""
 
 import asyncio
+import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
+
+import jsonschema
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client, SamplingParams
 
-SAMPLINGS = (
+SCHEMA = """{
+    "type": "object", "required": ["color", "size"], "additionalProperties": false,
+    "properties": {"color": {"enum": ["red", "green"]}, "size": {"type": "integer", "minimum": 10, "maximum": 9999}}
+}"""
+CHOICES = ("a long answer, in which workers are lost", "another one, of which the same is true")
+SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0, "seed": 1},
     {"temperature": 0.9, "seed": 2, "n": 2, "top_p": 0.9, "presence_penalty": 0.5},
@@ -19,6 +28,9 @@ SAMPLINGS = (
     {"beam_width": 3, "n": 2},
     {"temperature": 0.7, "seed": 5, "frequency_penalty": 0.3},
     {"temperature": 1.0, "seed": 6, "regex": "([a-z]{1,9} ){1,40}", "ignore_eos": False},
+    {"temperature": 1.0, "seed": 7, "json_schema": SCHEMA, "bad_words": [" ", "\n", "\r", "\t"], "ignore_eos": False},
+    {"temperature": 0.5, "seed": 8, "choice": pb.Choice(options=CHOICES), "ignore_eos": False},
+    {"temperature": 0.0, "grammar": 'root ::= sum\nsum ::= num ("+" num){2}\nnum ::= [0-9]{9,15}', "ignore_eos": False},
 )
 
 
@@ -77,6 +89,21 @@ class Outcome:
         for output in self.outputs.values():
             assert len(output.ends) == 1, (request, output)
             assert output.num_after_end == 0, (request, output)
+            if output.ends == [pb.FINISH_REASON_STOP]:
+                check_form(request.sampling, output.text)
+
+
+def check_form(sampling: pb.SamplingParams, text: str) -> None:
+    """Raises unless a text that has ended by itself has the form that was asked for."""
+    match sampling.WhichOneof("constraint"):
+        case "json_schema":
+            jsonschema.validate(json.loads(text), json.loads(sampling.json_schema))
+        case "regex":
+            assert re.fullmatch(sampling.regex, text)
+        case "choice":
+            assert text in sampling.choice.options
+        case "grammar":
+            assert re.fullmatch(r"\d{9,15}(\+\d{9,15}){2}", text)
 
 
 class Load:
