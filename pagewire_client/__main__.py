@@ -93,8 +93,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--otlp-traces-endpoint",
         metavar="URL",
         default=os.environ.get("PAGEWIRE_OTLP_TRACES_ENDPOINT"),
-        help="http://HOST:PORT of an OpenTelemetry collector that the gateway sends its spans to; a request's "
-        "traceparent goes on to the scheduler then",
+        help="http://HOST:PORT of an OpenTelemetry collector that the gateway sends its spans to",
     )
     embed = commands.add_parser("embed", parents=[server], help="make vectors of texts: a JSON list a line")
     embed.add_argument("texts", metavar="TEXT", nargs="+")

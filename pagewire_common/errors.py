@@ -12,6 +12,7 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
+from pagewire_common.around import kind_of
 from pagewire_common.field_count import has_more_fields, num_opaque_bytes
 
 log = structlog.get_logger()
@@ -59,12 +60,6 @@ class RequestLimits(NamedTuple):
     """Besides, in fields that are not parsed, such as a sound."""
     will_grow: str = ""
     """Why a larger request may be taken later; otherwise it never is."""
-
-
-def kind_of(handler: Any) -> str:
-    """The attribute of a method's handler that holds its behaviour, such as unary_stream."""
-    sides = (handler.request_streaming, handler.response_streaming)
-    return "_".join("stream" if streams else "unary" for streams in sides)
 
 
 _HEALTH = "/grpc.health."

@@ -1,13 +1,13 @@
 """The lock on a server's port: every call but health's is checked, before its request is read."""
 
-import inspect
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 
-from pagewire_common.errors import RequestError, kind_of
+from pagewire_common.around import Context, put_around
+from pagewire_common.errors import RequestError
 from pagewire_common.tls import peer_names
 
 _OPEN = "/grpc.health.v1.Health/"
@@ -37,37 +37,21 @@ class Lock(grpc.aio.ServerInterceptor):
             except RequestError as error:
                 return _refusing(error)
         handler = await continuation(handler_call_details)
-        return handler if handler is None or not self._identity else self._guarded(handler)
+        return handler if handler is None or not self._identity else put_around(handler, self._of_identity)
 
-    def _guarded(self, handler: Any) -> Any:
-        kind = kind_of(handler)
-        behavior = getattr(handler, kind)
-
-        async def check(context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            if self._identity not in peer_names(context):
-                reason = "this server takes calls of another identity than your certificate's"
-                await context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
-
-        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            await check(context)
-            return await behavior(request, context)
-
-        async def call_generator(
-            request: Any, context: grpc.aio.ServicerContext[Any, Any]
-        ) -> AsyncGenerator[Any, None]:
-            await check(context)
-            async with aclosing(behavior(request, context)) as responses:
-                async for response in responses:
-                    yield response
-
-        return handler._replace(**{kind: call_generator if inspect.isasyncgenfunction(behavior) else call})
+    @asynccontextmanager
+    async def _of_identity(self, context: Context) -> AsyncIterator[None]:
+        if self._identity not in peer_names(context):
+            reason = "this server takes calls of another identity than your certificate's"
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
+        yield
 
 
 def _refusing(error: RequestError) -> Any:
     """Ends a call of any kind at once; one that streams its request may not have sent it yet."""
     code, reason = error.code, str(error)
 
-    async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def refuse(_: Any, context: Context) -> None:
         await context.abort(code, reason)
 
     return grpc.stream_stream_rpc_method_handler(refuse)

@@ -50,8 +50,8 @@ class GrpcServer:
     Every named service, and the server as a whole (""), is NOT_SERVING until `set_serving`; `LIVENESS` is not.
     Messages beyond `max_receive_bytes` are refused by gRPC itself, and requests beyond `request_limits` at the time
     with a sentence. Two servers on one port are an error, unless both say that each `shares_port`: then every
-    connection goes to one of them. `security` and `check` are what callers need: see their modules. Create it inside
-    the running event loop.
+    connection goes to one of them. `security` and `check` are what callers need: see their modules. `outermost` are
+    interceptors that see refused calls as well. Create it inside the running event loop.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class GrpcServer:
         security: Security = OPEN,
         check: Check | None = None,
         max_connections: int = MAX_CONNECTIONS,
+        outermost: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         options = (
             *OPTIONS,
@@ -73,7 +74,8 @@ class GrpcServer:
         )
         errors = ErrorInterceptor(request_limits)
         self._security = security
-        self.server = grpc.aio.server(interceptors=[Lock(check, security.identity), errors], options=options)
+        interceptors = [*outermost, Lock(check, security.identity), errors]
+        self.server = grpc.aio.server(interceptors=interceptors, options=options)
         self._names = ("", *service_names)
         self._is_stopping = False
         self._health = Health()

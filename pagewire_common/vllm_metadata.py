@@ -2,3 +2,6 @@
 
 LORA_NAME = "pagewire-lora-name-bin"
 """The adapter to apply, in UTF-8: the protocol has no field for it."""
+
+CHAT_ID = "chatcmpl-"
+"""What ids of chats begin with, as OpenAI's do: the gateway sends token ids alone, of chats and of texts."""

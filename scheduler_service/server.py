@@ -19,6 +19,7 @@ from pagewire_common.metrics import serve_metrics
 from pagewire_common.server import GrpcServer, stop_event
 from pagewire_common.start_error import StartError
 from pagewire_common.tls import OPEN, Security
+from scheduler_service.access.audit import Audit
 from scheduler_service.access.caller import key_check
 from scheduler_service.access.key_file import KeyFile
 from scheduler_service.engine.engine import Engine
@@ -73,7 +74,9 @@ async def engine_server(front_ends: FrontEnds) -> AsyncIterator[str]:
 async def admin_server(admin: AdminServicer, listen: str, security: Security = OPEN) -> AsyncIterator[str]:
     """Serve operators, on a port of their own; gives HOST:PORT as bound. Raises StartError when it cannot be had."""
     check = key_check(lambda: admin.engine.keyring, admin=True)
-    server = GrpcServer([ADMIN_SERVICE], max_receive_bytes=ADMIN_BYTES, security=security, check=check)
+    server = GrpcServer(
+        [ADMIN_SERVICE], max_receive_bytes=ADMIN_BYTES, security=security, check=check, outermost=[Audit()]
+    )
     add_AdminServiceServicer_to_server(admin, server.server)
     address = await server.start(listen, "admin listening")
     await server.set_serving(True)

@@ -38,6 +38,7 @@ from pagewire_client.http.token_texts import TokenTexts
 from pagewire_client.http.transcriptions import PATHS, transcribe
 from pagewire_client.http.unread import Unread, take_out
 from pagewire_common.tls import TlsFolder
+from pagewire_common.vllm_metadata import CHAT_ID
 
 log = structlog.get_logger()
 
@@ -63,6 +64,7 @@ _OWN_METHODS = frozenset(
 _GENERATE = f"{_SERVICE}Generate"
 _NOTHING = Unread()
 _ID_BYTES = 16
+_NAME_LENGTH = len(CHAT_ID) + 2 * _ID_BYTES
 _HOP_BY_HOP = frozenset(
     ("connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade")
 )
@@ -75,10 +77,11 @@ OPTIONS = (("grpc.max_receive_message_length", _LONGEST), ("grpc.max_send_messag
 
 @dataclass(slots=True)
 class _Request:
-    """One under way: its client's key, and once it was generated for, its whole id."""
+    """One under way: its client's key and trace, and once it was generated for, its whole id."""
 
     key: str
-    unread: Unread
+    unread: Unread = _NOTHING
+    trace: Sequence[tuple[str, str]] = ()
     request_id: str = ""
 
 
@@ -135,9 +138,10 @@ class Edge:
         if (found := self._owner_of(method, first)) is None:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this is for the gateway's own calls")
             return
-        key, unread = found
+        key, unread, trace = found.key, found.unread, found.trace
         send: Any = self._scheduler.unary_stream(method)  # each of these methods has one request
-        trace = [(name, value) for name, value in context.invocation_metadata() if name in _TRACE]
+        # The gateway's own span, if it makes spans, is within the client's.
+        trace = [(name, value) for name, value in context.invocation_metadata() if name in _TRACE] or trace
         call = send(unread.put_into(first), metadata=(*(key_metadata(key) or ()), *trace, *unread.metadata()))
         try:
             async for message in call:
@@ -147,22 +151,22 @@ class Edge:
         finally:
             call.cancel()
 
-    def _owner_of(self, method: str, message: bytes) -> tuple[str, Unread] | None:
-        """The key to show, and what belongs to the call beside it. None where there is no key to show: the port is open
-        to every process of this machine."""
+    def _owner_of(self, method: str, message: bytes) -> _Request | None:
+        """What has the key to show, and what belongs to the call beside it. None where there is no key to show: the
+        port is open to every process of this machine."""
         if method in _OWN_METHODS:
-            return self._own, _NOTHING
+            return _Request(self._own)
         if method == _GENERATE:
             request_id = vllm.GenerateRequest.FromString(message).request_id
-            request = self._requests.get(request_id[: 2 * _ID_BYTES])
+            request = self._requests.get(request_id[:_NAME_LENGTH])
             if request is None or request.request_id:
                 return None
             request.request_id = request_id
-            return request.key, request.unread
+            return request
         if method == f"{_SERVICE}Abort":
             (request_id,) = vllm.AbortRequest.FromString(message).request_ids[:1] or ("",)
-            request = self._requests.get(request_id[: 2 * _ID_BYTES])
-            return (request.key, _NOTHING) if request is not None and request.request_id == request_id else None
+            request = self._requests.get(request_id[:_NAME_LENGTH])
+            return _Request(request.key) if request is not None and request.request_id == request_id else None
         return None
 
     # ---- HTTP
@@ -234,8 +238,8 @@ class Edge:
             raise HttpError(404, "not_found", f"{route[:120]} is not served here")
         body = await read_body(request, held, self._most_bytes)
         body, unread = take_out(body, self._model) if is_counted else (body, _NOTHING)
-        name = secrets.token_hex(_ID_BYTES)
-        self._requests[name] = _Request(key, unread)
+        name = CHAT_ID + secrets.token_hex(_ID_BYTES)
+        self._requests[name] = _Request(key, unread, _trace(request))
         try:
             return await self._forward(request, path, body, name, unread)
         finally:

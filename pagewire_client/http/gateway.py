@@ -46,8 +46,8 @@ runpy.run_module("smg", run_name="__main__", alter_sys=True)
 class Gateway:
     """Serves HTTP at `listen`, for the scheduler at `target`, from construction until `stop`.
 
-    With `traces_endpoint`, http://HOST:PORT of a collector, it sends its spans there, and a request's traceparent goes
-    on to the scheduler.
+    With `traces_endpoint`, http://HOST:PORT of a collector, it sends its spans there, and the scheduler is told of them
+    as the callers of its own.
     """
 
     def __init__(self, target: str, listen: str, traces_endpoint: str | None = None) -> None:

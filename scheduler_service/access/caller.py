@@ -20,9 +20,9 @@ def key_check(keyring: Callable[[], Keyring | None], *, admin: bool = False) -> 
         if (keys := keyring()) is None:
             return
         key = keys.authenticate(details.invocation_metadata)
+        caller.set(key)
         if admin and not key.admin:
             raise RequestError(grpc.StatusCode.PERMISSION_DENIED, "this API key may not administer")
-        caller.set(key)
 
     return check
 

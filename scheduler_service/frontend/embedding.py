@@ -26,7 +26,7 @@ MAX_STEP_BYTES = 16 << 20
 
 async def embed(link: EngineLink, request: pb.EmbedRequest, context: Context) -> None:
     """Serve an Embed call to its end, or raise RequestError."""
-    async with TextCall(link, request) as call:
+    async with TextCall(link, request, context) as call:
         model = call.model
         pooling = read_pooling(request, model)
         writer = PatientWriter(context, link.stall_timeout)
@@ -45,14 +45,14 @@ async def embed(link: EngineLink, request: pb.EmbedRequest, context: Context) ->
             writer.close()
 
 
-async def embed_one(link: EngineLink, request: pb.EmbedRequest) -> tuple[bytes, int]:
+async def embed_one(link: EngineLink, request: pb.EmbedRequest, context: Context) -> tuple[bytes, int]:
     """The vector of a call of one text, and how many tokens that has. Raises RequestError."""
     parts: list[bytes] = []
 
     async def take(_: int, state: RequestState) -> None:
         parts.extend([delta.vectors async for delta in state.stream])
 
-    async with TextCall(link, request) as call:
+    async with TextCall(link, request, context) as call:
         pooling = read_pooling(request, call.model)
         await call.run(encode_inputs(request, call.model), pooling, take, longest_input(request))
         return b"".join(parts), call.num_tokens

@@ -95,11 +95,7 @@ class EngineCall:
         link, welcome = self._link, self._link.welcome.result()
         counts = link.counts.of(request.tenant)
         state = RequestState(request, model.tokenizer, counts, link.turns, link.unread)
-        if trace is not None and (parent := trace.parent):
-            state.trace = trace
-            trace.submitted(request, model.name, state.arrived_at)
-        else:
-            parent = ""
+        state.trace = trace
         link.register(self.number, state)
         self._state = state
         resumption = request.resumption
@@ -115,7 +111,7 @@ class EngineCall:
             num_bytes=num_bytes,
             supersedes=request.resumes,
             is_complete=request.is_complete,
-            trace_parent=parent,
+            trace_parent=trace.submitted(request, state.arrived_at) if trace is not None else "",
         )
         if request.encoder_input is not None:
             encode_fields(EncoderInput, request.encoder_input, submission.encoder_input)

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import grpc
 import structlog
-from opentelemetry.trace import Tracer
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.admin_service_pb2 import FinishedRequest
@@ -18,19 +17,17 @@ from pagewire_common.errors import RequestError
 from pagewire_common.patient_writer import PatientWriter
 from scheduler_service.access.caller import caller, tenant_of
 from scheduler_service.core import SequenceStatus
-from scheduler_service.frontend.call_end import CallEnd, names_of
+from scheduler_service.frontend.call_end import recorded
 from scheduler_service.frontend.engine_call import EngineCall
 from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.request import RequestState, request_key
+from scheduler_service.frontend.request import GenerationRequest, RequestState, request_key
 from scheduler_service.frontend.request_memory import SOUND_BYTES, prompt_logprob_bytes, request_bytes
-from scheduler_service.frontend.request_trace import RequestTrace, trace_id_of
+from scheduler_service.frontend.request_trace import CallTrace, RequestTrace
 from scheduler_service.frontend.resumption import check_resumption
 from scheduler_service.frontend.streams import OutputDelta
 from scheduler_service.frontend.validation import check_names, check_request, check_sizes
 from scheduler_service.statistics.finished_requests import RequestMetrics
-
-log = structlog.get_logger()
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -57,14 +54,20 @@ async def generate(
     context: Context,
     make_answers: Callable[[RequestState, ServedModel], Answers],
     *,
+    operation: str,
     is_whole: bool = False,
     num_bytes: int = 0,
 ) -> None:
     """Serve a request to its end, or raise RequestError.
 
     With `is_whole` the client is sent each output once it has ended. `num_bytes`: memory of the call besides `request`.
+    `operation`: what traces call it, CHAT or TEXT_COMPLETION.
     """
-    with _audited(request, context, link.tracer) as record, EngineCall(link) as call:
+    record = _Record()
+    with (
+        recorded("request closed", operation, request, context, link.tracer, record.figures) as trace,
+        EngineCall(link) as call,
+    ):
         check_names(request)
         check_sizes(request)
         request.tenant = tenant_of(request.tenant)
@@ -81,7 +84,7 @@ async def generate(
         checked = replace(await check_request(request, request_id, model), adapter=adapter, is_whole=is_whole)
         checked = await check_resumption(request, checked, model)
         more_bytes = prompt_logprob_bytes(checked.sampling.prompt_logprobs, len(checked.prompt_token_ids))
-        state = await call.submit(checked, model, more_bytes, record.trace)
+        state = await call.submit(checked, model, more_bytes, _described(trace, checked, model))
         if checked.is_complete:
             return
         record.state = state
@@ -93,6 +96,15 @@ async def generate(
         finally:
             call.finished = record.finished()
         await call.close()
+
+
+def _described(trace: CallTrace | None, request: GenerationRequest, model: ServedModel) -> RequestTrace | None:
+    """For the spans of the request, if it is to have any."""
+    if trace is None:
+        return None
+    trace.describe(model.name, request.tenant, request.priority)
+    trace.describe_sampling(request)
+    return trace.request()
 
 
 async def allowed_model(link: EngineLink) -> ServedModel:
@@ -138,8 +150,7 @@ def _counting(state: RequestState, ended: list[str]) -> Iterator[None]:
 class _Record:
     """What became of a request: why its outputs `ended`, and its `state` from its submission on."""
 
-    def __init__(self, trace: RequestTrace | None) -> None:
-        self.trace = trace
+    def __init__(self) -> None:
         self.state: RequestState | None = None
         self.ended: list[str] = []
         self._metrics: RequestMetrics | None = None
@@ -163,28 +174,9 @@ class _Record:
         if self.state is None or self._metrics is None:
             return {}
         return {
+            "request_id": self.state.request.request_id,
             "prompt_tokens": self.state.request.num_prompt_tokens,
             "output_tokens": self.state.num_output_tokens,
             "finish_reasons": self.ended,
             **self._metrics.known(),
         }
-
-
-@contextlib.contextmanager
-def _audited(request: pb.GenerateRequest, context: Context, tracer: Tracer | None) -> Iterator[_Record]:
-    """Log one line of a request, however it ends, and end its spans."""
-    metadata = context.invocation_metadata() or ()
-    trace = RequestTrace(tracer, metadata, request) if tracer is not None else None
-    trace_id = trace.id if trace is not None else trace_id_of(metadata)
-    record, end = _Record(trace), CallEnd()
-    try:
-        with end.noting():
-            yield record
-    finally:
-        names = names_of(request.tenant, request.lora_name)
-        if trace_id:
-            names["trace_id"] = trace_id
-        figures = {"total_seconds": end.seconds} | record.figures()
-        if trace is not None:
-            trace.end(end.status, end.sentence, figures)
-        log.info("request closed", status=end.status, **names, **figures)

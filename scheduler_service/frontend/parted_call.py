@@ -5,24 +5,21 @@ that its parts take.
 """
 
 import contextlib
+import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Self
-
-import structlog
 
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.access.caller import caller, tenant_of
 from scheduler_service.core import EncoderInput, SamplingParams
-from scheduler_service.frontend.call_end import CallEnd, names_of
+from scheduler_service.frontend.call_end import recorded
 from scheduler_service.frontend.engine_call import EngineCall
 from scheduler_service.frontend.engine_link import EngineLink
-from scheduler_service.frontend.generation import allowed_model
+from scheduler_service.frontend.generation import Context, allowed_model
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.request import GenerationRequest, RequestState, request_key
 from scheduler_service.frontend.validation import check_characters, check_place
-
-log = structlog.get_logger()
 
 Request = pb.EmbedRequest | pb.ScoreRequest | pb.TranscribeRequest
 
@@ -36,8 +33,10 @@ class PartedCall:
     model: ServedModel
     event = ""
     """Of the line that is logged when it ends."""
+    operation = ""
+    """What traces call it."""
 
-    def __init__(self, link: EngineLink, request: Request, num_bytes: int) -> None:
+    def __init__(self, link: EngineLink, request: Request, context: Context, num_bytes: int) -> None:
         """num_bytes: memory that it takes without its parts."""
         self.num_tokens = 0
         self.num_cached_tokens = 0
@@ -45,6 +44,7 @@ class PartedCall:
         self._num_parts = 0
         self._link = link
         self._request = request
+        self._context = context
         self._num_bytes = num_bytes
         self._id = uuid.uuid4().hex
         self._open = contextlib.ExitStack()
@@ -52,7 +52,9 @@ class PartedCall:
     async def __aenter__(self) -> Self:
         request = self._request
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._logged())
+            self._trace = stack.enter_context(
+                recorded(self.event, self.operation, request, self._context, self._link.tracer, self._known)
+            )
             check_characters("tenant", request.tenant)
             check_characters("lora_name", request.lora_name)
             self._check()
@@ -64,6 +66,8 @@ class PartedCall:
             self._adapter = await self._call.admit(key, self._num_bytes, lora_name=request.lora_name)
             self.model = await allowed_model(self._link)
             check_place(request, self.model)
+            if self._trace is not None:
+                self._trace.describe(self.model.name, request.tenant, request.priority)
             self._open = stack.pop_all()
         return self
 
@@ -94,8 +98,11 @@ class PartedCall:
             encoder_input=encoder_input,
         )
         with EngineCall(self._link) as call:
-            state = await call.submit(checked, self.model, part_of=self._call)
+            trace = self._trace.request(part=number) if self._trace is not None else None
+            state = await call.submit(checked, self.model, trace=trace, part_of=self._call)
             yield state
+        if trace is not None:
+            trace.end(time.monotonic())
         num_tokens, num_output_tokens = checked.num_prompt_tokens, sum(state.num_output_tokens)
         self._num_parts += 1
         self.num_tokens += num_tokens
@@ -103,24 +110,10 @@ class PartedCall:
         self.num_output_tokens += num_output_tokens
         state.counts.finished(num_tokens, num_output_tokens)
 
-    @contextlib.contextmanager
-    def _logged(self) -> Iterator[None]:
-        """Log one line of the call, however it ends."""
-        end = CallEnd()
-        try:
-            with end.noting():
-                yield
-        finally:
-            log.info(
-                self.event,
-                status=end.status,
-                request_id=self._id,
-                prompt_tokens=self.num_tokens,
-                total_seconds=end.seconds,
-                **self._figures(),
-                **names_of(self._request.tenant, self._request.lora_name),
-            )
+    def _known(self) -> dict[str, Any]:
+        """For the line in the log."""
+        return {"request_id": self._id, "prompt_tokens": self.num_tokens, **self._figures()}
 
     def _figures(self) -> dict[str, Any]:
-        """For that line."""
+        """Of its parts, for that line."""
         return {}

@@ -112,6 +112,8 @@ class Trace(Protocol):
 
     def gained_token(self, now: float) -> None: ...
 
+    def end(self, at: float) -> None: ...
+
 
 class RequestState:
     """A request in flight: its text so far, its stream, and what the engine told of it."""
@@ -240,7 +242,7 @@ class RequestState:
             if new:
                 self.stream.put_prompt_logprobs(new)
         if (pooling := self.request.sampling.pooling) is not None:
-            self._gain_vectors(gained, pooling)
+            self._gain_vectors(gained, pooling, now)
             return False
         if token_id is None:
             return False
@@ -262,13 +264,15 @@ class RequestState:
         self._put(delta)
         return stop is not None
 
-    def _gain_vectors(self, gained: Gained, pooling: PoolingParams) -> None:
+    def _gain_vectors(self, gained: Gained, pooling: PoolingParams, now: float) -> None:
         """Those of tokens come again when a preempted prompt is computed again; they count once."""
         vectors = gained.vectors
         if pooling.type is PoolingType.ALL:
             start = (gained.prompt_start - 1) * pooling.vector_bytes
             vectors = vectors[max(0, self._num_vector_bytes - start) :]
             self._num_vector_bytes += len(vectors)
+        if gained.status is not None and self.trace is not None:
+            self.trace.end(now)
         if vectors or gained.status is not None:
             self._put(OutputDelta(gained.index, vectors=vectors, status=gained.status))
 

@@ -1,4 +1,4 @@
-"""A request's spans: one of all of it, and within that one after the other of what it waited for or had computed.
+"""Spans: one of each call, and within it, for each request of the call, what this waited for or had computed.
 
 queue, then prefill and decode; preemption until it is computed again, or move if that is on another worker. Attributes
 have the names of OpenTelemetry's conventions for generative AI (gen_ai.…), or begin with pagewire.; nothing of what was
@@ -11,13 +11,17 @@ from typing import Any
 
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, get_current_span, set_span_in_context
 
-from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.engine_service_pb2 import Standing
 from pagewire_common.tracing import parent_of, trace_parent
 from scheduler_service.frontend.request import GenerationRequest
 
+CHAT, TEXT_COMPLETION, EMBEDDINGS = "chat", "text_completion", "embeddings"
+"""Operations, as those conventions name them; they have no names for the others."""
+SCORE, TRANSCRIPTION = "score", "transcription"
 MOST_PHASES = 64
-"""Spans of one request within that of all of it: one that is preempted again and again has no more."""
+"""Spans of one call within that of all of it: one whose request is preempted again and again has no more."""
+MOST_REQUESTS = 16
+"""Requests of one call that have spans: Embed may have 2,048 texts."""
 
 
 def trace_id_of(metadata: Any) -> str:
@@ -26,21 +30,17 @@ def trace_id_of(metadata: Any) -> str:
     return f"{context.trace_id:032x}" if context.is_valid else ""
 
 
-class RequestTrace:
-    """From the arrival of a call until `end`. Times are seconds of the monotonic clock."""
+class CallTrace:
+    """The span of a call, from its arrival until `end`. `operation` is what gen_ai.operation.name has."""
 
-    def __init__(self, tracer: Tracer, metadata: Any, request: pb.GenerateRequest) -> None:
+    def __init__(self, tracer: Tracer, metadata: Any, operation: str) -> None:
         self._tracer = tracer
         self._offset = time.time_ns() - time.monotonic_ns()
-        self._operation = "chat" if request.HasField("chat") else "text_completion"
-        self._span = tracer.start_span(self._operation, parent_of(metadata), kind=SpanKind.SERVER)
+        self._operation = operation
+        self._span = tracer.start_span(operation, parent_of(metadata), kind=SpanKind.SERVER)
         self._context = set_span_in_context(self._span)
-        self._phase: Span | None = None
+        self._requests: list[RequestTrace] = []
         self._num_phases = 0
-        self._computes = "prefill"
-        self._has_tokens, self._awaits_token = False, True
-        self._runs = False
-        self._standing = Standing()
 
     @property
     def id(self) -> str:
@@ -48,12 +48,11 @@ class RequestTrace:
 
     @property
     def parent(self) -> str:
-        """What the worker needs to know; empty if the trace is not sampled."""
-        return trace_parent(self._context) if self._span.is_recording() else ""
+        """What the worker needs to know."""
+        return trace_parent(self._context)
 
-    def submitted(self, request: GenerationRequest, model: str, arrived_at: float) -> None:
-        """The request has been checked, and is queued."""
-        sampling = request.sampling
+    def describe(self, model: str, tenant: str, priority: int) -> None:
+        """The call may use this model."""
         self._span.update_name(f"{self._operation} {model}")
         self._span.set_attributes(
             {
@@ -61,7 +60,16 @@ class RequestTrace:
                 "gen_ai.provider.name": "pagewire",
                 "gen_ai.request.model": model,
                 "gen_ai.response.model": model,
-                "gen_ai.response.id": request.request_id,
+                "pagewire.tenant": tenant,
+                "pagewire.priority": priority,
+            }
+        )
+
+    def describe_sampling(self, request: GenerationRequest) -> None:
+        """The request has been checked."""
+        sampling = request.sampling
+        self._span.set_attributes(
+            {
                 "gen_ai.request.choice.count": request.num_outputs,
                 "gen_ai.request.max_tokens": sampling.max_tokens,
                 "gen_ai.request.temperature": sampling.temperature,
@@ -69,14 +77,72 @@ class RequestTrace:
                 "gen_ai.request.top_k": sampling.top_k,
                 "gen_ai.request.presence_penalty": sampling.presence_penalty,
                 "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
-                "gen_ai.usage.input_tokens": request.num_prompt_tokens,
-                "pagewire.tenant": request.tenant,
-                "pagewire.priority": request.priority,
             }
         )
-        if sampling.beam_width:
+
+    def request(self, **attributes: int) -> "RequestTrace | None":
+        """One more request of the call, which has these attributes in its spans. None if it is to have no spans: the
+        trace is not sampled, or others of the call have them.
+        """
+        if not self._span.is_recording() or len(self._requests) >= MOST_REQUESTS:
+            return None
+        request = RequestTrace(self, {f"pagewire.{name}": value for name, value in attributes.items()})
+        self._requests.append(request)
+        return request
+
+    def start_phase(self, name: str, at: float, attributes: Mapping[str, Any]) -> Span | None:
+        """None where the call has spans enough."""
+        self._num_phases += 1
+        if self._num_phases > MOST_PHASES:
+            return None
+        return self._tracer.start_span(name, self._context, attributes=attributes, start_time=self.ns(at))
+
+    def ns(self, at: float) -> int:
+        """A time of the monotonic clock, in seconds, as spans have it."""
+        return int(at * 1e9) + self._offset
+
+    def end(self, status: str, error: str, figures: Mapping[str, Any]) -> None:
+        """The call is over, with this status of gRPC; `figures` are those of its line in the log."""
+        now = time.monotonic()
+        for request in self._requests:
+            request.end(now)
+        for name, figure in figures.items():
+            match name:
+                case "request_id":
+                    self._span.set_attribute("gen_ai.response.id", figure)
+                case "prompt_tokens":
+                    self._span.set_attribute("gen_ai.usage.input_tokens", figure)
+                case "output_tokens":
+                    self._span.set_attribute("gen_ai.usage.output_tokens", sum(figure))
+                case "finish_reasons":
+                    self._span.set_attribute("gen_ai.response.finish_reasons", figure)
+                case _:
+                    self._span.set_attribute(f"pagewire.{name}", figure)
+        self._span.set_attribute("rpc.response.status_code", status)
+        if status not in ("OK", "CANCELLED"):
+            self._span.set_attribute("error.type", status)
+            self._span.set_status(Status(StatusCode.ERROR, error))
+        self._span.end()
+
+
+class RequestTrace:
+    """One request of a call, from its submission until `end`. Times are seconds of the monotonic clock."""
+
+    def __init__(self, call: CallTrace, attributes: Mapping[str, Any]) -> None:
+        self._call = call
+        self._attributes = attributes
+        self._phase: Span | None = None
+        self._computes = "prefill"
+        self._has_tokens, self._awaits_token = False, True
+        self._runs = False
+        self._standing = Standing()
+
+    def submitted(self, request: GenerationRequest, arrived_at: float) -> str:
+        """The request is queued. Returns what the worker needs to know."""
+        if request.sampling.beam_width:
             self._computes = "beam search"
         self._begin("queue", arrived_at)
+        return self._call.parent
 
     def stands(self, standing: Standing) -> None:
         """The engine tells where the request is."""
@@ -102,34 +168,11 @@ class RequestTrace:
                 self._begin("decode", now, {"pagewire.worker": self._standing.place.worker})
 
     def _begin(self, name: str, at: float, attributes: Mapping[str, Any] | None = None) -> None:
-        self._end_phase(at)
-        self._num_phases += 1
-        if self._num_phases <= MOST_PHASES:
-            self._phase = self._tracer.start_span(name, self._context, attributes=attributes, start_time=self._ns(at))
+        self.end(at)
+        self._phase = self._call.start_phase(name, at, {**self._attributes, **(attributes or {})})
 
-    def _end_phase(self, at: float) -> None:
+    def end(self, at: float) -> None:
+        """Nothing more is computed of it."""
         if self._phase is not None:
-            self._phase.end(self._ns(at))
+            self._phase.end(self._call.ns(at))
             self._phase = None
-
-    def _ns(self, at: float) -> int:
-        return int(at * 1e9) + self._offset
-
-    def end(self, status: str, error: str, figures: Mapping[str, Any]) -> None:
-        """The call is over, with this status of gRPC; `figures` are those of its line in the log."""
-        self._end_phase(time.monotonic())
-        for name, figure in figures.items():
-            match name:
-                case "prompt_tokens":
-                    continue
-                case "output_tokens":
-                    self._span.set_attribute("gen_ai.usage.output_tokens", sum(figure))
-                case "finish_reasons":
-                    self._span.set_attribute("gen_ai.response.finish_reasons", figure)
-                case _:
-                    self._span.set_attribute(f"pagewire.{name}", figure)
-        self._span.set_attribute("rpc.response.status_code", status)
-        if status not in ("OK", "CANCELLED"):
-            self._span.set_attribute("error.type", status)
-            self._span.set_status(Status(StatusCode.ERROR, error))
-        self._span.end()

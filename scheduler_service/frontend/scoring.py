@@ -12,6 +12,7 @@ from scheduler_service.core import PoolingParams, PoolingType
 from scheduler_service.frontend.checks import invalid
 from scheduler_service.frontend.embedding import read_pooling
 from scheduler_service.frontend.engine_link import EngineLink
+from scheduler_service.frontend.generation import Context
 from scheduler_service.frontend.model import MOST_SCORED
 from scheduler_service.frontend.request import RequestState
 from scheduler_service.frontend.text_calls import TextCall
@@ -22,9 +23,9 @@ from scheduler_service.wire.submission import floats
 QUERY, DOCUMENT = "{query}", "{document}"
 
 
-async def score(link: EngineLink, request: pb.ScoreRequest) -> pb.ScoreResponse:
+async def score(link: EngineLink, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
     """Serve a Score call, or raise RequestError."""
-    async with TextCall(link, request) as call:
+    async with TextCall(link, request, context) as call:
         if call.model.num_labels:
             scores = await _scores_of_pairs(call, request)
         elif call.model.embedding_size:

@@ -15,6 +15,7 @@ from pagewire.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_
 from pagewire_common.server import MAX_CONNECTIONS, GrpcServer
 from pagewire_common.tls import OPEN, Security
 from pagewire_common.tracing import tracing
+from scheduler_service.access.audit import Audit
 from scheduler_service.access.caller import key_check
 from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.servicer import InferenceServicer
@@ -47,6 +48,7 @@ def front_end_server(
         security=security,
         check=key_check(lambda: link.keyring),
         max_connections=max_connections,
+        outermost=[Audit()],
     )
     add_InferenceServiceServicer_to_server(InferenceServicer(link), server.server)
     add_VllmEngineServicer_to_server(VllmEngine(link), server.server)  # type: ignore[no-untyped-call]

@@ -5,6 +5,7 @@ import time
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceServicer
 from pagewire_common import errors
+from scheduler_service.access.audit import note
 from scheduler_service.access.caller import caller, tenant_of
 from scheduler_service.core import SequenceStatus
 from scheduler_service.core.outputs import TokenLogprobs
@@ -15,6 +16,7 @@ from scheduler_service.frontend.generation import Context, allowed_model, genera
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.prompt import decode_tokens, encode_prompt
 from scheduler_service.frontend.request import RequestState, request_key
+from scheduler_service.frontend.request_trace import CHAT, TEXT_COMPLETION
 from scheduler_service.frontend.resumption import served_fingerprint
 from scheduler_service.frontend.sampling_validation import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
 from scheduler_service.frontend.scoring import score
@@ -39,9 +41,11 @@ class InferenceServicer(InferenceServiceServicer):
     async def Generate(  # type: ignore[override]  # it writes itself, to bound how long a write may take
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
-        await generate(self._link, request, context, _Messages)
+        operation = CHAT if request.HasField("chat") else TEXT_COMPLETION
+        await generate(self._link, request, context, _Messages, operation=operation)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        note(request_id=request.request_id)
         check_names(request)
         key = request_key(tenant_of(request.tenant), request.request_id)
         with EngineCall(self._link) as call:
@@ -89,7 +93,7 @@ class InferenceServicer(InferenceServiceServicer):
         await transcribe(self._link, request, context)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
-        return await score(self._link, request)
+        return await score(self._link, request, context)
 
 
 def _num_bytes(request: pb.TokenizeRequest | pb.DetokenizeRequest) -> int:

@@ -18,9 +18,11 @@ from scheduler_service.core import PoolingParams, PoolingType, SamplingParams
 from scheduler_service.frontend.checks import check_length, invalid
 from scheduler_service.frontend.engine_call import EngineCall
 from scheduler_service.frontend.engine_link import EngineLink
+from scheduler_service.frontend.generation import Context
 from scheduler_service.frontend.parted_call import PartedCall
 from scheduler_service.frontend.request import RequestState
 from scheduler_service.frontend.request_memory import text_bytes, texts_bytes
+from scheduler_service.frontend.request_trace import EMBEDDINGS, SCORE
 from scheduler_service.frontend.tokenization import TextItem
 
 MAX_TEXTS = 2048
@@ -40,8 +42,9 @@ class TextCall(PartedCall):
 
     event = "texts closed"
 
-    def __init__(self, link: EngineLink, request: pb.EmbedRequest | pb.ScoreRequest) -> None:
-        super().__init__(link, request, texts_bytes(request, errors.request_size.get()))
+    def __init__(self, link: EngineLink, request: pb.EmbedRequest | pb.ScoreRequest, context: Context) -> None:
+        super().__init__(link, request, context, texts_bytes(request, errors.request_size.get()))
+        self.operation = EMBEDDINGS if isinstance(request, pb.EmbedRequest) else SCORE
         self._named = (
             ("inputs", request.inputs) if isinstance(request, pb.EmbedRequest) else ("documents", request.documents)
         )

@@ -21,6 +21,7 @@ from scheduler_service.frontend.generation import Context
 from scheduler_service.frontend.generation_defaults import BOUNDS
 from scheduler_service.frontend.parted_call import PartedCall
 from scheduler_service.frontend.request_memory import SOUND_BYTES, sound_bytes
+from scheduler_service.frontend.request_trace import TRANSCRIPTION
 from scheduler_service.frontend.sound_features import TOO_SHORT, open_sound, read_features, read_window
 from scheduler_service.frontend.speech.log_mel import HOP
 from scheduler_service.frontend.speech.sound import SAMPLE_RATE
@@ -39,7 +40,7 @@ PREVIOUS = "<|startofprev|>"
 
 async def transcribe(link: EngineLink, request: pb.TranscribeRequest, context: Context) -> None:
     """Serve a Transcribe call to its end, or raise RequestError."""
-    async with _SpeechCall(link, request) as call:
+    async with _SpeechCall(link, request, context) as call:
         writer = PatientWriter(context, link.stall_timeout)
         try:
             async with aclosing(call.events(writer)) as events:
@@ -52,10 +53,10 @@ async def transcribe(link: EngineLink, request: pb.TranscribeRequest, context: C
 class _SpeechCall(PartedCall):
     """Its windows are its parts."""
 
-    event = "transcription closed"
+    event, operation = "transcription closed", TRANSCRIPTION
 
-    def __init__(self, link: EngineLink, request: pb.TranscribeRequest) -> None:
-        super().__init__(link, request, sound_bytes(request.sound, errors.request_size.get()))
+    def __init__(self, link: EngineLink, request: pb.TranscribeRequest, context: Context) -> None:
+        super().__init__(link, request, context, sound_bytes(request.sound, errors.request_size.get()))
         self._speech = request
         self._seconds = 0.0
 
@@ -65,7 +66,11 @@ class _SpeechCall(PartedCall):
         check_characters("prompt", self._speech.prompt, MAX_PROMPT_CHARACTERS)
 
     def _figures(self) -> dict[str, Any]:
-        return {"num_windows": self._num_parts, "sound_seconds": self._seconds}
+        return {
+            "num_windows": self._num_parts,
+            "sound_seconds": self._seconds,
+            "output_tokens": [self.num_output_tokens],
+        }
 
     async def events(self, writer: PatientWriter) -> AsyncGenerator[pb.TranscribeResponse]:
         request, model = self._speech, self.model

@@ -15,7 +15,8 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineServicer
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common import errors
 from pagewire_common.patient_writer import PatientWriter
-from pagewire_common.vllm_metadata import LORA_NAME
+from pagewire_common.vllm_metadata import CHAT_ID, LORA_NAME
+from scheduler_service.access.audit import note
 from scheduler_service.access.caller import tenant_of
 from scheduler_service.frontend.checks import check_length, invalid
 from scheduler_service.frontend.embedding import embed_one
@@ -23,6 +24,7 @@ from scheduler_service.frontend.engine_call import EngineCall
 from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.generation import Context, allowed_model, generate
 from scheduler_service.frontend.request import request_key
+from scheduler_service.frontend.request_trace import CHAT, TEXT_COMPLETION
 from scheduler_service.frontend.vllm_engine_codec import StreamedAnswers, WholeAnswers, decode_request
 from scheduler_service.wire.submission import floats
 
@@ -49,6 +51,7 @@ class VllmEngine(VllmEngineServicer):
             ours,
             context,
             lambda state, _: StreamedAnswers(state) if request.stream else WholeAnswers(state),
+            operation=CHAT if request.request_id.startswith(CHAT_ID) else TEXT_COMPLETION,
             is_whole=not request.stream,
             num_bytes=errors.request_size.get() + PARSED_ID_BYTES * len(request.tokenized.input_ids),
         )
@@ -56,11 +59,12 @@ class VllmEngine(VllmEngineServicer):
     async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:
         ours = pb.EmbedRequest()
         ours.inputs.add().token_ids.ids.MergeFrom(request.tokenized.input_ids)
-        vector, num_tokens = await embed_one(self._link, ours)
+        vector, num_tokens = await embed_one(self._link, ours, context)
         numbers = floats(vector)
         return vllm.EmbedResponse(embedding=numbers, prompt_tokens=num_tokens, embedding_dim=len(numbers))
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
+        note(request_id=" ".join(request.request_ids[:MAX_ABORTS]))
         check_length("request_ids", len(request.request_ids), MAX_ABORTS)
         with EngineCall(self._link) as call:
             await call.admit_side_call()

@@ -10,6 +10,7 @@ from pagewire.v1 import admin_service_pb2 as pb
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceServicer
 from pagewire_common.errors import RequestError
 from pagewire_common.patient_writer import PatientWriter
+from scheduler_service.access.audit import note
 from scheduler_service.engine.adapters import Adapter
 from scheduler_service.engine.engine_servicer import FrontEnds
 from scheduler_service.engine.side_calls import SideCalls
@@ -69,9 +70,11 @@ class AdminServicer(AdminServiceServicer):
         return pb.ListFinishedRequestsResponse(requests=self.engine.finished.newest(limit))
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
+        note(lora_name=request.name)
         return pb.LoadAdapterResponse(adapter=_adapter_info(await self.engine.adapters.load(request.name)))
 
     async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.UnloadAdapterResponse:
+        note(lora_name=request.name)
         await self.engine.adapters.unload(request.name)
         return pb.UnloadAdapterResponse()
 
@@ -79,10 +82,12 @@ class AdminServicer(AdminServiceServicer):
         return pb.ListAdaptersResponse(adapters=map(_adapter_info, self.engine.adapters.listed))
 
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:
+        note(worker=request.address)
         self.engine.drain_worker(request.address)
         return pb.DrainWorkerResponse()
 
     async def UndrainWorker(self, request: pb.UndrainWorkerRequest, context: Context) -> pb.UndrainWorkerResponse:
+        note(worker=request.address)
         self.engine.undrain_worker(request.address)
         return pb.UndrainWorkerResponse()
 

@@ -14,11 +14,9 @@ import structlog
 from collector import Collector, FoundSpan, collector
 from engines import until
 from fake_worker_service import FakeWorkerService, serving
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from ports import free_address
 from scheduler_in_process import InProcess, scheduler
+from spans import CALLER, TRACE, Memory, caller
 
 from pagewire.v1 import engine_service_pb2 as engine_pb
 from pagewire.v1 import inference_service_pb2 as pb
@@ -27,43 +25,23 @@ from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.http.gateway import Gateway
 from pagewire_client.llm import collect
 from pagewire_common.tracing import check_endpoint, trace_parent
-from scheduler_service.frontend.request_trace import MOST_PHASES, RequestTrace
+from scheduler_service import core
+from scheduler_service.frontend.request import GenerationRequest
+from scheduler_service.frontend.request_trace import MOST_PHASES, TEXT_COMPLETION, CallTrace, RequestTrace
 from scheduler_service.recording.replayer import Replayer
 
-TRACE = "0af7651916cd43dd8448eb211c80319c"
-CALLER = "b7ad6b7169203331"
 SECRET = "a secret that no span may tell"
-
-
-def caller(trace: str = TRACE, *, sampled: bool = True) -> tuple[tuple[str, str], ...]:
-    return (("traceparent", f"00-{trace}-{CALLER}-{'01' if sampled else '00'}"), ("tracestate", "vendor=1"))
-
-
-class Memory:
-    """Spans that ended in this process."""
-
-    def __init__(self) -> None:
-        self._exporter = InMemorySpanExporter()
-        provider = TracerProvider(shutdown_on_exit=False)
-        provider.add_span_processor(SimpleSpanProcessor(self._exporter))
-        self.tracer = provider.get_tracer("test")
-
-    @property
-    def spans(self) -> tuple[ReadableSpan, ...]:
-        return self._exporter.get_finished_spans()
-
-    @property
-    def names(self) -> list[str]:
-        return [span.name for span in self.spans]
-
 
 # ---- phases
 
 
-def trace_of(memory: Memory) -> RequestTrace:
-    trace = RequestTrace(memory.tracer, caller(), pb.GenerateRequest(text="a"))
-    trace._begin("queue", 1.0)
-    return trace
+def trace_of(memory: Memory) -> tuple[CallTrace, RequestTrace]:
+    call = CallTrace(memory.tracer, caller(), TEXT_COMPLETION)
+    request = GenerationRequest(request_id="a", prompt_token_ids=[1], sampling=core.SamplingParams(max_tokens=9))
+    trace = call.request()
+    assert trace is not None
+    trace.submitted(request, 1.0)
+    return call, trace
 
 
 def standing(at: float, *, runs: bool, recomputes: int = 0, swaps: int = 0, changes: int = 0) -> engine_pb.Standing:
@@ -73,7 +51,7 @@ def standing(at: float, *, runs: bool, recomputes: int = 0, swaps: int = 0, chan
 
 def test_phases_follow_each_other_without_a_gap() -> None:
     memory = Memory()
-    trace = trace_of(memory)
+    call, trace = trace_of(memory)
     trace.stands(standing(2.0, runs=True))
     trace.stands(standing(2.1, runs=True))  # told twice
     trace.gained_token(3.0)
@@ -84,7 +62,7 @@ def test_phases_follow_each_other_without_a_gap() -> None:
     trace.stands(standing(6.0, runs=False, swaps=1, recomputes=1))
     trace.stands(standing(7.0, runs=True, swaps=1, recomputes=1, changes=1))
     trace.gained_token(8.0)
-    trace.end("OK", "", {"output_tokens": [3, 4], "finish_reasons": ["length", "stop"]})
+    call.end("OK", "", {"output_tokens": [3, 4], "finish_reasons": ["length", "stop"]})
     *phases, whole = memory.spans
     names = ["queue", "prefill", "decode", "preemption", "decode", "move", "prefill", "decode"]
     assert [span.name for span in phases] == names
@@ -103,20 +81,20 @@ def test_phases_follow_each_other_without_a_gap() -> None:
 
 def test_a_request_that_is_preempted_and_taken_again_between_two_looks_has_its_preemption() -> None:
     memory = Memory()
-    trace = trace_of(memory)
+    call, trace = trace_of(memory)
     trace.stands(standing(2.0, runs=True))
     trace.stands(standing(3.0, runs=True, recomputes=1))
-    trace.end("OK", "", {})
+    call.end("OK", "", {})
     assert memory.names[:-1] == ["queue", "prefill", "preemption", "prefill"]
 
 
 def test_a_request_that_is_preempted_for_ever_has_not_spans_for_ever() -> None:
     memory = Memory()
-    trace = trace_of(memory)
+    call, trace = trace_of(memory)
     for number in range(MOST_PHASES):
         trace.stands(standing(2.0 + 2 * number, runs=True, recomputes=number))
         trace.stands(standing(3.0 + 2 * number, runs=False, recomputes=number + 1))
-    trace.end("OK", "", {})
+    call.end("OK", "", {})
     assert len(memory.spans) == MOST_PHASES + 1
 
 

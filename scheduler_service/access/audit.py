@@ -1,0 +1,97 @@
+"""One line in the log for each call that has none of its own: who called what, and how it ended.
+
+Nothing of a request is in it but the names that a servicer notes, and never a key. Probes that are answered have none.
+A caller without a valid key could fill the log: of such calls a few have a line, and the others are counted.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import grpc
+import structlog
+
+from pagewire_common.around import Context, put_around
+from scheduler_service.access.caller import caller
+
+log = structlog.get_logger()
+
+MAX_NOTED = 256
+"""Characters of a name in a line."""
+MOST_REFUSED = 20
+"""Calls without a valid key that have a line, in each period."""
+PERIOD_SECONDS = 10.0
+_HEALTH = "/grpc.health.v1.Health/"
+_PROBES = frozenset(("/vllm.grpc.engine.VllmEngine/HealthCheck",))
+"""A gateway asks this every few seconds, and for each call over HTTP."""
+
+_noted: ContextVar[dict[str, str] | None] = ContextVar("noted", default=None)
+_has_line: ContextVar[bool] = ContextVar("has_line", default=False)
+
+
+def note(**names: str) -> None:
+    """What the call under way is about, such as a worker's address, for its line."""
+    _noted.set({name: value[:MAX_NOTED] for name, value in names.items()})
+
+
+def leave_own_line() -> None:
+    """The call under way logs a line of its own, which says more."""
+    _has_line.set(True)
+
+
+class Audit(grpc.aio.ServerInterceptor):
+    """The outermost one of a server. Create it inside the event loop."""
+
+    def __init__(self) -> None:
+        self._num_refused = 0  # in this period
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler, method = await continuation(handler_call_details), handler_call_details.method
+        if handler is None or method.startswith(_HEALTH):
+            return handler
+        return put_around(handler, partial(self._watched, method))
+
+    @contextlib.asynccontextmanager
+    async def _watched(self, method: str, context: Context) -> AsyncIterator[None]:
+        began, status = time.monotonic(), grpc.StatusCode.OK
+        try:
+            yield
+        except asyncio.CancelledError:
+            status = grpc.StatusCode.CANCELLED
+            raise
+        except BaseException:
+            status = grpc.StatusCode.UNKNOWN
+            raise
+        finally:
+            if not _has_line.get():
+                status = context.code() or status  # None where it was not set, though its type says otherwise
+                self._log(method, status, context.peer(), time.monotonic() - began)
+
+    def _log(self, method: str, status: grpc.StatusCode, peer: str, seconds: float) -> None:
+        if method in _PROBES and status in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED):
+            return
+        if status is grpc.StatusCode.UNAUTHENTICATED:
+            if not self._num_refused:
+                asyncio.get_running_loop().call_later(PERIOD_SECONDS, self._end_period)
+            self._num_refused += 1
+            if self._num_refused > MOST_REFUSED:
+                return
+        names = _noted.get() or {}
+        if (key := caller.get()) is not None:
+            names |= {"tenant": key.tenant, "api_key": key.id}
+        log.info("call closed", method=method, status=status.name, peer=peer, total_seconds=round(seconds, 6), **names)
+
+    def _end_period(self) -> None:
+        if self._num_refused > MOST_REFUSED:
+            log.warning(
+                "more calls without a valid key", not_logged=self._num_refused - MOST_REFUSED, seconds=PERIOD_SECONDS
+            )
+        self._num_refused = 0
