@@ -150,6 +150,11 @@ class Adapters:
             raise StartError(str(error)) from None
 
     @property
+    def are_served(self) -> bool:
+        """Whether requests can name any, now or once one is loaded."""
+        return bool(self._named) or self._folder is not None
+
+    @property
     def listed(self) -> list[Adapter]:
         """Those that requests can name."""
         return sorted(self._named.values(), key=lambda adapter: adapter.name)

@@ -44,6 +44,7 @@ from scheduler_service.engine.worker_client import (
 from scheduler_service.engine.worker_watch import watch_health, watch_leaving, watch_steps
 from scheduler_service.recording.recorder import NoRecorder
 from scheduler_service.settings import SchedulerSettings
+from scheduler_service.statistics.counts import STEP_BOUNDS, Histogram
 from scheduler_service.wire.codec import WorkerInfo
 
 log = structlog.get_logger()
@@ -142,6 +143,7 @@ class WorkerLoop:
         self.epoch = 0
         self.num_steps = 0
         self.split = StepSplit()  # of all sessions
+        self.step_tokens = Histogram(STEP_BOUNDS)  # of all sessions
         self.num_preemptions = 0  # of earlier sessions
         self.num_losses = 0  # sessions that ended otherwise than by being drained
         self.last_error = "not connected yet"
@@ -421,6 +423,8 @@ class WorkerLoop:
             self._in_flight.popleft()
             self._forget_adapters(output)
             self.num_steps += 1
+            if output.num_tokens:
+                self.step_tokens.observe(output.num_tokens)
             updated = perf_counter_ns()
             self.split.update += updated - began
             self._fleet.publish(gained)

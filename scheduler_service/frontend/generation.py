@@ -27,6 +27,7 @@ from scheduler_service.frontend.request_trace import CallTrace, RequestTrace
 from scheduler_service.frontend.resumption import check_resumption
 from scheduler_service.frontend.streams import OutputDelta
 from scheduler_service.frontend.validation import check_names, check_request, check_sizes
+from scheduler_service.statistics.counts import RequestCounts
 from scheduler_service.statistics.finished_requests import RequestMetrics
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -134,10 +135,7 @@ def _counting(state: RequestState, ended: list[str]) -> Iterator[None]:
     counts, num_outputs = state.counts, state.stream.num_open
     try:
         yield
-        counts.request_seconds.observe(time.monotonic() - state.arrived_at)
-        counts.prompt_tokens.observe(state.request.num_prompt_tokens)
-        for num_tokens in state.num_output_tokens:
-            counts.output_tokens.observe(num_tokens)
+        _count_ended(state, counts)
     except BaseException as error:
         failed = isinstance(error, RequestError) and error.code not in _CLIENTS_OWN
         ended += ["error" if failed else "abort"] * (num_outputs - len(ended))
@@ -145,6 +143,25 @@ def _counting(state: RequestState, ended: list[str]) -> Iterator[None]:
     finally:
         counts.num_outputs.update(ended)
         counts.finished(state.request.num_prompt_tokens, sum(state.num_output_tokens))
+
+
+def _count_ended(state: RequestState, counts: RequestCounts) -> None:
+    """A request has ended by itself."""
+    request, figures = state.request, state.metrics(time.monotonic())
+    counts.request_seconds.observe(figures.total_seconds)
+    counts.prompt_tokens.observe(request.num_prompt_tokens)
+    counts.params_n.observe(request.num_outputs)
+    counts.params_max_tokens.observe(request.sampling.max_tokens)
+    for num_tokens in state.num_output_tokens:
+        counts.output_tokens.observe(num_tokens)
+    queued, first = figures.queued_seconds, figures.first_token_seconds
+    if queued is not None and first is not None:
+        last = max(first, state.last_token_seconds)
+        counts.prefill_seconds.observe(max(0.0, first - queued))
+        counts.decode_seconds.observe(last - first)
+        counts.inference_seconds.observe(max(0.0, last - queued))
+    if figures.mean_pause_seconds is not None:
+        counts.mean_token_seconds.observe(figures.mean_pause_seconds)
 
 
 class _Record:

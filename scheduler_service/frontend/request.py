@@ -185,6 +185,11 @@ class RequestState:
             return self._num_hypothesis_tokens or []
         return self._num_tokens
 
+    @property
+    def last_token_seconds(self) -> float:
+        """When any output gained its last token so far, since the arrival; 0 or less if none has."""
+        return max(self._last_token_at) - self.arrived_at
+
     def metrics(self, now: float) -> RequestMetrics:
         """What the request has waited for until now."""
         standing = self.standing

@@ -4,6 +4,7 @@ Where vLLM has a metric of the kind, name and meaning are vLLM's, with `pagewire
 metrics are written a second time under vLLM's own names, for dashboards and gateways that read them.
 """
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -11,6 +12,8 @@ from itertools import accumulate
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from pagewire.v1 import admin_service_pb2 as pb
+from scheduler_service.engine.adapters import MOST_COUNTED
+from scheduler_service.engine.engine import Engine
 from scheduler_service.engine.engine_servicer import FrontEnds
 from scheduler_service.operations.cluster_state import cluster_state
 from scheduler_service.statistics.counts import CountsByTenant, Histogram, RequestCounts
@@ -45,7 +48,7 @@ class SchedulerMetrics:
         state: pb.ClusterState,
         counts: RequestCounts,
         labels: Mapping[str, str],
-        histograms: Sequence[tuple[Mapping[str, str], RequestCounts]],
+        histograms: Sequence[tuple[dict[str, str], RequestCounts]],
     ) -> Iterator[Metric]:
         family = _Families(prefix, {"model_name": self._model_name, **labels})
         num_running = sum(worker.num_running for worker in state.workers)
@@ -106,8 +109,35 @@ class SchedulerMetrics:
             ("request_queue_time_seconds", "From arrival to a worker.", "queue_seconds"),
             ("request_prompt_tokens", "Tokens of a request's prompt.", "prompt_tokens"),
             ("request_generation_tokens", "Tokens of an output.", "output_tokens"),
+            ("request_prefill_time_seconds", "From the first worker to the first token.", "prefill_seconds"),
+            ("request_decode_time_seconds", "From the first token to the last one.", "decode_seconds"),
+            ("request_inference_time_seconds", "From the first worker to the last token.", "inference_seconds"),
+            ("request_time_per_output_token_seconds", "Mean between a request's tokens.", "mean_token_seconds"),
+            ("request_params_n", "Outputs that a request asked for.", "params_n"),
+            ("request_params_max_tokens", "Tokens that an output might have.", "params_max_tokens"),
         ):
             yield family.histogram(name, text, [(more, getattr(of, histogram)) for more, of in histograms])
+        workers = self._front_ends.engine.workers
+        yield family.histogram(
+            "iteration_tokens_total",
+            "Tokens that a step computes.",
+            [({worker_label: worker.client.address}, worker.step_tokens) for worker in workers],
+        )
+        yield family.info(
+            "cache_config_info",
+            "How a worker's cache is cut into blocks; always 1.",
+            [
+                {
+                    worker_label: worker.client.address,
+                    "block_size": str(worker.scheduler.blocks.block_size),
+                    "num_gpu_blocks": str(worker.scheduler.blocks.device.num_blocks),
+                }
+                for worker in workers
+                if worker.scheduler is not None
+            ],
+        )
+        if self._front_ends.engine.adapters.are_served:
+            yield _adapters_in_use(prefix, self._front_ends.engine)
 
     def _own(self, state: pb.ClusterState, counts: CountsByTenant) -> Iterator[Metric]:
         family = _Families("pagewire_", {"model_name": self._model_name})
@@ -168,6 +198,29 @@ class SchedulerMetrics:
         yield family.counter("placement_moves", "Swapped requests that went on elsewhere.", placement.num_moved)
 
 
+def _adapters_in_use(prefix: str, engine: Engine) -> Metric:
+    """As gateways of Kubernetes read it: labels alone, and as its value the time, by which they find the latest."""
+    waiting: Counter[str] = Counter()
+    running: Counter[str] = Counter()
+    for call in engine.requests.values():
+        if name := (call.parent or call).lora_name:
+            (waiting if call.key in engine.waiting else running)[name] += 1
+    most = sum(loop.scheduler.config.max_loras for loop in engine.workers if loop.scheduler is not None)
+    labels = {
+        "max_lora": str(most),
+        "running_lora_adapters": _most_used(running),
+        "waiting_lora_adapters": _most_used(waiting),
+    }
+    text = "Adapters that running and waiting requests name, and how many workers compute at a time."
+    family = GaugeMetricFamily(f"{prefix}lora_requests_info", text, labels=list(labels))
+    family.add_metric(list(labels.values()), time.time())
+    return family
+
+
+def _most_used(adapters: Counter[str]) -> str:
+    return ",".join(sorted(name for name, _ in adapters.most_common(MOST_COUNTED)))
+
+
 def _status(worker: pb.WorkerState) -> str:
     return pb.WorkerStatus.Name(worker.status).removeprefix("WORKER_STATUS_").lower()
 
@@ -175,7 +228,7 @@ def _status(worker: pb.WorkerState) -> str:
 class _Families:
     """Makes families of one prefix, which have these labels in common."""
 
-    def __init__(self, prefix: str, labels: Mapping[str, str]) -> None:
+    def __init__(self, prefix: str, labels: dict[str, str]) -> None:
         self._prefix = prefix
         self._labels = labels
 
@@ -205,13 +258,22 @@ class _Families:
             family.add_metric([*self._labels.values(), *keys], value)
         return family
 
-    def histogram(self, name: str, text: str, histograms: Sequence[tuple[Mapping[str, str], Histogram]]) -> Metric:
+    def histogram(self, name: str, text: str, histograms: Sequence[tuple[dict[str, str], Histogram]]) -> Metric:
         """One for each set of further labels, which have the same names."""
-        family = HistogramMetricFamily(self._prefix + name, text, labels=[*self._labels, *histograms[0][0]])
-        for labels, histogram in histograms:
+        labels = [self._labels | more for more, _ in histograms]
+        family = HistogramMetricFamily(self._prefix + name, text, labels=list(labels[0]) if labels else ())
+        for all_of, (_, histogram) in zip(labels, histograms, strict=True):
             bounds = [*map(str, histogram.bounds), "+Inf"]
             buckets = [*zip(bounds, accumulate(histogram.counts), strict=True)]
-            family.add_metric([*self._labels.values(), *labels.values()], buckets, histogram.total)
+            family.add_metric(list(all_of.values()), buckets, histogram.total)
+        return family
+
+    def info(self, name: str, text: str, entries: Sequence[dict[str, str]]) -> Metric:
+        """What is said in labels, which have the same names in each entry."""
+        labels = [self._labels | entry for entry in entries]
+        family = GaugeMetricFamily(self._prefix + name, text, labels=list(labels[0]) if labels else ())
+        for all_of in labels:
+            family.add_metric(list(all_of.values()), 1)
         return family
 
     def _with(self, label: str) -> list[str]:

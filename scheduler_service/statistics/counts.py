@@ -28,6 +28,9 @@ REQUEST_BOUNDS = (
 
 # In tokens: 1, 2, 5, 10 … a million.
 LENGTH_BOUNDS = (*(float(first * 10**power) for power in range(6) for first in (1, 2, 5)), 1e6)
+# As vLLM has them.
+STEP_BOUNDS = (1.0, *(float(8 << power) for power in range(12)))
+CHOICE_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0)
 MOST_TENANTS = 32
 OTHER_TENANTS = "(others)"
 
@@ -76,6 +79,13 @@ class RequestCounts:
         self.request_seconds = Histogram(REQUEST_BOUNDS)
         self.prompt_tokens = Histogram(LENGTH_BOUNDS)
         self.output_tokens = Histogram(LENGTH_BOUNDS)
+        # Of requests that ended by themselves, one value each.
+        self.prefill_seconds = Histogram(REQUEST_BOUNDS)
+        self.decode_seconds = Histogram(REQUEST_BOUNDS)
+        self.inference_seconds = Histogram(REQUEST_BOUNDS)
+        self.mean_token_seconds = Histogram(TOKEN_BOUNDS)
+        self.params_n = Histogram(CHOICE_BOUNDS)
+        self.params_max_tokens = Histogram(LENGTH_BOUNDS)
         # Of requests that are over, however they ended.
         self.num_requests = 0
         self.num_prompt_tokens = 0
@@ -124,6 +134,12 @@ _HISTOGRAMS = (
     "request_seconds",
     "prompt_tokens",
     "output_tokens",
+    "prefill_seconds",
+    "decode_seconds",
+    "inference_seconds",
+    "mean_token_seconds",
+    "params_n",
+    "params_max_tokens",
 )
 _NUMBERS = ("num_requests", "num_prompt_tokens", "num_output_tokens")
 

@@ -210,6 +210,14 @@ async def test_what_vllm_has_too_can_be_had_under_its_names(byte_tokenizer_direc
         "request_queue_time_seconds": "histogram",
         "request_prompt_tokens": "histogram",
         "request_generation_tokens": "histogram",
+        "request_prefill_time_seconds": "histogram",
+        "request_decode_time_seconds": "histogram",
+        "request_inference_time_seconds": "histogram",
+        "request_time_per_output_token_seconds": "histogram",
+        "request_params_n": "histogram",
+        "request_params_max_tokens": "histogram",
+        "iteration_tokens_total": "histogram",
+        "cache_config_info": "gauge",
     }
     assert found("vllm:generation_tokens_total", model_name="the-model", engine="0") == 7
     assert found("vllm:kv_cache_usage_perc", engine=address) == 0
