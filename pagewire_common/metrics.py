@@ -7,9 +7,11 @@ to be locked. A thread of the HTTP server turns them into text.
 import asyncio
 import concurrent.futures
 import contextlib
+import http
 import socket
+import ssl
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -32,6 +34,8 @@ MOST_SECONDS = 30.0
 """For one connection."""
 MOST_CONNECTIONS = 16
 MOST_HEAD_BYTES = 16 << 10
+_PEER_NAMES = "pagewire.peer_names"
+"""Of a request's environment: the names in the certificate of its other side."""
 
 Families = Callable[[], Awaitable[Iterable[Metric]]]
 MayRead = Callable[[str], bool]
@@ -39,12 +43,16 @@ MayRead = Callable[[str], bool]
 
 @contextlib.asynccontextmanager
 async def serve_metrics(
-    listen: str | None, families: Families, security: Security = OPEN, may_read: MayRead | None = None
+    listen: str | None,
+    families: Families,
+    security: Security = OPEN,
+    may_read: MayRead | None = None,
+    readers: Collection[str] = (),
 ) -> AsyncIterator[str | None]:
     """Serve what `families` returns, within the block; gives HOST:PORT as bound, None when `listen` is None.
 
-    `may_read` is asked with the request's Authorization header, on a thread. Raises StartError when the address cannot
-    be had.
+    `may_read` is asked with the request's Authorization header, on a thread. A reader's certificate must have one of
+    the names `readers`, if there are any. Raises StartError when the address cannot be had.
     """
     if listen is None:
         yield None
@@ -54,7 +62,12 @@ async def serve_metrics(
     ProcessCollector(registry=registry)
     app = make_wsgi_app(registry)
     if may_read is not None:
-        app = _guarded(app, may_read)
+        challenge = ("WWW-Authenticate", "Bearer")
+        reason = "an API key that may read metrics is needed"
+        app = _guarded(app, lambda environ: may_read(environ.get("HTTP_AUTHORIZATION", "")), 401, reason, challenge)
+    if readers:
+        reason = "metrics are for another identity than your certificate's"
+        app = _guarded(app, lambda environ: not environ[_PEER_NAMES].isdisjoint(readers), 403, reason)
     host, _, port = listen.rpartition(":")
     server_class = _ServerIPv6 if ":" in host else _Server
     try:
@@ -94,13 +107,21 @@ class _OnLoop(Collector):
             return []
 
 
-def _guarded(app: "WSGIApplication", may_read: MayRead) -> "WSGIApplication":
+def _guarded(
+    app: "WSGIApplication",
+    may_pass: "Callable[[WSGIEnvironment], bool]",
+    status: int,
+    reason: str,
+    *headers: tuple[str, str],
+) -> "WSGIApplication":
+    """What may not pass is answered with this status and this reason."""
+
     def guarded(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
-        if may_read(environ.get("HTTP_AUTHORIZATION", "")):
+        if may_pass(environ):
             return app(environ, start_response)
-        challenge = ("WWW-Authenticate", "Bearer")
-        start_response("401 Unauthorized", [("Content-Type", "text/plain; charset=utf-8"), challenge])
-        return [b"an API key that may read metrics is needed\n"]
+        phrase = http.HTTPStatus(status).phrase
+        start_response(f"{status} {phrase}", [("Content-Type", "text/plain; charset=utf-8"), *headers])
+        return [f"{reason}\n".encode()]
 
     return guarded
 
@@ -183,6 +204,13 @@ class _Handler(WSGIRequestHandler):
     def setup(self) -> None:
         super().setup()
         self.rfile: Any = _Head(self.rfile)
+
+    def get_environ(self) -> "WSGIEnvironment":
+        environ = super().get_environ()
+        certificate = self.connection.getpeercert() if isinstance(self.connection, ssl.SSLSocket) else None
+        names: Any = (certificate or {}).get("subjectAltName", ())
+        environ[_PEER_NAMES] = {str(name) for _, name in names}
+        return environ
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         """Scrapes are not logged."""

@@ -15,6 +15,10 @@ class WorkerSettings(ServiceSettings):
     scheduler_identity: str | None = Field(
         None, description="with --mutual-tls: the name in the certificate of the scheduler, which alone may call then"
     )
+    metrics_identity: str | None = Field(
+        None,
+        description="with --mutual-tls: a name in the certificate of whoever may read metrics besides the scheduler",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto", description="of weights and cache; auto: the checkpoint's own"
@@ -114,9 +118,14 @@ class WorkerSettings(ServiceSettings):
             raise ValueError("it is for a model that one process holds; use --speculate ngram")
         return draft_model
 
-    @field_validator("scheduler_identity")
+    @field_validator("scheduler_identity", "metrics_identity")
     @classmethod
-    def _needs_certificates(cls, scheduler_identity: str | None, info: ValidationInfo) -> str | None:
-        if scheduler_identity and not info.data.get("mutual_tls"):
+    def _needs_certificates(cls, identity: str | None, info: ValidationInfo) -> str | None:
+        if identity and not info.data.get("mutual_tls"):
             raise ValueError("it needs --mutual-tls, without which callers show no certificate")
-        return scheduler_identity
+        return identity
+
+    @property
+    def metrics_readers(self) -> list[str]:
+        """Names, one of which a reader's certificate must have; none where any reader may."""
+        return [name for name in (self.scheduler_identity, self.metrics_identity) if name]

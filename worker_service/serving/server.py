@@ -39,7 +39,7 @@ async def serve(settings: WorkerSettings) -> None:
     async with tracing(settings.otlp_traces_endpoint, "pagewire-worker") as tracer:
         servicer = WorkerServicer(device_thread, tracer)
         worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.server)
-        async with serve_metrics(settings.metrics_listen, servicer.metrics, security):
+        async with serve_metrics(settings.metrics_listen, servicer.metrics, security, readers=settings.metrics_readers):
             await server.start(settings.listen)
             try:
                 await _load(settings, device_thread, server, servicer, stop, started)
