@@ -17,7 +17,7 @@ class WorkerSettings(ServiceSettings):
     )
     metrics_identity: str | None = Field(
         None,
-        description="with --mutual-tls: a name in the certificate of whoever may read metrics besides the scheduler",
+        description="with --mutual-tls: a name that a certificate must have to read metrics, besides the scheduler's",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(

@@ -5,6 +5,7 @@
 - `front-ends`: what front ends take for each token with few streams and with many, over one connection and over many,
   and what a step is on the wire to them.
 - `overhead`: one scheduler with one to three workers, beside as many schedulers with one worker each.
+- `tracing`: the scheduler's CPU time for a token with spans of every request, and without any.
 - `bystanders`: streams beside calls that are never read and connections on which nothing is sent.
 """
 
@@ -23,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.drive import BenchError
-from bench.fleet import bystanders, failover, feeding, front_ends, overhead
+from bench.fleet import bystanders, failover, feeding, front_ends, overhead, tracing
 from pagewire_client import ServerError
 from pagewire_common.open_files import raise_open_files_limit
 from pagewire_common.settings import load_settings
@@ -31,7 +32,7 @@ from pagewire_common.start_error import StartError
 from worker_service.loading.model_store import find_model
 from worker_service.settings import WorkerSettings
 
-PARTS = ("failover", "feeding", "front-ends", "overhead", "bystanders")
+PARTS = ("failover", "feeding", "front-ends", "overhead", "tracing", "bystanders")
 OVERHEAD_WORKERS = (1, 2, 3)
 """With one worker both sides are alike: their difference is the error of the measurement."""
 OVERHEAD_COLUMNS = (
@@ -87,6 +88,10 @@ def run(parts: list[str], most: int, model: Path, console: Console) -> dict[str,
     if "overhead" in parts:
         report["overhead"] = [asdict(overhead.run(model, vocabulary_size, number, tell)) for number in OVERHEAD_WORKERS]
         console.print(table(*OVERHEAD_COLUMNS, rows=[tuple(one.values()) for one in report["overhead"]]))
+    if "tracing" in parts:
+        report["tracing"] = asdict(tracing.run(model, tell))
+        columns = ("without spans, µs a token", "with spans", "with to without", "without to without")
+        console.print(table(*columns, rows=[tuple(f"{figure:.3g}" for figure in report["tracing"].values())]))
     if "bystanders" in parts:
         report["bystanders"] = asdict(bystanders.run(model, vocabulary_size, tell))
         rows = [tuple(report["bystanders"].values())]

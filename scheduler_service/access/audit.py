@@ -1,4 +1,4 @@
-"""One line in the log for each call that has none of its own: who called what, and how it ended.
+"""One line in the log for each call that has none of its own: the method, the key that called it, and how it ended.
 
 Nothing of a request is in it but the names that a servicer notes, and never a key. Probes that are answered have none.
 A caller without a valid key could fill the log: of such calls a few have a line, and the others are counted.

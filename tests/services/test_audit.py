@@ -1,4 +1,4 @@
-"""Every call leaves a line in the log, which says who made it and nothing of what was asked."""
+"""Every call leaves a line in the log, which has the key that made it and nothing of what was asked."""
 
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -40,7 +40,7 @@ def closed(logs: Sequence[Any]) -> list[Any]:
     return [log for log in logs if log["event"].endswith("closed")]
 
 
-async def test_every_method_that_reflection_lists_leaves_a_line_of_who_called_it(locked: InProcess) -> None:
+async def test_every_method_that_reflection_lists_leaves_a_line_with_the_key_that_called_it(locked: InProcess) -> None:
     for target in (locked.target, locked.admin_target):
         with capture_logs() as logs:
             found = await codes(target, KEYS["admin"])

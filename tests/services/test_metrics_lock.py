@@ -1,4 +1,4 @@
-"""Who may read the metrics of a worker, which knows no keys."""
+"""Which certificates may read the metrics of a worker, which knows no keys."""
 
 import asyncio
 import urllib.error
@@ -45,7 +45,7 @@ async def test_a_certificate_needs_one_of_the_names_that_may_read(tmp_path: Path
     assert found == {"scheduler": 200, "prometheus": 200, "worker": 403}
 
 
-async def test_a_workers_metrics_are_for_its_scheduler_and_for_whom_it_is_told_of(
+async def test_a_workers_metrics_are_for_its_scheduler_and_for_the_identity_that_it_is_told_of(
     tiny_model_directory: Path, tmp_path: Path
 ) -> None:
     authority = trustme.CA()
