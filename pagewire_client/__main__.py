@@ -24,10 +24,10 @@ from pagewire_client.admin import Admin
 from pagewire_client.client import RETRY_SECONDS, Client, EncoderPrompt, Prompt, Sound
 from pagewire_client.finished import print_requests
 from pagewire_client.local import LocalServer, ServerError
+from pagewire_client.serve_options import add_serve
 from pagewire_client.watch import watch
 
 DEFAULT_ADMIN_TARGET = "localhost:50053"
-DEFAULT_HTTP_LISTEN = "127.0.0.1:8000"
 MAX_TOKENS = 512
 
 
@@ -75,26 +75,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     generate.add_argument("--encoder", action="store_true", help="have the encoder read it that such models have")
     chat = commands.add_parser("chat", parents=[common], help="talk with the model; Ctrl-D ends")
     chat.add_argument("--system", help="the system message")
-    serve = commands.add_parser("serve", parents=[server], help="serve OpenAI's HTTP API")
-    serve.add_argument(
-        "--listen",
-        metavar="HOST:PORT",
-        default=os.environ.get("PAGEWIRE_HTTP_LISTEN", DEFAULT_HTTP_LISTEN),
-        help=f"where HTTP is served (default {DEFAULT_HTTP_LISTEN})",
-    )
-    serve.add_argument(
-        "--http-tls",
-        metavar="FOLDER",
-        type=Path,
-        default=os.environ.get("PAGEWIRE_HTTP_TLS"),
-        help="serve HTTPS, with its tls.crt and tls.key",
-    )
-    serve.add_argument(
-        "--otlp-traces-endpoint",
-        metavar="URL",
-        default=os.environ.get("PAGEWIRE_OTLP_TRACES_ENDPOINT"),
-        help="http://HOST:PORT of an OpenTelemetry collector that the gateway sends its spans to",
-    )
+    add_serve(commands, server)
     embed = commands.add_parser("embed", parents=[server], help="make vectors of texts: a JSON list a line")
     embed.add_argument("texts", metavar="TEXT", nargs="+")
     score = commands.add_parser("score", parents=[server], help="how well documents answer a query, the best first")

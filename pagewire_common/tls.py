@@ -139,15 +139,11 @@ class TlsFolder:
         """For an HTTP server, of the files as they are now. Raises StartError, or OSError while they change."""
         self._need_own(mutual=mutual)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.load_own(context)
+        context.load_cert_chain(self._folder / CERTIFICATE, self._folder / KEY)
         if mutual:
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_verify_locations(self._folder / AUTHORITY)
         return context
-
-    def load_own(self, context: ssl.SSLContext) -> None:
-        """Have new connections of a context show the certificate as it is now. Raises OSError while it changes."""
-        context.load_cert_chain(self._folder / CERTIFICATE, self._folder / KEY)
 
 
 class Security(NamedTuple):

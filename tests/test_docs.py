@@ -153,7 +153,7 @@ def test_every_flag_that_a_page_names_exists(page: Path, capsys: pytest.CaptureF
 @each_page
 def test_every_variable_that_a_page_names_is_a_setting(page: Path) -> None:
     known = {name.upper() for settings in SERVICES for name in settings.model_fields}
-    known |= {"TARGET", "ADMIN_TARGET", "HTTP_LISTEN", "HTTP_TLS"}
+    known |= {"TARGET", "ADMIN_TARGET", "HTTP_LISTEN", "HTTP_TLS", "HTTP_MUTUAL_TLS"}
     assert set(re.findall(r"\bPAGEWIRE_([A-Z_]+)", page.read_text())) <= known
 
 

@@ -1,7 +1,7 @@
 """A request over HTTP that the scheduler is asked for directly, without the gateway."""
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Iterator
+from collections.abc import AsyncIterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
@@ -12,8 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pagewire_client.http.errors import HttpError, invalid
 from pagewire_client.http.token_texts import TokenTexts
 
-BODY_SECONDS = 60.0
-"""That a client has for a request's body."""
 STALL_SECONDS = 60.0
 """That a client may leave a part of its answer unread."""
 PIECE_BYTES = 1 << 16
@@ -112,11 +110,12 @@ class Call:
     model: str
     held: Held
     most_bytes: int
+    receive_seconds: float
     texts: TokenTexts
 
     async def fields(self, kind: type[AnyFields]) -> AnyFields:
         """The body as JSON, which takes room until the call ends. Raises HttpError."""
-        body = await read_body(self.request, self.held, self.most_bytes)
+        body = await read_body(self.request, self.held, self.most_bytes, self.receive_seconds)
         try:
             return kind.model_validate_json(body)
         except ValidationError as error:
@@ -166,30 +165,23 @@ def _connection_lost_in_time() -> Iterator[None]:
         raise ConnectionResetError(f"nothing was read for {STALL_SECONDS:g} s") from None
 
 
-async def read_body(request: web.Request, held: Held, most_bytes: int) -> bytes:
-    """Raises HttpError when it is too large, does not come, or is not sent as it is."""
-    body = bytearray()
-    async for piece in pieces_of(request, held, most_bytes):
-        body += piece
-    return bytes(body)
-
-
-async def pieces_of(request: web.Request, held: Held, most_bytes: int) -> AsyncIterator[bytes]:
-    """A body as it comes, which takes room as it comes."""
+async def read_body(request: web.Request, held: Held, most_bytes: int, seconds: float) -> bytes:
+    """Takes room as it comes. Raises HttpError when it is too large, does not come within so many seconds, or is not
+    sent as it is."""
     if "Content-Encoding" in request.headers:
         raise HttpError(415, "unsupported", "send the body as it is, without Content-Encoding")
     check_length(request, most_bytes)
-    num_bytes = 0
+    body = bytearray()
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with asyncio.timeout(seconds):
             async for piece in request.content.iter_any():
-                num_bytes += len(piece)
-                if num_bytes > most_bytes:
-                    raise _too_large(num_bytes, most_bytes)
+                if len(body) + len(piece) > most_bytes:
+                    raise _too_large(len(body) + len(piece), most_bytes)
                 held.take(len(piece))
-                yield piece
+                body += piece
     except TimeoutError:
-        raise HttpError(408, "timeout", f"the body did not come within {BODY_SECONDS:g} s") from None
+        raise HttpError(408, "timeout", f"the body did not come within {seconds:g} s") from None
+    return bytes(body)
 
 
 def check_length(request: web.Request, most_bytes: int) -> None:

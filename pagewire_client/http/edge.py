@@ -9,12 +9,9 @@ pass that are listed here, because others reach further than the scheduler. For 
 without it.
 """
 
-import asyncio
-import contextlib
 import logging
 import re
 import secrets
-import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,16 +25,19 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from yarl import URL
 
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
-from pagewire_client.channel import connect, key_metadata
+from pagewire_client.channel import key_metadata
 from pagewire_client.http import vectors
 from pagewire_client.http.call import Call, Held, Room, end, read_body, write
 from pagewire_client.http.completions import complete
 from pagewire_client.http.errors import HttpError, refused_by, sentence_of
+from pagewire_client.http.limits import Limits
 from pagewire_client.http.models import models
+from pagewire_client.http.port import Port
 from pagewire_client.http.token_texts import TokenTexts
 from pagewire_client.http.transcriptions import PATHS, transcribe
 from pagewire_client.http.unread import Unread, take_out
-from pagewire_common.tls import TlsFolder
+from pagewire_client.http.upstream import Upstream
+from pagewire_common.tls import OPEN, Security
 from pagewire_common.vllm_metadata import CHAT_ID
 
 log = structlog.get_logger()
@@ -55,7 +55,6 @@ OWN: dict[str, Callable[[Call], Awaitable[web.StreamResponse]]] = {
 _MODELS = re.compile(r"GET /v1/models(/.+)?")
 HELD_BYTES = 256 << 20
 """Of all requests and answers that are under way. A sound is in memory up to three times."""
-LOOK_SECONDS = 1.0
 _SERVICE = "/vllm.grpc.engine.VllmEngine/"
 _OWN_METHODS = frozenset(
     f"{_SERVICE}{name}" for name in ("HealthCheck", "GetModelInfo", "GetServerInfo", "GetTokenizer")
@@ -63,6 +62,7 @@ _OWN_METHODS = frozenset(
 """What the gateway asks for itself."""
 _GENERATE = f"{_SERVICE}Generate"
 _NOTHING = Unread()
+DEFAULTS = Limits()
 _ID_BYTES = 16
 _NAME_LENGTH = len(CHAT_ID) + 2 * _ID_BYTES
 _HOP_BY_HOP = frozenset(
@@ -90,25 +90,18 @@ class Edge:
     this process ask for themselves: the model's files, and what tokens say.
 
     Create it inside the event loop; `start` before the gateway is started with `target` as its scheduler, and
-    `serve_http` when it is there. Bodies have at most `most_bytes`, or `most_sound_bytes` with a sound.
+    `serve_http` when it is there. Raises StartError when the certificates in the folder `tls` cannot be used.
     """
 
     def __init__(
-        self,
-        target: str,
-        model: str,
-        *,
-        most_bytes: int,
-        most_sound_bytes: int = 0,
-        api_key: str = "",
-        tls: Path | None = None,
+        self, target: str, model: str, limits: Limits = DEFAULTS, *, api_key: str = "", tls: Path | None = None
     ) -> None:
-        self._scheduler = connect(target, tls)
+        self._scheduler = Upstream(target, tls)
         self._model = model
+        self._limits = limits
         self._room = Room(HELD_BYTES)
         self._texts = TokenTexts()
         self._own = api_key
-        self._most_bytes, self._most_sound_bytes = most_bytes, max(most_bytes, most_sound_bytes)
         self._requests: dict[str, _Request] = {}  # by the ids that they were given
         self._server = grpc.aio.server(options=OPTIONS)
         self._server.add_generic_rpc_handlers((_Relay(self._relay),))
@@ -116,14 +109,14 @@ class Edge:
         self._gateway = ""
         self._session: aiohttp.ClientSession
         self._runner: web.AppRunner | None = None
-        self._renewing: asyncio.Task[None] | None = None
+        self._port: Port | None = None
 
     async def start(self) -> None:
         await self._server.start()
 
     async def close(self) -> None:
-        if self._renewing is not None:
-            self._renewing.cancel()
+        if self._port is not None:
+            self._port.close()
         if self._runner is not None:
             await self._runner.cleanup()
             await self._session.close()
@@ -139,17 +132,18 @@ class Edge:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this is for the gateway's own calls")
             return
         key, unread, trace = found.key, found.unread, found.trace
-        send: Any = self._scheduler.unary_stream(method)  # each of these methods has one request
         # The gateway's own span, if it makes spans, is within the client's.
         trace = [(name, value) for name, value in context.invocation_metadata() if name in _TRACE] or trace
-        call = send(unread.put_into(first), metadata=(*(key_metadata(key) or ()), *trace, *unread.metadata()))
-        try:
-            async for message in call:
-                yield message
-        except grpc.aio.AioRpcError as error:
-            await context.abort(error.code(), sentence_of(error))
-        finally:
-            call.cancel()
+        async with self._scheduler.channel() as channel:
+            send: Any = channel.unary_stream(method)  # each of these methods has one request
+            call = send(unread.put_into(first), metadata=(*(key_metadata(key) or ()), *trace, *unread.metadata()))
+            try:
+                async for message in call:
+                    yield message
+            except grpc.aio.AioRpcError as error:
+                await context.abort(error.code(), sentence_of(error))
+            finally:
+                call.cancel()
 
     def _owner_of(self, method: str, message: bytes) -> _Request | None:
         """What has the key to show, and what belongs to the call beside it. None where there is no key to show: the
@@ -171,31 +165,37 @@ class Edge:
 
     # ---- HTTP
 
-    async def serve_http(self, host: str, port: int, gateway: str, tls: TlsFolder | None = None) -> None:
-        """Serve there what the gateway at this URL serves. Raises OSError when the address cannot be had."""
+    async def serve_http(self, host: str, port: int, gateway: str, security: Security = OPEN) -> None:
+        """Serve there what the gateway at this URL serves. Raises OSError when the address cannot be had, and
+        StartError when the certificates cannot be used."""
         self._gateway = gateway
         no_limit = aiohttp.ClientTimeout(total=None)
         self._session = aiohttp.ClientSession(
             timeout=no_limit, connector=aiohttp.TCPConnector(limit=0), auto_decompress=False
         )
-        app = web.Application(client_max_size=self._most_sound_bytes)
+        app = web.Application(client_max_size=self._limits.most_sound_bytes)
         app.router.add_route("*", "/{path:.*}", self._handle)
         # Its own logger has a traceback for each client that leaves or sends what is no HTTP.
         quiet = logging.getLogger("pagewire.http")
         quiet.setLevel(logging.CRITICAL)
         self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, auto_decompress=False, logger=quiet
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            auto_decompress=False,
+            logger=quiet,
+            # A connection is closed when none of its requests is under way for so long, or none has its whole head.
+            keepalive_timeout=self._limits.receive_seconds,
         )
         await self._runner.setup()
-        context = None if tls is None else tls.server_context(mutual=False)
-        await web.TCPSite(self._runner, host, port, ssl_context=context).start()
-        if tls is not None and context is not None:
-            self._renewing = asyncio.create_task(_renew(tls, context))
+        self._port = Port(self._runner, security, self._limits.max_connections)
+        await self._port.open(host, port)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         try:
-            with Held(self._room) as held:
-                return await self._answer(request, held)
+            async with self._scheduler.channel() as scheduler:
+                with Held(self._room) as held:
+                    return await self._answer(request, scheduler, held)
         except HttpError as error:
             return error.response()
         except ConnectionError:  # the client has left, or reads nothing
@@ -204,7 +204,7 @@ class Edge:
             log.exception("a call over HTTP failed")
             raise
 
-    async def _answer(self, request: web.Request, held: Held) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, scheduler: grpc.aio.Channel, held: Held) -> web.StreamResponse:
         """Raises HttpError, as long as nothing has been answered."""
         path = request.rel_url.raw_path
         if path in OPEN_PATHS and request.method in ("GET", "HEAD"):
@@ -214,18 +214,19 @@ class Edge:
         own = models if _MODELS.fullmatch(route) else OWN.get(route)
         # What comes to the scheduler as a call with this key is counted by it then.
         is_counted = own is not None or path.endswith("completions")
-        check: Any = self._scheduler.unary_unary(f"{_SERVICE}{'HealthCheck' if is_counted else 'GetModelInfo'}")
+        check: Any = scheduler.unary_unary(f"{_SERVICE}{'HealthCheck' if is_counted else 'GetModelInfo'}")
         try:
             await check(b"", metadata=key_metadata(key))
             if own is not None:
                 call = Call(
                     request,
-                    InferenceServiceStub(self._scheduler),
+                    InferenceServiceStub(scheduler),
                     (*(key_metadata(key) or ()), *_trace(request)),
                     key_metadata(self._own),
                     self._model,
                     held,
-                    self._most_sound_bytes if own is transcribe else self._most_bytes,
+                    self._limits.most_sound_bytes if own is transcribe else self._limits.most_bytes,
+                    self._limits.receive_seconds,
                     self._texts,
                 )
                 return await own(call)
@@ -236,7 +237,7 @@ class Edge:
             raise refused_by(error) from None
         if route not in ROUTES:
             raise HttpError(404, "not_found", f"{route[:120]} is not served here")
-        body = await read_body(request, held, self._most_bytes)
+        body = await read_body(request, held, self._limits.most_bytes, self._limits.receive_seconds)
         body, unread = take_out(body, self._model) if is_counted else (body, _NOTHING)
         name = CHAT_ID + secrets.token_hex(_ID_BYTES)
         self._requests[name] = _Request(key, unread, _trace(request))
@@ -303,14 +304,3 @@ def _trace(request: web.Request) -> list[tuple[str, str]]:
 def _bearer(values: Sequence[str]) -> str:
     scheme, _, key = values[0].partition(" ") if len(values) == 1 else ("", "", "")
     return key.strip() if scheme.lower() == "bearer" and key.isascii() and key.isprintable() else ""
-
-
-async def _renew(tls: TlsFolder, context: ssl.SSLContext) -> None:
-    """Have new connections use changed certificates, until cancelled."""
-    loaded = tls.refresh()
-    while True:
-        await asyncio.sleep(LOOK_SECONDS)
-        if (generation := tls.refresh()) != loaded:
-            with contextlib.suppress(OSError):  # they change at this moment
-                tls.load_own(context)
-                loaded = generation

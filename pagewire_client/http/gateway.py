@@ -12,9 +12,11 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 from typing import Self
 
 from pagewire_client.local import STOP_SECONDS, ServerError
+from pagewire_common.tls import TlsFolder
 
 SHUTDOWN_SECONDS = 5
 """How long requests in flight may take to end after SIGTERM."""
@@ -95,10 +97,11 @@ class Gateway:
         self.stop()
 
 
-def is_ready(url: str) -> bool:
-    """Whether the gateway there has a scheduler whose workers take requests."""
+def is_ready(url: str, tls: Path | None = None) -> bool:
+    """Whether the gateway there has a scheduler whose workers take requests. With a folder `tls`, a certificate is
+    shown where one is wanted. Raises StartError when it cannot be used."""
     try:
-        context = ssl.create_default_context()
+        context = TlsFolder(tls).client_context() if tls else ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # whether it serves is no secret
         with urllib.request.urlopen(f"{url}/readiness", timeout=5, context=context) as answer:  # noqa: S310
             return bool(answer.status == 200)
@@ -141,5 +144,5 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":  # a container's health check: HOST:PORT
-    scheme = "https" if os.environ.get("PAGEWIRE_HTTP_TLS") else "http"
-    sys.exit(not is_ready(f"{scheme}://{sys.argv[1]}"))
+    folder = os.environ.get("PAGEWIRE_HTTP_TLS")
+    sys.exit(not is_ready(f"{'https' if folder else 'http'}://{sys.argv[1]}", Path(folder) if folder else None))

@@ -9,9 +9,11 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.client import Client
 from pagewire_client.http.edge import Edge
 from pagewire_client.http.gateway import Gateway, check_free, free_address, url_of
+from pagewire_client.http.limits import Limits
 from pagewire_client.local import ServerError
+from pagewire_common.open_files import raise_open_files_limit
 from pagewire_common.start_error import StartError
-from pagewire_common.tls import TlsFolder
+from pagewire_common.tls import Security, TlsFolder
 
 READY_SECONDS = 600.0
 SOUND_BODY_BYTES = 17 << 20
@@ -42,17 +44,29 @@ KEY_LINE = '-H "authorization: Bearer $PAGEWIRE_API_KEY" '
 
 async def serve(arguments: argparse.Namespace, target: str, *, api_key: str = "", tls: Path | None = None) -> None:
     """Serve `arguments.listen` for the scheduler at `target`. Raises ServerError when the gateway ends."""
+    if arguments.http_mutual_tls and not arguments.http_tls:
+        raise ServerError("--http-mutual-tls needs --http-tls, whose ca.crt clients' certificates are checked with")
+    raise_open_files_limit()
     model = await _served_model(target, api_key, tls)
     host, port = check_free(arguments.listen)
     most_bytes = max(MIN_BODY_BYTES, model.context_length * BODY_BYTES_PER_TOKEN)
-    most_sound_bytes = SOUND_BODY_BYTES if "transcribe" in model.tasks else 0
-    edge = Edge(target, model.name, most_bytes=most_bytes, most_sound_bytes=most_sound_bytes, api_key=api_key, tls=tls)
+    limits = Limits(
+        most_bytes,
+        max(most_bytes, SOUND_BODY_BYTES if "transcribe" in model.tasks else 0),
+        arguments.max_connections,
+        arguments.receive_timeout,
+    )
+    try:
+        edge = Edge(target, model.name, limits, api_key=api_key, tls=tls)
+    except StartError as error:
+        raise ServerError(str(error)) from None
     await edge.start()
     try:
         http_tls = TlsFolder(arguments.http_tls) if arguments.http_tls else None
+        security = Security(http_tls, arguments.http_mutual_tls)
         with Gateway(edge.target, free_address(), arguments.otlp_traces_endpoint) as gateway:
             await asyncio.to_thread(gateway.wait_until_ready, READY_SECONDS)
-            await edge.serve_http(host, port, gateway.url, http_tls)
+            await edge.serve_http(host, port, gateway.url, security)
             url = url_of("https" if http_tls else "http", "localhost" if http_tls else host, port)
             sys.stderr.write(_try_it(url, model, KEY_LINE if api_key or tls else ""))
             status = await asyncio.to_thread(gateway.process.wait)

@@ -16,7 +16,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.client import CONTENT_TYPES
-from pagewire_client.http.call import BODY_SECONDS, Call, check_length, end, write
+from pagewire_client.http.call import Call, check_length, end, write
 from pagewire_client.http.errors import HttpError, invalid, refused_by
 
 PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
@@ -76,7 +76,7 @@ async def _read_parts(call: Call) -> tuple[dict[str, str], bytearray, str, str]:
     texts: dict[str, str] = {}
     sound, filename, kind = bytearray(), "", ""
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with asyncio.timeout(call.receive_seconds):
             reader = await call.request.multipart()
             for _ in range(MAX_PARTS + 1):
                 if (part := await reader.next()) is None:
@@ -100,7 +100,7 @@ async def _read_parts(call: Call) -> tuple[dict[str, str], bytearray, str, str]:
                 elif content:
                     raise invalid(f"{parameter[:64]} is not supported here")
     except TimeoutError:
-        raise HttpError(408, "timeout", f"the form did not come within {BODY_SECONDS:g} s") from None
+        raise HttpError(408, "timeout", f"the form did not come within {call.receive_seconds:g} s") from None
     except (ValueError, LookupError, RuntimeError, AssertionError, HttpProcessingError, web.HTTPException):
         raise invalid("the body is no form of multipart/form-data in UTF-8") from None
     raise invalid(f"the form has more than {MAX_PARTS} parts")

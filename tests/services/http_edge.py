@@ -3,19 +3,28 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
+from typing import Any
 
 from ports import free_address
 
-from pagewire_client.http.edge import Edge
+from pagewire_client.http.edge import DEFAULTS, Edge
 from pagewire_client.http.gateway import Gateway
+from pagewire_client.http.limits import Limits
+from pagewire_common.tls import OPEN, Security
 
 
 @asynccontextmanager
 async def http_edge(
-    target: str, model: str, *, most_bytes: int = 1 << 20, most_sound_bytes: int = 0, has_gateway: bool = False
+    target: str,
+    model: str,
+    limits: Limits = DEFAULTS,
+    *,
+    has_gateway: bool = False,
+    security: Security = OPEN,
+    **access: Any,
 ) -> AsyncIterator[str]:
-    """Its URL. Without a gateway it serves the routes that need none."""
-    edge, address = Edge(target, model, most_bytes=most_bytes, most_sound_bytes=most_sound_bytes), free_address()
+    """Its URL. Without a gateway it serves the routes that need none. `access` is what it shows the scheduler."""
+    edge, address = Edge(target, model, limits, **access), free_address()
     host, _, port = address.rpartition(":")
     await edge.start()
     with ExitStack() as stack:
@@ -24,8 +33,8 @@ async def http_edge(
             gateway = stack.enter_context(Gateway(edge.target, free_address()))
             await asyncio.to_thread(gateway.wait_until_ready, 60)
             behind = gateway.url
-        await edge.serve_http(host, int(port), behind)
+        await edge.serve_http(host, int(port), behind, security)
         try:
-            yield f"http://{address}"
+            yield f"http://{address}" if security.tls is None else f"https://localhost:{port}"
         finally:
             await edge.close()

@@ -312,7 +312,7 @@ async def test_events_of_several_prompts_are_not_mixed(breaks: bool, monkeypatch
 
     async def handle(request: web.Request) -> web.StreamResponse:
         with Held(Room(1 << 20)) as held:
-            return await complete(Call(request, stub, (), (), MODEL, held, 1 << 20, TokenTexts()))
+            return await complete(Call(request, stub, (), (), MODEL, held, 1 << 20, 60.0, TokenTexts()))
 
     app = web.Application()
     app.router.add_post("/", handle)

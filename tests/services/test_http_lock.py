@@ -127,7 +127,7 @@ async def test_what_an_echo_needs_is_not_asked_for_a_key_that_is_used_up(served:
 async def test_the_gateway_is_not_told_where_the_scheduler_is() -> None:
     """It would tell its clients."""
     address = free_address()
-    edge = Edge(address, MODEL, most_bytes=1 << 20)
+    edge = Edge(address, MODEL)
     await edge.start()
     try:
         async with grpc.aio.insecure_channel(edge.target) as channel:

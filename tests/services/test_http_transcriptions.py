@@ -14,8 +14,10 @@ from sounds import wav
 from tiny_encoder_decoder import write_whisper
 
 from pagewire_client import Client, Sound
+from pagewire_client.http.limits import Limits
 
 BLOCKS = {"block_size": 16, "num_device_blocks": 400}
+SOUNDS = Limits(most_sound_bytes=17 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def server(model: Path) -> AsyncIterator[tuple[InProcess, str]]:
-    async with serving(model, **BLOCKS) as (one, _), http_edge(one.target, "whisper", most_sound_bytes=17 << 20) as url:
+    async with serving(model, **BLOCKS) as (one, _), http_edge(one.target, "whisper", SOUNDS) as url:
         yield one, url
 
 

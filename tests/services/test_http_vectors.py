@@ -21,6 +21,7 @@ from tiny_encoder import write_encoder
 from pagewire_client import Client
 from pagewire_client.http import edge as edge_module
 from pagewire_client.http.call import Room
+from pagewire_client.http.limits import Limits
 
 MODEL = "encoder"
 
@@ -174,7 +175,7 @@ async def test_what_all_clients_make_this_process_hold_is_bounded(
     one, _ = server
     room = Room(2_000)
     monkeypatch.setattr(edge_module, "Room", lambda num_bytes: room)
-    async with http_edge(one.target, MODEL, most_bytes=1_600) as url, aiohttp.ClientSession() as session:
+    async with http_edge(one.target, MODEL, Limits(1_600)) as url, aiohttp.ClientSession() as session:
         go_on = asyncio.Event()
 
         async def slowly() -> AsyncIterator[bytes]:

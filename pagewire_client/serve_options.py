@@ -1,0 +1,67 @@
+"""The options of `pagewire_client serve`, which the command line knows without the libraries that serving needs."""
+
+import argparse
+import contextlib
+import os
+from pathlib import Path
+
+DEFAULT_HTTP_LISTEN = "127.0.0.1:8000"
+
+
+def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", server: argparse.ArgumentParser) -> None:
+    serve = commands.add_parser("serve", parents=[server], help="serve OpenAI's HTTP API")
+    serve.add_argument(
+        "--listen",
+        metavar="HOST:PORT",
+        default=os.environ.get("PAGEWIRE_HTTP_LISTEN", DEFAULT_HTTP_LISTEN),
+        help=f"where HTTP is served (default {DEFAULT_HTTP_LISTEN})",
+    )
+    serve.add_argument(
+        "--http-tls",
+        metavar="FOLDER",
+        type=Path,
+        default=os.environ.get("PAGEWIRE_HTTP_TLS"),
+        help="serve HTTPS, with its tls.crt and tls.key",
+    )
+    serve.add_argument(
+        "--http-mutual-tls",
+        action="store_true",
+        default=os.environ.get("PAGEWIRE_HTTP_MUTUAL_TLS", "").lower() in ("1", "true", "yes", "on"),
+        help="with --http-tls: clients need a certificate that its ca.crt vouches for",
+    )
+    serve.add_argument(
+        "--max-connections",
+        metavar="NUMBER",
+        type=_number,
+        default=4096,
+        help="connections of HTTP clients at once; those beyond it are closed (default %(default)d)",
+    )
+    serve.add_argument(
+        "--receive-timeout",
+        metavar="SECONDS",
+        type=_seconds,
+        default=60.0,
+        help="how long a connection may be open, or idle after an answer, until the head of a request has come, and "
+        "how long the body may take that follows (default %(default)g)",
+    )
+    serve.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        default=os.environ.get("PAGEWIRE_OTLP_TRACES_ENDPOINT"),
+        help="http://HOST:PORT of an OpenTelemetry collector that the gateway sends its spans to",
+    )
+
+
+def _number(text: str) -> int:
+    """Raises ArgumentTypeError unless it is 1 or more."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    """Raises ArgumentTypeError unless it is a finite number above 0."""
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text)) < float("inf"):
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
