@@ -166,10 +166,12 @@ def _connection_lost_in_time() -> Iterator[None]:
 
 
 async def read_body(request: web.Request, held: Held, most_bytes: int, seconds: float) -> bytes:
-    """Takes room as it comes. Raises HttpError when it is too large, does not come within so many seconds, or is not
-    sent as it is."""
+    """One of JSON, which takes room as it comes. Raises HttpError when it is too large, does not come within so many
+    seconds, or is sent as something else."""
     if "Content-Encoding" in request.headers:
         raise HttpError(415, "unsupported", "send the body as it is, without Content-Encoding")
+    if request.content_type != "application/json":  # which no page of another site can have a browser send
+        raise HttpError(415, "unsupported", "the body must be JSON, with Content-Type: application/json")
     check_length(request, most_bytes)
     body = bytearray()
     try:

@@ -13,7 +13,7 @@ import logging
 import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,10 @@ from pagewire_client.http.errors import HttpError, refused_by, sentence_of
 from pagewire_client.http.limits import Limits
 from pagewire_client.http.models import models
 from pagewire_client.http.port import Port
+from pagewire_client.http.special_tokens import PARSE, SpecialTokens, token_ids_of
 from pagewire_client.http.token_texts import TokenTexts
 from pagewire_client.http.transcriptions import PATHS, transcribe
-from pagewire_client.http.unread import Unread, take_out
+from pagewire_client.http.unread import Unread, read_object, take_out, write_object
 from pagewire_client.http.upstream import Upstream
 from pagewire_common.tls import OPEN, Security
 from pagewire_common.vllm_metadata import CHAT_ID
@@ -101,6 +102,7 @@ class Edge:
         self._limits = limits
         self._room = Room(HELD_BYTES)
         self._texts = TokenTexts()
+        self._special = SpecialTokens()
         self._own = api_key
         self._requests: dict[str, _Request] = {}  # by the ids that they were given
         self._server = grpc.aio.server(options=OPTIONS)
@@ -238,13 +240,31 @@ class Edge:
         if route not in ROUTES:
             raise HttpError(404, "not_found", f"{route[:120]} is not served here")
         body = await read_body(request, held, self._limits.most_bytes, self._limits.receive_seconds)
-        body, unread = take_out(body, self._model) if is_counted else (body, _NOTHING)
+        unread = _NOTHING
+        if is_counted:
+            body, unread = await self._read_chat(body, scheduler)
         name = CHAT_ID + secrets.token_hex(_ID_BYTES)
         self._requests[name] = _Request(key, unread, _trace(request))
         try:
             return await self._forward(request, path, body, name, unread)
         finally:
             del self._requests[name]
+
+    async def _read_chat(self, body: bytes, scheduler: grpc.aio.Channel) -> tuple[bytes, Unread]:
+        """What the gateway is given, and what it is not. What is asked for beside the tokens is not the client's call,
+        and not counted as one. Raises HttpError."""
+        fields = read_object(body)
+        parses, own = fields.pop(PARSE, False), key_metadata(self._own)
+        unread = take_out(fields, self._model)
+        try:
+            if parses is not True:
+                await self._special.learn(scheduler, own)
+                if spelled := self._special.spelled_in(fields):
+                    tokenize = InferenceServiceStub(scheduler).Tokenize
+                    unread = replace(unread, token_ids=await token_ids_of(fields, spelled, tokenize, own))
+        except grpc.aio.AioRpcError as error:
+            raise refused_by(error) from None
+        return write_object(fields), unread
 
     async def _forward(
         self, request: web.Request, path: str, body: bytes = b"", name: str = "", unread: Unread = _NOTHING

@@ -1,7 +1,9 @@
-"""What the gateway does not pass on of a request for tokens, and goes around it: the name of an adapter, and biases."""
+"""What the gateway does not pass on of a chat, and goes around it: the name of an adapter, biases, and the token ids of
+a chat that the gateway would read otherwise than it is meant."""
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +23,7 @@ class Unread:
 
     lora_name: str = ""
     logit_bias: dict[int, float] = field(default_factory=dict)
+    token_ids: Sequence[int] = ()
 
     def metadata(self) -> list[tuple[str, bytes]]:
         return [(LORA_NAME, self.lora_name.encode())] if self.lora_name else []
@@ -34,31 +37,45 @@ class Unread:
 
     def put_into(self, message: bytes) -> bytes:
         """A vllm.GenerateRequest with it."""
-        if not self.logit_bias:
+        if not self.logit_bias and not self.token_ids:
             return message
         request = vllm.GenerateRequest.FromString(message)
+        if self.token_ids:
+            request.tokenized.input_ids[:] = self.token_ids
         request.sampling_params.logit_bias.update(self.logit_bias)
         return request.SerializeToString()
 
 
-def take_out(body: bytes, model: str) -> tuple[bytes, Unread]:
-    """Read a body, and have it name the `model` where it names an adapter. Raises HttpError.
-
-    What is no JSON object is for the gateway to refuse.
-    """
+def read_object(body: bytes) -> dict[str, Any]:
+    """Raises HttpError where it is none. The gateway is given what was read, and not what came: what two readers
+    understand differently would go around the checks of the first."""
     try:
         fields: Any = json.loads(body)
     except (ValueError, RecursionError):
-        return body, Unread()
+        raise invalid("the body is no JSON that can be read") from None
     if not isinstance(fields, dict):
-        return body, Unread()
+        raise invalid("the body is JSON, but no object")
+    return fields
+
+
+def write_object(fields: dict[str, Any]) -> bytes:
+    """Raises HttpError."""
+    try:
+        return json.dumps(fields, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        raise invalid("the body has a number that is not finite, or is nested too deeply") from None
+
+
+def take_out(fields: dict[str, Any], model: str) -> Unread:
+    """What a body has of it; where it names an adapter, it then names the `model`. Raises HttpError."""
     bias = read_bias(fields.get("logit_bias"))
     name = fields.get("model")
     if not isinstance(name, str) or name in ("", model):
-        return body, Unread(logit_bias=bias)
+        return Unread(logit_bias=bias)
     if len(name) > MAX_NAME or not is_unicode(name):
         raise HttpError(404, "model_not_found", f"there is no model of this name; the model is {model!r}")
-    return json.dumps(fields | {"model": model}).encode(), Unread(name, bias)
+    fields["model"] = model
+    return Unread(name, bias)
 
 
 def _member(model: str) -> bytes:

@@ -11,7 +11,7 @@ from lora_helpers import write_three
 
 from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.http.errors import HttpError
-from pagewire_client.http.unread import Unread, take_out
+from pagewire_client.http.unread import Unread, read_object, take_out, write_object
 from pagewire_client.llm import collect
 
 CHAT: list[Any] = [{"role": "user", "content": "abcabc"}]
@@ -69,13 +69,12 @@ async def ask_through_the_gateway(target: str, model: str) -> None:
 
 
 def test_only_what_the_gateway_does_not_read_is_taken_out() -> None:
-    plain = b'{"model": "base", "messages": [], "logit_bias": null}'
-    assert take_out(plain, "base") == (plain, Unread())
-    for body in (b"", b"[]", b"[" * 100_000, b'{"model": 3}', b'{"model": ""}', b"\xff"):
-        assert take_out(body, "base") == (body, Unread())
-    body, unread = take_out('{"model": "d\u00e9", "top_k": 3, "logit_bias": {"7": 1, "9": -0.5}}'.encode(), "base")
-    assert json.loads(body)["model"] == "base"
-    assert json.loads(body)["top_k"] == 3
+    for plain in ({"model": "base", "messages": [], "logit_bias": None}, {"model": 3}, {"model": ""}):
+        fields: dict[str, Any] = dict(plain)
+        assert (take_out(fields, "base"), fields) == (Unread(), plain)
+    fields = {"model": "d\u00e9", "top_k": 3, "logit_bias": {"7": 1, "9": -0.5}}
+    unread = take_out(fields, "base")
+    assert (fields["model"], fields["top_k"]) == ("base", 3)
     assert unread == Unread("d\u00e9", {7: 1.0, 9: -0.5})
     answer = r'{"model":"base","text":"\"model\":\"base\""}'
     assert json.loads(unread.named_in(answer.encode(), "base")) == {"model": "d\u00e9", "text": '"model":"base"'}
@@ -86,4 +85,10 @@ def test_only_what_the_gateway_does_not_read_is_taken_out() -> None:
 )
 def test_biases_are_numbers_of_tokens(given: str) -> None:
     with pytest.raises(HttpError, match="logit_bias"):
-        take_out(f'{{"logit_bias": {given}}}'.encode(), "base")
+        take_out(json.loads(f'{{"logit_bias": {given}}}'), "base")
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"[" * 100_000, b"\xff", b'{"x": ' + b"9" * 5000 + b"}", b'{"x": NaN}'])
+def test_the_gateway_is_given_nothing_that_was_not_understood_before(body: bytes) -> None:
+    with pytest.raises(HttpError):
+        write_object(read_object(body))

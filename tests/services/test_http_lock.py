@@ -4,13 +4,11 @@ import asyncio
 import contextlib
 import gzip
 import json
-import os
 import signal
 import socket
 import ssl
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
@@ -26,6 +24,7 @@ from certificates import fill
 from cluster import is_busy
 from locked import KEYS, code_of, key_file
 from ports import free_address
+from serve_command import serve_command
 
 from pagewire.v1.admin_service_pb2 import ClusterState
 from pagewire_client import LocalServer
@@ -62,32 +61,14 @@ class Served:
 def served(tiny_model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = fill(tmp_path_factory.mktemp("tls"), trustme.CA(), "localhost", "127.0.0.1")
     keys = key_file(tmp_path_factory.mktemp("keys") / "keys.toml", *KEYS)
-    address = free_address()
     with LocalServer(
         str(tiny_model_directory),
         worker_arguments=["--num-device-blocks", "128", "--block-size", "8", "--threads", "1", "--swap-space", "0"],
         scheduler_arguments=["--tls", str(folder), "--api-keys", str(keys), "--check-invariants"],
     ) as scheduler:
-        command = ["serve", "--target", scheduler.target, "--listen", address, "--tls", str(folder)]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pagewire_client", *command, "--http-tls", str(folder)],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PAGEWIRE_API_KEY": KEYS["admin"]},
-        )
-        assert process.stderr is not None
-        with process.stderr as words:
-            for line in words:
-                if "/v1/chat/completions" in line:
-                    break
-            else:
-                pytest.fail(f"serve ended with status {process.wait()}")
-            reader = threading.Thread(target=words.read, daemon=True)
-            reader.start()
-            yield Served(address, scheduler, folder, keys, process)
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 128 + signal.SIGTERM
-            reader.join()
+        options = ("--tls", str(folder), "--http-tls", str(folder))
+        with serve_command(scheduler.target, *options, PAGEWIRE_API_KEY=KEYS["admin"]) as serving:
+            yield Served(serving.address, scheduler, folder, keys, serving.process)
 
 
 @pytest.fixture

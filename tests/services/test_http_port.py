@@ -28,7 +28,7 @@ from pagewire_common.tls import Security, TlsFolder
 
 NOWHERE = "127.0.0.1:1"
 HEAD = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
-BODY = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{"
+BODY = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n{"
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -97,7 +97,8 @@ async def test_a_client_that_sends_its_head_byte_by_byte_is_cut_off_and_others_a
             num_sent += 1
             async with connection(url) as other:
                 num_served += await is_answered(other)
-        assert await cut == b""
+        with contextlib.suppress(ConnectionError):  # a byte came too late
+            assert await cut == b""
         assert num_sent == num_served > 1
 
 

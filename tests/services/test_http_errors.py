@@ -1,0 +1,181 @@
+"""What a client of the HTTP API is told that does not get what it asked for: a status, on chats and completions.
+
+The scheduler's own reasons are its own tests' affair; here each comes through `serve`, of chats through the gateway.
+"""
+
+import asyncio
+import hashlib
+import io
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from lora_helpers import write_three
+from serve_command import serve_command
+
+from pagewire_client import LocalServer
+from pagewire_client.admin import Admin
+
+MODEL = "tiny-llama"
+KEYS: dict[str, dict[str, Any]] = {
+    "all": {"admin": True},
+    "no model": {"models": ["another"]},
+    "no adapter": {"adapters": ["two"]},
+    "two calls": {"requests_per_minute": 2},
+    "one at a time": {"concurrency": 1},
+}
+ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
+    "/v1/completions": {"prompt": "hello"},
+}
+each_route = pytest.mark.parametrize("route", ROUTES)
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+    folder = tmp_path_factory.mktemp("errors")
+    lines = []
+    for name, fields in KEYS.items():
+        values = {
+            "id": name.replace(" ", "-"),
+            "sha256": hashlib.sha256(name.encode()).hexdigest(),
+            "tenant": "",
+        } | fields
+        lines += ["[[key]]", *(f"{field} = {json.dumps(value)}" for field, value in values.items())]
+    (folder / "keys.toml").write_text("\n".join(lines))
+    with LocalServer(
+        str(tiny_model_directory),
+        worker_arguments=[
+            *("--num-device-blocks", "64", "--block-size", "8", "--threads", "1", "--swap-space", "0"),
+            *("--max-loras", "2"),
+        ],
+        scheduler_arguments=[
+            *("--api-keys", str(folder / "keys.toml"), "--lora-dir", str(write_three(folder / "adapters"))),
+            *("--no-worker-timeout", "0.5", "--max-num-requests", "8"),
+        ],
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def url(server: LocalServer) -> Iterator[str]:
+    with serve_command(server.target, "--receive-timeout", "3", PAGEWIRE_API_KEY="all") as serving:
+        yield f"http://{serving.address}"
+
+
+async def status(url: str, route: str, key: str = "all", headers: dict[str, str] | None = None, **more: Any) -> int:
+    """Of a request with these fields besides what its route needs; an error has the form of OpenAI's API."""
+    fields = {"model": MODEL, "max_tokens": 3} | ROUTES[route] | more
+    return await status_of(url, route, json.dumps(fields).encode(), key, headers or {})
+
+
+async def status_of(url: str, route: str, body: Any, key: str = "all", headers: dict[str, str] | None = None) -> int:
+    shown = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"} | (headers or {})
+    data = io.BytesIO(body) if isinstance(body, bytes) else body
+    async with aiohttp.ClientSession() as session, session.post(url + route, data=data, headers=shown) as answer:
+        found = json.loads(await answer.read())
+        assert (answer.status == 200) == ("error" not in found), found
+        if answer.status != 200:
+            assert found["error"]["message"]
+            assert found["error"].keys() >= {"message", "type", "code"}
+        return answer.status
+
+
+@each_route
+async def test_what_is_asked_for_rightly_is_200(url: str, route: str) -> None:
+    assert await status(url, route) == 200
+    assert await status(url, route, "no adapter", model="two") == 200
+
+
+@each_route
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": -1}, {"top_p": 2}, {"n": 1000}, {"max_tokens": "many"}, {"stop": ["x"] * 17}, {"model": 3}],
+)
+async def test_a_wrong_field_is_400(url: str, route: str, wrong: dict[str, Any]) -> None:
+    assert await status(url, route, **wrong) == 400
+
+
+@each_route
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"[" * 100_000, b"\xff\xfe"])
+async def test_a_body_that_is_no_object_of_json_is_400(url: str, route: str, body: bytes) -> None:
+    assert await status_of(url, route, body) == 400
+
+
+@each_route
+async def test_a_prompt_that_is_too_long_is_400(url: str, route: str) -> None:
+    long = (
+        {"prompt": "x" * 600} if "prompt" in ROUTES[route] else {"messages": [{"role": "user", "content": "x" * 600}]}
+    )
+    assert await status(url, route, **long) == 400
+
+
+@each_route
+async def test_a_key_that_is_not_known_is_401(url: str, route: str) -> None:
+    assert await status(url, route, "another") == 401
+
+
+@each_route
+async def test_a_model_or_an_adapter_that_the_key_may_not_use_is_403(url: str, route: str) -> None:
+    assert await status(url, route, "no model") == 403
+    assert await status(url, route, "no adapter", model="one") == 403
+
+
+@each_route
+async def test_a_model_that_is_not_served_is_404(url: str, route: str) -> None:
+    assert await status(url, route, model="another") == 404
+
+
+@each_route
+async def test_a_body_that_does_not_come_in_time_is_408(url: str, route: str) -> None:
+    async def slowly() -> Any:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    assert await status_of(url, route, slowly()) == 408
+
+
+@each_route
+async def test_a_body_that_is_too_large_is_413(url: str, route: str) -> None:
+    assert await status(url, route, user="x" * (1 << 20)) == 413
+
+
+@each_route
+async def test_a_body_that_is_packed_is_415(url: str, route: str) -> None:
+    assert await status(url, route, headers={"Content-Encoding": "gzip"}) == 415
+
+
+@each_route
+async def test_a_body_of_another_type_is_415(url: str, route: str) -> None:
+    assert await status(url, route, headers={"Content-Type": "text/plain"}) == 415
+    assert await status(url, route, headers={"Content-Type": "application/json; charset=utf-8"}) == 200
+
+
+async def test_calls_beyond_a_rate_are_429(url: str) -> None:
+    assert [await status(url, route, "two calls") for route in (*ROUTES, *ROUTES)] == [200, 200, 429, 429]
+
+
+@each_route
+async def test_calls_beyond_a_keys_concurrency_are_429(url: str, server: LocalServer, route: str) -> None:
+    held = asyncio.create_task(status(url, route, "one at a time", max_tokens=450, ignore_eos=True))
+    async with Admin(server.admin_target, api_key="all") as admin:
+        while not (await admin.state()).state.num_requests:
+            pass
+        assert await status(url, route, "one at a time") == 429
+    held.cancel()
+    await asyncio.wait([held])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_without_a_worker_it_is_503(url: str, server: LocalServer, stream: bool) -> None:
+    """Last of all, since the worker does not come back."""
+    worker, _ = server.processes
+    worker.process.send_signal(signal.SIGKILL)
+    async with Admin(server.admin_target, api_key="all") as admin:
+        while any(worker.connected for worker in (await admin.state()).state.workers):
+            pass
+    assert [await status(url, route, stream=stream) for route in ROUTES] == [503, 503]
