@@ -1,50 +1,64 @@
-"""Streams over HTTP, through the gateway, while workers are lost."""
+"""Completions and chats through `serve`, streamed and whole, while workers are lost."""
 
 import asyncio
 import signal
+from typing import Any
 
 import openai
 from fleet_helpers import Serve
-from processes import Workers, free_port
+from processes import Workers
+from serve_command import serve_command
 
-from pagewire_client.http.gateway import Gateway
+MODEL = "tiny-llama"
+WORDS: dict[str, Any] = {"model": MODEL, "max_tokens": 60, "temperature": 1.0, "extra_body": {"ignore_eos": True}}
+NUM_CALLS = 8
 
 
-async def test_a_lost_worker_is_not_seen_over_http(workers: Workers, serve: Serve) -> None:
+async def text(client: openai.AsyncOpenAI, number: int) -> str:
+    """Of one of the calls: chats and completions in turn, the first half streamed."""
+    is_chat, stream = number % 2 == 1, number < NUM_CALLS // 2
+    asked = WORDS | {"seed": number, "stream": stream}
+    if is_chat:
+        said = f"Chat {number}"
+        answer: Any = await client.chat.completions.create(messages=[{"role": "user", "content": said}], **asked)
+    else:
+        answer = await client.completions.create(prompt=f"Completion {number}: ", **asked)
+    choices = [choice async for chunk in answer for choice in chunk.choices] if stream else answer.choices
+    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["length"]
+    if not is_chat:
+        return "".join(choice.text for choice in choices)
+    return "".join((choice.delta if stream else choice.message).content or "" for choice in choices)
+
+
+async def test_lost_workers_are_not_seen_over_http(workers: Workers, serve: Serve) -> None:
     members = workers.up(2)
     fleet = await serve([member.address for member in members])
-    with Gateway(fleet.scheduler.address, f"127.0.0.1:{free_port()}") as gateway:
-        await asyncio.to_thread(gateway.wait_until_ready, 60)
-        async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
-            (model,) = (await client.models.list()).data
-
-            async def text(number: int) -> str:
-                stream = await client.completions.create(
-                    model=model.id,
-                    prompt=f"Stream {number}: ",
-                    max_tokens=100,
-                    temperature=1.0,
-                    seed=number,
-                    stream=True,
-                    extra_body={"ignore_eos": True},
-                )
-                return "".join([chunk.choices[0].text async for chunk in stream if chunk.choices])
-
-            undisturbed = await asyncio.gather(*map(text, range(8)))
-            is_lost = False
+    with serve_command(fleet.scheduler.address) as serving:
+        url = f"http://{serving.address}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            undisturbed = await asyncio.gather(*(text(client, number) for number in range(NUM_CALLS)))
+            is_over = False
 
             async def keep_up(number: int) -> None:
-                """The stream, begun anew as often as it ends, until the worker is lost."""
+                """The call, made anew as often as it ends, until the workers have been lost."""
                 is_last = False
                 while not is_last:
-                    is_last = is_lost
-                    assert await text(number) == undisturbed[number]
+                    is_last = is_over
+                    assert await text(client, number) == undisturbed[number]
 
-            async with asyncio.TaskGroup() as streams:
-                for number in range(8):
-                    streams.create_task(keep_up(number))
-                await fleet.until(lambda state: all(worker.num_running > 1 for worker in state.workers))
-                members[0].signal(signal.SIGKILL)
-                await fleet.until(lambda state: any(worker.num_losses for worker in state.workers))
-                is_lost = True
-    assert (await fleet.check_empty()).num_losses == 1
+            async with asyncio.TaskGroup() as calls:
+                for number in range(NUM_CALLS):
+                    calls.create_task(keep_up(number))
+                for num_lost, member in enumerate(members, 1):
+                    await fleet.until(
+                        lambda state: all(worker.connected and worker.num_running > 1 for worker in state.workers)
+                    )
+                    member.signal(signal.SIGKILL)
+                    await fleet.until(
+                        lambda state, num_lost=num_lost: sum(worker.num_losses for worker in state.workers) == num_lost
+                    )
+                    member.wait()
+                    member.start()
+                await fleet.until(lambda state: all(worker.connected for worker in state.workers))
+                is_over = True
+    await fleet.check_empty()
