@@ -3,6 +3,7 @@
 A field that is not understood here is an error, and where kubectl is installed the outcome is held against its own.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,23 @@ import yaml
 Resource = dict[str, Any]
 
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
+
+
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+
+EVERY_PEER = None
+
+
+def write_overlay(folder: Path, base: str, *components: str, **more: Any) -> Path:
+    """Write a kustomization of one of ours with components, and return its folder."""
+    whole = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [os.path.relpath(KUBERNETES / base, folder)],
+        "components": [os.path.relpath(KUBERNETES / component, folder) for component in components],
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(whole | more))
+    return folder
 
 
 def render(folder: Path) -> list[Resource]:
@@ -48,6 +66,24 @@ def read(file: Path) -> list[Resource]:
 def container(deployment: Resource) -> Resource:
     (only,) = deployment["spec"]["template"]["spec"]["containers"]
     return dict(only)
+
+
+def find(resources: list[Resource], kind: str, name: str) -> Resource:
+    (found,) = (one for one in resources if (one["kind"], one["metadata"]["name"]) == (kind, name))
+    return found
+
+
+def allowed(resources: list[Resource], direction: str, labels: dict[str, str]) -> dict[int, list[Any]]:
+    """The peers that pods with these labels may speak with, by port."""
+    peers: dict[int, list[Any]] = {}
+    for policy in (one["spec"] for one in resources if one["kind"] == "NetworkPolicy"):
+        selected = policy["podSelector"].get("matchLabels", {}).items() <= labels.items()
+        if selected and direction in policy["policyTypes"]:
+            for rule in policy.get(direction.lower(), []):
+                for port in {port["port"] for port in rule["ports"]}:
+                    found = rule.get("from" if direction == "Ingress" else "to", [EVERY_PEER])
+                    peers.setdefault(port, []).extend(found)
+    return peers
 
 
 def _patched(resources: list[Resource], patch: dict[str, Any]) -> list[Resource]:

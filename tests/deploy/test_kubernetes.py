@@ -10,7 +10,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from kustomize import KUBERNETES, Resource, container, read, render
+from kustomize import EVERY_PEER, KUBERNETES, PROBES, Resource, allowed, container, find, read, render, write_overlay
 
 from pagewire_common.settings import ServiceSettings, load_settings
 from scheduler_service.engine.engine import Engine
@@ -33,15 +33,7 @@ def overlay(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if name == request.param:
         return KUBERNETES / name
     folder = tmp_path_factory.mktemp(name)
-    whole = {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        "namespace": "pagewire",
-        "resources": [os.path.relpath(KUBERNETES / name, folder)],
-        "components": [os.path.relpath(KUBERNETES / component, folder) for component in COMPONENTS],
-    }
-    (folder / "kustomization.yaml").write_text(yaml.safe_dump(whole))
-    return folder
+    return write_overlay(folder, name, *COMPONENTS, namespace="pagewire")
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +49,6 @@ def service(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def deployment(resources: list[Resource], service: str) -> Resource:
     return find(resources, "Deployment", service)
-
-
-def find(resources: list[Resource], kind: str, name: str) -> Resource:
-    (found,) = (one for one in resources if (one["kind"], one["metadata"]["name"]) == (kind, name))
-    return found
 
 
 def settings_of(deployment: Resource, resources: list[Resource], monkeypatch: pytest.MonkeyPatch) -> ServiceSettings:
@@ -147,9 +134,6 @@ def probed(probe: dict[str, Any]) -> int:
     assert command == ["python", "-m", "pagewire_common.healthcheck"]
     assert service == "liveness" or service.startswith("pagewire.v1.")
     return int(address.removeprefix("localhost:"))
-
-
-PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
 def test_the_pod_outlives_its_grace(
@@ -239,22 +223,6 @@ def test_only_the_scheduler_reaches_workers_and_it_reaches_nothing_else(resource
     assert find(resources, "NetworkPolicy", "deny-all")["spec"] == everything_else
 
 
-EVERY_PEER = None
-
-
-def allowed(resources: list[Resource], direction: str, labels: dict[str, str]) -> dict[int, list[Any]]:
-    """The peers that pods with these labels may speak with, by port."""
-    peers: dict[int, list[Any]] = {}
-    for policy in (one["spec"] for one in resources if one["kind"] == "NetworkPolicy"):
-        selected = policy["podSelector"].get("matchLabels", {}).items() <= labels.items()
-        if selected and direction in policy["policyTypes"]:
-            for rule in policy.get(direction.lower(), []):
-                for port in {port["port"] for port in rule["ports"]}:
-                    found = rule.get("from" if direction == "Ingress" else "to", [EVERY_PEER])
-                    peers.setdefault(port, []).extend(found)
-    return peers
-
-
 def test_metrics_are_served_where_they_are_scraped(
     deployment: Resource, resources: list[Resource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,42 +231,6 @@ def test_metrics_are_served_where_they_are_scraped(
     port = annotations["prometheus.io/port"]
     assert settings_of(deployment, resources, monkeypatch).metrics_listen == f"0.0.0.0:{port}"
     assert {"name": "metrics", "containerPort": int(port)} in container(deployment)["ports"]
-
-
-def test_locked_services_use_the_certificates_that_they_are_given(tmp_path: Path) -> None:
-    overlay = {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        "resources": [os.path.relpath(KUBERNETES / "cpu", tmp_path)],
-        "components": [os.path.relpath(KUBERNETES / "locked", tmp_path)],
-    }
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
-    resources = render(tmp_path)
-    folder = find(resources, "ConfigMap", "model")["data"]["PAGEWIRE_TLS"]
-    issuers = {one["metadata"]["name"] for one in resources if one["kind"] == "Issuer"}
-    for name, other in (("scheduler", "worker"), ("worker", "scheduler")):
-        certificate = find(resources, "Certificate", name)["spec"]
-        assert {name, "localhost"} <= set(certificate["dnsNames"])  # of which probes use the second
-        assert certificate["issuerRef"]["name"] in issuers
-        pod = find(resources, "Deployment", name)["spec"]["template"]["spec"]
-        secrets = {volume["name"]: volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume}
-        mounts = {mount["mountPath"]: secrets.get(mount["name"]) for mount in pod["containers"][0]["volumeMounts"]}
-        assert mounts[folder] == certificate["secretName"]
-        assert f"--{other}-identity={other}" in pod["containers"][0]["args"]
-
-
-def test_the_gateway_calls_the_scheduler_where_it_is_and_serves_where_it_is_probed(tmp_path: Path) -> None:
-    resources = read(KUBERNETES / "openai" / "openai.yaml")
-    deployment = find(resources, "Deployment", "openai")
-    (port,) = (one["port"] for one in find(resources, "Service", "openai")["spec"]["ports"])
-    variables = {variable["name"]: variable["value"] for variable in container(deployment)["env"]}
-    scheduler = find(render(KUBERNETES / "cpu"), "Service", "scheduler")
-    assert variables["PAGEWIRE_TARGET"] == f"scheduler:{scheduler['spec']['ports'][0]['port']}"
-    assert variables["PAGEWIRE_HTTP_LISTEN"] == f"0.0.0.0:{port}"
-    assert {container(deployment)[probe]["httpGet"]["port"] for probe in PROBES} == {port}
-    labels = deployment["spec"]["selector"]["matchLabels"]
-    assert list(allowed(resources, "Ingress", labels)) == [port]
-    assert list(allowed(resources, "Egress", labels)) == [scheduler["spec"]["ports"][0]["port"]]
 
 
 async def test_workers_are_scaled_on_metrics_that_the_scheduler_has() -> None:
@@ -319,16 +251,9 @@ def test_the_patch_of_the_manual_moves_every_query_to_another_namespace_and_chan
 ) -> None:
     manual = (KUBERNETES.parent / "README.md").read_text()
     (block,) = re.findall(r"```yaml\n( *patches:\n.*?)```", manual, re.DOTALL)
-    overlay = {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        "namespace": "mine",
-        "resources": [os.path.relpath(KUBERNETES / "cpu", tmp_path)],
-        "components": [os.path.relpath(KUBERNETES / "autoscaling", tmp_path)],
-        **yaml.safe_load(textwrap.dedent(block)),
-    }
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
-    scaled = find(render(tmp_path), "ScaledObject", "worker")
+    more = yaml.safe_load(textwrap.dedent(block))
+    overlay = write_overlay(tmp_path, "cpu", "autoscaling", namespace="mine", **more)
+    scaled = find(render(overlay), "ScaledObject", "worker")
     (before,) = read(KUBERNETES / "autoscaling" / "worker-scaledobject.yaml")
     for trigger in before["spec"]["triggers"]:
         trigger["metadata"]["query"] = trigger["metadata"]["query"].replace('"pagewire"', '"mine"')
