@@ -63,8 +63,7 @@ class RequestLimits(NamedTuple):
 
 
 _HEALTH = "/grpc.health."
-_OURS = ("/pagewire.", "/vllm.", _HEALTH)
-"""Methods of reflection are its library's."""
+_SERVED = ("/pagewire.", "/vllm.", _HEALTH, "/grpc.reflection.")
 MOST_HEALTH_BYTES = 256
 """Of the name of a service: health is open to every caller."""
 
@@ -85,10 +84,14 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         handler = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(_OURS):
+        if handler is None or not handler_call_details.method.startswith(_SERVED):
             return handler
         kind = kind_of(handler)
-        if not handler.request_streaming and (parse := handler.request_deserializer) is not None:
+        if (parse := handler.request_deserializer) is None:
+            pass
+        elif handler.request_streaming:
+            handler = handler._replace(request_deserializer=_readable_in_a_stream(parse))
+        else:
             descriptor = parse.__self__.DESCRIPTOR  # it is a generated message's FromString
             parse = _readable(parse)
             if handler_call_details.method.startswith(_HEALTH):
@@ -101,6 +104,21 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return handler._replace(**{kind: guard(behavior)})
 
 
+_UNREADABLE = "the request's bytes are no message of this method"
+
+
+def _readable_in_a_stream(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """The method itself reads, and is where it is raised."""
+
+    def readable(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError:
+            raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, _UNREADABLE) from None
+
+    return readable
+
+
 def _readable(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     """gRPC would show the parser's own words, as UNKNOWN."""
 
@@ -108,7 +126,7 @@ def _readable(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
         try:
             return parse(data)
         except DecodeError:
-            return _Unparsed("the request's bytes are no message of this method")
+            return _Unparsed(_UNREADABLE)
 
     return readable
 

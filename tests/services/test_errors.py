@@ -1,11 +1,16 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
+from fake_worker_service import FakeWorkerService
+from fake_worker_service import serving as fake_worker
+from locked import refused
+from scheduler_in_process import scheduler
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.errors import ErrorInterceptor, RequestError, RequestLimits
@@ -98,3 +103,33 @@ async def test_a_request_that_is_too_large_only_until_the_limits_grow_may_be_sen
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
         limits = RequestLimits(1000)
         assert await method(data) == b"a"
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "/pagewire.v1.InferenceService/Generate",
+        "/grpc.health.v1.Health/Check",
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    ],
+)
+async def test_bytes_that_are_no_message_are_the_callers_mistake_whoever_serves_the_method(
+    byte_tokenizer_directory: Path, method: str
+) -> None:
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    async with fake_worker(worker) as address, scheduler(address) as one, grpc.aio.insecure_channel(one.target) as to:
+        error = await refused(to.unary_stream(method)(b"\xff"))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details() == "the request's bytes are no message of this method"
+
+
+async def test_so_are_those_in_a_stream_of_messages() -> None:
+    async def read(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        async for _ in requests:
+            yield b""
+
+    handler = grpc.stream_stream_rpc_method_handler(read, pb.GenerateRequest.FromString)
+    async with serving(ErrorInterceptor(), handler) as method:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await method(b"\xff")
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
