@@ -113,7 +113,7 @@ async def test_a_request_that_is_too_large_only_until_the_limits_grow_may_be_sen
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
     ],
 )
-async def test_bytes_that_are_no_message_are_the_callers_mistake_whoever_serves_the_method(
+async def test_bytes_that_are_no_message_are_the_callers_mistake_whichever_library_serves_the_method(
     byte_tokenizer_directory: Path, method: str
 ) -> None:
     worker = FakeWorkerService(byte_tokenizer_directory)

@@ -1,5 +1,5 @@
-"""Who gets through to which port with which certificate, before and after they are renewed: those of a scheduler, a
-worker and `serve`, which all want certificates of one authority."""
+"""Which certificate opens which port, before and after they are renewed: the ports of a scheduler, a worker and `serve`,
+which all want certificates of one authority."""
 
 import asyncio
 import contextlib
