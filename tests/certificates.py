@@ -17,3 +17,18 @@ def fill(
     (folder / "tls.crt").write_bytes(b"".join(pem.bytes() for pem in issued.cert_chain_pems))
     (trusts or authority).cert_pem.write_to_path(str(folder / "ca.crt"))
     return folder
+
+
+def strangers(folder: Path, authority: trustme.CA) -> list[Path]:
+    """Folders of clients that a server with mutual TLS refuses, or that refuse it: an expired certificate, one of
+    another authority, one whose client trusts another, and none."""
+    other = trustme.CA()
+    none = fill(folder / "none", authority, "client")
+    (none / "tls.crt").unlink()
+    (none / "tls.key").unlink()
+    return [
+        fill(folder / "expired", authority, "client", is_expired=True),
+        fill(folder / "other", other, "client", trusts=authority),
+        fill(folder / "untrusting", authority, "client", trusts=other),
+        none,
+    ]

@@ -2,13 +2,17 @@
 
 import hashlib
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from fake_worker_service import FakeWorkerService, serving
 from google.protobuf import descriptor_pool
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from scheduler_in_process import InProcess, scheduler
 from test_processes import WORKER_SIZES, Start, start  # noqa: F401  # a fixture
 
 from pagewire_client import SamplingParams
@@ -38,6 +42,14 @@ def key_file(path: Path, *names: str) -> Path:
         )
     )
     return path
+
+
+@asynccontextmanager
+async def locked_scheduler(tokenizer: Path, keyring: Keyring) -> AsyncIterator[InProcess]:
+    """In front of a fake worker."""
+    async with serving(FakeWorkerService(tokenizer)) as address, scheduler(address, keyring=keyring) as one:
+        await one.engine.model()
+        yield one
 
 
 async def methods(channel: grpc.aio.Channel, metadata: Any) -> list[str]:

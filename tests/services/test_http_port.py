@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 import trustme
-from certificates import fill
+from certificates import fill, strangers
 from fake_worker_service import FakeWorkerService, serving
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
@@ -138,17 +138,9 @@ async def status(url: str, folder: Path | None, key: str = "") -> int:
 
 
 async def test_with_mutual_tls_only_this_authoritys_certificates_open_the_port(tmp_path: Path) -> None:
-    authority, other = trustme.CA(), trustme.CA()
-    folder = fill(tmp_path / "server", authority, "localhost")
-    good = fill(tmp_path / "good", authority, "client")
-    bad = [
-        fill(tmp_path / "expired", authority, "client", is_expired=True),
-        fill(tmp_path / "other", other, "client", trusts=authority),
-        fill(tmp_path / "untrusting", authority, "client", trusts=other),
-        fill(tmp_path / "none", authority, "client"),
-    ]
-    for name in ("tls.crt", "tls.key"):
-        (bad[-1] / name).unlink()
+    authority = trustme.CA()
+    folder, good = fill(tmp_path / "server", authority, "localhost"), fill(tmp_path / "good", authority, "client")
+    bad = strangers(tmp_path, authority)
     security = Security(TlsFolder(folder), mutual=True)
     async with http_edge(NOWHERE, "m", security=security) as url:
         assert [await status(url, one) for one in (good, *bad, None)] == [503, 0, 0, 0, 0, 0]

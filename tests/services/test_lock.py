@@ -10,8 +10,8 @@ import pytest
 from cluster import OWN
 from engines import running, until
 from fake_worker_service import FakeWorkerService, serving
-from locked import KEYRING, KEYS, LONG, OPEN, code_of, codes, refused
-from scheduler_in_process import InProcess, scheduler
+from locked import KEYRING, KEYS, LONG, OPEN, code_of, codes, locked_scheduler, refused
+from scheduler_in_process import InProcess
 from test_processes import WORKER_SIZES, Start, start  # noqa: F401  # a fixture
 
 from pagewire.v1.inference_service_pb2 import AbortRequest, GenerateRequest
@@ -25,9 +25,7 @@ from scheduler_service.frontend.server import front_end_server
 
 @pytest.fixture
 async def locked(byte_tokenizer_directory: Path) -> AsyncIterator[InProcess]:
-    worker = FakeWorkerService(byte_tokenizer_directory)
-    async with serving(worker) as address, scheduler(address, keyring=KEYRING) as one:
-        await one.engine.model()
+    async with locked_scheduler(byte_tokenizer_directory, KEYRING) as one:
         yield one
 
 

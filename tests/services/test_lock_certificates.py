@@ -1,5 +1,7 @@
-"""Which certificate opens which port, before and after they are renewed: the ports of a scheduler, a worker and `serve`,
-which all want certificates of one authority."""
+"""Which certificate opens which port, before and after they are renewed: ports of a scheduler, a worker and `serve`.
+
+All want certificates of one authority.
+"""
 
 import asyncio
 import contextlib
@@ -14,7 +16,7 @@ import aiohttp
 import grpc
 import pytest
 import trustme
-from certificates import fill
+from certificates import fill, strangers
 from cluster import OWN
 from locked import OPEN, code_of, methods
 from ports import free_address
@@ -41,9 +43,9 @@ class Locked:
     worker: ServiceProcess
     worker_arguments: list[str]
 
-    def certificate(self, name: str, authority: trustme.CA | None = None, **about: bool) -> Path:
+    def certificate(self, name: str, authority: trustme.CA | None = None) -> Path:
         """A client's, which trusts the servers' authority."""
-        return fill(self.folder / name, authority or self.authority, name, trusts=self.authority, **about)
+        return fill(self.folder / name, authority or self.authority, name, trusts=self.authority)
 
     def renew(self, authority: trustme.CA) -> None:
         self.authority = authority
@@ -116,11 +118,8 @@ def locked(tiny_model_directory: Path, tmp_path_factory: pytest.TempPathFactory)
 @pytest.mark.parametrize("port", [*BY_GRPC, *BY_HTTPS])
 async def test_a_port_is_reached_with_a_certificate_of_the_authority_alone(locked: Locked, port: str) -> None:
     good = locked.certificate("client")
-    none = fill(locked.folder / "none", locked.authority, "client")
-    for name in ("tls.crt", "tls.key"):
-        (none / name).unlink()
-    bad = [locked.certificate("expired", is_expired=True), locked.certificate("other", trustme.CA()), none, None]
-    assert [await locked.reaches(port, tls) for tls in (good, *bad)] == [True, False, False, False, False]
+    bad = [*strangers(locked.folder, locked.authority), None]
+    assert [await locked.reaches(port, tls) for tls in (good, *bad)] == [True, False, False, False, False, False]
 
 
 async def test_every_method_of_a_worker_is_the_schedulers_but_health(locked: Locked) -> None:
@@ -133,12 +132,8 @@ async def test_every_method_of_a_worker_is_the_schedulers_but_health(locked: Loc
         for method in listed:
             if not method.endswith("/Execute"):  # it would take the worker from its scheduler
                 assert await code_of(channel, method, key_metadata("any")) not in closed, method
-    for tls, expected in (
-        (other, grpc.StatusCode.PERMISSION_DENIED),
-        (locked.certificate("expired", is_expired=True), grpc.StatusCode.UNAVAILABLE),
-        (locked.certificate("other", trustme.CA()), grpc.StatusCode.UNAVAILABLE),
-        (None, grpc.StatusCode.UNAVAILABLE),
-    ):
+    for tls in (other, *strangers(locked.folder, locked.authority), None):
+        expected = grpc.StatusCode.PERMISSION_DENIED if tls is other else grpc.StatusCode.UNAVAILABLE
         async with connect(address, tls) as channel:
             found = {method: await code_of(channel, method, None) for method in listed}
         is_health = {method: method.startswith(OPEN) and tls is other for method in listed}

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from engines import until
 from fake_worker_service import FakeWorkerService, serving
-from locked import LONG, refused
+from locked import LONG, locked_scheduler, refused
 from scheduler_in_process import InProcess, scheduler
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
@@ -66,9 +66,7 @@ def methods_with(field: str) -> list[str]:
 
 @pytest.fixture
 async def locked(byte_tokenizer_directory: Path) -> AsyncIterator[InProcess]:
-    worker = FakeWorkerService(byte_tokenizer_directory)
-    async with serving(worker) as address, scheduler(address, keyring=KEYRING) as one:
-        await one.engine.model()
+    async with locked_scheduler(byte_tokenizer_directory, KEYRING) as one:
         yield one
 
 
@@ -155,22 +153,19 @@ async def test_a_tenants_own_requests_are_in_its_reach(locked: InProcess, channe
         await until(lambda: not locked.engine.requests)
 
 
-@pytest.mark.parametrize("method", ASKED.keys() - {"Abort"})
+@pytest.mark.parametrize(
+    ("service", "method", "asked"),
+    [
+        *((InferenceServiceStub, name, asked) for name, asked in ASKED.items() if name != "Abort"),
+        *((VllmEngineStub, name, asked) for name, asked in GATEWAYS.items()),
+    ],
+)
 async def test_a_key_without_the_model_may_use_none_of_the_methods_that_need_it(
-    channel: grpc.aio.Channel, method: str
+    channel: grpc.aio.Channel, service: Any, method: str, asked: Any
 ) -> None:
-    call: Any = getattr(InferenceServiceStub(channel), method)
-    assert await status(call(ASKED[method], metadata=key_metadata("no model"))) is Code.PERMISSION_DENIED
-    assert await status(call(ASKED[method], metadata=IRON)) is not Code.PERMISSION_DENIED
-
-
-@pytest.mark.parametrize("method", GATEWAYS)
-async def test_a_key_without_the_model_may_use_none_of_the_gateways_methods_that_need_it(
-    channel: grpc.aio.Channel, method: str
-) -> None:
-    call: Any = getattr(VllmEngineStub(channel), method)
-    assert await status(call(GATEWAYS[method], metadata=key_metadata("no model"))) is Code.PERMISSION_DENIED
-    assert await status(call(GATEWAYS[method], metadata=IRON)) is not Code.PERMISSION_DENIED
+    call: Any = getattr(service(channel), method)
+    assert await status(call(asked, metadata=key_metadata("no model"))) is Code.PERMISSION_DENIED
+    assert await status(call(asked, metadata=IRON)) is not Code.PERMISSION_DENIED
 
 
 @pytest.mark.parametrize("method", methods_with("lora_name"))

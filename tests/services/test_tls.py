@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 import trustme
-from certificates import fill
+from certificates import fill, strangers
 from cluster import OWN
 from fake_worker_service import FakeWorkerService, serving
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -47,17 +47,7 @@ async def by_tls(folder: Path, tokenizer: Path, **options: Any) -> AsyncIterator
 async def test_with_mutual_tls_only_this_authoritys_certificates_open_a_port(
     authority: trustme.CA, tmp_path: Path, byte_tokenizer_directory: Path
 ) -> None:
-    other = trustme.CA()
-    folder = fill(tmp_path / "server", authority, "localhost")
-    good = fill(tmp_path / "good", authority, "client")
-    bad = [
-        fill(tmp_path / "expired", authority, "client", is_expired=True),
-        fill(tmp_path / "other", other, "client", trusts=authority),
-        fill(tmp_path / "untrusting", authority, "client", trusts=other),
-    ]
-    no_certificate = fill(tmp_path / "none", authority, "client")
-    (no_certificate / "tls.crt").unlink()
-    (no_certificate / "tls.key").unlink()
+    folder, good = fill(tmp_path / "server", authority, "localhost"), fill(tmp_path / "good", authority, "client")
     async with by_tls(folder, byte_tokenizer_directory, mutual=True) as one:
         for target in (
             one.target.replace("127.0.0.1", "localhost"),
@@ -67,7 +57,7 @@ async def test_with_mutual_tls_only_this_authoritys_certificates_open_a_port(
             assert grpc.StatusCode.UNAVAILABLE not in found.values()
             unlocked = await codes(target, "a wrong key", tls=good)
             assert grpc.StatusCode.UNAUTHENTICATED in unlocked.values()  # a certificate is no key
-            for tls in (*bad, no_certificate, None):
+            for tls in (*strangers(tmp_path, authority), None):
                 async with connect(target, tls) as channel:
                     ended = [await code_of(channel, method, key_metadata(KEYS["admin"])) for method in found]
                 assert set(ended) == {grpc.StatusCode.UNAVAILABLE}
