@@ -12,6 +12,6 @@ class Limits:
     """
 
     most_bytes: int = 1 << 20
-    most_sound_bytes: int = 0
+    most_sound_bytes: int = 1 << 20
     max_connections: int = 4096
     receive_seconds: float = 60.0

@@ -161,13 +161,23 @@ async def test_calls_beyond_a_rate_are_429(url: str) -> None:
 
 @each_route
 async def test_calls_beyond_a_keys_concurrency_are_429(url: str, server: LocalServer, route: str) -> None:
-    held = asyncio.create_task(status(url, route, "one at a time", max_tokens=450, ignore_eos=True))
+    """The worker is halted meanwhile, so that the first is not through before the second comes."""
+    worker, _ = server.processes
     async with Admin(server.admin_target, api_key="all") as admin:
-        while not (await admin.state()).state.num_requests:
-            pass
-        assert await status(url, route, "one at a time") == 429
-    held.cancel()
-    await asyncio.wait([held])
+
+        async def until_requests(number: int) -> None:
+            while (await admin.state()).state.num_requests != number:
+                pass
+
+        await until_requests(0)
+        worker.process.send_signal(signal.SIGSTOP)
+        held = asyncio.create_task(status(url, route, "one at a time"))
+        try:
+            await until_requests(1)
+            assert await status(url, route, "one at a time") == 429
+        finally:
+            worker.process.send_signal(signal.SIGCONT)
+        assert await held == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
