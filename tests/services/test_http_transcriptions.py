@@ -150,7 +150,7 @@ async def test_what_cannot_be_heard_is_an_error_as_openai_has_them(
 
 async def test_only_a_sound_may_be_as_large_as_a_sound(server: tuple[InProcess, str]) -> None:
     _, url = server
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession(headers={"Content-Type": "application/json"}) as session:
         for path in ("completions", "chat/completions", "embeddings"):
             async with session.post(f"{url}/v1/{path}", data=io.BytesIO(bytes(2 << 20))) as response:
                 assert response.status == 413

@@ -44,9 +44,12 @@ async def client(server: tuple[InProcess, str]) -> AsyncIterator[openai.AsyncOpe
         yield client
 
 
+JSON = {"Content-Type": "application/json"}
+
+
 async def post(url: str, path: str, body: Any) -> tuple[int, Any]:
     data = io.BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
-    async with aiohttp.ClientSession() as session, session.post(f"{url}{path}", data=data) as response:
+    async with aiohttp.ClientSession(headers=JSON) as session, session.post(f"{url}{path}", data=data) as response:
         text = await response.text()
         return response.status, json.loads(text) if text.startswith("{") else text
 
@@ -175,7 +178,7 @@ async def test_what_all_clients_make_this_process_hold_is_bounded(
     one, _ = server
     room = Room(2_000)
     monkeypatch.setattr(edge_module, "Room", lambda num_bytes: room)
-    async with http_edge(one.target, MODEL, Limits(1_600)) as url, aiohttp.ClientSession() as session:
+    async with http_edge(one.target, MODEL, Limits(1_600)) as url, aiohttp.ClientSession(headers=JSON) as session:
         go_on = asyncio.Event()
 
         async def slowly() -> AsyncIterator[bytes]:
@@ -203,7 +206,7 @@ async def test_what_all_clients_make_this_process_hold_is_bounded(
 
 async def test_a_client_that_leaves_ends_its_call(server: tuple[InProcess, str]) -> None:
     one, url = server
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession(headers=JSON) as session:
         body = json.dumps({"input": ["x" * 60] * 2048})
         asked = asyncio.create_task(session.post(f"{url}/v1/embeddings", data=body))
         await until(lambda: one.engine.requests)
