@@ -1,6 +1,7 @@
 """Forms are compiled once, by processes that end when a form is too much for them, or when they are killed."""
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -29,8 +30,12 @@ def regex(text: str) -> pb.SamplingParams:
 
 def compilers() -> list[psutil.Process]:
     """Those of this process and what they have forked, in this order."""
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if "scheduler_service.frontend.form_compiler" in child.cmdline()]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # other tests' processes come and go
+            if "scheduler_service.frontend.form_compiler" in child.cmdline():
+                found.append(child)
+    return found
 
 
 @pytest.fixture

@@ -91,6 +91,7 @@ def locked(tiny_model_directory: Path, tmp_path_factory: pytest.TempPathFactory)
     worker_arguments = [
         *("--listen", address, "--model", str(tiny_model_directory), *WORKER_SIZES, *metrics),
         *("--tls", str(folder / "worker"), "--mutual-tls", "--scheduler-identity", "scheduler"),
+        *("--metrics-identity", "client"),
     ]
     scheduler_arguments = [
         *("--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0", "--model", str(tiny_model_directory), *metrics),
@@ -143,10 +144,10 @@ async def test_every_method_of_a_worker_is_the_schedulers_but_health(locked: Loc
 async def test_changed_certificates_of_another_authority_hold_at_every_port_and_between_the_services(
     locked: Locked,
 ) -> None:
-    before = locked.certificate("before")
+    before = fill(locked.folder / "before", locked.authority, "client", trusts=locked.authority)
     assert await locked.complete() == 200
     locked.renew(trustme.CA())
-    after = locked.certificate("after")
+    after = fill(locked.folder / "after", locked.authority, "client", trusts=locked.authority)
     for port in (*BY_GRPC, *BY_HTTPS):
         async with asyncio.timeout(30):
             while not await locked.reaches(port, after):
