@@ -173,25 +173,28 @@ class Drafter:
                 self._learn(sequence, num_tokens)
             if self._proposer.cost is None:
                 self._look_up(ends)
-            wanted = numbers_of_guesses(
+            mosts = [
+                min(self._most, self._proposer.most_behind(_num_known(chunk))) if goes_on else 0
+                for chunk, goes_on in zip(chunks, going_on, strict=True)
+            ]
+            numbers = numbers_of_guesses(
                 [record.chance for record in records],
-                [
-                    min(self._most, self._proposer.most_behind(_num_known(chunk))) if goes_on else 0
-                    for chunk, goes_on in zip(chunks, going_on, strict=True)
-                ],
+                mosts,
                 self._cost,
                 self._pause,
                 shares=[record.share for record in records],
                 guessing=self._proposer.cost,
             )
-        numbers = [
+            # How many are worth verifying is found when it is known what is guessed.
+            wanted = [most if number else 0 for most, number in zip(mosts, numbers, strict=True)]
+        sampling = [
             (record, number) for record, number, chunk in zip(records, wanted, chunks, strict=True) if chunk.samples
         ]
-        if all(record.wanted == number for record, number in numbers):
+        if all(record.wanted == number for record, number in sampling):
             return []
-        for record, number in numbers:
+        for record, number in sampling:
             record.wanted = number
-        return [number for _, number in numbers]
+        return [number for _, number in sampling]
 
     def _look_up(self, ends: Sequence[tuple[SequenceState, int]]) -> None:
         """Guess how these sequences go on behind so many tokens, whether or not it will be verified."""
