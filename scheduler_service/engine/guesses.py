@@ -5,11 +5,16 @@ from collections.abc import Iterable
 
 from scheduler_service.core import ModelOutput
 
+_FEATURE = "speculate:"
+MAX_NAME = 16
+"""Of what a worker guesses with: it is a label."""
+
 
 class Guesses:
     """Of one worker."""
 
     def __init__(self) -> None:
+        self.proposer = ""
         self.verified = Lengths()
         self.right = Lengths()
 
@@ -18,6 +23,12 @@ class Guesses:
         if any(answer.num_draft_tokens):
             self.verified.count(filter(None, answer.num_draft_tokens))
             self.right.count(number - 1 for number in answer.num_tokens)
+
+
+def proposer_of(features: Iterable[str]) -> str:
+    """What a worker with these features guesses with; empty if it does not guess."""
+    named = (feature.removeprefix(_FEATURE) for feature in features if feature.startswith(_FEATURE))
+    return next((name[:MAX_NAME] for name in named if name.isalnum()), "")
 
 
 class Lengths:

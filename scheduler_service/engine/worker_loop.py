@@ -30,7 +30,7 @@ from scheduler_service.core import (
 )
 from scheduler_service.engine.adapters import Adapters
 from scheduler_service.engine.answer_check import check_answer
-from scheduler_service.engine.guesses import Guesses
+from scheduler_service.engine.guesses import Guesses, proposer_of
 from scheduler_service.engine.limits import scheduler_config, step_timeout
 from scheduler_service.engine.step_split import StepSplit
 from scheduler_service.engine.worker_client import (
@@ -289,6 +289,7 @@ class WorkerLoop:
         # Nothing may wait from here until it is among those that serve: an adapter could be loaded meanwhile.
         self._check_is_available(info)
         self.instance_id = info.instance_id
+        self.guesses.proposer = proposer_of(info.features)
         self.epoch = max(time.time_ns(), info.epoch + 1)
         self._is_superseded = False
         session = self.client.open_session(self.epoch, self.split)

@@ -52,6 +52,7 @@ def _encode_worker(worker: WorkerLoop) -> pb.WorkerState:
         num_accepted_tokens=worker.guesses.right.num_tokens,
         num_guessed_by_position=worker.guesses.verified.by_position(),
         num_accepted_by_position=worker.guesses.right.by_position(),
+        proposer=worker.guesses.proposer,
     )
     if (scheduler := worker.scheduler) is not None:
         state.connected = True

@@ -161,6 +161,11 @@ class SchedulerMetrics:
             ("worker_requests_swapped", "Requests swapped out to a worker's host memory.", "num_swapped"),
         ):
             yield family.gauges(name, text, "worker", {w.address: getattr(w, gauges) for w in state.workers})
+        yield family.info(
+            "spec_decode_info",
+            "What a worker guesses with; always 1.",
+            [{"worker": w.address, "proposer": w.proposer} for w in state.workers if w.proposer],
+        )
         yield family.counters(
             "steps", "Steps that a worker has answered.", "worker", {w.address: w.num_steps for w in state.workers}
         )

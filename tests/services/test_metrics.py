@@ -23,6 +23,7 @@ from pagewire_client.local import ServiceProcess
 from pagewire_common.metrics import MOST_CONNECTIONS, MOST_HEAD_BYTES, serve_metrics
 from pagewire_common.start_error import StartError
 from scheduler_service.core import PlacementReason
+from scheduler_service.engine.guesses import proposer_of
 from scheduler_service.operations.metrics import SchedulerMetrics
 from scheduler_service.statistics.counts import MOST_TENANTS, CountsByTenant, Histogram
 
@@ -136,6 +137,7 @@ async def test_guesses_are_counted_by_their_position() -> None:
         guesses = one.engine.workers[0].guesses
         guesses.verified.count([4, 4, 2])
         guesses.right.count([3, 0, 1])
+        guesses.proposer = "ngram"
         found = await scrape(one)
         (worker,) = (await AdminServiceStub(channel).GetClusterState(pb.GetClusterStateRequest())).state.workers
     assert list(worker.num_guessed_by_position) == [3, 3, 2, 2]
@@ -145,6 +147,22 @@ async def test_guesses_are_counted_by_their_position() -> None:
     assert found("pagewire_spec_decode_num_accepted_tokens_total") == 4 == worker.num_accepted_tokens
     by_position = found.by_label("pagewire_spec_decode_num_accepted_tokens_per_pos_total", "position")
     assert by_position == {"0": 2, "1": 1, "2": 1}
+    assert found.by_label("pagewire_spec_decode_info", "proposer") == {"ngram": 1}
+    assert worker.proposer == "ngram"
+
+
+@pytest.mark.parametrize(
+    ("features", "proposer"),
+    [
+        (["swap", "speculate:eagle"], "eagle"),
+        (["swap"], ""),
+        (["speculate:"], ""),
+        (['speculate:x"} 1\n'], ""),
+        (["speculate:" + "x" * 999], "x" * 16),
+    ],
+)
+def test_what_a_worker_says_that_it_guesses_with_is_a_short_label(features: list[str], proposer: str) -> None:
+    assert proposer_of(features) == proposer
 
 
 def by_name(counts: Mapping[PlacementReason, int]) -> dict[str, int]:

@@ -129,7 +129,11 @@ def load_worker(settings: WorkerSettings) -> Worker:
             model_fingerprint=fingerprint,
             dtype=str(target.dtype).removeprefix("torch."),
             device=f"{device.type} ({_device_name(device)}, {kernels})" + f" x {ranks.size}" * (ranks.size > 1),
-            features=(*("swap",) * bool(num_host_blocks), *("forms",) * bool(forms)),
+            features=(
+                *("swap",) * bool(num_host_blocks),
+                *("forms",) * bool(forms),
+                *(f"speculate:{settings.speculate}",) * (settings.speculate != "none"),
+            ),
             sliding_window=sliding_window,
             swap_bytes_per_second=_slowest(caches[0].measure_swap_bandwidth(), block_bytes, ranks),
             prefill_tokens_per_second=speed,
