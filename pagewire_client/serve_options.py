@@ -26,7 +26,7 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", s
     serve.add_argument(
         "--http-mutual-tls",
         action="store_true",
-        default=os.environ.get("PAGEWIRE_HTTP_MUTUAL_TLS", "").lower() in ("1", "true", "yes", "on"),
+        default=_is_on("PAGEWIRE_HTTP_MUTUAL_TLS"),
         help="with --http-tls: clients need a certificate that its ca.crt vouches for",
     )
     serve.add_argument(
@@ -50,6 +50,16 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", s
         default=os.environ.get("PAGEWIRE_OTLP_TRACES_ENDPOINT"),
         help="http://HOST:PORT of an OpenTelemetry collector that the gateway sends its spans to",
     )
+
+
+def _is_on(name: str) -> bool:
+    """Of a variable of the environment; a word that is not known ends the command."""
+    word = os.environ.get(name, "").lower()
+    if word in ("", "0", "false", "no", "off", "n", "f"):
+        return False
+    if word in ("1", "true", "yes", "on", "y", "t"):
+        return True
+    raise SystemExit(f"{name} is {word!r}; it must be true or false")
 
 
 def _number(text: str) -> int:

@@ -64,6 +64,8 @@ _OWN_METHODS = frozenset(
 _GENERATE = f"{_SERVICE}Generate"
 _NOTHING = Unread()
 DEFAULTS = Limits()
+LINGER_SECONDS = 10.0
+"""For the rest of a body that nobody reads."""
 _ID_BYTES = 16
 _NAME_LENGTH = len(CHAT_ID) + 2 * _ID_BYTES
 _HOP_BY_HOP = frozenset(
@@ -188,6 +190,7 @@ class Edge:
             logger=quiet,
             # A connection is closed when none of its requests is under way for so long, or none has its whole head.
             keepalive_timeout=self._limits.receive_seconds,
+            lingering_time=min(LINGER_SECONDS, self._limits.receive_seconds),
         )
         await self._runner.setup()
         self._port = Port(self._runner, security, self._limits.max_connections)
@@ -242,7 +245,7 @@ class Edge:
         body = await read_body(request, held, self._limits.most_bytes, self._limits.receive_seconds)
         unread = _NOTHING
         if is_counted:
-            body, unread = await self._read_chat(body, scheduler)
+            body, unread = await self._read_chat(body, scheduler, key)
         name = CHAT_ID + secrets.token_hex(_ID_BYTES)
         self._requests[name] = _Request(key, unread, _trace(request))
         try:
@@ -250,18 +253,19 @@ class Edge:
         finally:
             del self._requests[name]
 
-    async def _read_chat(self, body: bytes, scheduler: grpc.aio.Channel) -> tuple[bytes, Unread]:
-        """What the gateway is given, and what it is not. What is asked for beside the tokens is not the client's call,
-        and not counted as one. Raises HttpError."""
+    async def _read_chat(self, body: bytes, scheduler: grpc.aio.Channel, key: str) -> tuple[bytes, Unread]:
+        """What the gateway is given, and what it is not. A chat that the scheduler has to encode counts as two of the
+        client's calls. Raises HttpError."""
         fields = read_object(body)
-        parses, own = fields.pop(PARSE, False), key_metadata(self._own)
+        parses = fields.pop(PARSE, False)
         unread = take_out(fields, self._model)
         try:
             if parses is not True:
-                await self._special.learn(scheduler, own)
+                await self._special.learn(scheduler, key_metadata(self._own))
                 if spelled := self._special.spelled_in(fields):
                     tokenize = InferenceServiceStub(scheduler).Tokenize
-                    unread = replace(unread, token_ids=await token_ids_of(fields, spelled, tokenize, own))
+                    token_ids = await token_ids_of(fields, spelled, tokenize, key_metadata(key))
+                    unread = replace(unread, token_ids=token_ids)
         except grpc.aio.AioRpcError as error:
             raise refused_by(error) from None
         return write_object(fields), unread

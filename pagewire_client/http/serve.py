@@ -11,6 +11,7 @@ from pagewire_client.http.edge import Edge
 from pagewire_client.http.gateway import Gateway, check_free, free_address, url_of
 from pagewire_client.http.limits import Limits
 from pagewire_client.local import ServerError
+from pagewire_common.logs import configure_logging
 from pagewire_common.open_files import raise_open_files_limit
 from pagewire_common.start_error import StartError
 from pagewire_common.tls import Security, TlsFolder
@@ -46,6 +47,7 @@ async def serve(arguments: argparse.Namespace, target: str, *, api_key: str = ""
     """Serve `arguments.listen` for the scheduler at `target`. Raises ServerError when the gateway ends."""
     if arguments.http_mutual_tls and not arguments.http_tls:
         raise ServerError("--http-mutual-tls needs --http-tls, whose ca.crt clients' certificates are checked with")
+    configure_logging("info", "auto")  # without local variables in tracebacks, keys and prompts among them
     raise_open_files_limit()
     model = await _served_model(target, api_key, tls)
     host, port = check_free(arguments.listen)

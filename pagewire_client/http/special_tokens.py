@@ -7,11 +7,13 @@ refused.
 """
 
 import asyncio
+import contextlib
 import io
 import json
 import re
 import zipfile
 from collections.abc import Iterator
+from itertools import groupby, takewhile
 from typing import Any
 
 import grpc
@@ -19,6 +21,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.http.errors import invalid
+from pagewire_client.http.unread import is_unicode
 
 PARSE = "parse_special_tokens"
 """The field of a body that has them read as special tokens."""
@@ -66,6 +69,8 @@ async def token_ids_of(fields: dict[str, Any], spelled: str, tokenize: Any, meta
     for message in messages if is_plain and isinstance(messages, list) else ():
         is_plain = is_plain and isinstance(message, dict) and message.keys() == _OF_A_MESSAGE
         if is_plain := is_plain and all(isinstance(text, str) for text in message.values()):
+            if not all(map(is_unicode, message.values())):
+                raise invalid("messages: a text has half of a surrogate pair, which no character is written with")
             chat.messages.add(**message)
     if not is_plain:
         raise invalid(
@@ -76,13 +81,16 @@ async def token_ids_of(fields: dict[str, Any], spelled: str, tokenize: Any, meta
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All that a value of JSON has, names too, and the text parts of one content as the one text that a template makes
-    of them."""
+    """All that a value of JSON has, names too, the text parts of one content as the one text that a template makes of
+    them, and what a text has that is JSON itself, such as a call's arguments, which a template is given as values."""
     rest = [value]
     while rest:
         match rest.pop():
             case str(text):
                 yield text
+                if "\\" in text:  # without it the text itself has all that its values have
+                    with contextlib.suppress(ValueError, RecursionError):
+                        rest.append(json.loads(text))
             case dict(members):
                 rest += members.keys()
                 rest += members.values()
@@ -102,5 +110,18 @@ def _pattern_of(archive: bytes) -> re.Pattern[str]:
                 tokens = tokens.values() if isinstance(tokens, dict) else tokens
                 special.update(token["content"] for token in tokens if token.get("special"))
     special.discard("")
-    longest_first = sorted(special, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) if special else r"(?!)")
+    return re.compile(_any_of(sorted(special)) if special else r"(?!)")
+
+
+def _any_of(words: list[str]) -> str:
+    """An expression for any of these sorted words: a trie, because some models have a thousand that begin alike, and
+    each of them would be tried at each place of a text. A word that another begins with stands for both."""
+    if "" in words:
+        return ""
+    branches = []
+    for _, group in groupby(words, key=lambda word: word[0]):
+        same = list(group)
+        pairs = zip(same[0], same[-1], strict=False)  # the first and the last in order differ where any do
+        start = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        branches.append(re.escape(start) + _any_of([word[len(start) :] for word in same]))
+    return f"(?:{'|'.join(branches)})"

@@ -61,7 +61,7 @@ class Audit(grpc.aio.ServerInterceptor):
 
     @contextlib.asynccontextmanager
     async def _watched(self, method: str, context: Context) -> AsyncIterator[None]:
-        began, status = time.monotonic(), grpc.StatusCode.OK
+        began, status, peer = time.monotonic(), grpc.StatusCode.OK, context.peer()
         try:
             yield
         except asyncio.CancelledError:
@@ -73,7 +73,7 @@ class Audit(grpc.aio.ServerInterceptor):
         finally:
             if not _has_line.get():
                 status = context.code() or status  # None where it was not set, though its type says otherwise
-                self._log(method, status, context.peer(), time.monotonic() - began)
+                self._log(method, status, peer, time.monotonic() - began)
 
     def _log(self, method: str, status: grpc.StatusCode, peer: str, seconds: float) -> None:
         if method in _PROBES and status in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED):

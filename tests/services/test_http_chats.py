@@ -1,10 +1,12 @@
 """OpenAI's own client asks for chats through `serve`: what may be asked for, and what comes of it."""
 
 import json
+import re
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from itertools import groupby
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import openai
@@ -13,6 +15,7 @@ from serve_command import serve_command
 from tiny_model import SPECIAL_TOKENS
 
 from pagewire_client import Client, LocalServer, SamplingParams
+from pagewire_client.http.special_tokens import _any_of
 from pagewire_client.llm import Output, collect
 
 MODEL = "tiny-llama"
@@ -27,6 +30,14 @@ UNIT = {
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": name, "parameters": UNIT}} for name in ("weather", "clock")
 ]
+CALLED = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "x", "arguments": r'{"q": "\u003c|im_end|>"}'}}
+    ],
+}
+"""A template is given the arguments as values, in which the escape is the character."""
 each_way = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 
 
@@ -182,14 +193,28 @@ async def test_special_tokens_in_a_chat_are_text_as_over_grpc(
         {"tools": [{"type": "function", "function": {"name": "x", "description": "<|im_end|>"}}]},
         {"tools": [{"type": "function", "function": {"name": "x", "parameters": {"<|im_end|>": {}}}}]},
         {"extra_body": {"chat_template_kwargs": {"x": "<|im_end|>"}}},
+        {"messages": [{"role": "user", "content": "x"}, CALLED]},
     ],
-    ids=["in parts", "beside tools", "beside a name", "in a tool", "in a tool's field", "for the template"],
+    ids=["in parts", "beside tools", "beside a name", "in a tool", "in a tool's field", "for the template", "escaped"],
 )
 async def test_special_tokens_that_cannot_be_taken_as_text_are_refused(
     client: openai.AsyncOpenAI, more: dict[str, Any]
 ) -> None:
     with pytest.raises(openai.BadRequestError, match="a special token, which is only taken as text in a chat"):
         await choices(client, stream=False, max_tokens=1, **more)
+
+
+async def test_a_text_that_is_no_unicode_is_refused(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="half of a surrogate pair"):
+        await choices(client, stream=False, max_tokens=1, messages=[{"role": "user", "content": "\ud800<|im_end|>"}])
+
+
+def test_special_tokens_are_found_wherever_they_are_and_in_a_pass() -> None:
+    draw = Random(1)
+    for _ in range(500):
+        words = sorted({"".join(draw.choices("ab<|", k=draw.randint(1, 5))) for _ in range(draw.randint(1, 8))})
+        text = "".join(draw.choices("ab<|", k=12))
+        assert bool(re.search(_any_of(words), text)) == any(word in text for word in words)
 
 
 async def test_special_tokens_are_no_matter_outside_the_template(client: openai.AsyncOpenAI) -> None:
