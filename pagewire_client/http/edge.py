@@ -65,7 +65,7 @@ _GENERATE = f"{_SERVICE}Generate"
 _NOTHING = Unread()
 DEFAULTS = Limits()
 LINGER_SECONDS = 10.0
-"""For the rest of a body that nobody reads."""
+"""For the rest of a body that is not read."""
 _ID_BYTES = 16
 _NAME_LENGTH = len(CHAT_ID) + 2 * _ID_BYTES
 _HOP_BY_HOP = frozenset(

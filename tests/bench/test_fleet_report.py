@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from bench.fleet import __main__ as fleet
-from bench.fleet import bystanders, failover, feeding, front_ends, overhead
+from bench.fleet import bystanders, failover, feeding, front_ends, overhead, tracing
 from bench.fleet.bystanders import Bystanders
 from bench.fleet.failover import Failover
 from bench.fleet.feeding import Feeding
@@ -29,6 +29,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(feeding, "search", lambda *_: [fed, hungry])
     monkeypatch.setattr(front_ends, "run", lambda *_: [Cost(8, 2, 1, 400.0, 20.0, 90.0, 0.4, 99.0)])
     monkeypatch.setattr(overhead, "run", lambda *given: Overhead(given[2], 100.0, 98.0, 2.0, -1.0, 3.0, 60.0, 50.0))
+    monkeypatch.setattr(tracing, "run", lambda *_: tracing.Cost(33.6, 42.8, 1.27, 1.04))
     monkeypatch.setattr(bystanders, "run", lambda *_: Bystanders(300.0, 297.0, 1.0, -0.5, 2.5))
     return tmp_path
 
