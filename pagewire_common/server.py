@@ -1,6 +1,7 @@
 """The life of a gRPC server: bind, report health, serve until SIGTERM or SIGINT, drain, exit 0."""
 
 import asyncio
+import faulthandler
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -133,6 +134,7 @@ def stop_event() -> asyncio.Event:
 def run(program: str, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run a service to its end; StartError becomes one sentence on stderr and exit status 1."""
     raise_open_files_limit()
+    faulthandler.enable(sys.stderr)  # where a library of C was when it crashed: names of functions, and no values
     try:
         asyncio.run(main())
     except StartError as error:

@@ -61,6 +61,7 @@ class Audit(grpc.aio.ServerInterceptor):
 
     @contextlib.asynccontextmanager
     async def _watched(self, method: str, context: Context) -> AsyncIterator[None]:
+        # gRPC crashes when it is asked for the peer of a call that is gone, and a generator may end after its call.
         began, status, peer = time.monotonic(), grpc.StatusCode.OK, context.peer()
         try:
             yield

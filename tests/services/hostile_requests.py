@@ -24,6 +24,12 @@ Code = grpc.StatusCode
 INSIDE = re.compile(r"Traceback|\.py\b|/work|/tmp|/home|site-packages|object at 0x|\bself\b|Error:|Exception")
 """What no client is told."""
 
+
+def texts_in(answer: bytes) -> str:
+    """What can be read of a message's bytes: eight of a number seldom look like text all at once."""
+    return "\n".join(text.decode() for text in re.findall(rb"[ -~]{9,}", answer))
+
+
 NAN, INFINITY = float("nan"), float("inf")
 Draw = random.Random
 REFUSED = frozenset({Code.INVALID_ARGUMENT})

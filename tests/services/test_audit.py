@@ -133,3 +133,23 @@ async def test_a_flood_of_wrong_keys_is_a_few_lines_and_a_number(
     counted = [log for log in logs if log["event"] == "more calls without a valid key"]
     assert len(refusals(logs)) <= 3 * (len(counted) + 1)
     assert counted
+
+
+async def test_a_call_that_is_gone_is_not_asked_for_its_peer() -> None:
+    """gRPC ends the process then, and a stream may be ended after its call, as when its client has left."""
+
+    class FakeContext:
+        is_gone = False
+
+        def peer(self) -> str:
+            assert not self.is_gone
+            return "ipv4:127.0.0.1:1"
+
+        def code(self) -> None:
+            return None
+
+    context: Any = FakeContext()
+    with capture_logs() as logs:
+        async with audit.Audit()._watched("/a/b", context):
+            context.is_gone = True
+    assert [log["peer"] for log in closed(logs)] == ["ipv4:127.0.0.1:1"]

@@ -28,6 +28,9 @@ def regex(text: str) -> pb.SamplingParams:
     return pb.SamplingParams(regex=text)
 
 
+Compilers = Callable[[], list[psutil.Process]]
+
+
 def compilers() -> list[psutil.Process]:
     """Those of this process and what they have forked, in this order."""
     found = []
@@ -39,14 +42,20 @@ def compilers() -> list[psutil.Process]:
 
 
 @pytest.fixture
-def forms() -> Iterator[Forms]:
+def own() -> Compilers:
+    """Those of this test: servers of others may have some."""
     before = set(compilers())
+    return lambda: [compiler for compiler in compilers() if compiler not in before]
+
+
+@pytest.fixture
+def forms(own: Compilers) -> Iterator[Forms]:
     forms = Forms()
     yield forms
     forms._threads.shutdown()
     for compiler in forms._idle:
         compiler.close()
-    assert set(compilers()) <= before
+    assert not own()
 
 
 class Asked:
@@ -129,23 +138,23 @@ async def test_a_form_waits_for_no_other_one_and_is_not_compiled_when_its_client
 
 
 async def test_a_form_that_takes_too_long_is_refused_and_the_process_that_replaces_its_own_is_there(
-    forms: Forms,
+    forms: Forms, own: Compilers
 ) -> None:
     await forms.read(regex("a"))
-    template, child = compilers()[-2:]
+    template, child = own()
     async with asyncio.timeout(DEADLINE):
         with pytest.raises(FormError, match=r"json_schema cannot be followed: it takes more than 0.3 s of a processor"):
             await forms.read(pb.SamplingParams(json_schema=BOMB))
     assert await forms.read(regex("b"))
     assert not child.is_running()
-    assert compilers()[-2] == template
+    assert own()[0] == template
 
 
 @pytest.mark.skipif(not hasattr(psutil.Process, "rlimit"), reason="limits of another process are set")
-async def test_a_form_that_takes_too_much_memory_is_refused(forms: Forms) -> None:
+async def test_a_form_that_takes_too_much_memory_is_refused(forms: Forms, own: Compilers) -> None:
     """Its process has 4 MiB here, because nothing was found that takes 256 in its time."""
     await forms.read(regex("a"))
-    child = compilers()[-1]
+    child = own()[-1]
     assert child.rlimit(psutil.RLIMIT_DATA) == (256 << 20, 256 << 20)
     most = child.memory_info().data + (4 << 20)
     child.rlimit(psutil.RLIMIT_DATA, (most, most))
@@ -154,9 +163,9 @@ async def test_a_form_that_takes_too_much_memory_is_refused(forms: Forms) -> Non
     assert await forms.read(regex("b"))
 
 
-async def test_a_process_that_has_held_much_memory_gives_it_back(forms: Forms) -> None:
+async def test_a_process_that_has_held_much_memory_gives_it_back(forms: Forms, own: Compilers) -> None:
     await forms.read(regex("a"))
-    child = compilers()[-1]
+    child = own()[-1]
     assert await forms.read(regex(r"(?i)" + r"\p{L}" * 700))  # 20 MiB of it
     assert await forms.read(regex("b"))
     assert not child.is_running()
@@ -165,26 +174,26 @@ async def test_a_process_that_has_held_much_memory_gives_it_back(forms: Forms) -
 @pytest.mark.parametrize("end", [psutil.Process.kill, psutil.Process.suspend], ids=["killed", "stopped"])
 @pytest.mark.parametrize("number", [-1, -2], ids=["the one that compiles", "the one that it was forked from"])
 async def test_a_form_is_compiled_by_another_process_when_one_is_ended(
-    forms: Forms, end: Callable[[psutil.Process], None], number: int
+    forms: Forms, own: Compilers, end: Callable[[psutil.Process], None], number: int
 ) -> None:
     await forms.read(regex("a"))
     connection = forms._idle[-1]._connection
     assert connection is not None
     with socket.socket(fileno=os.dup(connection.fileno())) as control:
         control.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 1, 0))  # of DEAF_SECONDS
-    end(compilers()[number])
+    end(own()[number])
     async with asyncio.timeout(DEADLINE):
         assert await forms.read(regex("b"))
 
 
 async def test_where_processes_are_killed_again_and_again_the_request_may_be_tried_later(
-    forms: Forms, monkeypatch: pytest.MonkeyPatch
+    forms: Forms, own: Compilers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = FormCompiler._start
 
     def killed(compiler: FormCompiler) -> object:
         connection = start(compiler)
-        while not (found := compilers()):  # it is another program from a moment after its start on
+        while not (found := own()):  # it is another program from a moment after its start on
             pass
         found[-1].kill()
         return connection

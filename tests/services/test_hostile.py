@@ -15,7 +15,7 @@ import grpc
 import psutil
 import pytest
 from cluster import front_ends
-from hostile_requests import FINE, INSIDE, KINDS, OTHERS, Code, Draw, changed
+from hostile_requests import FINE, INSIDE, KINDS, OTHERS, Code, Draw, changed, texts_in
 from locked import KEYS, key_file
 
 from pagewire_client import Client, LocalServer, SamplingParams
@@ -81,7 +81,7 @@ async def send(
     leaves = draw.random() < 0.1 or method.endswith(("/Watch", "/WatchClusterState"))
     try:
         async for answer in call:
-            assert not INSIDE.search(answer.decode(errors="replace")) or right is ANY, (name, answer[:300])
+            assert not INSIDE.search(texts_in(answer)) or right is ANY, (name, answer[:300])
             if leaves:
                 call.cancel()
                 found[name, "left"] += 1

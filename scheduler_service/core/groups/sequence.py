@@ -77,9 +77,7 @@ class Sequence:
         self.num_slots = 0  # tokens that its device blocks have room for
         self.forked_from: Sequence | None = None  # whose tokens it begins with, until the worker knows it
         self.num_forked_tokens = 0  # how many of them
-        self.num_draft_tokens = (
-            0  # guesses that steps in flight have room for: as many may count as computed and are not
-        )
+        self.num_draft_tokens = 0  # room for guesses in steps in flight: so many count as computed and may not be
         self.num_draft_tokens_wanted = 0  # for how many its worker would have room in each further step
         self.score = 0.0  # of a beam: the sum of its tokens' log-probabilities
         self.candidates: list[tuple[int, float]] | None = None  # of a beam: likeliest next tokens, once they are known
