@@ -36,10 +36,11 @@ class SchedulerConfig:
     While others want a share of the step, a sequence computes at most `max_prefill_chunk` tokens of it, each further
     one that is as long half as many as the one before it, and so all of them at most about twice as many: a long prompt
     does not hold up those behind it. What is left then they compute all the same; 0 is no bound.
-    `max_loras` bounds the adapters among the groups that run at a time. `num_lookahead_slots` is the room that every
-    sequence has past the tokens it computes next. With a `sliding_window` each token attends to so many up to itself,
-    0 for all; blocks that fell behind the window are let go of, and prefixes are not cached, whose first blocks would
-    be missing.
+    `max_loras` bounds the adapters among the groups that run at a time. The worker holds `max_held_loras` in host
+    memory, or whatever there is where that is 0; to copy one to the device takes `lora_copy_seconds`.
+    `num_lookahead_slots` is the room that every sequence has past the tokens it computes next. With a `sliding_window`
+    each token attends to so many up to itself, 0 for all; blocks that fell behind the window are let go of, and
+    prefixes are not cached, whose first blocks would be missing.
     A worker without device blocks holds an encoder, which keeps no keys and values: a prompt is computed whole in one
     step, and takes nothing but its tokens of it.
     A step computes up to `max_num_encoder_tokens` of what encoders of encoder-decoder models read, 0 for other models.
@@ -58,6 +59,8 @@ class SchedulerConfig:
     num_host_blocks: int = 0
     max_prefill_chunk: int = 0
     max_loras: int = 1
+    max_held_loras: int = 0
+    lora_copy_seconds: float = 0.0
     num_lookahead_slots: int = 0
     sliding_window: int = 0
     prefix_caching: bool = True
@@ -85,6 +88,7 @@ class SchedulerConfig:
             "num_device_blocks",
             "num_host_blocks",
             "max_prefill_chunk",
+            "max_held_loras",
             "num_lookahead_slots",
             "sliding_window",
             "block_bytes",
@@ -98,6 +102,8 @@ class SchedulerConfig:
             raise ValueError(f"delay_factor is {self.delay_factor}; it must be at least 0 and finite")
         if self.delay_factor and self.phase_rule is PhaseRule.CHUNKED:
             raise ValueError(f"delay_factor is {self.delay_factor}; with chunked phases it must be 0")
+        if not 0 <= self.lora_copy_seconds < math.inf:
+            raise ValueError(f"lora_copy_seconds is {self.lora_copy_seconds}; it must be at least 0 and finite")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark is {self.watermark}; it must be in [0, 1)")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -5,85 +5,30 @@ while requests of the old one still run, and are moved between workers.
 """
 
 import asyncio
-import contextlib
-import hashlib
-import re
 import shutil
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import grpc
 import structlog
 
-from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire.v1.admin_service_pb2 import FinishedRequest
 from pagewire_common.errors import RequestError
 from pagewire_common.start_error import StartError
-from scheduler_service.engine.worker_client import AdapterRefusedError, UnreachableError, WorkerClient, WorkerError
+from scheduler_service.engine.adapter_fetcher import AdapterFetcher
+from scheduler_service.engine.adapter_files import Adapter, configured_folders, hand_over, read_adapter
+from scheduler_service.engine.worker_client import AdapterRefusedError, WorkerClient, WorkerError
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.wire.codec import WorkerInfo
 
 log = structlog.get_logger()
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
-MAX_CONFIG_BYTES = 1 << 20
-PIECE_BYTES = 1 << 20
 MOST_COUNTED = 64
 OTHERS = "(others)"
-NAME = re.compile(r"(?!\.+$)[\w.@:-]{1,128}")
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """A copy of a folder as PEFT writes it: what happens to the folder does not matter to requests in flight."""
-
-    name: str
-    fingerprint: str
-    config: bytes
-    weights: Path
-    num_bytes: int
-
-
-def read_adapter(name: str, folder: Path, copies: Path) -> Adapter:
-    """Copy it into a folder of copies. Raises ValueError."""
-    if not NAME.fullmatch(name):
-        raise ValueError(f"{name[:200]!r} cannot name an adapter: 1 to 128 letters, digits and . _ @ : -")
-    try:
-        with open(folder / CONFIG, "rb") as file:
-            config = file.read(MAX_CONFIG_BYTES + 1)
-        if len(config) > MAX_CONFIG_BYTES:
-            raise ValueError(f"adapter {name}: {CONFIG} has more than {MAX_CONFIG_BYTES} bytes")
-        with open(folder / WEIGHTS, "rb") as source, tempfile.NamedTemporaryFile(dir=copies, delete=False) as copy:
-            digest = hashlib.sha256()
-            while data := source.read(PIECE_BYTES):
-                digest.update(data)
-                copy.write(data)
-    except OSError as error:
-        raise ValueError(f"adapter {name}: cannot read {error.filename}: {error.strerror}") from None
-    fingerprint = hashlib.sha256(hashlib.sha256(config).digest() + digest.digest()).hexdigest()
-    weights = Path(copy.name).replace(copies / fingerprint)
-    return Adapter(name, fingerprint, config, weights, weights.stat().st_size)
-
-
-async def hand_over(client: WorkerClient, adapter: Adapter) -> None:
-    """Raises AdapterRefusedError where the worker cannot use it, and UnreachableError."""
-    try:
-        await client.load_adapter(adapter.fingerprint, _pieces_of(adapter))
-    except OSError as error:
-        raise UnreachableError(f"the copy of the adapter {adapter.name} cannot be read: {error.strerror}") from None
-
-
-async def _pieces_of(adapter: Adapter) -> AsyncIterator[worker_pb.TakeAdapterRequest]:
-    yield worker_pb.TakeAdapterRequest(fingerprint=adapter.fingerprint, config=adapter.config)
-    with open(adapter.weights, "rb") as file:  # noqa: ASYNC230  # a thread's would stay open when cancelled
-        while data := await asyncio.to_thread(file.read, PIECE_BYTES):
-            yield worker_pb.TakeAdapterRequest(data=data)
 
 
 class AdapterCounts:
@@ -103,20 +48,14 @@ class AdapterCounts:
         self.num_output_tokens[name] += finished.output_tokens
 
 
-class Holder(Protocol):
-    """A worker that serves."""
-
-    client: WorkerClient
-
-    def drop_adapter(self, fingerprint: str) -> None:
-        """Have it forget an adapter once the steps that it has been sent are answered."""
-
-
 class Users(Protocol):
     """What an adapter matters to."""
 
-    def holders(self) -> Sequence[Holder]:
-        """The workers that serve."""
+    def fetchers(self) -> Sequence[AdapterFetcher]:
+        """Of the workers that serve."""
+
+    def wake(self) -> None:
+        """Have every worker look whether there is something to send."""
 
     def uses_adapter(self, fingerprint: str) -> bool:
         """Whether a request in flight names it."""
@@ -126,8 +65,10 @@ class Users(Protocol):
 
 
 class Adapters:
-    """Those that requests can name, those that are being handed to the workers, and those that requests in flight still
-    need. A worker that serves holds all of them."""
+    """Those that requests can name, those that are being loaded, and those that requests in flight still need.
+
+    Workers are brought them beside their steps, as far as they have places; see adapter_fetcher.py.
+    """
 
     def __init__(self, settings: SchedulerSettings, users: Users) -> None:
         """Reads the adapters that the settings name. Raises StartError."""
@@ -140,14 +81,17 @@ class Adapters:
         self._named: dict[str, Adapter] = {}
         self._loading: dict[str, Adapter] = {}  # by fingerprint, as the next
         self._leaving: dict[str, Adapter] = {}  # no name leads to them any more
+        self._wanted: dict[str, Adapter] = {}  # all of those, by fingerprint
+        self._contested: set[str] = set()  # that a worker could not use, and others could
         self._lock = asyncio.Lock()
         try:
-            for name, folder in _configured(settings.lora, self._folder):
+            for name, folder in configured_folders(settings.lora, self._folder):
                 if name in self._named:
                     raise ValueError(f"two adapters are named {name}")
                 self._named[name] = read_adapter(name, folder, self._place())
         except ValueError as error:
             raise StartError(str(error)) from None
+        self._update()
 
     @property
     def are_served(self) -> bool:
@@ -158,11 +102,6 @@ class Adapters:
     def listed(self) -> list[Adapter]:
         """Those that requests can name."""
         return sorted(self._named.values(), key=lambda adapter: adapter.name)
-
-    @property
-    def _wanted(self) -> dict[str, Adapter]:
-        """All that a worker must hold, by fingerprint."""
-        return self._leaving | self._loading | {adapter.fingerprint: adapter for adapter in self._named.values()}
 
     def find(self, name: str) -> str:
         """The fingerprint that a name leads to. Raises NOT_FOUND."""
@@ -191,17 +130,16 @@ class Adapters:
             except ValueError as error:
                 raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
             self._loading[adapter.fingerprint] = adapter
+            self._update()
             old = None
             try:
-                handing = [self._hand_over(holder, adapter) for holder in self._users.holders()]
-                for failure in await asyncio.gather(*handing, return_exceptions=True):
-                    if failure is not None:
-                        raise failure
+                await self._bring(adapter)
                 old = self._named.get(name)
                 self._named[name] = adapter
                 self.when_changed()
             finally:  # also when the call is cancelled
                 self._loading.pop(adapter.fingerprint, None)
+                self._update()
                 for one in (adapter, old):
                     if one is not None:
                         self._leave(one)
@@ -218,29 +156,41 @@ class Adapters:
             weakref.finalize(self, shutil.rmtree, self._copies, ignore_errors=True)
         return self._copies
 
-    async def _hand_over(self, holder: Holder, adapter: Adapter) -> None:
-        """Raises RequestError where a worker that goes on serving does not hold it."""
-        try:
-            await hand_over(holder.client, adapter)
-        except AdapterRefusedError as error:
-            raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, f"adapter {adapter.name}: {error}") from None
-        except WorkerError as error:
-            if holder in self._users.holders():
-                raise RequestError(
-                    grpc.StatusCode.UNAVAILABLE, f"adapter {adapter.name}: {holder.client.address}: {error}; try again"
-                ) from None
+    async def _bring(self, adapter: Adapter) -> None:
+        """Have all workers that serve check it, as far as they have a place.
+
+        Raises RequestError where one of them cannot use it, or all are full.
+        """
+        fetchers = self._users.fetchers()
+        taking = [fetcher.take(adapter.fingerprint) for fetcher in fetchers]
+        found = await asyncio.gather(*taking, return_exceptions=True)
+        for fetcher, result in zip(fetchers, found, strict=True):
+            if isinstance(result, AdapterRefusedError):
+                raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, f"adapter {adapter.name}: {result}")
+            if isinstance(result, BaseException) and not isinstance(result, WorkerError):
+                raise result
+            if isinstance(result, WorkerError) and fetcher in self._users.fetchers():
+                raise RequestError(grpc.StatusCode.UNAVAILABLE, f"adapter {adapter.name}: {result}; try again")
+        if found and True not in found:
+            raise RequestError(
+                grpc.StatusCode.UNAVAILABLE,
+                f"adapter {adapter.name}: no worker has a place for it, as all of --max-cpu-loras are in use or being "
+                "filled; try again",
+            )
 
     async def unload(self, name: str) -> None:
         """Have no more requests name an adapter; those in flight go on. Raises NOT_FOUND."""
         async with self._lock:
             self.find(name)
             self._leave(self._named.pop(name))
+            self._update()
             self.when_changed()
         log.info("adapter unloaded", name=name)
 
     def _leave(self, adapter: Adapter) -> None:
         if adapter.fingerprint not in {other.fingerprint for other in self._named.values()}:
             self._leaving[adapter.fingerprint] = adapter
+            self._update()
             self.released(adapter.fingerprint)
 
     def released(self, fingerprint: str) -> None:
@@ -249,65 +199,87 @@ class Adapters:
         if adapter is None or self._users.uses_adapter(fingerprint):
             return
         del self._leaving[fingerprint]
+        self._update()
         if fingerprint not in self._wanted:
             adapter.weights.unlink(missing_ok=True)
-            for holder in self._users.holders():
-                holder.drop_adapter(fingerprint)
+            for fetcher in self._users.fetchers():
+                fetcher.drop(fingerprint)
 
-    # ---- for the worker loops
+    def _update(self) -> None:
+        named = {adapter.fingerprint: adapter for adapter in self._named.values()}
+        self._wanted = self._leaving | self._loading | named
+        self._contested &= self._wanted.keys()
+        for fetcher in self._users.fetchers():
+            fetcher.look_again()
 
-    async def bring_all(self, client: WorkerClient, info: WorkerInfo) -> None:
-        """Hand over what a worker lacks, before it serves. Raises WorkerError.
+    # ---- for the workers' sessions
 
-        When it returns, the worker holds all that is wanted at that moment. What it holds besides is freed only where
-        there is no room: another scheduler may serve with it.
+    @property
+    def wanted(self) -> Mapping[str, Adapter]:
+        """Those that a worker may be brought, by fingerprint: those with names, and those that requests in flight
+        need."""
+        return self._wanted
+
+    @property
+    def named(self) -> Sequence[str]:
+        """The fingerprints of those that requests can name."""
+        return [adapter.fingerprint for adapter in self._named.values()]
+
+    async def check(self, client: WorkerClient, info: WorkerInfo) -> None:
+        """Check before a worker serves that it takes adapters, and those that not every worker takes.
+
+        Raises WorkerError.
         """
         if self._wanted and not info.max_loras:
             raise WorkerError("the worker takes no adapters; start it with --max-loras, as this scheduler has adapters")
-        client.adapters = set(info.adapters)
-        while lacking := self._wanted.keys() - client.adapters:
-            adapter = self._wanted[next(iter(lacking))]
+        for fingerprint in self._contested - set(info.adapters):
+            if len(info.adapters) >= info.max_cpu_loras or (adapter := self._wanted.get(fingerprint)) is None:
+                continue
             try:
                 await hand_over(client, adapter)
             except AdapterRefusedError as error:
-                if others := client.adapters - self._wanted.keys():
-                    for fingerprint in others:
-                        await client.unload_adapter(fingerprint)
-                    continue
-                if any(adapter.fingerprint in holder.client.adapters for holder in self._users.holders()):
-                    raise WorkerError(
-                        f"the worker cannot use the adapter {adapter.name}, as others do: {error}"
-                    ) from None
-                self._break(adapter, str(error))
+                raise _unfit(adapter, str(error)) from None
 
-    async def forget(self, client: WorkerClient, fingerprint: str) -> None:
-        """Have a worker forget an adapter, unless it is wanted again."""
-        with contextlib.suppress(UnreachableError):
-            async with client.changing_adapters:
-                if fingerprint not in self._wanted:
-                    await client.unload_adapter(fingerprint)
+    def may_be_brought(self, fingerprint: str) -> bool:
+        """Whether a worker that lacks an adapter should be brought it: only one worker at a time is, for that may be
+        enough."""
+        is_on_its_way = any(fetcher.fetching == fingerprint for fetcher in self._users.fetchers())
+        return fingerprint in self._wanted and not is_on_its_way
+
+    def fetched(self) -> None:
+        """A worker has been brought an adapter, or has turned out to be unable to use it."""
+        self.settle()
+        self._users.wake()
+
+    def settle(self) -> None:
+        """Decide about adapters that a worker cannot use. Where others can, it is not used; where none can, they go."""
+        fetchers = self._users.fetchers()
+        for fingerprint, reason in {f: reason for fetcher in fetchers for f, reason in fetcher.refused.items()}.items():
+            refusing = [fetcher for fetcher in fetchers if fingerprint in fetcher.refused]
+            adapter = self._wanted.get(fingerprint)
+            if adapter is None:
+                for fetcher in refusing:
+                    fetcher.drop(fingerprint)
+            elif any(fetcher.holds(fingerprint) for fetcher in fetchers):
+                self._contested.add(fingerprint)
+                for fetcher in refusing:
+                    fetcher.end(_unfit(adapter, fetcher.refused[fingerprint]))
+            elif len(refusing) == len(fetchers):
+                self._break(adapter, reason)
 
     def _break(self, adapter: Adapter, reason: str) -> None:
-        """It is of no use to the only worker there is."""
-        log.error("adapter refused by a worker", name=adapter.name, reason=reason)
+        """No worker can use it."""
+        log.error("adapter refused by all workers", name=adapter.name, reason=reason)
         for name in [name for name, other in self._named.items() if other.fingerprint == adapter.fingerprint]:
             del self._named[name]
         self._leaving.pop(adapter.fingerprint, None)
-        self._loading.pop(adapter.fingerprint, None)
+        self._update()
+        for fetcher in self._users.fetchers():
+            fetcher.drop(adapter.fingerprint)
         adapter.weights.unlink(missing_ok=True)
         self._users.fail_adapter(adapter.fingerprint, f"the adapter {adapter.name} cannot be used: {reason}")
+        self.when_changed()
 
 
-def _configured(named: Sequence[str], folder: Path | None) -> Sequence[tuple[str, Path]]:
-    """Raises ValueError."""
-    found = []
-    for item in named:
-        name, is_pair, place = item.partition("=")
-        if not is_pair:
-            raise ValueError(f"--lora {item}: it must be NAME=FOLDER")
-        found.append((name, Path(place).expanduser()))
-    if folder is not None:
-        if not folder.is_dir():
-            raise ValueError(f"--lora-dir: there is no folder {folder}")
-        found += [(file.parent.name, file.parent) for file in sorted(folder.glob(f"*/{CONFIG}"))]
-    return found
+def _unfit(adapter: Adapter, reason: str) -> WorkerError:
+    return WorkerError(f"the worker cannot use the adapter {adapter.name}, as others do: {reason}")

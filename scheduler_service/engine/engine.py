@@ -29,6 +29,7 @@ from scheduler_service.core import (
     WorkerScheduler,
 )
 from scheduler_service.core.queues.policy import waiting_queue
+from scheduler_service.engine.adapter_fetcher import AdapterFetcher
 from scheduler_service.engine.adapters import Adapters
 from scheduler_service.engine.admission import Admission
 from scheduler_service.engine.calls import Call
@@ -246,9 +247,9 @@ class Engine:
 
     # ---- for adapters
 
-    def holders(self) -> list[WorkerLoop]:
-        """The workers that serve."""
-        return list(self.serving.values())
+    def fetchers(self) -> list[AdapterFetcher]:
+        """Of the workers that serve."""
+        return [worker.fetcher for worker in self.serving.values() if worker.fetcher is not None]
 
     def uses_adapter(self, fingerprint: str) -> bool:
         """Whether a request in flight names it."""
@@ -434,6 +435,7 @@ class Engine:
         if self._outage.is_on != was_on:
             for call in self.requests.values():
                 self._expire_later(call)
+        self.adapters.settle()
         self.wake()
 
     # ---- waiting without a worker

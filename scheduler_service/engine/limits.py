@@ -144,5 +144,7 @@ def scheduler_config(settings: SchedulerSettings, info: WorkerInfo) -> Scheduler
         prefill_tokens_per_second=info.prefill_tokens_per_second,
         num_lookahead_slots=info.num_speculative_tokens,
         max_loras=max(1, info.max_loras),
+        max_held_loras=info.max_cpu_loras if info.max_loras else 0,
+        lora_copy_seconds=info.lora_copy_seconds,
         max_num_encoder_tokens=info.max_num_encoder_tokens,
     )

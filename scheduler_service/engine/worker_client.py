@@ -189,10 +189,6 @@ class WorkerClient:
     def __init__(self, address: str, tls: TlsFolder | None = None, identity: str = "") -> None:
         """With `tls`, the worker's certificate must have the name `identity`, or that in the address."""
         self.address = address
-        self.adapters: set[str] = set()
-        """The fingerprints of those that the worker holds."""
-        self.changing_adapters = asyncio.Lock()
-        """Held while one is handed over or forgotten, so that the two do not overtake each other."""
         self._tls = tls
         self._identity = identity
         self._connect()
@@ -227,7 +223,7 @@ class WorkerClient:
             raise _unreachable(error) from None
         return {name: bytes(data) for name, data in files.items()}
 
-    async def load_adapter(self, fingerprint: str, pieces: AsyncIterator[worker_pb.TakeAdapterRequest]) -> None:
+    async def load_adapter(self, pieces: AsyncIterator[worker_pb.TakeAdapterRequest]) -> None:
         """Hand an adapter over. Raises AdapterRefusedError where the worker cannot use it, and what `pieces` raises."""
         failures: list[Exception] = []
 
@@ -240,8 +236,7 @@ class WorkerClient:
                 raise
 
         try:
-            async with self.changing_adapters:
-                await self._stub.TakeAdapter(sent(), timeout=ADAPTER_SECONDS)
+            await self._stub.TakeAdapter(sent(), timeout=ADAPTER_SECONDS)
         except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
             if failures:
                 raise failures[0] from None
@@ -253,11 +248,9 @@ class WorkerClient:
             if error.code() in _REFUSALS:
                 raise AdapterRefusedError(error.details() or error.code().name) from None
             raise _unreachable(error) from None
-        self.adapters.add(fingerprint)
 
     async def unload_adapter(self, fingerprint: str) -> None:
         """Have the worker forget an adapter."""
-        self.adapters.discard(fingerprint)
         try:
             await self._stub.DropAdapter(worker_pb.DropAdapterRequest(fingerprint=fingerprint), timeout=5)
         except grpc.aio.AioRpcError as error:

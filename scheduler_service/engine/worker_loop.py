@@ -28,6 +28,7 @@ from scheduler_service.core import (
     WaitingQueue,
     WorkerScheduler,
 )
+from scheduler_service.engine.adapter_fetcher import AdapterFetcher, FetchCounts
 from scheduler_service.engine.adapters import Adapters
 from scheduler_service.engine.answer_check import check_answer
 from scheduler_service.engine.guesses import Guesses, proposer_of
@@ -154,8 +155,8 @@ class WorkerLoop:
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._in_flight: deque[SchedulerOutput] = deque()  # steps that were sent and not answered
-        self._dropping: dict[str, SchedulerOutput | None] = {}  # adapters, and the last step that may need each
-        self._forgetting: set[asyncio.Task[None]] = set()
+        self.fetcher: AdapterFetcher | None = None  # of the open session
+        self.fetch_counts = FetchCounts()  # of all sessions
         self._most_in_flight = fleet.settings.max_in_flight_steps
         self.guesses = Guesses()  # of all sessions
         self._is_leaving = False  # the worker said so
@@ -282,11 +283,10 @@ class WorkerLoop:
             if not await self.client.is_serving(timeout=5):
                 raise UnreachableError("the worker is not serving: it is starting or shutting down")
             self._check_is_available(info)
-            await self._fleet.adapters.bring_all(self.client, info)
+            await self._fleet.adapters.check(self.client, info)
         except UnreachableError:
             await self.client.reconnect()
             raise
-        # Nothing may wait from here until it is among those that serve: an adapter could be loaded meanwhile.
         self._check_is_available(info)
         self.instance_id = info.instance_id
         self.guesses.proposer = proposer_of(info.features)
@@ -300,6 +300,10 @@ class WorkerLoop:
             session.close()
             raise
         self.scheduler = scheduler
+        self.fetcher = fetcher = AdapterFetcher(
+            self._fleet.adapters, self.client, scheduler, self._in_flight, self.fetch_counts
+        )
+        fetcher.begin(info.adapters[: info.max_cpu_loras])
         self._fleet.serving[scheduler] = self
         log.info("worker connected", worker=self.client.address, epoch=self.epoch, blocks=info.num_device_blocks)
         self._in_flight.clear()
@@ -307,11 +311,12 @@ class WorkerLoop:
         try:
             self._admission_changed()
             await _until_one_fails(
-                self._send_steps(scheduler, session),
-                self._receive_answers(scheduler, session, info.vocabulary_size),
+                self._send_steps(scheduler, session, fetcher),
+                self._receive_answers(scheduler, session, fetcher, info.vocabulary_size),
                 watch_health(self.client, lambda: self.num_steps, settings.health_interval),
                 watch_steps(session, step_timeout(settings, config)),
                 watch_leaving(self.client, self._tell_leaving),
+                fetcher.run(),
             )
         except Exception as error:
             end = error
@@ -347,7 +352,7 @@ class WorkerLoop:
         self.scheduler = None
         del self._fleet.serving[scheduler]
         self._in_flight.clear()
-        self._dropping.clear()  # a next session begins with what is wanted then
+        self.fetcher = None
         session.close()
         try:
             for group in scheduler.release_all(time.monotonic(), blames=blames_requests):
@@ -357,7 +362,7 @@ class WorkerLoop:
         finally:
             self._fleet.workers_changed()
 
-    async def _send_steps(self, scheduler: Scheduler, session: Session) -> None:
+    async def _send_steps(self, scheduler: Scheduler, session: Session, fetcher: AdapterFetcher) -> None:
         num_swaps = 0
         while True:
             self._wake.clear()
@@ -374,6 +379,7 @@ class WorkerLoop:
                     num_swaps = scheduler.num_preemptions[PreemptionMode.SWAP]
                     self._fleet.swapped(list(scheduler.swapped))
                 self._fleet.wake_for(output)
+                fetcher.lack(output.lacking_loras)
                 ask_again_at = output.ask_again_at
                 if not output.is_empty:
                     self._in_flight.append(output)
@@ -397,20 +403,9 @@ class WorkerLoop:
         if time.monotonic() >= self._drained_by:
             raise DrainedError("drained by an operator; its remaining requests go on elsewhere")
 
-    def drop_adapter(self, fingerprint: str) -> None:
-        """Have the worker forget an adapter once the steps that it has been sent are answered."""
-        self._dropping[fingerprint] = self._in_flight[-1] if self._in_flight else None
-        self._forget_adapters(None)
-
-    def _forget_adapters(self, answered: SchedulerOutput | None) -> None:
-        """Those that no step in flight can need, now that this one is answered."""
-        for fingerprint in [one for one, last in self._dropping.items() if last is answered]:
-            del self._dropping[fingerprint]
-            task = asyncio.create_task(self._fleet.adapters.forget(self.client, fingerprint))
-            self._forgetting.add(task)
-            task.add_done_callback(self._forgetting.discard)
-
-    async def _receive_answers(self, scheduler: Scheduler, session: Session, vocabulary_size: int) -> None:
+    async def _receive_answers(
+        self, scheduler: Scheduler, session: Session, fetcher: AdapterFetcher, vocabulary_size: int
+    ) -> None:
         while True:
             answer = await session.receive()
             output = self._in_flight[0]
@@ -422,7 +417,7 @@ class WorkerLoop:
             except ValueError as error:
                 raise WorkerError(str(error)) from error
             self._in_flight.popleft()
-            self._forget_adapters(output)
+            fetcher.step_answered()
             self.num_steps += 1
             if output.num_tokens:
                 self.step_tokens.observe(output.num_tokens)

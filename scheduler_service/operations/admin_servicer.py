@@ -11,7 +11,7 @@ from pagewire.v1.admin_service_pb2_grpc import AdminServiceServicer
 from pagewire_common.errors import RequestError
 from pagewire_common.patient_writer import PatientWriter
 from scheduler_service.access.audit import note
-from scheduler_service.engine.adapters import Adapter
+from scheduler_service.engine.adapter_files import Adapter
 from scheduler_service.engine.engine_servicer import FrontEnds
 from scheduler_service.engine.side_calls import SideCalls
 from scheduler_service.operations.cluster_state import cluster_state

@@ -194,6 +194,13 @@ class SchedulerMetrics:
             ("adapter_generation_tokens", "Tokens of their outputs.", adapters.num_output_tokens),
         ):
             yield family.counters(metric, text, "adapter", numbers)
+        fetches = {worker.client.address: worker.fetch_counts for worker in self._front_ends.engine.workers}
+        for metric, text, count in (
+            ("adapter_fetches", "Adapters that a worker was brought.", "num_adapters"),
+            ("adapter_fetch_bytes", "Bytes of their weights.", "num_bytes"),
+            ("adapter_fetch_seconds", "Seconds until they were there.", "seconds"),
+        ):
+            yield family.counters(metric, text, "worker", {name: getattr(of, count) for name, of in fetches.items()})
         placement = state.placement
         yield family.counters("placements", "Requests that a worker took, by reason.", "reason", placement.placed)
         yield family.counters(

@@ -29,6 +29,7 @@ from scheduler_service.core import (
     SequenceStatus,
     WaitingQueue,
 )
+from scheduler_service.core.planning.loras import LoraFetch
 from scheduler_service.recording.format import FORMAT, VERSION, frame
 from scheduler_service.recording.placements import encode_placements
 from scheduler_service.wire.codec import encode_scheduler_output
@@ -212,6 +213,32 @@ class RecordedScheduler(Scheduler):
         self._recorder.note(
             lambda event: event.admission.MergeFrom(pb.RecordedAdmission(session=self.session, admits=admits))
         )
+
+    def begin_fetch(self, wanted: Iterable[str], preloads: Iterable[str] = ()) -> LoraFetch | None:
+        fetch = super().begin_fetch(wanted, preloads)
+        if fetch is not None:
+            self._note_adapter(
+                "BEGUN", lora_name=fetch.lora_name, dropped=fetch.dropped, is_wanted=self.loras.is_for_group
+            )
+        return fetch
+
+    def end_fetch(self, seconds: float | None) -> None:
+        super().end_fetch(seconds)
+        self._note_adapter("FAILED" if seconds is None else "CAME", seconds=seconds)
+
+    def hold_lora(self, lora_name: str) -> None:
+        super().hold_lora(lora_name)
+        self._note_adapter("HELD", lora_name=lora_name)
+
+    def drop_lora(self, lora_name: str) -> bool:
+        was_held = super().drop_lora(lora_name)
+        if was_held:
+            self._note_adapter("DROPPED", lora_name=lora_name)
+        return was_held
+
+    def _note_adapter(self, change: str, **about: Any) -> None:
+        note = pb.RecordedAdapter(session=self.session, change=f"RECORDED_ADAPTER_CHANGE_{change}", **about)
+        self._recorder.note(lambda event: event.adapter.MergeFrom(note))
 
     def release_all(self, now: float = 0.0, *, blames: bool = True) -> list[SequenceGroup]:
         ended = super().release_all(now, blames=blames)

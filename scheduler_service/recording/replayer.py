@@ -160,6 +160,29 @@ class Replayer:
         _call(session, "admission", lambda: session.scheduler.set_admission(admission.admits))
         return Moment(at, session)
 
+    def _adapter(self, adapter: pb.RecordedAdapter, at: float) -> Moment:
+        session = self._sessions[adapter.session]
+        scheduler, name = session.scheduler, adapter.lora_name
+        match adapter.change:
+            case pb.RECORDED_ADAPTER_CHANGE_BEGUN:
+                found = scheduler.begin_fetch(*(([name], []) if adapter.is_wanted else ([], [name])))
+                if found != (name, adapter.dropped):
+                    raise _CoreError(
+                        f"worker {session.worker}, an adapter to bring: recorded {(name, adapter.dropped)}; "
+                        f"replayed {found and tuple(found)}"
+                    )
+            case pb.RECORDED_ADAPTER_CHANGE_CAME:
+                scheduler.end_fetch(adapter.seconds)
+            case pb.RECORDED_ADAPTER_CHANGE_FAILED:
+                scheduler.end_fetch(None)
+            case pb.RECORDED_ADAPTER_CHANGE_HELD:
+                scheduler.hold_lora(name)
+            case pb.RECORDED_ADAPTER_CHANGE_DROPPED:
+                scheduler.drop_lora(name)
+            case _:
+                raise ValueError("an adapter of which nothing has become")
+        return Moment(at, session)
+
     def _plan(self, plan: pb.RecordedPlan, at: float) -> Moment:
         session = self._sessions[plan.session]
         output = _call(session, "planning", lambda: session.scheduler.schedule(at), plan.raised)

@@ -41,6 +41,8 @@ class WorkerInfo(NamedTuple):
     num_speculative_tokens: int = 0
     max_loras: int = 0
     adapters: Sequence[str] = ()
+    max_cpu_loras: int = 0
+    lora_copy_seconds: float = 0.0
     embedding_size: int = 0
     pooling_type: int = 0
     normalizes: bool = False

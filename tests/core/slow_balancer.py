@@ -59,6 +59,11 @@ class CheckedBalancer(Balancer):
             for key in member.scheduler.blocks.device._by_key:
                 found[key] = found.get(key, 0) | member.bit
         assert self.directory._holders == found
+        loras: dict[bytes, int] = {}
+        for member in self._members.values():
+            for name in member.scheduler.loras.held:
+                loras[name.encode()] = loras.get(name.encode(), 0) | member.bit
+        assert self.lora_directory._holders == loras
         live = [member for entry in self._lightest if (member := self._member_of(entry)) is not None]
         assert set(live) == {member for member in self._open_members() if member.entry >= 0}
         assert len(live) == len(set(live))

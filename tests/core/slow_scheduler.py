@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from slow_blocks import SlowBlocks
 from slow_groups import SlowGroup, SlowQueue, SlowSequence
+from slow_loras import SlowLoras
 
 from scheduler_service.core import PhaseRule, PreemptionMode, SchedulerConfig, SequenceStatus
 
@@ -28,6 +29,7 @@ class SlowScheduler(SlowBlocks):
     def __init__(self, config: SchedulerConfig, queue: SlowQueue) -> None:
         super().__init__(config)
         self.queue = queue
+        self.loras = SlowLoras(self)
         self.ended: list[SlowSequence] = []  # that the worker is to be told of
         self.prompt_seconds = 0.0
         self.num_preemptions = dict.fromkeys((PreemptionMode.RECOMPUTE, PreemptionMode.SWAP), 0)
@@ -84,7 +86,11 @@ class SlowScheduler(SlowBlocks):
         self.ignored: list[str] = []
         self.has_preempted = False
         self.slotless: list[SlowGroup] = []  # groups that are passed over, because their adapters have no slot
+        self.awaiting: list[SlowGroup] = []  # or because those can still be brought here
+        self.lacking: list[str] = []
         self.num_swapped_out = self.num_swapped_in = 0
+        has_work = self.running or self.swapped or self.queue.groups or self.ended
+        to_try = set(self.loras.unused) if has_work else set()
         for group in self.running:
             for sequence in group.live if self.config.sliding_window else ():
                 first_needed = max(0, sequence.computed - sequence.num_drafted - self.config.sliding_window + 1)
@@ -113,6 +119,7 @@ class SlowScheduler(SlowBlocks):
                 self.resume("decodes")
         self.hand_out_rest()
         self.hand_out_rooms()
+        self.loras.tried |= to_try
         return self.write(began)
 
     def may_admit(self, now: float) -> bool:
@@ -185,6 +192,7 @@ class SlowScheduler(SlowBlocks):
             self.drop_blocks(sequence)
             sequence.begin_anew()
         self.running.remove(group)
+        self.loras.left(group)
         self.queue.put_back(group)
 
     def resume(self, phase: str = "both") -> None:
@@ -216,7 +224,7 @@ class SlowScheduler(SlowBlocks):
 
     def has_lora_slot(self, group: SlowGroup, running: list[SlowGroup]) -> bool:
         others = {other.lora for other in running if other is not group} - {"", group.lora}
-        return not group.lora or len(others) < self.config.max_loras
+        return not group.lora or (self.loras.has(group.lora) and len(others) < self.config.max_loras)
 
     def has_slots(self, group: SlowGroup, running: list[SlowGroup]) -> bool:
         """Whether its sequences and its adapter can join those of the groups that run."""
@@ -246,7 +254,7 @@ class SlowScheduler(SlowBlocks):
 
     def make_room(self, group: SlowGroup) -> bool:
         victims: list[SlowGroup] = []
-        if not self.can_encode(group):
+        if not self.loras.has(group.lora) or not self.can_encode(group):
             return False
         while not self.fits(group, victims):
             rest = [other for other in self.running if other not in victims]
@@ -263,7 +271,7 @@ class SlowScheduler(SlowBlocks):
         """No request goes past a group for the seventeenth time."""
         if any(group.num_overtaken == 16 for group in self.slotless):
             return None
-        return next((group for group in self.queue.in_order() if group not in self.slotless), None)
+        return next((group for group in self.queue.in_order() if group not in self.slotless + self.awaiting), None)
 
     def next_swapped(self) -> SlowGroup | None:
         return next((group for group in self.swapped if group not in self.slotless), None)
@@ -277,7 +285,13 @@ class SlowScheduler(SlowBlocks):
         """Whether others may go past a group without a slot, as far as there is room in the step for any others."""
         if sum(other.num_seqs for other in self.running) == self.config.max_num_seqs or not self.tokens_left:
             return False
-        return group.num_overtaken < 16 and len(self.slotless) < 32
+        has_adapter = self.loras.has(group.lora)
+        if not has_adapter and group.lora not in self.lacking:
+            self.lacking.append(group.lora)
+        if len(self.slotless) + len(self.awaiting) == 32:
+            return False
+        self.is_awaiting = not has_adapter and self.loras.can_come(group.lora)
+        return self.is_awaiting or group.num_overtaken < 16
 
     def admit(self) -> None:
         while self.is_next_waiting() and self.bytes_left > 0 and not self.has_preempted:
@@ -291,12 +305,13 @@ class SlowScheduler(SlowBlocks):
             if not has_room:
                 if self.has_lora_slot(group, self.running) or not self.may_pass_over(group):
                     return
-                self.slotless.append(group)
+                (self.awaiting if self.is_awaiting else self.slotless).append(group)
                 continue
             for other in self.slotless:
                 other.num_overtaken += 1
             self.queue.leave(group)
             self.running.append(group)
+            self.loras.came(group)
             for sequence in group.live:
                 most = min(len(group.prompt) + group.sampling.max_tokens, self.config.max_sequence_tokens)
                 sequence.max_num_tokens = max(most, len(group.prompt) + 1)
@@ -374,6 +389,7 @@ class SlowScheduler(SlowBlocks):
             "copies": sum(num_copies for _, _, num_copies in self.plan),
             "swapped out": self.num_swapped_out,
             "swapped in": self.num_swapped_in,
+            "lacking": self.lacking,
         }
         for sequence in self.ended:
             sequence.is_known = False
@@ -454,6 +470,8 @@ class SlowScheduler(SlowBlocks):
         if not group.live:
             if group.encoder:
                 self.leave_worker(group.encoder)
+            if group in self.running + self.swapped:
+                self.loras.left(group)
             self.running = [other for other in self.running if other is not group]
             self.swapped = [other for other in self.swapped if other is not group]
             if group in self.queue.groups:

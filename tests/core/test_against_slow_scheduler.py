@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from slow_groups import SlowGroup, SlowQueue
 from slow_scheduler import SlowScheduler, SlowStep
-from workloads import Request, random_config, random_request, with_encoder
+from workloads import Request, random_config, random_request, with_encoder, with_few_adapters
 
 from scheduler_service.core import (
     FairQueue,
@@ -111,6 +111,7 @@ class Both:
             "copies": len(output.blocks_to_copy),
             "swapped out": len(output.blocks_to_swap_out),
             "swapped in": len(output.blocks_to_swap_in),
+            "lacking": output.lacking_loras,
         }
         assert decisions == step.decisions
         assert output.is_empty == step.is_empty
@@ -125,6 +126,7 @@ class Both:
         assert len(fast.waiting) == len(slow.queue.groups)
         if fast.waiting:
             assert fast.waiting.head.request_id == slow.queue.head.name
+        assert fast.loras.held == set(slow.loras.held)
         assert fast.blocks.device.num_free == slow.num_free
         assert fast.blocks.host.num_free == slow.num_host_free
         assert fast.num_preemptions == slow.num_preemptions
@@ -140,6 +142,23 @@ class Both:
             ]
         fast.blocks.check()
         assert fast.num_running_seqs == sum(group.num_seqs for group in fast.running)
+
+    def bring_adapters(self, lacking: list[str], rng: Random) -> None:
+        """One ends that was begun, or fails; another begins, also one that no group lacks; one is dropped or is there
+        of itself."""
+        fast, slow = self.fast, self.slow
+        if slow.loras.fetching and rng.random() < 0.5:
+            is_held = rng.random() < 0.8
+            fast.end_fetch(0.1 if is_held else None)
+            slow.loras.end_fetch(is_held)
+        wanted = rng.choice([lacking, lacking, lacking, ["c", *lacking]])
+        preloads = rng.choice([[], ["b", "d"]])
+        assert fast.begin_fetch(wanted, preloads) == slow.loras.begin_fetch(wanted, preloads)
+        name = rng.choice("abcd")
+        if rng.random() < 0.1 and name not in {group.lora for group in slow.running + slow.swapped}:
+            assert fast.drop_lora(name) == (name in slow.loras.held)
+            slow.loras.drop(name)
+        self.compare()
 
     def take_in(self, output: SchedulerOutput, step: SlowStep, now: float, guessing: Random) -> None:
         """The worker's answer: a function of what is known of each sequence when the answer comes. It has verified as
@@ -179,13 +198,13 @@ class Both:
 def test_every_decision_is_that_of_the_slow_scheduler(seed: int, takes_part: list[bool]) -> None:
     """What may happen follows from the seed; which requests take part is chosen, so that a failure shrinks to few."""
     rng = Random(seed)
-    config = random_config(rng, (2, 5, 7, 8, 9, 10, 11, 12, 14, 16, 20))
+    config = with_few_adapters(random_config(rng, (2, 5, 7, 8, 9, 10, 11, 12, 14, 16, 20)), seed)
     both = Both(config, rng.choice(["fcfs", "priority", "priority", "fair"]), overtakes=rng.randint(1, 6))
     max_in_flight = rng.randint(1, 4)
     numbers = [number for number, takes in enumerate(takes_part) if takes]
     workload = [random_event(Random(f"{seed} {i}"), i, has_encoder=seed % 2 == 1) for i in numbers]
     in_flight: list[tuple[SchedulerOutput, SlowStep]] = []
-    guesses = Random(f"{seed} guesses")
+    guesses, adapters = Random(f"{seed} guesses"), Random(f"{seed} adapters")
     for now in count():
         for event in workload:
             if event.arrives == now:
@@ -193,6 +212,8 @@ def test_every_decision_is_that_of_the_slow_scheduler(seed: int, takes_part: lis
             if event.ends == now:
                 both.end(event.request.name, event.ends_index)
         output, step = both.schedule(now)
+        if config.max_held_loras:
+            both.bring_adapters(output.lacking_loras, adapters)
         if not output.is_empty:
             in_flight.append((output, step))
         if in_flight and (output.is_empty or len(in_flight) == max_in_flight):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_helpers import output_of
 from slow_balancer import CheckedBalancer
-from workloads import random_config, random_request, with_encoder
+from workloads import random_config, random_request, with_encoder, with_few_adapters
 
 from scheduler_service.core import (
     FairQueue,
@@ -43,6 +43,7 @@ class Session:
         self.worker = FakeWorker(config)
         self.in_flight: list[tuple[SchedulerOutput, ModelOutput]] = []
         self.num_steps = 0
+        self.lacking: list[str] = []
 
     @property
     def sequences(self) -> dict[int, Sequence]:
@@ -63,7 +64,7 @@ class Fleet(RuleBasedStateMachine):
         self.policy, self.overtakes, self.max_in_flight = policy, overtakes, max_in_flight
         self.waiting = queues[policy]
         self.waiting.balancer = self.balancer = CheckedBalancer()
-        self.config = random_config(Random(seed), (1, 4, 6, 7, 8, 9, 10, 11, 12))
+        self.config = with_few_adapters(random_config(Random(seed), (1, 4, 6, 7, 8, 9, 10, 11, 12)), seed)
         self.sessions = [Session(self.config, self.waiting) for _ in range(num_workers)]
         self.groups: list[SequenceGroup] = []  # in the order of arrival
         self.has_started: set[SequenceGroup] = set()
@@ -90,7 +91,8 @@ class Fleet(RuleBasedStateMachine):
             return
         served = dict(self.waiting.counters) if self.policy == "fair" else {}
         output = session.scheduler.schedule(self.now)
-        self.see_which_started(output, served)
+        self.see_which_started(output, served, session.scheduler)
+        session.lacking = output.lacking_loras
         for group in output.ignored:
             assert group.error
             self.see_end_of(group, SequenceStatus.FINISHED_IGNORED)
@@ -111,11 +113,37 @@ class Fleet(RuleBasedStateMachine):
             for sequence in {output.sequence for output in gained if output.sequence.status.is_finished}:
                 self.ends[sequence.group if sequence.group.beams else sequence] += 1
 
+    @rule(which=ANY, is_held=st.sampled_from([True, True, True, False]), preloads=st.lists(st.sampled_from("abd")))
+    def bring_adapter(self, which: int, is_held: bool, preloads: list[str]) -> None:
+        """One comes, or fails to, and another one is on its way from then on."""
+        session = self.sessions[which % len(self.sessions)]
+        loras = session.scheduler.loras
+        if loras.is_fetching:
+            session.scheduler.end_fetch(0.5 if is_held else None)
+        before = loras.held
+        fetch = session.scheduler.begin_fetch(session.lacking, preloads)
+        if fetch is not None:
+            assert fetch.lora_name not in before
+            assert loras.held == before - {fetch.dropped}
+            is_full = len(before) == self.config.max_held_loras
+            assert bool(fetch.dropped) == is_full
+            assert fetch.lora_name in (session.lacking if is_full else [*session.lacking, *preloads])
+
+    @rule(which=ANY, name=st.sampled_from("abcd"))
+    def unload_adapter(self, which: int, name: str) -> None:
+        scheduler = self.sessions[which % len(self.sessions)].scheduler
+        if any(group.lora_name == name for group in (*scheduler.running, *scheduler.swapped)):
+            return
+        was_held = name in scheduler.loras.held
+        assert scheduler.drop_lora(name) == was_held
+        assert name not in scheduler.loras.held
+
     @rule(num_rounds=st.integers(1, 12))
     def serve(self, num_rounds: int) -> None:
         for _ in range(num_rounds):
             for number, session in enumerate(self.sessions):
                 self.plan(number)
+                self.bring_adapter(number, is_held=True, preloads=[])
                 self.check_everything()
                 if len(session.in_flight) == self.max_in_flight or not session.scheduler.has_work:
                     self.take_answer_in(number)
@@ -186,9 +214,10 @@ class Fleet(RuleBasedStateMachine):
         else:
             self.ends.update(sequence for sequence in group.sequences if sequence.status is status)
 
-    def see_which_started(self, output: SchedulerOutput, served: dict[str, float]) -> None:
+    def see_which_started(self, output: SchedulerOutput, served: dict[str, float], scheduler: Scheduler) -> None:
         """Few groups start before others whose turn it was, because another worker is better or has a slot for those.
 
+        Those of an adapter that is still to be brought there are not counted, because they lose nothing by it.
         `served` is what each tenant had been given before this step; the first admission of a group adds its prompt,
         and what its encoder reads.
         """
@@ -198,6 +227,8 @@ class Fleet(RuleBasedStateMachine):
             self.has_started.add(group)
             for other in self.groups:
                 if other.request_id not in self.waiting or other in self.has_started:
+                    continue
+                if not scheduler.loras.holds(other.lora_name):
                     continue
                 if self.is_later(group, other, served):
                     self.overtaken[other] += 1
@@ -225,6 +256,10 @@ class Fleet(RuleBasedStateMachine):
             assert sum(group.num_seqs for group in scheduler.running) <= self.config.max_num_seqs
             assert scheduler.running_loras == Counter(g.lora_name for g in scheduler.running if g.lora_name)
             assert len(scheduler.running_loras) <= self.config.max_loras
+            if self.config.max_held_loras:
+                here = {group.lora_name for group in (*scheduler.running, *scheduler.swapped)} - {""}
+                assert here <= scheduler.loras.held
+                assert len(scheduler.loras.held) + scheduler.loras.is_fetching <= self.config.max_held_loras
             self.check_sharing(session)
         self.balancer.check()
         assert len(self.balancer) == len(self.sessions)
@@ -274,6 +309,7 @@ class Fleet(RuleBasedStateMachine):
             for number, session in enumerate(self.sessions):
                 num_steps = session.num_steps
                 self.plan(number)
+                self.bring_adapter(number, is_held=True, preloads=[])
                 if session.num_steps == num_steps or len(session.in_flight) == self.max_in_flight:
                     self.take_answer_in(number)
             self.now += 1.0

@@ -89,6 +89,11 @@ def with_encoder(rng: Random, request: Request) -> Request:
 MOST_ENCODED = 9
 
 
+def with_few_adapters(config: SchedulerConfig, seed: int) -> SchedulerConfig:
+    """Of a worker that may have to be brought them."""
+    return replace(config, max_held_loras=Random(f"{seed} held").choice([0, 0, 1, 2, 3]))
+
+
 def random_config(rng: Random, num_device_blocks: SequenceOf[int]) -> SchedulerConfig:
     block_size, max_num_seqs = rng.choice([1, 2, 2, 3, 4]), rng.choice([1, 2, 3, 4, 6, 8, 10])
     num_blocks, phase_rule = rng.choice(num_device_blocks), rng.choice([*PhaseRule])

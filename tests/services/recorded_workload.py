@@ -143,6 +143,8 @@ class Workload:
             max_loras=random.randint(1, 2),
             num_lookahead_slots=random.randint(0, 1),
             sliding_window=random.choice([0, 0, 4]),
+            max_held_loras=random.choice([0, 1, 2]),
+            lora_copy_seconds=random.choice([0.0, 0.3]),
         )
         self.workers: list[Worker | None] = [None] * num_workers
         self.most_in_flight = most_in_flight
@@ -193,16 +195,30 @@ class Workload:
         if self.workers[number] is None:
             connection = Connection(next(self._epochs))
             scheduler = self.recorder.scheduler(self.config, self.waiting, f"worker:{number}", connection)
+            if self.random.random() < 0.5:
+                scheduler.hold_lora("a")
             self.workers[number] = Worker(scheduler, connection)
 
     def _step(self, number: int) -> None:
         if (worker := self.workers[number]) is None:
             return
         is_full = len(worker.in_flight) == self.most_in_flight
-        if not is_full and not worker.plan(self.clock()).is_empty and self.random.random() < 0.7:
-            return
+        if not is_full:
+            output = worker.plan(self.clock())
+            self._bring_adapter(worker.scheduler, output.lacking_loras)
+            if not output.is_empty and self.random.random() < 0.7:
+                return
         if worker.in_flight and not worker.answer(self.random, self.clock(), failures=self.failures):
             self._lose(number)
+
+    def _bring_adapter(self, scheduler: Scheduler, lacking: list[str]) -> None:
+        """As the engine does it: what is on its way comes or does not, and then the next one is."""
+        if scheduler.loras.is_fetching and self.random.random() < 0.5:
+            scheduler.end_fetch(self.random.choice([None, 0.1, 0.1, 2.0]))
+        scheduler.begin_fetch(lacking, self.random.choice([[], ["b", "c"]]))
+        unused = scheduler.loras.held - {group.lora_name for group in (*scheduler.running, *scheduler.swapped)}
+        if unused and self.random.random() < 0.05:
+            scheduler.drop_lora(min(unused))
 
     def _arrive(self) -> None:
         random = self.random

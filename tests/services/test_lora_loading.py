@@ -26,7 +26,7 @@ from pagewire_client.llm import collect
 from pagewire_common.start_error import StartError
 from scheduler_service.access.keys import ApiKey, Keyring, digest_of
 from scheduler_service.engine import worker_loop
-from scheduler_service.engine.adapters import hand_over, read_adapter
+from scheduler_service.engine.adapter_files import hand_over, read_adapter
 from scheduler_service.engine.worker_client import UnreachableError, WorkerClient
 from scheduler_service.frontend import generation
 from scheduler_service.frontend.request import GenerationRequest
@@ -121,7 +121,7 @@ async def test_an_adapter_that_cannot_be_used_is_refused_and_nothing_else_is_tou
             assert len(await admin.adapters()) == 3
         assert (await refusal(client, "broken"))[0] is grpc.StatusCode.NOT_FOUND
         assert (await collect(client, "a", SamplingParams(max_tokens=1), lora_name="one")).outputs
-        assert len(worker.worker.adapters.fingerprints) == 3
+        await until(lambda: len(worker.worker.adapters.fingerprints) == 3)
         assert one.engine.workers[0].num_losses == 0
 
 
@@ -137,6 +137,7 @@ async def test_an_adapter_that_the_first_worker_refuses_is_not_served(
 ) -> None:
     write_adapter(adapters / "high", 1, rank=17)
     async with serving(tiny_model_directory, adapters) as (one, _), Client(one.target) as client:
+        await until(lambda: len(one.engine.adapters.listed) == 3)
         assert (await refusal(client, "high"))[0] is grpc.StatusCode.NOT_FOUND
         assert (await collect(client, "a", SamplingParams(max_tokens=1), lora_name="one")).outputs
 
@@ -255,26 +256,26 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
 async def test_a_load_that_is_cut_off_changes_nothing(
     tiny_model_directory: Path, adapters: Path, monkeypatch: pytest.MonkeyPatch, stuck: asyncio.Event
 ) -> None:
-    """An adapter that is leaving goes on being wanted by its requests, and is freed behind them."""
+    """What was on its way is given up, and does not hold up what comes after it."""
     with monkeypatch.context() as before:
         before.setattr(servicer, "load_adapter", load_adapter)
         async with serving(tiny_model_directory, adapters) as (one, worker), Client(one.target) as client:
-            slow_down(worker, 0.01)
-            expected = await collect(client, "abc", LONG, lora_name="one")
-            stream = client.generate("abc", LONG, lora_name="one")
-            first = await anext(stream)
+            held, fetcher = worker.worker.adapters, one.engine.fetchers()[0]
+            await until(lambda: len(held.fingerprints) == 3)
             before.undo()
+            write_adapter(adapters / "late", 5)
             async with Admin(one.admin_target) as admin:
-                await admin.unload_adapter("one")
-                load = asyncio.create_task(admin.load_adapter("one"))
+                load = asyncio.create_task(admin.load_adapter("late"))
                 await stuck.wait()
                 load.cancel()
                 await asyncio.gather(load, return_exceptions=True)
-                await until(lambda: not one.engine.adapters._loading)
-            rest = [token_id async for message in stream for token_id in message.token_ids]
-            assert [*first.token_ids, *rest] == expected.outputs[0].token_ids
-            await until(lambda: len(worker.worker.adapters.fingerprints) == 2)
-            assert [adapter.name for adapter in one.engine.adapters.listed] == ["three", "two"]
+                await until(lambda: not fetcher.fetching)
+                assert [adapter.name for adapter in one.engine.adapters.listed] == ["one", "three", "two"]
+                before.setattr(servicer, "load_adapter", load_adapter)
+                await admin.load_adapter("late")
+            assert len(held.fingerprints) == 4
+            assert (await collect(client, "abc", SamplingParams(max_tokens=2), lora_name="late")).outputs
+            assert one.engine.workers[0].num_losses == 0
 
 
 async def test_a_connection_that_is_closed_ends_what_is_handed_over(

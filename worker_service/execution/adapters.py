@@ -5,6 +5,7 @@ that was used least recently, which costs a copy before the forward pass; nothin
 """
 
 import itertools
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,24 @@ class Adapters:
     def fingerprints(self) -> list[str]:
         """Of those in host memory."""
         return list(self._loaded)
+
+    def measure_copy(self) -> float:
+        """Seconds that it takes to copy an adapter of the largest rank into a slot; 0 without slots."""
+        if not self.room.num_slots:
+            return 0.0
+        rank, device = self.room.max_rank, next(iter(self._places.values())).weights.a.device
+        halves = {
+            name: (torch.zeros(rank, inputs, dtype=self.dtype), torch.zeros(outputs, rank, dtype=self.dtype))
+            for name, (outputs, inputs) in self.shapes.items()
+        }
+        seconds = 0.0
+        for _ in range(2):  # the first pays for what is allocated lazily
+            began = time.perf_counter()
+            self._fill(0, Adapter(halves))
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds = time.perf_counter() - began
+        return seconds
 
     def add(self, fingerprint: str, adapter: Adapter) -> None:
         self._loaded[fingerprint] = next(self._numbers), adapter

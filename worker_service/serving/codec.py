@@ -150,6 +150,8 @@ def encode_worker_info(
         num_speculative_tokens=limits.num_speculative_tokens,
         max_loras=limits.max_loras,
         adapters=adapters,
+        max_cpu_loras=limits.max_cpu_loras,
+        lora_copy_seconds=info.lora_copy_seconds,
         embedding_size=limits.embedding_size,
         pooling_type=f"{_PREFIX}{info.pooling_type.name}" if info.pooling_type else None,
         normalizes=info.normalizes,

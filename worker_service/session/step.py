@@ -28,6 +28,8 @@ class Limits:
     """Guesses for one sequence in one step."""
     max_loras: int = 0
     """Adapters in one step."""
+    max_cpu_loras: int = 0
+    """Adapters in host memory."""
     embedding_size: int = 0
     """Numbers of a vector that is pooled from states; 0 if none is."""
     num_labels: int = 0
@@ -59,6 +61,8 @@ class WorkerInfo:
     swap_bytes_per_second: int
     prefill_tokens_per_second: int
     block_bytes: int
+    lora_copy_seconds: float = 0.0
+    """That it takes to copy an adapter of the largest rank to the device."""
     pooling_type: "PoolingType | None" = None
     """How it was trained to be pooled; None where it is not pooled at all."""
     normalizes: bool = False

@@ -9,7 +9,9 @@ workers that are asked always takes it; and because much can happen until then, 
   waits twice as long as it had to;
 - while fewer than MAX_OVERTAKES later ones were taken before it.
 
-A group whose adapter has no slot on a worker is passed over there and overtaken within the same bound.
+A group whose adapter has no slot on a worker is passed over there and overtaken within the same bound. One whose
+adapter the worker does not even hold is passed over as well, and the adapter is brought there if the group would still
+be done sooner than at those that hold it.
 
 After that the first worker that asks takes it. A suspect is the exception: while there are workers that were not lost
 with it, it waits for one of those. Where nothing is cached and many wait, a worker takes its share of them at once, as
@@ -40,6 +42,7 @@ class Balancer:
     def __init__(self) -> None:
         self.times = StepTimes()
         self.directory = PrefixDirectory()
+        self.lora_directory = PrefixDirectory()
         self.num_placed = dict.fromkeys(PlacementReason, 0)
         """Groups that were taken, by reason."""
         self.num_left = dict.fromkeys(PlacementReason, 0)
@@ -185,6 +188,27 @@ class Balancer:
             return None
         return placement
 
+    def is_worth_bringing(self, member: Member, group: SequenceGroup, now: float) -> bool:
+        """Whether a group whose adapter the worker lacks is done sooner here, once that is there, than at those that
+        hold it and have room. A few of those are looked at."""
+        cached = member.scheduler.blocks.num_cached_tokens(group.live[0])
+        here = self._seconds(member, group, cached, now) + member.lora_seconds
+        bits = self.lora_directory.holders([group.lora_name.encode()], 0, self._is_open & ~member.bit)
+        for other in self._first_members(bits):
+            cached_there = other.scheduler.room_for(group)
+            if cached_there is not None and self._seconds(other, group, cached_there, now) <= here:
+                return False
+        return True
+
+    def _first_members(self, bits: int) -> list[Member]:
+        """Up to MOST_CANDIDATES of the workers of these bits."""
+        members: list[Member] = []
+        while bits and len(members) < MOST_CANDIDATES:
+            slot = bits.bit_length() - 1
+            bits ^= 1 << slot
+            members.append(self._members[slot])
+        return members
+
     def _best_elsewhere(self, member: Member, group: SequenceGroup, now: float) -> Placement | None:
         lightest = self._next_lightest(member, group)
         if not lightest:
@@ -255,12 +279,7 @@ class Balancer:
         keys = member.scheduler.blocks.keys.findable(leader)
         first = max(0, len(member.scheduler.blocks.device.find_run(keys)) - 1)
         bits = self.directory.holders(keys, first, self._is_open & ~member.bit)
-        holders: list[Member] = []
-        while bits and len(holders) < MOST_CANDIDATES:
-            slot = bits.bit_length() - 1
-            bits ^= 1 << slot
-            holders.append(self._members[slot])
-        return holders
+        return self._first_members(bits)
 
     def _is_share(self, member: Member, group: SequenceGroup, cached: int, num_waiting: int) -> bool:
         """Whether the worker has no more to do with this group than all will have when all that wait are like it.
@@ -274,7 +293,8 @@ class Balancer:
         """Until what a group brings were done, if all that the worker has were done one after the other."""
         tokens = _num_tokens(group) - cached + SEQUENCE_TOKENS * group.num_seqs
         factor = 1000 / member.speed
-        return factor * self.times.seconds(member.work + tokens) + self._seconds_in_flight(member, factor, now)
+        seconds = factor * self.times.seconds(member.work + tokens) + self._seconds_in_flight(member, factor, now)
+        return seconds + member.scheduler.seconds_to_copy(group) if group.lora_name else seconds
 
     def _seconds_in_flight(self, member: Member, factor: float, now: float) -> float:
         """What the worker's steps in flight still take; one that is overdue is expected to be so for as long again."""

@@ -18,6 +18,7 @@ class Preemption:
         self._waiting = session.waiting
         self._blocks = session.blocks
         self._groups = session.groups
+        self._loras = session.loras
         self.counts = {PreemptionMode.RECOMPUTE: 0, PreemptionMode.SWAP: 0}
 
     def preempt_one(self, step: Step) -> SequenceGroup:
@@ -37,7 +38,7 @@ class Preemption:
         while (
             not num_tokens
             or num_seqs < group.num_seqs
-            or not self._groups.has_lora_slot(group, without=victims)
+            or not self._loras.has_slot(group, without=victims)
             or self._blocks.can_allocate(group, leave_watermark=bool(candidates), without=victims) is not AllocStatus.OK
         ):
             victim = self._waiting.victim(candidates)

@@ -1,7 +1,8 @@
 """The waiting queue as one step of one worker sees it: which groups it looks past, and which of the others is next.
 
 A group is passed over while a better worker is there for it (`left`), while its adapter has no slot here (`slotless`),
-or while it is a suspect that must wait (`held`). Later groups may overtake it, within bounds.
+while that is still to be brought here (`awaiting`), or while it is a suspect that must wait (`held`). Later groups may
+overtake it, within bounds. While an adapter comes no bound is needed: it comes no later for those that go ahead.
 """
 
 from scheduler_service.core.groups.sequence import SequenceGroup
@@ -10,19 +11,20 @@ from scheduler_service.core.placement.choice import Placement
 from scheduler_service.core.queues.waiting_queue import WaitingQueue
 
 MOST_LEFT = 8  # groups left to other workers that a step looks past
-MOST_SLOTLESS = 32  # groups without a slot for their adapter that it looks past as well
+MOST_SLOTLESS = 32  # groups without their adapter, or a slot for it, that it looks past as well
 
 
 class QueueView:
     """Made anew for every step. `slotless` may hold swapped groups too."""
 
-    __slots__ = ("_upcoming", "_waiting", "_worker", "held", "left", "slotless")
+    __slots__ = ("_upcoming", "_waiting", "_worker", "awaiting", "held", "left", "slotless")
 
     def __init__(self, waiting: WaitingQueue, worker: str) -> None:
         self._waiting = waiting
         self._worker = worker
         self.left: dict[SequenceGroup, Placement] = {}
         self.slotless: dict[SequenceGroup, None] = {}
+        self.awaiting: dict[SequenceGroup, None] = {}
         self.held: dict[SequenceGroup, float] = {}  # and until when
         self._upcoming: list[SequenceGroup] = []  # those that are next, as far as they are known, the first one last
 
@@ -32,13 +34,13 @@ class QueueView:
 
         None when those that are left or without a slot have been overtaken often enough.
         """
-        if not self.left and not self.slotless and not self.held:
+        if not (self.left or self.slotless or self.awaiting or self.held):
             return self._waiting.head
         if not self._upcoming:
             if self._is_looked_past_enough:
                 return None
-            most = 2 * (len(self.left) + len(self.slotless) + len(self.held)) + 1  # each refill asks for twice as many
-            passed = self.left.keys() | self.slotless.keys() | self.held.keys()
+            passed = {*self.left, *self.slotless, *self.awaiting, *self.held}
+            most = 2 * len(passed) + 1  # each refill asks for twice as many
             groups = self._waiting.upcoming(most, equals=bool(self.left))
             self._upcoming = [group for group in reversed(groups) if group not in passed]
         return self._upcoming[-1] if self._upcoming else None
@@ -73,9 +75,16 @@ class QueueView:
 
     def pass_slotless(self, group: SequenceGroup) -> bool:
         """Look past a waiting or swapped group without a slot, if others may overtake it; returns whether they may."""
-        if group in self.left or group.num_overtaken >= MAX_OVERTAKES or len(self.slotless) >= MOST_SLOTLESS:
+        return group.num_overtaken < MAX_OVERTAKES and self._pass_into(self.slotless, group)
+
+    def pass_awaiting(self, group: SequenceGroup) -> bool:
+        """Look past a group whose adapter is still to be brought here; returns whether that was done."""
+        return self._pass_into(self.awaiting, group)
+
+    def _pass_into(self, passed: dict[SequenceGroup, None], group: SequenceGroup) -> bool:
+        if group in self.left or len(self.slotless) + len(self.awaiting) >= MOST_SLOTLESS:
             return False
-        self.slotless[group] = None
+        passed[group] = None
         if self._upcoming and self._upcoming[-1] is group:
             self._upcoming.pop()
         return True

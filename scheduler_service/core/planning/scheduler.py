@@ -36,6 +36,7 @@ from scheduler_service.core.planning.answers import Answers
 from scheduler_service.core.planning.chunk_sizes import ChunkSizes
 from scheduler_service.core.planning.evidence import Evidence
 from scheduler_service.core.planning.guess_room import GuessRoom
+from scheduler_service.core.planning.loras import LoraFetch, Loras
 from scheduler_service.core.planning.preemption import Preemption
 from scheduler_service.core.planning.queue_view import QueueView
 from scheduler_service.core.planning.running import RunningPlanner
@@ -73,8 +74,13 @@ class Scheduler:
             balancer.leave(self.member)
             raise
         self._in_flight = StepsInFlight()
-        self._groups = WorkerGroups(config, waiting, self.blocks, self._in_flight)
-        session = Session(config, worker, waiting, balancer, self.member, self.blocks, self._in_flight, self._groups)
+        self.loras = Loras(
+            config.max_loras, config.max_held_loras, waiting.live_loras, balancer.lora_directory, self.member.bit
+        )
+        self._groups = WorkerGroups(config, waiting, self.blocks, self._in_flight, self.loras)
+        session = Session(
+            config, worker, waiting, balancer, self.member, self.blocks, self._in_flight, self.loras, self._groups
+        )
         chunk_sizes = ChunkSizes(session)
         self._preemption = Preemption(session)
         self._running = RunningPlanner(session, chunk_sizes, self._preemption)
@@ -117,6 +123,7 @@ class Scheduler:
         output = self._writer.write(step)
         self._steady.look_ahead(step)
         self._admission.report(step)
+        self.loras.planned()
         return output
 
     def _schedule_all(self, step: Step) -> None:
@@ -200,6 +207,31 @@ class Scheduler:
         """Admit waiting groups from now on, or none while the worker is drained; those that it has go on either way."""
         self._admission.set_admission(admits)
 
+    def begin_fetch(self, wanted: Iterable[str], preloads: Iterable[str] = ()) -> LoraFetch | None:
+        """Choose an adapter to bring to the worker: of `wanted`, as of a step's `lacking_loras`, the first that it does
+        not hold, or else of `preloads`, for which none gives way.
+
+        None where there is no place or nothing to bring, and while one is being brought.
+        """
+        return self.loras.begin_fetch(wanted, preloads)
+
+    def end_fetch(self, seconds: float | None) -> None:
+        """The worker has, after so many seconds, what `begin_fetch` chose last; None if it could not be brought."""
+        self.loras.end_fetch(is_held=seconds is not None)
+        if seconds is not None:
+            self.member.brought_lora(seconds)
+
+    def hold_lora(self, lora_name: str) -> None:
+        """The worker has an adapter already."""
+        self.loras.hold(lora_name)
+
+    def drop_lora(self, lora_name: str) -> bool:
+        """The worker is to forget an adapter, once all steps in flight are answered; returns whether it has it.
+
+        Raises ValueError while a group here needs it.
+        """
+        return self.loras.drop(lora_name)
+
     def release_all(self, now: float = 0.0, *, blames: bool = True) -> list[SequenceGroup]:
         """The worker is gone: give all its groups back to the head of the queue. Plan no further steps.
 
@@ -213,6 +245,7 @@ class Scheduler:
         for group in groups:
             group.num_recomputes += 1
         self.blocks.device.withdraw_all()
+        self.loras.withdraw_all()
         self.balancer.leave(self.member)
         return ended
 
@@ -246,7 +279,7 @@ class Scheduler:
     @property
     def running_loras(self) -> Mapping[str, int]:
         """Adapters, and how many running groups need each."""
-        return self._groups.running_loras
+        return self.loras.running
 
     @property
     def steps_in_flight(self) -> SequenceOf[SchedulerOutput]:
@@ -264,7 +297,11 @@ class Scheduler:
 
     def has_lora_slot(self, group: SequenceGroup, *, without: Iterable[SequenceGroup] = ()) -> bool:
         """Whether the group's adapter can join those of the running groups, `without` those that would make room."""
-        return self._groups.has_lora_slot(group, without=without)
+        return self.loras.has_slot(group, without=without)
+
+    def seconds_to_copy(self, group: SequenceGroup) -> float:
+        """What the first step with the group's adapter takes longer, because that is not on the device."""
+        return 0.0 if self.loras.is_on_device(group.lora_name) else self.config.lora_copy_seconds
 
 
 def _blocks(config: SchedulerConfig, member: Member, waiting: WaitingQueue) -> BlockManager:

@@ -6,6 +6,7 @@ from scheduler_service.core.blocks.manager import BlockManager
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.placement.balancer import Balancer
 from scheduler_service.core.placement.worker import Member
+from scheduler_service.core.planning.loras import Loras
 from scheduler_service.core.planning.steps_in_flight import StepsInFlight
 from scheduler_service.core.planning.worker_groups import WorkerGroups
 from scheduler_service.core.queues.waiting_queue import WaitingQueue
@@ -22,4 +23,5 @@ class Session:
     member: Member
     blocks: BlockManager
     in_flight: StepsInFlight
+    loras: Loras
     groups: WorkerGroups

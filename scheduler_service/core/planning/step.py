@@ -30,6 +30,7 @@ class Step:
         "budget",
         "chunks",
         "ignored",
+        "lacking_loras",
         "moved",
         "needy",
         "now",
@@ -54,6 +55,7 @@ class Step:
         self.now = now
         self.chunks: dict[SequenceGroup, list[Chunk]] = {}
         self.ignored: list[SequenceGroup] = []
+        self.lacking_loras: dict[str, None] = {}  # worth bringing here
         self.moved: list[Placement] = []
         self.placements: list[Placement] = []
         self.prompts: list[SequenceGroup] = []  # running groups that were behind, or are new, or back

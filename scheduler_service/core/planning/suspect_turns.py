@@ -37,7 +37,7 @@ class SuspectTurns:
         for group in self._waiting.upcoming(MOST_LEFT, equals=False):
             if not group.is_suspect:
                 break
-            if not self._hold(group, step) and not self._leave(group, step):
+            if not (self._hold(group, step) or self._leave(group, step) or self._admission.await_lora(group, step)):
                 return group if step.queue.next is group and self._can_start(group, step) else None
         return None
 

@@ -19,6 +19,7 @@ class SwappedPlanner:
         self._member = session.member
         self._blocks = session.blocks
         self._groups = session.groups
+        self._loras = session.loras
         self._running = running
         self._admission = admission
 
@@ -34,7 +35,7 @@ class SwappedPlanner:
                 return
             if group in step.queue.slotless:
                 continue
-            has_lora_slot = groups.has_lora_slot(group)
+            has_lora_slot = self._loras.has_slot(group)
             if has_lora_slot and are_behind is (not group.is_behind):
                 return
             status = self._blocks.can_swap_in(

@@ -22,6 +22,7 @@ class WaitingPlanner:
         self._member = session.member
         self._blocks = session.blocks
         self._groups = session.groups
+        self._loras = session.loras
         self._in_flight = session.in_flight
         self._chunk_sizes = chunk_sizes
         self._preemption = preemption
@@ -34,7 +35,7 @@ class WaitingPlanner:
         groups = self._groups
         if not self.admits or groups.swapped or groups.suspect is not None:
             return None
-        if group.num_seqs > self._config.max_num_seqs - self._member.num_seqs or not groups.has_lora_slot(group):
+        if group.num_seqs > self._config.max_num_seqs - self._member.num_seqs or not self._loras.has_slot(group):
             return None
         if self._blocks.can_allocate(group, leave_watermark=bool(groups.running)) is not AllocStatus.OK:
             return None
@@ -46,7 +47,7 @@ class WaitingPlanner:
             return AllocStatus.NEVER  # before any group is preempted for it
         if group.num_encoder_tokens > self._config.max_num_encoder_tokens:
             return AllocStatus.NEVER
-        if not budget.num_tokens or group.num_seqs > budget.num_seqs or not self._groups.has_lora_slot(group):
+        if not budget.num_tokens or group.num_seqs > budget.num_seqs or not self._loras.has_slot(group):
             return AllocStatus.LATER
         if self._config.is_encoder and len(group.prompt_token_ids) > budget.num_tokens:
             return AllocStatus.LATER  # it is computed whole
@@ -126,7 +127,7 @@ class WaitingPlanner:
 
         Those of an encoder run for one step, and then they have ended.
         """
-        if self._config.is_encoder or not self.could_make_room(group):
+        if self._config.is_encoder or not self._loras.holds(group.lora_name) or not self.could_make_room(group):
             return False
         if not self._has_encoder_tokens(group, step.budget):
             return False
@@ -141,9 +142,17 @@ class WaitingPlanner:
 
         With no sequence or no token left in the budget there are no others to look for.
         """
-        if self._groups.has_lora_slot(group) or not (step.budget.num_seqs and step.budget.num_tokens):
+        if self._loras.has_slot(group) or not (step.budget.num_seqs and step.budget.num_tokens):
             return False
-        return step.queue.pass_slotless(group)
+        return self.await_lora(group, step) or step.queue.pass_slotless(group)
+
+    def await_lora(self, group: SequenceGroup, step: Step) -> bool:
+        """Look past a group whose adapter can be brought here, and say which that is; returns whether that was done."""
+        if self._loras.holds(group.lora_name):
+            return False
+        if self._balancer.is_worth_bringing(self._member, group, step.now):
+            step.lacking_loras[group.lora_name] = None
+        return self._loras.can_come(group.lora_name) and step.queue.pass_awaiting(group)
 
     def leave(self, placement: Placement, step: Step) -> bool:
         """Leave a group in the queue, if it is for another worker."""

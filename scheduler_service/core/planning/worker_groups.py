@@ -5,13 +5,13 @@ free afterwards. Which group is given to the worker, swapped or preempted is dec
 """
 
 import itertools
-from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections import OrderedDict
 
 from scheduler_service.core.blocks.manager import BlockManager
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
 from scheduler_service.core.groups.sequence_status import SequenceStatus
+from scheduler_service.core.planning.loras import Loras
 from scheduler_service.core.planning.steps_in_flight import StepsInFlight
 from scheduler_service.core.queues.waiting_queue import WaitingQueue
 
@@ -24,15 +24,20 @@ class WorkerGroups:
     """
 
     def __init__(
-        self, config: SchedulerConfig, waiting: WaitingQueue, blocks: BlockManager, in_flight: StepsInFlight
+        self,
+        config: SchedulerConfig,
+        waiting: WaitingQueue,
+        blocks: BlockManager,
+        in_flight: StepsInFlight,
+        loras: Loras,
     ) -> None:
         self._config = config
         self._waiting = waiting
         self._blocks = blocks
         self._in_flight = in_flight
+        self._loras = loras
         self.running: dict[SequenceGroup, None] = {}
         self.num_running_seqs = 0  # of the running groups together, counted as budgets count them
-        self.running_loras: Counter[str] = Counter()  # adapters, and how many running groups need each
         self.swapped: OrderedDict[SequenceGroup, None] = OrderedDict()
         self.accused: dict[SequenceGroup, None] = {}
         self._by_id: dict[str, SequenceGroup] = {}  # running and swapped ones
@@ -53,13 +58,6 @@ class WorkerGroups:
     def find(self, request_id: str) -> SequenceGroup | None:
         """The group of this id, if it is here or waits."""
         return self._by_id.get(request_id) or self._waiting.get(request_id)
-
-    def has_lora_slot(self, group: SequenceGroup, *, without: Iterable[SequenceGroup] = ()) -> bool:
-        """Whether the group's adapter can join those of the running groups, `without` those that would make room."""
-        if not group.lora_name or group.lora_name in self.running_loras:
-            return True
-        leaving = Counter(other.lora_name for other in without)
-        return sum(count > leaving[name] for name, count in self.running_loras.items()) < self._config.max_loras
 
     def new_sequence_id(self) -> int:
         return next(self._sequence_ids)
@@ -83,6 +81,7 @@ class WorkerGroups:
             sequence.id = self.new_sequence_id()
             sequence.max_num_tokens = group.max_num_tokens(self._blocks.sizes.max_sequence_tokens)
         self._blocks.allocate(group.live[0])
+        self._loras.came(group)
         self._start_running(group)
         self._by_id[group.request_id] = group
 
@@ -130,6 +129,7 @@ class WorkerGroups:
         if group in self.running:
             self._stop_running(group)
         self.swapped.pop(group, None)
+        self._loras.left(group)
         del self._by_id[group.request_id]
 
     def _start_running(self, group: SequenceGroup) -> None:
@@ -137,8 +137,7 @@ class WorkerGroups:
             sequence.status = SequenceStatus.RUNNING
         self.running[group] = None
         self.num_running_seqs += group.num_seqs
-        if group.lora_name:
-            self.running_loras[group.lora_name] += 1
+        self._loras.started(group)
         if group.suspicion is not None:
             self.accused[group] = None
 
@@ -146,10 +145,7 @@ class WorkerGroups:
         del self.running[group]
         self.accused.pop(group, None)
         self.num_running_seqs -= group.num_seqs
-        if group.lora_name:
-            self.running_loras[group.lora_name] -= 1
-            if not self.running_loras[group.lora_name]:
-                del self.running_loras[group.lora_name]
+        self._loras.stopped(group)
 
     # ---- ending
 

@@ -5,7 +5,7 @@ A policy is an order of this queue and a choice of victims. First come, first se
 """
 
 import itertools
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 
@@ -30,7 +30,8 @@ class WaitingQueue:
     """First come, first served. Preempted groups go back to the head. Every operation is O(log n) or less.
 
     `balancer` places its groups among the workers that share it. `live` are the ids of all that came and have not
-    ended, whether they wait or are with one of the workers that share the queue.
+    ended, whether they wait or are with one of the workers that share the queue, each with its adapter; `live_loras`
+    counts those.
     """
 
     charges = False
@@ -38,7 +39,8 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self.balancer = Balancer()
-        self.live: set[str] = set()
+        self.live: dict[str, str] = {}
+        self.live_loras: Counter[str] = Counter()
         self._groups: OrderedDict[str, SequenceGroup] = OrderedDict()
         self._arrivals = GroupHeap[float](self._groups, lambda group: group.arrived_at)
         self._numbers = itertools.count()
@@ -60,7 +62,8 @@ class WaitingQueue:
                 f"request_id is {group.request_id!r}, and a request of that id waits, runs or is swapped out; "
                 "end that one first, or choose another id"
             )
-        self.live.add(group.request_id)
+        self.live[group.request_id] = group.lora_name
+        self.live_loras[group.lora_name] += 1
         self._groups[group.request_id] = group
         number = next(self._numbers)
         group.rank = (number, number)
@@ -100,7 +103,11 @@ class WaitingQueue:
     def end(self, request_id: str) -> None:
         """Forget a request that has ended, wherever it was: its id is free."""
         self.remove(request_id)
-        self.live.discard(request_id)
+        lora_name = self.live.pop(request_id, None)
+        if lora_name is not None:
+            self.live_loras[lora_name] -= 1
+            if not self.live_loras[lora_name]:
+                del self.live_loras[lora_name]
 
     def withdraw(self, group: SequenceGroup, status: SequenceStatus, index: int | None = None) -> None:
         """End a group that waits here, or one of its outputs, for which no worker need be asked."""

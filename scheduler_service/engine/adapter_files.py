@@ -1,0 +1,80 @@
+"""An adapter's files: read from the folder that PEFT wrote, copied, and sent to a worker."""
+
+import asyncio
+import hashlib
+import re
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagewire.v1 import worker_service_pb2 as worker_pb
+from scheduler_service.engine.worker_client import UnreachableError, WorkerClient
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+MAX_CONFIG_BYTES = 1 << 20
+PIECE_BYTES = 1 << 20
+NAME = re.compile(r"(?!\.+$)[\w.@:-]{1,128}")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A copy of a folder as PEFT writes it: what happens to the folder does not matter to requests in flight."""
+
+    name: str
+    fingerprint: str
+    config: bytes
+    weights: Path
+    num_bytes: int
+
+
+def read_adapter(name: str, folder: Path, copies: Path) -> Adapter:
+    """Copy it into a folder of copies. Raises ValueError."""
+    if not NAME.fullmatch(name):
+        raise ValueError(f"{name[:200]!r} cannot name an adapter: 1 to 128 letters, digits and . _ @ : -")
+    try:
+        with open(folder / CONFIG, "rb") as file:
+            config = file.read(MAX_CONFIG_BYTES + 1)
+        if len(config) > MAX_CONFIG_BYTES:
+            raise ValueError(f"adapter {name}: {CONFIG} has more than {MAX_CONFIG_BYTES} bytes")
+        with open(folder / WEIGHTS, "rb") as source, tempfile.NamedTemporaryFile(dir=copies, delete=False) as copy:
+            digest = hashlib.sha256()
+            while data := source.read(PIECE_BYTES):
+                digest.update(data)
+                copy.write(data)
+    except OSError as error:
+        raise ValueError(f"adapter {name}: cannot read {error.filename}: {error.strerror}") from None
+    fingerprint = hashlib.sha256(hashlib.sha256(config).digest() + digest.digest()).hexdigest()
+    weights = Path(copy.name).replace(copies / fingerprint)
+    return Adapter(name, fingerprint, config, weights, weights.stat().st_size)
+
+
+async def hand_over(client: WorkerClient, adapter: Adapter) -> None:
+    """Raises AdapterRefusedError where the worker cannot use it, and UnreachableError."""
+    try:
+        await client.load_adapter(_pieces_of(adapter))
+    except OSError as error:
+        raise UnreachableError(f"the copy of the adapter {adapter.name} cannot be read: {error.strerror}") from None
+
+
+async def _pieces_of(adapter: Adapter) -> AsyncIterator[worker_pb.TakeAdapterRequest]:
+    yield worker_pb.TakeAdapterRequest(fingerprint=adapter.fingerprint, config=adapter.config)
+    with open(adapter.weights, "rb") as file:  # noqa: ASYNC230  # a thread's would stay open when cancelled
+        while data := await asyncio.to_thread(file.read, PIECE_BYTES):
+            yield worker_pb.TakeAdapterRequest(data=data)
+
+
+def configured_folders(named: Sequence[str], folder: Path | None) -> Sequence[tuple[str, Path]]:
+    """Names and folders of --lora and --lora-dir. Raises ValueError."""
+    found = []
+    for item in named:
+        name, is_pair, place = item.partition("=")
+        if not is_pair:
+            raise ValueError(f"--lora {item}: it must be NAME=FOLDER")
+        found.append((name, Path(place).expanduser()))
+    if folder is not None:
+        if not folder.is_dir():
+            raise ValueError(f"--lora-dir: there is no folder {folder}")
+        found += [(file.parent.name, file.parent) for file in sorted(folder.glob(f"*/{CONFIG}"))]
+    return found

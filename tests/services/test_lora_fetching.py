@@ -1,0 +1,202 @@
+"""A worker serves while adapters are still on their way to it, and holds only as many as it has places for."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from engines import until
+from lora_helpers import LONG, refusal, serving, slow_down, write_adapter, write_three
+from scheduler_in_process import scheduler
+from worker_in_process import worker_in_process
+
+from pagewire_client import Client, SamplingParams
+from pagewire_client.admin import Admin
+from pagewire_client.llm import collect
+from scheduler_service.engine.worker_client import WorkerError
+from scheduler_service.recording.replayer import Replayer
+from worker_service.serving import servicer
+from worker_service.serving.adapters import load_adapter
+
+SHORT = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0)
+
+
+class Gate:
+    """Adapters come to workers only while it is open."""
+
+    def __init__(self) -> None:
+        self.is_open = asyncio.Event()
+        self.num_waiting = 0
+
+    async def __call__(self, adapters: Any, pieces: AsyncIterator[Any]) -> None:
+        self.num_waiting += 1
+        await self.is_open.wait()
+        await load_adapter(adapters, pieces)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    gate = Gate()
+    monkeypatch.setattr(servicer, "load_adapter", gate)
+    return gate
+
+
+async def test_requests_do_not_wait_for_adapters_that_they_do_not_name(
+    tiny_model_directory: Path, adapters: Path, gate: Gate
+) -> None:
+    async with serving(tiny_model_directory, adapters) as (one, worker), Client(one.target) as client:
+        named = [asyncio.create_task(collect(client, "abc", SHORT, lora_name="two")) for _ in range(3)]
+        await until(lambda: gate.num_waiting == 1)
+        for _ in range(40):  # more than may overtake one that waits for room
+            assert len((await collect(client, "abc", SHORT)).outputs[0].token_ids) == 8
+        assert not any(task.done() for task in named)
+        gate.is_open.set()
+        said = [(await task).outputs[0].token_ids for task in named]
+        assert said == 3 * [(await collect(client, "abc", SHORT, lora_name="two")).outputs[0].token_ids]
+        await until(lambda: len(worker.worker.adapters.fingerprints) == 3)  # the others come by themselves
+        assert one.engine.workers[0].num_losses == 0
+
+
+@pytest.mark.parametrize("places", [1, 2])
+async def test_the_same_tokens_come_from_a_worker_with_few_places(
+    places: int, tiny_model_directory: Path, adapters: Path, tmp_path: Path
+) -> None:
+    async with serving(tiny_model_directory, adapters) as (one, _), Client(one.target) as client:
+        asked = [(f"{number} ", name) for number in range(6) for name in ("", "one", "two", "three")]
+        expected = [(await collect(client, prompt, SHORT, lora_name=name)).outputs for prompt, name in asked]
+    recording = tmp_path / "recording"
+    async with (
+        serving(tiny_model_directory, adapters, recording, max_cpu_loras=places) as (one, worker),
+        Client(one.target) as client,
+    ):
+        found = await asyncio.gather(*(collect(client, prompt, SHORT, lora_name=name) for prompt, name in asked))
+        assert [one.outputs[0].token_ids for one in found] == [outputs[0].token_ids for outputs in expected]
+        assert len(worker.worker.adapters.fingerprints) <= places
+        assert one.engine.workers[0].num_losses == 0
+    changes = [moment.kind for moment in Replayer().run(recording)].count("adapter")
+    assert changes >= 2 * 3  # each was begun, and came
+
+
+async def test_an_adapter_that_all_places_are_needed_without_is_not_loaded(
+    tiny_model_directory: Path, adapters: Path
+) -> None:
+    async with serving(tiny_model_directory, adapters, max_cpu_loras=1) as (one, worker), Client(one.target) as client:
+        slow_down(worker, 0.02)
+        stream = client.generate("abc", LONG, lora_name="one")
+        await anext(stream)
+        write_adapter(adapters / "late", 5)
+        async with Admin(one.admin_target) as admin:
+            with pytest.raises(grpc.aio.AioRpcError, match="no worker has a place for it") as error:
+                await admin.load_adapter("late")
+            assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert (await refusal(client, "late"))[0] is grpc.StatusCode.NOT_FOUND
+            await stream.aclose()
+            await until(lambda: not one.engine.requests)
+            await admin.load_adapter("late")
+        assert (await collect(client, "abc", SHORT, lora_name="late")).outputs
+
+
+async def test_a_request_whose_adapter_was_on_its_way_when_the_session_broke_goes_on(
+    tiny_model_directory: Path, adapters: Path, gate: Gate
+) -> None:
+    async with serving(tiny_model_directory, adapters) as (one, _), Client(one.target) as client:
+        task = asyncio.create_task(collect(client, "abc", SHORT, lora_name="two"))
+        await until(lambda: gate.num_waiting == 1)
+        one.engine.fetchers()[0].end(WorkerError("the session is over"))
+        await until(lambda: gate.num_waiting == 2)
+        gate.is_open.set()
+        assert len((await task).outputs[0].token_ids) == 8
+
+
+async def test_a_request_that_waits_for_an_adapter_is_told_why_no_worker_can_use_it(
+    tiny_model_directory: Path, tmp_path: Path, gate: Gate
+) -> None:
+    folder = tmp_path / "adapters"
+    write_adapter(folder / "high", 1, rank=17)
+    async with serving(tiny_model_directory, folder) as (one, worker), Client(one.target) as client:
+        refused = asyncio.create_task(refusal(client, "high"))
+        await until(lambda: gate.num_waiting == 1 and len(one.engine.requests) == 1)
+        gate.is_open.set()
+        code, reason = await refused
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        assert "the adapter high cannot be used" in reason
+        assert "rank 17" in reason
+        assert (await refusal(client, "high"))[0] is grpc.StatusCode.NOT_FOUND
+        assert (await collect(client, "abc", SHORT)).outputs
+        assert not worker.worker.adapters.fingerprints
+
+
+async def test_only_one_worker_is_brought_an_adapter_that_one_request_needs(
+    tiny_model_directory: Path, adapters: Path
+) -> None:
+    """And the next request of it goes to the worker that holds it."""
+    async with (
+        worker_in_process(tiny_model_directory, max_loras=1, max_cpu_loras=1) as first,
+        worker_in_process(tiny_model_directory, max_loras=1, max_cpu_loras=1) as second,
+        scheduler(first.address, second.address, model=str(tiny_model_directory), lora_dir=adapters) as one,
+        Client(one.target) as client,
+    ):
+        await until(lambda: len(one.engine.serving) == 2)
+        for name in ("three", "two", "two", "two", "three", "three"):
+            await collect(client, "abc", SHORT, lora_name=name)
+        brought = [worker.fetch_counts.num_adapters for worker in one.engine.workers]
+        # Each has brought the first one by itself, and then two and three lie on one worker each.
+        assert sum(brought) <= 2 + 3
+        assert all(len(worker.worker.adapters.fingerprints) == 1 for worker in (first, second))
+
+
+async def test_one_that_is_unloaded_on_its_way_is_forgotten(
+    tiny_model_directory: Path, tmp_path: Path, gate: Gate
+) -> None:
+    folder = write_three(tmp_path / "adapters")
+    async with serving(tiny_model_directory, folder) as (one, worker), Client(one.target) as client:
+        await until(lambda: gate.num_waiting == 1)
+        (fetcher,) = one.engine.fetchers()
+        first = next(adapter for adapter in one.engine.adapters.listed if adapter.fingerprint == fetcher.fetching)
+        async with Admin(one.admin_target) as admin:
+            await admin.unload_adapter(first.name)
+        await until(lambda: gate.num_waiting == 2)
+        gate.is_open.set()
+        held = worker.worker.adapters
+        await until(lambda: len(held.fingerprints) == 2)
+        assert first.fingerprint not in held.fingerprints
+        assert (await refusal(client, first.name))[0] is grpc.StatusCode.NOT_FOUND
+        assert one.engine.workers[0].num_losses == 0
+
+
+async def test_what_a_worker_held_before_and_nothing_names_any_more_is_forgotten(
+    tiny_model_directory: Path, adapters: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "others"
+    write_adapter(other / "other", 9)
+    (adapters / "one").rename(other / "one")
+    model = str(tiny_model_directory)
+    async with worker_in_process(tiny_model_directory, max_loras=4) as worker:
+        held = worker.worker.adapters
+        for folder, number in ((adapters, 2), (other, 2)):
+            async with scheduler(worker.address, model=model, lora_dir=folder) as one:
+                wanted = one.engine.adapters.named
+                await until(lambda wanted=wanted: set(held.fingerprints) == set(wanted))  # type: ignore[misc]
+                assert len(wanted) == number
+
+
+async def test_the_first_token_of_an_adapter_that_has_to_come_waits_for_no_other_step(
+    tiny_model_directory: Path, adapters: Path, gate: Gate
+) -> None:
+    """Streams that run gain tokens all the while."""
+    async with serving(tiny_model_directory, adapters) as (one, _), Client(one.target) as client:
+        stream = client.generate("abc", LONG)
+        await anext(stream)
+        task = asyncio.create_task(collect(client, "abc", SHORT, lora_name="two"))
+        await until(lambda: gate.num_waiting == 1)
+        num_steps = one.engine.workers[0].num_steps
+        async for _ in stream:
+            pass
+        assert one.engine.workers[0].num_steps >= num_steps + 50
+        gate.is_open.set()
+        began = time.monotonic()
+        await task
+        assert time.monotonic() - began < 60
