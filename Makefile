@@ -123,9 +123,10 @@ bench-speculation: setup
 	  $(PEER:%=--peer %) \
 	  $(DRAFT:%=--speculate ngram,draft --code --draft-model %) $(HEAD:%=--speculate ngram,eagle --draft-model %)
 
-# SEQUENCES, ADAPTERS: numbers, separated by commas.
+# SEQUENCES, ADAPTERS: numbers, separated by commas. PEER: as `make bench` has it.
 bench-adapters: setup
-	$(BIN)/python -m bench.adapters $(SEQUENCES:%=--sequences %) $(ADAPTERS:%=--adapters %) $(ROUNDS:%=--rounds %)
+	$(BIN)/python -m bench.adapters $(SEQUENCES:%=--sequences %) $(ADAPTERS:%=--adapters %) $(ROUNDS:%=--rounds %) \
+	  $(PEER:%=--peer %)
 
 # MODEL: a folder that sentence-transformers reads. PEER: a folder with it, if it is not installed.
 bench-embeddings: setup
