@@ -55,12 +55,19 @@ def write_three(folder: Path) -> Path:
 
 @asynccontextmanager
 async def serving(
-    model: Path, lora_dir: Path, recording: Path | None = None, **settings: Any
+    model: Path, lora_dir: Path, recording: Path | None = None, *, time_limit: float = 60, **settings: Any
 ) -> AsyncIterator[tuple[InProcess, ServedWorker]]:
     """A worker of four slots, and a scheduler."""
     async with (
         worker_in_process(model, **{"max_loras": 4} | settings) as worker,
-        scheduler(worker.address, model=str(model), lora_dir=lora_dir, preemption_mode="swap", record=recording) as one,
+        scheduler(
+            worker.address,
+            time_limit=time_limit,
+            model=str(model),
+            lora_dir=lora_dir,
+            preemption_mode="swap",
+            record=recording,
+        ) as one,
     ):
         await until(lambda: one.engine.admits)
         yield one, worker
