@@ -126,6 +126,11 @@ class WorkerSettings(ServiceSettings):
         return identity
 
     @property
+    def num_guesses(self) -> int:
+        """The most guesses for one sequence in one step; 0 without speculation."""
+        return self.num_speculative_tokens if self.speculate != "none" else 0
+
+    @property
     def metrics_readers(self) -> list[str]:
         """Names, one of which a reader's certificate must have; none where any reader may."""
         return [name for name in (self.scheduler_identity, self.metrics_identity) if name]

@@ -95,8 +95,9 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     for activation in ("silu", "gelu", "gelu_tanh"):
         yield activation, lambda activation=activation: ops.gated_activation(empty(5, 2048), activation)
     rows = empty(5, dtype=torch.int32)
-    lora = LoraWeights(empty(4, 3, 64, 4096), empty(4, 64, 6144), rows[:4], (0, 4096, 5120, 6144))
-    yield "add_lora", lambda: ops.add_lora(empty(5, 6144), empty(5, 4096), rows, lora)
+    for starts in ((0, 6144), (0, 3072, 6144), (0, 4096, 5120, 6144)):
+        lora = LoraWeights(empty(4, len(starts) - 1, 64, 4096), empty(4, 64, 6144), rows[:4], starts)
+        yield "add_lora", lambda lora=lora: ops.add_lora(empty(5, 6144), empty(5, 4096), rows, lora)
     yield "copy_blocks", lambda: ops.copy_blocks(empty(9, 4096), ids, ids)
     for norms in (None, (empty(128), empty(128))):
         yield "qkv_attention", lambda norms=norms: qkv_attention(norms)

@@ -1,35 +1,76 @@
-"""What CUDA graphs are to a model runner, without a GPU: each kernel is launched anew, over the same inputs.
+"""CUDA graphs without a GPU: a computation that is recorded is computed anew, over the same memory, by every replay.
 
 Steps therefore run ahead of answers on a CPU as they do on a GPU, where tokens that the host has not read yet pass from
 one step to the next.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
 
+import torch
 from torch import Tensor
+from worker_helpers import LIMITS
 
-from kernels.metadata import AttentionMetadata
-from worker_service.execution.decode_inputs import DecodeInputs, UnseenTokens
+from worker_service.execution.decode_graphs import DecodeGraphs
+from worker_service.execution.model_runner import ModelRunner
 from worker_service.models.causal_model import CausalModel
-from worker_service.session.session import ScheduledChunk
+from worker_service.session.step import Limits
 
 
-class FakeDecodeGraphs:
-    """In the place of `DecodeGraphs`."""
+class FakeGraphs:
+    """In the place of what captures them."""
 
-    def __init__(self, model: CausalModel, cache: Tensor, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(self) -> None:
+        self.replayed: list[int] = []
+        """The number of rows, padding included, of each replay."""
+
+    def __call__(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        result = compute()
+
+        def replay() -> None:
+            result.copy_(compute())
+            self.replayed.append(len(result))
+
+        return replay, result
+
+
+class WithoutPadding:
+    """A network that leaves padding rows out, which eager torch would store somewhere; their states are NaN."""
+
+    def __init__(self, model: CausalModel) -> None:
         self._model = model
-        self._cache = cache
-        self._inputs = DecodeInputs(max_num_seqs, max_model_len, cache.shape[3], cache.device)
 
-    def fit(self, chunks: Sequence[ScheduledChunk]) -> bool:
-        return all(chunk.stop - chunk.start == 1 for chunk in chunks)
+    def forward(self, *inputs: Any) -> Tensor:
+        """As `CausalModel` has it."""
+        token_ids, positions, slots, attention, cache, lora_slots = inputs
+        count = int((slots >= 0).sum())
+        hidden_size = self._model.config.hidden_size
+        hidden = torch.full((len(slots), hidden_size), torch.nan, dtype=cache.dtype, device=cache.device)
+        if count:
+            attention = replace(
+                attention,
+                query_start=attention.query_start[: count + 1],
+                context_lens=attention.context_lens[:count],
+                block_tables=attention.block_tables[:count],
+            )
+            rows = (tensor[:count] for tensor in (token_ids, positions, slots))
+            lora_slots = None if lora_slots is None else lora_slots[:count]
+            hidden[:count] = self._model.forward(*rows, attention, cache, lora_slots)
+        return hidden
 
-    def forward(self, chunks: Sequence[ScheduledChunk], unseen: UnseenTokens | None) -> Tensor:
-        count = len(chunks)
-        token_ids, positions, slots, metadata = self._inputs.tensors(self._inputs.fill(chunks, unseen))
-        attention = AttentionMetadata(
-            metadata.query_start[: count + 1], metadata.context_lens[:count], metadata.block_tables[:count],
-            metadata.max_query_len, metadata.max_context_len,
-        )  # fmt: skip
-        return self._model.forward(token_ids[:count], positions[:count], slots[:count], attention, self._cache)
+
+def with_fake_graphs(
+    runner: ModelRunner, limits: Limits = LIMITS, num_guesses: int = 0, record: FakeGraphs | None = None
+) -> ModelRunner:
+    """A runner over the same model and cache, which replays fakes."""
+    graphs = DecodeGraphs(
+        cast(CausalModel, WithoutPadding(runner.model)),
+        runner.cache_engine.device_blocks,
+        limits.max_num_seqs,
+        limits.max_model_len,
+        num_guesses=num_guesses,
+        has_adapters=runner.adapters is not None and runner.adapters.room.num_slots > 0,
+        record=record or FakeGraphs(),
+    )
+    return ModelRunner(runner.model, runner.cache_engine, graphs, adapters=runner.adapters)

@@ -3,6 +3,8 @@
 The worker computes on a GPU where there is one; native networks replay CUDA graphs there, as they do when they serve.
 """
 
+from array import array
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,8 @@ from worker_service.models.linear import Quantization
 from worker_service.models.registry import build_model, read_config
 from worker_service.models.shard import part_of
 from worker_service.parallel.ranks import ALONE, Ranks
-from worker_service.session.session import Session
-from worker_service.session.step import Limits, ModelOutput, NewSequence, SchedulerOutput
+from worker_service.session.session import ScheduledChunk, Session
+from worker_service.session.step import TOKENS, Limits, ModelOutput, NewSequence, SchedulerOutput
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPT = [(7 * number * number + 3) % 131 for number in range(37)]
@@ -36,9 +38,11 @@ def load_runner(
     ranks: Ranks = ALONE,
     room: AdapterRoom = NO_ADAPTERS,
     cache_dtype: torch.dtype | None = None,
+    num_guesses: int = 0,
 ) -> ModelRunner:
     """A runner over a pool that is NaN wherever nothing was stored; graphs: where there can be some; ranks: of native
-    networks alone; room: for adapters; cache_dtype: of the pool, if it is another.
+    networks alone; room: for adapters; cache_dtype: of the pool, if it is another; num_guesses: for one sequence,
+    which graphs have rows for.
     """
     checkpoint = Checkpoint(path)
     config = read_config(checkpoint.config)
@@ -53,7 +57,14 @@ def load_runner(
         make_nan(pool)
     decode_graphs = None
     if graphs and DEVICE.type == "cuda" and isinstance(config, DecoderConfig):
-        decode_graphs = DecodeGraphs(model, engine.device_blocks, LIMITS.max_num_seqs, LIMITS.max_model_len)
+        decode_graphs = DecodeGraphs(
+            model,
+            engine.device_blocks,
+            LIMITS.max_num_seqs,
+            LIMITS.max_model_len,
+            num_guesses=num_guesses,
+            has_adapters=room.num_slots > 0,
+        )
     return ModelRunner(model, engine, decode_graphs, adapters=adapters)
 
 
@@ -80,10 +91,24 @@ class SteppedWorker:
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Compute a given step."""
+        return self._compute(step, self.session.apply(step))
+
+    def verify(self, guesses: Mapping[int, Sequence[int]]) -> ModelOutput:
+        """Compute the next token of each of these sequences, and its guesses behind it."""
+        self.step_id += 1
+        rooms = tuple(map(len, guesses.values()))
+        step = SchedulerOutput(
+            1, self.step_id, (), tuple(guesses), tuple(1 + room for room in rooms), (True,) * len(rooms),
+            num_draft_tokens=rooms,
+        )  # fmt: skip
         chunks = self.session.apply(step)
+        drafts = (array(TOKENS, guessed) for guessed in guesses.values())
+        return self._compute(step, [chunk.with_drafts(of_one) for chunk, of_one in zip(chunks, drafts, strict=True)])
+
+    def _compute(self, step: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> ModelOutput:
         answer = self.runner.execute(step, chunks)
         self.session.advance(chunks)
-        self.session.fill_in(chunks, answer.token_ids)
+        self.session.fill_in(chunks, answer.token_ids, answer.num_tokens)
         return answer
 
     def generate(self, sequence_id: int, count: int) -> list[int]:

@@ -1,11 +1,18 @@
 """Decode steps as CUDA graphs: a forward pass of hundreds of kernels is launched at once.
 
 On an H200 a decode of an 8-billion-parameter Llama takes 4.5 ms as a graph and 12.2 ms when each kernel is launched
-from Python. One graph is captured for each of a few batch sizes. The largest comes first, so that the others reuse its
-memory. Logits and sampling stay outside, because the rows that need them change from step to step.
+from Python. One graph is captured for each of a few numbers of rows; a step that verifies guesses has a row for each
+token, and is replayed from the same graphs. The largest comes first, so that the others reuse its memory. Logits and
+sampling stay outside, because the rows that need them change from step to step.
+
+What adapters add takes two more kernels for each product, 256 in a pass of 32 layers. Where a worker has slots for
+adapters there are therefore two graphs of each size, one with these kernels and one without, so that a step of the base
+alone launches none of them. The two share inputs and memory: the second costs the time of its capture, and what the
+driver keeps of its launches. No launch depends on the adapters: slots and ranks are read on the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,48 +26,115 @@ from worker_service.progress import count_progress
 from worker_service.session.session import ScheduledChunk
 from worker_service.settings import WorkerSettings
 
+_FEW_ROWS = 64
+"""Rows of the largest graph of a worker that guesses, where `max_num_seqs` is less. Guesses are worth verifying while a
+step is small; how far that goes on a GPU was not measured."""
+_MOST_READ_AGAIN = 1 << 28
+"""Bytes of a layer's keys and values that the rows of a step may read beyond those that its sequences would.
+
+Rows of one sequence each read its context, which an eager pass reads once for several rows. Launched one by one, the
+kernels of a layer take 0.24 ms more of an H200's time, in which its memory reads 1 GB. A fourth of that: other GPUs
+have less bandwidth, and caches make up for some of it. Not measured.
+"""
+
+Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
+"""Takes a computation, and returns a function that repeats it over the same memory and the result, which each call
+overwrites."""
+
 
 class DecodeGraphs:
     """The graphs of one model over one cache; the cache's memory must stay where it is."""
 
     @torch.inference_mode()
-    def __init__(self, model: CausalModel, cache: Tensor, max_num_seqs: int, max_model_len: int) -> None:
-        """Capture them. cache: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]."""
-        self._inputs = DecodeInputs(max_num_seqs, max_model_len, cache.shape[3], cache.device)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        pool = None
-        with count_progress("capturing CUDA graphs", len(self._inputs.sizes)) as progress:
+    def __init__(
+        self,
+        model: CausalModel,
+        cache: Tensor,
+        max_num_seqs: int,
+        max_model_len: int,
+        *,
+        num_guesses: int = 0,
+        has_adapters: bool = False,
+        record: Record | None = None,
+    ) -> None:
+        """Capture them.
+
+        cache: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]; num_guesses: for one sequence in a step;
+        has_adapters: whether the model has slots for them; record: in place of capturing.
+        """
+        max_num_rows = max(max_num_seqs, min(max_num_seqs * (1 + num_guesses), _FEW_ROWS))
+        self._inputs = DecodeInputs(max_num_rows, max_model_len, cache.shape[3], cache.device)
+        self._longest = 1 + num_guesses
+        self._most_read_again = _MOST_READ_AGAIN // cache[0, 0, :, 0].nbytes
+        self._graphs: dict[tuple[int, bool], tuple[Callable[[], object], Tensor]] = {}
+        record = record or _CudaGraphs(cache.device)
+        kinds = (True, False) if has_adapters else (False,)
+        with count_progress("capturing CUDA graphs", len(self._inputs.sizes) * len(kinds)) as progress:
             for size in reversed(self._inputs.sizes):
-                # Padding rows only. The first pass pays for what is compiled, chosen and allocated lazily.
-                self._forward(model, cache, size)
-                torch.cuda.synchronize(cache.device)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
-                    hidden = self._forward(model, cache, size)
-                pool = graph.pool()
-                self._graphs[size] = graph, hidden
-                progress.update()
+                for adapts in kinds:
+                    # Padding rows only.
+                    self._graphs[size, adapts] = record(partial(self._forward, model, cache, size, adapts))
+                    progress.update()
 
     def fit(self, chunks: Sequence[ScheduledChunk]) -> bool:
-        """Whether a step is a decode that one of the graphs can compute."""
-        return all(chunk.stop - chunk.start == 1 for chunk in chunks)
+        """Whether one of the graphs can compute a step, and is the faster way to.
 
-    def forward(self, chunks: Sequence[ScheduledChunk], unseen: UnseenTokens | None) -> Tensor:
-        """The hidden states of chunks that `fit`, [len(chunks), hidden_size]; the next call overwrites them."""
-        graph, hidden = self._graphs[self._inputs.fill(chunks, unseen)]
-        graph.replay()
-        return hidden[: len(chunks)]
+        Every step of one token for each sequence fits.
+        """
+        lens = [chunk.stop - chunk.start for chunk in chunks]
+        longest = max(lens)
+        if longest == 1 or longest > self._longest:
+            return longest == 1
+        read_again = sum((length - 1) * chunk.stop for length, chunk in zip(lens, chunks, strict=True))
+        return sum(lens) <= self._inputs.sizes[-1] and read_again <= self._most_read_again
 
-    def _forward(self, model: CausalModel, cache: Tensor, size: int) -> Tensor:
-        return model.forward(*self._inputs.tensors(size), cache)
+    def forward(
+        self, chunks: Sequence[ScheduledChunk], unseen: UnseenTokens | None, lora_slots: Tensor | None
+    ) -> Tensor:
+        """The hidden states of the tokens of chunks that `fit`, [tokens, hidden_size]; the next call overwrites them.
+
+        unseen, lora_slots: as `DecodeInputs.fill` has them.
+        """
+        size = self._inputs.fill(chunks, unseen, lora_slots)
+        replay, hidden = self._graphs[size, lora_slots is not None]
+        replay()
+        return hidden[: sum(chunk.stop - chunk.start for chunk in chunks)]
+
+    def _forward(self, model: CausalModel, cache: Tensor, size: int, adapts: bool) -> Tensor:
+        return model.forward(*self._inputs.tensors(size), cache, self._inputs.lora_slots(size) if adapts else None)
+
+
+class _CudaGraphs:
+    """Captures graphs that share memory: they are replayed one at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        compute()  # pays for what is compiled, chosen and allocated lazily
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=None if self._last is None else self._last.pool()):
+            result = compute()
+        self._last = graph
+        return graph.replay, result
 
 
 def capture(
-    config: ModelConfig, model: CausalModel, cache: CacheEngine, settings: WorkerSettings, max_model_len: int
+    config: ModelConfig,
+    model: CausalModel,
+    cache: CacheEngine,
+    settings: WorkerSettings,
+    max_model_len: int,
+    *,
+    has_adapters: bool = False,
 ) -> DecodeGraphs | None:
     """Graphs of a model's decodes, where there can be any."""
     blocks = cache.device_blocks
     captures = isinstance(config, DecoderConfig) and blocks.is_cuda and backend_name(blocks.device) != EAGER
     if not captures or settings.enforce_eager:
         return None
-    return DecodeGraphs(model, blocks, settings.max_num_seqs, max_model_len)
+    return DecodeGraphs(
+        model, blocks, settings.max_num_seqs, max_model_len, num_guesses=settings.num_guesses, has_adapters=has_adapters
+    )

@@ -1,9 +1,13 @@
 """The tensors of a decode step, in the same memory every time, so that a captured CUDA graph can be replayed over them.
 
-A batch is padded to one of a few sizes. A padding row has token 0, position -1 and slot -1, and therefore stores
-nothing and attends to nothing. Tokens, positions and slots cross to the device in one copy a step. A row's block table
-crosses only if the row's sequence or its blocks have changed since the last step that used the row. A token that the
-previous step sampled stays on the device: the host need not have read it.
+Each token has a row. To attention every row is a sequence of its own with one query token, which sees the tokens up to
+its own; rows of one sequence have the same block table. So a step that verifies guesses needs no other shape than a
+decode, and its rows are computed by the kernel of decodes.
+
+A batch is padded to one of a few sizes. A padding row has token 0, position -1, slot -1 and no adapter, and therefore
+stores nothing and attends to nothing. Tokens, positions and slots cross to the device in one copy a step. A row's block
+table crosses only if the row's sequence or its blocks have changed since the last step that used the row. A token that
+the previous step sampled stays on the device: the host need not have read it.
 """
 
 from array import array
@@ -31,10 +35,10 @@ class UnseenTokens:
     """By sequence id."""
 
 
-def bucket_sizes(max_num_seqs: int) -> list[int]:
-    """A few sizes. From 40 sequences on, the next size is at most a fifth larger; below, at most 7 rows larger."""
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs, 32)]
-    return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
+def bucket_sizes(max_num_rows: int) -> list[int]:
+    """A few sizes. From 40 rows on, the next size is at most a fifth larger; below, at most 7 rows larger."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_num_rows, 32)]
+    return [*(size for size in sizes if size < max_num_rows), max_num_rows]
 
 
 _PADDING_ROW = np.array([[0], [-1], [-1]])
@@ -42,33 +46,46 @@ _PADDING_ROW = np.array([[0], [-1], [-1]])
 
 
 class DecodeInputs:
-    """Room for `max_num_seqs` sequences of one new token each."""
+    """Room for `max_num_rows` tokens."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
-        self.sizes = bucket_sizes(max_num_seqs)
+    def __init__(self, max_num_rows: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+        self.sizes = bucket_sizes(max_num_rows)
         self._block_size = block_size
         self._max_model_len = max_model_len
-        self._rows = torch.from_numpy(np.repeat(_PADDING_ROW, max_num_seqs, axis=1)).to(device)
-        self._query_start = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
-        self._tables = torch.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=torch.int32, device=device)
-        self._known_tables = [array(TOKENS) for _ in range(max_num_seqs)]
+        self._rows = torch.from_numpy(np.repeat(_PADDING_ROW, max_num_rows, axis=1)).to(device)
+        self._lora_slots = torch.full((max_num_rows,), -1, dtype=torch.int32, device=device)
+        self._query_start = torch.arange(max_num_rows + 1, dtype=torch.int32, device=device)
+        self._tables = torch.zeros((max_num_rows, -(-max_model_len // block_size)), dtype=torch.int32, device=device)
+        self._known_tables = [array(TOKENS) for _ in range(max_num_rows)]
 
-    def fill(self, chunks: Sequence[ScheduledChunk], unseen: UnseenTokens | None = None) -> int:
-        """Take a step's chunks of one token each; tokens in `unseen` are on the device only.
+    def fill(
+        self, chunks: Sequence[ScheduledChunk], unseen: UnseenTokens | None = None, lora_slots: Tensor | None = None
+    ) -> int:
+        """Take a step's chunks, which have as many tokens as there are rows at most.
 
-        Returns the size of the bucket that they fit. The copies run after all work that the device was given before.
+        unseen: tokens that are on the device only, where each chunk has one token; lora_slots: [tokens] int32, as
+        `CausalModel.forward` has them. Returns the size of the bucket that the tokens fit. The copies run after all
+        work that the device was given before.
         """
-        count, block_size, device = len(chunks), self._block_size, self._rows.device
+        block_size, device = self._block_size, self._rows.device
+        places = [(chunk.sequence, position) for chunk in chunks for position in range(chunk.start, chunk.stop)]
+        count = len(places)
         size = self.sizes[bisect_left(self.sizes, count)]
         rows = np.repeat(_PADDING_ROW, size, axis=1)
-        rows[0, :count] = [sequence.token_ids[start] for sequence, start, *_ in chunks]
-        rows[1, :count] = positions = [chunk.start for chunk in chunks]
-        blocks = [sequence.block_ids[start // block_size] for sequence, start, *_ in chunks]
+        if count == len(chunks):  # as in most steps
+            rows[0, :count] = [sequence.token_ids[position] for sequence, position in places]
+        else:
+            rows[0, :count] = [token_id for chunk in chunks for token_id in chunk.token_ids]
+        rows[1, :count] = positions = [position for _, position in places]
+        blocks = [sequence.block_ids[position // block_size] for sequence, position in places]
         rows[2, :count] = np.array(blocks) * block_size + np.array(positions) % block_size
         self._rows[:, :size] = upload(rows, torch.int64, device)
         if unseen is not None:
-            self._take_over(unseen, [unseen.rows.get(chunk.sequence.sequence_id) for chunk in chunks])
-        self._update_tables(chunks)
+            self._take_over(unseen, [unseen.rows.get(sequence.sequence_id) for sequence, _ in places])
+        if lora_slots is not None:
+            self._lora_slots[:count] = lora_slots
+            self._lora_slots[count:size] = -1
+        self._update_tables([sequence.block_ids for sequence, _ in places])
         return size
 
     def tensors(self, size: int) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata]:
@@ -83,6 +100,10 @@ class DecodeInputs:
         )
         return token_ids, positions, slots, metadata
 
+    def lora_slots(self, size: int) -> Tensor:
+        """The slots of the first `size` rows' adapters, as they were last given to `fill`, [size] int32."""
+        return self._lora_slots[:size]
+
     def _take_over(self, unseen: UnseenTokens, sources: Sequence[int | None]) -> None:
         """sources: for each row, the row of its token in `unseen`; None if the host knows the token."""
         if sources == list(range(len(unseen.token_ids))):  # as in most steps
@@ -91,12 +112,12 @@ class DecodeInputs:
             rows, places = upload(np.array(pairs).T, torch.int64, self._rows.device)
             self._rows[0].index_copy_(0, rows, unseen.token_ids[places].clamp_(min=PLACEHOLDER))
 
-    def _update_tables(self, chunks: Sequence[ScheduledChunk]) -> None:
-        changed = [row for row, chunk in enumerate(chunks) if chunk.sequence.block_ids != self._known_tables[row]]
+    def _update_tables(self, rows_tables: "Sequence[array[int]]") -> None:
+        changed = [row for row, table in enumerate(rows_tables) if table != self._known_tables[row]]
         if not changed:
             return
         width = self._tables.shape[1]
-        tables = [chunks[row].sequence.block_ids[:width] for row in changed]
+        tables = [rows_tables[row][:width] for row in changed]
         entries = np.zeros((len(changed), max(map(len, tables))), dtype=np.int32)
         for place, table in enumerate(tables):
             entries[place, : len(table)] = table
@@ -104,4 +125,4 @@ class DecodeInputs:
         rows = upload(changed, torch.int64, device)
         self._tables[:, : entries.shape[1]].index_copy_(0, rows, upload(entries, torch.int32, device))
         for row in changed:  # once nothing can fail any more
-            self._known_tables[row] = array(TOKENS, chunks[row].sequence.block_ids)
+            self._known_tables[row] = array(TOKENS, rows_tables[row])

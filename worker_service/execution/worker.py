@@ -98,7 +98,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
         caches = [CacheEngine(shape, num_device_blocks, num_host_blocks, device) for shape in shapes]
         for cache in caches[1:]:
             guesser.attach(cache)
-        graphs = capture(config, model, caches[0], settings, max_model_len)
+        graphs = capture(config, model, caches[0], settings, max_model_len, has_adapters=bool(settings.max_loras))
         proposer = guesser.proposer() if ranks.rank == 0 else None
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
@@ -150,7 +150,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
             max_model_len=max_model_len,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_seqs=settings.max_num_seqs,
-            num_speculative_tokens=settings.num_speculative_tokens if settings.speculate != "none" else 0,
+            num_speculative_tokens=settings.num_guesses,
             max_loras=settings.max_loras,
             max_cpu_loras=settings.max_cpu_loras,
             embedding_size=0 if target.max_encoder_len else config.hidden_size,

@@ -130,13 +130,13 @@ class Session:
 
         That is a step of one token for each of its sequences, none of which needs the values of earlier ones to sample.
         It reports nothing but tokens: what else there is is read behind all that was launched, so a step ahead would
-        delay every sequence's token. It has no adapters, which captured graphs do not apply.
+        delay every sequence's token.
         """
         return (
             not (output.new_sequences or output.forks or output.num_draft_tokens or self._has_room)
             and all(num_tokens == 1 for num_tokens in output.num_scheduled_tokens)
             and not any(
-                sequence is None or sequence.adapter or sequence.sampling.edits_logits or sequence.reports
+                sequence is None or sequence.sampling.edits_logits or sequence.reports
                 for sequence in map(self.sequences.get, output.sequence_ids)
             )
         )

@@ -1,54 +1,206 @@
-"""Decodes from CUDA graphs are those of kernels launched one by one, and the host does not wait to launch them."""
+"""Steps from CUDA graphs are those of kernels launched one by one, and the host does not wait to launch them.
 
+Everything that needs no GPU itself is also held against fakes, which compute anew what was recorded.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from random import Random
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
-from stepped_worker import DEVICE, PROMPT, SteppedWorker, load_runner
+from decode_scripts import ROOM, SAMPLING, add_adapter, generate, generate_with_adapters, new_with, verify_guesses
+from fake_decode_graphs import FakeGraphs, WithoutPadding, with_fake_graphs
+from stepped_worker import DEVICE, PROMPT, SteppedWorker, load_runner, make_nan
 from torch import Tensor
-from worker_helpers import new_sequence, tokens
+from worker_helpers import LIMITS, new_sequence, state, tokens
 
+from kernels import backends
+from worker_service.execution import decode_graphs, guessing
+from worker_service.execution import worker as loading
+from worker_service.execution.decode_graphs import DecodeGraphs
+from worker_service.execution.model_runner import ModelRunner
+from worker_service.models.causal_model import CausalModel
+from worker_service.models.linear import Linear
 from worker_service.parallel.ranks import Ranks
+from worker_service.session.session import ScheduledChunk
 from worker_service.session.step import BlockTableUpdate, SchedulerOutput
+from worker_service.settings import WorkerSettings
 
-pytestmark = pytest.mark.skipif(DEVICE.type != "cuda", reason="CUDA graphs need a GPU")
-
-SAMPLING = [
-    {},
-    {"temperature": 0.9, "seed": 7},
-    {"temperature": 1.3, "top_p": 0.8, "top_k": 20, "seed": 8},
-    {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "seed": 9},
-    {"logprobs": 3},
-]
+MOST = 4
+needs_a_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="CUDA graphs need a GPU")
+eager = partial(load_runner, graphs=False)
+Load = Callable[..., ModelRunner]
 
 
-def _generate(worker: SteppedWorker) -> list[list[int]]:
-    """Sequences come one after the other, change places and leave from the middle; what each step sampled."""
-    live: list[int] = []
-    answers = []
-    for number in range(10):
-        prompt = PROMPT[number : number + 3 + number % 4]
-        new = new_sequence(number, prompt, range(4 * number, 4 * number + 4), **SAMPLING[number % len(SAMPLING)])
-        answers.append(worker.step((number, len(prompt), True), new_sequences=(new,)).token_ids)
-        live.append(number)
-        if number % 4 == 3:
-            worker.step(finished=(live.pop(1),))
-        if number == 7:  # a block table that has changed, with the same length
-            cache = worker.runner.cache_engine.device_blocks
-            cache[60:64] = cache[28:32]
-            cache[28:32] = float("nan")
-            worker.step(block_table_updates=(BlockTableUpdate(7, 0, tokens(range(60, 64))),))
-        live.reverse()
-        answers.append(worker.step(*((sequence_id, 1, True) for sequence_id in live)).token_ids)
-    return answers
+@pytest.fixture(params=["fakes", pytest.param("graphs", marks=needs_a_gpu)])
+def load(request: pytest.FixtureRequest) -> Load:
+    """Of a runner that replays."""
+    if request.param == "graphs":
+        return partial(load_runner, num_guesses=MOST)
+    return lambda path, **options: with_fake_graphs(eager(path, **options), num_guesses=MOST)
 
 
-def test_graphs_say_what_single_launches_say(tiny_checkpoint: Path) -> None:
-    expected = _generate(SteppedWorker(load_runner(tiny_checkpoint, graphs=False)))
-    found = _generate(SteppedWorker(load_runner(tiny_checkpoint)))
+def test_graphs_say_what_single_launches_say(tiny_checkpoint: Path, load: Load) -> None:
+    expected = generate(SteppedWorker(eager(tiny_checkpoint)))
+    found = generate(SteppedWorker(load(tiny_checkpoint)))
     assert found == expected
     assert len({token for step in found for token in step}) > 20
+
+
+def test_graphs_apply_the_adapters_that_are_in_the_slots_when_they_are_replayed(
+    tiny_checkpoint: Path, load: Load
+) -> None:
+    """Of several ranks, beside the base, one loaded anew between replays, and more of them than slots."""
+    expected = generate_with_adapters(SteppedWorker(eager(tiny_checkpoint, room=ROOM)))
+    assert generate_with_adapters(SteppedWorker(load(tiny_checkpoint, room=ROOM))) == expected
+    assert len({tuple(said) for said in expected.values()}) == len(expected)
+
+
+def test_a_step_of_the_base_alone_launches_no_kernel_of_adapters(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = with_fake_graphs(eager(tiny_checkpoint, room=ROOM))
+    add_adapter(runner, "a", rank=3, seed=1)
+    worker = SteppedWorker(runner)
+    for number, adapter in ((1, "a"), (2, "")):
+        worker.step((number, 9, True), new_sequences=(new_with(adapter, number, PROMPT[:9]),))
+    launched = []
+    add_lora = Linear.add_lora
+    monkeypatch.setattr(Linear, "add_lora", lambda *args: launched.append(len(args[2])) or add_lora(*args))
+    worker.step((2, 1, True), (1, 1, True))
+    assert launched
+    launched.clear()
+    worker.step((2, 1, True))
+    assert not launched
+
+
+@pytest.mark.parametrize("family", [{}, {"model_type": "mistral", "sliding_window": 6}], ids=["llama", "a window"])
+@pytest.mark.parametrize("seed", range(3))
+def test_guesses_are_verified_as_by_single_launches(
+    family: dict[str, object], seed: int, make_checkpoint: Callable[..., Path], load: Load
+) -> None:
+    """As many of each sequence as come, from none to the most; some have adapters and some report log-probabilities."""
+    path = make_checkpoint(**family)
+    expected = verify_guesses(SteppedWorker(eager(path, room=ROOM)), Random(seed), MOST)
+    found = verify_guesses(SteppedWorker(load(path, room=ROOM)), Random(seed), MOST)
+    assert found.gained == expected.gained
+    assert found.without_guesses == expected.without_guesses
+    torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-4, rtol=1e-4)
+    for number, said in found.without_guesses.items():
+        together = [token_id for step in found.gained for token_id in step[number]]
+        assert together == said[: len(together)]
+    assert 10 < found.num_right < found.num_guessed
+
+
+def test_rows_behind_a_window_may_be_anything(make_checkpoint: Callable[..., Path], load: Load) -> None:
+    """Their blocks may belong to other sequences by now, of which the oldest row of a step sees none."""
+    path = make_checkpoint("mistral", sliding_window=6)
+    answers = []
+    for runner in (eager(path), load(path)):
+        worker = SteppedWorker(runner)
+        (first,) = worker.step((1, 20, True), new_sequences=(new_sequence(1, PROMPT[:20], range(8)),)).token_ids
+        make_nan(runner.cache_engine.device_blocks[:3])
+        worker.step(block_table_updates=(BlockTableUpdate(1, 0, tokens([40, 41, 42, *range(3, 8)])),))
+        answers.append([first, *worker.verify({1: [5, 6, 7]}).token_ids, *worker.generate(1, 2)])
+    assert answers[0] == answers[1]
+
+
+@pytest.fixture
+def fakes() -> FakeGraphs:
+    return FakeGraphs()
+
+
+def test_a_step_with_a_longer_chunk_is_launched_kernel_by_kernel(tiny_checkpoint: Path, fakes: FakeGraphs) -> None:
+    worker = SteppedWorker(with_fake_graphs(eager(tiny_checkpoint), num_guesses=MOST, record=fakes))
+    new = new_sequence(1, PROMPT, range(16)), new_sequence(2, PROMPT[:30], range(16, 30))
+    worker.step((1, len(PROMPT), True), (2, 5, False), new_sequences=new)
+    assert not fakes.replayed
+    worker.step((1, 1, True), (2, MOST + 1, False))
+    assert fakes.replayed == [8]
+    worker.step((1, 1, True), (2, MOST + 2, False))
+    assert fakes.replayed == [8]
+
+
+def test_what_fits_is_bounded_by_rows_and_by_what_rows_of_one_sequence_read_again(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = eager(tiny_checkpoint)
+    model, cache = WithoutPadding(runner.model), runner.cache_engine.device_blocks
+    bytes_of_a_token = 2 * 2 * 10 * 4  # keys and values of two heads of 10 in float32
+    monkeypatch.setattr(decode_graphs, "_MOST_READ_AGAIN", 1000 * bytes_of_a_token)
+    capture = partial(DecodeGraphs, cast(CausalModel, model), cache, 16, LIMITS.max_model_len, record=FakeGraphs())
+    fits = capture(num_guesses=MOST).fit
+    assert fits([_chunk(1)] * 16)
+    assert fits([_chunk(MOST + 1), _chunk(1)])
+    assert not fits([_chunk(MOST + 2), _chunk(1)])
+    assert fits([_chunk(4)] * 16)
+    assert not fits([_chunk(4)] * 15 + [_chunk(5)]), "65 rows"
+    assert fits([_chunk(3, stop=500)])
+    assert not fits([_chunk(3, stop=501)])
+    assert fits([_chunk(1, stop=10**6)])
+    assert not capture().fit([_chunk(2)]), "a worker that does not guess"
+
+
+def _chunk(num_tokens: int, stop: int = 10) -> ScheduledChunk:
+    return ScheduledChunk(state(PROMPT), stop - num_tokens, stop, True)
+
+
+def test_a_draft_model_has_graphs_without_adapters(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, bool]] = []
+
+    def capture(*arguments: Any, has_adapters: bool = False) -> None:
+        asked.append((arguments[3].num_guesses, has_adapters))
+
+    monkeypatch.setattr(loading, "capture", capture)
+    monkeypatch.setattr(guessing, "capture", capture)
+    model = str(tiny_checkpoint)
+    settings = {
+        "model": model,
+        "device": "cpu",
+        "num_device_blocks": 64,
+        "cache": tmp_path,
+        "num_speculative_tokens": 3,
+    }
+    loading.load_worker(WorkerSettings(**settings, max_loras=2, speculate="draft", draft_model=model))
+    loading.load_worker(WorkerSettings(**settings))
+    assert asked == [(3, True), (3, False), (0, False)]
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernels of GPUs compute, in Triton's interpreter."""
+    pytest.importorskip("triton")
+    monkeypatch.setitem(backends._BACKENDS, "cpu", "kernels.triton")
+    backends.ops_for.cache_clear()
+    yield
+    backends.ops_for.cache_clear()
+
+
+def test_the_kernels_of_gpus_leave_padding_rows_alone(make_checkpoint: Callable[..., Path], interpreted: None) -> None:
+    """Of guesses, adapters and decodes: nothing is stored but what single launches store."""
+    runner = eager(make_checkpoint(num_hidden_layers=1), room=ROOM)
+    cache = runner.cache_engine.device_blocks
+    fakes = FakeGraphs()
+    graphs = DecodeGraphs(runner.model, cache, 2, LIMITS.max_model_len, num_guesses=2, has_adapters=True, record=fakes)
+    answers, caches = [], []
+    for one in (runner, ModelRunner(runner.model, runner.cache_engine, graphs, adapters=runner.adapters)):
+        make_nan(cache)
+        add_adapter(one, "a", rank=3, seed=1)
+        worker = SteppedWorker(one)
+        new = new_with("a", 1, PROMPT[:4]), new_with("", 2, PROMPT[:3])
+        steps = [worker.step((1, 4, True), (2, 3, True), new_sequences=new)]
+        steps += worker.verify({2: [9, 8], 1: [7]}), worker.step((2, 1, True), (1, 1, True)), worker.verify({2: [6, 5]})
+        answers.append([step.token_ids for step in steps])
+        caches.append(cache.clone())
+    assert answers[0] == answers[1]
+    assert fakes.replayed == [6, 2, 4], "five rows, two and three"
+    torch.testing.assert_close(*caches, equal_nan=True)
 
 
 class _OneOverNccl(Ranks):
@@ -59,25 +211,29 @@ class _OneOverNccl(Ranks):
         return x
 
 
+@needs_a_gpu
 def test_graphs_hold_the_sums_of_ranks(tiny_checkpoint: Path) -> None:
-    expected = _generate(SteppedWorker(load_runner(tiny_checkpoint, graphs=False)))
+    expected = generate(SteppedWorker(eager(tiny_checkpoint)))
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        assert _generate(SteppedWorker(load_runner(tiny_checkpoint, ranks=_OneOverNccl(0, 1)))) == expected
+        assert generate(SteppedWorker(load_runner(tiny_checkpoint, ranks=_OneOverNccl(0, 1)))) == expected
     finally:
         dist.destroy_process_group()
 
 
-def test_a_steady_decode_is_launched_without_waiting_for_the_gpu(tiny_checkpoint: Path) -> None:
-    worker = SteppedWorker(load_runner(tiny_checkpoint))
-    for number in range(3):
-        new = new_sequence(number, PROMPT, range(20 * number, 20 * number + 20), **SAMPLING[number])
+@needs_a_gpu
+@pytest.mark.parametrize("adapter", ["", "a"])
+def test_a_steady_decode_is_launched_without_waiting_for_the_gpu(adapter: str, tiny_checkpoint: Path) -> None:
+    worker = SteppedWorker(load_runner(tiny_checkpoint, room=ROOM))
+    add_adapter(worker.runner, "a", rank=3, seed=1)
+    for number in range(1, 4):
+        new = new_with(adapter, number, PROMPT, **SAMPLING[number - 1])
         worker.step((number, len(PROMPT), True), new_sequences=(new,))
     for _ in range(2):
-        worker.step((0, 1, True), (1, 1, True), (2, 1, True))
+        worker.step((1, 1, True), (2, 1, True), (3, 1, True))
     session, before = worker.session, None
     for step_id in range(worker.step_id + 1, worker.step_id + 4):
-        output = SchedulerOutput(1, step_id, (), (0, 1, 2), (1, 1, 1), (True, True, True))
+        output = SchedulerOutput(1, step_id, (), (1, 2, 3), (1, 1, 1), (True, True, True))
         torch.cuda.set_sync_debug_mode("error")
         try:
             chunks = session.apply(output)

@@ -12,49 +12,64 @@ from worker_service.execution.decode_inputs import DecodeInputs, bucket_sizes
 from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import SamplingParams
 
-BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_SEQS = 3, 30, 11
+BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_SEQS, MOST_TOKENS = 3, 30, 11, 4
+MAX_NUM_ROWS = MAX_NUM_SEQS * MOST_TOKENS
 blocks = st.lists(st.integers(1, 99), min_size=10, max_size=12)
-sequences = st.tuples(st.integers(1, MAX_MODEL_LEN), blocks)
-steps = st.lists(st.lists(sequences, min_size=1, max_size=MAX_NUM_SEQS), min_size=1, max_size=4)
+lens = st.tuples(st.integers(1, MOST_TOKENS), st.integers(0, MOST_TOKENS - 1), st.integers(1, MAX_MODEL_LEN))
+sequences = st.tuples(lens, blocks, st.integers(-1, 3))
+steps = st.lists(st.tuples(st.lists(sequences, min_size=1, max_size=MAX_NUM_SEQS), st.booleans()), max_size=4)
+CPU = torch.device("cpu")
+
+
+def chunk_of(num_tokens: int, num_drafts: int, stop: int, block_ids: list[int]) -> ScheduledChunk:
+    """A sequence's last tokens, of which the last may be guesses; fewer where it has no more."""
+    start = max(0, stop - num_tokens)
+    num_drafts = min(num_drafts, stop - start - 1)
+    known = tokens(range(100, 100 + stop - num_drafts))
+    sequence = SequenceState(1, known, 1, start, tokens(block_ids), SamplingParams())
+    return ScheduledChunk(sequence, start, stop, True, tokens(range(200, 200 + num_drafts)))
 
 
 @given(steps)
-def test_a_sequence_has_its_own_row_and_all_other_rows_are_padding(
-    steps: list[list[tuple[int, list[int]]]],
+def test_a_token_has_its_own_row_and_all_other_rows_are_padding(
+    steps: list[tuple[list[tuple[tuple[int, int, int], list[int], int]], bool]],
 ) -> None:
-    inputs = DecodeInputs(MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE, torch.device("cpu"))
-    for step in steps:
-        chunks = [
-            ScheduledChunk(
-                SequenceState(1, tokens(range(100, 100 + length)), 1, length - 1, tokens(block_ids), SamplingParams()),
-                length - 1,
-                length,
-                True,
-            )
-            for length, block_ids in step
-        ]
-        size = inputs.fill(chunks)
+    """Whatever the steps before have left there; and the memory is the same in every step."""
+    inputs = DecodeInputs(MAX_NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, CPU)
+    places = [tensor.data_ptr() for tensor in (*inputs.tensors(1)[:3], inputs.lora_slots(1))]
+    table = inputs.tensors(1)[3].block_tables.data_ptr()
+    for step, has_adapters in steps:
+        chunks = [chunk_of(*lens, block_ids) for lens, block_ids, _ in step]
+        batch = build_batch(chunks, BLOCK_SIZE, CPU)
+        query_lens = [chunk.stop - chunk.start for chunk in chunks]
+        lora_slots = torch.repeat_interleave(torch.tensor([slot for *_, slot in step]), torch.tensor(query_lens))
+        size = inputs.fill(chunks, lora_slots=lora_slots.to(torch.int32) if has_adapters else None)
         token_ids, positions, slots, metadata = inputs.tensors(size)
-        batch = build_batch(chunks, BLOCK_SIZE, torch.device("cpu"))
-        assert size in bucket_sizes(MAX_NUM_SEQS)
-        padding = [0] * (size - len(chunks))
+        assert size in bucket_sizes(MAX_NUM_ROWS)
+        padding = [0] * (size - sum(query_lens))
+        nothing = [-1 for _ in padding]
         assert token_ids.tolist() == batch.token_ids.tolist() + padding
-        assert positions.tolist() == batch.positions.tolist() + [-1 for _ in padding]
-        assert slots.tolist() == batch.slots.tolist() + [-1 for _ in padding]
+        assert positions.tolist() == batch.positions.tolist() + nothing
+        assert slots.tolist() == batch.slots.tolist() + nothing
+        if has_adapters:
+            assert inputs.lora_slots(size).tolist() == lora_slots.tolist() + nothing
         assert metadata.query_start.tolist() == list(range(size + 1))
-        assert metadata.context_lens.tolist() == batch.attention.context_lens.tolist() + padding
-        for row, (length, _) in enumerate(step):
-            used = -(-length // BLOCK_SIZE)
-            assert metadata.block_tables[row, :used].tolist() == batch.attention.block_tables[row, :used].tolist()
+        assert metadata.context_lens.tolist() == (batch.positions + 1).tolist() + padding
+        of_row = [number for number, query_len in enumerate(query_lens) for _ in range(query_len)]
+        for row, (number, position) in enumerate(zip(of_row, batch.positions.tolist(), strict=True)):
+            used = position // BLOCK_SIZE + 1
+            assert metadata.block_tables[row, :used].tolist() == batch.attention.block_tables[number, :used].tolist()
         assert (metadata.max_query_len, metadata.max_context_len) == (1, MAX_MODEL_LEN)
+        assert places == [tensor.data_ptr() for tensor in (token_ids, positions, slots, inputs.lora_slots(size))]
+        assert metadata.block_tables.data_ptr() == table
 
 
 @given(st.integers(1, 3000))
-def test_buckets_rise_to_the_largest_batch_and_waste_little(max_num_seqs: int) -> None:
-    sizes = bucket_sizes(max_num_seqs)
+def test_buckets_rise_to_the_largest_batch_and_waste_little(max_num_rows: int) -> None:
+    sizes = bucket_sizes(max_num_rows)
     assert sizes == sorted(set(sizes))
     assert sizes[0] == 1
-    assert sizes[-1] == max_num_seqs
+    assert sizes[-1] == max_num_rows
     for smaller, larger in pairwise(sizes):
         wasted = larger - smaller - 1
         assert wasted <= 7 or wasted / larger < 0.2

@@ -1,15 +1,18 @@
 """A step that is launched before the one before it has finished samples what it would have sampled afterwards."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fake_decode_graphs import FakeDecodeGraphs
+from decode_scripts import ROOM, add_adapter
+from fake_decode_graphs import with_fake_graphs
 from stepped_worker import DEVICE, PROMPT, SteppedWorker, load_runner
-from worker_helpers import LIMITS, new_sequence, tokens
+from worker_helpers import new_sequence, tokens
 
-from worker_service.execution.model_runner import ModelRunner, RunningStep
+from worker_service.execution.model_runner import RunningStep
 from worker_service.session.step import Fork, SchedulerOutput
 
 SAMPLING: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 7}, {"temperature": 1.3, "top_k": 20, "seed": 8}, {}]
@@ -17,12 +20,8 @@ SAMPLING: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 7}, {"tempera
 
 @pytest.fixture
 def worker(tiny_checkpoint: Path) -> SteppedWorker:
-    runner = load_runner(tiny_checkpoint)
-    if DEVICE.type == "cpu":
-        cache = runner.cache_engine.device_blocks
-        graphs = FakeDecodeGraphs(runner.model, cache, LIMITS.max_num_seqs, LIMITS.max_model_len)
-        runner = ModelRunner(runner.model, runner.cache_engine, graphs)  # type: ignore[arg-type]
-    return SteppedWorker(runner)
+    runner = load_runner(tiny_checkpoint, room=ROOM)
+    return SteppedWorker(with_fake_graphs(runner) if DEVICE.type == "cpu" else runner)
 
 
 def _decode(step_id: int, *sequence_ids: int, **output: Any) -> SchedulerOutput:
@@ -30,10 +29,10 @@ def _decode(step_id: int, *sequence_ids: int, **output: Any) -> SchedulerOutput:
     return SchedulerOutput(1, step_id, (), sequence_ids, (1,) * count, (True,) * count, **output)
 
 
-def _begin(worker: SteppedWorker) -> None:
-    for number, sampling in enumerate(SAMPLING):
+def _begin(worker: SteppedWorker, adapters: Sequence[str] = ("", "", "", "")) -> None:
+    for number, (sampling, adapter) in enumerate(zip(SAMPLING, adapters, strict=True)):
         new = new_sequence(number, PROMPT[: 9 + number], range(15 * number, 15 * number + 15), **sampling)
-        worker.step((number, 9 + number, True), new_sequences=(new,))
+        worker.step((number, 9 + number, True), new_sequences=(replace(new, adapter=adapter),))
 
 
 PLANS = [
@@ -42,13 +41,25 @@ PLANS = [
 ]
 
 
+@pytest.mark.parametrize("adapters", [("", "", "", ""), ("a", "", "b", "a")], ids=["the base", "adapters"])
 @pytest.mark.parametrize("plan", PLANS, ids=["all in every step", "some in turn"])
-def test_tokens_are_those_of_steps_that_wait_for_each_other(worker: SteppedWorker, plan: list[tuple[int, ...]]) -> None:
-    _begin(worker)
+def test_tokens_are_those_of_steps_that_wait_for_each_other(
+    plan: list[tuple[int, ...]], adapters: tuple[str, ...], worker: SteppedWorker
+) -> None:
+    add_adapter(worker.runner, "a", rank=3, seed=1)
+    add_adapter(worker.runner, "b", rank=8, seed=2)
+    _begin(worker, adapters)
     expected = [worker.execute(_decode(worker.step_id + 1 + n, *ids)).token_ids for n, ids in enumerate(plan)]
 
     worker = SteppedWorker(worker.runner)
-    _begin(worker)
+    _begin(worker, adapters)
+    found = _run_ahead(worker, plan)
+    assert found == expected
+    assert len({token for step in found for token in step}) > 3
+
+
+def _run_ahead(worker: SteppedWorker, plan: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    """Launch each step before the one before it is read."""
     session, before = worker.session, None
     found: list[list[int]] = []
     for number, ids in enumerate(plan):
@@ -62,8 +73,7 @@ def test_tokens_are_those_of_steps_that_wait_for_each_other(worker: SteppedWorke
         before = running
     assert before is not None
     found.append(_finish(worker, before))
-    assert found == expected
-    assert len({token for step in found for token in step}) > 3
+    return found
 
 
 def _finish(worker: SteppedWorker, running: RunningStep) -> list[int]:
@@ -107,3 +117,16 @@ def test_a_row_that_fails_goes_on_from_the_placeholder(worker: SteppedWorker) ->
     assert answer.failed_sequence_ids == [0]
     assert answer.token_ids[0] == 0
     assert ahead.finish().failed_sequence_ids == [0]
+
+
+def test_a_slot_is_filled_anew_behind_the_step_that_reads_it(worker: SteppedWorker) -> None:
+    """Of three adapters in two slots, where no step has finished before the next is launched."""
+    for number, name in enumerate("abc"):
+        add_adapter(worker.runner, name, rank=3, seed=number)
+    plan = [(0, 1), (2, 3), (1,), (3, 0), (2,), (0, 1)]
+    _begin(worker, ("a", "b", "c", ""))
+    expected = [worker.execute(_decode(worker.step_id + 1 + n, *ids)).token_ids for n, ids in enumerate(plan)]
+
+    worker = SteppedWorker(worker.runner)
+    _begin(worker, ("a", "b", "c", ""))
+    assert _run_ahead(worker, plan) == expected

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_decode_graphs import FakeDecodeGraphs
+from fake_decode_graphs import with_fake_graphs
 from served_worker import Gate, Service
 
 from pagewire.v1 import worker_service_pb2_grpc
@@ -32,9 +32,8 @@ def worker(request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_facto
     )
     if request.param == "step by step":
         return worker
-    model, engine = worker.runner.model, worker.runner.cache_engine
-    graphs = FakeDecodeGraphs(model, engine.device_blocks, worker.limits.max_num_seqs, worker.limits.max_model_len)
-    return replace(worker, runner=ModelRunner(model, engine, graphs))  # type: ignore[arg-type]
+    assert isinstance(worker.runner, ModelRunner)
+    return replace(worker, runner=with_fake_graphs(worker.runner, worker.limits, num_guesses=4))
 
 
 @pytest.fixture
