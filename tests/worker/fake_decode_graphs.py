@@ -40,13 +40,13 @@ class WithoutPadding:
 
     def __init__(self, model: CausalModel) -> None:
         self._model = model
+        self.config = model.config
 
     def forward(self, *inputs: Any) -> Tensor:
         """As `CausalModel` has it."""
         token_ids, positions, slots, attention, cache, lora_slots = inputs
         count = int((slots >= 0).sum())
-        hidden_size = self._model.config.hidden_size
-        hidden = torch.full((len(slots), hidden_size), torch.nan, dtype=cache.dtype, device=cache.device)
+        hidden = torch.full((len(slots), self.config.hidden_size), torch.nan, dtype=cache.dtype, device=cache.device)
         if count:
             attention = replace(
                 attention,

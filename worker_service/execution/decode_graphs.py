@@ -30,7 +30,7 @@ _FEW_ROWS = 64
 """Rows of the largest graph of a worker that guesses, where `max_num_seqs` is less. Guesses are worth verifying while a
 step is small; how far that goes on a GPU was not measured."""
 _MOST_READ_AGAIN = 1 << 28
-"""Bytes of a layer's keys and values that the rows of a step may read beyond those that its sequences would.
+"""Bytes of a layer's keys and values that the rows of a step may read beyond those that its sequences have.
 
 Rows of one sequence each read its context, which an eager pass reads once for several rows. Launched one by one, the
 kernels of a layer take 0.24 ms more of an H200's time, in which its memory reads 1 GB. A fourth of that: other GPUs
@@ -65,7 +65,9 @@ class DecodeGraphs:
         max_num_rows = max(max_num_seqs, min(max_num_seqs * (1 + num_guesses), _FEW_ROWS))
         self._inputs = DecodeInputs(max_num_rows, max_model_len, cache.shape[3], cache.device)
         self._longest = 1 + num_guesses
-        self._most_read_again = _MOST_READ_AGAIN // cache[0, 0, :, 0].nbytes
+        # Of the heads of all ranks, which must decide alike: they sum up over equally many rows, padding included.
+        token_bytes = 2 * model.config.num_kv_heads * model.config.head_dim * cache.itemsize
+        self._most_read_again = _MOST_READ_AGAIN // token_bytes
         self._graphs: dict[tuple[int, bool], tuple[Callable[[], object], Tensor]] = {}
         record = record or _CudaGraphs(cache.device)
         kinds = (True, False) if has_adapters else (False,)

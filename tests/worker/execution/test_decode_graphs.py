@@ -132,8 +132,10 @@ def test_what_fits_is_bounded_by_rows_and_by_what_rows_of_one_sequence_read_agai
     model, cache = WithoutPadding(runner.model), runner.cache_engine.device_blocks
     bytes_of_a_token = 2 * 2 * 10 * 4  # keys and values of two heads of 10 in float32
     monkeypatch.setattr(decode_graphs, "_MOST_READ_AGAIN", 1000 * bytes_of_a_token)
-    capture = partial(DecodeGraphs, cast(CausalModel, model), cache, 16, LIMITS.max_model_len, record=FakeGraphs())
-    fits = capture(num_guesses=MOST).fit
+    capture = partial(
+        DecodeGraphs, cast(CausalModel, model), max_num_seqs=16, max_model_len=LIMITS.max_model_len, record=FakeGraphs()
+    )
+    fits = capture(cache, num_guesses=MOST).fit
     assert fits([_chunk(1)] * 16)
     assert fits([_chunk(MOST + 1), _chunk(1)])
     assert not fits([_chunk(MOST + 2), _chunk(1)])
@@ -142,7 +144,9 @@ def test_what_fits_is_bounded_by_rows_and_by_what_rows_of_one_sequence_read_agai
     assert fits([_chunk(3, stop=500)])
     assert not fits([_chunk(3, stop=501)])
     assert fits([_chunk(1, stop=10**6)])
-    assert not capture().fit([_chunk(2)]), "a worker that does not guess"
+    assert not capture(cache).fit([_chunk(2)]), "a worker that does not guess"
+    of_a_rank = capture(cache[..., :1, :], num_guesses=MOST)
+    assert not of_a_rank.fit([_chunk(3, stop=501)]), "whose heads are fewer than those of another"
 
 
 def _chunk(num_tokens: int, stop: int = 10) -> ScheduledChunk:
