@@ -5,7 +5,8 @@ tokens of context: session, batch, CUDA graph, greedy sampling and the tokens re
 The limit is the time to read the weights that a step needs, and the keys and values of its sequences, once, at the
 bandwidth of a copy that is measured in the same run. Times are from one answer to the next, and figures are medians
 over steps. For "step" each step is launched before the previous one has finished, as when a scheduler sends steps
-ahead; for "alone" it is launched afterwards.
+ahead; for "alone" it is launched afterwards. A second table has steps whose sequences have an adapter of rank 16 each,
+one of four, and steps that verify four guesses of each sequence, all of them wrong, launched alone.
 """
 
 import json
@@ -18,10 +19,13 @@ from itertools import pairwise
 import torch
 
 from bench.kernels_gpu import copy_bandwidth
+from worker_service.execution.adapters import AdapterRoom, Adapters
 from worker_service.execution.cache_engine import CacheEngine, CacheShape
 from worker_service.execution.decode_graphs import DecodeGraphs
 from worker_service.execution.model_runner import ModelRunner, RunningStep
+from worker_service.loading.adapter import Adapter
 from worker_service.loading.dummy_weights import DummyWeights
+from worker_service.models.causal_model import CausalModel
 from worker_service.models.registry import build_model, read_config
 from worker_service.session.session import Session
 from worker_service.session.step import TOKENS, Limits, NewSequence, SamplingParams, SchedulerOutput
@@ -44,6 +48,8 @@ LLAMA_3_8B = {
 BATCHES = (1, 32, 256)
 CONTEXT = 1024
 NUM_STEPS = 24
+NUM_GUESSES = 4
+ROOM = AdapterRoom(num_slots=4, max_rank=16, max_loaded=4)
 BLOCK_SIZE = 16
 
 
@@ -58,25 +64,34 @@ def main() -> None:
     model = build_model(config, torch.bfloat16, device)
     tensors = model.checkpoint_tensors()
     DummyWeights(device).load_into(tensors)
+    adapters = random_adapters(model)
     model.pack()
     weight_bytes = sum(tensor.nbytes for name, tensor in tensors.items() if "embed" not in name)
     shape = CacheShape(config.num_layers, BLOCK_SIZE, config.num_kv_heads, config.head_dim, torch.bfloat16)
-    blocks_each = -(-(CONTEXT + NUM_STEPS + 1) // BLOCK_SIZE)
+    blocks_each = -(-(CONTEXT + NUM_STEPS + 1 + NUM_GUESSES) // BLOCK_SIZE)
     limits = Limits(BLOCK_SIZE, max(BATCHES) * blocks_each, 0, config.vocabulary_size, 8192, 2048, max(BATCHES))
     engine = CacheEngine(shape, limits.num_device_blocks, 0, device)
     for part in torch.split(engine.device_blocks, 512):
         part.normal_()
     began = time.perf_counter()
-    graphs = DecodeGraphs(model, engine.device_blocks, limits.max_num_seqs, limits.max_model_len)
+    graphs = DecodeGraphs(
+        model,
+        engine.device_blocks,
+        limits.max_num_seqs,
+        limits.max_model_len,
+        num_guesses=NUM_GUESSES,
+        has_adapters=True,
+    )
     capture_seconds = time.perf_counter() - began
     say(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}: copy {bandwidth / 1e9:.0f} GB/s")
     say(f"weights {weight_bytes / 1e9:.1f} GB; graphs captured in {capture_seconds:.1f} s")
     say(f"{'sequences':>9}{'limit':>10}{'step':>10}{'ratio':>7}{'alone':>10}{'ratio':>7}{'alone, without graphs':>23}")
     results = []
+    replayed, launched = (ModelRunner(model, engine, of_one, adapters=adapters) for of_one in (graphs, None))
     for batch in BATCHES:
-        step = measure(ModelRunner(model, engine, graphs), limits, batch, ahead=True)
-        alone = measure(ModelRunner(model, engine, graphs), limits, batch)
-        eager = measure(ModelRunner(model, engine), limits, batch)
+        step = measure(replayed, limits, batch, ahead=True)
+        alone = measure(replayed, limits, batch)
+        eager = measure(launched, limits, batch)
         context_bytes = (CONTEXT + NUM_STEPS // 2) * shape.block_bytes // BLOCK_SIZE
         limit = 1e3 * (weight_bytes + batch * context_bytes) / bandwidth
         say(
@@ -84,13 +99,49 @@ def main() -> None:
             f"{eager:>20.2f} ms"
         )
         results.append({"batch": batch, "limit_ms": limit, "step_ms": step, "alone_ms": alone, "eager_ms": eager})
+    say(f"{'sequences':>9}{'adapters':>12}{'without graphs':>16}{'guesses':>12}{'without graphs':>16}")
+    for result, batch in zip(results, BATCHES, strict=True):
+        for name, num_guesses in (("adapters", 0), ("guesses", NUM_GUESSES)):
+            for way, runner in (("", replayed), ("_eager", launched)):
+                result[f"{name}{way}_ms"] = measure(
+                    runner, limits, batch, has_adapters=not num_guesses, num_guesses=num_guesses
+                )
+        say(
+            f"{batch:>9}{result['adapters_ms']:>9.2f} ms{result['adapters_eager_ms']:>13.2f} ms"
+            f"{result['guesses_ms']:>9.2f} ms{result['guesses_eager_ms']:>13.2f} ms"
+        )
     say(
         json.dumps({"device": torch.cuda.get_device_name(device), "copy_bytes_per_second": bandwidth, "steps": results})
     )
 
 
-def measure(runner: ModelRunner, limits: Limits, batch: int, ahead: bool = False) -> float:
-    """Median milliseconds from the end of a step to the end of the next one."""
+def random_adapters(model: CausalModel) -> Adapters:
+    """As many as there are slots, named by numbers, on all projections."""
+    adapters = Adapters(model, ROOM)
+    for number in range(ROOM.num_slots):
+        adapters.add(
+            str(number),
+            Adapter({
+                name: (
+                    torch.randn(ROOM.max_rank, inputs, dtype=adapters.dtype) / 100,
+                    torch.randn(outputs, ROOM.max_rank, dtype=adapters.dtype) / 100,
+                )
+                for name, (outputs, inputs) in adapters.shapes.items()
+            }),
+        )  # fmt: skip
+    return adapters
+
+
+def measure(
+    runner: ModelRunner,
+    limits: Limits,
+    batch: int,
+    *,
+    ahead: bool = False,
+    has_adapters: bool = False,
+    num_guesses: int = 0,
+) -> float:
+    """Median milliseconds from the end of a step to the end of the next one; num_guesses: for each sequence."""
     session = Session(1, limits)
     blocks = torch.randperm(limits.num_device_blocks, generator=torch.Generator().manual_seed(0))
     new = tuple(
@@ -101,19 +152,21 @@ def measure(runner: ModelRunner, limits: Limits, batch: int, ahead: bool = False
             num_computed_tokens=CONTEXT - 1,
             block_ids=array(TOKENS, table),
             sampling=SamplingParams(),
+            adapter=str(number % ROOM.num_slots) if has_adapters else "",
         )
         for number, table in enumerate(blocks.view(max(BATCHES), -1)[:batch].tolist())
     )
-    ids, ones, samples = tuple(range(batch)), (1,) * batch, (True,) * batch
+    ids, counts, samples = tuple(range(batch)), (1 + num_guesses,) * batch, (True,) * batch
+    rooms = (num_guesses,) * batch if num_guesses else ()
     running: RunningStep | None = None
     ends = []
     for step_id in range(1, NUM_STEPS + 1):
-        output = SchedulerOutput(1, step_id, new if step_id == 1 else (), ids, ones, samples)
-        assert step_id == 1 or session.follows_unseen(output)
+        output = SchedulerOutput(1, step_id, new if step_id == 1 else (), ids, counts, samples, num_draft_tokens=rooms)
+        assert step_id == 1 or num_guesses or session.follows_unseen(output)
         if running is not None and not ahead:
             ends.append(finish(session, running))
             running = None
-        chunks = session.apply(output)
+        chunks = session.apply(output)  # whose guesses are token 0
         before, running = running, runner.launch(output, chunks, running)
         session.advance(chunks)
         if before is not None:
@@ -123,7 +176,8 @@ def measure(runner: ModelRunner, limits: Limits, batch: int, ahead: bool = False
 
 def finish(session: Session, running: RunningStep) -> float:
     """Returns the time at which the step ended."""
-    session.fill_in(running.chunks, running.finish().token_ids)
+    answer = running.finish()
+    session.fill_in(running.chunks, answer.token_ids, answer.num_tokens)
     return time.perf_counter()
 
 
