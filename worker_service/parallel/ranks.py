@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pagewire_common.start_error import StartError
+from worker_service.errors import InvalidStepError
 
 log = logging.getLogger(__name__)
 
@@ -92,12 +93,17 @@ class Ranks:
 
     @contextmanager
     def alike(self) -> Iterator[None]:
-        """Around work that all ranks do together. A rank that fails is out of step: it ends, and the others with it."""
+        """Around work that all ranks do together. A rank that fails is out of step: it ends, and the others with it.
+
+        InvalidStepError passes: all ranks raise it for the same step, before one of them waits for the others.
+        """
         if self.size == 1:
             yield
             return
         try:
             yield
+        except InvalidStepError:
+            raise
         except Exception:
             log.exception("this rank failed in a step, and ends the worker")
             logging.shutdown()

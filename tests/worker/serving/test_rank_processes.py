@@ -19,6 +19,7 @@ from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1.worker_service_pb2 import GetWorkerInfoRequest, GetWorkerInfoResponse
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from pagewire_common.start_error import StartError
+from worker_service.errors import InvalidStepError
 from worker_service.models.registry import read_config
 from worker_service.models.shard import part_of
 from worker_service.parallel.cut import UNCUT
@@ -184,6 +185,12 @@ def test_a_rank_that_fails_in_a_step_ends_for_it_has_lost_its_place() -> None:
     assert (ended.returncode, ended.stdout) == (1, "")
     assert "this rank failed in a step" in ended.stderr
     assert "MemoryError: no more" in ended.stderr
+
+
+def test_a_step_that_makes_no_sense_ends_no_rank() -> None:
+    """All ranks find it, and none computes it."""
+    with pytest.raises(InvalidStepError, match="no sense"), Ranks(1, 2).alike():
+        raise InvalidStepError("no sense")
 
 
 def test_networks_that_are_not_cut_are_refused() -> None:
