@@ -95,13 +95,6 @@ class WorkerSettings(ServiceSettings):
     )
     cache: Path = Field(Path("~/.cache/pagewire"), description="folder for downloaded and converted models")
 
-    @field_validator("max_loras")
-    @classmethod
-    def _adapters_in_one_process(cls, max_loras: int, info: ValidationInfo) -> int:
-        if max_loras and info.data.get("tensor_parallel_size") != 1:
-            raise ValueError("adapters are for a model that one process holds")
-        return max_loras
-
     @field_validator("speculate")
     @classmethod
     def _states_in_one_process(cls, speculate: str, info: ValidationInfo) -> str:

@@ -9,15 +9,19 @@ import json
 import os
 import sys
 from array import array
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from adapted_worker import ROOM, load, outputs
 from stepped_worker import PROMPT, SteppedWorker, load_runner
 from worker_helpers import new_sequence, tokens
 
 from worker_service.execution.model_runner import ModelRunner
+from worker_service.execution.network import NO_ADAPTERS
 from worker_service.models.linear import Quantization
 from worker_service.parallel import is_rank
 from worker_service.parallel.ranks import ALONE, Ranks, join_ranks
@@ -35,12 +39,18 @@ class Job:
     path: str
     dtype: str = "float32"
     quantization: Quantization = "none"
+    adapters: Sequence[str] = ()
+    """Folders of three."""
 
     def run(self, ranks: Ranks = ALONE) -> dict[str, Any]:
-        """The results of the steps: `logprobs` [positions, vocabulary_size] and `token_ids`."""
-        runner = load_runner(Path(self.path), _has_gpu_each(), getattr(torch, self.dtype), self.quantization, ranks)
+        """The results of the steps: `logprobs` [positions, vocabulary_size] and `token_ids`, and of each adapter, with
+        that of the base behind them, what it says in `adapted`."""
+        room = ROOM if self.adapters else NO_ADAPTERS
+        dtype = getattr(torch, self.dtype)
+        runner = load_runner(Path(self.path), _has_gpu_each(), dtype, self.quantization, ranks, room)
         logprobs = SteppedWorker(runner).prompt_logprobs([5, 1, 17, 13])
-        return {"logprobs": logprobs, "token_ids": _generate(runner)}
+        results = {"logprobs": logprobs, "token_ids": _generate(runner)}
+        return results | {"adapted": _adapted(runner, self.adapters)} if self.adapters else results
 
 
 def run_in_ranks(jobs: dict[str, Job], folder: Path) -> list[str]:
@@ -78,6 +88,21 @@ def _generate(runner: ModelRunner) -> list[list[int]]:
     )
     found += (worker.step((1, 1, True), (3, 1, True)).token_ids for _ in range(3))
     return found
+
+
+def _adapted(runner: ModelRunner, folders: Sequence[str]) -> list[list[int]]:
+    """Two adapters and the base in one step, then two of which one has no slot yet, and at last one that is taken
+    anew."""
+    assert runner.adapters is not None
+    with TemporaryDirectory() as folder:
+        first, second, third = (load(runner.adapters, Path(path), Path(folder) / Path(path).name) for path in folders)
+        found = outputs(runner, [first, "", second], 6)
+        (said, again) = outputs(runner, [third, second], 6)
+        assert again == found[2]
+        runner.adapters.remove(first)
+        load(runner.adapters, Path(folders[0]), Path(folder) / "anew")
+        assert outputs(runner, [first], 6) == found[:1]
+    return [found[0], found[2], said, found[1]]
 
 
 def _has_gpu_each() -> bool:

@@ -49,7 +49,7 @@ def load_runner(
     model = build_model(config, dtype, DEVICE, ranks)
     num_kv_heads, cuts = part_of(config, ranks)
     checkpoint.load_into(model.checkpoint_tensors(), cuts)
-    adapters = Adapters(model, room)
+    adapters = Adapters(model, room, cuts)
     model.pack(quantization)
     shape = CacheShape(config.num_layers, LIMITS.block_size, num_kv_heads, config.head_dim, cache_dtype or dtype)
     engine = CacheEngine(shape, LIMITS.num_device_blocks, LIMITS.num_host_blocks, DEVICE)

@@ -18,6 +18,7 @@ from kernels.upload import upload
 from worker_service.errors import InvalidStepError
 from worker_service.loading.adapter import Adapter
 from worker_service.models.causal_model import Loadable, LoraPlace
+from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.session.session import ScheduledChunk
 
 
@@ -31,11 +32,14 @@ class AdapterRoom:
 
 
 class Adapters:
-    """`add` and `remove` may be called on any thread, `slots` on the device's thread alone."""
+    """Of one rank. `add`, `remove` and `slots` are called on the device's thread, between steps and at their start."""
 
-    def __init__(self, model: Loadable, room: AdapterRoom) -> None:
-        """Allocates the slots. It is called before the model's weights are packed."""
+    def __init__(self, model: Loadable, room: AdapterRoom, cuts: Mapping[str, Cut] = UNCUT) -> None:
+        """Allocates the slots. It is called before the model's weights are packed. cuts: as `Shard` has them."""
         self.room = room
+        self.cuts = cuts
+        self.fingerprints: list[str] = []
+        """Of those that steps may name which are handed to the device's thread from now on. Not that thread's own."""
         self._places: Mapping[str, LoraPlace] = (
             model.allocate_lora(room.num_slots, room.max_rank) if room.num_slots else {}
         )
@@ -46,8 +50,13 @@ class Adapters:
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """Outputs and inputs of each projection that can have an adapter."""
-        return {name: (place.num_outputs, place.weights.a.shape[3]) for name, place in self._places.items()}
+        """Outputs and inputs, in all ranks together, of each projection that can have an adapter."""
+        found = {}
+        for name, place in self._places.items():
+            cut = self.cuts.get(f"{name}.weight")
+            outputs, inputs = (place.num_outputs, place.weights.a.shape[3]) if cut is None else cut.shape
+            found[name] = outputs, inputs
+        return found
 
     @property
     def num_bytes(self) -> int:
@@ -64,19 +73,17 @@ class Adapters:
     def dtype(self) -> torch.dtype:
         return next(iter(self._places.values())).weights.a.dtype
 
-    @property
-    def fingerprints(self) -> list[str]:
-        """Of those in host memory."""
-        return list(self._loaded)
-
     def measure_copy(self) -> float:
-        """Seconds that it takes to copy an adapter of the largest rank into a slot; 0 without slots."""
+        """Seconds that it takes to copy an adapter of the largest rank, or this rank's part, into a slot; 0 without slots."""
         if not self.room.num_slots:
             return 0.0
         rank, device = self.room.max_rank, next(iter(self._places.values())).weights.a.device
         halves = {
-            name: (torch.zeros(rank, inputs, dtype=self.dtype), torch.zeros(outputs, rank, dtype=self.dtype))
-            for name, (outputs, inputs) in self.shapes.items()
+            name: (
+                torch.zeros(rank, place.weights.a.shape[3], dtype=self.dtype),
+                torch.zeros(place.num_outputs, rank, dtype=self.dtype),
+            )
+            for name, place in self._places.items()
         }
         seconds = 0.0
         for _ in range(2):  # the first pays for what is allocated lazily
@@ -88,6 +95,7 @@ class Adapters:
         return seconds
 
     def add(self, fingerprint: str, adapter: Adapter) -> None:
+        """adapter: this rank's part."""
         self._loaded[fingerprint] = next(self._numbers), adapter
 
     def remove(self, fingerprint: str) -> None:

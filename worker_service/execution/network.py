@@ -150,7 +150,7 @@ class Network:
         model = self._build(self.device)
         quantized = self._quantized()
         self.checkpoint.load_into(_widened(model.checkpoint_tensors(), quantized), self.cuts)
-        adapters = Adapters(model, room)
+        adapters = Adapters(model, room, self.cuts)
         try:
             model.pack(self.quantization, quantized)
         except ValueError as error:

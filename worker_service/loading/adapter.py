@@ -7,7 +7,7 @@ from these to the outputs. (Hu et al., 2021.) What would change more than that i
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 from pagewire_common.start_error import StartError
 from worker_service.loading.safetensors_header import StoredTensor, read_header
 from worker_service.loading.weight_files import WeightFiles
+from worker_service.parallel.cut import Cut
 from worker_service.wording import shown
 
 WEIGHTS = "model.safetensors"
@@ -52,6 +53,22 @@ class Adapter:
     """In host memory, ready to be copied to a device: A [rank, inputs] and scaled B [outputs, rank] by projection."""
 
     halves: Mapping[str, tuple[Tensor, Tensor]]
+
+    def part(self, cuts: Mapping[str, Cut]) -> "Adapter":
+        """What it adds to these parts of the weights, by their names in a checkpoint; to others it adds the whole."""
+        found = {name: (cuts.get(f"{name}.weight"), pair) for name, pair in self.halves.items()}
+        return Adapter({name: pair if cut is None else cut.of_halves(*pair) for name, (cut, pair) in found.items()})
+
+    def pieces(self, num_bytes: int) -> Iterator["Adapter"]:
+        """It, some projections at a time: as many as have `num_bytes` together, or one that alone has more."""
+        piece, size = dict[str, tuple[Tensor, Tensor]](), 0
+        for name, (a, b) in self.halves.items():
+            if piece and size + a.nbytes + b.nbytes > num_bytes:
+                yield Adapter(piece)
+                piece, size = {}, 0
+            piece[name] = a, b
+            size += a.nbytes + b.nbytes
+        yield Adapter(piece)
 
     @property
     def num_bytes(self) -> int:

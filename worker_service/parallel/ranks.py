@@ -26,6 +26,8 @@ _FOREVER = timedelta(days=365)
 _PACKET_BYTES = 4096
 """Bytes that are sent to the other ranks at once; a steady step of 256 sequences is under 2 KB."""
 _HEADER_BYTES = 24
+BETWEEN_STEPS = 0
+"""In place of an epoch, and no session's: the message is not a step."""
 
 
 class Ranks:
@@ -51,6 +53,12 @@ class Ranks:
         dist.all_gather(parts, x)
         return torch.cat(parts, dim=1)
 
+    def broadcast(self, x: Tensor) -> Tensor:
+        """The first rank's x, in all ranks; takes the place of x. x: contiguous, in host memory."""
+        if self.size > 1:
+            dist.broadcast(x, 0)
+        return x
+
     def gather_numbers(self, number: int) -> list[int]:
         """The numbers that the ranks pass, in the order of the ranks."""
         if self.size == 1:
@@ -60,7 +68,10 @@ class Ranks:
         return [int(other) for other in numbers]
 
     def send(self, epoch: int, message: bytes, drafts: Sequence["array[int]"] = ()) -> None:
-        """Send a step from the first rank to all others, of which there is at least one, and each chunk's guesses."""
+        """Send a step from the first rank to all others, of which there is at least one, and each chunk's guesses.
+
+        epoch: of the step, or `BETWEEN_STEPS` with another message.
+        """
         guessed = (
             array("q", chain.from_iterable((len(draft), *draft) for draft in drafts)).tobytes() if any(drafts) else b""
         )
@@ -74,7 +85,7 @@ class Ranks:
 
     def receive(self) -> "tuple[int, bytes, list[array[int]]] | None":
         """Wait for the first rank's next step: its epoch, the message, and each chunk's guesses, if there are any of
-        one. None once that rank is gone."""
+        one; or for another message, whose epoch is `BETWEEN_STEPS`. None once that rank is gone."""
         packet = torch.empty(_PACKET_BYTES, dtype=torch.uint8)
         try:
             dist.broadcast(packet, 0)

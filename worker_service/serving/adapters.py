@@ -1,9 +1,10 @@
-"""An adapter on its way from the scheduler into host memory, beside the steps."""
+"""An adapter on its way from the scheduler into the host memory of every rank, and out of it again, beside steps."""
 
 import asyncio
 import hashlib
 import tempfile
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,20 +13,27 @@ import structlog
 
 from pagewire.v1.worker_service_pb2 import TakeAdapterRequest
 from pagewire_common.errors import RequestError
+from worker_service.serving.device_thread import DeviceThread
 
 if TYPE_CHECKING:
-    from worker_service.execution.adapters import Adapters  # imports torch
+    from worker_service.execution.worker import Worker  # imports torch
+    from worker_service.loading.adapter import Adapter
 
 log = structlog.get_logger()
 
 MAX_CONFIG_BYTES = 1 << 20
 
 
-async def load_adapter(adapters: "Adapters", pieces: AsyncIterator[TakeAdapterRequest]) -> None:
-    """Receive an adapter, check it, and hold it. Raises RequestError."""
+async def load_adapter(
+    worker: "Worker", device_thread: DeviceThread, pieces: AsyncIterator[TakeAdapterRequest]
+) -> None:
+    """Receive an adapter, check it, and hold it. One at a time. Raises RequestError.
+
+    When it returns, steps that the device's thread is handed next may name it. Cancelled, it has changed nothing.
+    """
     refusal: RequestError | None = None
     try:
-        await _receive(adapters, pieces)
+        await _receive(worker, device_thread, pieces)
     except RequestError as error:
         refusal = error
     async for _ in pieces:  # a call that ends while it is written to may lose its status in gRPC
@@ -34,9 +42,19 @@ async def load_adapter(adapters: "Adapters", pieces: AsyncIterator[TakeAdapterRe
         raise refusal
 
 
-async def _receive(adapters: "Adapters", pieces: AsyncIterator[TakeAdapterRequest]) -> None:
+def drop_adapter(worker: "Worker", device_thread: DeviceThread, fingerprint: str) -> None:
+    """Cease to hold an adapter, behind the steps that the device's thread has been handed."""
+    from worker_service.execution.rank_adapters import drop
+
+    if fingerprint in worker.adapters.fingerprints:
+        worker.adapters.fingerprints.remove(fingerprint)
+        device_thread.submit(partial(drop, worker.ranks, worker.adapters, fingerprint))
+
+
+async def _receive(worker: "Worker", device_thread: DeviceThread, pieces: AsyncIterator[TakeAdapterRequest]) -> None:
     """The weights are in a file until they have been read, so that no more than the parts that are wanted come to
     memory."""
+    adapters = worker.adapters
     if not adapters.room.num_slots:
         raise RequestError(
             grpc.StatusCode.FAILED_PRECONDITION, "this worker takes no adapters; start it with --max-loras"
@@ -55,7 +73,7 @@ async def _receive(adapters: "Adapters", pieces: AsyncIterator[TakeAdapterReques
         raise _invalid(f"adapter_config.json has {len(first.config)} bytes; at most {MAX_CONFIG_BYTES} are allowed")
     import torch
 
-    from worker_service.loading.adapter import WEIGHTS, Adapter, AdapterError, read_adapter
+    from worker_service.loading.adapter import WEIGHTS, AdapterError, read_adapter
 
     with tempfile.TemporaryDirectory(prefix="pagewire-adapter-") as folder:
         digest, num_bytes = hashlib.sha256(), 0
@@ -75,18 +93,38 @@ async def _receive(adapters: "Adapters", pieces: AsyncIterator[TakeAdapterReques
         if whole != first.fingerprint:
             raise _invalid("what came does not have the fingerprint that was said")
 
-        def read() -> Adapter:
+        def read() -> "tuple[Adapter, Adapter]":
             # Of this thread and of those that begin later: several threads would wait for those that compute steps. On
             # two busy cores 77 MiB of an adapter for a network of 7 billion weights took 4 to 17 s with two, and 0.6 s.
             torch.set_num_threads(1)
-            return read_adapter(first.config, Path(folder), adapters.shapes, adapters.room.max_rank, adapters.dtype)
+            found = read_adapter(first.config, Path(folder), adapters.shapes, adapters.room.max_rank, adapters.dtype)
+            return found, found.part(adapters.cuts)
 
         try:
-            adapter = await asyncio.to_thread(read)
+            adapter, own = await asyncio.to_thread(read)
         except AdapterError as error:
             raise _invalid(str(error)) from None
-    adapters.add(whole, adapter)
+    await _hold(worker, device_thread, whole, adapter, own)
     log.info("adapter loaded", fingerprint=whole, bytes=adapter.num_bytes)
+
+
+async def _hold(
+    worker: "Worker", device_thread: DeviceThread, fingerprint: str, adapter: "Adapter", own: "Adapter"
+) -> None:
+    """Have all ranks hold their parts of an adapter. own: the first rank's."""
+    from worker_service.execution.rank_adapters import PIECE_BYTES, abandon, hand_over, hold
+
+    if worker.ranks.size > 1:
+        try:
+            for piece in adapter.pieces(PIECE_BYTES):
+                # Each waits for those before it, so that steps which have come meanwhile go first.
+                await asyncio.wrap_future(device_thread.submit(partial(hand_over, worker.ranks, piece)))
+        except asyncio.CancelledError:
+            device_thread.submit(partial(abandon, worker.ranks))
+            raise
+    # It need not be waited for: the thread does things in the order in which it is handed them.
+    device_thread.submit(partial(hold, worker.ranks, worker.adapters, fingerprint, own))
+    worker.adapters.fingerprints.append(fingerprint)
 
 
 def _invalid(reason: str) -> RequestError:

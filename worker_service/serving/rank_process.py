@@ -1,7 +1,7 @@
 """The life of a process that is one of several ranks: the first serves as if it were alone, the others follow.
 
-A follower computes every step that the first rank sends, on its own parts of weights and cache. It comes to the same
-answer, which it discards. It ends when the first rank has ended.
+A follower computes every step that the first rank sends, on its own parts of weights, cache and adapters. It comes to
+the same answer, which it discards. It ends when the first rank has ended.
 """
 
 import contextlib
@@ -56,15 +56,21 @@ def _follow(settings: WorkerSettings) -> None:
         signal.signal(number, signal.SIG_IGN)  # the first rank drains, and needs the others for it
 
     from worker_service.errors import FencingError, InvalidStepError
+    from worker_service.execution.rank_adapters import AdapterFollower
     from worker_service.execution.worker import load_worker
+    from worker_service.parallel.ranks import BETWEEN_STEPS
     from worker_service.serving.codec import decode_scheduler_output  # torch takes a second to import
     from worker_service.serving.compute import Computation, follow
     from worker_service.session.session import Session
 
     worker = load_worker(settings)
+    adapters = AdapterFollower(worker.ranks, worker.adapters)
     session: Session | None = None
     while (received := worker.ranks.receive()) is not None:
         epoch, message, drafts = received
+        if epoch == BETWEEN_STEPS:
+            adapters.follow(message)
+            continue
         if session is None or session.epoch != epoch:
             session = Session(epoch, worker.limits)
         with contextlib.suppress(InvalidStepError, FencingError):  # it ends the session in the first rank, too

@@ -34,7 +34,7 @@ from pagewire.v1.worker_service_pb2 import (
 from pagewire_common.errors import RequestError
 from worker_service.errors import DeviceLostError, FencingError, InvalidStepError, is_out_of_memory
 from worker_service.loading.tokenizer_files import read_pieces
-from worker_service.serving.adapters import load_adapter
+from worker_service.serving.adapters import drop_adapter, load_adapter
 from worker_service.serving.codec import decode_scheduler_output, encode_worker_info
 from worker_service.serving.compute import Computation, plan
 from worker_service.serving.device_thread import DeviceThread, Later
@@ -141,12 +141,12 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         self, request_iterator: AsyncIterator[TakeAdapterRequest], context: Context
     ) -> TakeAdapterResponse:
         worker = self._ready_worker()
-        async with self._loading_adapter:  # one at a time is in memory twice
-            await load_adapter(worker.adapters, request_iterator)
+        async with self._loading_adapter:  # one at a time is in memory twice, and under way to other ranks
+            await load_adapter(worker, self._device_thread, request_iterator)
         return TakeAdapterResponse()
 
     async def DropAdapter(self, request: DropAdapterRequest, context: Context) -> DropAdapterResponse:
-        self._ready_worker().adapters.remove(request.fingerprint)
+        drop_adapter(self._ready_worker(), self._device_thread, request.fingerprint)
         return DropAdapterResponse()
 
     async def Execute(

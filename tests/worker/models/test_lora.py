@@ -1,32 +1,29 @@
 """Adapters against PEFT: what a sequence with an adapter says is what PEFT's own model says, whatever is beside it."""
 
 import json
-import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+from adapted_worker import ROOM, load, outputs, sequence
 from safetensors.torch import load_file, save_file
 from stepped_worker import PROMPT, Oracle, SteppedWorker, load_runner
 from test_architectures import BORROWED, NATIVE
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from worker_helpers import new_sequence, tokens
+from worker_helpers import tokens
 
 from worker_service.errors import InvalidStepError
-from worker_service.execution.adapters import AdapterRoom, Adapters
 from worker_service.execution.model_runner import ModelRunner
-from worker_service.loading.adapter import WEIGHTS, AdapterError, read_adapter
+from worker_service.loading.adapter import AdapterError
 from worker_service.session.step import BlockTableUpdate
 
 # peft asks transformers for something by an older name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
-ROOM = AdapterRoom(num_slots=2, max_rank=64, max_loaded=8)
 Make = Callable[..., Path]
 
 
@@ -42,39 +39,12 @@ def save_adapter(path: Path, base: Path, seed: int, **config: Any) -> Path:
     return path
 
 
-def load(adapters: Adapters, path: Path, folder: Path) -> str:
-    """Read an adapter as a worker does that was handed it; returns its name there."""
-    folder.mkdir()
-    shutil.copy(path / "adapter_model.safetensors", folder / WEIGHTS)
-    config = (path / "adapter_config.json").read_bytes()
-    adapters.add(path.name, read_adapter(config, folder, adapters.shapes, adapters.room.max_rank, adapters.dtype))
-    return path.name
-
-
 class PeftOracle(Oracle):
     """PEFT's model, whose halves are kept apart or merged into its weights."""
 
     def __init__(self, base: Path, adapter: Path, *, merged: bool) -> None:
         model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
         self._model = model.merge_and_unload() if merged else model
-
-
-def sequence(sequence_id: int, adapter: str, **sampling: Any) -> Any:
-    blocks = range(16 * (sequence_id - 1), 16 * sequence_id)
-    return replace(new_sequence(sequence_id, PROMPT, blocks, **sampling), adapter=adapter)
-
-
-def outputs(runner: ModelRunner, adapters: list[str], count: int) -> list[list[int]]:
-    """What one sequence of each adapter says after PROMPT, all of them together, prompts in chunks."""
-    worker = SteppedWorker(runner)
-    ids = range(1, len(adapters) + 1)
-    new = tuple(sequence(number, adapter) for number, adapter in zip(ids, adapters, strict=True))
-    worker.step(*((number, 5 + number, False) for number in ids), new_sequences=new)
-    found = [
-        worker.step(*((number, len(PROMPT) - 5 - number, True) for number in ids)).token_ids,
-        *(worker.step(*((number, 1, True) for number in ids)).token_ids for _ in range(count - 1)),
-    ]
-    return [list(of_one) for of_one in zip(*found, strict=True)]
 
 
 FAMILIES = {name: NATIVE[name] for name in ("gemma", "gemma3_text", "mistral", "qwen2", "qwen3", "smollm3", "phi3")}
@@ -266,4 +236,4 @@ def test_what_is_wrong_with_an_adapter_is_said(
     with pytest.raises(AdapterError, match=sentence) as error:
         load(runner.adapters, path, tmp_path / "copy")
     assert str(tmp_path) not in str(error.value)
-    assert not runner.adapters.fingerprints
+    assert not runner.adapters._loaded

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from pagewire_common.start_error import StartError
+from worker_service.execution.adapters import AdapterRoom, Adapters
+from worker_service.loading.adapter import Adapter
 from worker_service.loading.dummy_weights import DummyWeights
 from worker_service.models.decoder import Decoder
 from worker_service.models.decoder_config import DecoderConfig
@@ -122,6 +124,36 @@ def test_random_weights_of_ranks_are_parts_of_those_of_one(case: tuple[DecoderCo
         DummyWeights(torch.device("cpu")).load_into(places, cuts)
         for name, place in places.items():
             assert torch.equal(place, cuts[name].of(whole[name]) if name in cuts else whole[name]), name
+
+
+def test_ranks_parts_of_an_adapter_are_parts_of_what_it_adds(case: tuple[DecoderConfig, int]) -> None:
+    """And fit the places that each has for it; the shapes of a checkpoint's are the whole network's in every rank."""
+    network, size = case
+    room = AdapterRoom(num_slots=1, max_rank=3, max_loaded=1)
+    shapes = Adapters(Decoder(network, torch.float32, META), room).shapes
+    whole = Adapter(
+        {
+            name: (torch.randint(-9, 9, (3, inputs)).float(), torch.randint(-9, 9, (outputs, 3)).float())
+            for name, (outputs, inputs) in shapes.items()
+        }
+    )
+    for rank in range(size):
+        cuts = Shard.of(network, rank, size).cuts(network)
+        of_rank = Adapters(Decoder(network, torch.float32, torch.device("cpu"), Ranks(rank, size)), room, cuts)
+        assert of_rank.shapes == shapes
+        part = whole.part(cuts)
+        for name, (a, b) in part.halves.items():
+            added = torch.mm(*reversed(whole.halves[name]))
+            assert torch.equal(b @ a, cuts[f"{name}.weight"].of(added)), name
+        of_rank.add("it", part)
+        of_rank._fill(0, part)
+
+
+def test_an_adapters_pieces_are_the_adapter() -> None:
+    whole = Adapter({str(number): (torch.ones(1, size), torch.ones(2, 1)) for number, size in enumerate((6, 2, 2, 30))})
+    pieces = list(whole.pieces(40))
+    assert [list(piece.halves) for piece in pieces] == [["0"], ["1", "2"], ["3"]]
+    assert {name: half for piece in pieces for name, half in piece.halves.items()} == whole.halves
 
 
 def test_a_part_is_of_some_rows_and_some_of_their_columns() -> None:

@@ -4,16 +4,21 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rank_program import Job, run_in_ranks
-from stepped_worker import DEVICE
+from stepped_worker import DEVICE, PROMPT, Oracle
 from test_architectures import NATIVE
+from test_lora import PeftOracle, save_adapter
 
 from worker_service.models.linear import Quantization, can_pack
+
+# peft asks transformers for something by an older name.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 BIASED = {"attention_bias": True, "mlp_bias": True}
 NETWORKS: dict[str, dict[str, Any]] = NATIVE | {
@@ -24,6 +29,8 @@ NETWORKS: dict[str, dict[str, Any]] = NATIVE | {
     "llama, one key-value head for both": {"num_key_value_heads": 1},
     "llama, unequal parts": {"hidden_size": 45, "num_attention_heads": 9, "num_key_value_heads": 3},
 }
+ADAPTED = [name for name in NETWORKS if "," not in name or name.startswith("llama, ")]
+"""Each family, and each way to deal out heads."""
 WHOLE_BF16 = {"dtype": "bfloat16"}
 
 QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "int4")
@@ -32,8 +39,18 @@ Results = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def jobs(make_checkpoint: Callable[..., Path]) -> dict[str, Job]:
+def jobs(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+    """In float32 with adapters: of all projections, of some, and of one whose ranks are of several sizes."""
     jobs = {name: Job(str(make_checkpoint(**network))) for name, network in NETWORKS.items()}
+    for name in ADAPTED:
+        network, base, folder = NETWORKS[name], Path(jobs[name].path), tmp_path_factory.mktemp("adapters")
+        some = ["qkv_proj", "down_proj"] if network.get("model_type") == "phi3" else ["k_proj", "v_proj", "down_proj"]
+        adapters = [
+            save_adapter(folder / "all", base, 1),
+            save_adapter(folder / "some", base, 2, r=7, use_rslora=True, target_modules=some),
+            save_adapter(folder / "sizes", base, 3, rank_pattern={"o_proj": 9, "layers.1.mlp.down_proj": 2}),
+        ]
+        jobs[name] = replace(jobs[name], adapters=[str(path) for path in adapters])
     rounded = {"bfloat16": WHOLE_BF16}
     for scheme in QUANTIZATIONS:
         if can_pack(DEVICE, torch.bfloat16, scheme):
@@ -48,6 +65,18 @@ def of_ranks(jobs: dict[str, Job], tmp_path_factory: pytest.TempPathFactory) -> 
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
     subprocess.run(run_in_ranks(jobs, folder), env=environment, check=True, timeout=300)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_ranks_hold_parts_of_adapters_that_together_say_what_pefts_merged_models_say(
+    name: str, jobs: dict[str, Job], of_ranks: list[Results]
+) -> None:
+    """Mixed in a step with each other and with the base, with fewer slots than adapters."""
+    base = Path(jobs[name].path)
+    oracles = [*(PeftOracle(base, Path(path), merged=True) for path in jobs[name].adapters), Oracle(base)]
+    expected = [oracle.greedy(PROMPT, 6) for oracle in oracles]
+    assert len({tuple(tokens) for tokens in expected}) == 4
+    assert of_ranks[0][name]["adapted"] == of_ranks[1][name]["adapted"] == expected
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -1,0 +1,252 @@
+"""A worker of two ranks that is handed adapters while it computes says what one process says."""
+
+import asyncio
+import itertools
+import json
+import queue
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+from adapted_worker import adapter_messages, random_adapter
+from message_helpers import new_message
+from served_worker import PROMPT, Service
+from test_rank_processes import SECONDS_TO_END, start
+from torch import Tensor
+
+from pagewire.v1 import scheduler_output_pb2 as pb
+from pagewire.v1.worker_service_pb2 import DropAdapterRequest, GetWorkerInfoRequest, TakeAdapterRequest
+from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
+from worker_service.execution import rank_adapters
+from worker_service.execution.adapters import AdapterRoom, Adapters
+from worker_service.execution.worker import Worker
+from worker_service.parallel.ranks import ALONE, Ranks
+from worker_service.serving.adapters import drop_adapter, load_adapter
+from worker_service.serving.device_thread import DeviceThread
+
+__all__ = ["start"]  # a fixture
+
+SHAPES = {
+    f"model.layers.{layer}.{name}": shape
+    for layer in range(3)
+    for name, shape in {
+        "self_attn.q_proj": (60, 48),
+        "self_attn.k_proj": (20, 48),
+        "self_attn.v_proj": (20, 48),
+        "self_attn.o_proj": (48, 60),
+        "mlp.up_proj": (100, 48),
+        "mlp.down_proj": (48, 100),
+    }.items()
+}
+"""Of the tiny model."""
+ADAPTERS = [adapter_messages(random_adapter(SHAPES, rank, seed)) for seed, rank in enumerate((3, 8, 1))]
+ONE, TWO, THREE = (messages[0].fingerprint for messages in ADAPTERS)
+FLAGS = ("--max-loras", "2", "--max-lora-rank", "8", "--dtype", "float32")
+
+
+class Session:
+    """The scheduler's end of a session that is sent a step at a time."""
+
+    def __init__(self, stub: WorkerServiceStub, epoch: int) -> None:
+        self._epoch = epoch
+        self._numbers, self._step_ids = itertools.count(1), itertools.count(1)
+        self._steps: queue.SimpleQueue[pb.SchedulerOutput | None] = queue.SimpleQueue()
+        self._answers = stub.Execute(iter(self._steps.get, None))
+
+    def say(self, *adapters: str) -> list[list[int]]:
+        """Six tokens of a sequence of each of these, all of them together."""
+        ids = [next(self._numbers) for _ in adapters]
+        new = [new_message(one, PROMPT, range(7 * place, 7 * place + 7)) for place, one in enumerate(ids)]
+        for message, adapter in zip(new, adapters, strict=True):
+            message.lora_name = adapter
+        found = [self._step(sequence_ids=ids, num_scheduled_tokens=[len(PROMPT)] * len(ids), new_sequences=new)]
+        found += [self._step(sequence_ids=ids) for _ in range(5)]
+        self._step(finished=ids)
+        return [list(of_one) for of_one in zip(*found, strict=True)]
+
+    def _step(self, **output: Any) -> Sequence[int]:
+        self._steps.put(pb.SchedulerOutput(epoch=self._epoch, step_id=next(self._step_ids), **output))
+        return next(self._answers).token_ids
+
+    def close(self) -> None:
+        self._steps.put(None)
+        assert not list(self._answers)
+
+
+def take(stub: WorkerServiceStub, number: int) -> None:
+    stub.TakeAdapter(iter(ADAPTERS[number]))
+
+
+def drop(stub: WorkerServiceStub, fingerprint: str) -> None:
+    stub.DropAdapter(DropAdapterRequest(fingerprint=fingerprint))
+
+
+def test_two_ranks_say_what_one_process_says_while_adapters_come_and_go(start: Any) -> None:
+    """More of them than slots, some dropped and taken anew between the steps of others."""
+    plain, ranked = start(1, *FLAGS), start(2, *FLAGS)
+    with grpc.insecure_channel(plain.address) as one, grpc.insecure_channel(ranked.address) as two:
+        alone, together = WorkerServiceStub(one), WorkerServiceStub(two)
+        for number in range(3):
+            take(alone, number)
+        session = Session(alone, 1)
+        expected = {name: session.say(name)[0] for name in (ONE, TWO, THREE, "")}
+        assert len({tuple(tokens) for tokens in expected.values()}) == 4
+        session.close()
+
+        for number in range(2):
+            take(together, number)
+        session, over = Session(together, 1), threading.Event()
+        assert session.say(ONE, "", TWO) == [expected[name] for name in (ONE, "", TWO)]
+        said: list[list[list[int]]] = []
+
+        def say_until_over() -> None:
+            while not over.is_set():
+                said.append(session.say(TWO, ""))
+
+        saying = threading.Thread(target=say_until_over)
+        saying.start()
+        try:
+            for _ in range(3):
+                take(together, 2)
+                drop(together, ONE)
+                drop(together, THREE)
+                take(together, 0)
+                take(together, 2)
+        finally:
+            over.set()
+            saying.join()
+        assert said
+        assert all(found == [expected[TWO], expected[""]] for found in said)
+        for names in ((THREE, ONE), (TWO, "", TWO), (THREE, TWO), (ONE,)):
+            assert session.say(*names) == [expected[name] for name in names]
+        session.close()
+        assert sorted(together.GetWorkerInfo(GetWorkerInfoRequest()).adapters) == sorted((ONE, TWO, THREE))
+
+
+def test_what_is_refused_leaves_the_ranks_in_step(start: Any) -> None:
+    worker = start(2, *FLAGS)
+    with grpc.insecure_channel(worker.address) as channel:
+        stub = WorkerServiceStub(channel)
+        for number in range(3):
+            take(stub, number)
+        session = Session(stub, 1)
+        expected = session.say(ONE, "")
+        session.close()
+        wide = {name: (outputs, inputs + 1) for name, (outputs, inputs) in SHAPES.items()}
+        of_a_rank = {name: (outputs // 2, inputs) for name, (outputs, inputs) in SHAPES.items()}
+        for shapes in (wide, of_a_rank):
+            with pytest.raises(grpc.RpcError, match="where the model asks for") as error:
+                stub.TakeAdapter(iter(adapter_messages(random_adapter(shapes, 2, 1))))
+            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.RpcError, match="rank 9; this worker takes ranks from 1 to 8"):
+            stub.TakeAdapter(iter(adapter_messages(random_adapter(SHAPES, 9, 1))))
+        drop(stub, "of no adapter")
+        drop(stub, TWO)
+        for epoch, (names, sentence) in enumerate(
+            [((TWO,), "is not loaded"), ((ONE, TWO), "is not loaded"), ((ONE, TWO, THREE), "a step has 3 adapters")], 2
+        ):
+            with pytest.raises(grpc.RpcError, match=sentence) as error:
+                Session(stub, epoch).say(*names)
+            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        session = Session(stub, 9)
+        assert session.say(ONE, "") == expected
+        session.close()
+
+
+def test_a_rank_that_dies_while_an_adapter_comes_is_a_dead_worker(start: Any) -> None:
+    worker = start(2, *FLAGS)
+    with grpc.insecure_channel(worker.address) as channel:
+        stub = WorkerServiceStub(channel)
+        take(stub, 0)
+        held = Session(stub, 1)
+        held.say(ONE)
+        begun, is_over = threading.Event(), threading.Event()
+
+        def pieces() -> Iterator[TakeAdapterRequest]:
+            yield ADAPTERS[1][0]
+            begun.set()
+            is_over.wait(60)
+            yield from ADAPTERS[1][1:]
+
+        taking = stub.TakeAdapter.future(pieces())
+        assert begun.wait(60)
+        worker.ranks[1].kill()
+        is_over.set()
+        with pytest.raises(grpc.RpcError):
+            say_for_ever(held)
+        taking.exception(SECONDS_TO_END)  # it ends as well
+    assert worker.process.process.wait(SECONDS_TO_END) == 1
+    assert worker.all_gone()
+
+
+def say_for_ever(session: Session) -> None:
+    while True:
+        session.say(ONE)
+
+
+class RecordingRanks(Ranks):
+    """The first of two, where there is no other. Its second piece waits until it may be sent."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2)
+        self.orders: list[str] = []
+        self.reached, self.may_go_on = threading.Event(), threading.Event()
+
+    def send(self, epoch: int, message: bytes, drafts: Any = ()) -> None:
+        self.orders += json.loads(message)
+        if self.orders == ["piece", "piece"]:
+            self.reached.set()
+            assert self.may_go_on.wait(60)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return x
+
+
+async def messages(number: int) -> AsyncIterator[TakeAdapterRequest]:
+    for message in ADAPTERS[number]:
+        yield message
+
+
+def with_slots(worker: Worker, ranks: Ranks = ALONE) -> Worker:
+    return replace(worker, ranks=ranks, adapters=Adapters(worker.runner.model, AdapterRoom(2, 8, 8)))
+
+
+async def test_what_came_of_a_call_that_is_cut_off_is_forgotten_by_all_ranks(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the next one begins anew."""
+    monkeypatch.setattr(rank_adapters, "PIECE_BYTES", 8 << 10)
+    ranks, device_thread = RecordingRanks(), DeviceThread()
+    ranked = with_slots(worker, ranks)
+    taking = asyncio.create_task(load_adapter(ranked, device_thread, messages(0)))
+    assert await asyncio.to_thread(ranks.reached.wait, 60)
+    taking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await taking
+    assert not ranked.adapters.fingerprints
+    ranks.may_go_on.set()
+    await load_adapter(ranked, device_thread, messages(0))
+    drop_adapter(ranked, device_thread, ONE)
+    await asyncio.wrap_future(device_thread.submit(lambda: None))
+    assert ranks.orders == ["piece", "piece", "abandon", *["piece"] * 3, "hold", "drop"]
+    assert not ranked.adapters._loaded
+
+
+async def test_an_adapter_is_held_from_the_answer_on_though_the_device_is_busy(
+    service: Service, worker: Worker
+) -> None:
+    """And no longer once it is dropped; it is taken in and out behind the steps that came before."""
+    alone = with_slots(worker)
+    service.servicer.set_ready(alone)
+    with service.held():
+        await service.stub.TakeAdapter(messages(0))
+        assert list((await service.stub.GetWorkerInfo(GetWorkerInfoRequest())).adapters) == [ONE]
+        await service.stub.DropAdapter(DropAdapterRequest(fingerprint=ONE))
+        assert not (await service.stub.GetWorkerInfo(GetWorkerInfoRequest())).adapters
+        await service.stub.TakeAdapter(messages(0))
+        assert not alone.adapters._loaded
+    await asyncio.wrap_future(service.servicer._device_thread.submit(lambda: None))
+    assert list(alone.adapters._loaded) == [ONE]
