@@ -1,16 +1,20 @@
 """A worker of two ranks behind a real scheduler: the tokens of a worker that is alone, and a place beside it."""
 
 import asyncio
+import shutil
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import psutil
 import pytest
 from cluster import cluster_state
+from lora_helpers import KINDS, NAMES, Asked, all_together, write_adapter
 from prompts import PROMPTS
 from tiny_model import write_tiny_llama
 
 from pagewire_client import Client, LocalServer, SamplingParams
+from pagewire_client.admin import Admin
 from pagewire_client.llm import collect
 from pagewire_client.local import ServiceProcess
 
@@ -54,6 +58,31 @@ async def test_a_model_of_the_default_models_heads_says_the_same_in_two_ranks(
             assert bool(worker.num_guessed_tokens) == (speculate == "ngram")
 
 
+async def test_requests_of_adapters_say_the_same_in_two_ranks(
+    tiny_model_directory: Path, adapters: Path, tmp_path: Path
+) -> None:
+    """Of three in turn and the base, in two slots; and of one that is loaded while others run."""
+    asked: list[Asked] = list(product(PROMPTS[:1], NAMES, (KINDS["greedy"], KINDS["several"])))
+    late: Asked = ("abc", "late", {"temperature": 0})
+    few = ("--max-loras", "2", "--dtype", "float32", "--num-device-blocks", "40", "--threads", "1")
+    found = []
+    for ranks in ((), (*TWO_RANKS, "--speculate", "ngram")):
+        folder = Path(shutil.copytree(adapters, tmp_path / f"{len(ranks)} arguments"))
+        with LocalServer(
+            str(tiny_model_directory),
+            worker_arguments=[*few, *ranks],
+            scheduler_arguments=["--lora-dir", str(folder), "--preemption-mode", "swap", "--check-invariants"],
+        ) as server:
+            write_adapter(folder / "late", 7)
+            async with Client(server.target) as client, Admin(server.admin_target) as admin:
+                together = asyncio.create_task(all_together(client, asked))
+                await admin.load_adapter("late")
+                found.append([*await together, *await all_together(client, [late])])
+            (worker,) = (await cluster_state(server.admin_target)).workers
+            assert not worker.num_losses
+    assert found[0] == found[1]
+
+
 @pytest.fixture
 def services() -> Iterator[list[ServiceProcess]]:
     processes: list[ServiceProcess] = []
@@ -64,25 +93,42 @@ def services() -> Iterator[list[ServiceProcess]]:
 
 
 async def test_streams_of_a_worker_that_loses_a_rank_go_on_in_another_that_has_none(
-    services: list[ServiceProcess], tiny_model_directory: Path
+    services: list[ServiceProcess], tiny_model_directory: Path, adapters: Path
 ) -> None:
+    """Of the base and of adapters."""
+    names = ["", "one", "two"] * 2
     model = ("--listen", "127.0.0.1:0", "--model", str(tiny_model_directory))
-    sizes = ("--num-device-blocks", "64", "--block-size", "8", "--threads", "1", "--swap-space", "0")
+    sizes = (
+        "--num-device-blocks",
+        "64",
+        "--block-size",
+        "8",
+        "--threads",
+        "1",
+        "--swap-space",
+        "0",
+        "--max-loras",
+        "2",
+    )
     services += (ServiceProcess("worker_service", [*model, *sizes, *ranks]) for ranks in (TWO_RANKS, ()))
     addresses = [str(process.wait_for("listening", 60)["address"]) for process in services]
     for process in services:
         process.wait_for("ready", 60)
-    services.append(ServiceProcess("scheduler_service", [*model, "--workers", ",".join(addresses)]))
+    services.append(
+        ServiceProcess("scheduler_service", [*model, "--workers", ",".join(addresses), "--lora-dir", str(adapters)])
+    )
     sampling = SamplingParams(max_tokens=60, temperature=1.0, seed=5, ignore_eos=True)
     async with Client(str(services[2].wait_for("listening", 60)["address"])) as client:
         await client.wait_until_serving(60)
-        completions = await asyncio.gather(*(collect(client, prompt, sampling) for prompt in PROMPTS[:6]))
+        asked = list(zip(PROMPTS, names, strict=False))
+        completions = await asyncio.gather(*(collect(client, text, sampling, lora_name=name) for text, name in asked))
         undisturbed = [completion.outputs[0].token_ids for completion in completions]
         some_tokens = [asyncio.Event() for _ in undisturbed]
 
         async def tokens(number: int) -> list[int]:
             found: list[int] = []
-            async for message in client.generate(PROMPTS[number], sampling):
+            text, name = asked[number]
+            async for message in client.generate(text, sampling, lora_name=name):
                 found += message.token_ids
                 if len(found) > 5:
                     some_tokens[number].set()
