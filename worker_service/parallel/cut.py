@@ -24,12 +24,12 @@ class Cut:
         return rows if rows.dim() == 1 else rows[:, self.columns.start : self.columns.stop]
 
     def of_halves(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """The halves of this part of a whole tensor `b @ a`, without the memory of what is not a part.
+        """The halves of this part of a whole tensor `b @ a`, in memory of their own.
 
         a: [inner units, columns]; b: [rows, inner units].
         """
         own_b = torch.cat([b[stretch.start : stretch.stop] for stretch in self.rows])
-        return a[:, self.columns.start : self.columns.stop].contiguous(), own_b
+        return a[:, self.columns.start : self.columns.stop].clone(), own_b
 
 
 UNCUT: Mapping[str, Cut] = {}
