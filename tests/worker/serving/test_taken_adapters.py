@@ -13,7 +13,7 @@ import grpc
 import pytest
 from adapted_worker import adapter_messages, random_adapter
 from message_helpers import new_message
-from served_worker import PROMPT, Service
+from served_worker import PROMPT, Gate, Service, prompt_step
 from test_rank_processes import SECONDS_TO_END, start
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from pagewire.v1.worker_service_pb2 import DropAdapterRequest, GetWorkerInfoRequ
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from worker_service.execution import rank_adapters
 from worker_service.execution.adapters import AdapterRoom, Adapters
+from worker_service.execution.model_runner import ModelRunner
 from worker_service.execution.worker import Worker
 from worker_service.parallel.ranks import ALONE, Ranks
 from worker_service.serving.adapters import drop_adapter, load_adapter
@@ -211,7 +212,10 @@ async def messages(number: int) -> AsyncIterator[TakeAdapterRequest]:
 
 
 def with_slots(worker: Worker, ranks: Ranks = ALONE) -> Worker:
-    return replace(worker, ranks=ranks, adapters=Adapters(worker.runner.model, AdapterRoom(2, 8, 8)))
+    model, engine = worker.runner.model, worker.runner.cache_engine
+    adapters = Adapters(model, AdapterRoom(2, 8, 8))
+    runner = ModelRunner(model, engine, adapters=adapters)
+    return replace(worker, ranks=ranks, runner=runner, adapters=adapters, limits=replace(worker.limits, max_loras=2))
 
 
 async def test_what_came_of_a_call_that_is_cut_off_is_forgotten_by_all_ranks(
@@ -238,7 +242,7 @@ async def test_what_came_of_a_call_that_is_cut_off_is_forgotten_by_all_ranks(
 async def test_an_adapter_is_held_from_the_answer_on_though_the_device_is_busy(
     service: Service, worker: Worker
 ) -> None:
-    """And no longer once it is dropped; it is taken in and out behind the steps that came before."""
+    """And no longer once it is dropped."""
     alone = with_slots(worker)
     service.servicer.set_ready(alone)
     with service.held():
@@ -250,3 +254,22 @@ async def test_an_adapter_is_held_from_the_answer_on_though_the_device_is_busy(
         assert not alone.adapters._loaded
     await asyncio.wrap_future(service.servicer._device_thread.submit(lambda: None))
     assert list(alone.adapters._loaded) == [ONE]
+
+
+async def test_an_adapter_that_is_dropped_serves_the_step_that_is_being_computed(
+    service: Service, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = with_slots(worker)
+    service.servicer.set_ready(alone)
+    await service.stub.TakeAdapter(messages(0))
+    gate, session = Gate(alone, monkeypatch), service.session()
+    new = new_message(1, PROMPT, range(8))
+    new.lora_name = ONE
+    answering = asyncio.create_task(session.step(**prompt_step(new)))
+    await gate.wait_until_entered()
+    await service.stub.DropAdapter(DropAdapterRequest(fingerprint=ONE))
+    gate.open.set()
+    assert len((await answering).token_ids) == 1
+    await session.send(sequence_ids=[1])
+    code, details = await session.status()
+    assert (code, "is not loaded" in details) == (grpc.StatusCode.INVALID_ARGUMENT, True)
