@@ -37,7 +37,7 @@ class WorkerSettings(ServiceSettings):
         ge=1,
         le=1024,
         description="processes, each on a GPU of its own or on its share of the cores, that together "
-        "hold the weights and the cache of a natively run model",
+        "hold the weights, the cache and the adapters of a natively run model",
     )
     block_size: int = Field(16, ge=1, le=256, description="tokens in a KV cache block")
     num_device_blocks: int | None = Field(

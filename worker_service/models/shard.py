@@ -3,6 +3,9 @@
 Projections into a half of a layer are cut by outputs, that is by heads or by inner units; projections out of it are cut
 by inputs. A half therefore needs one sum over the ranks. The embedding and the logits' head are cut by tokens: whole,
 they would be a rank's largest weights, and the price is a sum over one more vector a token.
+
+What a low-rank adapter adds to a projection is cut as its weights are, by cutting one half of the adapter: the one that
+leads to the outputs, or the one that leads from the inputs. Where inputs are cut, ranks add it before they sum up.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,8 @@
-"""One worker on several devices: each of N processes, its ranks, holds a part of every weight and of every KV block.
+"""One worker on several devices: each of N processes, its ranks, holds a part of every weight, KV block and adapter.
 
-The first rank serves gRPC and repeats every step to the others. Every rank computes the step on its own parts, and the
-ranks add up their results. A rank that dies takes the whole worker with it.
+The first rank serves gRPC. It repeats to the others every step, and what adapters come and go between steps. Every
+rank computes the step on its own parts, and the ranks add up their results. A rank that dies takes the whole worker
+with it.
 """
 
 import os

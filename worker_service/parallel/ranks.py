@@ -1,8 +1,8 @@
 """One rank's view of the processes that form a worker: what it adds up, joins and agrees on with the others.
 
-Every collective is entered by all ranks, in the same order. Numbers and steps go over Gloo; tensors go over NCCL where
-they lie on GPUs. There is no time limit, because ranks wait for the next step as long as it takes. When a rank dies,
-`launcher` ends the others, wherever they wait.
+Every collective is entered by all ranks, in the same order. Numbers, steps and adapters go over Gloo; a step's tensors
+go over NCCL where they lie on GPUs. There is no time limit, because ranks wait for the next step as long as it takes.
+When a rank dies, `launcher` ends the others, wherever they wait.
 """
 
 import logging
