@@ -34,6 +34,7 @@ LONGEST = (
     "tests/kernels/test_triton_layers.py",
     "tests/services/test_front_end_isolation.py",
     "tests/services/test_embedding.py",
+    "tests/worker/serving/test_taken_adapters.py",
     "tests/worker/serving/test_rank_processes.py",
 )
 """Groups by the time that they take, the longest first, but those whose single tests take 20 seconds before the

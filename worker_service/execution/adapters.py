@@ -39,7 +39,8 @@ class Adapters:
         self.room = room
         self.cuts = cuts
         self.fingerprints: list[str] = []
-        """Of those that steps may name which are handed to the device's thread from now on. Not that thread's own."""
+        """Of those that a step may name that the device's thread is handed from now on. Whoever hands it `add` and
+        `remove` keeps them."""
         self._places: Mapping[str, LoraPlace] = (
             model.allocate_lora(room.num_slots, room.max_rank) if room.num_slots else {}
         )
