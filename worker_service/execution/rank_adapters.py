@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 import torch
+from torch import Tensor
 
 from worker_service.execution.adapters import Adapters
 from worker_service.loading.adapter import Adapter
@@ -56,9 +57,7 @@ class AdapterFollower:
     def __init__(self, ranks: Ranks, adapters: Adapters) -> None:
         self._ranks = ranks
         self._adapters = adapters
-        self._coming = dict[
-            str, tuple[torch.Tensor, torch.Tensor]
-        ]()  # own parts, of the only adapter that is under way
+        self._coming: dict[str, tuple[Tensor, Tensor]] = {}  # own parts of the one adapter that is under way
 
     def follow(self, message: bytes) -> None:
         """Do what the first rank did when it sent this."""
