@@ -31,10 +31,10 @@ class Gate:
         self.is_open = asyncio.Event()
         self.num_waiting = 0
 
-    async def __call__(self, adapters: Any, pieces: AsyncIterator[Any]) -> None:
+    async def __call__(self, worker: Any, device_thread: Any, pieces: AsyncIterator[Any]) -> None:
         self.num_waiting += 1
         await self.is_open.wait()
-        await load_adapter(adapters, pieces)
+        await load_adapter(worker, device_thread, pieces)
 
 
 @pytest.fixture

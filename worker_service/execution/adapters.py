@@ -75,7 +75,7 @@ class Adapters:
         return next(iter(self._places.values())).weights.a.dtype
 
     def measure_copy(self) -> float:
-        """Seconds that it takes to copy an adapter of the largest rank, or this rank's part, into a slot; 0 without slots."""
+        """Seconds until an adapter of the largest rank, or this rank's part of it, lies in a slot; 0 without slots."""
         if not self.room.num_slots:
             return 0.0
         rank, device = self.room.max_rank, next(iter(self._places.values())).weights.a.device
