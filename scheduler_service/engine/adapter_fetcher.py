@@ -13,7 +13,7 @@ from typing import Protocol
 
 from scheduler_service.core import Scheduler, SchedulerOutput
 from scheduler_service.core.planning.loras import LoraFetch
-from scheduler_service.engine.adapter_files import Adapter, hand_over
+from scheduler_service.engine.adapter_files import Adapter, CopyLostError, hand_over
 from scheduler_service.engine.worker_client import AdapterRefusedError, UnreachableError, WorkerClient, WorkerError
 
 _OVER = UnreachableError("the session with the worker has ended")
@@ -32,6 +32,9 @@ class Wanted(Protocol):
 
     def may_be_brought(self, fingerprint: str) -> bool:
         """Whether a worker that lacks an adapter should be brought it now, and not another worker instead."""
+
+    def give_up(self, adapter: Adapter, reason: str) -> None:
+        """End the requests of an adapter that no worker can be brought, and have no more name it."""
 
     def fetched(self) -> None:
         """A worker has been brought an adapter, or has turned out to be unable to use it."""
@@ -198,14 +201,16 @@ class AdapterFetcher:
         self._handing = asyncio.ensure_future(hand_over(self._client, adapter))
         try:
             await self._handing
-        except (UnreachableError, asyncio.CancelledError):
+        except (UnreachableError, CopyLostError, asyncio.CancelledError) as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             if self._failure is not None:
                 raise self._failure from None
             if fingerprint in self._adapters.wanted:
-                raise
+                if not isinstance(error, CopyLostError):
+                    raise
+                self._adapters.give_up(adapter, str(error))
             self._to_forget.append(fingerprint)  # it may have come all the same
             return None
         finally:

@@ -5,17 +5,21 @@ import hashlib
 import re
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pagewire.v1 import worker_service_pb2 as worker_pb
-from scheduler_service.engine.worker_client import UnreachableError, WorkerClient
+from scheduler_service.engine.worker_client import WorkerClient
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 PIECE_BYTES = 1 << 20
 NAME = re.compile(r"(?!\.+$)[\w.@:-]{1,128}")
+
+
+class CopyLostError(Exception):
+    """The copy of an adapter cannot be read any more; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +32,13 @@ class Adapter:
     weights: Path
     num_bytes: int
 
+    def kept(self) -> "Adapter":
+        """It, in the place of any other copy of the same, so that there is one of each."""
+        return replace(self, weights=self.weights.replace(self.weights.with_name(self.fingerprint)))
+
 
 def read_adapter(name: str, folder: Path, copies: Path) -> Adapter:
-    """Copy it into a folder of copies. Raises ValueError."""
+    """Copy it into a folder of copies, under a name of its own. Raises ValueError."""
     if not NAME.fullmatch(name):
         raise ValueError(f"{name[:200]!r} cannot name an adapter: 1 to 128 letters, digits and . _ @ : -")
     try:
@@ -39,23 +47,27 @@ def read_adapter(name: str, folder: Path, copies: Path) -> Adapter:
         if len(config) > MAX_CONFIG_BYTES:
             raise ValueError(f"adapter {name}: {CONFIG} has more than {MAX_CONFIG_BYTES} bytes")
         with open(folder / WEIGHTS, "rb") as source, tempfile.NamedTemporaryFile(dir=copies, delete=False) as copy:
-            digest = hashlib.sha256()
-            while data := source.read(PIECE_BYTES):
-                digest.update(data)
-                copy.write(data)
+            weights = Path(copy.name)
+            try:
+                digest = hashlib.sha256()
+                while data := source.read(PIECE_BYTES):
+                    digest.update(data)
+                    copy.write(data)
+            except OSError:
+                weights.unlink()
+                raise
     except OSError as error:
         raise ValueError(f"adapter {name}: cannot read {error.filename}: {error.strerror}") from None
     fingerprint = hashlib.sha256(hashlib.sha256(config).digest() + digest.digest()).hexdigest()
-    weights = Path(copy.name).replace(copies / fingerprint)
     return Adapter(name, fingerprint, config, weights, weights.stat().st_size)
 
 
 async def hand_over(client: WorkerClient, adapter: Adapter) -> None:
-    """Raises AdapterRefusedError where the worker cannot use it, and UnreachableError."""
+    """Raises AdapterRefusedError where the worker cannot use it, UnreachableError, and CopyLostError."""
     try:
         await client.load_adapter(_pieces_of(adapter))
     except OSError as error:
-        raise UnreachableError(f"the copy of the adapter {adapter.name} cannot be read: {error.strerror}") from None
+        raise CopyLostError(f"the scheduler's copy of it cannot be read: {error.strerror}") from None
 
 
 async def _pieces_of(adapter: Adapter) -> AsyncIterator[worker_pb.TakeAdapterRequest]:

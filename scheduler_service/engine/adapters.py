@@ -20,7 +20,7 @@ from pagewire.v1.admin_service_pb2 import FinishedRequest
 from pagewire_common.errors import RequestError
 from pagewire_common.start_error import StartError
 from scheduler_service.engine.adapter_fetcher import AdapterFetcher
-from scheduler_service.engine.adapter_files import Adapter, configured_folders, hand_over, read_adapter
+from scheduler_service.engine.adapter_files import Adapter, CopyLostError, configured_folders, hand_over, read_adapter
 from scheduler_service.engine.worker_client import AdapterRefusedError, WorkerClient, WorkerError
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.wire.codec import WorkerInfo
@@ -88,7 +88,7 @@ class Adapters:
             for name, folder in configured_folders(settings.lora, self._folder):
                 if name in self._named:
                     raise ValueError(f"two adapters are named {name}")
-                self._named[name] = read_adapter(name, folder, self._place())
+                self._named[name] = read_adapter(name, folder, self._place()).kept()
         except ValueError as error:
             raise StartError(str(error)) from None
         self._update()
@@ -125,10 +125,14 @@ class Adapters:
             raise RequestError(grpc.StatusCode.FAILED_PRECONDITION, "the scheduler runs without --lora-dir")
         folder = self._folder / name
         async with self._lock:
+            reading = asyncio.ensure_future(asyncio.to_thread(lambda: read_adapter(name, folder, self._place())))
             try:
-                adapter = await asyncio.to_thread(lambda: read_adapter(name, folder, self._place()))
+                adapter = (await asyncio.shield(reading)).kept()
             except ValueError as error:
                 raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+            except asyncio.CancelledError:
+                reading.add_done_callback(_discard)
+                raise
             self._loading[adapter.fingerprint] = adapter
             self._update()
             old = None
@@ -139,10 +143,10 @@ class Adapters:
                 self.when_changed()
             finally:  # also when the call is cancelled
                 self._loading.pop(adapter.fingerprint, None)
-                self._update()
                 for one in (adapter, old):
                     if one is not None:
                         self._leave(one)
+                self._update()
         log.info("adapter loaded", name=name, fingerprint=adapter.fingerprint, bytes=adapter.num_bytes)
         return adapter
 
@@ -190,7 +194,6 @@ class Adapters:
     def _leave(self, adapter: Adapter) -> None:
         if adapter.fingerprint not in {other.fingerprint for other in self._named.values()}:
             self._leaving[adapter.fingerprint] = adapter
-            self._update()
             self.released(adapter.fingerprint)
 
     def released(self, fingerprint: str) -> None:
@@ -201,9 +204,12 @@ class Adapters:
         del self._leaving[fingerprint]
         self._update()
         if fingerprint not in self._wanted:
-            adapter.weights.unlink(missing_ok=True)
-            for fetcher in self._users.fetchers():
-                fetcher.drop(fingerprint)
+            self._forget(adapter)
+
+    def _forget(self, adapter: Adapter) -> None:
+        adapter.weights.unlink(missing_ok=True)
+        for fetcher in self._users.fetchers():
+            fetcher.drop(adapter.fingerprint)
 
     def _update(self) -> None:
         named = {adapter.fingerprint: adapter for adapter in self._named.values()}
@@ -239,6 +245,8 @@ class Adapters:
                 await hand_over(client, adapter)
             except AdapterRefusedError as error:
                 raise _unfit(adapter, str(error)) from None
+            except CopyLostError as error:
+                self.give_up(adapter, str(error))
 
     def may_be_brought(self, fingerprint: str) -> bool:
         """Whether a worker that lacks an adapter should be brought it: only one worker at a time is, for that may be
@@ -265,20 +273,25 @@ class Adapters:
                 for fetcher in refusing:
                     fetcher.end(_unfit(adapter, fetcher.refused[fingerprint]))
             elif len(refusing) == len(fetchers):
-                self._break(adapter, reason)
+                self.give_up(adapter, reason)
 
-    def _break(self, adapter: Adapter, reason: str) -> None:
-        """No worker can use it."""
-        log.error("adapter refused by all workers", name=adapter.name, reason=reason)
+    def give_up(self, adapter: Adapter, reason: str) -> None:
+        """End the requests of an adapter that no worker can be brought, and have no more name it."""
+        log.error("adapter given up", name=adapter.name, reason=reason)
         for name in [name for name, other in self._named.items() if other.fingerprint == adapter.fingerprint]:
             del self._named[name]
         self._leaving.pop(adapter.fingerprint, None)
         self._update()
-        for fetcher in self._users.fetchers():
-            fetcher.drop(adapter.fingerprint)
-        adapter.weights.unlink(missing_ok=True)
         self._users.fail_adapter(adapter.fingerprint, f"the adapter {adapter.name} cannot be used: {reason}")
+        if adapter.fingerprint not in self._wanted:  # else it is being loaded anew
+            self._forget(adapter)
         self.when_changed()
+
+
+def _discard(reading: "asyncio.Future[Adapter]") -> None:
+    """Of a call that was cancelled meanwhile."""
+    if not reading.cancelled() and reading.exception() is None:
+        reading.result().weights.unlink(missing_ok=True)
 
 
 def _unfit(adapter: Adapter, reason: str) -> WorkerError:

@@ -200,3 +200,49 @@ async def test_the_first_token_of_an_adapter_that_has_to_come_waits_for_no_other
         began = time.monotonic()
         await task
         assert time.monotonic() - began < 60
+
+
+async def test_an_adapter_whose_copy_is_gone_costs_its_own_requests_alone(
+    tiny_model_directory: Path, adapters: Path
+) -> None:
+    """As where a folder for temporary files is cleaned up."""
+    async with serving(tiny_model_directory, adapters, max_cpu_loras=1) as (one, worker), Client(one.target) as client:
+        held = worker.worker.adapters
+        await until(lambda: len(held.fingerprints) == 1)
+        gone = next(adapter for adapter in one.engine.adapters.listed if adapter.fingerprint not in held.fingerprints)
+        gone.weights.unlink()
+        code, reason = await refusal(client, gone.name)
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        assert "the scheduler's copy of it cannot be read: No such file or directory" in reason
+        assert (await refusal(client, gone.name))[0] is grpc.StatusCode.NOT_FOUND
+        for adapter in one.engine.adapters.listed:
+            assert (await collect(client, "abc", SHORT, lora_name=adapter.name)).outputs
+        assert one.engine.workers[0].num_losses == 0
+        async with Admin(one.admin_target) as admin:
+            await admin.load_adapter(gone.name)
+        assert (await collect(client, "abc", SHORT, lora_name=gone.name)).outputs
+
+
+async def test_copies_of_adapters_lie_about_only_while_they_are_needed(
+    tiny_model_directory: Path, adapters: Path, gate: Gate
+) -> None:
+    gate.is_open.set()
+    async with serving(tiny_model_directory, adapters) as (one, _):
+        (copies,) = {adapter.weights.parent for adapter in one.engine.adapters.listed}
+        async with Admin(one.admin_target) as admin:
+            for _ in range(3):
+                await admin.load_adapter("one")  # the same again
+            write_adapter(adapters / "broken", 1, rank=17)
+            with pytest.raises(grpc.aio.AioRpcError, match="rank 17"):
+                await admin.load_adapter("broken")
+            assert {copy.name for copy in copies.iterdir()} == set(one.engine.adapters.named)
+            gate.is_open.clear()
+            write_adapter(adapters / "late", 5)
+            load = asyncio.create_task(admin.load_adapter("late"))
+            await until(lambda: one.engine.fetchers()[0].fetching != "")
+            assert len(list(copies.iterdir())) == 4
+            load.cancel()
+            await asyncio.gather(load, return_exceptions=True)
+            await until(lambda: len(list(copies.iterdir())) == 3)
+            await admin.unload_adapter("one")
+        assert len(list(copies.iterdir())) == 2

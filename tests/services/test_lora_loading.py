@@ -308,7 +308,7 @@ async def test_a_request_that_is_being_checked_when_its_adapter_breaks_is_refuse
         monkeypatch.setattr(generation, "check_request", slowly)
         refused = asyncio.create_task(refusal(client, "one"))
         await begun.wait()
-        one.engine.adapters._break(one.engine.adapters.listed[0], "it was tried")
+        one.engine.adapters.give_up(one.engine.adapters.listed[0], "it was tried")
         held.set()
         assert (await refused)[0] is grpc.StatusCode.FAILED_PRECONDITION
         assert (await collect(client, "a", SamplingParams(max_tokens=1), lora_name="two")).outputs
