@@ -71,6 +71,7 @@ class AdapterFetcher:
         """Those that the worker cannot use, and why."""
         self._lacking: Sequence[str] = ()
         self._asked: dict[str, asyncio.Future[bool]] = {}  # by an operator
+        self._to_try: dict[str, None] = {}  # because another worker cannot use them
         self._to_forget: deque[str] = deque()
         self._handing: asyncio.Future[None] | None = None
         self._failure: WorkerError | None = None
@@ -118,9 +119,16 @@ class AdapterFetcher:
         self._wake.set()
         return await asyncio.shield(future)
 
+    def attempt(self, fingerprint: str) -> None:
+        """Find out whether the worker can use an adapter, once it has a place for it."""
+        if fingerprint not in self._to_try:
+            self._to_try[fingerprint] = None
+            self._wake.set()
+
     def drop(self, fingerprint: str) -> None:
         """Have the worker forget an adapter that no request needs."""
         self.refused.pop(fingerprint, None)
+        self._to_try.pop(fingerprint, None)
         if self._scheduler.drop_lora(fingerprint):
             self._to_forget.append(fingerprint)
             self._wake.set()
@@ -160,7 +168,7 @@ class AdapterFetcher:
         may_be_brought = self._adapters.may_be_brought
         lacking = [one for one in self._lacking if one not in self.refused and may_be_brought(one)]
         preloads = (one for one in self._adapters.named if one not in self.refused)
-        return self._scheduler.begin_fetch([*self._asked, *lacking], preloads)
+        return self._scheduler.begin_fetch([*self._asked, *self._to_try, *lacking], preloads)
 
     def _answer(self, fingerprint: str, result: bool | AdapterRefusedError) -> bool:
         """Tell an operator that waits for it what became of an adapter; returns whether there is one."""
@@ -186,6 +194,7 @@ class AdapterFetcher:
                 self.refused[fingerprint] = str(error)
         finally:
             self.fetching = ""
+            self._to_try.pop(fingerprint, None)
             self._scheduler.end_fetch(seconds)
         self._answer(fingerprint, seconds is not None)
         if fingerprint not in self._adapters.wanted:

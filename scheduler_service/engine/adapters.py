@@ -51,8 +51,8 @@ class AdapterCounts:
 class Users(Protocol):
     """What an adapter matters to."""
 
-    def fetchers(self) -> Sequence[AdapterFetcher]:
-        """Of the workers that serve."""
+    def fetchers(self, *, admitting: bool = False) -> Sequence[AdapterFetcher]:
+        """Of the workers that serve, or of those that take requests."""
 
     def wake(self) -> None:
         """Have every worker look whether there is something to send."""
@@ -82,6 +82,7 @@ class Adapters:
         self._loading: dict[str, Adapter] = {}  # by fingerprint, as the next
         self._leaving: dict[str, Adapter] = {}  # no name leads to them any more
         self._wanted: dict[str, Adapter] = {}  # all of those, by fingerprint
+        self._fingerprints: list[str] = []  # of those with names
         self._contested: set[str] = set()  # that a worker could not use, and others could
         self._lock = asyncio.Lock()
         try:
@@ -214,6 +215,7 @@ class Adapters:
     def _update(self) -> None:
         named = {adapter.fingerprint: adapter for adapter in self._named.values()}
         self._wanted = self._leaving | self._loading | named
+        self._fingerprints = list(named)
         self._contested &= self._wanted.keys()
         for fetcher in self._users.fetchers():
             fetcher.look_again()
@@ -229,7 +231,7 @@ class Adapters:
     @property
     def named(self) -> Sequence[str]:
         """The fingerprints of those that requests can name."""
-        return [adapter.fingerprint for adapter in self._named.values()]
+        return self._fingerprints
 
     async def check(self, client: WorkerClient, info: WorkerInfo) -> None:
         """Check before a worker serves that it takes adapters, and those that not every worker takes.
@@ -260,7 +262,8 @@ class Adapters:
         self._users.wake()
 
     def settle(self) -> None:
-        """Decide about adapters that a worker cannot use. Where others can, it is not used; where none can, they go."""
+        """Decide about adapters that a worker cannot use. Where others can, it is not used; where none can that takes
+        requests, they go."""
         fetchers = self._users.fetchers()
         for fingerprint, reason in {f: reason for fetcher in fetchers for f, reason in fetcher.refused.items()}.items():
             refusing = [fetcher for fetcher in fetchers if fingerprint in fetcher.refused]
@@ -272,7 +275,10 @@ class Adapters:
                 self._contested.add(fingerprint)
                 for fetcher in refusing:
                     fetcher.end(_unfit(adapter, fetcher.refused[fingerprint]))
-            elif len(refusing) == len(fetchers):
+            elif others := [fetcher for fetcher in self._users.fetchers(admitting=True) if fetcher not in refusing]:
+                for fetcher in others:
+                    fetcher.attempt(fingerprint)
+            else:
                 self.give_up(adapter, reason)
 
     def give_up(self, adapter: Adapter, reason: str) -> None:

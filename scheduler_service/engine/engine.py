@@ -247,9 +247,10 @@ class Engine:
 
     # ---- for adapters
 
-    def fetchers(self) -> list[AdapterFetcher]:
-        """Of the workers that serve."""
-        return [worker.fetcher for worker in self.serving.values() if worker.fetcher is not None]
+    def fetchers(self, *, admitting: bool = False) -> list[AdapterFetcher]:
+        """Of the workers that serve, or of those that take requests."""
+        workers = [worker for worker in self.serving.values() if worker.admits or not admitting]
+        return [worker.fetcher for worker in workers if worker.fetcher is not None]
 
     def uses_adapter(self, fingerprint: str) -> bool:
         """Whether a request in flight names it."""

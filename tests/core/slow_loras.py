@@ -38,11 +38,9 @@ class SlowLoras:
     def next_to_go(self) -> str:
         here = {group.lora for group in self.scheduler.running + self.scheduler.swapped} - {""}
         live = here | {group.lora for group in self.scheduler.queue.groups}
-        idle = sorted((when, name) for name, when in self.held.items() if name not in here and name not in self.unused)
-        fresh = sorted(
-            (when, name) for name, when in self.unused.items() if name not in live or (name in self.tried and not here)
-        )
-        return next((name for _, name in idle + fresh), "")
+        idle = {name: when for name, when in self.held.items() if name not in here}
+        kept = [name for name in self.unused if name in live and (here or name not in self.tried)]
+        return min((name for name in idle if name not in kept), key=idle.__getitem__, default="")
 
     def begin_fetch(self, wanted: list[str], preloads: list[str]) -> tuple[str, str] | None:
         wanted = [name for name in wanted if not self.has(name)]

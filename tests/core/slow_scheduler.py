@@ -210,7 +210,7 @@ class SlowScheduler(SlowBlocks):
                 continue
             if not has_room or not self.has_slots(group, self.running):
                 return
-            if self.is_next_waiting():
+            if self.is_next_waiting() and self.loras.has(self.next_waiting().lora):
                 return
             if any(other.num_overtaken == 16 for other in self.slotless):
                 return

@@ -129,6 +129,23 @@ async def test_a_request_that_waits_for_an_adapter_is_told_why_no_worker_can_use
         assert not worker.worker.adapters.fingerprints
 
 
+async def test_an_adapter_that_no_worker_can_use_costs_none_its_session(
+    tiny_model_directory: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "adapters"
+    write_adapter(folder / "high", 1, rank=8)
+    async with (
+        worker_in_process(tiny_model_directory, max_loras=1, max_lora_rank=4) as first,
+        worker_in_process(tiny_model_directory, max_loras=1, max_lora_rank=4) as second,
+        scheduler(first.address, second.address, model=str(tiny_model_directory), lora_dir=folder) as one,
+        Client(one.target) as client,
+    ):
+        await until(lambda: len(one.engine.serving) == 2 and not one.engine.adapters.listed)
+        assert (await refusal(client, "high"))[0] is grpc.StatusCode.NOT_FOUND
+        assert (await collect(client, "abc", SHORT)).outputs
+        assert sum(worker.num_losses for worker in one.engine.workers) == 0
+
+
 async def test_only_one_worker_is_brought_an_adapter_that_one_request_needs(
     tiny_model_directory: Path, adapters: Path
 ) -> None:

@@ -39,8 +39,8 @@ class Adapters:
         self.room = room
         self.cuts = cuts
         self.fingerprints: list[str] = []
-        """Of those that a step may name that the device's thread is handed from now on. Whoever hands it `add` and
-        `remove` keeps them."""
+        """Of those that a step may name that the device's thread is handed from now on: kept where that thread is given
+        `add` and `remove`."""
         self._places: Mapping[str, LoraPlace] = (
             model.allocate_lora(room.num_slots, room.max_rank) if room.num_slots else {}
         )

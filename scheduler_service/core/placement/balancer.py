@@ -188,17 +188,27 @@ class Balancer:
             return None
         return placement
 
-    def is_worth_bringing(self, member: Member, group: SequenceGroup, now: float) -> bool:
-        """Whether a group whose adapter the worker lacks is done sooner here, once that is there, than at those that
-        hold it and have room. A few of those are looked at."""
+    def place_at_holder(self, member: Member, group: SequenceGroup, now: float) -> Placement | None:
+        """The worker to which a group is left because it holds the adapter that this one lacks.
+
+        None where the adapter should be brought here: the group would be done sooner in spite of that, or has been left
+        or overtaken for long enough. Of the workers that hold it and have room, a few are looked at.
+        """
+        if group.num_overtaken >= MAX_OVERTAKES or (group.left_until is not None and now > group.left_until):
+            return None
+        bits = self.lora_directory.holders([group.lora_name.encode()], 0, self._is_open & ~member.bit)
+        if not bits:
+            return None
+        others = self._with_room(member, group, now, self._first_members(bits))
+        if not others:
+            return None
+        there, _, better, cached_there = min(others, key=lambda other: other[:2])
         cached = member.scheduler.blocks.num_cached_tokens(group.live[0])
         here = self._seconds(member, group, cached, now) + member.lora_seconds
-        bits = self.lora_directory.holders([group.lora_name.encode()], 0, self._is_open & ~member.bit)
-        for other in self._first_members(bits):
-            cached_there = other.scheduler.room_for(group)
-            if cached_there is not None and self._seconds(other, group, cached_there, now) <= here:
-                return False
-        return True
+        if here < there:
+            return None
+        reason, to = PlacementReason.AFFINITY, better.scheduler
+        return Placement(group, reason, here, cached, to, there, cached_there, group.num_overtaken)
 
     def _first_members(self, bits: int) -> list[Member]:
         """Up to MOST_CANDIDATES of the workers of these bits."""
@@ -234,10 +244,16 @@ class Balancer:
         Of each the seconds that it takes there, an order among equals, by how long they have had nothing new, and the
         tokens that are cached there. A suspect goes nowhere where it says less than here.
         """
+        return self._with_room(member, group, now, [*self._holders(member, group), *lightest])
+
+    def _with_room(
+        self, member: Member, group: SequenceGroup, now: float, others: list[Member]
+    ) -> list[tuple[float, int, Member, int]]:
+        """Those of the others that have room for a group, as `_others` has them."""
         suspicion = group.suspicion if group.is_suspect else None
         most = suspicion.reluctance(member.scheduler.worker) if suspicion is not None else 0
         found: list[tuple[float, int, Member, int]] = []
-        for other in [*self._holders(member, group), *lightest]:
+        for other in others:
             if suspicion is not None and suspicion.reluctance(other.scheduler.worker) > most:
                 continue
             cached = other.scheduler.room_for(group)

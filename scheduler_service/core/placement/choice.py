@@ -15,7 +15,7 @@ class PlacementReason(enum.Enum):
     LOAD = enum.auto()
     """It is done sooner there, by what the workers have to do and how fast they are."""
     AFFINITY = enum.auto()
-    """It is done sooner there, because more of it is cached there."""
+    """It is done sooner there, because more of it is cached there, or its adapter is."""
     SHARE = enum.auto()
     """Another worker has less to do, and will find enough that waits."""
     OVERDUE = enum.auto()

@@ -38,10 +38,9 @@ class Loras:
         self._bit = bit
         self.running: Counter[str] = Counter()  # and how many running groups need each
         self._here: Counter[str] = Counter()  # and how many running or swapped groups need each
-        # Held and needed by no group here, the one to give way first at first: those that have been used or that were
-        # brought before any group wanted them, and those that were brought for groups that wait.
-        self._idle: OrderedDict[str, None] = OrderedDict()
-        self._fresh: OrderedDict[str, bool] = OrderedDict()  # whether a step was planned since
+        self._idle: OrderedDict[str, None] = OrderedDict()  # held and needed by no group here, by when it was last
+        self._fresh: set[str] = set()  # of those the ones that were brought for a group, and not used since
+        self._untried: set[str] = set()  # of those the ones since which no step was planned
         self._on_device: OrderedDict[str, None] = OrderedDict()  # by their last use, as the worker keeps its slots
         self._fetching = ""
         self.is_for_group = False
@@ -52,13 +51,13 @@ class Loras:
     @property
     def held(self) -> set[str]:
         """Those in the worker's host memory, as far as they are counted."""
-        return {*self._here, *self._idle, *self._fresh} if self._max_held else set()
+        return {*self._here, *self._idle} if self._max_held else set()
 
     def holds(self, lora_name: str) -> bool:
         """Whether the worker has what a group of this adapter needs, which is nothing without one."""
         if not lora_name or not self._max_held:
             return True
-        return lora_name in self._here or lora_name in self._idle or lora_name in self._fresh
+        return lora_name in self._here or lora_name in self._idle
 
     def has_slot(self, group: SequenceGroup, *, without: Iterable[SequenceGroup] = ()) -> bool:
         """Whether the group's adapter is here and can join those of the running groups, `without` some of those."""
@@ -80,7 +79,7 @@ class Loras:
         if name := group.lora_name:
             self._here[name] += 1
             self._idle.pop(name, None)
-            self._fresh.pop(name, None)
+            self._fresh.discard(name)
 
     def left(self, group: SequenceGroup) -> None:
         """It has ended here, or was given back."""
@@ -156,26 +155,26 @@ class Loras:
         """The worker has it, without having been brought it."""
         if not self._max_held or self.holds(lora_name):
             return
+        self._idle[lora_name] = None
         if is_for_group:
-            self._fresh[lora_name] = False
+            self._fresh.add(lora_name)
+            self._untried.add(lora_name)
         else:
-            self._idle[lora_name] = None
             self._idle.move_to_end(lora_name, last=False)
         self._directory.add(lora_name.encode(), self._bit)
 
     def planned(self) -> None:
         """A step was planned that could have used what is held."""
-        for name in self._fresh:
-            self._fresh[name] = True
+        self._untried.clear()
 
     def drop(self, lora_name: str) -> bool:
         """Count one as not held; returns whether it was. Raises ValueError while a group here needs it."""
         if lora_name in self._here:
             raise ValueError(f"groups of the worker need the adapter {lora_name}")
-        if not (lora_name in self._idle or lora_name in self._fresh):
+        if lora_name not in self._idle:
             return False
-        self._idle.pop(lora_name, None)
-        self._fresh.pop(lora_name, None)
+        del self._idle[lora_name]
+        self._fresh.discard(lora_name)
         self._on_device.pop(lora_name, None)
         self._directory.remove(lora_name.encode(), self._bit)
         return True
@@ -187,13 +186,14 @@ class Loras:
 
     @property
     def _num_held(self) -> int:
-        return len(self._here) + len(self._idle) + len(self._fresh) + bool(self._fetching)
+        return len(self._here) + len(self._idle) + bool(self._fetching)
 
     def _first_lacking(self, names: Iterable[str]) -> str:
         return next((name for name in names if not self.holds(name)), "")
 
     def _to_give_way(self) -> str:
-        if self._idle:
-            return next(iter(self._idle))
-        fresh = self._fresh.items()
-        return next((name for name, was_tried in fresh if not self._live[name] or (was_tried and not self._here)), "")
+        return next((name for name in self._idle if not self._stays(name)), "")
+
+    def _stays(self, name: str) -> bool:
+        """Whether an adapter is kept for a group that waits for it."""
+        return name in self._fresh and self._live[name] > 0 and (bool(self._here) or name in self._untried)

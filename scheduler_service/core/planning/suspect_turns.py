@@ -25,6 +25,7 @@ class SuspectTurns:
         self._balancer = session.balancer
         self._member = session.member
         self._groups = session.groups
+        self._loras = session.loras
         self._running = running
         self._admission = admission
 
@@ -37,7 +38,7 @@ class SuspectTurns:
         for group in self._waiting.upcoming(MOST_LEFT, equals=False):
             if not group.is_suspect:
                 break
-            if not (self._hold(group, step) or self._leave(group, step) or self._admission.await_lora(group, step)):
+            if not (self._hold(group, step) or self._leave(group, step) or self._admission.pass_over(group, step)):
                 return group if step.queue.next is group and self._can_start(group, step) else None
         return None
 
@@ -79,4 +80,6 @@ class SuspectTurns:
         budget.take(num_seqs=self._groups.num_running_seqs)
         if self._admission.status(suspect, budget) is not AllocStatus.LATER:
             return True
-        return bool(self._groups.running) and self._admission.could_make_room(suspect)
+        if not self._groups.running or not self._loras.holds(suspect.lora_name):
+            return False
+        return self._admission.could_make_room(suspect)

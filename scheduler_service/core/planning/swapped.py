@@ -64,9 +64,14 @@ class SwappedPlanner:
         step.budget.take(num_bytes=swap_bytes(len(pairs)))
 
     def _is_outranked(self, swapped: SequenceGroup, step: Step) -> bool:
-        """Whether the next waiting group goes before a swapped one; a suspect goes by rules of its own."""
+        """Whether the next waiting group goes before a swapped one; a suspect goes by rules of its own.
+
+        None does whose adapter is not here: the swapped one may have to end before there is a place for that.
+        """
         group = step.queue.next if self._admission.admits and self._waiting else None
-        return group is not None and not group.is_suspect and self._waiting.outranks(group, swapped)
+        if group is None or group.is_suspect or not self._loras.holds(group.lora_name):
+            return False
+        return self._waiting.outranks(group, swapped)
 
     def _move(self, group: SequenceGroup, step: Step) -> bool:
         """Give a swapped group back to the queue, if another worker would compute it anew sooner."""

@@ -147,11 +147,14 @@ class WaitingPlanner:
         return self.await_lora(group, step) or step.queue.pass_slotless(group)
 
     def await_lora(self, group: SequenceGroup, step: Step) -> bool:
-        """Look past a group whose adapter can be brought here, and say which that is; returns whether that was done."""
+        """Look past a group whose adapter can be brought here, and say which that is, or leave it to a worker that has
+        the adapter; returns whether that was done."""
         if self._loras.holds(group.lora_name):
             return False
-        if self._balancer.is_worth_bringing(self._member, group, step.now):
-            step.lacking_loras[group.lora_name] = None
+        placement = self._balancer.place_at_holder(self._member, group, step.now)
+        if placement is not None:
+            return self.leave(placement, step)
+        step.lacking_loras[group.lora_name] = None
         return self._loras.can_come(group.lora_name) and step.queue.pass_awaiting(group)
 
     def leave(self, placement: Placement, step: Step) -> bool:

@@ -2,7 +2,7 @@
 
 import pytest
 from fake_worker import FakeWorker
-from placement_helpers import add, answer, finish, make_fleet, taken, unlike
+from placement_helpers import add, answer, finish, left, make_fleet, taken, unlike
 from scheduler_helpers import make_group, make_scheduler, plan, run, step, suspect
 
 from scheduler_service.core import FairQueue, PreemptionMode, PriorityQueue, Scheduler, SequenceStatus, WaitingQueue
@@ -127,6 +127,52 @@ def test_others_come_only_where_there_is_room_and_go_first() -> None:
         scheduler.end_fetch(0.1)
 
 
+def test_what_came_for_requests_that_are_gone_gives_way_before_what_is_used() -> None:
+    scheduler = make_scheduler(max_held_loras=8, max_loras=8)
+    worker = FakeWorker(scheduler.config)
+    for number in range(7):
+        bring(scheduler, f"for one that is gone {number}")
+    num_fetches = 0
+    for number in range(40):
+        name = "pqrs"[number % 4]
+        if not scheduler.loras.holds(name):
+            bring(scheduler, name)
+            num_fetches += 1
+        scheduler.add_request(make_group(str(number), 4, lora_name=name, max_tokens=2))
+        run(scheduler, worker)
+    assert num_fetches == 4
+
+
+@pytest.mark.parametrize("num_waiting", [1, MOST_SLOTLESS, MOST_SLOTLESS + 1])
+def test_a_swapped_request_goes_before_those_that_wait_for_the_place_of_its_adapter(num_waiting: int) -> None:
+    """Also before those that outrank it: there is no place before it has ended."""
+    scheduler = make_scheduler(
+        PriorityQueue(),
+        max_held_loras=1,
+        num_host_blocks=16,
+        num_device_blocks=8,
+        preemption_mode=PreemptionMode.SWAP,
+        max_model_len=32,
+    )
+    worker = FakeWorker(scheduler.config)
+    bring(scheduler, "x")
+    scheduler.add_request(make_group("low", 12, priority=2, lora_name="x", max_tokens=8))
+    step(scheduler, worker)
+    scheduler.add_request(make_group("urgent", 24, priority=0, max_tokens=3))
+    step(scheduler, worker)
+    assert [group.request_id for group in scheduler.swapped] == ["low"]
+    groups = [make_group(str(number), 4, priority=1, lora_name="y") for number in range(num_waiting)]
+    for group in groups:
+        scheduler.add_request(group)
+    for _ in range(100):
+        if lacking := step(scheduler, worker).lacking_loras:
+            fetch = scheduler.begin_fetch(lacking)
+            if fetch is not None:
+                scheduler.end_fetch(0.1)
+    assert all(group.is_finished for group in groups)
+    assert not scheduler.has_work
+
+
 def test_nothing_is_preempted_for_a_request_whose_adapter_is_not_there() -> None:
     scheduler = make_scheduler(PriorityQueue(), max_held_loras=1, max_num_seqs=1)
     worker = FakeWorker(scheduler.config)
@@ -171,6 +217,30 @@ def test_an_adapter_is_brought_to_a_second_worker_only_if_the_first_has_too_much
     holder.schedule()
     add(fleet, unlike("next", 10, lora_name="a"))
     assert other.schedule().lacking_loras == ["a"]
+
+
+def test_a_request_that_was_left_to_the_holder_is_looked_at_again_when_that_has_become_full() -> None:
+    holder, other = fleet = make_fleet(2, max_held_loras=2, max_num_seqs=1, prefill_tokens_per_second=1000)
+    bring(holder, "a")
+    add(fleet, unlike("first", 10, lora_name="a", max_tokens=500), unlike("second", 10, lora_name="a"))
+    output = other.schedule()
+    assert left(output) == {"first": holder, "second": holder}
+    assert output.ask_again_at is not None
+    assert taken(holder.schedule()) == ["first"]
+    assert other.schedule(output.ask_again_at).lacking_loras == ["a"]
+
+
+def test_a_suspect_is_brought_its_adapter_where_it_says_more() -> None:
+    """That it would be done sooner at the holder, which it was lost with, does not count."""
+    waiting = WaitingQueue()
+    sizes = {"max_held_loras": 2, "prefill_tokens_per_second": 1000}
+    holder, other = (make_scheduler(waiting, name, **sizes) for name in ("holder", "other"))
+    bring(holder, "a")
+    holder.add_request(suspect(make_group("suspect", 4, lora_name="a"), 2, "holder"))
+    assert left(holder.schedule()) == {"suspect": other}
+    assert other.schedule().lacking_loras == ["a"]
+    bring(other, "a")
+    assert taken(other.schedule()) == ["suspect"]
 
 
 def test_what_a_lost_worker_held_is_not_looked_for_there() -> None:
