@@ -2,21 +2,36 @@
 
 Which adapter comes next, and which gives way to it, the session's scheduler chooses. First come those that an operator
 loads, then those that waiting requests lack, then, while there are places, the others that have names. An adapter is
-forgotten once the steps that the worker has been sent are answered.
+forgotten once the steps that the worker has been sent are answered. What a worker does not take it is brought again
+later, ever more rarely; its requests go on meanwhile, and those of the adapter wait.
 """
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+import structlog
+
 from scheduler_service.core import Scheduler, SchedulerOutput
 from scheduler_service.core.planning.loras import LoraFetch
 from scheduler_service.engine.adapter_files import Adapter, CopyLostError, hand_over
-from scheduler_service.engine.worker_client import AdapterRefusedError, UnreachableError, WorkerClient, WorkerError
+from scheduler_service.engine.worker_client import (
+    AdapterFailedError,
+    AdapterRefusedError,
+    UnreachableError,
+    WorkerClient,
+    WorkerError,
+)
 
-_OVER = UnreachableError("the session with the worker has ended")
+log = structlog.get_logger()
+
+FIRST_RETRY_SECONDS = 1.0
+LAST_RETRY_SECONDS = 60.0
+LONG_FETCH_SECONDS = 5.0
+"""After which a worker is brought an adapter although it is on its way to another one."""
 
 
 class Wanted(Protocol):
@@ -31,7 +46,7 @@ class Wanted(Protocol):
         """The fingerprints of those that requests can name."""
 
     def may_be_brought(self, fingerprint: str) -> bool:
-        """Whether a worker that lacks an adapter should be brought it now, and not another worker instead."""
+        """Whether a worker that lacks an adapter should be brought it now, and does not wait for another worker."""
 
     def give_up(self, adapter: Adapter, reason: str) -> None:
         """End the requests of an adapter that no worker can be brought, and have no more name it."""
@@ -67,11 +82,13 @@ class AdapterFetcher:
         self._counts = counts
         self.fetching = ""
         """The adapter that is on its way."""
+        self.fetching_since = 0.0
         self.refused: dict[str, str] = {}
         """Those that the worker cannot use, and why."""
         self._lacking: Sequence[str] = ()
         self._asked: dict[str, asyncio.Future[bool]] = {}  # by an operator
         self._to_try: dict[str, None] = {}  # because another worker cannot use them
+        self._retries: dict[str, tuple[float, float]] = {}  # what has failed: when it is tried again, and the pause
         self._to_forget: deque[str] = deque()
         self._handing: asyncio.Future[None] | None = None
         self._failure: WorkerError | None = None
@@ -110,7 +127,7 @@ class AdapterFetcher:
         Raises AdapterRefusedError, and UnreachableError where the session ends meanwhile.
         """
         if self._is_over:
-            raise _OVER
+            raise _over()
         if not self._scheduler.config.max_held_loras:
             raise AdapterRefusedError("the worker takes no adapters; start it with --max-loras")
         if self.holds(fingerprint):
@@ -128,6 +145,7 @@ class AdapterFetcher:
     def drop(self, fingerprint: str) -> None:
         """Have the worker forget an adapter that no request needs."""
         self.refused.pop(fingerprint, None)
+        self._retries.pop(fingerprint, None)
         self._to_try.pop(fingerprint, None)
         if self._scheduler.drop_lora(fingerprint):
             self._to_forget.append(fingerprint)
@@ -157,25 +175,39 @@ class AdapterFetcher:
                 else:
                     for fingerprint in list(self._asked):
                         self._answer(fingerprint, self.holds(fingerprint))  # there is no place for it, if not
-                    await self._wake.wait()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(self._pause()):
+                            await self._wake.wait()
         finally:
             self._is_over = True
             for future in self._asked.values():
-                future.set_exception(_OVER)
+                future.set_exception(_over())
                 future.exception()  # as in `_answer`
 
     def _next(self) -> LoraFetch | None:
-        may_be_brought = self._adapters.may_be_brought
-        lacking = [one for one in self._lacking if one not in self.refused and may_be_brought(one)]
-        preloads = (one for one in self._adapters.named if one not in self.refused)
-        return self._scheduler.begin_fetch([*self._asked, *self._to_try, *lacking], preloads)
+        now = time.monotonic()
 
-    def _answer(self, fingerprint: str, result: bool | AdapterRefusedError) -> bool:
+        def may_be_tried(fingerprint: str) -> bool:
+            return fingerprint not in self.refused and self._retries.get(fingerprint, (0.0,))[0] <= now
+
+        may_be_brought = self._adapters.may_be_brought
+        wanted = [*self._to_try, *(one for one in self._lacking if may_be_brought(one))]
+        preloads = filter(may_be_tried, self._adapters.named)
+        return self._scheduler.begin_fetch([*self._asked, *filter(may_be_tried, wanted)], preloads)
+
+    def _pause(self) -> float | None:
+        """Seconds after which to look again, though nothing has changed."""
+        until = [again_at for again_at, _ in self._retries.values()]
+        if any(one not in self.refused and one not in self._retries for one in self._lacking):
+            until.append(time.monotonic() + LONG_FETCH_SECONDS)  # it may be on its way to another worker
+        return max(0.01, min(until) - time.monotonic()) if until else None
+
+    def _answer(self, fingerprint: str, result: bool | WorkerError) -> bool:
         """Tell an operator that waits for it what became of an adapter; returns whether there is one."""
         future = self._asked.pop(fingerprint, None)
         if future is None:
             return False
-        if isinstance(result, AdapterRefusedError):
+        if isinstance(result, WorkerError):
             future.set_exception(result)
             future.exception()  # the operator's call may be gone
         else:
@@ -184,14 +216,19 @@ class AdapterFetcher:
 
     async def _bring(self, fetch: LoraFetch) -> None:
         fingerprint, seconds = fetch.lora_name, None
-        self.fetching = fingerprint
+        self.fetching, self.fetching_since = fingerprint, time.monotonic()
         try:
             if fetch.dropped:
                 await self._forget(fetch.dropped)
             seconds = await self._hand_over(fingerprint)
+            self.refused.pop(fingerprint, None)
+            self._retries.pop(fingerprint, None)
         except AdapterRefusedError as error:
             if not self._answer(fingerprint, error):
                 self.refused[fingerprint] = str(error)
+        except AdapterFailedError as error:
+            self._retry_later(fingerprint, str(error))
+            self._answer(fingerprint, error)
         finally:
             self.fetching = ""
             self._to_try.pop(fingerprint, None)
@@ -200,6 +237,12 @@ class AdapterFetcher:
         if fingerprint not in self._adapters.wanted:
             self.drop(fingerprint)  # it was unloaded meanwhile
         self._adapters.fetched()
+
+    def _retry_later(self, fingerprint: str, reason: str) -> None:
+        pause = min(LAST_RETRY_SECONDS, 2 * self._retries.get(fingerprint, (0.0, FIRST_RETRY_SECONDS / 2))[1])
+        self._retries[fingerprint] = time.monotonic() + pause, pause
+        self._to_forget.append(fingerprint)  # it may have come all the same
+        log.warning("adapter not taken", worker=self._client.address, fingerprint=fingerprint, reason=reason)
 
     async def _hand_over(self, fingerprint: str) -> float | None:
         """Returns the seconds that it took; None for one that is not wanted any more."""
@@ -210,17 +253,18 @@ class AdapterFetcher:
         self._handing = asyncio.ensure_future(hand_over(self._client, adapter))
         try:
             await self._handing
-        except (UnreachableError, CopyLostError, asyncio.CancelledError) as error:
+        except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             if self._failure is not None:
                 raise self._failure from None
+            self._to_forget.append(fingerprint)  # it was not wanted any more, and may have come all the same
+            return None
+        except CopyLostError as error:
+            self._to_forget.append(fingerprint)
             if fingerprint in self._adapters.wanted:
-                if not isinstance(error, CopyLostError):
-                    raise
                 self._adapters.give_up(adapter, str(error))
-            self._to_forget.append(fingerprint)  # it may have come all the same
             return None
         finally:
             self._handing = None
@@ -237,3 +281,7 @@ class AdapterFetcher:
             self._answered.clear()
             await self._answered.wait()
         await self._client.unload_adapter(fingerprint)
+
+
+def _over() -> UnreachableError:
+    return UnreachableError("the session with the worker has ended")

@@ -63,7 +63,7 @@ def read_adapter(name: str, folder: Path, copies: Path) -> Adapter:
 
 
 async def hand_over(client: WorkerClient, adapter: Adapter) -> None:
-    """Raises AdapterRefusedError where the worker cannot use it, UnreachableError, and CopyLostError."""
+    """Raises what `WorkerClient.load_adapter` raises, and CopyLostError."""
     try:
         await client.load_adapter(_pieces_of(adapter))
     except OSError as error:

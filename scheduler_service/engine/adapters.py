@@ -7,6 +7,7 @@ while requests of the old one still run, and are moved between workers.
 import asyncio
 import shutil
 import tempfile
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +20,9 @@ import structlog
 from pagewire.v1.admin_service_pb2 import FinishedRequest
 from pagewire_common.errors import RequestError
 from pagewire_common.start_error import StartError
-from scheduler_service.engine.adapter_fetcher import AdapterFetcher
+from scheduler_service.engine.adapter_fetcher import LONG_FETCH_SECONDS, AdapterFetcher
 from scheduler_service.engine.adapter_files import Adapter, CopyLostError, configured_folders, hand_over, read_adapter
+from scheduler_service.engine.limits import num_places
 from scheduler_service.engine.worker_client import AdapterRefusedError, WorkerClient, WorkerError
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.wire.codec import WorkerInfo
@@ -28,6 +30,8 @@ from scheduler_service.wire.codec import WorkerInfo
 log = structlog.get_logger()
 
 MOST_COUNTED = 64
+MOST_HELD = 4096
+"""Of a worker's adapters before its session, as it reports them: it may not tell the truth."""
 OTHERS = "(others)"
 
 
@@ -79,12 +83,12 @@ class Adapters:
         self.counts = AdapterCounts()
         self._copies: Path | None = None
         self._named: dict[str, Adapter] = {}
-        self._loading: dict[str, Adapter] = {}  # by fingerprint, as the next
-        self._leaving: dict[str, Adapter] = {}  # no name leads to them any more
+        self._loading: dict[str, Adapter] = {}  # by name
+        self._leaving: dict[str, Adapter] = {}  # by fingerprint: no name leads to them any more
         self._wanted: dict[str, Adapter] = {}  # all of those, by fingerprint
         self._fingerprints: list[str] = []  # of those with names
         self._contested: set[str] = set()  # that a worker could not use, and others could
-        self._lock = asyncio.Lock()
+        self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()  # by name
         try:
             for name, folder in configured_folders(settings.lora, self._folder):
                 if name in self._named:
@@ -125,7 +129,7 @@ class Adapters:
         if self._folder is None:
             raise RequestError(grpc.StatusCode.FAILED_PRECONDITION, "the scheduler runs without --lora-dir")
         folder = self._folder / name
-        async with self._lock:
+        async with self._lock(name):
             reading = asyncio.ensure_future(asyncio.to_thread(lambda: read_adapter(name, folder, self._place())))
             try:
                 adapter = (await asyncio.shield(reading)).kept()
@@ -134,7 +138,7 @@ class Adapters:
             except asyncio.CancelledError:
                 reading.add_done_callback(_discard)
                 raise
-            self._loading[adapter.fingerprint] = adapter
+            self._loading[name] = adapter
             self._update()
             old = None
             try:
@@ -143,13 +147,17 @@ class Adapters:
                 self._named[name] = adapter
                 self.when_changed()
             finally:  # also when the call is cancelled
-                self._loading.pop(adapter.fingerprint, None)
+                del self._loading[name]
                 for one in (adapter, old):
                     if one is not None:
                         self._leave(one)
                 self._update()
         log.info("adapter loaded", name=name, fingerprint=adapter.fingerprint, bytes=adapter.num_bytes)
         return adapter
+
+    def _lock(self, name: str) -> asyncio.Lock:
+        """Operators' calls for one name wait for each other."""
+        return self._locks.setdefault(name, asyncio.Lock())
 
     def _place(self) -> Path:
         """Where copies are kept until this object is gone. Raises ValueError."""
@@ -176,6 +184,10 @@ class Adapters:
                 raise result
             if isinstance(result, WorkerError) and fetcher in self._users.fetchers():
                 raise RequestError(grpc.StatusCode.UNAVAILABLE, f"adapter {adapter.name}: {result}; try again")
+        if any(isinstance(result, WorkerError) for result in found) and True not in found:
+            raise RequestError(
+                grpc.StatusCode.UNAVAILABLE, f"adapter {adapter.name}: the session with a worker has ended; try again"
+            )
         if found and True not in found:
             raise RequestError(
                 grpc.StatusCode.UNAVAILABLE,
@@ -185,7 +197,7 @@ class Adapters:
 
     async def unload(self, name: str) -> None:
         """Have no more requests name an adapter; those in flight go on. Raises NOT_FOUND."""
-        async with self._lock:
+        async with self._lock(name):
             self.find(name)
             self._leave(self._named.pop(name))
             self._update()
@@ -213,8 +225,10 @@ class Adapters:
             fetcher.drop(adapter.fingerprint)
 
     def _update(self) -> None:
-        named = {adapter.fingerprint: adapter for adapter in self._named.values()}
-        self._wanted = self._leaving | self._loading | named
+        named, loading = (
+            {adapter.fingerprint: adapter for adapter in adapters.values()} for adapters in (self._named, self._loading)
+        )
+        self._wanted = self._leaving | loading | named
         self._fingerprints = list(named)
         self._contested &= self._wanted.keys()
         for fetcher in self._users.fetchers():
@@ -233,15 +247,16 @@ class Adapters:
         """The fingerprints of those that requests can name."""
         return self._fingerprints
 
-    async def check(self, client: WorkerClient, info: WorkerInfo) -> None:
+    async def check(self, client: WorkerClient, info: WorkerInfo) -> list[str]:
         """Check before a worker serves that it takes adapters, and those that not every worker takes.
 
-        Raises WorkerError.
+        Returns what it holds, at most as many as it has places. Raises WorkerError.
         """
         if self._wanted and not info.max_loras:
             raise WorkerError("the worker takes no adapters; start it with --max-loras, as this scheduler has adapters")
-        for fingerprint in self._contested - set(info.adapters):
-            if len(info.adapters) >= info.max_cpu_loras or (adapter := self._wanted.get(fingerprint)) is None:
+        held = list(info.adapters[: min(num_places(info), MOST_HELD)])
+        for fingerprint in self._contested - set(held):
+            if len(held) >= num_places(info) or (adapter := self._wanted.get(fingerprint)) is None:
                 continue
             try:
                 await hand_over(client, adapter)
@@ -249,11 +264,16 @@ class Adapters:
                 raise _unfit(adapter, str(error)) from None
             except CopyLostError as error:
                 self.give_up(adapter, str(error))
+            else:
+                held.append(fingerprint)
+        return held
 
     def may_be_brought(self, fingerprint: str) -> bool:
         """Whether a worker that lacks an adapter should be brought it: only one worker at a time is, for that may be
-        enough."""
-        is_on_its_way = any(fetcher.fetching == fingerprint for fetcher in self._users.fetchers())
+        enough, unless it takes that one long."""
+        since = time.monotonic() - LONG_FETCH_SECONDS
+        fetchers = self._users.fetchers()
+        is_on_its_way = any(one.fetching == fingerprint and one.fetching_since > since for one in fetchers)
         return fingerprint in self._wanted and not is_on_its_way
 
     def fetched(self) -> None:

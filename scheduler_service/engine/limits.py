@@ -110,6 +110,11 @@ def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerI
             raise ValueError(f"the worker's {name} is {offered}; requests were promised {promised}")
 
 
+def num_places(info: WorkerInfo) -> int:
+    """Adapters that a worker holds at most; one that does not say so holds those of a step. 0 if it takes none."""
+    return (info.max_cpu_loras or info.max_loras) if info.max_loras else 0
+
+
 def step_timeout(settings: SchedulerSettings, config: SchedulerConfig) -> float:
     """Seconds that a step may take before its worker counts as lost."""
     if not config.prefill_tokens_per_second:
@@ -144,7 +149,7 @@ def scheduler_config(settings: SchedulerSettings, info: WorkerInfo) -> Scheduler
         prefill_tokens_per_second=info.prefill_tokens_per_second,
         num_lookahead_slots=info.num_speculative_tokens,
         max_loras=max(1, info.max_loras),
-        max_held_loras=info.max_cpu_loras if info.max_loras else 0,
+        max_held_loras=num_places(info),
         lora_copy_seconds=info.lora_copy_seconds,
         max_num_encoder_tokens=info.max_num_encoder_tokens,
     )

@@ -43,7 +43,6 @@ ADAPTER_SECONDS = 300.0
 """For an adapter of gigabytes over a slow network."""
 _REFUSALS = (
     grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.UNIMPLEMENTED,
 )
@@ -81,6 +80,18 @@ class DrainedError(WorkerError):
 
 class AdapterRefusedError(WorkerError):
     """The worker cannot use an adapter; the message says why."""
+
+    blames_requests = False
+
+
+class AdapterFailedError(WorkerError):
+    """The worker has not taken an adapter, which it may another time."""
+
+    blames_requests = False
+
+
+class AdapterCountError(WorkerError):
+    """The worker has other adapters than are counted."""
 
     blames_requests = False
 
@@ -224,7 +235,11 @@ class WorkerClient:
         return {name: bytes(data) for name, data in files.items()}
 
     async def load_adapter(self, pieces: AsyncIterator[worker_pb.TakeAdapterRequest]) -> None:
-        """Hand an adapter over. Raises AdapterRefusedError where the worker cannot use it, and what `pieces` raises."""
+        """Hand an adapter over.
+
+        Raises AdapterRefusedError where the worker cannot use it, AdapterCountError where it has no place for it,
+        AdapterFailedError, and what `pieces` raises.
+        """
         failures: list[Exception] = []
 
         async def sent() -> AsyncIterator[worker_pb.TakeAdapterRequest]:
@@ -244,17 +259,20 @@ class WorkerClient:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
                     raise
-                raise UnreachableError("the connection was closed") from None  # by `reconnect`
+                raise AdapterFailedError("the connection was closed") from None  # by `reconnect`
+            reason = error.details() or error.code().name
             if error.code() in _REFUSALS:
-                raise AdapterRefusedError(error.details() or error.code().name) from None
-            raise _unreachable(error) from None
+                raise AdapterRefusedError(reason) from None
+            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise AdapterCountError(f"the worker has no place for an adapter: {reason}") from None
+            raise AdapterFailedError(f"{error.code().name}: {reason}") from None
 
     async def unload_adapter(self, fingerprint: str) -> None:
-        """Have the worker forget an adapter."""
+        """Have the worker forget an adapter. Raises AdapterCountError."""
         try:
             await self._stub.DropAdapter(worker_pb.DropAdapterRequest(fingerprint=fingerprint), timeout=5)
         except grpc.aio.AioRpcError as error:
-            raise _unreachable(error) from None
+            raise AdapterCountError(f"the worker does not forget an adapter: {_unreachable(error)}") from None
 
     async def is_serving(self, timeout: float) -> bool:
         """The worker's health as it reports it; a worker without a health service is well."""

@@ -283,7 +283,7 @@ class WorkerLoop:
             if not await self.client.is_serving(timeout=5):
                 raise UnreachableError("the worker is not serving: it is starting or shutting down")
             self._check_is_available(info)
-            await self._fleet.adapters.check(self.client, info)
+            held_adapters = await self._fleet.adapters.check(self.client, info)
         except UnreachableError:
             await self.client.reconnect()
             raise
@@ -303,7 +303,7 @@ class WorkerLoop:
         self.fetcher = fetcher = AdapterFetcher(
             self._fleet.adapters, self.client, scheduler, self._in_flight, self.fetch_counts
         )
-        fetcher.begin(info.adapters[: info.max_cpu_loras])
+        fetcher.begin(held_adapters)
         self._fleet.serving[scheduler] = self
         log.info("worker connected", worker=self.client.address, epoch=self.epoch, blocks=info.num_device_blocks)
         self._in_flight.clear()

@@ -288,10 +288,8 @@ class SlowScheduler(SlowBlocks):
         has_adapter = self.loras.has(group.lora)
         if not has_adapter and group.lora not in self.lacking:
             self.lacking.append(group.lora)
-        if len(self.slotless) + len(self.awaiting) == 32:
-            return False
-        self.is_awaiting = not has_adapter and self.loras.can_come(group.lora)
-        return self.is_awaiting or group.num_overtaken < 16
+        self.is_awaiting = not has_adapter and self.loras.can_come(group.lora) and len(self.awaiting) < 256
+        return self.is_awaiting or (group.num_overtaken < 16 and len(self.slotless) < 32)
 
     def admit(self) -> None:
         while self.is_next_waiting() and self.bytes_left > 0 and not self.has_preempted:

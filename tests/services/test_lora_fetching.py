@@ -16,6 +16,9 @@ from worker_in_process import worker_in_process
 from pagewire_client import Client, SamplingParams
 from pagewire_client.admin import Admin
 from pagewire_client.llm import collect
+from pagewire_common.errors import RequestError
+from scheduler_service.engine import adapter_fetcher
+from scheduler_service.engine import adapters as engine_adapters
 from scheduler_service.engine.worker_client import WorkerError
 from scheduler_service.recording.replayer import Replayer
 from worker_service.serving import servicer
@@ -263,3 +266,107 @@ async def test_copies_of_adapters_lie_about_only_while_they_are_needed(
             await until(lambda: len(list(copies.iterdir())) == 3)
             await admin.unload_adapter("one")
         assert len(list(copies.iterdir())) == 2
+
+
+async def test_many_requests_of_one_adapter_that_is_on_its_way_hold_up_nothing(
+    tiny_model_directory: Path, adapters: Path, gate: Gate
+) -> None:
+    async with serving(tiny_model_directory, adapters) as (one, _), Client(one.target) as client:
+        named = [asyncio.create_task(collect(client, "abc", SHORT, lora_name="two")) for _ in range(100)]
+        await until(lambda: gate.num_waiting == 1 and len(one.engine.requests) == 100)
+        assert (await collect(client, "abc", SHORT)).outputs
+        assert not any(task.done() for task in named)
+        gate.is_open.set()
+        assert len({tuple((await task).outputs[0].token_ids) for task in named}) == 1
+
+
+async def test_one_that_is_wanted_again_at_once_comes_all_the_same(
+    tiny_model_directory: Path, adapters: Path, gate: Gate
+) -> None:
+    """What was given up is brought anew, and the worker goes on."""
+    async with serving(tiny_model_directory, adapters) as (one, worker), Client(one.target) as client:
+        await until(lambda: gate.num_waiting == 1)
+        held, (fetcher,) = one.engine.adapters, one.engine.fetchers()
+        adapter = next(adapter for adapter in held.listed if adapter.fingerprint == fetcher.fetching)
+        del held._named[adapter.name]
+        held._update()
+        held._named[adapter.name] = adapter
+        held._update()
+        gate.is_open.set()
+        assert (await collect(client, "abc", SHORT, lora_name=adapter.name)).outputs
+        await until(lambda: len(worker.worker.adapters.fingerprints) == 3)
+        assert one.engine.workers[0].num_losses == 0
+
+
+async def test_a_worker_that_takes_no_adapter_for_a_while_serves_all_else(
+    tiny_model_directory: Path, adapters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose disk is full. Requests of adapters wait until it does again."""
+    monkeypatch.setattr(adapter_fetcher, "LAST_RETRY_SECONDS", 0.1)
+    is_full, num_calls = True, 0
+
+    async def take(worker: Any, device_thread: Any, pieces: AsyncIterator[Any]) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if is_full:
+            raise OSError(28, "No space left on device")
+        await load_adapter(worker, device_thread, pieces)
+
+    monkeypatch.setattr(servicer, "load_adapter", take)
+    async with serving(tiny_model_directory, adapters) as (one, _), Client(one.target) as client:
+        named = asyncio.create_task(collect(client, "abc", SHORT, lora_name="two"))
+        await until(lambda: num_calls >= 6)  # each has been tried, and again
+        assert (await collect(client, "abc", SHORT)).outputs
+        assert not named.done()
+        is_full = False
+        assert (await named).outputs
+        assert one.engine.workers[0].num_losses == 0
+
+
+async def test_one_that_takes_long_on_its_way_to_a_worker_is_brought_to_another(
+    tiny_model_directory: Path, adapters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (adapter_fetcher, engine_adapters):
+        monkeypatch.setattr(module, "LONG_FETCH_SECONDS", 0.1)
+    begun = asyncio.Event()
+
+    async def take(worker: Any, device_thread: Any, pieces: AsyncIterator[Any]) -> None:
+        if not begun.is_set():
+            begun.set()
+            await asyncio.Event().wait()
+        await load_adapter(worker, device_thread, pieces)
+
+    monkeypatch.setattr(servicer, "load_adapter", take)
+    async with (
+        worker_in_process(tiny_model_directory, max_loras=1, max_cpu_loras=1) as first,
+        worker_in_process(tiny_model_directory, max_loras=1, max_cpu_loras=1) as second,
+        scheduler(first.address, second.address, model=str(tiny_model_directory), lora_dir=adapters) as one,
+        Client(one.target) as client,
+    ):
+        await begun.wait()
+        await until(lambda: len(one.engine.serving) == 2)
+        stuck = next(fetcher for fetcher in one.engine.fetchers() if fetcher.fetching)
+        name = next(one.name for one in one.engine.adapters.listed if one.fingerprint == stuck.fetching)
+        assert (await collect(client, "abc", SHORT, lora_name=name)).outputs
+
+
+async def test_a_worker_with_other_adapters_than_are_counted_is_asked_again(
+    tiny_model_directory: Path, adapters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session ends, nothing is blamed, and no adapter is taken for unusable."""
+    has_place = False
+
+    async def take(worker: Any, device_thread: Any, pieces: AsyncIterator[Any]) -> None:
+        if not has_place:
+            async for _ in pieces:
+                pass
+            raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, "this worker holds 7 adapters")
+        await load_adapter(worker, device_thread, pieces)
+
+    monkeypatch.setattr(servicer, "load_adapter", take)
+    async with serving(tiny_model_directory, adapters) as (one, worker), Client(one.target) as client:
+        await until(lambda: "this worker holds 7 adapters" in one.engine.workers[0].last_error)
+        has_place = True
+        assert (await collect(client, "abc", SHORT, lora_name="two")).outputs
+        await until(lambda: len(worker.worker.adapters.fingerprints) == 3)
+        assert len(one.engine.adapters.listed) == 3

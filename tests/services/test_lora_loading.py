@@ -27,7 +27,7 @@ from pagewire_common.start_error import StartError
 from scheduler_service.access.keys import ApiKey, Keyring, digest_of
 from scheduler_service.engine import worker_loop
 from scheduler_service.engine.adapter_files import hand_over, read_adapter
-from scheduler_service.engine.worker_client import UnreachableError, WorkerClient
+from scheduler_service.engine.worker_client import AdapterFailedError, WorkerClient
 from scheduler_service.frontend import generation
 from scheduler_service.frontend.request import GenerationRequest
 from scheduler_service.wire.codec import WorkerInfo
@@ -288,7 +288,7 @@ async def test_a_connection_that_is_closed_ends_what_is_handed_over(
         handing = asyncio.create_task(hand_over(client, adapter))
         await stuck.wait()
         await client.reconnect()
-        with pytest.raises(UnreachableError):
+        with pytest.raises(AdapterFailedError):
             await handing
         await client.close()
 

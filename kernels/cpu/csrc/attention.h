@@ -8,6 +8,10 @@
 // that are verified, where there is little else to share out: one sequence's on two threads take a fifth less time
 // so, and those of eight sequences would take up to an eighth more.
 //
+// Sequences that begin with the same blocks, as those behind one prompt do, see the parts that these fill together: an
+// item has one query token of each of several sequences, and finds and turns round every tile once for all (as cascade
+// attention does, Ye et al., 2024, and Hydragen; Juravsky et al., 2024).
+//
 // What a row comes to depends on its query and its keys alone: not on the batch, the number of threads, or the tokens
 // that are computed with it. So a token that is computed in a prompt, in a decode or behind a guess has the same bits.
 // Tiles and parts therefore begin at multiples of their sizes, wherever items do; all rows are summed part by part, also
@@ -18,10 +22,12 @@
 // value that is not finite reaches all rows of its item, also earlier ones, and no other sequence.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <unordered_map>
 #include <vector>
 
 #include "kv_pool.h"
@@ -66,11 +72,36 @@ struct Tile {
 };
 
 struct Item {
-  int64_t sequence, kv_head;
+  int64_t sequence, kv_head;  // of several sequences the first, whose blocks are those of all
   int64_t first_row, tokens;  // of the query
   int64_t first_position;     // of the first token in its sequence; of the last key if attention is not causal
   int64_t keys_begin, keys_end;
-  int64_t partial;  // where a part's results go, one for each token, or -1: straight to the output
+  int64_t partial;      // where a part's results go, one for each token, or -1: straight to the output
+  int64_t shared = -1;  // the first of its tokens in `Work::shared`, if they are of several sequences
+};
+
+// A query token whose sequence shares its keys with others: its row, and where its results of this part go.
+struct SharedToken {
+  int64_t row, partial;
+};
+
+// Tokens whose results are in parts, the parts of each one `tokens` apart.
+struct Merge {
+  int64_t kv_head, first_row, tokens, partial, count;
+};
+
+struct Work {
+  std::vector<Item> items;
+  std::vector<SharedToken> shared;
+  std::vector<Merge> merges;
+  int64_t num_partials = 0;
+
+  int64_t row_of(const Item& item, int64_t token) const {
+    return item.shared < 0 ? item.first_row + token : shared[item.shared + token].row;
+  }
+  int64_t partial_of(const Item& item, int64_t token) const {
+    return item.shared < 0 ? item.partial + token : shared[item.shared + token].partial;
+  }
 };
 
 inline void transpose(const float* source, int64_t source_stride, float* target, int64_t rows, int64_t columns) {
@@ -354,7 +385,7 @@ class Attender {
 
   // The item must have been expected; then is the one after it, if any. partials: where parts leave their rows:
   // largest score, sum of exponentials, weighted values.
-  void attend(const Attention<T>& a, const Item& item, const Item* then, float* partials) {
+  void attend(const Attention<T>& a, const Work& work, const Item& item, const Item* then, float* partials) {
     const int64_t group = a.num_heads / a.num_kv_heads, rows = item.tokens * group;
     tiles_.start(a, rows);
     begin_part(a, rows);
@@ -364,7 +395,7 @@ class Attender {
     bool is_merged = false;
     for (int64_t row = 0; row < rows; ++row)
       tiles_.load_query(
-          row, a.query + (item.first_row + row / group) * a.query_stride +
+          row, a.query + work.row_of(item, row / group) * a.query_stride +
                    (item.kv_head * group + row % group) * a.head_dim);
     for (int64_t key = first_tile(item); key < item.keys_end; key += kTileKeys) {
       if (key % kPartKeys == 0 && key > item.keys_begin) {
@@ -389,7 +420,7 @@ class Attender {
     }
     for (int64_t row = 0; row < rows; ++row) {
       if (is_merged) merge_row(a, row);
-      finish(a, item, row, group, is_merged, partials);
+      finish(a, work, item, row, group, is_merged, partials);
     }
   }
 
@@ -539,12 +570,14 @@ class Attender {
     }
   }
 
-  void finish(const Attention<T>& a, const Item& item, int64_t row, int64_t group, bool is_merged, float* partials) {
+  void finish(
+      const Attention<T>& a, const Work& work, const Item& item, int64_t row, int64_t group, bool is_merged,
+      float* partials) {
     const float* merged = is_merged ? &merged_[row * (a.head_dim + 2)] : nullptr;
     const float* sums = is_merged ? merged + 2 : &sums_[row * a.head_dim];
     const float total = is_merged ? merged[1] : sum(Vec::loadu(&totals_[row * kLanes]));
     if (item.partial >= 0) {
-      float* target = partials + (item.partial * group + row) * (a.head_dim + 2);
+      float* target = partials + (work.partial_of(item, row / group) * group + row % group) * (a.head_dim + 2);
       target[0] = maxima_[row] * Tiles::kLogBase;
       target[1] = total;
       std::copy_n(sums, a.head_dim, target + 2);
@@ -575,12 +608,64 @@ void merge_parts(const float* part, int64_t count, int64_t stride, int64_t head_
   for_each_vector(head_dim, [&](int64_t d, int64_t n) { store(out + d, widen(&merged[2 + d], n) * scale, n); });
 }
 
+// A decode of several parts.
+struct Decode {
+  int64_t sequence, row, end;
+  int64_t num_shared = 0;  // parts that it sees with others
+};
+
+// Finds decodes whose contexts begin with the same blocks, part by part: those that share a part are among those that
+// share the part before it. Without any, that is one look-up for each.
 template <typename T>
-std::vector<Item> cut_into_items(const Attention<T>& a, int64_t& num_partials) {
-  std::vector<Item> items;
-  num_partials = 0;
+std::vector<std::vector<size_t>> alike(const Attention<T>& a, const std::vector<Decode>& decodes) {
+  std::vector<std::vector<size_t>> groups;
+  std::unordered_map<int32_t, size_t> by_block;
+  for (size_t i = 0; i < decodes.size(); ++i) {
+    const auto [found, is_new] = by_block.try_emplace(a.block_tables[decodes[i].sequence * a.table_width], groups.size());
+    if (is_new) groups.emplace_back();
+    groups[found->second].push_back(i);
+  }
+  return groups;
+}
+
+// Of a group, those that have a whole part behind this many and the same blocks in it, by these.
+template <typename T>
+std::vector<std::vector<size_t>> alike_in_part(
+    const Attention<T>& a, const std::vector<Decode>& decodes, const std::vector<size_t>& group, int64_t part) {
+  const int64_t first = part * kPartKeys / a.block_size, last = ((part + 1) * kPartKeys - 1) / a.block_size + 1;
+  const auto table = [&](size_t i) { return a.block_tables + decodes[i].sequence * a.table_width; };
+  std::vector<std::vector<size_t>> groups;
+  for (const size_t i : group) {
+    if (decodes[i].end <= (part + 1) * kPartKeys) continue;
+    auto found = groups.begin();
+    while (found != groups.end() && !std::equal(table(i) + first, table(i) + last, table(found->front()) + first))
+      ++found;
+    if (found == groups.end()) found = groups.emplace(found);
+    found->push_back(i);
+  }
+  return groups;
+}
+
+template <typename T>
+Work cut_into_items(const Attention<T>& a) {
+  Work work;
+  std::vector<Decode> decodes;
   const int64_t tokens_an_item = std::max<int64_t>(1, kItemRows / (a.num_heads / a.num_kv_heads));
   const bool is_little = a.num_sequences * a.num_kv_heads < 2 * at::get_num_threads();
+  const bool can_share = a.window == 0 && a.bias == nullptr;
+  const auto add_parts = [&](Item item, int64_t begin, int64_t end, int64_t num_shared) {
+    // Those of the parts that it sees with others come first.
+    work.merges.push_back({item.kv_head, item.first_row, item.tokens, work.num_partials, num_shared});
+    work.num_partials += num_shared * item.tokens;
+    for (int64_t key = std::max(begin, num_shared * kPartKeys); key < end; key = item.keys_end) {
+      item.keys_begin = key;
+      item.keys_end = std::min((key / kPartKeys + 1) * kPartKeys, end);
+      item.partial = work.num_partials;
+      work.items.push_back(item);
+      work.num_partials += item.tokens;
+      ++work.merges.back().count;
+    }
+  };
   for (int64_t sequence = 0; sequence < a.num_sequences; ++sequence) {
     const int64_t start = a.query_start[sequence], queries = a.query_start[sequence + 1] - start;
     const int64_t computed = a.context_lens[sequence] - queries;
@@ -592,28 +677,65 @@ std::vector<Item> cut_into_items(const Attention<T>& a, int64_t& num_partials) {
       const int64_t end = a.causal ? position + tokens : a.context_lens[sequence];
       const bool is_few = queries == 1 || (is_little && queries <= tokens_an_item);
       const bool split = is_few && begin / kPartKeys < (end - 1) / kPartKeys;
+      if (split && queries == 1 && can_share) {
+        decodes.push_back({sequence, start, end});
+        continue;
+      }
       for (int64_t kv_head = 0; kv_head < a.num_kv_heads; ++kv_head) {
-        if (!split) {
-          items.push_back({sequence, kv_head, start + token, tokens, position, begin, end, -1});
-          continue;
-        }
-        for (int64_t key = begin, next; key < end; key = next) {
-          next = std::min((key / kPartKeys + 1) * kPartKeys, end);
-          items.push_back({sequence, kv_head, start + token, tokens, position, key, next, num_partials});
-          num_partials += tokens;
+        const Item item{sequence, kv_head, start + token, tokens, position, begin, end, -1};
+        if (split) {
+          add_parts(item, begin, end, 0);
+        } else {
+          work.items.push_back(item);
         }
       }
     }
   }
-  return items;
+  auto groups = alike(a, decodes);
+  std::vector<std::pair<int64_t, std::vector<size_t>>> shared;  // parts, and the decodes that see each together
+  for (int64_t part = 0; !groups.empty(); ++part) {
+    std::vector<std::vector<size_t>> longer;
+    for (const auto& group : groups) {
+      if (group.size() < 2) continue;
+      for (auto& found : alike_in_part(a, decodes, group, part)) {
+        if (found.size() < 2) continue;
+        for (const size_t i : found) ++decodes[i].num_shared;
+        shared.emplace_back(part, found);
+        longer.push_back(std::move(found));
+      }
+    }
+    groups = std::move(longer);
+  }
+  const auto first_merge = static_cast<int64_t>(work.merges.size());
+  for (const Decode& decode : decodes)
+    for (int64_t kv_head = 0; kv_head < a.num_kv_heads; ++kv_head)
+      add_parts({decode.sequence, kv_head, decode.row, 1, decode.end - 1, 0, 0, 0}, 0, decode.end, decode.num_shared);
+  const auto num_own = static_cast<int64_t>(work.items.size());
+  for (const auto& [part, group] : shared)
+    for (size_t first = 0; first < group.size(); first += tokens_an_item)
+      for (int64_t kv_head = 0; kv_head < a.num_kv_heads; ++kv_head) {
+        const int64_t begin = part * kPartKeys, end = begin + kPartKeys;
+        const auto tokens = std::min<int64_t>(tokens_an_item, group.size() - first);
+        // All keys are behind all tokens, wherever these are.
+        work.items.push_back(
+            {decodes[group[first]].sequence, kv_head, 0, tokens, end, begin, end, 0,
+             static_cast<int64_t>(work.shared.size())});
+        for (int64_t i = 0; i < tokens; ++i) {
+          const auto decode = static_cast<int64_t>(group[first + i]);
+          work.shared.push_back(
+              {decodes[decode].row, work.merges[first_merge + decode * a.num_kv_heads + kv_head].partial + part});
+        }
+      }
+  std::rotate(work.items.begin(), work.items.begin() + num_own, work.items.end());  // the longest first
+  return work;
 }
 
 template <typename T, typename Tiles>
 void paged_attention(const Attention<T>& a) {
-  int64_t num_partials = 0;
-  const auto items = cut_into_items(a, num_partials);
+  const Work work = cut_into_items(a);
+  const std::vector<Item>& items = work.items;
   const int64_t group = a.num_heads / a.num_kv_heads, stride = group * (a.head_dim + 2);
-  std::vector<float> partials(num_partials * stride);
+  std::vector<float> partials(work.num_partials * stride);
   // Items differ in length, so each thread takes the next when it is done with its own; while there are plenty it does
   // so one ahead, so that the next keys are on their way from memory.
   const size_t plenty = 2 * static_cast<size_t>(at::get_num_threads());
@@ -625,24 +747,16 @@ void paged_attention(const Attention<T>& a) {
       if (!expected) attender.expect(a, items[i]);
       const size_t then = next.load() + plenty <= items.size() ? next++ : items.size();
       expected = then < items.size();
-      attender.attend(a, items[i], expected ? &items[then] : nullptr, partials.data());
+      attender.attend(a, work, items[i], expected ? &items[then] : nullptr, partials.data());
       i = expected ? then : next++;
     }
   });
-  for (size_t i = 0; i < items.size(); ++i) {
-    const Item& item = items[i];
-    if (item.partial < 0) continue;
-    size_t behind = i + 1;
-    while (behind < items.size() && items[behind].partial >= 0 && items[behind].sequence == item.sequence &&
-           items[behind].kv_head == item.kv_head)
-      ++behind;
-    for (int64_t row = 0; row < item.tokens * group; ++row)
+  for (const Merge& merge : work.merges)
+    for (int64_t row = 0; row < merge.tokens * group; ++row)
       merge_parts(
-          partials.data() + item.partial * stride + row * (a.head_dim + 2), behind - i, item.tokens * stride,
+          partials.data() + merge.partial * stride + row * (a.head_dim + 2), merge.count, merge.tokens * stride,
           a.head_dim,
-          a.out + ((item.first_row + row / group) * a.num_heads + item.kv_head * group + row % group) * a.head_dim);
-    i = behind - 1;
-  }
+          a.out + ((merge.first_row + row / group) * a.num_heads + merge.kv_head * group + row % group) * a.head_dim);
 }
 
 }  // namespace pagewire

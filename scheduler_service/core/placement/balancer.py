@@ -196,10 +196,7 @@ class Balancer:
         """
         if group.num_overtaken >= MAX_OVERTAKES or (group.left_until is not None and now > group.left_until):
             return None
-        bits = self.lora_directory.holders([group.lora_name.encode()], 0, self._is_open & ~member.bit)
-        if not bits:
-            return None
-        others = self._with_room(member, group, now, self._first_members(bits))
+        others = self._with_room(member, group, now, self._lora_holders(member, group))
         if not others:
             return None
         there, _, better, cached_there = min(others, key=lambda other: other[:2])
@@ -244,7 +241,15 @@ class Balancer:
         Of each the seconds that it takes there, an order among equals, by how long they have had nothing new, and the
         tokens that are cached there. A suspect goes nowhere where it says less than here.
         """
-        return self._with_room(member, group, now, [*self._holders(member, group), *lightest])
+        holders = self._holders(member, group)
+        if group.lora_name:
+            holders += self._lora_holders(member, group)
+        return self._with_room(member, group, now, [*holders, *lightest])
+
+    def _lora_holders(self, member: Member, group: SequenceGroup) -> list[Member]:
+        """Some others that hold the group's adapter."""
+        bits = self.lora_directory.holders([group.lora_name.encode()], 0, self._is_open & ~member.bit)
+        return self._first_members(bits)
 
     def _with_room(
         self, member: Member, group: SequenceGroup, now: float, others: list[Member]

@@ -42,6 +42,7 @@ class Loras:
         self._fresh: set[str] = set()  # of those the ones that were brought for a group, and not used since
         self._untried: set[str] = set()  # of those the ones since which no step was planned
         self._on_device: OrderedDict[str, None] = OrderedDict()  # by their last use, as the worker keeps its slots
+        self._to_give_way: str | None = None  # found out in this step, and nothing has changed since
         self._fetching = ""
         self.is_for_group = False
         """Whether what is being brought, or was last, was wanted, and not preloaded."""
@@ -76,6 +77,7 @@ class Loras:
 
     def came(self, group: SequenceGroup) -> None:
         """A waiting group was given to the worker."""
+        self._to_give_way = None
         if name := group.lora_name:
             self._here[name] += 1
             self._idle.pop(name, None)
@@ -83,6 +85,7 @@ class Loras:
 
     def left(self, group: SequenceGroup) -> None:
         """It has ended here, or was given back."""
+        self._to_give_way = None
         if name := group.lora_name:
             self._here[name] -= 1
             if not self._here[name]:
@@ -119,7 +122,11 @@ class Loras:
 
     def can_come(self, lora_name: str) -> bool:
         """Whether one that is not held is being brought, or could be, if not now then after the one that is."""
-        return lora_name == self._fetching or self._num_held < self._max_held or bool(self._to_give_way())
+        if lora_name == self._fetching or self._num_held < self._max_held:
+            return True
+        if self._to_give_way is None:
+            self._to_give_way = self._first_to_give_way()
+        return bool(self._to_give_way)
 
     def begin_fetch(self, wanted: Iterable[str], preloads: Iterable[str]) -> LoraFetch | None:
         """Choose what to bring to the worker next, if there is a place for it.
@@ -133,7 +140,7 @@ class Loras:
         name, dropped = self._first_lacking(wanted), ""
         self.is_for_group = bool(name)
         if name and is_full:
-            dropped = self._to_give_way()
+            dropped = self._first_to_give_way()
         elif not name and not is_full:
             name = self._first_lacking(preloads)
         if not name or (is_full and not dropped):
@@ -155,6 +162,7 @@ class Loras:
         """The worker has it, without having been brought it."""
         if not self._max_held or self.holds(lora_name):
             return
+        self._to_give_way = None
         self._idle[lora_name] = None
         if is_for_group:
             self._fresh.add(lora_name)
@@ -166,6 +174,11 @@ class Loras:
     def planned(self) -> None:
         """A step was planned that could have used what is held."""
         self._untried.clear()
+        self._to_give_way = None
+
+    def ended(self) -> None:
+        """A live request of an adapter has ended, wherever it was."""
+        self._to_give_way = None
 
     def drop(self, lora_name: str) -> bool:
         """Count one as not held; returns whether it was. Raises ValueError while a group here needs it."""
@@ -173,6 +186,7 @@ class Loras:
             raise ValueError(f"groups of the worker need the adapter {lora_name}")
         if lora_name not in self._idle:
             return False
+        self._to_give_way = None
         del self._idle[lora_name]
         self._fresh.discard(lora_name)
         self._on_device.pop(lora_name, None)
@@ -191,7 +205,7 @@ class Loras:
     def _first_lacking(self, names: Iterable[str]) -> str:
         return next((name for name in names if not self.holds(name)), "")
 
-    def _to_give_way(self) -> str:
+    def _first_to_give_way(self) -> str:
         return next((name for name in self._idle if not self._stays(name)), "")
 
     def _stays(self, name: str) -> bool:

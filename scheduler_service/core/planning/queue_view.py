@@ -11,7 +11,8 @@ from scheduler_service.core.placement.choice import Placement
 from scheduler_service.core.queues.waiting_queue import WaitingQueue
 
 MOST_LEFT = 8  # groups left to other workers that a step looks past
-MOST_SLOTLESS = 32  # groups without their adapter, or a slot for it, that it looks past as well
+MOST_SLOTLESS = 32  # groups without a slot for their adapter that it looks past as well
+MOST_AWAITING = 256  # groups whose adapter is still to be brought that it looks past, which costs little
 
 
 class QueueView:
@@ -75,14 +76,14 @@ class QueueView:
 
     def pass_slotless(self, group: SequenceGroup) -> bool:
         """Look past a waiting or swapped group without a slot, if others may overtake it; returns whether they may."""
-        return group.num_overtaken < MAX_OVERTAKES and self._pass_into(self.slotless, group)
+        return group.num_overtaken < MAX_OVERTAKES and self._pass_into(self.slotless, group, MOST_SLOTLESS)
 
     def pass_awaiting(self, group: SequenceGroup) -> bool:
         """Look past a group whose adapter is still to be brought here; returns whether that was done."""
-        return self._pass_into(self.awaiting, group)
+        return self._pass_into(self.awaiting, group, MOST_AWAITING)
 
-    def _pass_into(self, passed: dict[SequenceGroup, None], group: SequenceGroup) -> bool:
-        if group in self.left or len(self.slotless) + len(self.awaiting) >= MOST_SLOTLESS:
+    def _pass_into(self, passed: dict[SequenceGroup, None], group: SequenceGroup, most: int) -> bool:
+        if group in self.left or len(passed) >= most:
             return False
         passed[group] = None
         if self._upcoming and self._upcoming[-1] is group:

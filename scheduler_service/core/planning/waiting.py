@@ -151,10 +151,11 @@ class WaitingPlanner:
         the adapter; returns whether that was done."""
         if self._loras.holds(group.lora_name):
             return False
-        placement = self._balancer.place_at_holder(self._member, group, step.now)
-        if placement is not None:
-            return self.leave(placement, step)
-        step.lacking_loras[group.lora_name] = None
+        if group.lora_name not in step.lacking_loras:  # what goes for one goes for the others
+            placement = self._balancer.place_at_holder(self._member, group, step.now)
+            if placement is not None:
+                return self.leave(placement, step)
+            step.lacking_loras[group.lora_name] = None
         return self._loras.can_come(group.lora_name) and step.queue.pass_awaiting(group)
 
     def leave(self, placement: Placement, step: Step) -> bool:

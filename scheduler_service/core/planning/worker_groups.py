@@ -164,6 +164,7 @@ class WorkerGroups:
             if group.request_id in self._by_id:
                 self._forget(group)
             self._waiting.end(group.request_id)
+            self._loras.ended()
 
     def _leave_worker(self, sequence: Sequence) -> None:
         self._blocks.free(sequence)

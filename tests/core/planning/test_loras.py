@@ -7,7 +7,7 @@ from scheduler_helpers import make_group, make_scheduler, plan, run, step, suspe
 
 from scheduler_service.core import FairQueue, PreemptionMode, PriorityQueue, Scheduler, SequenceStatus, WaitingQueue
 from scheduler_service.core.placement.balancer import MAX_OVERTAKES
-from scheduler_service.core.planning.queue_view import MOST_SLOTLESS
+from scheduler_service.core.planning.queue_view import MOST_AWAITING, MOST_SLOTLESS
 
 
 def bring(scheduler: Scheduler, *wanted: str) -> str:
@@ -199,12 +199,16 @@ def test_a_suspect_waits_for_its_adapter_and_holds_up_nothing() -> None:
 
 def test_a_bounded_number_of_requests_is_looked_past() -> None:
     scheduler = make_scheduler(max_held_loras=1)
-    for number in range(MOST_SLOTLESS + 1):
+    for number in range(MOST_AWAITING + MOST_SLOTLESS):
         scheduler.add_request(make_group(str(number), 4, lora_name=f"lora {number}"))
-    scheduler.add_request(make_group("base", 4))
+    scheduler.add_request(make_group("base", 4, max_tokens=9))
+    assert list(plan(step(scheduler, FakeWorker(scheduler.config)))) == ["base"]
+    for number in range(3):
+        scheduler.add_request(make_group(f"one more {number}", 4, lora_name="another"))
+    scheduler.add_request(make_group("held up", 4))
     output = scheduler.schedule()
-    assert plan(output) == {}
-    assert len(output.lacking_loras) == MOST_SLOTLESS + 1
+    assert list(plan(output)) == ["base"]
+    assert len(output.lacking_loras) == MOST_AWAITING + MOST_SLOTLESS + 1
 
 
 def test_an_adapter_is_brought_to_a_second_worker_only_if_the_first_has_too_much_to_do() -> None:
