@@ -59,7 +59,14 @@ def write_adapters(folder: Path, model: str, count: int, rank: int) -> None:
         (folder / f"a{number}").mkdir()
         save_file(tensors, folder / f"a{number}" / "adapter_model.safetensors")
         (folder / f"a{number}" / "adapter_config.json").write_text(
-            json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank})
+            json.dumps(
+                {
+                    "peft_type": "LORA",
+                    "r": rank,
+                    "lora_alpha": rank,
+                    "target_modules": sorted({name.rpartition(".")[2] for name in places}),
+                }
+            )
         )
 
 
