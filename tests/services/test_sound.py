@@ -75,7 +75,9 @@ def _head(rate: int = RATE, channels: int = 1) -> bytes:
     return buffer.getvalue()
 
 
-FLAC, MP3, OGG = (file_of(samples(20), kind, None) for kind in ("FLAC", "MP3", "OGG"))
+FLAC, MP3, OGG, RF64 = (file_of(samples(20), kind, None) for kind in ("FLAC", "MP3", "OGG", "RF64"))
+MP3_WITHOUT_HEAD = MP3[MP3.index(MP3[:3], 3) :]
+"""Its first frame has no sound, but says how many there are. Their bitrate changes."""
 REFUSED = {
     "nothing": (b"", "audio/wav", "data is empty"),
     "no sound": (b"hello" * 1000, "audio/wav", "data is no sound file that can be read"),
@@ -83,8 +85,11 @@ REFUSED = {
     "another format": (wav(1), "audio/flac", "data is WAV, and content_type says audio/flac"),
     "cut off": (wav(20)[:100_000], "audio/wav", "data is cut off: its head says 640000 bytes of samples"),
     "cut off, compressed": (FLAC[: len(FLAC) // 2], "audio/flac", "data is damaged or cut off after"),
-    "cut off, MP3": (MP3[: len(MP3) // 2], "audio/mpeg", "data is cut off: its head says"),
+    "cut off, MP3": (MP3[: len(MP3) // 2], "audio/mpeg", "data is damaged or cut off after"),
+    "cut off, without a head": (MP3_WITHOUT_HEAD[:40_000], "audio/mpeg", "data is damaged or cut off after"),
     "cut off, OGG": (OGG[: len(OGG) // 2], "audio/ogg", "data is cut off: its last page is missing"),
+    "cut off, RF64": (RF64[:100_000], "audio/wav", "data is cut off: its head says 320000 samples, and there are"),
+    "several streams": (OGG + OGG, "audio/ogg", "data has several streams, of which one would be heard"),
     "hours": (two_hours(), "audio/flac", "data is a sound of 7200 s or more; at most 3600 s are allowed"),
     "slow": (_head(rate=3000), "audio/wav", "data has 3000 samples a second; 4000 to 192000 are allowed"),
     "wide": (_head(channels=9), "audio/wav", "data has 9 channels; at most 8 are allowed"),
@@ -99,11 +104,37 @@ def test_what_cannot_be_heard_is_refused_in_a_sentence(case: str) -> None:
     assert words in str(error.value)
 
 
-def test_a_sound_that_is_longer_than_it_says_ends_at_the_limit() -> None:
-    """A head that claims nothing: the length of a stream's samples is unknown, and all of them are read."""
-    data = bytearray(file_of(samples(8), "FLAC"))
+def _flac_without_length(seconds: float) -> bytes:
+    data = bytearray(file_of(samples(seconds), "FLAC"))
     data[21] &= 0xF0  # the number of samples: 0 is not known
     data[22:26] = bytes(4)
-    sound = Sound(bytes(data), "audio/flac", 5)
-    with pytest.raises(SoundError, match="at most 5 s are allowed"):
-        sound.window(0, WINDOW)
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "content_type", "seconds"),
+    [
+        (_flac_without_length(3.3), "audio/flac", 3.3),
+        (_flac_without_length(3), "audio/flac", 3),
+        (MP3_WITHOUT_HEAD, "audio/mpeg", 20),
+        (MP3_WITHOUT_HEAD + b"TAG" + bytes(125), "audio/mpeg", 20),
+    ],
+    ids=["FLAC", "FLAC of whole seconds", "MP3", "MP3 with a title"],
+)
+def test_a_sound_whose_head_does_not_say_how_long_it_is_is_heard_to_its_end(
+    data: bytes, content_type: str, seconds: float
+) -> None:
+    sound = Sound(data, content_type, 60)
+    window, expected = sound.window(0, WINDOW), samples(seconds)
+    assert len(window) / RATE == pytest.approx(seconds, abs=0.1)
+    assert sound.seconds == pytest.approx(seconds, abs=0.1)
+    loudness = [np.abs(part[-RATE // 2 :][: RATE // 4]).mean() for part in (window, expected)]
+    assert loudness[0] == pytest.approx(loudness[1], rel=0.2)
+
+
+def test_a_sound_that_is_longer_than_it_says_ends_at_the_limit() -> None:
+    """A head that claims nothing: the length of a stream's samples is unknown, and all of them are read."""
+    for data, content_type in ((_flac_without_length(8), "audio/flac"), (MP3_WITHOUT_HEAD, "audio/mpeg")):
+        sound = Sound(data, content_type, 5)
+        with pytest.raises(SoundError, match="at most 5 s are allowed"):
+            sound.window(0, WINDOW)

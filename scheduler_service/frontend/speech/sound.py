@@ -6,6 +6,7 @@ is decoded, no more is decoded than what is heard next, and what a head does not
 
 import io
 import re
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -28,19 +29,54 @@ MAX_CHANNELS = 8
 SAMPLE_RATES = (4_000, 192_000)
 _UNKNOWN_LENGTH = 0x7FFF_0000
 """Of the data of a WAV that was written while it was recorded, at least."""
-_UNKNOWN_FRAMES = 1 << 60
-"""What libsndfile says of a FLAC whose head does not tell how long it is, at least."""
+_UNKNOWN_FRAMES = 1 << 50
+"""What libsndfile says of a FLAC or an MP3 whose head does not tell how long it is, at least."""
+_ENDLESS_BYTES = 1 << 56
+"""A size of which the least that is guessed is unknown, at 1,728 bytes for 384 samples, and the most has 63 bits."""
 _MOST_LOST = 0.9
-"""The part of its frames that must be there. An MP3 whose head does not say how many there are has them estimated."""
+"""The part of its frames that must be there."""
 _LAST_PAGE = 4
 """In the flags of an Ogg page: no other follows."""
+_FIRST_PAGE = re.compile(rb"OggS\0[\2\3\6\7]", re.DOTALL)
+"""Of each stream of an Ogg file."""
 _CUT_OFF = re.compile(r"^data : (\d+) \(should be (\d+)\)", re.MULTILINE)
+_CUT_OFF_LONG = re.compile(r"frame count (\d+) does not match value from 'ds64' chunk of (\d+)")
+"""Of an RF64, whose chunk of data does not say how long it is."""
 
 Samples = npt.NDArray[np.float32]
 
 
 class SoundError(Exception):
     """Why a sound cannot be heard: a sentence for its sender."""
+
+
+class _Forwards(soundfile.SoundFile):  # type: ignore[misc]  # whose library has no types
+    """A file that is read from its beginning to its end.
+
+    In one that can seek soundfile seeks after every read, and fails at the end of a FLAC that does not say where it is.
+    """
+
+    def seekable(self) -> bool:
+        return False
+
+
+class _Endless(io.BytesIO):
+    """A file that says it is larger than it is.
+
+    If the head of an MP3 does not say how long it is, it is guessed from the file's size and the bitrate of the first
+    frame, and no more is read: of a file whose bitrate changes that was less than half. With a guess that is far beyond
+    the end it is read to its end, and one that ends within a frame is an error.
+    """
+
+    _is_at_end = False
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._is_at_end = whence == io.SEEK_END
+        super().seek(offset, whence)
+        return self.tell()
+
+    def tell(self) -> int:
+        return _ENDLESS_BYTES if self._is_at_end else super().tell()
 
 
 class Sound:
@@ -55,11 +91,13 @@ class Sound:
         if not data:
             raise SoundError("data is empty; a sound file is needed")
         try:
-            self._file = soundfile.SoundFile(io.BytesIO(data))
+            self._file = _Forwards(io.BytesIO(data))
+            if _kind(self._file) == "MPEG":  # and no other: of a WAV it would never come to the end of the head
+                self._file = _Forwards(_Endless(data))
         except soundfile.LibsndfileError as error:
             raise SoundError(f"data is no sound file that can be read: {error.error_string}") from error
         file = self._file
-        if (found := _SAME.get(file.format, file.format)) != expected:
+        if (found := _kind(file)) != expected:
             raise SoundError(f"data is {found}, and content_type says {content_type[:64]}")
         if not 1 <= file.channels <= MAX_CHANNELS:
             raise SoundError(f"data has {file.channels} channels; at most {MAX_CHANNELS} are allowed")
@@ -68,10 +106,7 @@ class Sound:
             raise SoundError(f"data has {file.samplerate} samples a second; {low} to {high} are allowed")
         if file.frames < _UNKNOWN_FRAMES:
             self._check_seconds(file.frames / file.samplerate)
-        if expected == "OGG" and not _has_last_page(data):
-            raise SoundError("data is cut off: its last page is missing")
-        if (cut := _CUT_OFF.search(file.extra_info)) and int(cut[1]) < _UNKNOWN_LENGTH:
-            raise SoundError(f"data is cut off: its head says {cut[1]} bytes of samples, and there are {cut[2]}")
+        _check_whole(data, expected, file.extra_info)
         self._resampler = soxr.ResampleStream(file.samplerate, SAMPLE_RATE, 1, dtype="float32")
         self._block = max(1, file.samplerate)  # a second of it
         self._num_read = 0  # samples of the file
@@ -120,7 +155,22 @@ class Sound:
             raise SoundError(f"data is a sound of {seconds:.0f} s or more; at most {self._max_seconds:g} s are allowed")
 
 
-def _has_last_page(data: bytes) -> bool:
-    """Of an Ogg file."""
-    at = data.rfind(b"OggS")
-    return at >= 0 and at + 5 < len(data) and bool(data[at + 5] & _LAST_PAGE)
+def _kind(file: soundfile.SoundFile) -> str:
+    return _SAME.get(file.format, str(file.format))
+
+
+def _check_whole(data: bytes, kind: str, log: str) -> None:
+    """Raises SoundError for a file that is cut off, or of which a part would not be heard.
+
+    log: what libsndfile says of the file.
+    """
+    if kind == "OGG":
+        if len(list(islice(_FIRST_PAGE.finditer(data), 2))) > 1:
+            raise SoundError("data has several streams, of which one would be heard; send one with a single stream")
+        at = data.rfind(b"OggS")
+        if at < 0 or not any(flags & _LAST_PAGE for flags in data[at + 5 : at + 6]):
+            raise SoundError("data is cut off: its last page is missing")
+    if (cut := _CUT_OFF.search(log)) and int(cut[1]) < _UNKNOWN_LENGTH:
+        raise SoundError(f"data is cut off: its head says {cut[1]} bytes of samples, and there are {cut[2]}")
+    if (cut := _CUT_OFF_LONG.search(log)) and int(cut[1]) < int(cut[2]) < _UNKNOWN_FRAMES:
+        raise SoundError(f"data is cut off: its head says {cut[2]} samples, and there are {cut[1]}")
