@@ -89,6 +89,7 @@ REFUSED = {
     "cut off, without a head": (MP3_WITHOUT_HEAD[:40_000], "audio/mpeg", "data is damaged or cut off after"),
     "cut off, OGG": (OGG[: len(OGG) // 2], "audio/ogg", "data is cut off: its last page is missing"),
     "cut off, RF64": (RF64[:100_000], "audio/wav", "data is cut off: its head says 320000 samples, and there are"),
+    "tags": ((b"ID3\4\0\0\0\0\0\2" + bytes(2)) * 17 + MP3, "audio/mpeg", "data begins with more than 16 ID3 tags"),
     "several streams": (OGG + OGG, "audio/ogg", "data has several streams, of which one would be heard"),
     "hours": (two_hours(), "audio/flac", "data is a sound of 7200 s or more; at most 3600 s are allowed"),
     "slow": (_head(rate=3000), "audio/wav", "data has 3000 samples a second; 4000 to 192000 are allowed"),
@@ -118,10 +119,11 @@ def _flac_without_length(seconds: float) -> bytes:
         (_flac_without_length(3), "audio/flac", 3),
         (MP3_WITHOUT_HEAD, "audio/mpeg", 20),
         (MP3_WITHOUT_HEAD + b"TAG" + bytes(125), "audio/mpeg", 20),
+        ((b"ID3\4\0\0\0\0\1\2" + bytes(130)) * 16 + MP3, "audio/mpeg", 20),
     ],
-    ids=["FLAC", "FLAC of whole seconds", "MP3", "MP3 with a title"],
+    ids=["FLAC", "FLAC of whole seconds", "MP3", "MP3 with a title", "MP3 with titles in front"],
 )
-def test_a_sound_whose_head_does_not_say_how_long_it_is_is_heard_to_its_end(
+def test_a_sound_is_heard_to_its_end_also_where_its_head_does_not_say_how_long_it_is(
     data: bytes, content_type: str, seconds: float
 ) -> None:
     sound = Sound(data, content_type, 60)

@@ -43,6 +43,11 @@ _CUT_OFF = re.compile(r"^data : (\d+) \(should be (\d+)\)", re.MULTILINE)
 _CUT_OFF_LONG = re.compile(r"frame count (\d+) does not match value from 'ds64' chunk of (\d+)")
 """Of an RF64, whose chunk of data does not say how long it is."""
 
+_TAG = re.compile(rb"ID3...(....)", re.DOTALL)
+"""The head of a title and its like in front of a sound, with the length of what follows in four times seven bits."""
+_MOST_TAGS = 16
+"""In front of a sound. Of 800,000 in 16 MB it was found out in 25 s that they are none."""
+
 Samples = npt.NDArray[np.float32]
 
 
@@ -90,6 +95,7 @@ class Sound:
             raise SoundError(f"content_type is {content_type[:64]!r}; it must be one of {', '.join(FORMATS)}")
         if not data:
             raise SoundError("data is empty; a sound file is needed")
+        _check_tags(data)
         try:
             self._file = _Forwards(io.BytesIO(data))
             if _kind(self._file) == "MPEG":  # and no other: of a WAV it would never come to the end of the head
@@ -157,6 +163,16 @@ class Sound:
 
 def _kind(file: soundfile.SoundFile) -> str:
     return _SAME.get(file.format, str(file.format))
+
+
+def _check_tags(data: bytes) -> None:
+    """Raises SoundError for more tags than there is a reason for."""
+    at = 0
+    for _ in range(_MOST_TAGS + 1):
+        if (tag := _TAG.match(data, at)) is None:
+            return
+        at = tag.end() + sum((part & 0x7F) << shift for part, shift in zip(tag[1], (21, 14, 7, 0), strict=True))
+    raise SoundError(f"data begins with more than {_MOST_TAGS} ID3 tags")
 
 
 def _check_whole(data: bytes, kind: str, log: str) -> None:
