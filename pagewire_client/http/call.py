@@ -198,11 +198,14 @@ def _too_large(num_bytes: int, most_bytes: int) -> HttpError:
 
 def _sentence(error: ValidationError) -> str:
     """Of the first field that is wrong. Where several forms are possible, pydantic has a sentence for each."""
-    found = error.errors(include_url=False, include_input=False, include_context=False)
+    found = error.errors(include_url=False, include_input=False)
     first, *others = sorted(found, key=lambda one: one["type"] != "extra_forbidden")
     path = ".".join(map(str, first["loc"]))
     if first["type"] == "json_invalid":
         return f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
+    if too_long := next((one for one in found if one["type"] == "too_long"), None):
+        most = too_long["ctx"]["max_length"]
+        return f"{too_long['loc'][0]} has more than the {most} entries that are allowed"
     if any(other["loc"][:1] == first["loc"][:1] for other in others):
         return f"{first['loc'][0]} does not have the form that it must have"
     if first["type"] == "extra_forbidden":

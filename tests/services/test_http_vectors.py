@@ -126,7 +126,10 @@ async def test_documents_are_ranked_and_scored(server: tuple[InProcess, str]) ->
     [
         ("embeddings", {"input": "x", "model": "other"}, 404, "of this name; the model is 'encoder'"),
         ("embeddings", {"input": []}, 400, "inputs is empty"),
-        ("embeddings", {"input": [""] * 2049}, 400, "input does not have the form"),
+        ("embeddings", {"input": [""] * 100_000}, 400, "input has more than the 2048 entries"),
+        ("embeddings", {"input": [[5]] * 100_000}, 400, "input has more than the 2048 entries"),
+        ("rerank", {"query": "x", "documents": [""] * 100_000}, 400, "documents has more than the 2048 entries"),
+        ("score", {"text_1": "x", "text_2": [""] * 100_000}, 400, "text_2 has more than the 2048 entries"),
         ("embeddings", b'{"input":[' + b"{}," * 300_000 + b"{}]}", 400, "input does not have the form"),
         ("rerank", b'{"query":"x","documents":[' + b"{}," * 300_000 + b"{}]}", 400, "documents does not have the form"),
         ("embeddings", {}, 400, "input: Field required"),
