@@ -26,6 +26,8 @@ def test_features_are_those_of_transformers(seconds: float, num_bands: int) -> N
     ("kind", "subtype", "content_type", "tolerance"),
     [
         ("WAV", "PCM_16", "audio/wav", 1e-4),
+        ("WAV", "PCM_U8", "audio/wave", 1e-2),
+        ("WAV", "PCM_24", "audio/wav", 1e-6),
         ("WAV", "FLOAT", "audio/x-wav; rate=16000", 1e-6),
         ("FLAC", "PCM_24", "audio/flac", 1e-6),
         ("MP3", None, "audio/mpeg", None),
@@ -117,11 +119,12 @@ def _flac_without_length(seconds: float) -> bytes:
     [
         (_flac_without_length(3.3), "audio/flac", 3.3),
         (_flac_without_length(3), "audio/flac", 3),
+        (wav(3)[:40] + b"\xff" * 4 + wav(3)[44:], "audio/wav", 3),
         (MP3_WITHOUT_HEAD, "audio/mpeg", 20),
         (MP3_WITHOUT_HEAD + b"TAG" + bytes(125), "audio/mpeg", 20),
         ((b"ID3\4\0\0\0\0\1\2" + bytes(130)) * 16 + MP3, "audio/mpeg", 20),
     ],
-    ids=["FLAC", "FLAC of whole seconds", "MP3", "MP3 with a title", "MP3 with titles in front"],
+    ids=["FLAC", "FLAC of whole seconds", "WAV of 4 GiB", "MP3", "MP3 with a title", "MP3 with titles in front"],
 )
 def test_a_sound_is_heard_to_its_end_also_where_its_head_does_not_say_how_long_it_is(
     data: bytes, content_type: str, seconds: float
