@@ -77,7 +77,9 @@ async def _encode(texts: Sequence[Text], names: Sequence[str], model: ServedMode
     try:
         encoded = await tokenizer.encode_texts(texts, most=most, truncate=truncate)
     except TooManyTokensError as error:
-        invalid(f"{names[error.args[0]]} has more tokens than the {most} that this model reads; set truncate to cut it")
+        # Of a pair the second text alone is cut.
+        advice = "the query fills them, and is not cut: shorten it" if truncate else "set truncate to cut it"
+        invalid(f"{names[error.args[0]]} has more tokens than the {most} that this model reads; {advice}")
     for name, item in zip(names, encoded, strict=True):
         _check(name, item.token_ids, item.largest_id, model)
     return encoded
