@@ -1,12 +1,14 @@
 """Sound files as models hear them, and files that no sound comes of."""
 
 import io
+import tracemalloc
 import wave
 
 import numpy as np
 import pytest
 from sounds import RATE, file_of, samples, two_hours, wav
 
+from scheduler_service.frontend.request_memory import SOUND_BYTES
 from scheduler_service.frontend.speech.log_mel import WINDOW, log_mel
 from scheduler_service.frontend.speech.sound import Sound, SoundError
 
@@ -105,6 +107,19 @@ def test_what_cannot_be_heard_is_refused_in_a_sentence(case: str) -> None:
     with pytest.raises(SoundError) as error:
         Sound(data, content_type, 3600).window(0, 60 * RATE)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(("rate", "channels"), [(RATE, 1), (192_000, 8)])
+def test_a_window_takes_less_memory_than_its_call_holds_for_it(rate: int, channels: int) -> None:
+    """Besides the file itself, and beside what is under way to the engine: three times what the features take."""
+    data = file_of(np.zeros((31 * rate, channels), dtype=np.float32), "FLAC", rate=rate)
+    sound = Sound(data, "audio/flac", 60)
+    log_mel(np.zeros(RATE, dtype=np.float32), 128)  # which keeps its tables
+    tracemalloc.start()
+    log_mel(sound.window(0, WINDOW), 128)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < SOUND_BYTES - 3 * 128 * 3000 * 4
 
 
 def _flac_without_length(seconds: float) -> bytes:

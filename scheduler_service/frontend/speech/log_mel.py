@@ -19,6 +19,8 @@ WINDOW = 30 * SAMPLE_RATE
 FRAME, HOP = 400, 160
 """Samples of a frame, and from one frame to the next."""
 NUM_FRAMES = WINDOW // HOP
+FRAMES_AT_ONCE = 500
+"""Of which the spectrum is computed: numpy takes 23 MB for that of all."""
 
 Matrix = npt.NDArray[np.float32]
 
@@ -31,8 +33,11 @@ def log_mel(samples: Samples, num_bands: int) -> Matrix:
     padded[: FRAME // 2] = padded[FRAME : FRAME // 2 : -1]
     padded[-FRAME // 2 :] = padded[-FRAME // 2 - 2 : -FRAME - 2 : -1]
     frames = np.lib.stride_tricks.sliding_window_view(padded, FRAME)[: NUM_FRAMES * HOP : HOP]
-    spectrum = np.fft.rfft(frames * _hann())
-    power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32)  # [frames, FRAME / 2 + 1]
+    power = np.empty((NUM_FRAMES, FRAME // 2 + 1), dtype=np.float32)
+    for start in range(0, NUM_FRAMES, FRAMES_AT_ONCE):
+        some = slice(start, start + FRAMES_AT_ONCE)
+        spectrum = np.fft.rfft(frames[some] * _hann())
+        power[some] = spectrum.real**2 + spectrum.imag**2
     levels = np.log10(np.maximum(_bands(num_bands) @ power.T, 1e-10))
     levels = np.maximum(levels, levels.max() - 8.0)
     return np.ascontiguousarray((levels + 4.0) / 4.0, dtype=np.float32)
