@@ -1,7 +1,7 @@
 """The operations of a decoder layer that each backend has: a module with one function for every one of `Ops`.
 
 A backend that does an operation no better than eager torch takes it from `kernels.reference`. The docstrings there and
-in `kernels.composed` say what each operation computes. `kernels.backends` chooses a backend.
+in `kernels.composed` and `kernels.experts` say what each operation computes. `kernels.backends` chooses a backend.
 """
 
 from collections.abc import Callable
@@ -70,6 +70,9 @@ class Ops(Protocol):
     WIDE_PRODUCTS: bool
     """Whether products write the float32 in which they sum as fast as they write 16 bits."""
 
+    GROUPED_PRODUCTS: bool
+    """Whether `grouped_linear` is faster than the packed products of each expert with its rows, one after the other."""
+
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: torch.dtype | None = None
     ) -> Tensor: ...
@@ -116,6 +119,12 @@ class Ops(Protocol):
     def pack_int4(self, weight: Tensor, wide: bool = False) -> Product | None: ...
 
     def pack_grouped(self, weight: GroupedWeight, wide: bool = False) -> Table | None: ...
+
+    def pack_alike(self, weight: Tensor, wide: bool = False) -> Product: ...
+
+    def grouped_linear(self, x: Tensor, weights: Tensor, ends: Tensor, wide: bool = False) -> Tensor: ...
+
+    def combine_rows(self, rows: Tensor, places: Tensor, weights: Tensor) -> Tensor: ...
 
     def wide_itemsize(self, dtype: torch.dtype) -> int: ...
 

@@ -16,6 +16,9 @@ from torch.nn import functional
 
 from kernels import composed
 from kernels.attention_options import check_attention_options
+from kernels.experts import combine_rows as combine_rows
+from kernels.experts import grouped_linear as grouped_linear
+from kernels.experts import pack_alike as pack_alike
 from kernels.metadata import AttentionMetadata
 from kernels.narrow_cache import narrowed, widened
 from kernels.ops import GroupedWeight, LoraWeights, Ops, Product, Table
@@ -24,6 +27,7 @@ ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 """The functions that `gated_activation` can apply to the gate."""
 
 WIDE_PRODUCTS = False
+GROUPED_PRODUCTS = False
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:

@@ -21,8 +21,11 @@ rotary_embedding = _library.rotary_embedding
 store_kv = _library.store_kv
 gated_activation = _library.gated_activation
 copy_blocks = reference.copy_blocks
+grouped_linear = reference.grouped_linear
+combine_rows = reference.combine_rows
 
 WIDE_PRODUCTS = True
+GROUPED_PRODUCTS = False
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
@@ -97,10 +100,19 @@ def add_lora(y: Tensor, x: Tensor, slots: Tensor, weights: LoraWeights) -> None:
 
 
 def pack(weight: Tensor, wide: bool = False) -> Product | None:
-    if weight.dtype is not torch.bfloat16 or not _library.can_pack(weight.shape[1]):
-        return reference.pack(weight, wide)
+    return _pack_bf16(weight, wide) or reference.pack(weight, wide)
+
+
+def _pack_bf16(weight: Tensor, wide: bool) -> Product | None:
     outputs, inputs = weight.shape
+    if weight.dtype is not torch.bfloat16 or not _library.can_pack(inputs):
+        return None
     return _Packed(_library.pack(weight), outputs, inputs, wide)
+
+
+def pack_alike(weight: Tensor, wide: bool = False) -> Product:
+    # Products of packed weights sum up each row alone.
+    return _pack_bf16(weight, wide) or reference.pack_alike(weight, wide)
 
 
 def wide_itemsize(dtype: torch.dtype) -> int:

@@ -10,8 +10,10 @@ take processors from them.
 
 from kernels.reference import pack_grouped, pack_int4, pack_int8, wide_itemsize
 from kernels.triton.add_lora import add_lora
+from kernels.triton.combine_rows import combine_rows
 from kernels.triton.copy_blocks import copy_blocks
 from kernels.triton.gated_activation import gated_activation
+from kernels.triton.grouped_linear import grouped_linear, pack_alike
 from kernels.triton.linear import pack
 from kernels.triton.paged_attention import paged_attention
 from kernels.triton.qkv_attention import qkv_attention
@@ -22,12 +24,17 @@ from kernels.triton.store_kv import store_kv
 WIDE_PRODUCTS = False
 """Not measured: a library's product of bf16 into float32, against the product into bf16."""
 
+GROUPED_PRODUCTS = True
+
 __all__ = [
     "add_lora",
     "add_rms_norm",
+    "combine_rows",
     "copy_blocks",
     "gated_activation",
+    "grouped_linear",
     "pack",
+    "pack_alike",
     "pack_grouped",
     "pack_int4",
     "pack_int8",

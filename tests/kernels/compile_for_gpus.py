@@ -78,6 +78,7 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "chunk and decode", lambda: attention(2000, 2000)
     bias = empty(32, 129, dtype=torch.float32)  # which takes shared memory too
     if capability != 90:
+        yield "experts", lambda: ops.grouped_linear(empty(9, 64), empty(8, 70, 64), empty(8, dtype=torch.int64))
         yield "chunk and decode with a bias", lambda: attention(2000, 2000, bias=bias)
         return
     yield "split decode over a whole context", lambda: attention(1, 8000, kv_heads=1, causal=False)
@@ -105,6 +106,12 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
         for wide in (False, True):
             product = ops.pack(empty(512, 14_336), wide)
             yield "linear", lambda product=product, added=added: product(empty(1, 14_336), added)
+    ends = empty(128, dtype=torch.int64)
+    for width, dtype, wide in ((2048, torch.bfloat16, False), (2048, torch.bfloat16, True), (64, torch.float32, False)):
+        x, experts = empty(40, width, dtype=dtype), empty(128, 1536, width, dtype=dtype)
+        yield "grouped_linear", lambda x=x, experts=experts, wide=wide: ops.grouped_linear(x, experts, ends, wide)
+    places, shares = empty(5, 8, dtype=torch.int64), empty(5, 8, dtype=torch.float32)
+    yield "combine_rows", lambda: ops.combine_rows(empty(40, 2048), places, shares)
     logits, numbers = empty(5, 128_256, dtype=torch.float32), empty(5, dtype=torch.float32)
     draws = Draws(rows=ids, keys=ids, temperature=numbers, min_p=numbers, top_k=ids, top_p=numbers)
     yield "greedy", lambda: sampling.greedy(logits)

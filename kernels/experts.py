@@ -1,0 +1,91 @@
+"""A mixture of experts in eager torch: which experts a token has, their products, and the sum of what they return.
+
+A row's numbers never depend on the rows beside it, though these decide how many rows an expert has: each product sums
+up a row in one order whatever their number, and a token's experts are added in the order in which they were chosen.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.ops import Product
+
+_TILE_ROWS = 16
+"""Rows of each product of `pack_alike`. Libraries sum up in another order where there are other numbers of rows, MKL
+even where there are 3 in place of 4, and in one order where there are as many, wherever a row is among them."""
+
+
+class ExpertRows(NamedTuple):
+    """The rows of a mixture's products: one for each token and each of its experts, those of an expert together."""
+
+    tokens: Tensor
+    """[rows] int64: the token of each row, in order within an expert."""
+    places: Tensor
+    """[num_tokens, num_chosen] int64: the row of each token's experts, in the order in which they were chosen."""
+    ends: Tensor
+    """[num_experts] int64: where each expert's rows end, which is where the next one's begin."""
+
+
+def choose_experts(logits: Tensor, num_chosen: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    """The experts with the largest logits, the lowest number among equals, and their weights.
+
+    logits: [num_tokens, num_experts] float32. Returns weights, [num_tokens, num_chosen] float32: the softmax over all
+    experts, or, to `renormalise`, over the chosen ones, which is the former divided by its sum; and the experts, the
+    same shape in int64. (Shazeer et al., 2017; Jiang et al., 2024.)
+    """
+    ordered, experts = logits.sort(dim=1, descending=True, stable=True)
+    weights = ordered[:, :num_chosen].softmax(1) if renormalise else ordered.softmax(1)[:, :num_chosen]
+    return weights, experts[:, :num_chosen]
+
+
+def group_rows(experts: Tensor, num_experts: int) -> ExpertRows:
+    """experts: [num_tokens, num_chosen] int64, none twice in a row. Nothing here waits for a GPU."""
+    num_chosen = experts.shape[1]
+    ordered, order = experts.flatten().sort(stable=True)
+    numbers = torch.arange(max(num_experts, len(order)), device=experts.device)
+    places = torch.empty_like(order).scatter_(0, order, numbers[: len(order)])
+    ends = torch.searchsorted(ordered, numbers[:num_experts], right=True)
+    return ExpertRows(order // num_chosen, places.view(-1, num_chosen), ends)
+
+
+def grouped_linear(x: Tensor, weights: Tensor, ends: Tensor, wide: bool = False) -> Tensor:
+    """Each row times its own expert's weight: `x[row] @ weights[expert].T`, summed in float32.
+
+    x: [rows, inputs]; weights: [num_experts, outputs, inputs]; ends: of `ExpertRows`; returns [rows, outputs] in the
+    dtype of x or, if `wide`, in float32.
+    """
+    parts = [
+        pack_alike(weight, wide)(x[start:stop], None)
+        for weight, (start, stop) in zip(weights, pairwise([0, *ends.tolist()]), strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def combine_rows(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """The sum of each token's rows times their weights, in this order.
+
+    rows: [num_tokens * num_chosen, size]; places: of `ExpertRows`; weights: [num_tokens, num_chosen] float32. Returns
+    [num_tokens, size] float32.
+    """
+    total = torch.zeros(len(places), rows.shape[1], device=rows.device)
+    for place, weight in zip(places.T, weights.T, strict=True):
+        # Product and sum are rounded apart: fused, they might be in some columns and not in others.
+        total += rows.index_select(0, place).float() * weight[:, None]
+    return total
+
+
+def pack_alike(weight: Tensor, wide: bool = False) -> Product:
+    """As `kernels.reference.pack`, for sums of a row that are the same whatever the number of rows. It is slower for
+    many rows, because all products are of 16 rows, the last of which may be zeros."""
+    factor = weight.float() if wide else weight
+
+    def product(x: Tensor, bias: Tensor | None) -> Tensor:
+        padded = functional.pad(x.to(factor.dtype), (0, 0, 0, -len(x) % _TILE_ROWS))
+        tiles = [functional.linear(tile, factor) for tile in torch.split(padded, _TILE_ROWS)]
+        found = torch.cat(tiles)[: len(x)]
+        return found if bias is None else found + bias
+
+    return product

@@ -1,0 +1,68 @@
+"""The kernels of a mixture of experts against eager torch."""
+
+import pytest
+import torch
+from triton_helpers import DEVICE, DTYPES, randn, strict
+
+from kernels import reference, triton
+
+ops = strict(triton)
+
+COUNTS = [
+    [1],
+    [0, 0, 1, 0],
+    [0, 17, 1, 0, 4],
+    [0, 0, 33],
+    [16, 32, 0, 15, 1, 0],
+    [1] * 9,
+    [0] * 40 + [5] + [0] * 87,
+]
+"""Rows of each expert: none, one, whole blocks, all with one, more experts than rows."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 8), (70, 129), (64, 64)])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_rows_are_multiplied_with_their_experts_weights(
+    counts: list[int], outputs: int, inputs: int, dtype: torch.dtype
+) -> None:
+    x, weights = randn(sum(counts), inputs, dtype=dtype), randn(len(counts), outputs, inputs, dtype=dtype, seed=1)
+    ends = torch.tensor(counts, device=DEVICE).cumsum(0)
+    for wide in (False, True):
+        found = ops.grouped_linear(x, weights, ends, wide)
+        expected = reference.grouped_linear(x.float(), weights.float(), ends).to(found.dtype)
+        assert found.dtype is (torch.float32 if wide else dtype)
+        tolerance = 1e-4 if found.dtype is torch.float32 else 2e-2
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_is_summed_up_the_same_alone_and_among_others(dtype: torch.dtype) -> None:
+    x, weights = randn(40, 129, dtype=dtype), randn(3, 70, 129, dtype=dtype, seed=1)
+    together = ops.grouped_linear(x, weights, torch.tensor([0, 21, 40], device=DEVICE))
+    product = ops.pack_alike(weights[1])
+    for row in (0, 5, 20):
+        alone = x[row : row + 1]
+        found = ops.grouped_linear(alone, weights, torch.tensor([0, 1, 1], device=DEVICE))
+        assert torch.equal(found[0], together[row])
+        assert torch.equal(product(alone, None)[0], together[row])
+    assert torch.equal(product(x, None)[:21], together[:21])
+
+
+def test_no_rows_are_no_work() -> None:
+    ends = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    assert ops.grouped_linear(randn(0, 8), randn(3, 5, 8), ends).shape == (0, 5)
+    places = torch.empty(0, 2, dtype=torch.int64, device=DEVICE)
+    assert ops.combine_rows(randn(0, 5), places, randn(0, 2)).shape == (0, 5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("chosen", "size"), [(1, 8), (3, 123), (8, 1025)])
+def test_rows_are_combined_by_weight(chosen: int, size: int, dtype: torch.dtype) -> None:
+    rows, weights = randn(6 * chosen, size, dtype=dtype), randn(6, 2 * chosen, seed=1).abs()[:, ::2]
+    places = torch.randperm(6 * chosen, generator=torch.Generator().manual_seed(2)).view(6, chosen).to(DEVICE)
+    found = ops.combine_rows(rows, places, weights)
+    torch.testing.assert_close(found, reference.combine_rows(rows, places, weights))
+    for token in range(6):
+        alone = ops.combine_rows(rows, places[token : token + 1], weights[token : token + 1])
+        assert torch.equal(alone[0], found[token])
