@@ -1,5 +1,5 @@
-"""The decoder that Llama made common, in the variants of `DecoderConfig`: attention, then a gated feed-forward network,
-each on the normalised and added to the plain.
+"""The decoder that Llama made common, in the variants of `DecoderConfig`: attention, then a gated feed-forward network
+or a mixture of several, each on the normalised and added to the plain.
 
 The query, key and value projections are fused into one product and gate and up into another. Weights are allocated
 once, in their final places; `checkpoint_tensors` says which part of them each tensor of a checkpoint fills.
@@ -22,6 +22,7 @@ from worker_service.models.causal_model import LoraPlace
 from worker_service.models.decoder_config import DecoderConfig, LayerConfig
 from worker_service.models.embedding import Embedding
 from worker_service.models.linear import NONE_QUANTIZED, Linear, Quantization, Quantized, head_quantization
+from worker_service.models.mlp import DenseMlp, MixtureMlp, Mlp, Projection
 from worker_service.models.shard import Shard
 from worker_service.parallel.ranks import ALONE, Ranks
 
@@ -43,8 +44,7 @@ class DecoderLayer:
         self._ops: Ops = ops_for(device)
         self._ranks = ranks
         self._heads = [len(heads) * config.head_dim for heads in (shard.heads, shard.kv_heads, shard.kv_heads)]
-        self._inner = len(shard.inner)
-        hidden, inner = config.hidden_size, self._inner
+        hidden = config.hidden_size
         self._attention_norm = torch.empty(hidden, dtype=dtype, device=device)
         self._mlp_norm = torch.empty(hidden, dtype=dtype, device=device)
         self._attention_post_norm, self._mlp_post_norm = (
@@ -55,33 +55,34 @@ class DecoderLayer:
             query_norm, key_norm = torch.empty(2, config.head_dim, dtype=dtype, device=device)
             self._qk_norms = query_norm, key_norm
         allocate = partial(Linear.allocate, dtype=dtype, device=device)
-        adds = partial(allocate, hidden, wide=self._ops.WIDE_PRODUCTS, adds_bias=ranks.rank == 0)
         self._qkv = allocate(sum(self._heads), hidden, config.qkv_bias)
-        self._out = adds(self._heads[0], config.out_bias)
-        self._gate_up = allocate(2 * inner, hidden, config.mlp_bias)
-        self._down = adds(inner, config.mlp_bias)
+        wide, adds_bias = self._ops.WIDE_PRODUCTS, ranks.rank == 0
+        self._out = allocate(hidden, self._heads[0], config.out_bias, wide=wide, adds_bias=adds_bias)
+        self._mlp: Mlp
+        if layer.mixture is None:
+            self._mlp = DenseMlp(config, len(shard.inner), dtype, device, adds_bias=adds_bias)
+        else:
+            self._mlp = MixtureMlp(config, layer.mixture, len(shard.expert_inner), dtype, device)
 
     @property
-    def linears(self) -> tuple[Linear, ...]:
-        return self._qkv, self._out, self._gate_up, self._down
+    def projections(self) -> list[Projection]:
+        """All products."""
+        return self._attention_projections + self._mlp.projections
 
     @property
-    def projections(self) -> list[tuple[Linear, dict[str, int]]]:
-        """Each product, with the names in a checkpoint and the numbers of outputs of what is fused into it."""
+    def adapted(self) -> list[Projection]:
+        """Those that adapters may add to."""
+        return self._attention_projections + self._mlp.adapted
+
+    @property
+    def _attention_projections(self) -> list[Projection]:
         config = self._config
         query, key, value = self._heads
         if config.fused_checkpoint:
             qkv = {"self_attn.qkv_proj": query + key + value}
-            gate_up = {"mlp.gate_up_proj": 2 * self._inner}
         else:
             qkv = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": value}
-            gate_up = {"mlp.gate_proj": self._inner, "mlp.up_proj": self._inner}
-        return [
-            (self._qkv, qkv),
-            (self._out, {"self_attn.o_proj": config.hidden_size}),
-            (self._gate_up, gate_up),
-            (self._down, {"mlp.down_proj": config.hidden_size}),
-        ]
+        return [(self._qkv, qkv), (self._out, {"self_attn.o_proj": config.hidden_size})]
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """What each tensor of this layer in a checkpoint fills."""
@@ -139,8 +140,7 @@ class DecoderLayer:
         if self._attention_post_norm is not None:
             delta = ops.rms_norm(delta, self._attention_post_norm, eps, offset, torch.float32)
         x = ops.add_rms_norm(delta, residual, self._mlp_norm, eps, offset)
-        activated = ops.gated_activation(self._gate_up(x, lora_slots), config.activation)
-        delta = self._ranks.all_reduce(self._down(activated, lora_slots))
+        delta = self._ranks.all_reduce(self._mlp(x, lora_slots))
         if self._mlp_post_norm is not None:
             delta = ops.rms_norm(delta, self._mlp_post_norm, eps, offset, torch.float32)
         return delta
@@ -217,7 +217,7 @@ class Decoder:
         """As `CausalModel` has it."""
         places: dict[str, LoraPlace] = {}
         for number, layer in enumerate(self._layers):
-            for linear, names in layer.projections:
+            for linear, names in layer.adapted:
                 weights = linear.allocate_lora(list(names.values()), num_slots, max_rank)
                 places |= {f"model.layers.{number}.{name}": LoraPlace(weights, part) for part, name in enumerate(names)}
         return places

@@ -8,6 +8,39 @@ from worker_service.models.rope import Rope
 
 
 @dataclass(frozen=True)
+class MixtureNames:
+    """What a checkpoint calls the parts of a mixture, within a layer and within an expert."""
+
+    router: str
+    experts: str
+    """Behind it is an expert's number."""
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A feed-forward network of several, the experts, of which each token has some. Raises ValueError where the sizes
+    make none."""
+
+    num_experts: int
+    num_chosen: int
+    """Of them, for each token."""
+    intermediate_size: int
+    """Of one expert."""
+    renormalise: bool
+    """Whether the weights of the chosen ones are divided by their sum."""
+    names: MixtureNames
+
+    def __post_init__(self) -> None:
+        if self.intermediate_size < 1:
+            raise ValueError(f"the intermediate size of experts is {self.intermediate_size}")
+        if not 1 <= self.num_chosen <= self.num_experts:
+            raise ValueError(f"a token has {self.num_chosen} experts, and there are {self.num_experts}")
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """Settings that may differ from layer to layer."""
 
@@ -15,6 +48,8 @@ class LayerConfig:
     """None in a layer that uses no positions."""
     window: int | None
     """How many tokens up to itself a token attends to; None for all."""
+    mixture: Mixture | None = None
+    """None in a layer with one feed-forward network. All layers that have one have the same."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +109,11 @@ class DecoderConfig:
     def num_layers(self) -> int:
         """How many layers the cache has to hold keys and values of."""
         return len(self.layers)
+
+    @property
+    def mixture(self) -> Mixture | None:
+        """That of the layers that have one."""
+        return next((layer.mixture for layer in self.layers if layer.mixture is not None), None)
 
     @property
     def sliding_window(self) -> int | None:

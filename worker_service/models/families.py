@@ -7,7 +7,7 @@ ValueError, KeyError or TypeError for a file that describes no such network.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from worker_service.models.decoder_config import DecoderConfig, LayerConfig
+from worker_service.models.decoder_config import DecoderConfig, LayerConfig, Mixture, MixtureNames
 from worker_service.models.rope import Rope, read_rope
 
 Json = Mapping[str, Any]
@@ -26,6 +26,26 @@ def _mistral(json: Json) -> DecoderConfig:
     return _read(json, num_kv_heads=8, windows=[json.get("sliding_window", 4096)] * json["num_hidden_layers"])
 
 
+def _mixtral(json: Json) -> DecoderConfig:
+    """Mistral with experts in every layer. (Jiang et al., 2024.)"""
+    num_layers = int(json["num_hidden_layers"])
+    mixture = Mixture(
+        num_experts=int(json.get("num_local_experts", 8)),
+        num_chosen=int(json.get("num_experts_per_tok", 2)),
+        intermediate_size=int(json["intermediate_size"]),
+        renormalise=True,
+        names=MixtureNames("block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2"),
+    )
+    return _read(
+        json,
+        num_kv_heads=8,
+        eps=1e-5,
+        ropes=[read_rope(json, _head_dim(json), 1_000_000.0)] * num_layers,
+        windows=[json.get("sliding_window")] * num_layers,
+        mixtures=[mixture] * num_layers,
+    )
+
+
 def _qwen2(json: Json) -> DecoderConfig:
     """Biases on query, key and value; windows in the layers behind the first ones, if at all. (Yang et al., 2024.)"""
     return _read(json, qkv_bias=True, num_kv_heads=32, windows=_qwen_windows(json))
@@ -42,6 +62,33 @@ def _qwen3(json: Json) -> DecoderConfig:
         out_bias=attention_bias,
         head_dim=128,
         windows=_qwen_windows(json),
+    )
+
+
+def _qwen3_moe(json: Json) -> DecoderConfig:
+    """Qwen3 with experts in all layers, or in all but some. A window, if any, is in all layers. (Yang et al., 2025.)"""
+    num_layers, interval = int(json["num_hidden_layers"]), int(json.get("decoder_sparse_step", 1))
+    if interval < 1:
+        raise ValueError(f"decoder_sparse_step is {interval}; it must be at least 1")
+    mixture = Mixture(
+        num_experts=int(json.get("num_experts", json.get("num_local_experts", 128))),
+        num_chosen=int(json.get("num_experts_per_tok", 8)),
+        intermediate_size=int(json.get("moe_intermediate_size", 768)),
+        renormalise=bool(json.get("norm_topk_prob", False)),
+        names=MixtureNames("mlp.gate", "mlp.experts", gate="gate_proj", up="up_proj", down="down_proj"),
+    )
+    dense = {int(number) for number in json.get("mlp_only_layers") or ()}
+    has_experts = [number not in dense and (number + 1) % interval == 0 for number in range(num_layers)]
+    window = json.get("sliding_window", 4096) if json.get("use_sliding_window") else None
+    attention_bias = bool(json.get("attention_bias", False))
+    return _read(
+        json,
+        qk_norm=True,
+        num_kv_heads=4,
+        qkv_bias=attention_bias,
+        out_bias=attention_bias,
+        windows=[window] * num_layers,
+        mixtures=[mixture if has else None for has in has_experts],
     )
 
 
@@ -121,9 +168,11 @@ FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {
     "llama": _llama,
     "mimo": _qwen2,  # with a layer for multi-token prediction beside it (Xiaomi LLM-Core Team, 2025)
     "mistral": _mistral,
+    "mixtral": _mixtral,
     "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
     "smollm3": _smollm3,
 }
 """By the `model_type` of config.json."""
@@ -142,6 +191,7 @@ def _read(
     activation: str | None = None,
     ropes: Sequence[Rope | None] | None = None,
     windows: Sequence[int | None] | None = None,
+    mixtures: Sequence[Mixture | None] | None = None,
     attention_scale: float | None = None,
     **options: Any,
 ) -> DecoderConfig:
@@ -170,8 +220,10 @@ def _read(
         rms_norm_eps=float(json.get("rms_norm_eps", eps)),
         activation=_ACTIVATIONS[activation],
         layers=tuple(
-            LayerConfig(rope, None if window is None else int(window))
-            for rope, window in zip(ropes, windows or [None] * num_layers, strict=True)
+            LayerConfig(rope, None if window is None else int(window), mixture)
+            for rope, window, mixture in zip(
+                ropes, windows or [None] * num_layers, mixtures or [None] * num_layers, strict=True
+            )
         ),
         tied_embeddings=bool(json.get("tie_word_embeddings", tied_embeddings)),
         attention_scale=head_dim**-0.5 if attention_scale is None else float(attention_scale),

@@ -44,16 +44,26 @@ class Linear:
     """`x @ weight.T + bias`. weight: [outputs, inputs]; bias: [outputs] or None.
 
     wide: whether the result is in float32, as it is summed, rather than in the dtype of x. If the results are summed
-    over the ranks, only one rank adds the bias, though all ranks load it.
+    over the ranks, only one rank adds the bias, though all ranks load it. alike: whether, once packed, it sums up a row
+    the same whatever the number of rows. quantisable: whether it may be quantised with others.
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, *, wide: bool = False, adds_bias: bool = True
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        wide: bool = False,
+        adds_bias: bool = True,
+        alike: bool = False,
+        quantisable: bool = True,
     ) -> None:
         self.weight = weight
         self._shape = weight.shape
         self.bias = bias
         self._wide = wide
+        self._alike = alike
+        self._quantisable = quantisable
         self._added = bias if adds_bias else None
         self._product: Product | None = None
         self._lora: LoraWeights | None = None
@@ -78,7 +88,11 @@ class Linear:
     def pack(self, quantization: Quantization = "none") -> None:
         """Pack the weights as they are now, if packing helps, and free the unpacked ones. Raises ValueError for weights
         that cannot be quantised so."""
-        self._product = packing(self.weight.device, quantization)(self.weight, self._wide)
+        scheme = quantization if self._quantisable else "none"
+        pack = packing(self.weight.device, scheme)
+        if self._alike and scheme in ("none", "gguf"):  # quantised weights are multiplied so in any case
+            pack = ops_for(self.weight.device).pack_alike
+        self._product = pack(self.weight, self._wide)
         if self._product is not None:
             self.weight = self.weight.new_empty(0)
 

@@ -1,8 +1,9 @@
 """What a rank holds of a network. (Shoeybi et al., 2019.)
 
 Projections into a half of a layer are cut by outputs, that is by heads or by inner units; projections out of it are cut
-by inputs. A half therefore needs one sum over the ranks. The embedding and the logits' head are cut by tokens: whole,
-they would be a rank's largest weights, and the price is a sum over one more vector a token.
+by inputs. A half therefore needs one sum over the ranks. Each expert of a mixture is cut so too; its router is held
+whole. The embedding and the logits' head are cut by tokens: whole, they would be a rank's largest weights, and the
+price is a sum over one more vector a token.
 
 What a low-rank adapter adds to a projection is cut as its weights are, by cutting one half of the adapter: the one that
 leads to the outputs, or the one that leads from the inputs. Where inputs are cut, ranks add it before they sum up.
@@ -30,6 +31,8 @@ class Shard:
     kv_heads: range
     inner: range
     """A stretch of the intermediate size."""
+    expert_inner: range
+    """The same of each expert; empty where there are none."""
     vocabulary: range
 
     @classmethod
@@ -47,18 +50,21 @@ class Shard:
                 f"cannot be dealt out so: it may be up to {num_kv_heads}, or a multiple of {num_kv_heads} "
                 f"up to {num_heads}"
             )
-        if size > config.intermediate_size:
-            raise StartError(f"--tensor-parallel-size is {size}; the intermediate size is {config.intermediate_size}")
+        inner_sizes = [config.intermediate_size]
+        if (mixture := config.mixture) is not None:
+            inner_sizes.append(mixture.intermediate_size)
+        if size > min(inner_sizes):
+            raise StartError(f"--tensor-parallel-size is {size}; the intermediate size is {min(inner_sizes)}")
         kv_heads = _stretch(num_kv_heads, rank // copies, size // copies)
         of_a_head = _stretch(group, rank % copies, copies) if copies > 1 else range(group * len(kv_heads))
         first = group * kv_heads.start + of_a_head.start
-        together = gcd(_ALIGNMENT, config.intermediate_size) if config.intermediate_size >= _ALIGNMENT * size else 1
-        inner = _stretch(config.intermediate_size // together, rank, size)
+        inner, *of_experts = (_inner(units, rank, size) for units in inner_sizes)
         tokens = -(-config.vocabulary_size // size)  # equal in all ranks but the last, so that logits can be joined
         return cls(
             range(first, first + len(of_a_head)),
             kv_heads,
-            range(inner.start * together, inner.stop * together),
+            inner,
+            of_experts[0] if of_experts else range(0),
             range(min(rank * tokens, config.vocabulary_size), min((rank + 1) * tokens, config.vocabulary_size)),
         )
 
@@ -78,6 +84,12 @@ class Shard:
             "self_attn.o_proj.weight": Cut((len(hidden), sizes[0]), [hidden], query),
             "mlp.down_proj.weight": Cut((len(hidden), config.intermediate_size), [hidden], self.inner),
         }
+        if config.mixture is not None:
+            of_expert, units = config.mixture.names, config.mixture.intermediate_size
+            for number in range(config.mixture.num_experts):
+                expert = f"{of_expert.experts}.{number}"
+                rows |= {f"{expert}.{name}": [(units, self.expert_inner)] for name in (of_expert.gate, of_expert.up)}
+                layer[f"{expert}.{of_expert.down}.weight"] = Cut((len(hidden), units), [hidden], self.expert_inner)
         for name, parts in rows.items():
             total, stretches = _joined(parts)
             layer[f"{name}.weight"] = Cut((total, len(hidden)), stretches, hidden)
@@ -110,6 +122,12 @@ def part_of(config: ModelConfig, ranks: Ranks) -> tuple[int, Mapping[str, Cut]]:
 def _stretch(total: int, part: int, parts: int) -> range:
     """One of parts that are as nearly equal as possible."""
     return range(total * part // parts, total * (part + 1) // parts)
+
+
+def _inner(units: int, rank: int, size: int) -> range:
+    """A rank's stretch of an intermediate size."""
+    together = gcd(_ALIGNMENT, units) if units >= _ALIGNMENT * size else 1
+    return _times(_stretch(units // together, rank, size), together)
 
 
 def _times(stretch: range, factor: int) -> range:

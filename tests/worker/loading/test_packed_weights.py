@@ -243,6 +243,22 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "model"
 
 
+@pytest.fixture(scope="module")
+def with_experts(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    folder = tmp_path_factory.mktemp("with_experts")
+    sizes = {name: json.loads((plain / "config.json").read_text())[name] for name in KEPT}
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, initializer_range=0.2)).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((plain / file).read_bytes())
+    return folder
+
+
+KEPT = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "max_position_embeddings")  # fmt: skip
 ORDERED = ", by activation"
 
 
@@ -277,7 +293,15 @@ def quantise(plain: Path, folder: Path, name: str, size: int = 32) -> tuple[Path
 @pytest.mark.parametrize("name", ["gptq, 4 bits", "gptq, 4 bits" + ORDERED, "awq", "compressed, 4 bits", "int8"])
 @pytest.mark.parametrize("size", [32, 16])
 def test_a_model_is_served_with_the_weights_that_it_stores(name: str, size: int, plain: Path, tmp_path: Path) -> None:
-    stored, meant = quantise(plain, tmp_path, name, size)
+    check_served(*quantise(plain, tmp_path, name, size))
+
+
+@pytest.mark.parametrize("name", ["gptq, 4 bits", "awq"])
+def test_experts_are_served_with_the_weights_that_they_store(name: str, with_experts: Path, tmp_path: Path) -> None:
+    check_served(*quantise(with_experts, tmp_path, name))
+
+
+def check_served(stored: Path, meant: Path) -> None:
     exact = prompt_logprobs(worker_settings(meant, dtype="float32"))
     assert torch.equal(prompt_logprobs(worker_settings(stored, dtype="float32")), exact)
     if not can_pack(torch.device("cpu"), torch.bfloat16, "int4"):

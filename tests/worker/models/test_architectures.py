@@ -43,6 +43,8 @@ NATIVE: dict[str, dict[str, Any]] = {
     },
     "mistral": {"model_type": "mistral", "sliding_window": 9},
     "mistral, no window": {"model_type": "mistral", "sliding_window": None, "tie_word_embeddings": True},
+    "mixtral, windows": {"model_type": "mixtral", "sliding_window": 9, "num_local_experts": 4},
+    "mixtral, one expert each": {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 1},
     "qwen2": {"model_type": "qwen2"},
     "qwen2, windows": {
         "model_type": "qwen2",
@@ -57,6 +59,32 @@ NATIVE: dict[str, dict[str, Any]] = {
         "use_sliding_window": True,
         "sliding_window": 5,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "qwen3_moe, not renormalised": {
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 36,
+        "num_experts": 9,
+        "num_experts_per_tok": 3,
+    },
+    "qwen3_moe, renormalised": {
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 36,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 8,
+    },
+    "qwen3_moe, dense layers between": {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 5,
+        "moe_intermediate_size": 28,
+        "num_experts": 4,
+        "num_experts_per_tok": 4,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+        "tie_word_embeddings": True,
     },
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
     "smollm3, windows": {
@@ -101,7 +129,6 @@ BORROWED: dict[str, dict[str, Any]] = {
         "logits_scaling": 3.0,
         "residual_multiplier": 0.5,
     },
-    "mixtral": {"model_type": "mixtral", "sliding_window": 9, "num_local_experts": 4},
     "olmo2": {"model_type": "olmo2"},
     "olmo2, dynamic rope": {
         "model_type": "olmo2",
@@ -122,7 +149,6 @@ BORROWED: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "max_window_layers": 1,
     },
-    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2},
     "vaultgemma": {
         "model_type": "vaultgemma",
         "layer_types": WINDOWS,

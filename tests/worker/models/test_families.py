@@ -44,11 +44,15 @@ FILES: list[dict[str, Any]] = [
     {"model_type": "llama", "num_key_value_heads": None, "head_dim": None, "rope_theta": 500.0},
     {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}, "attention_bias": True},
     {"model_type": "mistral", "sliding_window": None},
+    {"model_type": "mixtral", "sliding_window": 9, "num_local_experts": 3, "num_experts_per_tok": 1},
     {"model_type": "phi3", "partial_rotary_factor": 0.5, "sliding_window": 7, "rope_scaling": None},
     {"model_type": "qwen2", **QWEN_WINDOWS},
     {"model_type": "qwen2", **QWEN_WINDOWS, "use_sliding_window": False},
     {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 0},
     {"model_type": "qwen3", **QWEN_WINDOWS, "tie_word_embeddings": True},
+    {"model_type": "qwen3_moe", **QWEN_WINDOWS, "norm_topk_prob": True, "attention_bias": True},
+    {"model_type": "qwen3_moe", "num_local_experts": 12, "moe_intermediate_size": 44, "mlp_only_layers": [1, 4]},
+    {"model_type": "qwen3_moe", "decoder_sparse_step": 2, "mlp_only_layers": None, "num_experts_per_tok": 3},
     {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 9, "no_rope_layer_interval": 2},
     {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 9, "no_rope_layers": [1, 0, 1, 1, 0]},
 ]
@@ -92,6 +96,25 @@ def test_a_file_reads_as_transformers_reads_it(file: dict[str, Any]) -> None:
             torch.testing.assert_close(layer.rope.inverse_frequencies, expected)
 
 
+@pytest.mark.parametrize("file", [file for file in FILES if file["model_type"] in ("mixtral", "qwen3_moe")], ids=str)
+def test_experts_are_where_transformers_has_them_and_as_many(file: dict[str, Any]) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    theirs = AutoConfig.for_model(**SIZES | file)
+    ours = read_config(SIZES | file)
+    assert isinstance(ours, DecoderConfig)
+    with torch.device("meta"):
+        network: Any = AutoModelForCausalLM.from_config(theirs)
+    assert [layer.mixture is not None for layer in ours.layers] == [
+        hasattr(layer.mlp, "experts") for layer in network.model.layers
+    ]
+    mixture, router = ours.mixture, next(layer.mlp.gate for layer in network.model.layers if hasattr(layer.mlp, "gate"))
+    assert mixture is not None
+    assert (mixture.num_experts, mixture.num_chosen) == (router.num_experts, router.top_k)
+    assert mixture.intermediate_size == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+    assert mixture.renormalise == getattr(theirs, "norm_topk_prob", True)
+
+
 @pytest.mark.parametrize(("family", "like"), UNKNOWN.items())
 def test_a_file_of_a_family_that_transformers_does_not_know_reads_as_one_that_it_does(family: str, like: str) -> None:
     found, known = (read_config(SIZES | QWEN_WINDOWS | {"model_type": one}) for one in (family, like))
@@ -118,6 +141,10 @@ def test_a_size_that_is_missing_is_named(name: str) -> None:
         ({"model_type": "mistral", "sliding_window": 0}, "a sliding window must hold at least one token"),
         ({"model_type": "gemma2", "attn_logit_softcapping": 0.0}, "attention_soft_cap is 0.0; it must be above 0"),
         ({"num_hidden_layers": 0}, "num_layers is 0"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "a token has 9 experts, and there are 8"),
+        ({"model_type": "qwen3_moe", "num_experts": 0}, "a token has 8 experts, and there are 0"),
+        ({"model_type": "qwen3_moe", "moe_intermediate_size": 0}, "intermediate size of experts is 0"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be at least 1"),
     ],
 )
 def test_networks_that_are_not_supported_are_refused(change: dict[str, Any], sentence: str) -> None:

@@ -15,6 +15,7 @@ NATIVE: dict[str, dict[str, Any]] = {
     "gemma3_text": {"model_type": "gemma3_text", "sliding_window": 8, "query_pre_attn_scalar": 20},
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3"},
+    "qwen3_moe": {"model_type": "qwen3_moe", "moe_intermediate_size": 40, "num_experts": 4, "num_experts_per_tok": 2},
 }
 COMMON_TO_ALL_TOKENS = 3.0
 """Added to every weight that makes logits: they are then 20 in size and near to each other, as in trained networks."""

@@ -49,6 +49,9 @@ class PeftOracle(Oracle):
 
 FAMILIES = {name: NATIVE[name] for name in ("gemma", "gemma3_text", "mistral", "qwen2", "qwen3", "smollm3", "phi3")}
 FAMILIES |= {"llama": {"model_type": "llama"}}
+FAMILIES |= {name: NATIVE[name] for name in ("mixtral, windows", "qwen3_moe, dense layers between")}
+MIXTURES = ("mixtral", "qwen3_moe")
+"""Natively their experts take no adapters; PEFT's "all-linear" would change them too."""
 FAMILIES |= {name: BORROWED[name] for name in ("olmo2", "granite", "gpt_neox", "qwen2_moe")}
 
 
@@ -61,8 +64,11 @@ def test_sequences_of_several_adapters_say_what_pefts_models_say(
     targets = ["query_key_value", "dense"] if family["model_type"] == "gpt_neox" else ["qkv_proj", "o_proj"]
     if family["model_type"] not in ("gpt_neox", "phi3"):
         targets = ["q_proj", "v_proj", "down_proj"]
+    every: Any = "all-linear"
+    if family["model_type"] in MIXTURES:
+        every, targets = ["q_proj", "k_proj", "v_proj", "o_proj"], ["q_proj", "v_proj"]
     paths = [
-        save_adapter(tmp_path / "all", base, 1),
+        save_adapter(tmp_path / "all", base, 1, target_modules=every),
         save_adapter(tmp_path / "some", base, 2, r=7, use_rslora=True, target_modules=targets),
     ]
     runner = load_runner(base, room=ROOM)
@@ -237,3 +243,16 @@ def test_what_is_wrong_with_an_adapter_is_said(
         load(runner.adapters, path, tmp_path / "copy")
     assert str(tmp_path) not in str(error.value)
     assert not runner.adapters._loaded
+
+
+@pytest.mark.parametrize("module", ["mlp.experts.0.up_proj", "mlp.gate"])
+def test_an_adapter_of_experts_or_of_their_router_is_refused(
+    module: str, make_checkpoint: Make, tmp_path: Path
+) -> None:
+    base = make_checkpoint(**NATIVE["qwen3_moe, renormalised"])
+    adapters = load_runner(base, room=ROOM).adapters
+    assert adapters is not None
+    path = save_adapter(tmp_path / "adapter", base, 1, target_modules=["q_proj"])
+    spoil_tensors(lambda held: held.update({FIRST.replace("self_attn.q_proj", module): torch.zeros(4, 48)}))(path)
+    with pytest.raises(AdapterError, match=rf"is for .*{module}.*, and this model has no adapters there"):
+        load(adapters, path, tmp_path / "copy")

@@ -43,6 +43,8 @@ CONFIGS: dict[str, tuple[DecoderConfig, int]] = {
     "shared unequally": (config(num_attention_heads=5, num_key_value_heads=1), 3),
     "fused": (config(model_type="phi3", hidden_size=60), 3),
     "normed": (config(model_type="gemma3_text"), 4),
+    "experts": (config(model_type="qwen3_moe", num_experts=3, num_experts_per_tok=1, moe_intermediate_size=40), 4),
+    "experts between": (config(model_type="qwen3_moe", num_experts=2, num_experts_per_tok=1, decoder_sparse_step=2), 2),
     "more ranks than tokens": (config(vocab_size=5, num_attention_heads=8, num_key_value_heads=8), 8),
 }
 

@@ -92,9 +92,9 @@ def test_weights_take_the_type_that_was_asked_for(starcoder: Path) -> None:
 
 
 def test_experts_are_filled_one_by_one_in_their_stack(make_checkpoint: Callable[..., Path]) -> None:
-    path = make_checkpoint(model_type="mixtral", num_local_experts=4)
+    path = make_checkpoint(model_type="qwen2_moe", num_experts=4, moe_intermediate_size=100)
     places = build_model(read_config(Checkpoint(path).config), torch.float32, CPU).checkpoint_tensors()
-    first, second = (places[f"model.layers.0.block_sparse_moe.experts.2.{name}.weight"] for name in ("w1", "w3"))
+    first, second = (places[f"model.layers.0.mlp.experts.2.{name}_proj.weight"] for name in ("gate", "up"))
     assert first.shape == second.shape == (100, 48)
     assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
     assert set(places) == set(load_file(path / "model.safetensors"))
