@@ -46,6 +46,15 @@ def test_rows_of_an_expert_lie_together_in_the_order_of_their_tokens() -> None:
     assert rows.places.tolist() == [[5, 0], [2, 6], [1, 3], [7, 4]]
 
 
+def test_what_is_launched_for_experts_depends_on_shapes_alone() -> None:
+    """On the meta device there are no values to look at; a captured graph can be replayed for other ones."""
+    logits = torch.empty(41, 5, device="meta")
+    for renormalise in (False, True):
+        weights, experts = choose_experts(logits, 2, renormalise)
+        rows = group_rows(experts, 5)
+        assert [tensor.shape for tensor in (weights, *rows)] == [(41, 2), (82,), (41, 2), (5,)]
+
+
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ends", [[0, 17, 18, 18, 41], [41, 41, 41, 41, 41], [8, 16, 24, 32, 41]])

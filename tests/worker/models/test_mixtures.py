@@ -4,16 +4,21 @@ In float32 and, on a CPU, in bf16, also with quantised weights: to the bit where
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from stepped_worker import DEVICE, PROMPT, SteppedWorker, load_runner
 from test_architectures import NATIVE
-from worker_helpers import new_sequence
+from worker_helpers import LIMITS, new_sequence
 
 from worker_service.execution.model_runner import ModelRunner
+from worker_service.execution.worker import load_worker
 from worker_service.models.linear import Quantization, can_pack
+from worker_service.session.session import Session
+from worker_service.session.step import SchedulerOutput
+from worker_service.settings import WorkerSettings
 
 FAMILIES = ["mixtral, windows", "qwen3_moe, not renormalised", "qwen3_moe, dense layers between"]
 TYPES: list[tuple[torch.dtype, Quantization]] = [
@@ -78,6 +83,15 @@ def test_guesses_change_no_token_right_or_wrong(runner: ModelRunner) -> None:
         guesses = [right, [*right[:1], 130], [130, 129, 128]][len(found) % 3]
         found += worker.verify({2: guesses}).token_ids
     assert found[:COUNT] == expected
+
+
+def test_a_config_is_enough_to_try_a_networks_shape(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    worker = load_worker(WorkerSettings(model=str(tmp_path), device="cpu", load_format="dummy", num_device_blocks=32))
+    new = new_sequence(1, PROMPT, range(4))
+    step = SchedulerOutput(1, 1, (new,), (1,), (len(PROMPT),), (True,))
+    session = Session(1, replace(LIMITS, block_size=16))
+    assert len(worker.runner.execute(step, session.apply(step)).token_ids) == 1
 
 
 def test_log_probabilities_of_chunks_are_those_of_the_whole_to_the_bit_in_bf16(checkpoint: Path) -> None:
