@@ -36,6 +36,7 @@ def test_a_token_has_the_experts_of_the_largest_probabilities(
 def test_of_equal_logits_the_lowest_numbers_are_chosen() -> None:
     logits = torch.tensor([[1.0, 2.0, 1.0, 2.0, 2.0], [0.0] * 5])
     assert choose_experts(logits, 3, True)[1].tolist() == [[1, 3, 4], [0, 1, 2]]
+    assert choose_experts(torch.zeros(3, 4096), 5, False)[1].tolist() == [[0, 1, 2, 3, 4]] * 3
 
 
 def test_rows_of_an_expert_lie_together_in_the_order_of_their_tokens() -> None:
