@@ -256,3 +256,12 @@ def test_an_adapter_of_experts_or_of_their_router_is_refused(
     spoil_tensors(lambda held: held.update({FIRST.replace("self_attn.q_proj", module): torch.zeros(4, 48)}))(path)
     with pytest.raises(AdapterError, match=rf"is for .*{module}.*, and this model has no adapters there"):
         load(adapters, path, tmp_path / "copy")
+
+
+def test_beside_experts_dense_layers_take_adapters(make_checkpoint: Make) -> None:
+    adapters = load_runner(make_checkpoint(**NATIVE["qwen3_moe, dense layers between"]), room=ROOM).adapters
+    assert adapters is not None
+    feed_forward = [name for name in adapters.shapes if ".mlp." in name]
+    layers = (0, 2, 3, 4)
+    kinds = ("gate_proj", "up_proj", "down_proj")
+    assert feed_forward == [f"model.layers.{number}.mlp.{kind}" for number in layers for kind in kinds]
