@@ -15,11 +15,31 @@ struct Lora {
   int64_t parts, max_rank, inputs, outputs;
 };
 
-template <typename T>
-inline float dot(const T* x, const T* y, int64_t length) {
-  Vec sums(0.0f);
-  for_each_vector(length, [&](int64_t i, int64_t n) { sums = at::vec::fmadd(widen(x + i, n), widen(y + i, n), sums); });
-  return sum(sums);
+constexpr int64_t kSums = 8;  // that are summed side by side, because each addition of one waits for the one before
+
+// The products of x with kCount neighbouring vectors, `length` apart, each summed as it would be alone.
+template <int kCount, typename T>
+inline void dots(const T* x, const T* y, int64_t length, float* products) {
+  Vec sums[kCount];
+  for (auto& one : sums) one = Vec(0.0f);
+  for_each_vector(length, [&](int64_t i, int64_t n) {
+    const Vec factor = widen(x + i, n);
+    for (int k = 0; k < kCount; ++k) sums[k] = at::vec::fmadd(factor, widen(y + k * length + i, n), sums[k]);
+  });
+  for (int k = 0; k < kCount; ++k) products[k] = sum(sums[k]);
+}
+
+// Adds to kCount neighbouring vectors of y the rows of b times these factors, each summed as it would be alone.
+template <int kCount, typename Y, typename T>
+inline void add_rows(Y* y, const T* b, int64_t stride, const float* factors, int64_t count) {
+  Vec sums[kCount];
+  for (auto& one : sums) one = Vec(0.0f);
+  for (int64_t r = 0; r < count; ++r) {
+    const Vec factor(factors[r]);
+    for (int k = 0; k < kCount; ++k)
+      sums[k] = at::vec::fmadd(factor, widen(b + r * stride + k * kLanes, kLanes), sums[k]);
+  }
+  for (int k = 0; k < kCount; ++k) store(y + k * kLanes, widen(y + k * kLanes, kLanes) + sums[k], kLanes);
 }
 
 // A row's sums are over its own inputs and ranks, in their order, so that they do not depend on other rows.
@@ -34,15 +54,21 @@ void add_lora(Y* y, const T* x, int64_t x_stride, const int32_t* slots, int64_t 
       if (rank == 0) continue;
       for (int64_t part = 0; part < lora.parts; ++part) {
         const T* a = lora.a + (slot * lora.parts + part) * lora.max_rank * lora.inputs;
-        for (int64_t r = 0; r < rank; ++r) inner[r] = dot(x + row * x_stride, a + r * lora.inputs, lora.inputs);
-        const int64_t first = lora.starts[part];
+        const T* own = x + row * x_stride;
+        int64_t r = 0;
+        for (; r + kSums <= rank; r += kSums) dots<kSums>(own, a + r * lora.inputs, lora.inputs, &inner[r]);
+        for (; r < rank; ++r) dots<1>(own, a + r * lora.inputs, lora.inputs, &inner[r]);
+        const int64_t first = lora.starts[part], count = lora.starts[part + 1] - first;
         const T* b = lora.b + slot * lora.max_rank * lora.outputs + first;
         Y* target = y + row * lora.outputs + first;
-        for_each_vector(lora.starts[part + 1] - first, [&](int64_t i, int64_t n) {
+        int64_t done = 0;
+        for (; done + kSums * kLanes <= count; done += kSums * kLanes)
+          add_rows<kSums>(target + done, b + done, lora.outputs, inner.data(), rank);
+        for_each_vector(count - done, [&](int64_t i, int64_t n) {
           Vec added(0.0f);
-          for (int64_t r = 0; r < rank; ++r)
-            added = at::vec::fmadd(Vec(inner[r]), widen(b + r * lora.outputs + i, n), added);
-          store(target + i, widen(target + i, n) + added, n);
+          for (int64_t k = 0; k < rank; ++k)
+            added = at::vec::fmadd(Vec(inner[k]), widen(b + k * lora.outputs + done + i, n), added);
+          store(target + done + i, widen(target + done + i, n) + added, n);
         });
       }
     }
