@@ -52,8 +52,11 @@ async def test_a_model_of_the_default_models_heads_says_the_same_in_two_ranks(
     for speculate in ("none", "ngram"):
         ranked = [*SMALL_POOL, *TWO_RANKS, "--speculate", speculate]
         with LocalServer(model, worker_arguments=ranked, scheduler_arguments=scheduler) as ranks:
-            assert await completions(ranks.target) == expected
-            (worker,) = (await cluster_state(ranks.admin_target)).workers
+            for _ in range(10):  # a busy machine guesses only now and then, for it may not be worth it
+                assert await completions(ranks.target) == expected
+                (worker,) = (await cluster_state(ranks.admin_target)).workers
+                if speculate == "none" or worker.num_guessed_tokens:
+                    break
             assert worker.num_preemptions
             assert bool(worker.num_guessed_tokens) == (speculate == "ngram")
 
