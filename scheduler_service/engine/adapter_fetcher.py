@@ -197,10 +197,12 @@ class AdapterFetcher:
 
     def _pause(self) -> float | None:
         """Seconds after which to look again, though nothing has changed."""
-        until = [again_at for again_at, _ in self._retries.values()]
+        now = time.monotonic()
+        # One whose time has come waits for a place.
+        pauses = [again_at - now for again_at, _ in self._retries.values() if again_at > now]
         if any(one not in self.refused and one not in self._retries for one in self._lacking):
-            until.append(time.monotonic() + LONG_FETCH_SECONDS)  # it may be on its way to another worker
-        return max(0.01, min(until) - time.monotonic()) if until else None
+            pauses.append(LONG_FETCH_SECONDS)  # it may be on its way to another worker
+        return min(pauses, default=None)
 
     def _answer(self, fingerprint: str, result: bool | WorkerError) -> bool:
         """Tell an operator that waits for it what became of an adapter; returns whether there is one."""

@@ -53,6 +53,7 @@ def read_adapter(name: str, folder: Path, copies: Path) -> Adapter:
                 while data := source.read(PIECE_BYTES):
                     digest.update(data)
                     copy.write(data)
+                copy.flush()
             except OSError:
                 weights.unlink()
                 raise

@@ -23,7 +23,7 @@ from pagewire_common.start_error import StartError
 from scheduler_service.engine.adapter_fetcher import LONG_FETCH_SECONDS, AdapterFetcher
 from scheduler_service.engine.adapter_files import Adapter, CopyLostError, configured_folders, hand_over, read_adapter
 from scheduler_service.engine.limits import num_places
-from scheduler_service.engine.worker_client import AdapterRefusedError, WorkerClient, WorkerError
+from scheduler_service.engine.worker_client import AdapterFailedError, AdapterRefusedError, WorkerClient, WorkerError
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.wire.codec import WorkerInfo
 
@@ -264,6 +264,8 @@ class Adapters:
                 raise _unfit(adapter, str(error)) from None
             except CopyLostError as error:
                 self.give_up(adapter, str(error))
+            except AdapterFailedError:  # it is tried again in the session
+                continue
             else:
                 held.append(fingerprint)
         return held

@@ -370,3 +370,16 @@ async def test_a_worker_with_other_adapters_than_are_counted_is_asked_again(
         assert (await collect(client, "abc", SHORT, lora_name="two")).outputs
         await until(lambda: len(worker.worker.adapters.fingerprints) == 3)
         assert len(one.engine.adapters.listed) == 3
+
+
+async def test_one_that_is_to_be_tried_again_and_has_no_place_is_not_looked_at_all_the_time(
+    tiny_model_directory: Path, adapters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_fetcher, "LAST_RETRY_SECONDS", 0.01)
+    async with serving(tiny_model_directory, adapters, max_cpu_loras=1) as (one, worker), Client(one.target) as client:
+        await until(lambda: len(worker.worker.adapters.fingerprints) == 1)
+        held = worker.worker.adapters.fingerprints[0]
+        (fetcher,) = one.engine.fetchers()
+        fetcher._retry_later(next(one for one in one.engine.adapters.named if one != held), "made up")
+        await asyncio.wait_for(asyncio.shield(until(lambda: fetcher._pause() is None)), 5)
+        assert (await collect(client, "abc", SHORT)).outputs
