@@ -11,12 +11,14 @@ from types import ModuleType
 import torch
 
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2")
 _TORCH_AVX512 = ("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512")
 INSTRUCTION_SETS: dict[str, tuple[str, ...]] = (
     {
         "avx512_bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni", *_TORCH_AVX512),
         "avx512": (*_AVX512, *_TORCH_AVX512),
-        "avx2": ("-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"),
+        "avx2_vnni": (*_AVX2, "-mavxvnni"),
+        "avx2": _AVX2,
     }
     if platform.machine() in ("x86_64", "AMD64")
     else {"default": ("-DCPU_CAPABILITY=DEFAULT", "-DCPU_CAPABILITY_DEFAULT")}
@@ -29,6 +31,7 @@ _AVX512_FEATURES = (*_AVX2_FEATURES, "avx512_f", "avx512_bw", "avx512_vl", "avx5
 _NEEDED = {
     "avx512_bf16": (*_AVX512_FEATURES, "avx512_bf16", "avx512_vnni"),
     "avx512": _AVX512_FEATURES,
+    "avx2_vnni": (*_AVX2_FEATURES, "avx_vnni"),
     "avx2": _AVX2_FEATURES,
     "default": (),
 }

@@ -16,7 +16,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <limits>
+#include <numeric>
+#include <utility>
 
 #include "matmul.h"
 #include "team.h"
@@ -91,36 +92,50 @@ using WeightBlocks = BlockKinds<
 
 // Inputs in 8 bits. What is missing of the last group is 0.
 struct Int8Rows {
+  // Of all numbers of a group, and of either half: the sum times the scale, and times minus the number that means zero.
   struct Group {
-    float scale;
-    int32_t sums[3];        // of all its numbers, and of either half
-    float scaled_sums[3];
+    float scale, scaled_sums[3];
+    int32_t corrections[3];
   };
   int64_t groups;  // of a row
   Buffer<int8_t> numbers;
   Buffer<Group> of_groups;
 
-  // A row with a number that is not finite has scales and sums that are not, and any numbers.
-  Int8Rows(const at::BFloat16* x, const Sizes& sizes)
+  // A row with a number that is not finite has scales and sums that are not. zero: the number that means it in weights.
+  Int8Rows(const at::BFloat16* x, const Sizes& sizes, int32_t zero)
       : groups(groups_of(sizes.inputs)), numbers(sizes.rows * groups * kGroup), of_groups(sizes.rows * groups) {
     parallel_for(sizes.rows, rows_a_thread(sizes.inputs), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row)
         for (int64_t group = 0; group < groups; ++group) {
           const int64_t place = row * groups + group, first = group * kGroup;
           of_groups[place] = round_group(
-              x + row * sizes.x_stride + first, std::min(kGroup, sizes.inputs - first), numbers.data() + place * kGroup);
+              x + row * sizes.x_stride + first, std::min(kGroup, sizes.inputs - first), zero,
+              numbers.data() + place * kGroup);
         }
     });
   }
 
  private:
-  static Group round_group(const at::BFloat16* x, int64_t count, int8_t* numbers) {
+  static Group round_group(const at::BFloat16* x, int64_t count, int32_t zero, int8_t* numbers) {
     const float scale = count == kGroup ? round_to_8_bits(x, kGroup, numbers) : round_to_8_bits(x, count, numbers);
-    int32_t sums[2] = {};
-    for (int64_t i = 0; i < kGroup; ++i) sums[i / (kGroup / 2)] += numbers[i];
+    const auto [first, second] = sums_of_halves(numbers);
     const auto scaled = [&](int32_t sum) { return scale * static_cast<float>(sum); };
-    const int32_t all = sums[0] + sums[1];
-    return {scale, {all, sums[0], sums[1]}, {scaled(all), scaled(sums[0]), scaled(sums[1])}};
+    const int32_t all = first + second;
+    return {scale, {scaled(all), scaled(first), scaled(second)}, {-zero * all, -zero * first, -zero * second}};
+  }
+  static std::pair<int32_t, int32_t> sums_of_halves(const int8_t* numbers) {
+    constexpr int64_t kHalf = kGroup / 2;
+#if defined(__AVX2__)
+    const auto sums_of_fours = [](const int8_t* half) {
+      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(half));
+      return _mm_madd_epi16(_mm_maddubs_epi16(_mm_set1_epi8(1), bytes), _mm_set1_epi16(1));
+    };
+    const __m128i sums = _mm_hadd_epi32(sums_of_fours(numbers), sums_of_fours(numbers + kHalf));
+    const __m128i both = _mm_hadd_epi32(sums, sums);
+    return {_mm_cvtsi128_si32(both), _mm_extract_epi32(both, 1)};
+#else
+    return {std::accumulate(numbers, numbers + kHalf, 0), std::accumulate(numbers + kHalf, numbers + kGroup, 0)};
+#endif
   }
 };
 
@@ -163,6 +178,9 @@ inline Ints half_of(Ints bytes, bool upper) {
   return _mm256_and_si256(upper ? _mm256_srli_epi16(bytes, 4) : bytes, _mm256_set1_epi8(15));
 }
 inline Ints add_small_dots(Ints sums, Ints weights, Ints x, int16_t factor = 1) {
+#if defined(__AVXVNNI__)
+  if (factor == 1) return _mm256_dpbusd_avx_epi32(sums, weights, x);
+#endif
   return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(weights, x), _mm256_set1_epi16(factor)));
 }
 inline Vec to_float(Ints sums) { return _mm256_cvtepi32_ps(sums); }
@@ -216,7 +234,7 @@ inline Vec to_float(Ints sums) {
 
 template <int kBits>
 inline Ints add_dots(Ints sums, Ints weights, Ints x) {
-#if !defined(__AVX512VNNI__)
+#if !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
   if constexpr (kBits == 8)
     return add_small_dots(add_small_dots(sums, half_of(weights, false), x), half_of(weights, true), x, 16);
 #endif
@@ -225,15 +243,79 @@ inline Ints add_dots(Ints sums, Ints weights, Ints x) {
 
 constexpr int64_t kPanelVectors = kPanel / kLanes;
 // Sums of integers and of floats stay in registers: 32 of them with AVX-512, 16 with AVX2, where a row has 4 of each.
-constexpr int kGroupedTileRows = kPanelVectors == 2 ? 6 : 1;
+// With 6 rows GCC 12 keeps sums of floats in memory, and tiles are 13% slower.
+constexpr int kGroupedTileRows = kPanelVectors == 2 ? 4 : 1;
 
-template <int kRows, typename Block>
+// More tiles than these read numbers that are costly to unpack from bytes that were written once. With AVX-512 tiles of
+// 5 and 6 bits are a fifth faster so, and those of 4 bits are not.
+constexpr int64_t kMaxPackedTiles = 2;
+template <typename Block>
+constexpr bool kIsCostly = Block::kHighBits > 0 || (Block::kLowBits == 4 && kPanelVectors > 2);
+
+// Reads the numbers of a panel, those of four inputs at a time, in order. `enter` is called with the first of those that
+// share a scale.
+template <typename Block>
+struct PackedNumbers {
+  const Block* blocks;
+  const Block* block = nullptr;
+  Ints high[kPanelVectors] = {};
+
+  PAGEWIRE_INLINE void enter(int64_t group, int64_t part) {
+    block = blocks + group;
+    if constexpr (Block::kHighBits > 0)
+      for (int j = 0; j < kPanelVectors; ++j) high[j] = load_bytes(block->high[part] + j * kLanes);
+  }
+  PAGEWIRE_INLINE void read(int64_t four, Ints (&bytes)[kPanelVectors]) {
+    for (int j = 0; j < kPanelVectors; ++j) {
+      constexpr int kLoads = kPanelVectors * Block::kLowBits / 8;
+      bytes[j] = load_bytes(block->low[four][j % kLoads * kLanes]);
+      if constexpr (Block::kLowBits == 4) bytes[j] = half_of(bytes[j], j >= kLoads);
+      if constexpr (Block::kHighBits > 0) {
+        bytes[j] = with_bits(bytes[j], high[j], ((1 << Block::kHighBits) - 1) << 4);
+        high[j] = turned_right<Block::kHighBits>(high[j]);
+      }
+    }
+  }
+};
+
+// The same numbers, a byte for each.
+struct WideNumbers {
+  static constexpr int64_t kGroupBytes = kGroup * kPanel;
+
+  const uint8_t* numbers;  // [groups][8][32][4]
+  const uint8_t* group_numbers = nullptr;
+
+  PAGEWIRE_INLINE void enter(int64_t group, int64_t) { group_numbers = numbers + group * kGroupBytes; }
+  PAGEWIRE_INLINE void read(int64_t four, Ints (&bytes)[kPanelVectors]) const {
+    for (int j = 0; j < kPanelVectors; ++j) bytes[j] = load_bytes(group_numbers + (four * kPanel + j * kLanes) * 4);
+  }
+};
+
+template <typename Block>
+WideNumbers widen_numbers(PackedNumbers<Block> packed, int64_t groups) {
+  static thread_local Buffer<uint8_t> wide;
+  if (static_cast<int64_t>(wide.size()) < groups * WideNumbers::kGroupBytes)
+    wide.resize(groups * WideNumbers::kGroupBytes);
+  constexpr int64_t kFours = kGroup / 4 / Block::kScales;
+  for (int64_t group = 0; group < groups; ++group)
+    for (int64_t four = 0; four < kGroup / 4; ++four) {
+      if (four % kFours == 0) packed.enter(group, four / kFours);
+      Ints bytes[kPanelVectors];
+      packed.read(four, bytes);
+      __builtin_memcpy(
+          wide.data() + group * WideNumbers::kGroupBytes + four * kPanel * 4, bytes, sizeof(bytes));
+    }
+  return {wide.data()};
+}
+
+template <int kRows, typename Block, typename Numbers>
 inline void multiply_grouped_tile(
-    const Block* weights, const Int8Rows& x, const Sizes& sizes, const at::BFloat16* bias, const Results& out,
-    int64_t row, int64_t panel) {
+    const Block* weights, Numbers numbers_of, const Int8Rows& x, const Sizes& sizes, const at::BFloat16* bias,
+    const Results& out, int64_t row, int64_t panel) {
   constexpr int64_t kFours = kGroup / 4 / Block::kScales;
   const int8_t* numbers = x.numbers.data() + row * x.groups * kGroup;
   const Int8Rows::Group* of_groups = x.of_groups.data() + row * x.groups;
+  for (int i = 0; i < kRows; ++i) out.fetch((row + i) * sizes.outputs + panel * kPanel);
   Vec sums[kRows][kPanelVectors];
   for (int i = 0; i < kRows; ++i)
     for (int j = 0; j < kPanelVectors; ++j) sums[i][j] = Vec(0);
@@ -241,22 +323,13 @@ inline void multiply_grouped_tile(
     const Block& block = weights[group];
     for (int64_t part = 0; part < Block::kScales; ++part) {
       const int64_t half = Block::kScales == 1 ? 0 : 1 + part;
-      Ints dots[kRows][kPanelVectors], high[kPanelVectors];
+      Ints dots[kRows][kPanelVectors];
       for (int i = 0; i < kRows; ++i)
-        for (auto& dot : dots[i]) dot = same_in_all(-Block::kZero * of_groups[i * x.groups + group].sums[half]);
-      if constexpr (Block::kHighBits > 0)
-        for (int j = 0; j < kPanelVectors; ++j) high[j] = load_bytes(block.high[part] + j * kLanes);
+        for (auto& dot : dots[i]) dot = same_in_all(of_groups[i * x.groups + group].corrections[half]);
+      numbers_of.enter(group, part);
       for (int64_t four = part * kFours; four < (part + 1) * kFours; ++four) {
         Ints bytes[kPanelVectors];
-        for (int j = 0; j < kPanelVectors; ++j) {
-          constexpr int kLoads = kPanelVectors * Block::kLowBits / 8;
-          bytes[j] = load_bytes(block.low[four][j % kLoads * kLanes]);
-          if constexpr (Block::kLowBits == 4) bytes[j] = half_of(bytes[j], j >= kLoads);
-          if constexpr (Block::kHighBits > 0) {
-            bytes[j] = with_bits(bytes[j], high[j], ((1 << Block::kHighBits) - 1) << 4);
-            high[j] = turned_right<Block::kHighBits>(high[j]);
-          }
-        }
+        numbers_of.read(four, bytes);
         for (int i = 0; i < kRows; ++i) {
           int32_t inputs;
           __builtin_memcpy(&inputs, numbers + (i * x.groups + group) * kGroup + 4 * four, sizeof(inputs));
@@ -290,13 +363,18 @@ inline void multiply_grouped_tile(
 template <typename Block>
 void multiply_grouped(
     const Block* weights, const at::BFloat16* x, const Sizes& sizes, const at::BFloat16* bias, const Results& out) {
-  const Int8Rows rounded(x, sizes);
+  const Int8Rows rounded(x, sizes, Block::kZero);
   for_panels<kGroupedTileRows>(sizes, [&](const auto& chunk, int64_t panel) {
-    for (int64_t tile = 0; tile < chunk.tiles(); ++tile)
-      chunk.for_rows(tile, [&](auto rows, int64_t first) {
-        multiply_grouped_tile<decltype(rows)::value>(
-            weights + panel * rounded.groups, rounded, sizes, bias, out, first, panel);
-      });
+    const Block* own = weights + panel * rounded.groups;
+    const auto multiply_tiles = [&](const auto& numbers) {
+      for (int64_t tile = 0; tile < chunk.tiles(); ++tile)
+        chunk.for_rows(tile, [&](auto rows, int64_t first) {
+          multiply_grouped_tile<decltype(rows)::value>(own, numbers, rounded, sizes, bias, out, first, panel);
+        });
+    };
+    const PackedNumbers<Block> packed{own};
+    if (kIsCostly<Block> && chunk.tiles() > kMaxPackedTiles) return multiply_tiles(widen_numbers(packed, rounded.groups));
+    multiply_tiles(packed);
   });
 }
 

