@@ -22,7 +22,7 @@ from bench.drive import BenchError, System
 from bench.load import CONTEXT, LOADS, Load, capped, replayed
 from bench.measure import measure
 from bench.pagewire_system import Pagewire
-from bench.peer_vllm import Vllm
+from bench.peer_vllm import vllm_on_cpu
 from bench.processes import end_on_signals
 from bench.report import Report
 from pagewire_client import ServerError
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> Report:
         systems.append(stack.enter_context(Pagewire(directory, CACHE_GIB)))
         peer = None
         if arguments.peer:
-            vllm = stack.enter_context(Vllm(arguments.peer, CACHE_GIB))
+            vllm = stack.enter_context(vllm_on_cpu(arguments.peer, CACHE_GIB))
             systems.append(vllm)
             peer = f"{vllm.name} {vllm.version}"
             conditions["peer_environment"] = vllm.environment

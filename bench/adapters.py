@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from bench.__main__ import CACHE_GIB
 from bench.drive import BenchError
 from bench.load import CONTEXT
-from bench.peer_vllm import MODEL, Vllm
+from bench.peer_vllm import MODEL, Vllm, vllm_on_cpu
 from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.llm import collect
 from worker_service.loading.checkpoint import Checkpoint
@@ -183,7 +183,7 @@ def main() -> None:
         servers: dict[str, LocalServer | Vllm] = {"pagewire": stack.enter_context(local)}
         if arguments.peer:
             modules = [f"{name}={folder}/{name}" for name in names_of(most + 1 + EXTRA)]
-            vllm = Vllm(arguments.peer, CACHE_GIB, "--enable-lora", *room, "--lora-modules", *modules)
+            vllm = vllm_on_cpu(arguments.peer, CACHE_GIB, "--enable-lora", *room, "--lora-modules", *modules)
             servers["vLLM"] = stack.enter_context(vllm)
         asyncio.run(measure(servers, sequences, counts, arguments.rounds))
 

@@ -30,7 +30,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.drive import BenchError
-from bench.peer_vllm import MODEL, Vllm
+from bench.peer_vllm import MODEL, vllm_on_cpu
 from pagewire_client import Client, LocalServer, SamplingParams, ServerError
 from pagewire_client.llm import collect
 from pagewire_common.settings import load_settings
@@ -159,7 +159,7 @@ def run(model: str, peer: Path | None, prompts: Path | None) -> tuple[dict[str, 
         if can_pack(torch.device("cpu"), torch.bfloat16, scheme):
             found[f"pagewire, {scheme} weights"] = our_scores(directory, texts, "--quantization", scheme)
     if peer:
-        with Vllm(peer, CACHE_GIB) as vllm:
+        with vllm_on_cpu(peer, CACHE_GIB) as vllm:
             found[f"{vllm.name} {vllm.version}, bfloat16"] = vllm_scores(vllm.url, texts)
     return {name: compare(scores, exact) for name, scores in found.items()}, sum(len(text) - 1 for text in texts)
 

@@ -59,6 +59,7 @@ class Figures:
     """The median, as all figures that are not named otherwise."""
     ttft_p99_ms: float
     tpot_ms: float
+    itl_p50_ms: float
     itl_p99_ms: float
     memory_mib: float
     """Memory of all processes, after the load."""
@@ -105,6 +106,7 @@ def summarise(runs: Sequence[Run], memory_mib: float) -> Figures:
         ttft_ms=1e3 * statistics.median(ttfts),
         ttft_p99_ms=1e3 * percentile(ttfts, 99),
         tpot_ms=1e3 * statistics.median(tpots),
+        itl_p50_ms=1e3 * percentile(pauses, 50),
         itl_p99_ms=1e3 * percentile(pauses, 99),
         memory_mib=memory_mib,
     )

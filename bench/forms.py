@@ -22,7 +22,7 @@ import aiohttp
 from bench.__main__ import CACHE_GIB
 from bench.drive import BenchError
 from bench.pagewire_system import Pagewire
-from bench.peer_vllm import MODEL, Vllm
+from bench.peer_vllm import MODEL, Vllm, vllm_on_cpu
 from bench.processes import end_on_signals
 from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
@@ -124,7 +124,7 @@ def main() -> None:
     with ExitStack() as stack:
         directory = arguments.peer / "model" if arguments.peer else default.path
         pagewire = stack.enter_context(Pagewire(directory, CACHE_GIB))
-        vllm = stack.enter_context(Vllm(arguments.peer, CACHE_GIB)) if arguments.peer else None
+        vllm = stack.enter_context(vllm_on_cpu(arguments.peer, CACHE_GIB)) if arguments.peer else None
         asyncio.run(measure(pagewire.target, vllm, sequences, arguments.rounds))
 
 

@@ -29,7 +29,7 @@ from bench.drive import BenchError, Stream, System
 from bench.load import LOADS
 from bench.measure import Measurement, measure
 from bench.pagewire_system import Pagewire
-from bench.peer_vllm import Vllm
+from bench.peer_vllm import vllm_on_cpu
 from bench.processes import end_on_signals
 from bench.report import COLUMNS, add_row, new_table
 from pagewire_client.http.gateway import free_address, is_ready
@@ -137,7 +137,7 @@ def main() -> None:
         chats = Http("through the gateway", url, lambda: [*ours.pids(), pid], words, chats=True)
         systems: list[System] = [ours, through, chats]
         if arguments.peer:
-            vllm = stack.enter_context(Vllm(arguments.peer, CACHE_GIB))
+            vllm = stack.enter_context(vllm_on_cpu(arguments.peer, CACHE_GIB))
             systems.append(Http(f"{vllm.name} {vllm.version}", vllm.url, vllm.pids, words))
 
         async def measure_all() -> dict[str, Measurement]:

@@ -17,22 +17,28 @@ from pagewire_client import Client, LocalServer, SamplingParams
 
 class Pagewire:
     """A scheduler and a worker with the weights of `model`, a folder or a GGUF file, and `cache_gib` of memory for keys
-    and values. `flags` are further ones of the worker.
+    and values, or what they take by default. `flags` are further ones of the worker.
 
     Raises ServerError when they do not start.
     """
 
     name = "pagewire"
 
-    def __init__(self, model: Path, cache_gib: float, *flags: str) -> None:
+    def __init__(
+        self,
+        model: Path,
+        cache_gib: float | None,
+        *flags: str,
+        context: int = CONTEXT,
+        scheduler_flags: Sequence[str] = (),
+    ) -> None:
         began = time.perf_counter()
+        cache = () if cache_gib is None else ("--kv-cache-memory", str(cache_gib))
         self._server = LocalServer(
             str(model),
-            worker_arguments=[
-                "--dtype", "bfloat16", "--max-model-len", str(CONTEXT),
-                "--kv-cache-memory", str(cache_gib), *flags,
-            ],
-        )  # fmt: skip
+            scheduler_arguments=scheduler_flags,
+            worker_arguments=["--dtype", "bfloat16", "--max-model-len", str(context), *cache, *flags],
+        )
         self.start_seconds = time.perf_counter() - began
         self.target = self._server.target
 

@@ -1,8 +1,8 @@
-"""vLLM's CPU build with the same weights, driven over its OpenAI-compatible HTTP.
+"""vLLM with the same weights, driven over its OpenAI-compatible HTTP.
 
-It is started from a folder with `venv/`, a virtual environment that can run it, and `model/`, the weights as a Hugging
-Face directory. It has the defaults of `vllm serve`, and settings from the environment, such as
-VLLM_CPU_OMP_THREADS_BIND.
+It has the defaults of `vllm serve`, and settings from the environment, such as VLLM_CPU_OMP_THREADS_BIND. Its CPU build
+is started from a folder with `venv/`, a virtual environment that can run it, and `model/`, the weights as a Hugging
+Face directory.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -35,16 +35,24 @@ class Vllm:
 
     name = "vLLM"
 
-    def __init__(self, folder: Path, cache_gib: int, *flags: str) -> None:
+    def __init__(
+        self,
+        program: Sequence[str | Path],
+        model: Path,
+        *flags: str,
+        context: int = CONTEXT,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """program: what `vllm` is called by; environment: what is set for it besides this process's own."""
         began = time.perf_counter()
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.environment = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
-        self.environment |= {"VLLM_CPU_KVCACHE_SPACE": str(cache_gib)}
+        self.environment |= environment or {}
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
         command: list[str | Path] = [
-            folder / "venv" / "bin" / "vllm", "serve", folder / "model", "--served-model-name", MODEL,
-            "--dtype", "bfloat16", "--max-model-len", str(CONTEXT), "--host", "127.0.0.1", "--port", str(port), *flags,
+            *program, "serve", model, "--served-model-name", MODEL, "--dtype", "bfloat16",
+            "--max-model-len", str(context), "--host", "127.0.0.1", "--port", str(port), *flags,
         ]  # fmt: skip
         try:
             self._process = subprocess.Popen(
@@ -120,6 +128,17 @@ class Vllm:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def vllm_on_cpu(folder: Path, cache_gib: int, *flags: str) -> Vllm:
+    """Its CPU build with the folder's own model, and `cache_gib` of memory for keys and values."""
+    program, environment = cpu_build(folder, cache_gib)
+    return Vllm(program, folder / "model", *flags, environment=environment)
+
+
+def cpu_build(folder: Path, cache_gib: int) -> tuple[list[Path], dict[str, str]]:
+    """The program of the folder's virtual environment, and what it finds in its environment."""
+    return [folder / "venv" / "bin" / "vllm"], {"VLLM_CPU_KVCACHE_SPACE": str(cache_gib)}
 
 
 def _request(prompt: Sequence[int], output_tokens: int) -> dict[str, Any]:

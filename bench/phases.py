@@ -19,10 +19,18 @@ class Split:
     us: dict[str, float]
 
     @property
+    def model_us(self) -> float:
+        """What the device takes of a step."""
+        return sum(us for phase, us in self.us.items() if phase in MODEL_PHASES)
+
+    @property
     def overhead_percent(self) -> float:
         """The share of scheduler, codec and gRPC in the sum of all phases, hidden behind the worker or not."""
-        model = sum(us for phase, us in self.us.items() if phase in MODEL_PHASES)
-        return 100 * (1 - model / sum(self.us.values()))
+        return 100 * (1 - self.model_us / sum(self.us.values()))
+
+    def idle_us(self, seconds: float) -> float:
+        """The part of a step in which the device computed no step, if all steps took so many seconds in all."""
+        return 1e6 * seconds / self.num_steps - self.model_us
 
 
 def split_between(readings: Sequence[tuple[StepSplit, StepSplit]]) -> Split:

@@ -27,7 +27,7 @@ import aiohttp
 from bench.__main__ import CACHE_GIB
 from bench.drive import BenchError
 from bench.load import CONTEXT
-from bench.peer_vllm import MODEL, Vllm
+from bench.peer_vllm import MODEL, Vllm, vllm_on_cpu
 from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.admin import Admin
 from pagewire_client.llm import collect
@@ -186,7 +186,7 @@ def main() -> None:
             config = {"method": "ngram", "num_speculative_tokens": int(arguments.num_speculative_tokens)}
             lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 16}  # as ours
             for name, flags in (("vLLM", ()), ("vLLM ngram", ("--speculative-config", json.dumps(config | lookup)))):
-                servers[name] = stack.enter_context(Vllm(arguments.peer, CACHE_GIB, *flags))
+                servers[name] = stack.enter_context(vllm_on_cpu(arguments.peer, CACHE_GIB, *flags))
         for num_sequences in map(int, arguments.sequences.split(",")):
             asyncio.run(compare(servers, num_sequences, arguments.rounds, functions if arguments.code else beginnings))
 

@@ -38,6 +38,7 @@ def test_the_figures_of_several_runs_are_those_of_all_their_requests() -> None:
     assert figures.ttft_ms == pytest.approx(200)
     assert figures.ttft_p99_ms == pytest.approx(500)
     assert figures.tpot_ms == pytest.approx((750 + 50) / 2)
+    assert figures.itl_p50_ms == pytest.approx(200)
     assert figures.itl_p99_ms == pytest.approx(1000)
     assert figures.memory_mib == 7.0
 

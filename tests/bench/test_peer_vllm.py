@@ -8,8 +8,8 @@ import psutil
 import pytest
 
 from bench.drive import BenchError, drive
-from bench.load import streams
-from bench.peer_vllm import Vllm
+from bench.load import CONTEXT, streams
+from bench.peer_vllm import Vllm, vllm_on_cpu
 
 SERVER = """
 import asyncio, json, os, pathlib, subprocess, sys
@@ -30,7 +30,9 @@ async def complete(request):
 
 app = web.Application()
 app.router.add_get("/health", lambda request: web.Response())
-app.router.add_get("/version", lambda request: web.json_response({"version": os.environ["VLLM_CPU_KVCACHE_SPACE"]}))
+context = sys.argv[sys.argv.index("--max-model-len") + 1]
+version = f"{os.environ['VLLM_CPU_KVCACHE_SPACE']} {context}"
+app.router.add_get("/version", lambda request: web.json_response({"version": version}))
 app.router.add_post("/v1/completions", complete)
 web.run_app(app, host="127.0.0.1", port=int(sys.argv[-1]), print=None)
 """
@@ -52,8 +54,8 @@ def peer(tmp_path: Path) -> Callable[[str], Path]:
 async def test_the_peer_is_driven_over_http_and_leaves_no_process_behind(peer: Callable[[str], Path]) -> None:
     folder = peer(SERVER)
     load = streams(3, 5, concurrency=2, num_requests=4)
-    with Vllm(folder, cache_gib=3) as vllm:
-        assert vllm.version == "3"
+    with vllm_on_cpu(folder, cache_gib=3) as vllm:
+        assert vllm.version == f"3 {CONTEXT}"
         run = await drive(vllm, load, load.prompts(100, 0))
         child = psutil.Process(int((folder / "model" / "child").read_text()))
         assert child.is_running()
@@ -62,8 +64,16 @@ async def test_the_peer_is_driven_over_http_and_leaves_no_process_behind(peer: C
     assert not child.is_running()
 
 
+def test_any_program_can_be_the_peer_with_another_context_and_environment(peer: Callable[[str], Path]) -> None:
+    folder = peer(SERVER)
+    program = [sys.executable, folder / "venv" / "bin" / "vllm"]
+    with Vllm(program, folder / "model", context=99, environment={"VLLM_CPU_KVCACHE_SPACE": "7"}) as vllm:
+        assert vllm.version == "7 99"
+        assert vllm.environment["VLLM_CPU_KVCACHE_SPACE"] == "7"
+
+
 def test_a_peer_that_does_not_start_says_why(peer: Callable[[str], Path]) -> None:
     with pytest.raises(BenchError, match=r"ended with status 3:\nno such model"):
-        Vllm(peer("import sys; print('no such model'); sys.exit(3)"), 1)
+        vllm_on_cpu(peer("import sys; print('no such model'); sys.exit(3)"), 1)
     with pytest.raises(BenchError, match="cannot be started"):
-        Vllm(Path("/nowhere"), 1)
+        vllm_on_cpu(Path("/nowhere"), 1)

@@ -16,7 +16,7 @@ LOAD = LOADS[2]
 
 
 def figures(rate: float) -> Figures:
-    return Figures(rate, 2 * rate, 100.0, 200.0, 10.0, 20.0, 512.0)
+    return Figures(rate, 2 * rate, 100.0, 200.0, 10.0, 9.0, 20.0, 512.0)
 
 
 @pytest.fixture
@@ -47,6 +47,12 @@ def test_the_split_is_a_mean_over_the_steps_between_the_readings() -> None:
 def test_whatever_is_not_the_model_is_overhead() -> None:
     us = dict.fromkeys(PHASES, 1.0) | {"move": 10.0, "forward": 70.0, "sample": 10.0, "guess": 4.0}
     assert Split(1, us).overhead_percent == pytest.approx(6.0)
+
+
+def test_a_device_is_idle_for_the_part_of_a_step_in_which_it_is_in_none_of_the_models_phases() -> None:
+    us = dict.fromkeys(PHASES, 1000.0) | {"move": 10.0, "forward": 70.0, "sample": 10.0, "guess": 4.0}
+    assert Split(50, us).model_us == 94
+    assert Split(50, us).idle_us(seconds=0.005) == pytest.approx(100 - 94)
 
 
 def test_ratios_are_ours_over_theirs(report: Report) -> None:
