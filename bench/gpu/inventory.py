@@ -1,0 +1,56 @@
+"""What is installed on a machine: its Python and its packages. Standard library only: it runs on that machine."""
+
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Self
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """A machine, as far as it decides which wheels fit."""
+
+    python: str
+    """Major and minor version, as 3.12."""
+    machine: str
+    """Of the processor, as x86_64."""
+    glibc: str
+    """Major and minor version, as 2.35."""
+    packages: Mapping[str, str | None]
+    """The version of each package by its normalised name; None where it is there in an unknown version."""
+
+    @classmethod
+    def of_this_machine(cls) -> Self:
+        return cls(
+            python=f"{sys.version_info.major}.{sys.version_info.minor}",
+            machine=platform.machine(),
+            glibc=platform.libc_ver()[1] or "2.17",
+            packages={
+                normalised(name): found.version
+                for found in distributions()
+                if (name := found.metadata["Name"])  # a folder that was left half-removed has none
+            },
+        )
+
+    @classmethod
+    def read(cls, file: Path) -> Self:
+        """Raises ValueError for a file that is no inventory."""
+        try:
+            found = cls(**json.loads(file.read_text()))
+            major, minor = found.python.split(".")
+            int(major), int(minor), dict(found.packages)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{file} is not what `pack inventory` prints: {error}") from error
+        return found
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, sort_keys=True)
+
+
+def normalised(name: str) -> str:
+    """A package's name as indexes compare it."""
+    return name.lower().replace("_", "-").replace(".", "-")

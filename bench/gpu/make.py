@@ -1,0 +1,87 @@
+"""Downloads what a machine lacks, and writes it in pieces: the two folders that pack.py describes."""
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import parse_wheel_filename
+
+from bench.gpu.inventory import Inventory, normalised
+from bench.gpu.pieces import Part, cut, write_archive, write_manifest
+from bench.gpu.resolve import PackError, Plan, platforms, project_requirements, read_pins, resolve
+
+ROOT = Path(__file__).parents[2]
+EXTRAS = ("scheduler", "worker", "client")
+LEFT_OUT = (
+    "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",  # FlashAttention 2, 190 MB: Hopper has FlashAttention 3
+    "vllm/vllm-rs",  # 38 MB: a front end that is off unless it is asked for
+)
+
+
+def plan(machine: Inventory, vllm: str, folder: Path) -> dict[str, Plan]:
+    """What each of the two folders needs on that machine. Raises PackError."""
+    pins = read_pins(ROOT / "constraints.txt")
+    # What is generated from protos/ runs with no older version than that of its generator.
+    runtime = [Requirement(f"{name}>={next(iter(pins[name])).version}") for name in ("grpcio", "protobuf")]
+    ours = [*project_requirements(ROOT / "pyproject.toml", EXTRAS), *runtime, Requirement("aiohttp")]
+
+    def fetch(requirement: str) -> Path:
+        return download(requirement, machine, folder / "wheels")
+
+    return {
+        "vllm": resolve([Requirement(f"vllm=={vllm}")], machine, fetch),
+        "pagewire": resolve(ours, machine, fetch, pins),
+    }
+
+
+def write(plans: Mapping[str, Plan], folder: Path, piece_bytes: int, *, whole: bool) -> list[Part]:
+    """The pieces and the manifest, in place of older ones; whole: with what this GPU makes no use of."""
+    for older in folder.glob("*.zip*"):
+        older.unlink()
+    generated = {str(file.relative_to(ROOT / "protos")): file for file in ROOT.glob("protos/pagewire/v1/*_pb2*.py")}
+    if not generated:
+        raise PackError("there is no code of protos/ yet: run `make proto` first")
+    parts = []
+    for name, planned in plans.items():
+        archive = folder / f"{name}.zip"
+        files = generated if name == "pagewire" else {}
+        write_archive(archive, planned.wheels.values(), files, () if whole else LEFT_OUT)
+        parts.append(cut(archive, folder, piece_bytes, planned.versions))
+    write_manifest(folder, parts)
+    return parts
+
+
+def download(requirement: str, machine: Inventory, folder: Path) -> Path:
+    """The newest wheel for it, of those that run on that machine, or one that was downloaded for it before.
+
+    Raises PackError where there is none.
+    """
+    wanted = Requirement(requirement)
+    if wheel := newest(folder, wanted):
+        return wheel
+    digits = machine.python.replace(".", "")
+    found = subprocess.run(
+        [
+            sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--dest", folder,
+            "--no-deps", "--only-binary", ":all:", "--python-version", machine.python, "--implementation", "cp",
+            *(part for abi in (f"cp{digits}", "abi3", "none") for part in ("--abi", abi)),
+            *(part for name in platforms(machine) for part in ("--platform", name)), requirement,
+        ],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if wheel := newest(folder, wanted):
+        return wheel
+    raise PackError(f"there is no wheel for {requirement}: {found.stderr.strip()[-500:]}")
+
+
+def newest(folder: Path, wanted: Requirement) -> Path | None:
+    """Of the folder's wheels the newest that meets the requirement; None where there is none."""
+    versions = {
+        version: wheel
+        for wheel in folder.glob("*.whl")
+        for name, version, *_ in [parse_wheel_filename(wheel.name)]
+        if name == normalised(wanted.name) and wanted.specifier.contains(version, prereleases=True)
+    }
+    return versions[max(versions)] if versions else None

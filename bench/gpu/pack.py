@@ -1,0 +1,91 @@
+"""Packs vLLM, and what this project needs, for a machine with a GPU and no network: python -m bench.gpu.pack COMMAND.
+
+    inventory                        there: what is installed, as JSON; standard library only
+    plan FOLDER --inventory FILE     here: what would be brought, what fits as it is there, what is left out
+    make FOLDER --inventory FILE     here: the same, then pieces and manifest.json in FOLDER
+    join FOLDER --into PLACE         there, after each piece that has come: keeps it, and unpacks what is complete
+
+Two folders are unpacked in PLACE: vllm/ and pagewire/. They are apart because the two want different versions of the
+same packages; each goes on the PYTHONPATH of its own processes. pagewire/ has no code of this project but what is
+generated from protos/: the sources come as they are. Without an inventory bench/gpu/machine.json is assumed.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from bench.gpu.inventory import Inventory
+from bench.gpu.pieces import PieceError, join
+
+ASSUMED = Path(__file__).with_name("machine.json")
+VLLM = "0.25.1"
+"""The newest whose wheel wants torch 2.11.0 with CUDA 13 and takes transformers 5.17."""
+PIECE_MIB = 60
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="bench.gpu.pack", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("inventory")
+    for name in ("plan", "make"):
+        command = commands.add_parser(name)
+        command.add_argument("folder", type=Path)
+        command.add_argument("--inventory", type=Path, default=ASSUMED, help="what `inventory` printed there")
+        command.add_argument("--vllm", default=VLLM, help=f"its version (default {VLLM})")
+    command.add_argument("--piece-mib", type=_at_least_one, default=PIECE_MIB, help=f"(default {PIECE_MIB})")
+    command.add_argument("--whole", action="store_true", help="leave nothing out of vLLM, for GPUs other than Hopper's")
+    command = commands.add_parser("join")
+    command.add_argument("folder", type=Path)
+    command.add_argument("--into", type=Path, required=True, metavar="PLACE")
+    return parser.parse_args(arguments)
+
+
+def _at_least_one(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def make(arguments: argparse.Namespace) -> None:
+    """Plan and, if that is the command, write. Raises PackError where nothing that would run can be packed."""
+    from bench.gpu.make import plan, write  # they need the package packaging, and a network
+
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    plans = plan(Inventory.read(arguments.inventory), arguments.vllm, arguments.folder)
+    for name, planned in plans.items():
+        brought = ", ".join(f"{package} {version}" for package, version in planned.versions.items())
+        found = ", ".join(f"{package} {version or ''}".strip() for package, version in planned.on_machine.items())
+        say(f"{name} is brought: {brought}.\n{name} finds there: {found}.")
+        if planned.not_needed:
+            say(f"{name} goes without: {', '.join(sorted(planned.not_needed))}.")
+    if arguments.command == "make":
+        parts = write(plans, arguments.folder, arguments.piece_mib * 2**20, whole=arguments.whole)
+        for part in parts:
+            say(f"{part.name}: {part.size / 2**20:.0f} MiB in {', '.join(piece.name for piece in part.pieces)}")
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    try:
+        if arguments.command == "inventory":
+            say(Inventory.of_this_machine().as_json())
+        elif arguments.command == "join":
+            lacking = join(arguments.folder, arguments.into)
+            for part, names in lacking.items():
+                say(f"{part} lacks {', '.join(names)}" if names else f"{part} is in {arguments.into / part}")
+            sys.exit(1 if any(lacking.values()) else 0)
+        else:
+            make(arguments)
+    except (PieceError, ValueError, OSError) as error:
+        sys.exit(f"bench.gpu.pack: {error}")
+
+
+if __name__ == "__main__":
+    main()

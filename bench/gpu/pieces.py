@@ -1,0 +1,174 @@
+"""Archives in pieces: written where there is a network, brought in any order, joined where there is none.
+
+A part is one folder of packages, an archive of it, and the pieces that the archive is cut into. manifest.json names
+them all with their sizes and digests. `join` may be called after each piece that has come: it keeps those that it has
+seen, and unpacks a part with its last. Standard library only, as it runs on the machine without a network.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+MANIFEST = "manifest.json"
+_CHUNK = 2**20
+_KEPT = ".pieces"
+_IN_DATA_FOLDER = re.compile(r"[^/]+\.data/(?:purelib|platlib)/(.+)")
+
+
+class PieceError(Exception):
+    """A piece or an archive is not what the manifest says."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A file of the folder that is brought."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """A folder of packages in pieces; size and sha256 are those of the whole archive."""
+
+    name: str
+    size: int
+    sha256: str
+    versions: Mapping[str, str]
+    pieces: Sequence[Piece]
+
+
+def write_archive(
+    archive: Path, wheels: Iterable[Path], files: Mapping[str, Path], left_out: Sequence[str] = ()
+) -> None:
+    """A zip with what the wheels install, as a folder on PYTHONPATH has it, and further files by their names there.
+
+    left_out: names. Programs of wheels are left out too. The same content makes the same bytes.
+    """
+    written = set(files)
+    with zipfile.ZipFile(archive, "w") as target:
+        for name, path in sorted(files.items()):
+            with open(path, "rb") as source:
+                _copy_into(target, name, source)
+        for wheel in wheels:
+            with zipfile.ZipFile(wheel) as content:
+                for entry in content.infolist():
+                    place = _place_of(entry.filename)
+                    if entry.is_dir() or place is None or place in written or place in left_out:
+                        continue
+                    written.add(place)
+                    with content.open(entry) as source:
+                        _copy_into(target, place, source)
+
+
+def _place_of(name: str) -> str | None:
+    """The place of a wheel's file in the folder; None for one that is installed elsewhere."""
+    if ".data/" not in name.partition("/")[0] + "/":
+        return name
+    found = _IN_DATA_FOLDER.fullmatch(name)
+    return found[1] if found else None
+
+
+def _copy_into(target: zipfile.ZipFile, name: str, source: IO[bytes]) -> None:
+    entry = zipfile.ZipInfo(name)
+    entry.compress_type = zipfile.ZIP_DEFLATED
+    with target.open(entry, "w", force_zip64=True) as place:
+        shutil.copyfileobj(source, place, _CHUNK)
+
+
+def cut(archive: Path, folder: Path, piece_bytes: int, versions: Mapping[str, str]) -> Part:
+    """Write the archive's pieces into the folder, named after it, and remove the archive."""
+    pieces: list[Piece] = []
+    with open(archive, "rb") as source:
+        while content := source.read(piece_bytes):
+            piece = Piece(f"{archive.name}.{len(pieces):02}", len(content), hashlib.sha256(content).hexdigest())
+            (folder / piece.name).write_bytes(content)
+            pieces.append(piece)
+    part = Part(archive.stem, archive.stat().st_size, _digest(archive), versions, pieces)
+    archive.unlink()
+    return part
+
+
+def write_manifest(folder: Path, parts: Iterable[Part]) -> None:
+    (folder / MANIFEST).write_text(json.dumps([asdict(part) for part in parts], indent=1) + "\n")
+
+
+def read_manifest(folder: Path) -> list[Part]:
+    """Raises PieceError where there is none."""
+    try:
+        return [
+            Part(**part | {"pieces": [Piece(**piece) for piece in part["pieces"]]})
+            for part in json.loads((folder / MANIFEST).read_text())
+        ]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise PieceError(f"{folder / MANIFEST} cannot be read as a manifest: {error}") from error
+
+
+def join(folder: Path, into: Path) -> dict[str, list[str]]:
+    """Keep the pieces that have come, and unpack each part that is complete as a folder of its name.
+
+    Returns the names of the pieces that each part still lacks; parts that are unpacked lack none. Raises PieceError
+    where a file's digest is not the manifest's.
+    """
+    kept = into / _KEPT
+    kept.mkdir(parents=True, exist_ok=True)
+    lacking: dict[str, list[str]] = {}
+    for part in read_manifest(folder):
+        mark = into / f"{part.name}.sha256"
+        lacking[part.name] = []
+        if mark.exists() and mark.read_text() == part.sha256:
+            continue
+        for piece in part.pieces:
+            if not _keep(piece, folder, kept):
+                lacking[part.name].append(piece.name)
+        if not lacking[part.name]:
+            mark.unlink(missing_ok=True)
+            _unpack(part, kept, into / part.name)
+            mark.write_text(part.sha256)
+    return lacking
+
+
+def _keep(piece: Piece, folder: Path, kept: Path) -> bool:
+    """Whether the piece is among the kept ones by now."""
+    if (kept / piece.name).is_file() and _digest(kept / piece.name) == piece.sha256:
+        return True
+    if not (folder / piece.name).is_file():
+        return False
+    if _digest(folder / piece.name) != piece.sha256:
+        size = (folder / piece.name).stat().st_size
+        raise PieceError(f"{folder / piece.name} is damaged or of another pack: {size} bytes, of {piece.size}")
+    shutil.copyfile(folder / piece.name, kept / piece.name)
+    return True
+
+
+def _unpack(part: Part, kept: Path, place: Path) -> None:
+    archive, unpacked = kept / f"{part.name}.zip", kept / part.name
+    with open(archive, "wb") as whole:
+        for content in _contents(part.pieces, kept):
+            whole.write(content)
+    if _digest(archive) != part.sha256:
+        raise PieceError(f"the pieces of {part.name} make another archive than the manifest names")
+    for older in (unpacked, place):
+        shutil.rmtree(older, ignore_errors=True)
+    with zipfile.ZipFile(archive) as whole_archive:
+        whole_archive.extractall(unpacked)
+    unpacked.rename(place)
+    for file in (archive, *(kept / piece.name for piece in part.pieces)):
+        file.unlink()
+
+
+def _contents(pieces: Sequence[Piece], kept: Path) -> Iterator[bytes]:
+    for piece in pieces:
+        yield (kept / piece.name).read_bytes()
+
+
+def _digest(file: Path) -> str:
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
