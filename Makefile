@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/pagewire/v1/*.proto)
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: setup proto demo test fuzz chaos soak test-gpu lint fmt up down bench bench-fidelity bench-gateway bench-forms bench-fleet bench-scheduler bench-simulate bench-speculation bench-adapters bench-embeddings bench-transcribe bench-packed \
+.PHONY: setup proto demo test fuzz chaos soak test-gpu lint fmt up down bench bench-fidelity bench-gateway bench-forms bench-fleet bench-scheduler bench-simulate bench-speculation bench-adapters bench-embeddings bench-transcribe bench-packed bench-gpu \
   demo-embed demo-transcribe
 setup: $(VENV)/installed $(VENV)/generated $(VENV)/kernels
 
@@ -73,6 +73,13 @@ GPU_TESTS := tests/kernels $(addprefix tests/worker/,execution/test_batch.py exe
   parallel/test_ranks.py)
 test-gpu:
 	$(PYTHON) -m pytest -c /dev/null --rootdir . -p no:cacheprovider -ra $(GPU_TESTS)
+
+# On a machine with a GPU, whose PYTHON has torch, triton and transformers: it takes no setup and no network. PEER: where
+# `python -m bench.gpu.pack join` has unpacked vLLM and what this project needs. MODELS, LOADS: names, separated by
+# commas. OUTPUT: a file to which figures are appended after each load.
+bench-gpu:
+	PYTHONPATH="$(CURDIR):$(CURDIR)/protos$(PEER:%=:%/pagewire)" $(PYTHON) -m bench.serve_gpu $(PEER:%=--peer %) \
+	  $(MODELS:%=--models %) $(LOADS:%=--loads %) $(ROUNDS:%=--rounds %) $(OUTPUT:%=--output %)
 
 lint: setup
 	$(BIN)/ruff check

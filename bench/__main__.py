@@ -19,7 +19,7 @@ from rich.console import Console
 
 from bench import chart
 from bench.drive import BenchError, System
-from bench.load import CONTEXT, LOADS, Load, capped, replayed
+from bench.load import CONTEXT, LOADS, Load, capped, choose, replayed
 from bench.measure import measure
 from bench.pagewire_system import Pagewire
 from bench.peer_vllm import vllm_on_cpu
@@ -71,17 +71,6 @@ def _positive_int(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return value
-
-
-def choose(names: str | None, loads: list[Load]) -> list[Load]:
-    """The loads of these names. Raises ValueError for an unknown name."""
-    if names is None:
-        return loads
-    by_name = {load.name: load for load in loads}
-    wanted = names.split(",")
-    if unknown := [name for name in wanted if name not in by_name]:
-        raise ValueError(f"there is no load {unknown[0]!r} here, but {', '.join(by_name)}")
-    return [by_name[name] for name in wanted]
 
 
 def run(arguments: argparse.Namespace) -> Report:

@@ -39,6 +39,13 @@ class Timeline:
         """The pause that each token behind the first message is charged."""
         return [at - before for (before, _), (at, tokens) in pairwise(self.messages) for _ in range(tokens)]
 
+    def mean_pauses(self, window: int) -> list[float]:
+        """The mean pauses of so many tokens each, one behind the other; messages that came late and together, as to a
+        reader that was busy, do not change them much.
+        """
+        times = [at for at, tokens in self.messages for _ in range(tokens)][::window]
+        return [(later - earlier) / window for earlier, later in pairwise(times)]
+
 
 @dataclass(frozen=True, slots=True)
 class Run:

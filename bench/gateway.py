@@ -24,9 +24,9 @@ import aiohttp
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from bench.__main__ import CACHE_GIB, choose
+from bench.__main__ import CACHE_GIB
 from bench.drive import BenchError, Stream, System
-from bench.load import LOADS
+from bench.load import LOADS, choose
 from bench.measure import Measurement, measure
 from bench.pagewire_system import Pagewire
 from bench.peer_vllm import vllm_on_cpu
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     arguments = parser.parse_args()
     end_on_signals()
-    loads = choose(arguments.loads, list(LOADS))
+    loads = choose(arguments.loads, LOADS)
     default = find_model("default", Path("~/.cache/pagewire").expanduser())
     directory = arguments.peer / "model" if arguments.peer else default.path
     words = words_of(directory)

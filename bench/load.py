@@ -73,6 +73,17 @@ def capped(arrival: Arrival, context: int = CONTEXT) -> Arrival:
     )
 
 
+def choose(names: str | None, loads: Sequence[Load]) -> list[Load]:
+    """The loads of these names. Raises ValueError for an unknown name."""
+    if names is None:
+        return list(loads)
+    by_name = {load.name: load for load in loads}
+    wanted = names.split(",")
+    if unknown := [name for name in wanted if name not in by_name]:
+        raise ValueError(f"there is no load {unknown[0]!r} here, but {', '.join(by_name)}")
+    return [by_name[name] for name in wanted]
+
+
 LOADS = (
     streams(128, 128, 1, num_requests=4),
     streams(128, 128, 8, num_requests=24),

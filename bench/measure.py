@@ -58,5 +58,5 @@ async def measure(systems: Sequence[System], load: Load, vocabulary_size: int, r
             memory[system.name] = max(memory[system.name], memory_mib(system.pids()))
             sys.stderr.write(f"{load.title}, round {number + 1}: {system.name} {rate([run]):.1f} output tok/s\n")
     result.figures = {name: summarise(runs, memory[name]) for name, runs in result.runs.items()}
-    result.split = split_between(readings)
+    result.split = split_between(readings) if readings else None
     return result

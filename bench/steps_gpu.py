@@ -18,6 +18,7 @@ from itertools import pairwise
 
 import torch
 
+from bench.gpu.shapes import LLAMA_3_8B
 from bench.kernels_gpu import copy_bandwidth
 from worker_service.execution.adapters import AdapterRoom, Adapters
 from worker_service.execution.cache_engine import CacheEngine, CacheShape
@@ -30,21 +31,6 @@ from worker_service.models.registry import build_model, read_config
 from worker_service.session.session import Session
 from worker_service.session.step import TOKENS, Limits, NewSequence, SamplingParams, SchedulerOutput
 
-LLAMA_3_8B = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
 BATCHES = (1, 32, 256)
 CONTEXT = 1024
 NUM_STEPS = 24

@@ -2,7 +2,7 @@
 
 import enum
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -10,6 +10,8 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 from persons import persons_in
 
+from bench.gpu.pack import parse_arguments as pack_arguments
+from bench.serve_gpu import parse_arguments as serve_gpu_arguments
 from pagewire_client.__main__ import parse_arguments as client_arguments
 from pagewire_common.errors import MOST_FIELDS
 from pagewire_common.server import OPTIONS
@@ -48,6 +50,7 @@ COMMANDS = {
     "replay": [(replay_arguments, [])],
     "fit": [(fit_arguments, [])],
 }
+BENCHMARKS = [(serve_gpu_arguments, []), *((pack_arguments, [name]) for name in ("make", "join"))]
 OTHERS_PROGRAMS = ("curl", "docker", "docker-compose", "git", "grpcurl", "kubectl", "pip")
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -87,10 +90,12 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def options(capsys: pytest.CaptureFixture[str], command: str) -> set[str]:
-    """The flags of a command, as its --help has them."""
+def options(
+    capsys: pytest.CaptureFixture[str], commands: Sequence[tuple[Callable[..., object], list[str]]]
+) -> set[str]:
+    """The flags of commands, as their --help has them."""
     found: set[str] = set()
-    for parse, arguments in COMMANDS[command]:
+    for parse, arguments in commands:
         with pytest.raises(SystemExit):
             parse([*arguments, "--help"])
         found |= set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
@@ -143,7 +148,7 @@ def test_every_flag_that_a_page_names_exists(page: Path, capsys: pytest.CaptureF
     known = {flag(name) for settings in SERVICES for name in settings.model_fields}
     known |= {flag(f"no_{name}") for settings in SERVICES for name, field in settings.model_fields.items()
               if field.annotation is bool}  # fmt: skip
-    known |= {"--help", "--no-"}.union(*(options(capsys, command) for command in COMMANDS))
+    known |= {"--help", "--no-"}.union(*(options(capsys, commands) for commands in (*COMMANDS.values(), BENCHMARKS)))
     for text in code(page):
         own = re.sub(r"^(\w+=\S+ )*", "", text.strip())  # behind variables of its environment
         if own.split(" ")[0] not in OTHERS_PROGRAMS:
@@ -195,7 +200,7 @@ def test_every_setting_is_in_the_table_of_flags_with_its_default_and_its_choices
 def test_every_option_of_a_command_is_in_the_page_of_flags(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     (table,) = re.findall(r"\n## Commands\n(.*)", (ROOT / "docs/flags.md").read_text(), re.DOTALL)
     described = [row for row in table.splitlines() if f"_{command}" in row or f".{command}" in row]
-    assert flags_in("\n".join(described)) == options(capsys, command)
+    assert flags_in("\n".join(described)) == options(capsys, COMMANDS[command])
 
 
 def test_the_map_names_files_and_folders_that_are_there() -> None:

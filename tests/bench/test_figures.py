@@ -29,6 +29,12 @@ def test_one_token_has_no_time_for_each_further_one() -> None:
     assert timeline.pauses() == []
 
 
+def test_mean_pauses_are_those_of_steps_although_messages_come_together() -> None:
+    at_once = Timeline(0.0, 5, [(1.0, 1), (1.9, 2), (1.9, 1), (2.5, 1), (2.5, 2), (9.0, 1)])
+    assert at_once.mean_pauses(3) == [pytest.approx(0.9 / 3), pytest.approx(0.6 / 3)]
+    assert at_once.mean_pauses(8) == []
+
+
 def test_the_figures_of_several_runs_are_those_of_all_their_requests() -> None:
     first = Run(2.0, [Timeline(0.0, 100, [(0.5, 1), (1.0, 1), (2.0, 1)])])
     second = Run(6.0, [Timeline(50.0, 60, [(50.1, 1), (50.3, 4)]), Timeline(50.0, 40, [(50.2, 1)])])

@@ -1,0 +1,105 @@
+"""The figures of one load on one system, one JSON object a line, and tables of them.
+
+A line is written as soon as it is known: of a run that was cut off, what it has measured can still be shown.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from bench.drive import BenchError
+from bench.report import OURS, new_table
+
+UNKNOWN = "not known"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One load on one system."""
+
+    device: str
+    copy_bytes_per_second: float
+    """Read and written, measured just before the system was started."""
+    model: str
+    load: str
+    concurrency: int
+    system: str
+    start_seconds: float
+    output_tokens_per_second: float
+    ttft_ms: float
+    """The median, as all figures that are not named otherwise."""
+    ttft_p99_ms: float
+    itl_p50_ms: float
+    itl_p99_ms: float
+    step_ms: float | None
+    """A decode step of all sequences; None where decodes are not most of the steps."""
+    limit_ms: float | None
+    """The least that such a step can take."""
+    idle_percent: float | None
+    """Of the load's time, that in which the device computed no step; None where it is not known."""
+    idle_us: float | None
+    """The same for one step."""
+
+
+def append_row(file: Path, row: Row) -> None:
+    with open(file, "a") as lines:
+        lines.write(json.dumps(asdict(row)) + "\n")
+
+
+def read_rows(file: Path) -> list[Row]:
+    """Raises BenchError for a line that is none, save for a last one that was cut off."""
+    lines = file.read_text().splitlines(keepends=True)
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(Row(**json.loads(line)))
+        except (TypeError, ValueError) as error:
+            if number < len(lines) or line.endswith("\n"):
+                raise BenchError(f"{file}, line {number} is not of bench.serve_gpu: {error}") from error
+    return rows
+
+
+def figures_table(rows: Iterable[Row]) -> Table:
+    """A line for each load and system, ours first; the ratio is our rate over that of the system in the line."""
+    table = new_table(
+        "model", "load", "system", "output tok/s", "ratio", "TTFT, ms", "p99", "ITL, ms", "p99", "idle", "µs a step"
+    )
+    for model, load, of_load in _by_load(rows):
+        ours = next((row for row in of_load if row.system == OURS), None)
+        for row in of_load:
+            ratio = ours.output_tokens_per_second / row.output_tokens_per_second if ours and row is not ours else None
+            table.add_row(
+                model, load, row.system, f"{row.output_tokens_per_second:,.0f}", _cell(ratio, "{:.2f}", ""),
+                f"{row.ttft_ms:,.0f}", f"{row.ttft_p99_ms:,.0f}", f"{row.itl_p50_ms:.2f}", f"{row.itl_p99_ms:.2f}",
+                _cell(row.idle_percent, "{:.1f}%"), _cell(row.idle_us, "{:,.0f}"),
+            )  # fmt: skip
+    return table
+
+
+def limits_table(rows: Iterable[Row]) -> Table:
+    """A decode step, as a client sees it, beside the time in which the device copies what it has to read."""
+    table = new_table("model", "sequences", "system", "copy, GB/s", "limit, ms", "decode step, ms", "x limit")
+    for model, _, of_load in _by_load(rows):
+        for row in of_load:
+            if row.step_ms and row.limit_ms:
+                table.add_row(
+                    model, str(row.concurrency), row.system, f"{row.copy_bytes_per_second / 1e9:,.0f}",
+                    f"{row.limit_ms:.2f}", f"{row.step_ms:.2f}", f"{row.step_ms / row.limit_ms:.2f}",
+                )  # fmt: skip
+    return table
+
+
+def _by_load(rows: Iterable[Row]) -> Iterator[tuple[str, str, Sequence[Row]]]:
+    """The last row of each system under each load of each model, in the order in which loads came first."""
+    last: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        last.setdefault((row.model, row.load), {})[row.system] = row
+    for (model, load), systems in last.items():
+        yield model, load, sorted(systems.values(), key=lambda row: row.system != OURS)
+
+
+def _cell(value: float | None, form: str, otherwise: str = UNKNOWN) -> str:
+    return otherwise if value is None else form.format(value)

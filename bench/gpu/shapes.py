@@ -1,0 +1,147 @@
+"""Models of which only the shape is real: a folder with config.json and a tokenizer, for servers with random weights.
+
+What a decode step has to read of such a model is known from its shape, so how fast a step can be is known too.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from worker_service.models.decoder_config import DecoderConfig
+from worker_service.models.registry import build_model, read_config
+
+END_OF_TEXT = "<|endoftext|>"
+
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "dtype": "bfloat16",
+}
+_QWEN3: dict[str, Any] = {
+    "vocab_size": 151936,
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "hidden_act": "silu",
+    "dtype": "bfloat16",
+}
+LLAMA_3_8B = _LLAMA | {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "tie_word_embeddings": False,
+}
+
+
+def _longer(factor: float) -> dict[str, Any]:
+    """The positions of the later ones of the family."""
+    return {
+        "max_position_embeddings": 131072,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    }
+
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "llama-1b": _LLAMA | _longer(32.0) | {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-4b": _QWEN3 | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+    "llama-8b": LLAMA_3_8B | _longer(8.0),
+    "qwen3-30b-a3b": _QWEN3 | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+    "tiny": _LLAMA | _longer(8.0) | {
+        "vocab_size": 2048,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+"""Llama 3.2 1B, Qwen3 4B, Llama 3.1 8B, Qwen3 30B A3B, and one to try programs with."""
+
+
+def write_model(shape: Mapping[str, Any], folder: Path) -> None:
+    """config.json, and a tokenizer with as many tokens as there are ids, so that every id has a text."""
+    folder.mkdir()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = (f"Ġw{number}" for number in range(shape["vocab_size"] - len(alphabet) - 1))
+    vocabulary = {token: number for number, token in enumerate((END_OF_TEXT, *alphabet, *words))}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([END_OF_TEXT])
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(dict(shape) | {"bos_token_id": 0, "eos_token_id": 0}))
+
+
+def step_bytes(shape: Mapping[str, Any], batch: int, context: float) -> float:
+    """The least that a decode step of so many sequences, with so many tokens of context each, has to read.
+
+    Weights once, in bf16, the vectors of tokens only where they make logits too; of experts, as many as so many tokens
+    have on average if they choose at random; keys and values once.
+    """
+    config = read_config(shape)
+    assert isinstance(config, DecoderConfig)
+    tensors = build_model(config, torch.bfloat16, torch.device("meta")).checkpoint_tensors()
+    share = 1.0
+    if "num_experts" in shape:
+        share -= (1 - shape["num_experts_per_tok"] / shape["num_experts"]) ** batch
+    read = sum(
+        tensor.nbytes * (share if ".experts." in name else 1.0)
+        for name, tensor in tensors.items()
+        if shape["tie_word_embeddings"] or "embed" not in name
+    )
+    token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * torch.bfloat16.itemsize
+    return read + batch * context * token_bytes
