@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, __version__
 
 from worker_service.models.decoder_config import DecoderConfig
 from worker_service.models.registry import build_model, read_config
@@ -123,7 +123,8 @@ def write_model(shape: Mapping[str, Any], folder: Path) -> None:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([END_OF_TEXT])
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT).save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(dict(shape) | {"bos_token_id": 0, "eos_token_id": 0}))
+    written = {"bos_token_id": 0, "eos_token_id": 0, "transformers_version": __version__}
+    (folder / "config.json").write_text(json.dumps(dict(shape) | written))
 
 
 def step_bytes(shape: Mapping[str, Any], batch: int, context: float) -> float:
