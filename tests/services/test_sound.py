@@ -6,9 +6,12 @@ import wave
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sounds import RATE, file_of, samples, two_hours, wav
 
 from scheduler_service.frontend.request_memory import SOUND_BYTES
+from scheduler_service.frontend.speech import ogg
 from scheduler_service.frontend.speech.log_mel import WINDOW, log_mel
 from scheduler_service.frontend.speech.sound import Sound, SoundError
 
@@ -82,6 +85,7 @@ def _head(rate: int = RATE, channels: int = 1) -> bytes:
 FLAC, MP3, OGG, RF64 = (file_of(samples(20), kind, None) for kind in ("FLAC", "MP3", "OGG", "RF64"))
 MP3_WITHOUT_HEAD = MP3[MP3.index(MP3[:3], 3) :]
 """Its first frame has no sound, but says how many there are. Their bitrate changes."""
+PAGES = [b"OggS" + page for page in OGG.split(b"OggS")[1:]]
 REFUSED = {
     "nothing": (b"", "audio/wav", "data is empty"),
     "no sound": (b"hello" * 1000, "audio/wav", "data is no sound file that can be read"),
@@ -91,7 +95,10 @@ REFUSED = {
     "cut off, compressed": (FLAC[: len(FLAC) // 2], "audio/flac", "data is damaged or cut off after"),
     "cut off, MP3": (MP3[: len(MP3) // 2], "audio/mpeg", "data is damaged or cut off after"),
     "cut off, without a head": (MP3_WITHOUT_HEAD[:40_000], "audio/mpeg", "data is damaged or cut off after"),
-    "cut off, OGG": (OGG[: len(OGG) // 2], "audio/ogg", "data is cut off: its last page is missing"),
+    "cut off, OGG": (OGG[: len(OGG) // 2], "audio/ogg", "data is cut off: its last page is not whole"),
+    "without its end, OGG": (b"".join(PAGES[:-1]), "audio/ogg", "data is cut off: its last page is missing"),
+    "a page less, OGG": (b"".join(PAGES[:9] + PAGES[10:]), "audio/ogg", "data is damaged: page 9 is missing"),
+    "damaged, OGG": (OGG.replace(PAGES[9], PAGES[9][:-1] + b"?"), "audio/ogg", "data is damaged in page 9"),
     "cut off, RF64": (RF64[:100_000], "audio/wav", "data is cut off: its head says 320000 samples, and there are"),
     "tags": ((b"ID3\4\0\0\0\0\0\2" + bytes(2)) * 17 + MP3, "audio/mpeg", "data begins with more than 16 ID3 tags"),
     "several streams": (OGG + OGG, "audio/ogg", "data has several streams, of which one would be heard"),
@@ -107,6 +114,31 @@ def test_what_cannot_be_heard_is_refused_in_a_sentence(case: str) -> None:
     with pytest.raises(SoundError) as error:
         Sound(data, content_type, 3600).window(0, 60 * RATE)
     assert words in str(error.value)
+
+
+@given(st.integers(0, len(OGG) - 1), st.integers(0, 7))
+def test_an_ogg_file_of_which_any_bit_was_changed_is_refused(place: int, bit: int) -> None:
+    changed = bytearray(OGG)
+    changed[place] ^= 1 << bit
+    with pytest.raises(SoundError):
+        Sound(bytes(changed), "audio/ogg", 60)
+
+
+@pytest.mark.parametrize("change", ["lost", "twice", "late"])
+def test_an_ogg_file_with_a_page_that_is_lost_or_comes_twice_or_late_is_refused(change: str) -> None:
+    for number, page in enumerate(PAGES[:-1]):
+        following = PAGES[number + 1]
+        in_place = {"lost": [following], "twice": [page, page, following], "late": [following, page]}[change]
+        with pytest.raises(SoundError):
+            Sound(b"".join([*PAGES[:number], *in_place, *PAGES[number + 2 :]]), "audio/ogg", 60)
+
+
+def test_an_ogg_file_of_more_pages_than_a_sound_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ogg, "_MOST_PAGES", len(PAGES) + 1)
+    Sound(OGG, "audio/ogg", 60)
+    monkeypatch.setattr(ogg, "_MOST_PAGES", len(PAGES))
+    with pytest.raises(SoundError, match=f"data has {len(PAGES)} pages or more"):
+        Sound(OGG, "audio/ogg", 60)
 
 
 @pytest.mark.parametrize(("rate", "channels"), [(RATE, 1), (192_000, 8)])
@@ -135,11 +167,16 @@ def _flac_without_length(seconds: float) -> bytes:
         (_flac_without_length(3.3), "audio/flac", 3.3),
         (_flac_without_length(3), "audio/flac", 3),
         (wav(3)[:40] + b"\xff" * 4 + wav(3)[44:], "audio/wav", 3),
+        (OGG + b"TAG" + bytes(125), "audio/ogg", 20),
+        (file_of(samples(20), "OGG", "OPUS"), "audio/ogg", 20),
         (MP3_WITHOUT_HEAD, "audio/mpeg", 20),
         (MP3_WITHOUT_HEAD + b"TAG" + bytes(125), "audio/mpeg", 20),
         ((b"ID3\4\0\0\0\0\1\2" + bytes(130)) * 16 + MP3, "audio/mpeg", 20),
     ],
-    ids=["FLAC", "FLAC of whole seconds", "WAV of 4 GiB", "MP3", "MP3 with a title", "MP3 with titles in front"],
+    ids=[
+        *("FLAC", "FLAC of whole seconds", "WAV of 4 GiB", "OGG with a title", "Opus", "MP3", "MP3 with a title"),
+        "MP3 with titles in front",
+    ],
 )
 def test_a_sound_is_heard_to_its_end_also_where_its_head_does_not_say_how_long_it_is(
     data: bytes, content_type: str, seconds: float

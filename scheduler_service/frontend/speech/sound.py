@@ -6,12 +6,13 @@ is decoded, no more is decoded than what is heard next, and what a head does not
 
 import io
 import re
-from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 import soundfile
 import soxr
+
+from scheduler_service.frontend.speech import ogg
 
 SAMPLE_RATE = 16_000
 FORMATS = {
@@ -35,10 +36,6 @@ _ENDLESS_BYTES = 1 << 56
 """A size of which the least that is guessed is unknown, at 1,728 bytes for 384 samples, and the most has 63 bits."""
 _MOST_LOST = 0.9
 """The part of its frames that must be there."""
-_LAST_PAGE = 4
-"""In the flags of an Ogg page: no other follows."""
-_FIRST_PAGE = re.compile(rb"OggS\0[\2\3\6\7]", re.DOTALL)
-"""Of each stream of an Ogg file."""
 _CUT_OFF = re.compile(r"^data : (\d+) \(should be (\d+)\)", re.MULTILINE)
 _CUT_OFF_LONG = re.compile(r"frame count (\d+) does not match value from 'ds64' chunk of (\d+)")
 """Of an RF64, whose chunk of data does not say how long it is."""
@@ -178,16 +175,12 @@ def _check_tags(data: bytes) -> None:
 
 
 def _check_whole(data: bytes, kind: str, log: str) -> None:
-    """Raises SoundError for a file that is cut off, or of which a part would not be heard.
+    """Raises SoundError for a file that is cut off or damaged, or of which a part would not be heard.
 
     log: what libsndfile says of the file.
     """
-    if kind == "OGG":
-        if len(list(islice(_FIRST_PAGE.finditer(data), 2))) > 1:
-            raise SoundError("data has several streams, of which one would be heard; send one with a single stream")
-        at = data.rfind(b"OggS")
-        if at < 0 or not any(flags & _LAST_PAGE for flags in data[at + 5 : at + 6]):
-            raise SoundError("data is cut off: its last page is missing")
+    if kind == "OGG" and (flaw := ogg.flaw(data)) is not None:
+        raise SoundError(f"data {flaw}")
     if (cut := _CUT_OFF.search(log)) and int(cut[1]) < _UNKNOWN_LENGTH:
         raise SoundError(f"data is cut off: its head says {cut[1]} bytes of samples, and there are {cut[2]}")
     if (cut := _CUT_OFF_LONG.search(log)) and int(cut[1]) < int(cut[2]) < _UNKNOWN_FRAMES:

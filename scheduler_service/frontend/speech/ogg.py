@@ -1,0 +1,56 @@
+"""Whether an Ogg file has all of its pages: libsndfile skips what is damaged or lost, and hears the rest as one.
+
+Each page has the number of its stream, its own number within it, and a checksum (RFC 3533).
+"""
+
+import struct
+import zlib
+
+_MARK = b"OggS"
+_HEAD = struct.Struct("<5xB8xII4sx")
+"""Of a page: flags, which stream, the page's number, the checksum. How many lengths follow is its last byte."""
+_FIRST_PAGE, _LAST_PAGE = 2, 4
+"""Flags of a stream's."""
+_CHECKSUM = slice(22, 26)
+_MOST_PAGES = 1 << 18
+"""Of a file: an hour has 180,000 of 20 ms. Python takes 3 µs for one (AMD EPYC), and 16 MB may have 600,000."""
+_MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
+"""Bytes with their bits in the other order, in which Ogg's checksum is that of zlib."""
+
+
+def flaw(data: bytes) -> str | None:
+    """Why a file would not be heard whole, as the end of a sentence about it; None if it would.
+
+    What is no page, as a title behind the last one, is passed over, as libsndfile does.
+    """
+    expected: tuple[int, int] | None = None
+    is_last, end = False, 0
+    for _ in range(_MOST_PAGES):
+        if (at := data.find(_MARK, end)) < 0:
+            return None if is_last else "is cut off: its last page is missing"
+        if (end := _end(data, at)) > len(data):
+            return "is cut off: its last page is not whole"
+        flags, stream, number, checksum = _HEAD.unpack_from(data, at)
+        if _checksum(data[at:end]) != checksum:
+            return f"is damaged in page {number}"
+        if expected is not None and flags & _FIRST_PAGE:
+            return "has several streams, of which one would be heard; send one with a single stream"
+        if expected is not None and expected != (stream, number):
+            return f"is damaged: page {expected[1]} is missing"
+        expected, is_last = (stream, number + 1), bool(flags & _LAST_PAGE)
+    return f"has {_MOST_PAGES} pages or more"
+
+
+def _end(data: bytes, at: int) -> int:
+    """Where the page that begins there ends, which is behind the data if it is not whole."""
+    lengths = at + _HEAD.size
+    if lengths > len(data):
+        return lengths
+    body = lengths + data[lengths - 1]
+    return body + sum(data[lengths:body])
+
+
+def _checksum(page: bytes) -> bytes:
+    """Of a page, with zeros in place of its checksum. Ogg's begins with 0 and ends as it is; zlib's are inverted."""
+    mirrored = (page[: _CHECKSUM.start] + bytes(4) + page[_CHECKSUM.stop :]).translate(_MIRRORED)
+    return (zlib.crc32(mirrored, 0xFFFF_FFFF) ^ 0xFFFF_FFFF).to_bytes(4, "big").translate(_MIRRORED)
