@@ -62,7 +62,7 @@ chaos: setup
 
 # 20,000 requests under each policy, after which the scheduler must be as it was after the first tenth.
 soak: setup
-	$(BIN)/python -m pytest tests/services/test_soak.py tests/services/test_lora_soak.py tests/services/test_hostile.py tests/services/test_hostile_http.py tests/services/test_hostile_worker.py --soak -s -n 0
+	$(BIN)/python -m pytest tests/services/test_soak.py tests/services/test_lora_soak.py tests/services/test_hostile.py tests/services/test_hostile_http.py tests/services/test_hostile_worker.py tests/services/test_hostile_sounds.py --soak -s -n 0
 
 # The tests of kernels/ and of the worker's model code, on a machine with a GPU, whose PYTHON has torch, triton, pytest
 # and, for the models, transformers: it takes no setup, no gRPC and no network. Options and warnings of pyproject.toml are

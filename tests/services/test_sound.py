@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sounds import RATE, file_of, samples, two_hours, wav
+from sounds import RATE, file_of, samples, two_hours, wav, without_length
 
 from scheduler_service.frontend.request_memory import SOUND_BYTES
 from scheduler_service.frontend.speech import ogg
@@ -154,18 +154,11 @@ def test_a_window_takes_less_memory_than_its_call_holds_for_it(rate: int, channe
     assert most < SOUND_BYTES - 3 * 128 * 3000 * 4
 
 
-def _flac_without_length(seconds: float) -> bytes:
-    data = bytearray(file_of(samples(seconds), "FLAC"))
-    data[21] &= 0xF0  # the number of samples: 0 is not known
-    data[22:26] = bytes(4)
-    return bytes(data)
-
-
 @pytest.mark.parametrize(
     ("data", "content_type", "seconds"),
     [
-        (_flac_without_length(3.3), "audio/flac", 3.3),
-        (_flac_without_length(3), "audio/flac", 3),
+        (without_length(file_of(samples(3.3), "FLAC")), "audio/flac", 3.3),
+        (without_length(file_of(samples(3), "FLAC")), "audio/flac", 3),
         (wav(3)[:40] + b"\xff" * 4 + wav(3)[44:], "audio/wav", 3),
         (OGG + b"TAG" + bytes(125), "audio/ogg", 20),
         (file_of(samples(20), "OGG", "OPUS"), "audio/ogg", 20),
@@ -191,7 +184,10 @@ def test_a_sound_is_heard_to_its_end_also_where_its_head_does_not_say_how_long_i
 
 def test_a_sound_that_is_longer_than_it_says_ends_at_the_limit() -> None:
     """A head that claims nothing: the length of a stream's samples is unknown, and all of them are read."""
-    for data, content_type in ((_flac_without_length(8), "audio/flac"), (MP3_WITHOUT_HEAD, "audio/mpeg")):
+    for data, content_type in (
+        (without_length(file_of(samples(8), "FLAC")), "audio/flac"),
+        (MP3_WITHOUT_HEAD, "audio/mpeg"),
+    ):
         sound = Sound(data, content_type, 5)
         with pytest.raises(SoundError, match="at most 5 s are allowed"):
             sound.window(0, WINDOW)

@@ -32,5 +32,10 @@ def two_hours() -> bytes:
     return file_of(np.zeros(2 * 3600 * 4000, dtype=np.float32), "FLAC", rate=4000)
 
 
+def without_length(flac: bytes) -> bytes:
+    """The same sound in a file whose head does not say how long it is."""
+    return flac[:21] + bytes([flac[21] & 0xF0, *bytes(4)]) + flac[26:]
+
+
 def wav(seconds: float, seed: int = 0) -> bytes:
     return file_of(samples(seconds, seed))
