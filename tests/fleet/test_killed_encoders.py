@@ -1,15 +1,17 @@
 """SIGKILL of workers that hold an encoder beside the decoder: streams go on with the tokens of an undisturbed run."""
 
 import asyncio
+import signal
 from pathlib import Path
 from typing import Any
 
 from cluster import is_busy
 from fleet_helpers import Fleet, Scale
 from processes import Workers, scheduler
-from tiny_encoder_decoder import write_encoder_decoder
+from sounds import file_of, samples, wav
+from tiny_encoder_decoder import ENGLISH, SILENT, SPEECH_START, WRITE, write_encoder_decoder, write_whisper
 
-from pagewire_client import Client, EncoderPrompt, SamplingParams
+from pagewire_client import Client, EncoderPrompt, SamplingParams, Sound
 from pagewire_client.llm import collect
 
 KINDS: list[dict[str, Any]] = [
@@ -47,3 +49,59 @@ async def test_what_an_encoder_has_read_on_a_lost_worker_is_read_again_on_anothe
         finally:
             member.kill()
             workers.close()
+
+
+LONG, SHORT = Sound(wav(40), "audio/wav"), Sound(file_of(samples(9, 1), "FLAC"), "audio/flac")
+
+
+async def heard(client: Client, has_begun: asyncio.Event, sound: Sound, **options: Any) -> list[Any]:
+    """All that a transcription says: text, tokens, times, and how much it took."""
+    found = []
+    async for event in client.transcribe(sound, language="en", **options):
+        if event.HasField("segment"):
+            has_begun.set()
+        if event.HasField("end"):
+            event.end.usage.ClearField("cached_tokens")
+        found.append(event)
+    return found
+
+
+async def understood(client: Client, number: int) -> list[list[int]]:
+    """What Generate says of a sound."""
+    params = SamplingParams(max_tokens=30, ignore_eos=True, **KINDS[number])
+    prompt = EncoderPrompt(SHORT, (SPEECH_START, ENGLISH, WRITE, SILENT))
+    return [output.token_ids for output in (await collect(client, prompt, params)).outputs]
+
+
+async def test_what_is_said_in_a_sound_is_the_same_when_all_workers_are_killed_in_the_middle_of_it(
+    tmp_path: Path,
+) -> None:
+    """Transcripts with their times, and what Generate says: greedily, drawn, of several outputs and of beams."""
+    model = write_whisper(tmp_path / "whisper")
+    workers = Workers(model, step_seconds=0.02)
+    first, second = workers.up(2)
+    member = scheduler(model, [first.address, second.address], "--check-invariants").start()
+    try:
+        async with Client(member.address, retry_for=0) as client:
+            await client.wait_until_serving(60)
+
+            async def all_said(has_begun: asyncio.Event) -> list[Any]:
+                transcripts = (heard(client, has_begun, LONG), heard(client, has_begun, SHORT, temperature=0.8, seed=3))
+                return await asyncio.gather(*transcripts, *(understood(client, number) for number in range(3)))
+
+            expected = await all_said(asyncio.Event())
+            assert {event.segment.start_seconds // 30 for event in expected[0]} == {0, 1}
+            has_begun = asyncio.Event()
+            saying = asyncio.ensure_future(all_said(has_begun))
+            await has_begun.wait()
+            for worker in (first, second):
+                worker.signal(signal.SIGKILL)
+            for worker in (first, second):
+                await asyncio.to_thread(worker.kill)  # which returns when it is gone
+            await asyncio.to_thread(workers.up, 2)
+            assert await saying == expected
+            state = await Fleet(member, client, [], {}).check_empty()
+            assert sum(worker.num_preemptions for worker in state.workers) > 0  # they were lost with streams
+    finally:
+        member.kill()
+        workers.close()

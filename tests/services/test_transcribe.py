@@ -9,7 +9,9 @@ import grpc
 import pytest
 import torch
 from embedding_helpers import assert_nothing_is_left, said_through_a_loss, serving
+from engines import until
 from lora_helpers import slow_down
+from scheduler_in_process import scheduler
 from sounds import file_of, samples, two_hours, wav
 from tiny_encoder_decoder import (
     ENGLISH,
@@ -24,12 +26,15 @@ from tiny_encoder_decoder import (
     WRITE,
     write_whisper,
 )
+from worker_in_process import worker_in_process
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client, EncoderPrompt, SamplingParams, Sound
 from pagewire_client.llm import collect
 from scheduler_service.access.keys import ApiKey, Keyring, digest_of
 from scheduler_service.core import TranscriptParams
+from scheduler_service.frontend import transcription
+from scheduler_service.frontend.sound_features import read_window
 from scheduler_service.frontend.speech.log_mel import log_mel
 from scheduler_service.frontend.speech.transcript import Transcript
 
@@ -164,6 +169,30 @@ async def test_transcripts_are_the_same_alone_and_together_swapped_and_through_t
         assert await all_heard(client) == alone
         await assert_nothing_is_left(one)
     assert await said_through_a_loss(model, all_heard, **BLOCKS) == alone
+
+
+async def test_a_worker_that_is_lost_between_two_windows_is_not_missed(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with worker_in_process(model, **BLOCKS) as first, worker_in_process(model, **BLOCKS) as second:
+        served = {worker.address: worker for worker in (first, second)}
+        async with scheduler(*served, model=str(model), check_invariants=True) as one, Client(one.target) as client:
+            await until(lambda: len(one.engine.serving) == 2)
+            expected = segments(await events(client, wav(70), language="en"))
+            lost = []
+
+            async def read_and_lose(sound: Any, start: int) -> Any:
+                """The worker that had the window before."""
+                if start and not lost:
+                    before = max(one.engine.workers, key=lambda worker: worker.num_steps)
+                    lost.append(before)
+                    await served[before.client.address].server.server.stop(None)
+                return await read_window(sound, start)
+
+            monkeypatch.setattr(transcription, "read_window", read_and_lose)
+            assert segments(await events(client, wav(70), language="en")) == expected
+            assert [worker.num_losses for worker in lost] == [1]
+            await assert_nothing_is_left(one)
 
 
 REFUSED: dict[str, tuple[bytes, str, dict[str, Any], str]] = {
