@@ -214,7 +214,7 @@ async def test_a_call_keeps_the_adapter_that_it_named(tiny_model_directory: Path
 async def test_a_lost_worker_is_not_seen(
     kind: str, encoder: Path, slow: SlowEncoder, tiny_model_directory: Path, slow_llama: SlowEncoder
 ) -> None:
-    """Though it had computed parts of texts, and vectors of their tokens had been sent."""
+    """Though it had computed parts of texts, vectors of their tokens had been sent, and it had streams beside them."""
     model, oracle = (encoder, slow) if kind == "encoder" else (tiny_model_directory, slow_llama)
     settings = encoder_settings() if kind == "encoder" else {}
     number, chunks = (20, {}) if kind == "encoder" else (6, {"max_num_batched_tokens": 16})
@@ -230,10 +230,12 @@ async def test_a_lost_worker_is_not_seen(
             slow_down(worker, 0.005)
         async with Client(one.target) as client:
             calls = [asyncio.create_task(client.embed(TEXTS * number, pooling=pooling)) for pooling in POOLINGS]
+            streams = asyncio.create_task(outputs(client, [] if kind == "encoder" else TEXTS))
             await until(lambda: lost.num_steps > 3)
             await first.server.server.stop(None)
             for pooling, call in zip(POOLINGS, calls, strict=True):
                 assert_close(await call, [oracle.vectors(text, pooling) for text in TEXTS] * number)
+            assert await streams == await outputs(client, [] if kind == "encoder" else TEXTS)
         assert lost.num_losses == 1
 
 

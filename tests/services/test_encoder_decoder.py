@@ -8,11 +8,13 @@ from typing import Any
 import grpc
 import pytest
 from embedding_helpers import assert_nothing_is_left, said_through_a_loss, serving
+from scheduler_in_process import InProcess
 from tiny_encoder_decoder import START, SlowEncoderDecoder, write_adapter, write_encoder_decoder
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client, EncoderPrompt, SamplingParams
 from pagewire_client.llm import collect
+from scheduler_service.core import PreemptionMode
 from scheduler_service.recording.replayer import Replayer
 from worker_service.speculation import drafter
 
@@ -114,6 +116,50 @@ async def test_outputs_are_the_same_alone_and_together(
     assert any(sequence.is_encoder for sequence in scheduled)
     if "num_device_blocks" in settings:
         assert any(step.blocks_to_swap_out if "swap" in scheduling.values() else step.preempted for step in steps)
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+async def test_outputs_are_the_same_where_urgent_requests_take_the_blocks_of_others(
+    mode: str, model: Path, alone: list[Shown]
+) -> None:
+    """Each is more urgent than those before it."""
+
+    async def tokens(client: Client, number: int) -> list[list[int]]:
+        prompt, kind = ASKED[number]
+        sampling = SamplingParams(**{"max_tokens": NUM_TOKENS} | KINDS[kind])
+        request = pb.GenerateRequest(encoder_text=str(prompt.encoder), sampling=sampling, priority=-number)
+        request.token_ids.ids.extend(prompt.decoder or (START,))
+        found: dict[int, list[int]] = {}
+        async for message in client._stub.Generate(request):
+            found.setdefault(message.index, []).extend(message.token_ids)
+        return [found[index] for index in sorted(found)]
+
+    scheduling = {"policy": "priority", "preemption_mode": mode}
+    async with serving(model, scheduling, num_device_blocks=26) as (one, _), Client(one.target) as client:
+        found = await asyncio.gather(*(tokens(client, number) for number in range(len(ASKED))))
+        assert found == [[token_ids for token_ids, _, _ in outputs] for outputs in alone]
+        assert_preempted(one, mode)
+        await assert_nothing_is_left(one)
+
+
+async def test_with_a_cache_in_8_bits_outputs_are_the_same_through_swaps_recomputing_and_the_loss_of_a_worker(
+    model: Path,
+) -> None:
+    narrow: dict[str, Any] = {"kv_cache_dtype": "int8"}
+    async with serving(model, {"prefix_caching": False}, **narrow) as (one, _), Client(one.target) as client:
+        alone = [await shown(client, *asked) for asked in ASKED]
+    for mode in ("swap", "recompute"):
+        scheduling = {"preemption_mode": mode}
+        async with serving(model, scheduling, num_device_blocks=26, **narrow) as (one, _), Client(one.target) as client:
+            assert await all_together(client) == alone
+            assert_preempted(one, mode)
+    assert await said_through_a_loss(model, all_together, **narrow) == alone
+
+
+def assert_preempted(one: InProcess, mode: str) -> None:
+    (worker,) = one.engine.workers
+    assert worker.scheduler is not None
+    assert worker.scheduler.num_preemptions[PreemptionMode(mode)] > 0
 
 
 async def test_what_an_encoder_has_read_is_found_by_later_requests_of_the_same_salt(model: Path) -> None:
