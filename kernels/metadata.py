@@ -9,6 +9,28 @@ from torch import Tensor
 
 from kernels.upload import upload
 
+PART_KEYS = 512
+"""Keys that are attended to on their own where a row's sums are made by position; the CPU's kernels have as many."""
+
+
+@dataclass(frozen=True)
+class SharedParts:
+    """Parts of a context that several decodes have, as the same blocks: attended to once for all of them.
+
+    A sequence shares the first of its parts, all of whose keys it sees, and at least one key is behind them. Attention
+    with a window or a bias, and backends that find such parts themselves, pay no heed to it.
+    """
+
+    items: Tensor
+    """[any number, 3] int32: a part's number, the first of its `rows`, and how many these are, at most as many as
+    `Ops.shared_tokens` says; none for an item that is not used."""
+    rows: Tensor
+    """[any number] int32: sequences of the items."""
+    num_parts: Tensor
+    """[num_sequences] int32: how many parts of each sequence are among the items."""
+    most_parts: int
+    """The most of any sequence, known to the host."""
+
 
 @dataclass(frozen=True)
 class AttentionMetadata:
@@ -25,6 +47,8 @@ class AttentionMetadata:
     """The largest of all sequences; 0 without any. It is known to the host, so nothing has to be read from a device."""
     max_context_len: int
     """Likewise."""
+    shared: SharedParts | None = None
+    """Only where every sequence has one query token."""
 
     @classmethod
     def build(

@@ -34,7 +34,7 @@ from kernels.triton.merge_splits import merge_splits
 
 _MOST_SPLITS = 64
 _INTERPRETED_PROCESSORS = 8
-_HOPPER_SHARED_MEMORY = 227 * 1024
+HOPPER_SHARED_MEMORY = 227 * 1024
 """Bytes that a program may take."""
 
 
@@ -56,12 +56,12 @@ def paged_attention(
     if num_tokens == 0:
         return output
     groups = num_heads // num_kv_heads
-    head_columns = max(16, triton.next_power_of_2(head_dim))  # a tensor core multiplies no less than 16
+    head_columns = columns_of(head_dim)
     chunk = _chunk_tile(metadata.max_query_len, groups, head_columns, query.dtype, query.device)
     decode = _decode_tile(groups, head_columns)
     only_decodes = metadata.max_query_len == 1
     num_tiles = num_sequences if only_decodes else num_tokens // (chunk.rows // groups) + num_sequences
-    tile_keys = _tile_keys(head_columns, query.dtype)
+    tile_keys = tile_keys_of(head_dim, query.dtype)
     visible = metadata.max_context_len if window is None else min(metadata.max_context_len, window + tile_keys)
     num_splits = _num_splits(num_tiles * num_kv_heads, triton.cdiv(visible, tile_keys), query.device)
     if num_splits == 1:
@@ -137,36 +137,42 @@ def _chunk_tile(max_query_len: int, groups: int, head_columns: int, dtype: torch
     On an H200 256 rows of 128 columns reach 56% of the rate of large products, 128 rows 51%. With more ptxas spills the
     accumulator; float32, which no tensor core multiplies exactly, needs the most registers.
     """
-    most = 2**15 if _shared_memory(device) >= _HOPPER_SHARED_MEMORY else 2**14
+    most = 2**15 if shared_memory(device) >= HOPPER_SHARED_MEMORY else 2**14
     largest = max(16, min(most // 128, most // head_columns // (16 if dtype is torch.float32 else 1)))
     fitting = next((size for size in (16, 64, 128) if largest >= size >= max_query_len * groups), largest)
     rows = max(fitting, triton.next_power_of_2(groups))
     return _Tile(rows, 8 if rows * head_columns >= 2**15 else 4, 3)
 
 
-def _tile_keys(head_columns: int, dtype: torch.dtype) -> int:
+def columns_of(head_dim: int) -> int:
+    """Columns of a tile: a power of two, and a tensor core multiplies no less than 16."""
+    return max(16, int(triton.next_power_of_2(head_dim)))
+
+
+def tile_keys_of(head_dim: int, dtype: torch.dtype) -> int:
     """Keys of a tile: keys and values together take 32 KiB of shared memory for each pipeline stage."""
-    return max(16, min(64, 2**14 // (head_columns * dtype.itemsize)))
+    return max(16, min(64, 2**14 // (columns_of(head_dim) * dtype.itemsize)))
 
 
 def _num_splits(num_programs: int, num_key_tiles: int, device: torch.device) -> int:
     """Programs that share the keys of a tile: a power of two that does not overfill the device two programs deep."""
-    most = min(2 * _num_processors(device) // num_programs, num_key_tiles, _MOST_SPLITS)
+    most = min(2 * num_processors(device) // num_programs, num_key_tiles, _MOST_SPLITS)
     return 1 << max(most, 1).bit_length() - 1
 
 
 @cache
-def _num_processors(device: torch.device) -> int:
+def num_processors(device: torch.device) -> int:
+    """Programs that the device runs at the same time, one on each."""
     if device.type != "cuda":
         return _INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache
-def _shared_memory(device: torch.device) -> int:
+def shared_memory(device: torch.device) -> int:
     """Bytes that a program may take."""
     if device.type != "cuda":
-        return _HOPPER_SHARED_MEMORY
+        return HOPPER_SHARED_MEMORY
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
@@ -213,7 +219,7 @@ def _paged_attention_kernel(
     else:
         # A prompt's last tile has the most keys: it starts first.
         tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // num_kv_heads
-        sequence = _sequence_of_tile(tile, query_start, num_sequences, tile_tokens)
+        sequence = sequence_of_tile(tile, query_start, num_sequences, tile_tokens)
         first_token = (tile - tl.load(query_start + sequence) // tile_tokens - sequence) * tile_tokens
     first_row = tl.load(query_start + sequence)
     query_len = tl.load(query_start + sequence + 1) - first_row
@@ -252,13 +258,13 @@ def _paged_attention_kernel(
     head_cache = layer_cache + kv_head * head_dim
     table = block_tables + sequence.to(tl.int64) * table_stride
     for index in range(begin, seen_by_all):
-        largest, total, weighted = _attend_tile(
+        largest, total, weighted = attend_tile(
             queries, largest, total, weighted, position, index * tile_keys, low, high, head_cache, table, head_bias,
             num_distances, block_stride, part_stride, scale, False,
             num_kv_heads, head_dim, block_size, window, soft_cap, biased, tile_keys, head_columns,
         )  # fmt: skip
     for index in range(seen_by_all, end):
-        largest, total, weighted = _attend_tile(
+        largest, total, weighted = attend_tile(
             queries, largest, total, weighted, position, index * tile_keys, low, high, head_cache, table, head_bias,
             num_distances, block_stride, part_stride, scale, True,
             num_kv_heads, head_dim, block_size, window, soft_cap, biased, tile_keys, head_columns,
@@ -276,7 +282,7 @@ def _paged_attention_kernel(
 
 
 @triton.jit
-def _sequence_of_tile(tile, query_start, num_sequences, tile_tokens: tl.constexpr):
+def sequence_of_tile(tile, query_start, num_sequences, tile_tokens: tl.constexpr):
     """The sequence that a tile belongs to, when sequence i has its tiles from `query_start[i] // tile_tokens + i` on.
 
     Rounding down loses at most one tile a sequence, and i adds one, so these ranges never overlap; the gaps that they
@@ -294,7 +300,7 @@ def _sequence_of_tile(tile, query_start, num_sequences, tile_tokens: tl.constexp
 
 
 @triton.jit
-def _attend_tile(
+def attend_tile(
     queries,
     largest,
     total,

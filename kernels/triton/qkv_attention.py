@@ -37,6 +37,20 @@ def qkv_attention(
     soft_cap: float | None = None,
 ) -> Tensor:
     """As `kernels.composed.qkv_attention`, and tokens with a negative slot are not stored."""
+    query = prepared_query(qkv, norms, eps, offset, rotation, layer_cache, slots)
+    return paged_attention(query, layer_cache, metadata, scale, window, soft_cap).flatten(1)
+
+
+def prepared_query(
+    qkv: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    offset: float,
+    rotation: tuple[Tensor, Tensor] | None,
+    layer_cache: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """All of it but attention itself; returns the query heads, [num_tokens, num_heads, head_dim], where they lay."""
     num_tokens = len(qkv)
     block_size, num_kv_heads, head_dim = layer_cache.shape[2:]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
@@ -71,8 +85,7 @@ def qkv_attention(
             num_warps=num_warps(2 * heads * columns),
             **OPTIONS,
         )
-    query = qkv.view(num_tokens, all_heads, head_dim)[:, :num_heads]
-    return paged_attention(query, layer_cache, metadata, scale, window, soft_cap).flatten(1)
+    return qkv.view(num_tokens, all_heads, head_dim)[:, :num_heads]
 
 
 @triton.jit

@@ -3,9 +3,14 @@
 The interpreter runs code that no compiler would accept, so a kernel that passes there only may still not compile.
 Tensors are on the meta device: launchers see shapes and types, and compiled kernels are not launched. The shared memory
 of a kernel is compared with that of the smallest GPU of its generation.
+
+Of kernels whose sums must not depend on the batch it is checked that one of attention serves all batches, and that
+products of any number of rows are multiplied by one kind of instruction, which takes the inputs in the same steps.
 """
 
+import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -19,7 +24,7 @@ from kernels import triton as ops
 from kernels.metadata import AttentionMetadata
 from kernels.ops import LoraWeights
 from kernels.sampling import Draws
-from kernels.triton import sampling
+from kernels.triton import invariant, sampling
 
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
 """Bytes a program may take, by compute capability; of the generation of 8.0, 8.6 and 8.9 have the least."""
@@ -41,6 +46,10 @@ class AbsentDevice:
         return 0
 
 
+INSTRUCTION = re.compile(r"\b(wgmma|mma)\.[\w.]*?m\d+n\d+(k\d+)")
+"""Of a tensor core: its kind, and how much of a sum it makes at once."""
+
+
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -51,6 +60,7 @@ def attention(
     groups: int = 4,
     kv_heads: int = 8,
     head_dim: int = 128,
+    attend: Callable[..., Tensor] = ops.paged_attention,
     **options: Any,
 ) -> None:
     metadata = AttentionMetadata(
@@ -61,7 +71,7 @@ def attention(
         max_context_len=context_len,
     )
     query = empty(query_len + 1, groups * kv_heads, head_dim)
-    ops.paged_attention(query, empty(9, 4, 2, 16, kv_heads, head_dim)[:, 1], metadata, 0.1, **options)
+    attend(query, empty(9, 4, 2, 16, kv_heads, head_dim)[:, 1], metadata, 0.1, **options)
 
 
 def qkv_attention(norms: tuple[Tensor, Tensor] | None) -> None:
@@ -119,25 +129,54 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "log_probabilities", lambda: sampling.log_probabilities(logits, ids, 5)
 
 
+INVARIANT_BATCHES = ((1, 100), (1, 8000), (3, 8000), (2000, 2000))
+"""Query tokens and contexts: decodes of one part of the keys and of several, and chunks."""
+ROWS = (1, 64, 65, 600)
+"""Numbers of rows with which a product has all its tiles."""
+
+
+def invariant_launches(capability: int) -> Iterator[tuple[str, list[Callable[[], object]]]]:
+    """What must be the same kernel, or products that sum up alike."""
+    by_position = partial(attention, attend=invariant.paged_attention)
+    shapes: list[dict[str, Any]] = [{}, {"head_dim": 256}, {"groups": 7, "head_dim": 64, "window": 9}]
+    for shape in shapes if capability == 90 else shapes[:1]:
+        yield f"attention by position {shape}", [partial(by_position, *batch, **shape) for batch in INVARIANT_BATCHES]
+    product = invariant.pack(empty(4096, 4096), True)
+    yield "products", [partial(product, empty(rows, 4096), None) for rows in ROWS]
+
+
 def main() -> None:
-    compiled: list[tuple[str, int]] = []
+    compiled: list[Any] = []
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         assert not warmup
         binary = run(kernel, *args, grid=grid, warmup=True, **options)
-        compiled.append((binary.metadata.name, binary.metadata.shared))
+        compiled.append(binary)
 
     run, JITFunction.run = JITFunction.run, compile_only
     for capability, most in SHARED_MEMORY.items():
         triton.runtime.driver.set_active(AbsentDevice(capability))
-        import_module("kernels.triton.paged_attention")._shared_memory = lambda _, most=most: most
+        for module in ("paged_attention", "invariant_linear"):
+            import_module(f"kernels.triton.{module}").shared_memory = lambda _, most=most: most
         for name, launch in launches(capability):
             compiled.clear()
             launch()
             assert compiled, f"{name} launched nothing"
-            for kernel, shared in compiled:
+            for binary in compiled:
+                kernel, shared = binary.metadata.name, binary.metadata.shared
                 print(f"sm_{capability} {name}: {kernel} takes {shared} bytes of shared memory")  # noqa: T201
                 assert shared <= most, f"more than {most}"
+        for name, alike in invariant_launches(capability):
+            compiled.clear()
+            for launch in alike:
+                launch()
+            kernels = [binary for binary in compiled if "merge" not in binary.metadata.name]
+            assert len(kernels) == len(alike)
+            assert max(binary.metadata.shared for binary in compiled) <= most
+            steps = {step for binary in kernels for step in INSTRUCTION.findall(binary.asm["ptx"])}
+            print(f"sm_{capability} {name}: {len({binary.hash for binary in kernels})} kernels, {steps}")  # noqa: T201
+            assert len(steps) == 1
+            assert name == "products" or len({binary.hash for binary in kernels}) == 1
 
 
 if __name__ == "__main__":

@@ -22,3 +22,6 @@ def test_kernels_compile_and_fit_into_shared_memory(pytestconfig: pytest.Config,
     assert done.returncode == 0, done.stdout + done.stderr
     assert "sm_80 chunk and decode: _paged_attention_kernel" in done.stdout
     assert "sm_90 split decode over a whole context: _merge_splits_kernel" in done.stdout
+    assert "sm_80 attention by position {}: 1 kernels, {('mma', 'k16')}" in done.stdout
+    assert "sm_90 attention by position {}: 1 kernels, {('wgmma', 'k16')}" in done.stdout
+    assert "sm_90 products: 3 kernels, {('wgmma', 'k16')}" in done.stdout

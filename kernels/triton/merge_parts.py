@@ -1,0 +1,65 @@
+"""Merges what parts of the keys make of a query row, one part after the other: an online softmax over parts.
+
+    partial   [num_tokens, num_heads, room, head_dim] float32: sums of values, weighted by `2^(score - largest)`
+    sums      [num_tokens, num_heads, room, 2] float32: the largest score of a part, in powers of two, and the weights
+    counts    [num_tokens, num_heads] int32: how many parts a row has, the first of its `room`
+    output    [num_tokens, num_heads, head_dim]
+    program   one head of one token
+
+A part without keys changes no bit. `merge_part` is also what programs do that take all parts of a row, and gives the
+same bits there: each of its roundings is spelled out, because a compiler may fuse a product with a sum, or not. A row
+without parts becomes zero. Sizes that hurt: heads of 80, rows with more parts than others.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton.launch import OPTIONS, num_warps
+
+
+def merge_parts(partial: Tensor, sums: Tensor, counts: Tensor, output: Tensor) -> None:
+    """Fill output."""
+    num_tokens, num_heads, room, head_dim = partial.shape
+    columns = triton.next_power_of_2(head_dim)
+    _merge_parts_kernel[(num_tokens, num_heads)](
+        partial, sums, counts, output, num_heads, room,
+        head_dim=head_dim, columns=columns, num_warps=num_warps(columns), **OPTIONS,
+    )  # fmt: skip
+
+
+@triton.jit
+def merge_part(largest, total, weighted, part_largest, part_total, part_weighted):
+    """largest, total: [rows]; weighted: [rows, columns]; returns these of both."""
+    new_largest = tl.maximum(largest, part_largest)
+    base = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # a row that has seen no key yet
+    shrink, grow = tl.exp2(largest - base), tl.exp2(part_largest - base)
+    total = tl.fma(total, shrink, part_total * grow)
+    weighted = tl.fma(weighted, shrink[:, None] + tl.zeros_like(weighted), part_weighted * grow[:, None])
+    return new_largest, total, weighted
+
+
+@triton.jit
+def finished(total, weighted):
+    """The attention of rows whose parts have all been merged; zero for a row that has seen no key."""
+    divisor = tl.where(total == 0, 1.0, total)
+    return weighted * tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)[:, None]
+
+
+@triton.jit(do_not_specialize=["room"])
+def _merge_parts_kernel(
+    partial, sums, counts, output, num_heads, room, head_dim: tl.constexpr, columns: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * num_heads + tl.program_id(1)
+    column = tl.arange(0, columns)[None, :]
+    one = tl.zeros([1], tl.int64)
+    largest = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    weighted = tl.zeros([1, columns], tl.float32)
+    for part in range(tl.load(counts + row)):
+        place = row * room + part
+        part_largest, part_total = tl.load(sums + place * 2 + one), tl.load(sums + place * 2 + 1 + one)
+        part_weighted = tl.load(partial + place * head_dim + column, mask=column < head_dim, other=0.0)
+        largest, total, weighted = merge_part(largest, total, weighted, part_largest, part_total, part_weighted)
+    result = finished(total, weighted)
+    tl.store(output + row * head_dim + column, result.to(output.dtype.element_ty), mask=column < head_dim)
