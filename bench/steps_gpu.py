@@ -6,7 +6,8 @@ The limit is the time to read the weights that a step needs, and the keys and va
 bandwidth of a copy that is measured in the same run. Times are from one answer to the next, and figures are medians
 over steps. For "step" each step is launched before the previous one has finished, as when a scheduler sends steps
 ahead; for "alone" it is launched afterwards. A second table has steps whose sequences have an adapter of rank 16 each,
-one of four, and steps that verify four guesses of each sequence, all of them wrong, launched alone.
+one of four, and steps that verify four guesses of each sequence, all of them wrong, launched alone. All of it is done
+twice, by the fastest kernels and by those of `--batch-invariant`, whose cost is stated, of prompts too.
 """
 
 import json
@@ -15,6 +16,7 @@ import sys
 import time
 from array import array
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -24,6 +26,7 @@ from worker_service.execution.adapters import AdapterRoom, Adapters
 from worker_service.execution.cache_engine import CacheEngine, CacheShape
 from worker_service.execution.decode_graphs import DecodeGraphs
 from worker_service.execution.model_runner import ModelRunner, RunningStep
+from worker_service.execution.profiling import measure_prefill
 from worker_service.loading.adapter import Adapter
 from worker_service.loading.dummy_weights import DummyWeights
 from worker_service.models.causal_model import CausalModel
@@ -45,9 +48,25 @@ def main() -> None:
         sys.exit("bench.steps_gpu measures steps on an NVIDIA GPU, and torch finds none on this machine.")
     device = torch.device("cuda")
     bandwidth = copy_bandwidth(device)
-    torch.cuda.empty_cache()
+    say(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}: copy {bandwidth / 1e9:.0f} GB/s")
+    found = {}
+    for name, batch_invariant in (("fastest", False), ("batch_invariant", True)):
+        torch.cuda.empty_cache()
+        say(f"kernels: {name}")
+        found[name] = measure_worker(device, bandwidth, batch_invariant=batch_invariant)
+    fastest, invariant = found.values()
+    costs = {"prompts": fastest["prefill_tokens_per_second"] / invariant["prefill_tokens_per_second"]}
+    for one, other in zip(fastest["steps"], invariant["steps"], strict=True):
+        costs[f"{one['batch']} sequences"] = other["step_ms"] / one["step_ms"]
+    for what, ratio in costs.items():
+        say(f"--batch-invariant, {what}: {ratio - 1:+.1%} of time")
+    say(json.dumps({"device": torch.cuda.get_device_name(device), "copy_bytes_per_second": bandwidth, **found}))
+
+
+def measure_worker(device: torch.device, bandwidth: float, *, batch_invariant: bool) -> dict[str, Any]:
+    """Print both tables, and return what they say."""
     config = read_config(LLAMA_3_8B)
-    model = build_model(config, torch.bfloat16, device)
+    model = build_model(config, torch.bfloat16, device, batch_invariant=batch_invariant)
     tensors = model.checkpoint_tensors()
     DummyWeights(device).load_into(tensors)
     adapters = random_adapters(model)
@@ -56,6 +75,7 @@ def main() -> None:
     shape = CacheShape(config.num_layers, BLOCK_SIZE, config.num_kv_heads, config.head_dim, torch.bfloat16)
     blocks_each = -(-(CONTEXT + NUM_STEPS + 1 + NUM_GUESSES) // BLOCK_SIZE)
     limits = Limits(BLOCK_SIZE, max(BATCHES) * blocks_each, 0, config.vocabulary_size, 8192, 2048, max(BATCHES))
+    speed = measure_prefill(model, shape, device, limits.max_num_batched_tokens, 1)
     engine = CacheEngine(shape, limits.num_device_blocks, 0, device)
     for part in torch.split(engine.device_blocks, 512):
         part.normal_()
@@ -69,10 +89,9 @@ def main() -> None:
         has_adapters=True,
     )
     capture_seconds = time.perf_counter() - began
-    say(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}: copy {bandwidth / 1e9:.0f} GB/s")
-    say(f"weights {weight_bytes / 1e9:.1f} GB; graphs captured in {capture_seconds:.1f} s")
+    say(f"weights {weight_bytes / 1e9:.1f} GB; graphs captured in {capture_seconds:.1f} s; prompts {speed} tokens/s")
     say(f"{'sequences':>9}{'limit':>10}{'step':>10}{'ratio':>7}{'alone':>10}{'ratio':>7}{'alone, without graphs':>23}")
-    results = []
+    results: list[dict[str, float]] = []
     replayed, launched = (ModelRunner(model, engine, of_one, adapters=adapters) for of_one in (graphs, None))
     for batch in BATCHES:
         step = measure(replayed, limits, batch, ahead=True)
@@ -96,9 +115,7 @@ def main() -> None:
             f"{batch:>9}{result['adapters_ms']:>9.2f} ms{result['adapters_eager_ms']:>13.2f} ms"
             f"{result['guesses_ms']:>9.2f} ms{result['guesses_eager_ms']:>13.2f} ms"
         )
-    say(
-        json.dumps({"device": torch.cuda.get_device_name(device), "copy_bytes_per_second": bandwidth, "steps": results})
-    )
+    return {"prefill_tokens_per_second": speed, "steps": results}
 
 
 def random_adapters(model: CausalModel) -> Adapters:

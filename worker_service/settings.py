@@ -65,6 +65,12 @@ class WorkerSettings(ServiceSettings):
         description="on a GPU, launch the kernels of decodes one by one, without CUDA graphs captured at start, whose "
         "memory comes on top of --gpu-memory-utilization",
     )
+    batch_invariant: bool = Field(
+        False,
+        description="sum up each token's numbers in one order, so that tokens in 16 bits are the same alone, in a "
+        "batch, in chunks, after preemption and after the loss of a worker; for natively run models. On a CPU bf16 is "
+        "so anyway; on a GPU other kernels compute, whose cost was not measured",
+    )
     forms: bool = Field(
         True,
         description="follow the forms that requests ask for (json_schema, regex, choice, grammar), in a process beside "

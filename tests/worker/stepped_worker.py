@@ -39,14 +39,16 @@ def load_runner(
     room: AdapterRoom = NO_ADAPTERS,
     cache_dtype: torch.dtype | None = None,
     num_guesses: int = 0,
+    *,
+    batch_invariant: bool = False,
 ) -> ModelRunner:
     """A runner over a pool that is NaN wherever nothing was stored; graphs: where there can be some; ranks: of native
     networks alone; room: for adapters; cache_dtype: of the pool, if it is another; num_guesses: for one sequence,
-    which graphs have rows for.
+    which graphs have rows for; batch_invariant: of native networks.
     """
     checkpoint = Checkpoint(path)
     config = read_config(checkpoint.config)
-    model = build_model(config, dtype, DEVICE, ranks)
+    model = build_model(config, dtype, DEVICE, ranks, batch_invariant=batch_invariant)
     num_kv_heads, cuts = part_of(config, ranks)
     checkpoint.load_into(model.checkpoint_tensors(), cuts)
     adapters = Adapters(model, room, cuts)

@@ -8,6 +8,7 @@ from typing import Any
 import structlog
 import torch
 
+from kernels.backends import EAGER, backend_name
 from kernels.reference import WEIGHT_GROUP
 from pagewire_common.start_error import StartError
 from worker_service.errors import is_out_of_memory
@@ -52,6 +53,8 @@ class Network:
     ranks: Ranks
     quantization: Quantization
     sentences: SentenceSettings
+    batch_invariant: bool = False
+    """As `ops_for` has it."""
 
     @classmethod
     def open(cls, name: str, settings: WorkerSettings, device: torch.device, ranks: Ranks) -> "Network":
@@ -83,6 +86,7 @@ class Network:
             settings.quantization,
             # A classifier makes no vectors, whatever the files beside it say.
             SentenceSettings(otherwise) if is_classifier else SentenceSettings.read(source.path, otherwise),
+            settings.batch_invariant,
         )
 
     @property
@@ -104,6 +108,8 @@ class Network:
         model = self._build(torch.device("meta"))
         blueprint = model.checkpoint_tensors()
         self.checkpoint.check(blueprint, self.cuts)
+        if self.batch_invariant:
+            self._check_invariance()
         self._check_quantization()
         if self.shape.dtype is torch.int8 and self.device.type != "cpu":
             raise StartError("--kv-cache-dtype int8 is for workers on a CPU")
@@ -121,7 +127,7 @@ class Network:
                     raise
                 file = self.checkpoint.path / "config.json"
                 raise StartError(f"{file} describes no network: {type(error).__name__}: {error}") from error
-        return build_model(self.config, self.dtype, device, self.ranks)
+        return build_model(self.config, self.dtype, device, self.ranks, batch_invariant=self.batch_invariant)
 
     def fingerprint(self) -> str:
         """Of the whole model, whatever this rank's part is. Several threads read the files, so that loading finds them
@@ -140,6 +146,8 @@ class Network:
             scheme = "as stored"
         if self.shape.dtype is not self.dtype:
             scheme += f", {self.shape.dtype} cache"
+        if self.batch_invariant:
+            scheme += ", batch-invariant"
         if (self.checkpoint.path / "modules.json").is_file():
             scheme += f" {self.sentences}"
         return self.checkpoint.fingerprint(self.tokenizer_files, self.dtype, scheme)
@@ -169,6 +177,19 @@ class Network:
         if self._packs_stored and self.checkpoint.packed is not None:
             return self.checkpoint.packed
         return GgufBlocks(self.checkpoint.path) if self.quantization == "gguf" else NONE_QUANTIZED
+
+    def _check_invariance(self) -> None:
+        if not isinstance(self.config, DecoderConfig):
+            raise StartError(f"--batch-invariant is for the families that run natively, and {self.model_id} is of none")
+        if self.ranks.size > 2:
+            raise StartError(
+                f"--tensor-parallel-size is {self.ranks.size}; with --batch-invariant it is at most 2, because a "
+                "library chooses the order in which more processes' sums are added up"
+            )
+        if backend_name(self.device) == EAGER:
+            raise StartError("--batch-invariant needs compiled kernels, and eager torch computes here")
+        if self.device.type != "cpu" and (self.quantization != "none" or self.shape.dtype is not self.dtype):
+            raise StartError("--batch-invariant is for weights and caches of --dtype, where a GPU computes")
 
     def _check_quantization(self) -> None:
         """Packs small weights to find out whether such weights can be packed, before any are loaded."""

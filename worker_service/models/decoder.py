@@ -38,10 +38,11 @@ class DecoderLayer:
         device: torch.device,
         ranks: Ranks,
         shard: Shard,
+        ops: Ops,
     ) -> None:
         self._config = config
         self._window = layer.window
-        self._ops: Ops = ops_for(device)
+        self._ops = ops
         self._ranks = ranks
         self._heads = [len(heads) * config.head_dim for heads in (shard.heads, shard.kv_heads, shard.kv_heads)]
         hidden = config.hidden_size
@@ -54,15 +55,15 @@ class DecoderLayer:
         if config.qk_norm:
             query_norm, key_norm = torch.empty(2, config.head_dim, dtype=dtype, device=device)
             self._qk_norms = query_norm, key_norm
-        allocate = partial(Linear.allocate, dtype=dtype, device=device)
+        allocate = partial(Linear.allocate, dtype=dtype, device=device, ops=ops)
         self._qkv = allocate(sum(self._heads), hidden, config.qkv_bias)
         wide, adds_bias = self._ops.WIDE_PRODUCTS, ranks.rank == 0
         self._out = allocate(hidden, self._heads[0], config.out_bias, wide=wide, adds_bias=adds_bias)
         self._mlp: Mlp
         if layer.mixture is None:
-            self._mlp = DenseMlp(config, len(shard.inner), dtype, device, adds_bias=adds_bias)
+            self._mlp = DenseMlp(config, len(shard.inner), dtype, device, adds_bias=adds_bias, ops=ops)
         else:
-            self._mlp = MixtureMlp(config, layer.mixture, len(shard.expert_inner), dtype, device)
+            self._mlp = MixtureMlp(config, layer.mixture, len(shard.expert_inner), dtype, device, ops)
 
     @property
     def projections(self) -> list[Projection]:
@@ -149,22 +150,30 @@ class DecoderLayer:
 class Decoder:
     """The network from token ids to logits."""
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks = ALONE) -> None:
-        """Allocate the weights of this rank, without values yet."""
+    def __init__(
+        self,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks = ALONE,
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
+        """Allocate the weights of this rank, without values yet. batch_invariant: as `ops_for` has it."""
         self.config = config
         self._ranks = ranks
+        self._ops: Ops = ops_for(device, batch_invariant)
         shard = Shard.of(config, ranks.rank, ranks.size)
         num_rows = -(-config.vocabulary_size // ranks.size)  # the last rank may have more rows than tokens
         table = partial(torch.empty, num_rows, config.hidden_size, dtype=dtype, device=device)
         self._embedding = Embedding(table(), shard.vocabulary, ranks)
-        self._layers = [DecoderLayer(config, layer, dtype, device, ranks, shard) for layer in config.layers]
+        self._layers = [DecoderLayer(config, layer, dtype, device, ranks, shard, self._ops) for layer in config.layers]
         self._norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
         # Networks are trained with this factor in the type of their weights.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
-        self._ops = ops_for(device)
         # Not empty_like: on the meta device torch imports sympy for it, a fifth of a worker's start.
         head = self._embedding.weight if config.tied_embeddings else table()
-        self._lm_head = Linear(head, wide=True)
+        self._lm_head = Linear(head, wide=True, ops=self._ops)
         ropes = {layer.rope for layer in config.layers if layer.rope is not None}
         self._frequencies = {rope: rope.inverse_frequencies.to(device) for rope in ropes}
         self._shown: tuple[int, ...] = ()

@@ -27,9 +27,10 @@ class ExpertLinear:
         device: torch.device,
         *,
         wide: bool = False,
+        ops: Ops | None = None,
     ) -> None:
-        """Allocates the weights, without values yet. wide: as `Linear` has it."""
-        self._ops: Ops = ops_for(device)
+        """Allocates the weights, without values yet. wide, ops: as `Linear` has them."""
+        self._ops: Ops = ops or ops_for(device)
         self._wide = wide
         self._stack: Tensor | None = None
         if self._ops.GROUPED_PRODUCTS:
@@ -37,7 +38,7 @@ class ExpertLinear:
             weights = list(self._stack.unbind())
         else:
             weights = [torch.empty(outputs, inputs, dtype=dtype, device=device) for _ in range(num_experts)]
-        self.experts = [Linear(weight, wide=wide, alike=True) for weight in weights]
+        self.experts = [Linear(weight, wide=wide, alike=True, ops=ops) for weight in weights]
 
     def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
         """x: [rows, inputs], at least one; ends: as `kernels.experts.ExpertRows` has them. Returns [rows, outputs]."""

@@ -20,9 +20,8 @@ Quantized = Mapping[str, GroupedWeight]
 NONE_QUANTIZED: Quantized = MappingProxyType({})
 
 
-def packing(device: torch.device, quantization: Quantization) -> Callable[[Tensor, bool], Product | None]:
-    """The function of the device's kernels that packs a weight so; with `gguf` one that no file had quantised."""
-    ops = ops_for(device)
+def packing(ops: Ops, quantization: Quantization) -> Callable[[Tensor, bool], Product | None]:
+    """The function of the kernels that packs a weight so; with `gguf` one that no file had quantised."""
     return {"none": ops.pack, "int8": ops.pack_int8, "int4": ops.pack_int4, "gguf": ops.pack}[quantization]
 
 
@@ -30,7 +29,7 @@ def can_pack(device: torch.device, dtype: torch.dtype, quantization: Quantizatio
     """Whether weights of this type can be quantised so there."""
     some = torch.ones(2, 2, dtype=dtype, device=device)
     scheme: Quantization = "int4" if quantization == "gguf" else quantization  # which are multiplied alike
-    return packing(device, scheme)(some, False) is not None
+    return packing(ops_for(device), scheme)(some, False) is not None
 
 
 def head_quantization(device: torch.device, dtype: torch.dtype, quantization: Quantization) -> Quantization:
@@ -45,7 +44,8 @@ class Linear:
 
     wide: whether the result is in float32, as it is summed, rather than in the dtype of x. If the results are summed
     over the ranks, only one rank adds the bias, though all ranks load it. alike: whether, once packed, it sums up a row
-    the same whatever the number of rows. quantisable: whether it may be quantised with others.
+    the same whatever the number of rows, though the kernels promise it of none. quantisable: whether it may be
+    quantised with others. ops: the kernels, by default the fastest of the weight's device.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Linear:
         adds_bias: bool = True,
         alike: bool = False,
         quantisable: bool = True,
+        ops: Ops | None = None,
     ) -> None:
         self.weight = weight
         self._shape = weight.shape
@@ -67,7 +68,7 @@ class Linear:
         self._added = bias if adds_bias else None
         self._product: Product | None = None
         self._lora: LoraWeights | None = None
-        self._add_lora = ops_for(weight.device).add_lora
+        self._ops: Ops = ops or ops_for(weight.device)
 
     @classmethod
     def allocate(
@@ -80,18 +81,20 @@ class Linear:
         *,
         wide: bool = False,
         adds_bias: bool = True,
+        ops: Ops | None = None,
     ) -> "Linear":
         """Allocates the weights, without values yet."""
         bias = torch.empty(outputs, dtype=dtype, device=device) if biased else None
-        return cls(torch.empty(outputs, inputs, dtype=dtype, device=device), bias, wide=wide, adds_bias=adds_bias)
+        weight = torch.empty(outputs, inputs, dtype=dtype, device=device)
+        return cls(weight, bias, wide=wide, adds_bias=adds_bias, ops=ops)
 
     def pack(self, quantization: Quantization = "none") -> None:
         """Pack the weights as they are now, if packing helps, and free the unpacked ones. Raises ValueError for weights
         that cannot be quantised so."""
         scheme = quantization if self._quantisable else "none"
-        pack = packing(self.weight.device, scheme)
+        pack = packing(self._ops, scheme)
         if self._alike and scheme in ("none", "gguf"):  # quantised weights are multiplied so in any case
-            pack = ops_for(self.weight.device).pack_alike
+            pack = self._ops.pack_alike
         self._product = pack(self.weight, self._wide)
         if self._product is not None:
             self.weight = self.weight.new_empty(0)
@@ -99,7 +102,7 @@ class Linear:
     def pack_parts(self, parts: Sequence[GroupedWeight | None], sizes: Sequence[int]) -> None:
         """Have weights that are quantised already take the places of consecutive parts of the outputs, of these sizes.
         A part without one is packed as it is. Raises ValueError where one does not fit."""
-        ops = ops_for(self.weight.device)
+        ops = self._ops
         own = torch.split(self.weight, list(sizes))
         for place, part in zip(own, parts, strict=True):
             if part is not None and part.numbers.shape != place.shape:
@@ -146,7 +149,7 @@ class Linear:
     def add_lora(self, product: Tensor, x: Tensor, lora_slots: Tensor) -> None:
         """Add what adapters add to the product of x, in place."""
         assert self._lora is not None
-        self._add_lora(product, x, lora_slots, self._lora)
+        self._ops.add_lora(product, x, lora_slots, self._lora)
 
     def parts(self, names: dict[str, int]) -> dict[str, Tensor]:
         """Names for consecutive slices of the outputs, given their sizes."""

@@ -39,11 +39,18 @@ class DenseMlp:
     """`down(activation(gate(x)) * up(x))`. (Shazeer, 2020.)"""
 
     def __init__(
-        self, config: DecoderConfig, inner: int, dtype: torch.dtype, device: torch.device, *, adds_bias: bool
+        self,
+        config: DecoderConfig,
+        inner: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        adds_bias: bool,
+        ops: Ops | None = None,
     ) -> None:
-        """inner: this rank's part of the intermediate size."""
-        self._config, self._inner, self._ops = config, inner, ops_for(device)
-        allocate = partial(Linear.allocate, dtype=dtype, device=device)
+        """inner: this rank's part of the intermediate size; ops: as `Linear` has it."""
+        self._config, self._inner, self._ops = config, inner, ops or ops_for(device)
+        allocate = partial(Linear.allocate, dtype=dtype, device=device, ops=self._ops)
         hidden, wide = config.hidden_size, self._ops.WIDE_PRODUCTS
         self._gate_up = allocate(2 * inner, hidden, config.mlp_bias)
         self._down = allocate(hidden, inner, config.mlp_bias, wide=wide, adds_bias=adds_bias)
@@ -76,14 +83,20 @@ class MixtureMlp:
     """
 
     def __init__(
-        self, config: DecoderConfig, mixture: Mixture, inner: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: DecoderConfig,
+        mixture: Mixture,
+        inner: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        ops: Ops | None = None,
     ) -> None:
-        """inner: this rank's part of an expert's intermediate size."""
+        """inner: this rank's part of an expert's intermediate size; ops: as `Linear` has it."""
         self._config, self._mixture, self._inner = config, mixture, inner
-        self._ops: Ops = ops_for(device)
+        self._ops: Ops = ops or ops_for(device)
         router = torch.empty(mixture.num_experts, config.hidden_size, dtype=dtype, device=device)
-        self._router = Linear(router, wide=True, alike=True, quantisable=False)
-        allocate = partial(ExpertLinear, mixture.num_experts, dtype=dtype, device=device)
+        self._router = Linear(router, wide=True, alike=True, quantisable=False, ops=self._ops)
+        allocate = partial(ExpertLinear, mixture.num_experts, dtype=dtype, device=device, ops=ops)
         self._gate_up = allocate(2 * inner, config.hidden_size)
         self._down = allocate(config.hidden_size, inner, wide=self._ops.WIDE_PRODUCTS)
 

@@ -45,10 +45,18 @@ def read_config(json: Mapping[str, Any]) -> AnyConfig:
     return TransformersConfig.from_json(json)
 
 
-def build_model(config: AnyConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks = ALONE) -> CausalModel:
-    """A network with its weights allocated, without values yet. Only native networks run on several ranks."""
+def build_model(
+    config: AnyConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: Ranks = ALONE,
+    *,
+    batch_invariant: bool = False,
+) -> CausalModel:
+    """A network with its weights allocated, without values yet. Only native networks run on several ranks, and are
+    `batch_invariant`, as `ops_for` has it."""
     if isinstance(config, DecoderConfig):
-        return Decoder(config, dtype, device, ranks)
+        return Decoder(config, dtype, device, ranks, batch_invariant=batch_invariant)
     from worker_service.models.transformers_model import TransformersModel
 
     return TransformersModel(config, dtype, device)  # type: ignore[arg-type]
