@@ -5,17 +5,19 @@ It needs torch and triton alone. In one run it measures
 - the bandwidth of a copy, read and written bytes counted, and the rate of a bf16 matrix product;
 - decodes, 32 query heads over 8 key heads of 128 in bf16: bytes of keys and values a second, as % of that bandwidth;
 - prompts of the same heads: causal products a second, as % of that rate;
+- decodes behind one prompt, 64 further tokens each, whose keys are attended to for each and once for all of them;
 
-each beside torch's `scaled_dot_product_attention` over the same keys and values laid out densely, and beside FlashInfer
-if it is installed. All calls are captured in a CUDA graph, so that no host time is included. Calls go through several
-layers in turn, so that no keys come out of the level 2 cache. Results are compared with torch's before they are timed.
+the first two beside torch's `scaled_dot_product_attention` over the same keys and values laid out densely, and beside
+FlashInfer if it is installed. All calls are captured in a CUDA graph, so that no host time is included. Calls go
+through several layers in turn, so that no keys come out of the level 2 cache. Results are compared with torch's before
+they are timed.
 """
 
 import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,11 +28,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.backends import ops_for
-from kernels.metadata import AttentionMetadata
+from kernels.metadata import PART_KEYS, AttentionMetadata, SharedParts
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 DTYPE = torch.bfloat16
 SCALE = HEAD_DIM**-0.5
+SHARED = [(batch, prompt) for prompt in (1024, 2048, 8192) for batch in (2, 8, 32, 128)]
+OWN_TOKENS = 64
 DECODES = [(batch, context) for context in (1024, 8192) for batch in (1, 32, 256)]
 PROMPTS = [2048, 8192]
 COLD_BYTES = 2**29
@@ -94,6 +98,14 @@ def main() -> None:
             f"{microseconds(result.sdpa_us):>14}{microseconds(result.flashinfer_us):>13}"
         )
     say(f"% of copy bandwidth for decodes, of the product's rate for prompts; {HEADS}/{KV_HEADS} heads of {HEAD_DIM}")
+    say(f"{'decodes behind one prompt':34}{'for each':>14}{'together':>14}{'ratio':>7}")
+    shared = []
+    for batch, prompt in SHARED:
+        apart_us, together_us = (1e6 * time for time in shared_seconds(batch, prompt, device))
+        shared.append({"batch": batch, "prompt": prompt, "apart_us": apart_us, "together_us": together_us})
+        what = f"{batch} behind {prompt} tokens"
+        say(f"{what:34}{microseconds(apart_us):>14}{microseconds(together_us):>14}{apart_us / together_us:>7.2f}")
+        torch.cuda.empty_cache()
     say(
         json.dumps(
             {
@@ -102,6 +114,7 @@ def main() -> None:
                 "copy_bytes_per_second": bandwidth,
                 "matmul_flop_per_second": rate,
                 "results": [asdict(result) for result in results],
+                "shared": shared,
             }
         )
     )
@@ -122,6 +135,28 @@ def measure(device: torch.device, bandwidth: float, rate: float, flashinfer: Any
         percent = 100 * 2 * HEADS * HEAD_DIM * length * (length + 1) / ours / rate  # half of two products
         yield Result(f"prompt of {length}", "product", 1e6 * ours, percent, sdpa, peer)
         torch.cuda.empty_cache()
+
+
+def shared_seconds(batch: int, prompt: int, device: torch.device) -> tuple[float, float]:
+    """Of decodes behind one prompt, whose keys are attended to for each, and once for all of them."""
+    ops = ops_for(device)
+    setting = Setting(batch, prompt + OWN_TOKENS, 1, device)
+    tables = setting.tables.clone()
+    tables[:, : prompt // BLOCK_SIZE] = tables[0, : prompt // BLOCK_SIZE]
+    most, most_parts = ops.shared_tokens(HEADS // KV_HEADS, HEAD_DIM, DTYPE), prompt // PART_KEYS
+    items = [(part, row, min(most, batch - row)) for part in range(most_parts) for row in range(0, batch, most)]
+    of_items, rows, num_parts = (
+        torch.tensor(column, dtype=torch.int32, device=device)
+        for column in (items, list(range(batch)), [most_parts] * batch)
+    )
+    apart = replace(setting.metadata, block_tables=tables)
+    together = replace(apart, shared=SharedParts(of_items, rows, num_parts, most_parts))
+    calls = [
+        [partial(ops.paged_attention, setting.query, layer, metadata, SCALE) for layer in setting.layers]
+        for metadata in (apart, together)
+    ]
+    check_close(calls[1][0](), calls[0][0]())
+    return seconds(calls[0]), seconds(calls[1])
 
 
 def times(setting: Setting, flashinfer: Any) -> tuple[float, float, float | None]:

@@ -95,6 +95,8 @@ class Ops(Protocol):
         causal: bool = True,
     ) -> Tensor: ...
 
+    def shared_tokens(self, groups: int, head_dim: int, dtype: torch.dtype) -> int: ...
+
     def qkv_attention(
         self,
         qkv: Tensor,

@@ -311,6 +311,12 @@ def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
     cache.index_copy_(0, destinations, cache.index_select(0, sources))
 
 
+def shared_tokens(groups: int, head_dim: int, dtype: torch.dtype) -> int:  # noqa: ARG001 (others use them)
+    """How many decodes attend together to keys that `metadata.shared` says they share, at most; 0 for kernels that find
+    such keys themselves, or that attend to them for each. groups: query heads of a key head."""
+    return 0
+
+
 def _attend(
     query: Tensor,
     keys: Tensor,

@@ -23,6 +23,7 @@ gated_activation = _library.gated_activation
 copy_blocks = reference.copy_blocks
 grouped_linear = reference.grouped_linear
 combine_rows = reference.combine_rows
+shared_tokens = reference.shared_tokens
 
 WIDE_PRODUCTS = True
 GROUPED_PRODUCTS = False

@@ -10,6 +10,7 @@ take processors from them.
 
 from kernels.reference import pack_grouped, pack_int4, pack_int8, wide_itemsize
 from kernels.triton.add_lora import add_lora
+from kernels.triton.attention_by_position import shared_tokens
 from kernels.triton.combine_rows import combine_rows
 from kernels.triton.copy_blocks import copy_blocks
 from kernels.triton.gated_activation import gated_activation
@@ -42,6 +43,7 @@ __all__ = [
     "qkv_attention",
     "rms_norm",
     "rotary_embedding",
+    "shared_tokens",
     "store_kv",
     "wide_itemsize",
 ]

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from kernels.attention_options import check_attention_options
 from kernels.metadata import PART_KEYS, AttentionMetadata
+from kernels.triton.attention_tiles import attend_tile, columns_of, num_processors, sequence_of_tile, tile_keys_of
 from kernels.triton.launch import OPTIONS
 from kernels.triton.merge_parts import finished, merge_part, merge_parts
-from kernels.triton.paged_attention import attend_tile, columns_of, num_processors, sequence_of_tile, tile_keys_of
 
 _NUM_WARPS = 4
 _NUM_STAGES = 3

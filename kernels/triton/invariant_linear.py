@@ -26,8 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.ops import Product
+from kernels.triton.attention_tiles import HOPPER_SHARED_MEMORY, shared_memory
 from kernels.triton.launch import OPTIONS
-from kernels.triton.paged_attention import HOPPER_SHARED_MEMORY, shared_memory
 
 _DEPTH = 64
 

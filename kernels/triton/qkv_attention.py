@@ -11,6 +11,8 @@ negative slot stores nothing. Oracle: `kernels.composed.qkv_attention` of `kerne
 Sizes that hurt: half = 5, three heads, a rest of 2, NaN and infinity in a value.
 """
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -35,13 +37,14 @@ def qkv_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    attend: Callable[..., Tensor] = paged_attention,
 ) -> Tensor:
-    """As `kernels.composed.qkv_attention`, and tokens with a negative slot are not stored."""
-    query = prepared_query(qkv, norms, eps, offset, rotation, layer_cache, slots)
-    return paged_attention(query, layer_cache, metadata, scale, window, soft_cap).flatten(1)
+    """As `kernels.composed.qkv_attention`, and tokens with a negative slot are not stored; attend: the attention."""
+    query = _prepare(qkv, norms, eps, offset, rotation, layer_cache, slots)
+    return attend(query, layer_cache, metadata, scale, window, soft_cap).flatten(1)
 
 
-def prepared_query(
+def _prepare(
     qkv: Tensor,
     norms: tuple[Tensor, Tensor] | None,
     eps: float,

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from kernels import triton as ops
-from kernels.metadata import AttentionMetadata
+from kernels.metadata import AttentionMetadata, SharedParts
 from kernels.ops import LoraWeights
 from kernels.sampling import Draws
 from kernels.triton import invariant, sampling
@@ -61,6 +61,7 @@ def attention(
     kv_heads: int = 8,
     head_dim: int = 128,
     attend: Callable[..., Tensor] = ops.paged_attention,
+    shares: bool = False,
     **options: Any,
 ) -> None:
     metadata = AttentionMetadata(
@@ -69,6 +70,7 @@ def attention(
         block_tables=empty(2, 512, dtype=torch.int32),
         max_query_len=query_len,
         max_context_len=context_len,
+        shared=SharedParts(*(empty(3, 3, dtype=torch.int32),) * 3, 2) if shares else None,
     )
     query = empty(query_len + 1, groups * kv_heads, head_dim)
     attend(query, empty(9, 4, 2, 16, kv_heads, head_dim)[:, 1], metadata, 0.1, **options)
@@ -130,7 +132,7 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 INVARIANT_BATCHES = ((1, 100), (1, 8000), (3, 8000), (2000, 2000))
-"""Query tokens and contexts: decodes of one part of the keys and of several, and chunks."""
+"""Query tokens and contexts: decodes of one part of the keys and of several, and chunks; shared decodes besides."""
 ROWS = (1, 64, 65, 600)
 """Numbers of rows with which a product has all its tiles."""
 
@@ -140,7 +142,13 @@ def invariant_launches(capability: int) -> Iterator[tuple[str, list[Callable[[],
     by_position = partial(attention, attend=invariant.paged_attention)
     shapes: list[dict[str, Any]] = [{}, {"head_dim": 256}, {"groups": 7, "head_dim": 64, "window": 9}]
     for shape in shapes if capability == 90 else shapes[:1]:
-        yield f"attention by position {shape}", [partial(by_position, *batch, **shape) for batch in INVARIANT_BATCHES]
+        yield (
+            f"attention by position {shape}",
+            [
+                *(partial(by_position, *batch, **shape) for batch in INVARIANT_BATCHES),
+                partial(by_position, 1, 8000, shares=True, **shape),
+            ],
+        )
     product = invariant.pack(empty(4096, 4096), True)
     yield "products", [partial(product, empty(rows, 4096), None) for rows in ROWS]
 
@@ -171,7 +179,7 @@ def main() -> None:
             for launch in alike:
                 launch()
             kernels = [binary for binary in compiled if "merge" not in binary.metadata.name]
-            assert len(kernels) == len(alike)
+            assert len(kernels) >= len(alike)
             assert max(binary.metadata.shared for binary in compiled) <= most
             steps = {step for binary in kernels for step in INSTRUCTION.findall(binary.asm["ptx"])}
             print(f"sm_{capability} {name}: {len({binary.hash for binary in kernels})} kernels, {steps}")  # noqa: T201

@@ -9,6 +9,11 @@ What adapters add takes two more kernels for each product, 256 in a pass of 32 l
 adapters there are therefore two graphs of each size, one with these kernels and one without, so that a step of the base
 alone launches none of them. The two share inputs and memory: the second costs the time of its capture, and what the
 driver keeps of its launches. No launch depends on the adapters: slots and ranks are read on the device.
+
+Likewise there are two graphs of each size from 8 rows on where kernels attend together to what rows share
+(`worker_service.execution.shared_prefixes`): one for steps whose rows share enough, with a launch more in each layer,
+and one for all others, which do without. Steps that are launched kernel by kernel share nothing: without a graph a step
+loses more than it could gain.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,9 +22,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.backends import EAGER, backend_name
+from kernels.backends import EAGER, backend_name, ops_for
+from kernels.metadata import PART_KEYS
 from worker_service.execution.cache_engine import CacheEngine
 from worker_service.execution.decode_inputs import DecodeInputs, UnseenTokens
+from worker_service.execution.shared_prefixes import SharedInputs
 from worker_service.models.causal_model import CausalModel, ModelConfig
 from worker_service.models.decoder_config import DecoderConfig
 from worker_service.progress import count_progress
@@ -36,6 +43,15 @@ Rows of one sequence each read its context, which an eager pass reads once for s
 kernels of a layer take 0.24 ms more of an H200's time, in which its memory reads 1 GB. A fourth of that: other GPUs
 have less bandwidth, and caches make up for some of it. Not measured.
 """
+
+_FEWEST_SHARING = 8
+"""Rows of a step that may share what they attend to. Not measured."""
+_MOST_SHARED_BYTES = 1 << 27
+"""Of what a step's rows keep of the parts that they share, in float32: 16 parts of 512 tokens for 256 rows of 32 heads
+of 128. Behind these parts each row attends alone."""
+_LEAST_SAVED = 1 << 24
+"""Bytes of a layer's keys and values that rows need not read again. A GPU reads them in 4 to 8 µs, which is about what
+another launch and the results of parts cost. Not measured."""
 
 Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
 """Takes a computation, and returns a function that repeats it over the same memory and the result, which each call
@@ -68,15 +84,20 @@ class DecodeGraphs:
         # Of the heads of all ranks, which must decide alike: they sum up over equally many rows, padding included.
         token_bytes = 2 * model.config.num_kv_heads * model.config.head_dim * cache.itemsize
         self._most_read_again = _MOST_READ_AGAIN // token_bytes
-        self._graphs: dict[tuple[int, bool], tuple[Callable[[], object], Tensor]] = {}
+        self._shared = _shared_inputs(model, cache, max_num_rows, max_model_len)
+        self._graphs: dict[tuple[int, bool, bool], tuple[Callable[[], object], Tensor]] = {}
         record = record or _CudaGraphs(cache.device)
-        kinds = (True, False) if has_adapters else (False,)
-        with count_progress("capturing CUDA graphs", len(self._inputs.sizes) * len(kinds)) as progress:
-            for size in reversed(self._inputs.sizes):
-                for adapts in kinds:
-                    # Padding rows only.
-                    self._graphs[size, adapts] = record(partial(self._forward, model, cache, size, adapts))
-                    progress.update()
+        kinds = [
+            (size, adapts, shares)
+            for size in reversed(self._inputs.sizes)
+            for adapts in ((True, False) if has_adapters else (False,))
+            for shares in ((True, False) if self._shared is not None and size >= _FEWEST_SHARING else (False,))
+        ]
+        with count_progress("capturing CUDA graphs", len(kinds)) as progress:
+            for kind in kinds:
+                # Padding rows only.
+                self._graphs[kind] = record(partial(self._forward, model, cache, *kind))
+                progress.update()
 
     def fit(self, chunks: Sequence[ScheduledChunk]) -> bool:
         """Whether one of the graphs can compute a step, and is the faster way to.
@@ -98,12 +119,37 @@ class DecodeGraphs:
         unseen, lora_slots: as `DecodeInputs.fill` has them.
         """
         size = self._inputs.fill(chunks, unseen, lora_slots)
-        replay, hidden = self._graphs[size, lora_slots is not None]
+        shares = self._shared is not None and size >= _FEWEST_SHARING and self._fill_shared(self._shared, chunks, size)
+        replay, hidden = self._graphs[size, lora_slots is not None, shares]
         replay()
         return hidden[: sum(chunk.stop - chunk.start for chunk in chunks)]
 
-    def _forward(self, model: CausalModel, cache: Tensor, size: int, adapts: bool) -> Tensor:
-        return model.forward(*self._inputs.tensors(size), cache, self._inputs.lora_slots(size) if adapts else None)
+    @staticmethod
+    def _fill_shared(shared: SharedInputs, chunks: Sequence[ScheduledChunk], size: int) -> bool:
+        rows = [(chunk.sequence.block_ids, stop) for chunk in chunks for stop in range(chunk.start + 1, chunk.stop + 1)]
+        return shared.fill([table for table, _ in rows], [stop for _, stop in rows], size)
+
+    def _forward(self, model: CausalModel, cache: Tensor, size: int, adapts: bool, shares: bool) -> Tensor:
+        shared = self._shared.tensors(size) if shares and self._shared is not None else None
+        inputs = self._inputs.tensors(size, shared)
+        return model.forward(*inputs, cache, self._inputs.lora_slots(size) if adapts else None)
+
+
+def _shared_inputs(model: CausalModel, cache: Tensor, max_num_rows: int, max_model_len: int) -> SharedInputs | None:
+    """None where rows are never attended to together."""
+    config = model.config
+    if not isinstance(config, DecoderConfig):
+        return None
+    # Ranks that have copies of a key head have fewer query heads for each, and could take more rows together.
+    groups = config.num_heads // config.num_kv_heads
+    most_rows = ops_for(cache.device).shared_tokens(groups, config.head_dim, cache.dtype)
+    row_bytes = config.num_heads * config.head_dim * torch.float32.itemsize
+    most_parts = min((max_model_len - 1) // PART_KEYS, _MOST_SHARED_BYTES // (max_num_rows * row_bytes))
+    if not most_rows or not most_parts:
+        return None
+    token_bytes = 2 * config.num_kv_heads * config.head_dim * cache.itemsize  # of all ranks, which must decide alike
+    least_saved = _LEAST_SAVED // token_bytes
+    return SharedInputs(max_num_rows, most_rows, most_parts, least_saved, cache.shape[3], cache.device)
 
 
 class _CudaGraphs:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.metadata import AttentionMetadata
+from kernels.metadata import AttentionMetadata, SharedParts
 from kernels.upload import upload
 from worker_service.session.session import PLACEHOLDER, ScheduledChunk
 from worker_service.session.step import TOKENS
@@ -88,7 +88,7 @@ class DecodeInputs:
         self._update_tables([sequence.block_ids for sequence, _ in places])
         return size
 
-    def tensors(self, size: int) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata]:
+    def tensors(self, size: int, shared: SharedParts | None = None) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata]:
         """Token ids, positions, slots and what attention must know, of the first `size` rows."""
         token_ids, positions, slots = self._rows[:, :size]
         metadata = AttentionMetadata(
@@ -97,6 +97,7 @@ class DecodeInputs:
             block_tables=self._tables[:size],
             max_query_len=1,
             max_context_len=self._max_model_len,
+            shared=shared,
         )
         return token_ids, positions, slots, metadata
 

@@ -1,0 +1,128 @@
+"""Which rows of a decode step have contexts that begin with the same blocks, and so attend to these together.
+
+Requests behind one long prompt, the outputs of one request, and guesses for one sequence are such rows. What they share
+is found in parts of as many keys as attention works on, each of which is one item for as many rows as a kernel takes
+together. Rows that share a part are among those that share the part before it.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.metadata import PART_KEYS, SharedParts
+from kernels.upload import upload
+
+_ITEMS_A_ROW = 2
+"""Items for which there is room: 256 rows behind one prompt have one for every 16 rows and 512 tokens, which is enough
+for 16,384 tokens. What goes beyond it is not shared."""
+
+
+class SharedRows(NamedTuple):
+    """As `SharedParts` has them, on the host."""
+
+    items: list[tuple[int, int, int]]
+    rows: list[int]
+    num_parts: list[int]
+    num_saved: int
+    """Keys that are attended to with those of another row."""
+
+
+def find_shared(
+    tables: Sequence[Sequence[int]],
+    contexts: Sequence[int],
+    block_size: int,
+    *,
+    most_rows: int,
+    most_items: int,
+    most_parts: int,
+) -> SharedRows:
+    """tables, contexts: blocks and tokens of each row; most_rows: of an item."""
+    items: list[tuple[int, int, int]] = []
+    rows: list[int] = []
+    num_parts = [0] * len(tables)
+    num_saved = 0
+    # Behind a part that is shared there is always a key of the row's own.
+    groups = _alike(tables, (row for row, context in enumerate(contexts) if context > PART_KEYS), 0, 1)
+    for part in range(most_parts):
+        first, last = part * PART_KEYS // block_size, ((part + 1) * PART_KEYS - 1) // block_size + 1
+        longer = []
+        for group in groups:
+            for found in _alike(tables, (row for row in group if contexts[row] > (part + 1) * PART_KEYS), first, last):
+                cuts = [found[start : start + most_rows] for start in range(0, len(found), most_rows)]
+                if len(items) + len(cuts) > most_items:
+                    continue
+                for cut in cuts:
+                    items.append((part, len(rows), len(cut)))
+                    rows += cut
+                for row in found:
+                    num_parts[row] = part + 1
+                num_saved += (len(found) - len(cuts)) * PART_KEYS
+                longer.append(found)
+        groups = longer
+        if not groups:
+            break
+    return SharedRows(items, rows, num_parts, num_saved)
+
+
+def _alike(tables: Sequence[Sequence[int]], rows: Iterable[int], first: int, last: int) -> list[list[int]]:
+    """The rows that have the same blocks in these places as others have."""
+    groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    for row in rows:
+        groups[tuple(tables[row][first:last])].append(row)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+class SharedInputs:
+    """The same in memory that stays in its place, for graphs that are replayed over it."""
+
+    def __init__(
+        self,
+        max_num_rows: int,
+        most_rows: int,
+        most_parts: int,
+        least_saved: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        """most_rows: of an item; most_parts: of a row; least_saved: keys, which rows that share must save together."""
+        self._most_rows, self._most_parts, self._least_saved = most_rows, most_parts, least_saved
+        self._block_size = block_size
+        most_items = _ITEMS_A_ROW * max_num_rows
+        self._items = torch.zeros((most_items, 3), dtype=torch.int32, device=device)
+        self._rows = torch.zeros(most_items * most_rows, dtype=torch.int32, device=device)
+        self._num_parts = torch.zeros(max_num_rows, dtype=torch.int32, device=device)
+        self._known: tuple[SharedRows, int] | None = None
+
+    def fill(self, tables: Sequence[Sequence[int]], contexts: Sequence[int], size: int) -> bool:
+        """Take a step of rows that are padded to this size, if they share enough, and return whether they do."""
+        most_items = _ITEMS_A_ROW * size
+        found = find_shared(
+            tables,
+            contexts,
+            self._block_size,
+            most_rows=self._most_rows,
+            most_items=most_items,
+            most_parts=self._most_parts,
+        )
+        if not found.items or found.num_saved < self._least_saved:
+            return False
+        if (found, size) != self._known:  # most steps are as the one before
+            items = np.zeros((most_items, 3), dtype=np.int32)
+            items[: len(found.items)] = found.items
+            num_parts = np.zeros(size, dtype=np.int32)
+            num_parts[: len(tables)] = found.num_parts
+            device = self._items.device
+            self._items[:most_items] = upload(items, torch.int32, device)
+            self._rows[: len(found.rows)] = upload(found.rows, torch.int32, device)
+            self._num_parts[:size] = upload(num_parts, torch.int32, device)
+            self._known = found, size
+        return True
+
+    def tensors(self, size: int) -> SharedParts:
+        """Of a step of so many rows, padding included."""
+        items: Tensor = self._items[: _ITEMS_A_ROW * size]
+        return SharedParts(items, self._rows, self._num_parts[:size], self._most_parts)
