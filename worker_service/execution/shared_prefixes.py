@@ -5,6 +5,7 @@ is found in parts of as many keys as attention works on, each of which is one it
 together. Rows that share a part are among those that share the part before it.
 """
 
+from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -32,7 +33,7 @@ class SharedRows(NamedTuple):
 
 
 def find_shared(
-    tables: Sequence[Sequence[int]],
+    tables: "Sequence[array[int]]",
     contexts: Sequence[int],
     block_size: int,
     *,
@@ -68,11 +69,11 @@ def find_shared(
     return SharedRows(items, rows, num_parts, num_saved)
 
 
-def _alike(tables: Sequence[Sequence[int]], rows: Iterable[int], first: int, last: int) -> list[list[int]]:
+def _alike(tables: "Sequence[array[int]]", rows: Iterable[int], first: int, last: int) -> list[list[int]]:
     """The rows that have the same blocks in these places as others have."""
-    groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    groups: defaultdict[bytes, list[int]] = defaultdict(list)
     for row in rows:
-        groups[tuple(tables[row][first:last])].append(row)
+        groups[tables[row][first:last].tobytes()].append(row)
     return [group for group in groups.values() if len(group) > 1]
 
 
@@ -97,7 +98,7 @@ class SharedInputs:
         self._num_parts = torch.zeros(max_num_rows, dtype=torch.int32, device=device)
         self._known: tuple[SharedRows, int] | None = None
 
-    def fill(self, tables: Sequence[Sequence[int]], contexts: Sequence[int], size: int) -> bool:
+    def fill(self, tables: "Sequence[array[int]]", contexts: Sequence[int], size: int) -> bool:
         """Take a step of rows that are padded to this size, if they share enough, and return whether they do."""
         most_items = _ITEMS_A_ROW * size
         found = find_shared(

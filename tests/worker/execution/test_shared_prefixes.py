@@ -10,7 +10,7 @@ from fake_decode_graphs import FakeGraphs
 from hypothesis import given
 from hypothesis import strategies as st
 from stepped_worker import PROMPT, SteppedWorker, load_runner
-from worker_helpers import LIMITS, new_sequence
+from worker_helpers import LIMITS, new_sequence, tokens
 
 from kernels import backends
 from worker_service.execution import decode_graphs, shared_prefixes
@@ -33,9 +33,11 @@ def test_items_hold_rows_with_the_same_whole_parts(
         [*range(prompt * 1000, prompt * 1000 + parts * PART // BLOCK), *range(10_000 + 1000 * row, 20_000 + 1000 * row)]
         for row, (prompt, parts, _) in enumerate(rows)
     ]
-    blocks = [table[:num_blocks] for table in blocks]
+    tables_of_rows = [tokens(table[:num_blocks]) for table in blocks]
     contexts = [context for _, _, context in rows]
-    found = find_shared(blocks, contexts, BLOCK, most_rows=most_rows, most_items=most_items, most_parts=most_parts)
+    found = find_shared(
+        tables_of_rows, contexts, BLOCK, most_rows=most_rows, most_items=most_items, most_parts=most_parts
+    )
     assert len(found.items) <= most_items
     parts_of: list[list[int]] = [[] for _ in rows]
     for part, first, count in found.items:
@@ -45,7 +47,7 @@ def test_items_hold_rows_with_the_same_whole_parts(
             parts_of[row].append(part)
             assert contexts[row] > (part + 1) * PART
             end = (part + 1) * PART // BLOCK
-            assert blocks[row][:end] == blocks[members[0]][:end]
+            assert tables_of_rows[row][:end] == tables_of_rows[members[0]][:end]
     assert parts_of == [list(range(count)) for count in found.num_parts]
     if most_items == 20 and most_rows > 2:
         alone = [min(parts, (context - 1) // PART, most_parts) for (_, parts, context) in rows]
@@ -56,17 +58,16 @@ def test_items_hold_rows_with_the_same_whole_parts(
 
 
 def test_blocks_that_a_part_ends_within_must_be_the_same_too() -> None:
-    whole = [*range(200)]
-    other = [*range(170), 999, *range(171, 200)]
+    whole, other = tokens(range(200)), tokens([*range(170), 999, *range(171, 200)])
     options = {"most_rows": 16, "most_items": 9, "most_parts": 3}
     assert find_shared([whole, other], [520, 520], 3, **options).num_parts == [0, 0], "token 511 is in block 170"
-    assert find_shared([whole, [*range(171), *range(900, 930)]], [520, 520], 3, **options).num_parts == [1, 1]
+    assert find_shared([whole, tokens([*range(171), *range(900, 930)])], [520, 520], 3, **options).num_parts == [1, 1]
 
 
 def test_what_saves_little_is_not_taken() -> None:
     def fill(num_rows: int, size: int) -> bool:
         inputs = SharedInputs(16, 16, 4, least_saved=3 * 4 * PART, block_size=BLOCK, device=CPU)
-        filled = inputs.fill([range(130)] * num_rows, [4 * PART + 1] * num_rows, size)
+        filled = inputs.fill([tokens(range(130))] * num_rows, [4 * PART + 1] * num_rows, size)
         if filled:
             shared = inputs.tensors(size)
             assert shared.items.tolist()[:5] == [[part, part * num_rows, num_rows] for part in range(4)] + [[0, 0, 0]]
