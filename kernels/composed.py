@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
+from kernels.float8 import Float8Weight, float8_product
 from kernels.metadata import AttentionMetadata
 from kernels.narrow_cache import head_dim_of
-from kernels.ops import Ops
+from kernels.ops import Ops, Product
 
 
 def qkv_attention(
@@ -43,3 +44,9 @@ def qkv_attention(
     query, key, value = (part.to(qkv.dtype) for part in (query, key, value))
     ops.store_kv(key, value, layer_cache, slots)
     return ops.paged_attention(query, layer_cache, metadata, scale, window, soft_cap).flatten(1)
+
+
+def pack_float8(ops: Ops, weight: Float8Weight, wide: bool = False) -> Product:
+    """The product of `kernels.float8` with a weight that is held in bfloat16; a row does not depend on other rows."""
+    multiply = ops.pack_alike(weight.numbers.bfloat16(), wide=True)
+    return float8_product(weight, lambda numbers: multiply(numbers.bfloat16(), None), wide)

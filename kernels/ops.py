@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from kernels.float8 import Float8Weight
 from kernels.metadata import AttentionMetadata
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
@@ -62,6 +63,9 @@ class GroupedWeight(NamedTuple):
     minimums: Tensor | None
     bits: int
     order: Tensor | None = None
+
+
+QuantizedWeight = GroupedWeight | Float8Weight
 
 
 class Ops(Protocol):
@@ -121,6 +125,8 @@ class Ops(Protocol):
     def pack_int4(self, weight: Tensor, wide: bool = False) -> Product | None: ...
 
     def pack_grouped(self, weight: GroupedWeight, wide: bool = False) -> Table | None: ...
+
+    def pack_float8(self, weight: Float8Weight, wide: bool = False) -> Product: ...
 
     def pack_alike(self, weight: Tensor, wide: bool = False) -> Product: ...
 

@@ -19,8 +19,9 @@ from kernels.attention_options import check_attention_options
 from kernels.experts import combine_rows as combine_rows
 from kernels.experts import grouped_linear as grouped_linear
 from kernels.experts import pack_alike as pack_alike
+from kernels.float8 import FLOAT8
 from kernels.metadata import AttentionMetadata
-from kernels.narrow_cache import narrowed, widened
+from kernels.narrow_cache import is_narrow, narrowed, widened
 from kernels.ops import GroupedWeight, LoraWeights, Ops, Product, Table
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
@@ -78,11 +79,11 @@ def store_kv(keys: Tensor, values: Tensor, layer_cache: Tensor, slots: Tensor) -
     """Write new keys and values into the cache slots of their tokens, in place.
 
     keys, values: [num_tokens, num_kv_heads, head_dim], where the tokens may lie any distance apart; layer_cache:
-    [num_blocks, 2, block_size, num_kv_heads, head_dim], or in int8 as `kernels.narrow_cache` has it, which the kernels
-    of GPUs do not; slots: [num_tokens] int64, no slot twice.
+    [num_blocks, 2, block_size, num_kv_heads, head_dim], or in 8 bits as `kernels.narrow_cache` has it, of which the
+    compiled kernels of CPUs have int8 alone; slots: [num_tokens] int64, no slot twice.
     """
-    if layer_cache.dtype is torch.int8:
-        keys, values = narrowed(keys), narrowed(values)
+    if is_narrow(layer_cache.dtype):
+        keys, values = narrowed(keys, layer_cache.dtype), narrowed(values, layer_cache.dtype)
     block_size = layer_cache.shape[2]
     blocks = torch.div(slots, block_size, rounding_mode="floor")
     offsets = slots - blocks * block_size
@@ -125,7 +126,7 @@ def paged_attention(
         computed = context_len - (stop - start)
         first_block = 0 if window is None else max(0, computed - window + 1) // block_size
         blocks = layer_cache[metadata.block_tables[row, first_block : -(-context_len // block_size)].long()]
-        if blocks.dtype is torch.int8:
+        if is_narrow(blocks.dtype):
             blocks = widened(blocks, query.dtype)
         positions = torch.arange(first_block * block_size, context_len, device=query.device)
         keys, values = (
@@ -303,11 +304,16 @@ def pack_grouped(weight: GroupedWeight, wide: bool = False) -> Table | None:  # 
     return None
 
 
+pack_float8 = partial(composed.pack_float8, cast(Ops, sys.modules[__name__]))
+
+
 def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
     """Copy whole blocks, all layers at once, in place. Every source is read before any destination is written.
 
     cache: [num_blocks, ...]; sources, destinations: [n] int64, no destination twice.
     """
+    if cache.dtype is FLOAT8:
+        cache = cache.view(torch.int8)  # torch copies none of e4m3
     cache.index_copy_(0, destinations, cache.index_select(0, sources))
 
 

@@ -1,13 +1,17 @@
 """The operations of `kernels.ops.Ops`. The import raises ImportError if no library for this machine has been built."""
 
+import sys
+from functools import partial
+from typing import cast
+
 import torch
 from torch import Tensor
 
-from kernels import reference
+from kernels import composed, reference
 from kernels.attention_options import check_attention_options
 from kernels.cpu.library import library_path, load_library, supported, what_is_missing
 from kernels.metadata import AttentionMetadata
-from kernels.ops import GroupedWeight, LoraWeights, Product, Table
+from kernels.ops import GroupedWeight, LoraWeights, Ops, Product, Table
 
 _built = [name for name in supported() if library_path(name).exists()]
 if not _built:
@@ -138,6 +142,9 @@ def pack_grouped(weight: GroupedWeight, wide: bool = False) -> Table | None:
     if not _library.can_pack(inputs):
         return None
     return _Packed(_library.pack_grouped(*weight[:4]), outputs, inputs, wide)
+
+
+pack_float8 = partial(composed.pack_float8, cast(Ops, sys.modules[__name__]))
 
 
 class _Packed:

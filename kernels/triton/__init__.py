@@ -13,6 +13,7 @@ from kernels.triton.add_lora import add_lora
 from kernels.triton.attention_by_position import shared_tokens
 from kernels.triton.combine_rows import combine_rows
 from kernels.triton.copy_blocks import copy_blocks
+from kernels.triton.float8_linear import pack_float8
 from kernels.triton.gated_activation import gated_activation
 from kernels.triton.grouped_linear import grouped_linear, pack_alike
 from kernels.triton.linear import pack
@@ -36,6 +37,7 @@ __all__ = [
     "grouped_linear",
     "pack",
     "pack_alike",
+    "pack_float8",
     "pack_grouped",
     "pack_int4",
     "pack_int8",

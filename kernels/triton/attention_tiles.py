@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.narrow_cache import scale_place
+
 _INTERPRETED_PROCESSORS = 8
 HOPPER_SHARED_MEMORY = 227 * 1024
 """Bytes that a program may take."""
@@ -77,6 +79,7 @@ def attend_tile(
     masked: tl.constexpr,
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
+    scale_bytes: tl.constexpr,
     block_size: tl.constexpr,
     window: tl.constexpr,
     soft_cap: tl.constexpr,
@@ -96,7 +99,7 @@ def attend_tile(
     exists = (key >= low) & (key < high)
     # Neighbouring keys read the same entry of the table, which the hardware fetches once.
     block = tl.load(table + key // block_size, mask=exists, other=0) if masked else tl.load(table + key // block_size)
-    slot = block.to(tl.int64) * block_stride + key % block_size * (num_kv_heads * head_dim)
+    slot = block.to(tl.int64) * block_stride + key % block_size * (num_kv_heads * (head_dim + scale_bytes))
     key_place = head_cache + slot[None, :] + column[:, None]
     value_place = head_cache + part_stride + slot[:, None] + column[None, :]
     # Zeros stand for values that do not exist, too: a weight of 0 does not silence NaN.
@@ -109,6 +112,11 @@ def attend_tile(
     else:
         keys = tl.load(key_place)
         values = tl.load(value_place)
+    if scale_bytes > 0:
+        key_scales = tl.load(scale_place(head_cache + slot + head_dim), mask=exists, other=0.0)
+        value_scales = tl.load(scale_place(head_cache + part_stride + slot + head_dim), mask=exists, other=0.0)
+        keys = (keys.to(tl.float32) * key_scales[None, :]).to(queries.dtype)
+        values = (values.to(tl.float32) * value_scales[:, None]).to(queries.dtype)
 
     scores = tl.dot(queries, keys, input_precision="ieee")
     if soft_cap > 0:

@@ -10,6 +10,7 @@ load and the first store. Eager torch gathers into a temporary pool instead, and
 three pairs, chains, 123 elements a block.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,7 +30,7 @@ def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
     if num_pairs > _MOST_PAIRS:
         reference.copy_blocks(cache, sources, destinations)
     elif num_pairs:
-        blocks = cache.view(len(cache), -1)
+        blocks = (cache if cache.dtype.itemsize > 1 else cache.view(torch.int8)).view(len(cache), -1)
         pairs = triton.next_power_of_2(num_pairs)
         columns = min(_TILE // pairs, 2048)
         _copy_blocks_kernel[(triton.cdiv(blocks.shape[1], columns),)](

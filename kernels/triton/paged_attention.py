@@ -1,7 +1,7 @@
 """Paged attention: `softmax(q kᵀ * scale) v` over blocks read where they lie, prefill chunks and decodes in one call.
 
     query         [num_tokens, num_heads, head_dim], tokens any distance apart
-    layer_cache   [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of one layer
+    layer_cache   [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of one layer, or in 8 bits
     program       one tile of query rows of one sequence, one key head, one part of the keys
 
 A tile's rows are the `groups` query heads of a key head for each of several tokens, so that they share every load. The
@@ -41,6 +41,7 @@ from kernels.triton.attention_tiles import (
 )
 from kernels.triton.launch import OPTIONS
 from kernels.triton.merge_splits import merge_splits
+from kernels.triton.narrow_cache import scale_bytes_of
 
 _MOST_SPLITS = 64
 
@@ -102,6 +103,7 @@ def paged_attention(
             groups=groups,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
+            scale_bytes=scale_bytes_of(layer_cache),
             block_size=layer_cache.shape[2],
             window=window or 0,
             soft_cap=soft_cap or 0.0,
@@ -182,6 +184,7 @@ def _paged_attention_kernel(
     groups: tl.constexpr,
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
+    scale_bytes: tl.constexpr,
     block_size: tl.constexpr,
     window: tl.constexpr,
     soft_cap: tl.constexpr,
@@ -238,19 +241,19 @@ def _paged_attention_kernel(
     largest = tl.full([tile_rows], float("-inf"), tl.float32)
     total = tl.zeros([tile_rows], tl.float32)
     weighted = tl.zeros([tile_rows, head_columns], tl.float32)
-    head_cache = layer_cache + kv_head * head_dim
+    head_cache = layer_cache + kv_head * (head_dim + scale_bytes)
     table = block_tables + sequence.to(tl.int64) * table_stride
     for index in range(begin, seen_by_all):
         largest, total, weighted = attend_tile(
             queries, largest, total, weighted, position, index * tile_keys, low, high, head_cache, table, head_bias,
             num_distances, block_stride, part_stride, scale, False,
-            num_kv_heads, head_dim, block_size, window, soft_cap, biased, tile_keys, head_columns,
+            num_kv_heads, head_dim, scale_bytes, block_size, window, soft_cap, biased, tile_keys, head_columns,
         )  # fmt: skip
     for index in range(seen_by_all, end):
         largest, total, weighted = attend_tile(
             queries, largest, total, weighted, position, index * tile_keys, low, high, head_cache, table, head_bias,
             num_distances, block_stride, part_stride, scale, True,
-            num_kv_heads, head_dim, block_size, window, soft_cap, biased, tile_keys, head_columns,
+            num_kv_heads, head_dim, scale_bytes, block_size, window, soft_cap, biased, tile_keys, head_columns,
         )  # fmt: skip
 
     empty = total == 0  # no key: a padding row, or a part behind the last tile

@@ -2,7 +2,7 @@
 
     qkv          [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], query, key and value heads in this order
     cos, sin     [num_tokens, half] float32, contiguous; 2 * half may be less than head_dim, whose rest does not turn
-    layer_cache  [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of one layer
+    layer_cache  [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of one layer, or in 8 bits
     tile         [heads, half padded to a power of two] of one token, twice, and the rest of these heads
 
 Query and key heads are normalised, if the network does so, and rotated. Queries are stored in place, keys and values in
@@ -18,7 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.metadata import AttentionMetadata
+from kernels.narrow_cache import head_dim_of
 from kernels.triton.launch import OPTIONS, num_warps
+from kernels.triton.narrow_cache import magnitudes, narrowed, scale_bytes_of, scale_place, steps_and_scales
 from kernels.triton.paged_attention import paged_attention
 
 _TILE = 1024
@@ -55,7 +57,7 @@ def _prepare(
 ) -> Tensor:
     """All of it but attention itself; returns the query heads, [num_tokens, num_heads, head_dim], where they lay."""
     num_tokens = len(qkv)
-    block_size, num_kv_heads, head_dim = layer_cache.shape[2:]
+    block_size, num_kv_heads, head_dim = *layer_cache.shape[2:4], head_dim_of(layer_cache)
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     half = head_dim // 2 if rotation is None else rotation[0].shape[1]
     rest = head_dim - 2 * half
@@ -79,6 +81,7 @@ def _prepare(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
+            scale_bytes=scale_bytes_of(layer_cache),
             block_size=block_size,
             half=half,
             rest=rest,
@@ -110,6 +113,7 @@ def _prepare_qkv_kernel(
     num_heads: tl.constexpr,
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
+    scale_bytes: tl.constexpr,
     block_size: tl.constexpr,
     half: tl.constexpr,
     rest: tl.constexpr,
@@ -165,13 +169,26 @@ def _prepare_qkv_kernel(
         tl.store(source + 2 * half + rest_column, remainder, mask=inside_rest & is_query)
     slot = tl.load(slots + token)
     if slot >= 0:
-        place = layer_cache + slot // block_size * block_stride + slot % block_size * (num_kv_heads * head_dim)
-        place += tl.where(is_value, part_stride, 0) + (head - num_heads) % num_kv_heads * head_dim
+        place = layer_cache + slot // block_size * block_stride
+        place += (slot % block_size * num_kv_heads + (head - num_heads) % num_kv_heads) * (head_dim + scale_bytes)
+        place += tl.where(is_value, part_stride, 0)
         is_stored = head >= num_heads
-        tl.store(place + column, first, mask=inside & is_stored)
-        tl.store(place + half + column, second, mask=inside & is_stored)
+        kept_first, kept_second, kept_rest = first, second, remainder
+        if scale_bytes > 0:
+            dtype: tl.constexpr = layer_cache.dtype.element_ty
+            # What lies outside a head was loaded as 0, and a norm's weights of 0 leave it so.
+            largest = tl.maximum(tl.max(magnitudes(first), axis=1), tl.max(magnitudes(second), axis=1))
+            if rest > 0:
+                largest = tl.maximum(largest, tl.max(magnitudes(remainder), axis=1))
+            steps, scales = steps_and_scales(largest[:, None], dtype)
+            tl.store(scale_place(place + head_dim), scales, mask=exists & is_stored)
+            kept_first, kept_second = narrowed(first, steps, dtype), narrowed(second, steps, dtype)
+            if rest > 0:
+                kept_rest = narrowed(remainder, steps, dtype)
+        tl.store(place + column, kept_first, mask=inside & is_stored)
+        tl.store(place + half + column, kept_second, mask=inside & is_stored)
         if rest > 0:
-            tl.store(place + 2 * half + rest_column, remainder, mask=inside_rest & is_stored)
+            tl.store(place + 2 * half + rest_column, kept_rest, mask=inside_rest & is_stored)
 
 
 @triton.jit

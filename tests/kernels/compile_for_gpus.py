@@ -21,10 +21,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from kernels import triton as ops
+from kernels.float8 import FLOAT8
 from kernels.metadata import AttentionMetadata, SharedParts
+from kernels.narrow_cache import stored_size
 from kernels.ops import LoraWeights
 from kernels.sampling import Draws
 from kernels.triton import invariant, sampling
+from kernels.triton.round_rows import round_rows
 
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
 """Bytes a program may take, by compute capability; of the generation of 8.0, 8.6 and 8.9 have the least."""
@@ -62,6 +65,7 @@ def attention(
     head_dim: int = 128,
     attend: Callable[..., Tensor] = ops.paged_attention,
     shares: bool = False,
+    cache_dtype: torch.dtype = torch.bfloat16,
     **options: Any,
 ) -> None:
     metadata = AttentionMetadata(
@@ -73,13 +77,17 @@ def attention(
         shared=SharedParts(*(empty(3, 3, dtype=torch.int32),) * 3, 2) if shares else None,
     )
     query = empty(query_len + 1, groups * kv_heads, head_dim)
-    attend(query, empty(9, 4, 2, 16, kv_heads, head_dim)[:, 1], metadata, 0.1, **options)
+    attend(query, layer_cache(kv_heads, head_dim, cache_dtype), metadata, 0.1, **options)
 
 
-def qkv_attention(norms: tuple[Tensor, Tensor] | None) -> None:
+def layer_cache(kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    return empty(9, 4, 2, 16, kv_heads, stored_size(head_dim, dtype), dtype=dtype)[:, 1]
+
+
+def qkv_attention(norms: tuple[Tensor, Tensor] | None, cache_dtype: torch.dtype = torch.bfloat16) -> None:
     ids, floats = empty(5, dtype=torch.int32), empty(5, 60, dtype=torch.float32)
     metadata = AttentionMetadata(ids, ids, empty(5, 512, dtype=torch.int32), 1, 100)
-    cache = empty(9, 4, 2, 16, 8, 128)[:, 1]
+    cache = layer_cache(8, 128, cache_dtype)
     slots = empty(5, dtype=torch.int64)
     ops.qkv_attention(empty(5, 48 * 128), norms, 1e-5, 0.0, (floats, floats), cache, slots, metadata, 0.1)
 
@@ -90,6 +98,7 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "chunk and decode", lambda: attention(2000, 2000)
     bias = empty(32, 129, dtype=torch.float32)  # which takes shared memory too
     if capability != 90:
+        yield "chunk and decode of int8", lambda: attention(2000, 2000, cache_dtype=torch.int8)
         yield "experts", lambda: ops.grouped_linear(empty(9, 64), empty(8, 70, 64), empty(8, dtype=torch.int64))
         yield "chunk and decode with a bias", lambda: attention(2000, 2000, bias=bias)
         return
@@ -105,6 +114,14 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "add_rms_norm, wide", lambda: ops.add_rms_norm(residual, residual, empty(4096), 1e-5)
     yield "rotary_embedding", lambda: ops.rotary_embedding(empty(5, 32, 128), floats, floats)
     yield "store_kv", lambda: ops.store_kv(empty(5, 8, 128), empty(5, 8, 128), empty(9, 4, 2, 16, 8, 128)[:, 1], ids)
+    heads = empty(5, 8, 128)
+    for dtype in (torch.int8, FLOAT8):
+        kept = layer_cache(8, 128, dtype)
+        yield f"store_kv in {dtype}", lambda kept=kept: ops.store_kv(heads, heads, kept, ids)
+    yield "chunk and decode of e4m3", lambda: attention(2000, 2000, cache_dtype=FLOAT8)
+    yield "heads of 256 in e4m3", lambda: attention(500, 2000, head_dim=256, cache_dtype=FLOAT8)
+    yield "qkv_attention in e4m3", lambda: qkv_attention((empty(128), empty(128)), FLOAT8)
+    yield "round_rows", lambda: round_rows(empty(5, 4096))
     for activation in ("silu", "gelu", "gelu_tanh"):
         yield activation, lambda activation=activation: ops.gated_activation(empty(5, 2048), activation)
     rows = empty(5, dtype=torch.int32)
