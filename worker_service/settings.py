@@ -26,11 +26,12 @@ class WorkerSettings(ServiceSettings):
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="auto: the checkpoint's weights; dummy: random ones, from config.json alone"
     )
-    quantization: Literal["none", "int8", "int4", "gguf"] = Field(
+    quantization: Literal["none", "fp8", "int8", "int4", "gguf"] = Field(
         "none",
-        description="of weights, in natively run bf16 models on CPUs. int8: half the memory to read, with AVX-512 "
-        "BF16, for few sequences at once; int4: a third of the memory, and products of integers; gguf: as the model's "
-        "GGUF file has them",
+        description="of weights, in natively run models. fp8: weights and inputs of products in e4m3, which takes half "
+        "the memory on GPUs that multiply it; on CPUs, in bf16: int8: half the memory to read, with AVX-512 BF16, for "
+        "few sequences at once; int4: a third of the memory, and products of integers; gguf: as the model's GGUF file "
+        "has them",
     )
     tensor_parallel_size: int = Field(
         1,
@@ -50,10 +51,10 @@ class WorkerSettings(ServiceSettings):
         description="GiB of KV cache, without --num-device-blocks; by default a quarter of free memory on a CPU, and "
         "what --gpu-memory-utilization leaves on a GPU",
     )
-    kv_cache_dtype: Literal["auto", "int8"] = Field(
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = Field(
         "auto",
-        description="of keys and values. auto: as --dtype; int8: with a scale for every head and token, in nearly "
-        "half the memory of 16 bits, on CPUs",
+        description="of keys and values. auto: as --dtype; int8 and fp8: with a scale for every head and token, in "
+        "nearly half the memory of 16 bits; fp8 (e4m3) on GPUs that have it",
     )
     swap_space: float = Field(1.0, ge=0, le=2**20, description="GiB of host memory for swapped blocks")
     max_num_batched_tokens: int = Field(2048, ge=1, description="most tokens computed in one step")

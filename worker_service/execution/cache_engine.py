@@ -20,8 +20,8 @@ _MEASURED_BLOCKS = 8
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one block holds: keys and values of `block_size` tokens in all layers, as `kernels.ops` has them, or in int8
-    as `kernels.narrow_cache` does."""
+    """What one block holds: keys and values of `block_size` tokens in all layers, as `kernels.ops` has them, or in 8
+    bits as `kernels.narrow_cache` does."""
 
     num_layers: int
     block_size: int

@@ -8,7 +8,9 @@ from typing import Any
 import structlog
 import torch
 
-from kernels.backends import EAGER, backend_name
+from kernels.backends import EAGER, backend_name, ops_for
+from kernels.float8 import FLOAT8, FLOAT8_CAPABILITY
+from kernels.narrow_cache import SCALE_BYTES, is_narrow
 from kernels.reference import WEIGHT_GROUP
 from pagewire_common.start_error import StartError
 from worker_service.errors import is_out_of_memory
@@ -32,6 +34,7 @@ from worker_service.settings import WorkerSettings
 log = structlog.get_logger()
 
 NO_ADAPTERS = AdapterRoom()
+_CACHE_TYPES = {"int8": torch.int8, "fp8": FLOAT8}
 _QUANTIZED_SHARE = 5 / 8
 """Of 16 bits, at most: a number of 8 bits and, for every 16, two of 16 bits. Weights that are read quantised never have
 memory as floating point, though room for them is asked for: it is not touched."""
@@ -78,7 +81,7 @@ class Network:
                 settings.block_size,
                 num_kv_heads,
                 config.head_dim,
-                torch.int8 if settings.kv_cache_dtype == "int8" else dtype,
+                _CACHE_TYPES.get(settings.kv_cache_dtype, dtype),
             ),
             cuts,
             device,
@@ -111,10 +114,11 @@ class Network:
         if self.batch_invariant:
             self._check_invariance()
         self._check_quantization()
-        if self.shape.dtype is torch.int8 and self.device.type != "cpu":
-            raise StartError("--kv-cache-dtype int8 is for workers on a CPU")
+        self._check_cache()
         widened = _widened(blueprint, self._quantized())
-        sizes = (t.nbytes if name in widened else t.nbytes * _QUANTIZED_SHARE for name, t in blueprint.items())
+        in_floats = self.checkpoint.packed is not None and "fp8" in self.checkpoint.packed.schemes
+        share = 1 if in_floats else _QUANTIZED_SHARE
+        sizes = (t.nbytes if name in widened else t.nbytes * share for name, t in blueprint.items())
         return [*map(int, sizes), Adapters(model, room).num_bytes]
 
     def _build(self, device: torch.device) -> Loadable:
@@ -139,7 +143,8 @@ class Network:
         scheme: str = self.quantization
         if self.quantization != "none":
             head = head_quantization(self.device, self.dtype, self.quantization)
-            scheme += f" by {WEIGHT_GROUP}" if head == self.quantization else f" by {WEIGHT_GROUP}, head {head}"
+            group = "output" if self.quantization == "fp8" else WEIGHT_GROUP
+            scheme += f" by {group}" if head == self.quantization else f" by {group}, head {head}"
         if self.quantization == "gguf":
             scheme += f" {GgufBlocks(self.checkpoint.path).digest()}"
         if self._packs_stored:
@@ -171,7 +176,14 @@ class Network:
         """Whether weights that are stored quantised are multiplied as they are, rather than widened."""
         if self.checkpoint.packed is None or not isinstance(self.config, DecoderConfig):
             return False
-        return can_pack(self.device, self.dtype, "gguf")
+        return all(self._can_pack(scheme) for scheme in self.checkpoint.packed.schemes)
+
+    def _can_pack(self, scheme: Quantization) -> bool:
+        """Of a network that runs natively."""
+        assert isinstance(self.config, DecoderConfig)
+        if ops_for(self.device).GROUPED_PRODUCTS and any(layer.mixture for layer in self.config.layers):
+            return False  # experts that are multiplied in one launch stay as they are
+        return can_pack(self.device, self.dtype, scheme)
 
     def _quantized(self) -> Quantized:
         if self._packs_stored and self.checkpoint.packed is not None:
@@ -191,6 +203,19 @@ class Network:
         if self.device.type != "cpu" and (self.quantization != "none" or self.shape.dtype is not self.dtype):
             raise StartError("--batch-invariant is for weights and caches of --dtype, where a GPU computes")
 
+    def _check_cache(self) -> None:
+        if self.shape.dtype is FLOAT8 and (
+            self.device.type == "cpu" or torch.cuda.get_device_capability(self.device) < FLOAT8_CAPABILITY
+        ):
+            raise StartError(
+                "--kv-cache-dtype fp8 is for GPUs of compute capability 8.9 or later; int8 is for all devices"
+            )
+        if self.device.type != "cpu" and is_narrow(self.shape.dtype) and self.shape.head_dim % SCALE_BYTES:
+            raise StartError(
+                f"--kv-cache-dtype: {self.model_id} has heads of {self.shape.head_dim} numbers, which must be a "
+                f"multiple of {SCALE_BYTES} on a GPU"
+            )
+
     def _check_quantization(self) -> None:
         """Packs small weights to find out whether such weights can be packed, before any are loaded."""
         if self.checkpoint.packed is not None:
@@ -206,7 +231,11 @@ class Network:
             return
         if not isinstance(self.config, DecoderConfig):
             raise StartError(f"--quantization {self.quantization} is for the families that run natively")
-        if not can_pack(self.device, self.dtype, self.quantization):
+        if self.quantization == "fp8" and self.ranks.size > 1:
+            raise StartError("--quantization fp8 is for workers of one process: parts of a row would have other scales")
+        if not self._can_pack(self.quantization):
+            if self.quantization == "fp8":
+                raise StartError("--quantization fp8 on a GPU is for models without experts")
             machine = "a CPU with AVX-512 BF16" if self.quantization == "int8" else "a CPU"
             raise StartError(f"--quantization {self.quantization} needs bfloat16, compiled kernels, and {machine}")
         if self.quantization == "gguf":

@@ -1,18 +1,21 @@
 """Checkpoints whose linear layers were quantised when they were written: GPTQ, AWQ and compressed-tensors.
 
-All of them store numbers of 4 or 8 bits, and for groups of neighbouring inputs of an output a scale and the number that
+Most store whole numbers of 4 or 8 bits, and for groups of neighbouring inputs of an output a scale and the number that
 means zero. So each is a `GroupedWeight`, whatever the order of its bits. The layouts are those of the Python packages
-gptqmodel, autoawq (its "gemm" version) and compressed-tensors (its formats "pack-quantized" and "int-quantized").
+gptqmodel, autoawq (its "gemm" version) and compressed-tensors (its formats "pack-quantized" and "int-quantized"). Those
+in floats of 8 bits are each a `Float8Weight`: compressed-tensors' "float-quantized", and the method "fp8".
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from kernels.ops import GroupedWeight
+from kernels.float8 import Float8Weight
+from kernels.ops import GroupedWeight, QuantizedWeight
 from pagewire_common.start_error import StartError
+from worker_service.loading import float8_weights
 from worker_service.loading.weight_files import WeightFiles
 from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.wording import named, shown
@@ -23,32 +26,42 @@ _ONES = {4: 0x11111111, 8: 0x01010101}
 """A word of ones, by their bits."""
 
 
-class PackedWeights(Mapping[str, GroupedWeight]):
+class PackedWeights(Mapping[str, QuantizedWeight]):
     """A checkpoint's quantised weights, by the names that they would have if they were not."""
 
     def __init__(self, files: WeightFiles, config: Mapping[str, Any]) -> None:
         """config: quantization_config of config.json. Raises StartError where such weights are not read."""
         self._files, self._config = files, config
         method = config.get("quant_method")
-        self._read = {"gptq": self._gptq, "awq": self._awq, "compressed-tensors": self._compressed}.get(str(method))
+        readers: dict[str, Callable[[str], QuantizedWeight]] = {
+            "gptq": self._gptq, "awq": self._awq, "compressed-tensors": self._compressed, "fp8": self._float8
+        }  # fmt: skip
+        self._read = readers.get(str(method))
         if self._read is None:
             raise StartError(
-                f"config.json: weights quantised by {shown(method)} are not read; gptq, awq and compressed-tensors are"
+                f"config.json: weights quantised by {shown(method)} are not read; gptq, awq, compressed-tensors and "
+                "fp8 are"
             )
         if (reason := _what_is_not_read(config)) is not None:
             raise StartError(f"config.json: quantization_config: {reason}")
 
     @property
-    def _parts(self) -> dict[str, str]:
+    def _parts(self) -> Collection[tuple[str, str]]:
         """What the tensors of numbers are called in place of "weight", and their types."""
+        in_floats = ("weight", "F8_E4M3")
         if self._config["quant_method"] == "compressed-tensors":
-            return {"weight_packed": "I32", "weight": "I8"}
-        return {"qweight": "I32"}
+            return ("weight_packed", "I32"), ("weight", "I8"), in_floats
+        return [in_floats if self._config["quant_method"] == "fp8" else ("qweight", "I32")]
+
+    @property
+    def schemes(self) -> set[Literal["fp8", "gguf"]]:
+        """What the products of its weights are like."""
+        return {"fp8" if self._files.dtypes.get(name) == "F8_E4M3" else "gguf" for name in self}
 
     def __iter__(self) -> Iterator[str]:
         for name, found in self._files.dtypes.items():
             layer, _, part = name.rpartition(".")
-            if self._parts.get(part) == found:
+            if (part, found) in self._parts:
                 yield f"{layer}.weight"
 
     def __len__(self) -> int:
@@ -56,9 +69,9 @@ class PackedWeights(Mapping[str, GroupedWeight]):
 
     def __contains__(self, name: object) -> bool:
         layer, _, part = str(name).rpartition(".")
-        return part == "weight" and any(self._files.dtypes.get(f"{layer}.{p}") == t for p, t in self._parts.items())
+        return part == "weight" and any(self._files.dtypes.get(f"{layer}.{p}") == t for p, t in self._parts)
 
-    def __getitem__(self, name: str) -> GroupedWeight:
+    def __getitem__(self, name: str) -> QuantizedWeight:
         """Raises KeyError where the weight is not quantised, and StartError where it makes no sense."""
         if name not in self:
             raise KeyError(name)
@@ -70,12 +83,12 @@ class PackedWeights(Mapping[str, GroupedWeight]):
 
     def check_scales(self) -> None:
         """Raises StartError for scales that are not of a quantised layer: AWQ may have some of activations."""
-        for name in self._files.dtypes if "qweight" in self._parts else ():
+        for name in self._files.dtypes if ("qweight", "I32") in self._parts else ():
             layer = name.removesuffix("scales")
             if name.endswith(".scales") and not self._has(layer, "qweight"):
                 raise StartError(f"{named(name)} scales something else than a quantised layer, which is not read")
 
-    # ---- the three layouts. Each finds numbers [outputs, inputs], scales and zeros [outputs, groups]
+    # ---- the layouts. All but the last find numbers [outputs, inputs], scales and zeros [outputs, groups]
 
     def _gptq(self, layer: str) -> GroupedWeight:
         bits: int = self._config["bits"]
@@ -96,7 +109,9 @@ class PackedWeights(Mapping[str, GroupedWeight]):
         self._check_groups(len(numbers), len(scales))
         return _grouped(numbers.T, scales.T, _unpacked(zeros, 4)[:, :, _AWQ_PLACES].flatten(1).T, 4)
 
-    def _compressed(self, layer: str) -> GroupedWeight:
+    def _compressed(self, layer: str) -> QuantizedWeight:
+        if self._files.dtypes.get(f"{layer}weight") == "F8_E4M3":
+            return self._float8(layer)
         scales, zeros = self._tensor(layer, "weight_scale"), None
         if not self._has(layer, "weight_packed"):
             numbers, bits = self._matrix(layer, "weight").view(torch.uint8) ^ 128, 8  # int8 plus 128
@@ -118,6 +133,12 @@ class PackedWeights(Mapping[str, GroupedWeight]):
         scales = _of_outputs(scales, len(numbers))
         weight = _grouped(numbers, scales, torch.tensor(1 << bits - 1) if zeros is None else zeros, bits)
         return self._in_order(weight, layer, "weight_g_idx", scales.shape[1])
+
+    def _float8(self, layer: str) -> Float8Weight:
+        is_static = self._has(layer, "input_scale") or float8_weights.input_scales_are_stored(self._config)
+        input_scale = self._tensor(layer, "input_scale") if is_static else None
+        numbers, scales = self._matrix(layer, "weight"), self._tensor(layer, "weight_scale")
+        return float8_weights.float8_weight(numbers, scales, input_scale)
 
     # ---- tensors
 
@@ -186,8 +207,10 @@ class PackedFiles:
                 place.copy_(widened(weight))
 
 
-def widened(weight: GroupedWeight) -> Tensor:
+def widened(weight: QuantizedWeight) -> Tensor:
     """The weights in float32, [outputs, inputs]."""
+    if isinstance(weight, Float8Weight):
+        return weight.numbers.float() * weight.scales[:, None]
     inputs = weight.numbers.shape[1]
     each = 32 if weight.scales.shape[1] == -(-inputs // 32) else 16
 
@@ -204,13 +227,15 @@ def widened(weight: GroupedWeight) -> Tensor:
 def _what_is_not_read(config: Mapping[str, Any]) -> str | None:
     """Why weights that this describes are not read, if they are not."""
     method = config["quant_method"]
+    if method == "fp8":
+        return float8_weights.what_is_not_read(config)
     if method == "compressed-tensors":
         groups = config.get("config_groups")
         found = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
         formats = [group["format"] for group in found if group.get("format")]
         for name in formats + [config.get("format")] * (not formats or config.get("format") != "mixed-precision"):
-            if name not in ("pack-quantized", "int-quantized", "naive-quantized"):
-                return f"the format {shown(name)} is not read; pack-quantized and int-quantized are"
+            if name not in ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"):
+                return f"the format {shown(name)} is not read; pack-quantized, int-quantized and float-quantized are"
         sparsity = config.get("sparsity_config") or {}
         if (
             config.get("transform_config")
@@ -218,10 +243,13 @@ def _what_is_not_read(config: Mapping[str, Any]) -> str | None:
             or sparsity.get("format", "dense") != "dense"
         ):
             return "weights that are sparse, or rotated, are not read"
-        for weights in [group["weights"] for group in found if isinstance(group.get("weights"), dict)]:
-            kind = (weights.get("num_bits"), weights.get("type", "int"))
-            if kind not in ((4, "int"), (8, "int")):
-                return f"weights of {shown(kind)} are not read; whole numbers of 4 and 8 bits are"
+        for group in [group for group in found if isinstance(group.get("weights"), dict)]:
+            kind = (group["weights"].get("num_bits"), group["weights"].get("type", "int"))
+            if kind == (8, "float"):
+                if (reason := float8_weights.what_of_group_is_not_read(group)) is not None:
+                    return reason
+            elif kind not in ((4, "int"), (8, "int")):
+                return f"weights of {shown(kind)} are not read; whole numbers of 4 and 8 bits, and floats of 8, are"
         return None
     sizes, bits = (4,) if method == "awq" else (4, 8), config.get("bits")
     if type(bits) is not int or bits not in sizes:

@@ -22,7 +22,8 @@ from worker_service.progress import byte_progress
 from worker_service.wording import named, shown
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_WHOLE_NUMBERS = {"I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
+_QUANTIZED = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
+"""Types of quantised weights and of what belongs to them."""
 _PIECE_BYTES = 8 << 20
 
 
@@ -71,7 +72,7 @@ class WeightFiles:
     def read(self, name: str) -> Tensor:
         """A whole tensor as it is stored, in memory of its own. Raises StartError."""
         tensor = self._tensors[name]
-        dtype = (_DTYPES | _WHOLE_NUMBERS).get(tensor.dtype)
+        dtype = (_DTYPES | _QUANTIZED).get(tensor.dtype)
         if dtype is None:
             raise StartError(f"{tensor.file}: tensor {named(name)} is of {tensor.dtype}, which is not read")
         content = bytearray(tensor.num_bytes)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.backends import ops_for
+from kernels.float8 import Float8Weight
 from kernels.metadata import AttentionMetadata
 from kernels.ops import Ops
 from kernels.reference import rotary_tables
@@ -204,6 +205,8 @@ class Decoder:
         """As `CausalModel` has it."""
         head = self._lm_head.weight
         name = "model.embed_tokens.weight" if self.config.tied_embeddings else "lm_head.weight"
+        if isinstance(quantized.get("model.embed_tokens.weight"), Float8Weight):
+            raise ValueError("model.embed_tokens.weight is stored in fp8; only weights of linear layers are read so")
         if (found := quantized.get(name)) is not None:
             self._lm_head.pack_parts([found], [len(head)])
         else:

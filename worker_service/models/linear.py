@@ -10,18 +10,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.backends import ops_for
-from kernels.ops import GroupedWeight, LoraWeights, Ops, Product, Table
+from kernels.float8 import Float8Weight, quantize_float8
+from kernels.ops import GroupedWeight, LoraWeights, Ops, Product, QuantizedWeight, Table
 from kernels.reference import wide_linear
 
-Quantization = Literal["none", "int8", "int4", "gguf"]
+Quantization = Literal["none", "fp8", "int8", "int4", "gguf"]
 """gguf: as the file that the weights come from had them."""
-Quantized = Mapping[str, GroupedWeight]
+Quantized = Mapping[str, QuantizedWeight]
 """Weights that are quantised already, by their names in a checkpoint."""
 NONE_QUANTIZED: Quantized = MappingProxyType({})
 
 
 def packing(ops: Ops, quantization: Quantization) -> Callable[[Tensor, bool], Product | None]:
     """The function of the kernels that packs a weight so; with `gguf` one that no file had quantised."""
+    if quantization == "fp8":
+        return lambda weight, wide: ops.pack_float8(quantize_float8(weight), wide)
     return {"none": ops.pack, "int8": ops.pack_int8, "int4": ops.pack_int4, "gguf": ops.pack}[quantization]
 
 
@@ -33,7 +36,10 @@ def can_pack(device: torch.device, dtype: torch.dtype, quantization: Quantizatio
 
 
 def head_quantization(device: torch.device, dtype: torch.dtype, quantization: Quantization) -> Quantization:
-    """Of the weights that make logits. In 4 bits they would cost 5% of perplexity, where all others cost 0.2%."""
+    """Of the weights that make logits. In 4 bits they would cost 5% of perplexity, where all others cost 0.2%; of fp8
+    checkpoints they are not part."""
+    if quantization == "fp8":
+        return "none"
     if quantization not in ("int4", "gguf"):
         return quantization
     return "int8" if can_pack(device, dtype, "int8") else "none"
@@ -99,7 +105,7 @@ class Linear:
         if self._product is not None:
             self.weight = self.weight.new_empty(0)
 
-    def pack_parts(self, parts: Sequence[GroupedWeight | None], sizes: Sequence[int]) -> None:
+    def pack_parts(self, parts: Sequence[QuantizedWeight | None], sizes: Sequence[int]) -> None:
         """Have weights that are quantised already take the places of consecutive parts of the outputs, of these sizes.
         A part without one is packed as it is. Raises ValueError where one does not fit."""
         ops = self._ops
@@ -112,7 +118,7 @@ class Linear:
             parts, own, sizes = [whole], (self.weight,), [len(self.weight)]
         products: list[Product] = []
         for place, part in zip(own, parts, strict=True):
-            product = ops.pack(place, self._wide) if part is None else _table(ops, part, self._wide)
+            product = ops.pack(place, self._wide) if part is None else _product(ops, part, place.device, self._wide)
             if product is None:
                 raise ValueError("these kernels have no products of such weights")
             products.append(product)
@@ -161,9 +167,16 @@ class Linear:
         return tensors
 
 
-def _joined(parts: Sequence[GroupedWeight | None]) -> GroupedWeight | None:
+def _joined(parts: Sequence[QuantizedWeight | None]) -> QuantizedWeight | None:
     """The parts as one weight, if there are all of them and they are alike: one product is faster than several."""
-    known = [part for part in parts if part is not None]
+    in_floats = [part for part in parts if isinstance(part, Float8Weight)]
+    if in_floats:
+        of_inputs = {None if part.input_scale is None else float(part.input_scale) for part in in_floats}
+        if len(in_floats) < len(parts) or len(of_inputs) > 1:
+            return None
+        weights, scales, input_scales = zip(*in_floats, strict=True)
+        return Float8Weight(torch.cat(weights), torch.cat(scales), input_scales[0])
+    known = [part for part in parts if isinstance(part, GroupedWeight)]
     kinds = {(part.bits, part.scales.shape[1], part.minimums is None) for part in known}
     if len(known) < len(parts) or len(kinds) > 1:
         return None
@@ -175,7 +188,11 @@ def _joined(parts: Sequence[GroupedWeight | None]) -> GroupedWeight | None:
     return GroupedWeight(torch.cat(numbers), torch.cat(scales), joined, bits[0], first)
 
 
-def _table(ops: Ops, weight: GroupedWeight, wide: bool) -> Table | None:
+def _product(ops: Ops, weight: QuantizedWeight, device: torch.device, wide: bool) -> Product | None:
+    if isinstance(weight, Float8Weight):
+        numbers, scales, input_scale = weight
+        of_inputs = None if input_scale is None else input_scale.to(device)
+        return ops.pack_float8(Float8Weight(numbers.to(device), scales.to(device), of_inputs), wide)
     table = ops.pack_grouped(weight, wide)
     return table if table is None or weight.order is None else _Ordered(table, weight.order)
 

@@ -312,18 +312,18 @@ def check_served(stored: Path, meant: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another method": ({"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes' are not read; gptq, awq and"),
+    "another method": ({"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes' are not read; gptq, awq, "),
     "no method": ({}, "quantised by None are not read"),
     "bits": (of_gptq(3), "bits is 3; gptq is read with 4 or 8"),
     "bits in words": ({"quant_method": "awq", "bits": "4"}, "bits is '4'; awq is read with 4"),
     "a layout": (AWQ | {"version": "gemv"}, "the layout 'gemv' is not read"),
     "marlin": (of_gptq(4, "marlin"), "the layout 'marlin' is not read"),
-    "a format": (PACKED | {"format": "float-quantized"}, "the format 'float-quantized' is not read"),
-    "a group's format": (PACKED | {"config_groups": {"g": {"format": "float-quantized"}}}, "'float-quantized' is not"),
+    "a format": (PACKED | {"format": "nvfp4-pack-quantized"}, "the format 'nvfp4-pack-quantized' is not read"),
+    "a group's format": (PACKED | {"config_groups": {"g": {"format": "marlin-24"}}}, "'marlin-24' is not"),
     "mixed": (PACKED | {"format": "mixed-precision"}, "the format 'mixed-precision' is not read"),
     "rotated": (PACKED | {"transform_config": {"config_groups": {}}}, "sparse, or rotated"),
     "other bits": (PACKED | {"config_groups": {"g": {"weights": {"num_bits": 7}}}}, r"weights of .*7.* are not read"),
-    "floats": (INT | {"config_groups": {"g": {"weights": {"num_bits": 8, "type": "float"}}}}, "whole numbers of 4"),
+    "floats": (INT | {"config_groups": {"g": {"weights": {"num_bits": 4, "type": "float"}}}}, "whole numbers of 4"),
     "sparse": (PACKED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse, or rotated"),
 }
 

@@ -1,5 +1,7 @@
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,13 +9,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
+from kernels.float8 import Float8Weight, quantize_float8
 from kernels.reference import quantize_int4
 from pagewire_common.start_error import StartError
+from worker_service.execution.network import Network
 from worker_service.execution.worker import load_worker
-from worker_service.models.linear import Linear, Quantization, can_pack
+from worker_service.models.linear import Linear, Quantization, can_pack, head_quantization
+from worker_service.parallel.ranks import ALONE
 from worker_service.settings import WorkerSettings
 
 QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "int4")
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -57,18 +63,21 @@ def test_few_bits_for_networks_or_types_that_have_none_are_refused_before_weight
         load_worker(quantized(make_checkpoint(), scheme, dtype="float32"))
 
 
-def test_weights_that_4_bits_have_no_scale_for_end_the_start_in_a_sentence(
-    make_checkpoint: Callable[..., Path],
+@pytest.mark.parametrize(
+    ("scheme", "reason"), [("int4", "a weight is not finite, or too large for int4"), ("fp8", "a weight is not finite")]
+)
+def test_weights_that_few_bits_have_no_scale_for_end_the_start_in_a_sentence(
+    scheme: Quantization, reason: str, make_checkpoint: Callable[..., Path]
 ) -> None:
-    if not can_pack(torch.device("cpu"), torch.bfloat16, "int4"):
+    if not can_pack(CPU, torch.bfloat16, scheme):
         pytest.skip("the CPU's kernels are not compiled")
     model = make_checkpoint()
     file = model / "model.safetensors"
     tensors = load_file(file)
     tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = torch.inf
     save_file(tensors, file)
-    with pytest.raises(StartError, match="--quantization int4: a weight is not finite, or too large for int4"):
-        load_worker(quantized(model, "int4", dtype="bfloat16"))
+    with pytest.raises(StartError, match=f"--quantization {scheme}: {reason}"):
+        load_worker(quantized(model, scheme, dtype="bfloat16"))
 
 
 @pytest.mark.parametrize("scheme", QUANTIZATIONS)
@@ -104,3 +113,65 @@ def test_parts_of_a_weight_may_be_quantised_in_ways_of_their_own(biased: bool) -
     assert torch.equal(alike(x)[:, :30], linear(x)[:, :30])  # 8 bits with the same numbers
     with pytest.raises(ValueError, match=r"a weight is \[10, 64\] where \[20, 64\] is needed"):
         Linear(weight, bias).pack_parts([coarse, coarse], [20, 20])
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_parts_in_fp8_keep_the_scales_of_their_inputs(biased: bool) -> None:
+    """Those that round inputs alike are one product; others are multiplied one by one."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(48, 64).bfloat16(), torch.randn(5, 64).bfloat16()
+    bias = torch.randn(48).bfloat16() if biased else None
+    own, stored = quantize_float8(weight[:16]), quantize_float8(weight[16:])._replace(input_scale=torch.tensor(0.01))
+
+    def product(parts: list[Float8Weight], sizes: list[int]) -> torch.Tensor:
+        linear = Linear(weight.clone(), bias)
+        linear.pack_parts(parts, sizes)
+        return linear(x)
+
+    whole = product([own, stored._replace(input_scale=None)], [16, 32])
+    assert torch.equal(whole, product([quantize_float8(weight)], [48]))
+    mixed = product([own, stored], [16, 32])
+    assert torch.equal(mixed[:, :16], whole[:, :16])
+    assert not torch.equal(mixed[:, 16:], whole[:, 16:])
+    torch.testing.assert_close(mixed, functional.linear(x, weight, bias), atol=1.5, rtol=0)
+
+
+def test_fp8_takes_every_type_and_leaves_embeddings_and_head_as_they_are(make_checkpoint: Callable[..., Path]) -> None:
+    assert all(can_pack(CPU, dtype, "fp8") for dtype in (torch.float32, torch.float16, torch.bfloat16))
+    assert all(head_quantization(CPU, dtype, "fp8") == "none" for dtype in (torch.float32, torch.bfloat16))
+    settings = quantized(make_checkpoint(), "fp8", dtype="bfloat16")
+    fingerprint = load_worker(settings).info.model_fingerprint
+    assert fingerprint != load_worker(settings.model_copy(update={"quantization": "none"})).info.model_fingerprint
+
+
+def test_fp8_is_refused_where_rows_or_experts_are_cut_or_stacked(make_checkpoint: Callable[..., Path]) -> None:
+    def network(path: Path, ranks: Any = ALONE) -> Network:
+        return Network.open(str(path), quantized(path, "fp8"), CPU, ranks)
+
+    with pytest.raises(StartError, match="--quantization fp8 is for the families that run natively"):
+        network(make_checkpoint(model_type="starcoder2")).check()
+    network(make_checkpoint()).check()
+    with pytest.raises(StartError, match="--quantization fp8 is for workers of one process"):
+        network(make_checkpoint(), SimpleNamespace(size=2, rank=0)).check()
+    mixture = network(make_checkpoint(model_type="mixtral"))
+    mixture.check()
+    with pytest.raises(StartError, match="--quantization fp8 on a GPU is for models without experts"):
+        replace(mixture, device=torch.device("cuda")).check()
+
+
+def test_adapters_add_to_products_in_fp8_what_they_add_to_others() -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(48, 64).bfloat16(), torch.randn(5, 64).bfloat16()
+    slots = torch.tensor([0, -1, 1, 0, -1], dtype=torch.int32)
+    added = []
+    for scheme in ("none", "fp8"):
+        linear = Linear(weight.clone())
+        lora = linear.allocate_lora([48], 2, 4)
+        torch.manual_seed(1)
+        for part in (lora.a, lora.b):
+            part.normal_(std=3)
+        lora.ranks.fill_(4)
+        linear.pack(scheme)
+        added.append((linear(x, slots) - linear(x)).float())
+    assert (added[0][[1, 4]] == 0).all()
+    torch.testing.assert_close(added[0], added[1], rtol=0.02, atol=1)

@@ -24,6 +24,8 @@ FAMILIES = ["mixtral, windows", "qwen3_moe, not renormalised", "qwen3_moe, dense
 TYPES: list[tuple[torch.dtype, Quantization]] = [
     (torch.float32, "none"),
     (torch.bfloat16, "none"),
+    (torch.float32, "fp8"),
+    (torch.bfloat16, "fp8"),
     (torch.bfloat16, "int8"),
     (torch.bfloat16, "int4"),
 ]

@@ -1,0 +1,182 @@
+"""Checkpoints in fp8, written as compressed-tensors and others lay them out: multiplied as they are, or refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prompt_scores import prompt_logprobs, worker_settings
+from safetensors.torch import load_file, save_file
+from tiny_model import write_byte_tokenizer, write_tiny_llama
+from torch import Tensor
+
+from kernels.float8 import FLOAT8, quantize_float8
+from pagewire_common.start_error import StartError
+from worker_service.execution.worker import load_worker
+from worker_service.loading.packed_weights import PackedWeights, widened
+from worker_service.loading.weight_files import WeightFiles
+
+Tensors = dict[str, Tensor]
+Config = dict[str, Any]
+E4M3 = {"num_bits": 8, "type": "float", "symmetric": True}
+
+
+def compressed(weights: Config, inputs: Config | None) -> Config:
+    """quantization_config as compressed-tensors writes it."""
+    group = {"targets": ["Linear"], "weights": E4M3 | weights, "input_activations": inputs and E4M3 | inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "config_groups": {"group_0": group},
+    }
+
+
+DYNAMIC = compressed({"strategy": "channel"}, {"strategy": "token", "dynamic": True})
+STATIC = compressed({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": False})
+METHOD = {"quant_method": "fp8", "activation_scheme": "static"}
+
+
+def by_channel(weight: Tensor) -> Tensors:
+    numbers, scales, _ = quantize_float8(weight)
+    return {"weight": numbers, "weight_scale": scales[:, None]}
+
+
+def by_tensor(weight: Tensor) -> Tensors:
+    scale = weight.abs().max() / 448
+    return {
+        "weight": (weight / scale).to(FLOAT8),
+        "weight_scale": scale.reshape(1),
+        "input_scale": torch.tensor([40 / 448 * (1 + float(weight[0, 0].abs()))]),  # of each layer another
+    }
+
+
+LAYOUTS: dict[str, tuple[Config, Callable[[Tensor], Tensors]]] = {
+    "compressed-tensors by channel": (DYNAMIC, by_channel),
+    "compressed-tensors by tensor": (STATIC, by_tensor),
+    "the method fp8": (METHOD, by_tensor),
+}
+
+
+def meant(parts: Tensors) -> Tensor:
+    return parts["weight"].float() * parts["weight_scale"].reshape(-1, 1)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With weights that are exact in bfloat16."""
+    folder = tmp_path_factory.mktemp("plain")
+    write_byte_tokenizer(folder / "tokenizer")
+    write_tiny_llama(folder / "model", folder / "tokenizer", intermediate_size=128, num_attention_heads=2)
+    file = folder / "model" / "model.safetensors"
+    save_file({name: tensor.bfloat16().float() for name, tensor in load_file(file).items()}, file)
+    return folder / "model"
+
+
+def copy(plain: Path, folder: Path, config: Config, change: Callable[[Tensor], Tensors]) -> Path:
+    """A copy whose linear layers are these parts."""
+    folder.mkdir()
+    for file in plain.glob("tokenizer*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "config.json").write_text(json.dumps(json.loads((plain / "config.json").read_text()) | config))
+    tensors: Tensors = {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        if name.endswith("proj.weight"):
+            tensors |= {name.removesuffix("weight") + part: value for part, value in change(tensor).items()}
+        else:
+            tensors[name] = tensor
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_weight_is_what_its_numbers_and_scales_mean(name: str, plain: Path, tmp_path: Path) -> None:
+    config, change = LAYOUTS[name]
+    found = PackedWeights(WeightFiles(copy(plain, tmp_path / "stored", {}, change)), config)
+    weights = {name: tensor for name, tensor in load_file(plain / "model.safetensors").items() if "proj" in name}
+    assert set(found) == set(weights)
+    assert "model.embed_tokens.weight" not in found
+    for weight_name, weight in weights.items():
+        assert torch.equal(widened(found[weight_name]), meant(change(weight)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_model_is_served_with_the_weights_that_it_stores(name: str, dtype: str, plain: Path, tmp_path: Path) -> None:
+    config, change = LAYOUTS[name]
+    stored = copy(plain, tmp_path / "stored", {"quantization_config": config}, change)
+    wide = copy(plain, tmp_path / "meant", {}, lambda weight: {"weight": meant(change(weight))})
+    exact = prompt_logprobs(worker_settings(wide, dtype="float32"))
+    found = prompt_logprobs(worker_settings(stored, dtype=dtype))
+    assert not torch.equal(found, prompt_logprobs(worker_settings(wide, dtype=dtype)))  # inputs are rounded
+    assert (found - exact).abs().mean() < 0.15 * exact.std()
+    if config is DYNAMIC:  # what a worker makes of the plain weights
+        settings = worker_settings(plain, "fp8", dtype=dtype)
+        assert torch.equal(found, prompt_logprobs(settings))
+
+
+def test_families_in_transformers_code_widen_them(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    plain = make_checkpoint(model_type="starcoder2")
+    config, change = LAYOUTS["compressed-tensors by channel"]
+    stored = copy(plain, tmp_path / "stored", {"quantization_config": config}, change)
+    wide = copy(plain, tmp_path / "meant", {}, lambda weight: {"weight": meant(change(weight))})
+    found, exact = (prompt_logprobs(worker_settings(path, dtype="float32")) for path in (stored, wide))
+    assert torch.equal(found, exact)
+
+
+REFUSED: dict[str, tuple[Config, str]] = {
+    "blocks": (METHOD | {"weight_block_size": [128, 128]}, r"a scale for each block \(weight_block_size\) are not"),
+    "blocks of compressed-tensors": (compressed({"strategy": "block"}, {}), "fp8 weights with scales by 'block' are"),
+    "groups of inputs": (
+        compressed({"strategy": "channel"}, {"strategy": "group"}),
+        "fp8 inputs with scales by 'group' are not read",
+    ),
+    "inputs as they are": (compressed({"strategy": "channel"}, None), "whose inputs are not rounded to fp8"),
+    "inputs in int8": (compressed({}, {"type": "int"}), "whose inputs are not rounded to fp8"),
+    "4 bits": (compressed({"num_bits": 4}, {}), r"weights of .*4.*float.* are not read"),
+}
+
+
+@pytest.mark.parametrize(("config", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_is_not_read_is_refused_with_the_reason(config: Config, reason: str, plain: Path) -> None:
+    with pytest.raises(StartError, match=reason):
+        PackedWeights(WeightFiles(plain), config)
+
+
+SPOILED: dict[str, tuple[Callable[[Tensors], object], str]] = {
+    "no scale": (lambda tensors: tensors.pop("a.weight_scale"), r"there is no a\.weight_scale"),
+    "no scale of inputs": (lambda tensors: tensors.pop("a.input_scale"), r"there is no a\.input_scale"),
+    "scales of blocks": (
+        lambda tensors: tensors.update({"a.weight_scale": torch.ones(2, 3)}),
+        r"\[2, 3\] scales do not",
+    ),
+    "an infinite scale": (lambda tensors: tensors["a.weight_scale"].fill_(torch.inf), "a scale is not finite"),
+    "no number": (lambda tensors: tensors["a.weight"].view(torch.int8)[1].fill_(-1), "a weight or a scale is not"),
+    "a scale of inputs of zero": (lambda tensors: tensors["a.input_scale"].zero_(), r"input_scale is 0\.0; it must be"),
+    "scales of inputs": (lambda tensors: tensors.update({"a.input_scale": torch.ones(3)}), "one positive number"),
+    "a stack": (lambda tensors: tensors.update({"a.weight": torch.ones(2, 3, 4).to(FLOAT8)}), "weight has the shape"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_layer_that_makes_no_sense_is_refused(name: str, tmp_path: Path) -> None:
+    spoil, reason = SPOILED[name]
+    tensors = {f"a.{part}": tensor for part, tensor in by_tensor(torch.randn(24, 128)).items()}
+    spoil(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(StartError, match=f"the quantised weight a.weight cannot be read: .*{reason}"):
+        PackedWeights(WeightFiles(tmp_path), STATIC)["a.weight"]
+
+
+def test_tables_of_vectors_in_fp8_are_refused(plain: Path, tmp_path: Path) -> None:
+    stored = copy(plain, tmp_path / "stored", {"quantization_config": DYNAMIC}, by_channel)
+    tensors = load_file(stored / "model.safetensors")
+    table = by_channel(tensors["model.embed_tokens.weight"])
+    save_file(
+        tensors | {f"model.embed_tokens.{part}": tensor for part, tensor in table.items()}, stored / "model.safetensors"
+    )
+    with pytest.raises(StartError, match=r"model\.embed_tokens\.weight is stored in fp8; only weights of linear"):
+        load_worker(worker_settings(stored))
