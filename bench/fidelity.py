@@ -4,7 +4,8 @@ Texts go teacher-forced through each system. It returns the log-probability of e
 likeliest token at its place. These are compared with transformers in float32 with the same weights: the mean difference
 of the log-probabilities of the text's tokens, how often the likeliest token is the same, and by how much perplexity is
 larger. Ours serves in bfloat16, with keys and values in int8, and with quantised weights where the machine has such
-products; beside it are transformers in bfloat16 and, with --peer, vLLM. Ratios are to transformers in bfloat16.
+products; beside it are transformers in bfloat16 and, with --peer, vLLM. Ratios are to transformers in bfloat16. A
+cache in fp8 is for GPUs: here transformers attends to what it would hold.
 
 The texts are the first tokens of pages of Python's own manual, which comes with every Python. --prompts adds the texts
 of a JSON-lines file whose objects have `turns`, as MT-bench's have.
@@ -17,7 +18,7 @@ import math
 import signal
 import sys
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -27,10 +28,13 @@ import torch
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from bench.drive import BenchError
 from bench.peer_vllm import MODEL, vllm_on_cpu
+from kernels.float8 import FLOAT8
+from kernels.narrow_cache import narrowed, widened
 from pagewire_client import Client, LocalServer, SamplingParams, ServerError
 from pagewire_client.llm import collect
 from pagewire_common.settings import load_settings
@@ -81,12 +85,26 @@ def compare(found: Sequence[Scores], exact: Sequence[Scores]) -> Fidelity:
     return Fidelity(sum(differences) / count, 100 * same / count, 100 * math.expm1(sum(losses) / count))
 
 
-def transformers_scores(directory: Path, texts: Iterable[list[int]], dtype: torch.dtype) -> list[Scores]:
+class _CacheInFp8(DynamicCache):  # type: ignore[misc]  # whose types are not known
+    """Keys and values as they are read from a cache in e4m3."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        kept = (widened(narrowed(heads, FLOAT8), heads.dtype) for heads in (key_states, value_states))
+        found: tuple[Tensor, Tensor] = super().update(*kept, *args, **options)
+        return found
+
+
+def transformers_scores(
+    directory: Path,
+    texts: Iterable[list[int]],
+    dtype: torch.dtype,
+    make_cache: Callable[[], DynamicCache] = DynamicCache,
+) -> list[Scores]:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
     scores = []
     for text in texts:
         with torch.inference_mode():
-            logprobs = model(torch.tensor([text])).logits[0, :-1].float().log_softmax(-1)
+            logprobs = model(torch.tensor([text]), past_key_values=make_cache()).logits[0, :-1].float().log_softmax(-1)
         chosen = logprobs.gather(1, torch.tensor(text[1:])[:, None]).squeeze(1)
         scores.append(Scores(chosen.tolist(), logprobs.argmax(-1).tolist()))
     return scores
@@ -153,8 +171,9 @@ def run(model: str, peer: Path | None, prompts: Path | None) -> tuple[dict[str, 
         "pagewire, bfloat16": our_scores(directory, texts),
         BASE: transformers_scores(directory, texts, torch.bfloat16),
         "pagewire, int8 cache": our_scores(directory, texts, "--kv-cache-dtype", "int8"),
+        f"{BASE}, fp8 cache": transformers_scores(directory, texts, torch.bfloat16, _CacheInFp8),
     }
-    schemes: tuple[Quantization, ...] = ("int8", "int4")
+    schemes: tuple[Quantization, ...] = ("fp8", "int8", "int4")
     for scheme in schemes:
         if can_pack(torch.device("cpu"), torch.bfloat16, scheme):
             found[f"pagewire, {scheme} weights"] = our_scores(directory, texts, "--quantization", scheme)
