@@ -31,7 +31,6 @@ from kernels.metadata import PART_KEYS, AttentionMetadata
 from kernels.triton.attention_tiles import attend_tile, columns_of, num_processors, sequence_of_tile, tile_keys_of
 from kernels.triton.launch import OPTIONS
 from kernels.triton.merge_parts import finished, merge_part, merge_parts
-from kernels.triton.narrow_cache import scale_bytes_of
 
 _NUM_WARPS = 4
 _NUM_STAGES = 3
@@ -105,7 +104,6 @@ def attention_by_position(
             groups=groups,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            scale_bytes=scale_bytes_of(layer_cache),
             block_size=layer_cache.shape[2],
             window=window or 0,
             soft_cap=soft_cap or 0.0,
@@ -174,7 +172,6 @@ def _attention_by_position_kernel(
     groups: tl.constexpr,
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
-    scale_bytes: tl.constexpr,
     block_size: tl.constexpr,
     window: tl.constexpr,
     soft_cap: tl.constexpr,
@@ -239,7 +236,7 @@ def _attention_by_position_kernel(
     wide_token = token.to(tl.int64)
     queries = tl.load(query + (wide_token * query_stride + head * head_dim)[:, None] + column, mask=inside, other=0.0)
     place = wide_token * (num_kv_heads * groups) + head
-    head_cache = layer_cache + kv_head * (head_dim + scale_bytes)
+    head_cache = layer_cache + kv_head * head_dim
     table = block_tables + sequence.to(tl.int64) * table_stride
     head_bias = bias + head * num_distances
 
@@ -257,7 +254,7 @@ def _attention_by_position_kernel(
             part_largest, part_total, part_weighted = attend_tile(
                 queries, part_largest, part_total, part_weighted, position, index * tile_keys, low, high, head_cache,
                 table, head_bias, num_distances, block_stride, part_stride, scale, True,
-                num_kv_heads, head_dim, scale_bytes, block_size, window, soft_cap, biased, tile_keys, head_columns,
+                num_kv_heads, head_dim, 0, block_size, window, soft_cap, biased, tile_keys, head_columns,
             )  # fmt: skip
         left = place * room + part - first_place
         if apart != 0:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from kernels.backends import EAGER, backend_name, ops_for
 from kernels.metadata import PART_KEYS
+from kernels.narrow_cache import is_narrow
 from worker_service.execution.cache_engine import CacheEngine
 from worker_service.execution.decode_inputs import DecodeInputs, UnseenTokens
 from worker_service.execution.shared_prefixes import SharedInputs
@@ -138,7 +139,7 @@ class DecodeGraphs:
 def _shared_inputs(model: CausalModel, cache: Tensor, max_num_rows: int, max_model_len: int) -> SharedInputs | None:
     """None where rows are never attended to together."""
     config = model.config
-    if not isinstance(config, DecoderConfig):
+    if not isinstance(config, DecoderConfig) or is_narrow(cache.dtype):  # whose kernel reads no scales
         return None
     # Ranks that have copies of a key head have fewer query heads for each, and could take more rows together.
     groups = config.num_heads // config.num_kv_heads

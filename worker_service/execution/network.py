@@ -116,8 +116,7 @@ class Network:
         self._check_quantization()
         self._check_cache()
         widened = _widened(blueprint, self._quantized())
-        in_floats = self.checkpoint.packed is not None and "fp8" in self.checkpoint.packed.schemes
-        share = 1 if in_floats else _QUANTIZED_SHARE
+        share = 1 if self._is_stored_in_fp8 else _QUANTIZED_SHARE
         sizes = (t.nbytes if name in widened else t.nbytes * share for name, t in blueprint.items())
         return [*map(int, sizes), Adapters(model, room).num_bytes]
 
@@ -190,6 +189,10 @@ class Network:
             return self.checkpoint.packed
         return GgufBlocks(self.checkpoint.path) if self.quantization == "gguf" else NONE_QUANTIZED
 
+    @property
+    def _is_stored_in_fp8(self) -> bool:
+        return self.checkpoint.packed is not None and "fp8" in self.checkpoint.packed.schemes
+
     def _check_invariance(self) -> None:
         if not isinstance(self.config, DecoderConfig):
             raise StartError(f"--batch-invariant is for the families that run natively, and {self.model_id} is of none")
@@ -200,7 +203,8 @@ class Network:
             )
         if backend_name(self.device) == EAGER:
             raise StartError("--batch-invariant needs compiled kernels, and eager torch computes here")
-        if self.device.type != "cpu" and (self.quantization != "none" or self.shape.dtype is not self.dtype):
+        is_narrow_anywhere = self.quantization != "none" or self._is_stored_in_fp8 or self.shape.dtype is not self.dtype
+        if self.device.type != "cpu" and is_narrow_anywhere:
             raise StartError("--batch-invariant is for weights and caches of --dtype, where a GPU computes")
 
     def _check_cache(self) -> None:
