@@ -59,7 +59,7 @@ def _build(name: str, folder: Path) -> None:
     from torch.utils.cpp_extension import load
 
     folder.mkdir()
-    flags = ["-O3", "-fno-math-errno", *INSTRUCTION_SETS[name]]
+    flags = ["-O3", "-fno-math-errno", *INSTRUCTION_SETS[name].flags]
     load("pagewire_cpu", _SOURCES, extra_cflags=flags, build_directory=str(folder))
 
 

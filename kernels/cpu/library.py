@@ -7,35 +7,51 @@ from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
-_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
+
+class InstructionSet(NamedTuple):
+    """What a library is compiled for."""
+
+    flags: tuple[str, ...]  # of the compiler
+    features: tuple[str, ...] = ()  # that a machine must have, by torch's names
+
+
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2")
-_TORCH_AVX512 = ("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512")
-INSTRUCTION_SETS: dict[str, tuple[str, ...]] = (
-    {
-        "avx512_bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni", *_TORCH_AVX512),
-        "avx512": (*_AVX512, *_TORCH_AVX512),
-        "avx2_vnni": (*_AVX2, "-mavxvnni"),
-        "avx2": _AVX2,
-    }
-    if platform.machine() in ("x86_64", "AMD64")
-    else {"default": ("-DCPU_CAPABILITY=DEFAULT", "-DCPU_CAPABILITY_DEFAULT")}
-)
-"""Compiler flags of each, the best first."""
-
-
 _AVX2_FEATURES = ("avx2", "fma3", "f16c")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
 _AVX512_FEATURES = (*_AVX2_FEATURES, "avx512_f", "avx512_bw", "avx512_vl", "avx512_dq")
-_NEEDED = {
-    "avx512_bf16": (*_AVX512_FEATURES, "avx512_bf16", "avx512_vnni"),
-    "avx512": _AVX512_FEATURES,
-    "avx2_vnni": (*_AVX2_FEATURES, "avx_vnni"),
-    "avx2": _AVX2_FEATURES,
-    "default": (),
-}
-"""The features that a machine must have for each, by torch's names."""
+_TORCH_AVX512 = ("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512")
+_TORCH_DEFAULT = ("-DCPU_CAPABILITY=DEFAULT", "-DCPU_CAPABILITY_DEFAULT")
+# Without the last, exponentials and logarithms of torch's vectors are taken one by one; x86 has no such switch.
+_TORCH_NEON = (*_TORCH_DEFAULT, "-DAT_BUILD_ARM_VEC256_WITH_SLEEF")
+
+
+def instruction_sets_of(machine: str) -> dict[str, InstructionSet]:
+    """Those that this kind of machine may have, the best first. machine: as `platform.machine` names it."""
+    match machine:
+        case "x86_64" | "AMD64":
+            return {
+                "avx512_bf16": InstructionSet(
+                    (*_AVX512, "-mavx512bf16", "-mavx512vnni", *_TORCH_AVX512),
+                    (*_AVX512_FEATURES, "avx512_bf16", "avx512_vnni"),
+                ),
+                "avx512": InstructionSet((*_AVX512, *_TORCH_AVX512), _AVX512_FEATURES),
+                "avx2_vnni": InstructionSet((*_AVX2, "-mavxvnni"), (*_AVX2_FEATURES, "avx_vnni")),
+                "avx2": InstructionSet(_AVX2, _AVX2_FEATURES),
+            }
+        case "aarch64" | "arm64":
+            return {
+                "neon_dotprod": InstructionSet(("-march=armv8.2-a+dotprod", *_TORCH_NEON), ("neon", "dot")),
+                "neon": InstructionSet(_TORCH_NEON, ("neon",)),
+            }
+        case _:
+            return {"default": InstructionSet(_TORCH_DEFAULT)}
+
+
+INSTRUCTION_SETS = instruction_sets_of(platform.machine())
 FOLDER = Path(__file__).parent / "lib"
 SOURCES = Path(__file__).parent / "csrc"
 
@@ -44,7 +60,7 @@ def library_path(instruction_set: str) -> Path:
     """A library works with the Python and the torch that it was built for, and with the code beside the sources that it
     was built from. Its name says which these are, so that no other is ever loaded.
     """
-    digest = hashlib.sha256(repr(INSTRUCTION_SETS[instruction_set]).encode())
+    digest = hashlib.sha256(repr(INSTRUCTION_SETS[instruction_set].flags).encode())
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(hashlib.sha256(source.read_bytes()).digest())
     built_for = f"{sys.implementation.cache_tag}-torch{torch.__version__}"
@@ -64,13 +80,15 @@ def what_is_missing() -> str:
 def supported() -> list[str]:
     """The instruction sets that this machine can run, the best first."""
     have = torch.cpu.get_capabilities()
-    return [name for name in INSTRUCTION_SETS if all(have.get(feature) for feature in _NEEDED[name])]
+    return [name for name, needed in INSTRUCTION_SETS.items() if all(have.get(feature) for feature in needed.features)]
 
 
 def load_library(instruction_set: str) -> ModuleType:
     """Raises ImportError if the library is not built."""
     path = str(library_path(instruction_set))
-    spec = spec_from_file_location("pagewire_cpu", path, loader=ExtensionFileLoader("pagewire_cpu", path))
+    # torch's pybind11 makes one module of a name in a process: by the same name, a second library would be the first.
+    name = f"{instruction_set}.pagewire_cpu"
+    spec = spec_from_file_location(name, path, loader=ExtensionFileLoader(name, path))
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)

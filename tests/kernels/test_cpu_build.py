@@ -62,6 +62,36 @@ def test_libraries_of_other_sources_are_not_loaded_and_it_is_said_what_to_run() 
         importlib.import_module("kernels.cpu.ops")
 
 
+@pytest.mark.parametrize(
+    ("machine", "features", "expected"),
+    [
+        ("x86_64", ("avx2", "fma3", "f16c"), ["avx2"]),
+        ("x86_64", ("avx2", "fma3", "f16c", "avx_vnni"), ["avx2_vnni", "avx2"]),
+        ("x86_64", ("neon", "dot"), []),
+        ("aarch64", ("neon", "dot"), ["neon_dotprod", "neon"]),
+        ("arm64", ("neon", "dot", "bf16", "i8mm", "sve"), ["neon_dotprod", "neon"]),
+        ("aarch64", ("neon",), ["neon"]),
+        ("riscv64", (), ["default"]),
+    ],
+)
+def test_a_machine_runs_the_libraries_whose_instructions_it_has_the_best_first(
+    machine: str, features: tuple[str, ...], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "INSTRUCTION_SETS", library.instruction_sets_of(machine))
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(features, True))
+    assert library.supported() == expected
+
+
+def test_two_libraries_in_one_process_are_two() -> None:
+    """Otherwise whatever is tested for each instruction set would be tested for the first alone."""
+    built = [name for name in library.supported() if library.library_path(name).exists()]
+    if len(built) < 2:
+        pytest.skip("this machine can run one library at most")
+    modules = [library.load_library(name) for name in built]
+    assert len(set(map(id, modules))) == len(built)
+    assert len({id(module.linear) for module in modules}) == len(built)
+
+
 def test_without_a_compiler_one_line_says_so_and_what_was_built_stays() -> None:
     before = sorted(library.FOLDER.glob("*")) if library.FOLDER.exists() else []
     build = subprocess.run(

@@ -125,6 +125,18 @@ def test_grouped_weights_give_the_product_of_the_numbers_that_they_are(
         assert torch.equal(product(x[row : row + 1], None), found[row : row + 1])
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_products_of_the_largest_numbers_are_exact(kernels: ModuleType, kind: tuple[int, int, bool]) -> None:
+    """No sum on the way is of too few bits."""
+    bits, shared, is_symmetric = kind
+    numbers = torch.tensor([0, 2**bits - 1], dtype=torch.uint8)[:, None].expand(2, 64).contiguous()
+    scales, minimums = torch.ones(2, 64 // shared).half(), torch.zeros(2, 64 // shared).half()
+    weight = GroupedWeight(numbers, scales, None if is_symmetric else minimums, bits)
+    x = torch.tensor([127.0, -127.0])[:, None].expand(2, 64).bfloat16().contiguous()
+    found = kernels.pack_grouped(weight, wide=True)(x, None)
+    assert torch.equal(found.double(), x.double() @ widened(weight).T)
+
+
 @pytest.mark.parametrize("kind", [(4, 16, False), (5, 16, True), (6, 16, False), (6, 32, True), (7, 32, True)], ids=str)
 def test_grouped_weights_of_another_form_are_refused(
     kernels: ModuleType, kind: tuple[int, int, bool], generator: torch.Generator

@@ -3,9 +3,9 @@
 // A weight is number * scale - minimum, where the number has 4, 5, 6 or 8 bits, and 32 or 16 neighbouring inputs of an
 // output share the other two: all forms of weights in GGUF files are so. An input is number * scale, where 32 neighbours
 // share a scale, as in GGUF's Q8_0. So what these inputs add is scale * scale * (sum of products of small integers) -
-// minimum * (sum of the inputs), and the integers are multiplied four at a time in one instruction, which takes an
-// unsigned and a signed factor, as the two are here. Where the number in the middle means zero there are no minimums:
-// that number times the sum of the inputs' numbers is taken off before the integers are scaled.
+// minimum * (sum of the inputs), and the integers are multiplied four at a time (see integers.h). Where the number in
+// the middle means zero there are no minimums: that number times the sum of the inputs' numbers is taken off before the
+// integers are scaled.
 //
 // Sums of integers are exact, and those of groups are made in the order of the inputs, in float32, whatever the number
 // of rows and the instruction set: a row's results are the same to the bit alone, among others, and on other machines.
@@ -19,6 +19,7 @@
 #include <numeric>
 #include <utility>
 
+#include "integers.h"
 #include "matmul.h"
 #include "team.h"
 #include "vectors.h"
@@ -92,7 +93,7 @@ using WeightBlocks = BlockKinds<
 
 // Inputs in 8 bits. What is missing of the last group is 0.
 struct Int8Rows {
-  // Of all numbers of a group, and of either half: the sum times the scale, and times minus the number that means zero.
+  // Of all numbers of a group, and of either half: the sum times the scale, and times minus what zero is taken for.
   struct Group {
     float scale, scaled_sums[3];
     int32_t corrections[3];
@@ -101,7 +102,8 @@ struct Int8Rows {
   Buffer<int8_t> numbers;
   Buffer<Group> of_groups;
 
-  // A row with a number that is not finite has scales and sums that are not. zero: the number that means it in weights.
+  // A row with a number that is not finite has scales and sums that are not. zero: what a product takes a weight of zero
+  // for.
   Int8Rows(const at::BFloat16* x, const Sizes& sizes, int32_t zero)
       : groups(groups_of(sizes.inputs)), numbers(sizes.rows * groups * kGroup), of_groups(sizes.rows * groups) {
     parallel_for(sizes.rows, rows_a_thread(sizes.inputs), [&](int64_t begin, int64_t end) {
@@ -139,112 +141,11 @@ struct Int8Rows {
   }
 };
 
-// Integers of 32 bits, as many as a vector has of float32, and bytes, four for each.
-#if defined(__AVX512BW__)
-using Ints = __m512i;
-inline Ints same_in_all(int32_t word) { return _mm512_set1_epi32(word); }
-inline Ints load_bytes(const void* bytes) { return _mm512_loadu_si512(bytes); }
-// The bytes with those bits of `others` set that the mask has too.
-inline Ints with_bits(Ints bytes, Ints others, int8_t mask) {
-  return _mm512_ternarylogic_epi32(bytes, others, _mm512_set1_epi8(mask), 0xF8);
-}
-template <int kBits>
-inline Ints turned_right(Ints words) {
-  return _mm512_ror_epi32(words, kBits);
-}
-inline Ints half_of(Ints bytes, bool upper) {
-  return _mm512_and_si512(upper ? _mm512_srli_epi16(bytes, 4) : bytes, _mm512_set1_epi8(15));
-}
-// Weights of 7 bits at most, of which no pair of products exceeds 16 bits.
-inline Ints add_small_dots(Ints sums, Ints weights, Ints x, int16_t factor = 1) {
-#if defined(__AVX512VNNI__)
-  if (factor == 1) return _mm512_dpbusd_epi32(sums, weights, x);
-#endif
-  return _mm512_add_epi32(sums, _mm512_madd_epi16(_mm512_maddubs_epi16(weights, x), _mm512_set1_epi16(factor)));
-}
-inline Vec to_float(Ints sums) { return _mm512_cvtepi32_ps(sums); }
-#elif defined(__AVX2__)
-using Ints = __m256i;
-inline Ints same_in_all(int32_t word) { return _mm256_set1_epi32(word); }
-inline Ints load_bytes(const void* bytes) { return _mm256_loadu_si256(static_cast<const __m256i*>(bytes)); }
-inline Ints with_bits(Ints bytes, Ints others, int8_t mask) {
-  return _mm256_or_si256(bytes, _mm256_and_si256(others, _mm256_set1_epi8(mask)));
-}
-template <int kBits>
-inline Ints turned_right(Ints words) {
-  return _mm256_or_si256(_mm256_srli_epi32(words, kBits), _mm256_slli_epi32(words, 32 - kBits));
-}
-inline Ints half_of(Ints bytes, bool upper) {
-  return _mm256_and_si256(upper ? _mm256_srli_epi16(bytes, 4) : bytes, _mm256_set1_epi8(15));
-}
-inline Ints add_small_dots(Ints sums, Ints weights, Ints x, int16_t factor = 1) {
-#if defined(__AVXVNNI__)
-  if (factor == 1) return _mm256_dpbusd_avx_epi32(sums, weights, x);
-#endif
-  return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(weights, x), _mm256_set1_epi16(factor)));
-}
-inline Vec to_float(Ints sums) { return _mm256_cvtepi32_ps(sums); }
-#else
-struct Ints {
-  int32_t each[kLanes];
-};
-inline Ints same_in_all(int32_t word) {
-  Ints all;
-  std::fill_n(all.each, kLanes, word);
-  return all;
-}
-inline Ints load_bytes(const void* bytes) {
-  Ints all;
-  __builtin_memcpy(all.each, bytes, sizeof(all.each));
-  return all;
-}
-inline Ints with_bits(Ints bytes, Ints others, int8_t mask) {
-  for (int64_t i = 0; i < kLanes; ++i) bytes.each[i] |= others.each[i] & (0x01010101 * mask);
-  return bytes;
-}
-template <int kBits>
-inline Ints turned_right(Ints words) {
-  for (auto& word : words.each) {
-    const auto bits = static_cast<uint32_t>(word);
-    word = static_cast<int32_t>(bits >> kBits | bits << (32 - kBits));
-  }
-  return words;
-}
-inline Ints half_of(Ints bytes, bool upper) {
-  uint8_t each[sizeof(bytes.each)];
-  __builtin_memcpy(each, bytes.each, sizeof(each));
-  for (auto& byte : each) byte = upper ? byte >> 4 : byte & 15;
-  return load_bytes(each);
-}
-inline Ints add_small_dots(Ints sums, Ints weights, Ints x, int32_t factor = 1) {
-  uint8_t own[sizeof(weights.each)];
-  int8_t other[sizeof(x.each)];
-  __builtin_memcpy(own, weights.each, sizeof(own));
-  __builtin_memcpy(other, x.each, sizeof(other));
-  for (int64_t i = 0; i < kLanes; ++i)
-    for (int64_t j = 4 * i; j < 4 * i + 4; ++j) sums.each[i] += factor * own[j] * other[j];
-  return sums;
-}
-inline Vec to_float(Ints sums) {
-  float wide[kLanes];
-  std::copy_n(sums.each, kLanes, wide);
-  return Vec::loadu(wide);
-}
-#endif
-
-template <int kBits>
-inline Ints add_dots(Ints sums, Ints weights, Ints x) {
-#if !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
-  if constexpr (kBits == 8)
-    return add_small_dots(add_small_dots(sums, half_of(weights, false), x), half_of(weights, true), x, 16);
-#endif
-  return add_small_dots(sums, weights, x);
-}
-
 constexpr int64_t kPanelVectors = kPanel / kLanes;
 // Sums of integers and of floats stay in registers: 32 of them with AVX-512, 16 with AVX2, where a row has 4 of each.
-// With 6 rows GCC 12 keeps sums of floats in memory, and tiles are 13% slower.
-constexpr int kGroupedTileRows = kPanelVectors == 2 ? 4 : 1;
+// With 6 rows GCC 12 keeps sums of floats in memory, and AVX-512's tiles are 13% slower. With NEON, where a row has 8 of
+// each in 32, those of integers stay; the others are added to once for a group.
+constexpr int kGroupedTileRows = kPanelVectors == 2 ? 4 : kPanelVectors == 8 ? 2 : 1;
 
 // More tiles than these read numbers that are costly to unpack from bytes that were written once. With AVX-512 tiles of
 // 5 and 6 bits are a fifth faster so, and those of 4 bits are not.
@@ -363,7 +264,7 @@ inline void multiply_grouped_tile(
 template <typename Block>
 void multiply_grouped(
     const Block* weights, const at::BFloat16* x, const Sizes& sizes, const at::BFloat16* bias, const Results& out) {
-  const Int8Rows rounded(x, sizes, Block::kZero);
+  const Int8Rows rounded(x, sizes, Block::kZero - kTakenOff<Block::kBits>);
   for_panels<kGroupedTileRows>(sizes, [&](const auto& chunk, int64_t panel) {
     const Block* own = weights + panel * rounded.groups;
     const auto multiply_tiles = [&](const auto& numbers) {

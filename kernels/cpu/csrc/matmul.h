@@ -193,8 +193,10 @@ inline void multiply_tile(
 #else
 
 constexpr int64_t kVectors = kPanel / kLanes;
-// So that the sums, and a vector of each factor, stay in registers: 16 of them with AVX2, 32 with AVX-512.
-constexpr int64_t kTileRows = kVectors == 2 ? 6 : kVectors == 4 ? 3 : 1;
+// So that the sums, and a vector of each factor, stay in registers: 16 of them with AVX2, 32 with AVX-512. With NEON's
+// 32, which are smaller, GCC 12 makes 3.6 instructions for each that multiplies and adds with tiles of 1 row, 3.0 with 2
+// and 3.2 with 3.
+constexpr int64_t kTileRows = kVectors == 2 ? 6 : kVectors == 4 ? 3 : 2;
 
 using Pairs = at::vec::Vectorized<int32_t>;
 static_assert(Pairs::size() == kLanes);

@@ -63,6 +63,8 @@ class Team {
   static void pause() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb" ::: "memory");  // most of these processors take no time for `yield`
 #else
     std::this_thread::yield();
 #endif

@@ -34,11 +34,36 @@ using Buffer = std::vector<T, CacheLines<T>>;
 using Vec = at::vec::Vectorized<float>;
 constexpr int64_t kLanes = Vec::size();
 
+#if defined(__aarch64__)
+// at::vec takes these one by one.
+inline Vec widen_four(const int8_t* source) {
+  int32_t four;
+  __builtin_memcpy(&four, source, sizeof(four));
+  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(static_cast<uint32_t>(four))))));
+}
+inline Vec widen_four(const at::BFloat16* source) {
+  return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(reinterpret_cast<const uint16_t*>(source)), 16));
+}
+inline Vec widen_four(const at::Half* source) {
+  return vcvt_f32_f16(vld1_f16(reinterpret_cast<const float16_t*>(source)));
+}
+#endif
+
 // Lanes behind `count` are 0.
 template <typename T>
 inline Vec widen(const T* source, int64_t count = kLanes) {
   if constexpr (std::is_same_v<T, float>) {
     return count == kLanes ? Vec::loadu(source) : Vec::loadu(source, count);
+#if defined(__aarch64__)
+  } else {
+    T padded[kLanes] = {};
+    if (count < kLanes) {
+      std::copy_n(source, count, padded);
+      source = padded;
+    }
+    return widen_four(source);
+  }
+#else
   } else if constexpr (std::is_same_v<T, int8_t>) {
     int8_t padded[kLanes] = {};
     if (count < kLanes) {
@@ -65,6 +90,7 @@ inline Vec widen(const T* source, int64_t count = kLanes) {
     }
     return wide;
   }
+#endif
 }
 
 // Rounds to nearest, ties to even.
@@ -86,6 +112,15 @@ inline void store(T* target, const Vec& wide, int64_t count = kLanes) {
   }
 }
 
+// The nearest integers, ties to even.
+inline at::vec::Vectorized<int32_t> to_integers(const Vec& x) {
+#if defined(__aarch64__)
+  return vcvtnq_s32_f32(x);
+#else
+  return at::vec::convert_to_int_of_same_size(x.round());
+#endif
+}
+
 inline float sum(const Vec& x) {
   return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return a + b; }, x);
 }
@@ -103,9 +138,9 @@ inline void for_each_vector(int64_t count, const F& apply) {
   if (index < count) apply(index, count - index);
 }
 
-// Writes whole numbers that fit into 8 bits.
+// Writes the nearest whole numbers, which fit into 8 bits.
 inline void store_8_bits(const Vec& x, int64_t count, int8_t* numbers) {
-  const auto whole = at::vec::convert_to_int_of_same_size(x);
+  const auto whole = to_integers(x);
 #if defined(__AVX512F__)
   if (count == kLanes) return _mm_storeu_si128(reinterpret_cast<__m128i*>(numbers), _mm512_cvtepi32_epi8(whole));
 #elif defined(__AVX2__)
@@ -133,8 +168,7 @@ inline float round_to_8_bits(const T* x, int64_t count, int8_t* numbers) {
     return std::numeric_limits<float>::quiet_NaN();
   }
   const Vec factor(most > 1e-36f ? 127 / most : 0.0f);
-  for_each_vector(
-      count, [&](int64_t i, int64_t n) { store_8_bits((widen(x + i, n) * factor).round(), n, numbers + i); });
+  for_each_vector(count, [&](int64_t i, int64_t n) { store_8_bits(widen(x + i, n) * factor, n, numbers + i); });
   return most / 127;
 }
 
