@@ -25,6 +25,7 @@ import torch
 from bench.drive import drive
 from bench.load import CONTEXT, streams
 from bench.pagewire_system import Pagewire
+from bench.processes import end_on_signals
 
 PROMPT_TOKENS = 128
 OUTPUT_TOKENS = 128
@@ -86,6 +87,7 @@ def main() -> None:
     parser.add_argument("--streams", default="1,8,32")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
+    end_on_signals()
     systems: dict[str, System] = {}
     with ExitStack() as stack:
         for name in arguments.quantization.split(","):
