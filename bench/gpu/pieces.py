@@ -18,6 +18,8 @@ from typing import IO
 MANIFEST = "manifest.json"
 _CHUNK = 2**20
 _KEPT = ".pieces"
+_NAME = re.compile(r"\w[\w.-]*")
+"""Of a part or a piece: a file right in a folder, and none of those that begin with a dot."""
 _IN_DATA_FOLDER = re.compile(r"[^/]+\.data/(?:purelib|platlib)/(.+)")
 
 
@@ -33,6 +35,9 @@ class Piece:
     size: int
     sha256: str
 
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+
 
 @dataclass(frozen=True)
 class Part:
@@ -43,6 +48,15 @@ class Part:
     sha256: str
     versions: Mapping[str, str]
     pieces: Sequence[Piece]
+
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+
+
+def _check_name(name: str) -> None:
+    """Raises ValueError for a name that leads elsewhere: what is found by it is written, or removed."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of a file")
 
 
 def write_archive(

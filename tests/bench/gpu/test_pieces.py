@@ -114,3 +114,18 @@ def test_a_folder_without_a_proper_manifest_is_refused(tmp_path: Path, content: 
         (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(PieceError, match="manifest"):
         join(tmp_path, tmp_path / "there")
+
+
+@pytest.mark.parametrize("name", ["..", "", "../neighbour", "/neighbour", ".pieces", "a/b", 5])
+@pytest.mark.parametrize("of", ["part", "piece"])
+def test_a_manifest_whose_names_lead_elsewhere_is_refused_and_nothing_is_removed(
+    of: str, name: object, pack: Path, tmp_path: Path
+) -> None:
+    neighbour = tmp_path / "home/neighbour"
+    neighbour.mkdir(parents=True)
+    parts = json.loads((pack / "manifest.json").read_text())
+    (parts[0] if of == "part" else parts[0]["pieces"][0])["name"] = name
+    (pack / "manifest.json").write_text(json.dumps(parts))
+    with pytest.raises(PieceError, match="cannot be read as a manifest"):
+        join(pack, tmp_path / "home/there")
+    assert neighbour.exists()
