@@ -2,9 +2,11 @@
 
 One library is built for each instruction set that this kind of machine may have, whatever the building machine itself
 has, so that an image built anywhere runs everywhere. Without a compiler or Python's headers nothing is built and one
-line says so: the kernels are then eager torch.
+line says so: the kernels are then eager torch. For an instruction set that the compiler does not know, as GCC 10 does
+not know VNNI with AVX2, there is no library, and one line says that too: machines that have it run the next.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -22,7 +24,7 @@ def main() -> None:
         sys.stderr.write(f"There is no {missing}: the CPU kernels are not built, and a worker runs on eager torch.\n")
         return
     FOLDER.mkdir(exist_ok=True)
-    places = {name: library_path(name) for name in INSTRUCTION_SETS}  # hashed before the sources are read
+    places = {name: library_path(name) for name in known_instruction_sets()}  # hashed before the sources are read
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
         # In processes of their own: torch also loads the library that it has built, and dies if the instructions are
         # missing.
@@ -33,7 +35,7 @@ def main() -> None:
                 stderr=subprocess.STDOUT,
                 text=True,
             )
-            for name in INSTRUCTION_SETS
+            for name in places
         }
         outputs = {name: child.communicate()[0] for name, child in children.items()}
         for name, output in outputs.items():
@@ -45,10 +47,31 @@ def main() -> None:
             Path(folder, name, "pagewire_cpu.so").replace(place)
 
 
-def _missing() -> str | None:
+def known_instruction_sets() -> list[str]:
+    """Those whose flags the compiler takes; of each other a line says that it is left out. Where it takes none, all of
+    them: something else is wrong with it then, and building shows what."""
+    compiler = _compiler()
+    compile_nothing = [compiler, "-E", "-x", "c++", os.devnull]
+    codes = {
+        name: subprocess.run([*compile_nothing, *found.flags], capture_output=True, check=False).returncode
+        for name, found in INSTRUCTION_SETS.items()
+    }
+    if all(codes.values()):
+        return list(INSTRUCTION_SETS)
+    for name in (name for name, code in codes.items() if code):
+        flags = " ".join(flag for flag in INSTRUCTION_SETS[name].flags if flag.startswith("-m"))
+        sys.stderr.write(f"The C++ compiler ({compiler}) does not know {flags}: {name} is not built.\n")
+    return [name for name, code in codes.items() if not code]
+
+
+def _compiler() -> str:
     from torch.utils.cpp_extension import get_cxx_compiler
 
-    compiler = str(get_cxx_compiler())  # type: ignore[no-untyped-call]
+    return str(get_cxx_compiler())  # type: ignore[no-untyped-call]
+
+
+def _missing() -> str | None:
+    compiler = _compiler()
     if shutil.which(compiler) is None:
         return f"C++ compiler ({compiler})"
     header = Path(sysconfig.get_path("include"), "Python.h")

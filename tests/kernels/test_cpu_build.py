@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels import backends, reference, sampling, sampling_ops
-from kernels.cpu import library
+from kernels.cpu import build, library
 
 CPU = torch.device("cpu")
 
@@ -105,3 +105,17 @@ def test_without_a_compiler_one_line_says_so_and_what_was_built_stays() -> None:
     (line,) = build.stderr.splitlines()
     assert line.startswith("There is no C++ compiler (no-such-compiler)")
     assert (sorted(library.FOLDER.glob("*")) if library.FOLDER.exists() else []) == before
+
+
+def test_an_instruction_set_that_the_compiler_does_not_know_is_left_out_and_a_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "INSTRUCTION_SETS", library.instruction_sets_of("x86_64"))
+    old = tmp_path / "old-compiler"
+    old.write_text('#!/bin/sh\nfor flag in "$@"; do [ "$flag" != -mavxvnni ] || exit 1; done\n')
+    old.chmod(0o755)
+    monkeypatch.setenv("CXX", str(old))
+    assert build.known_instruction_sets() == ["avx512_bf16", "avx512", "avx2"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"The C++ compiler ({old}) does not know -mavx2 ")
+    assert line.endswith("-mavxvnni: avx2_vnni is not built.")
