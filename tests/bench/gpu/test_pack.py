@@ -39,7 +39,7 @@ def test_an_inventory_needs_nothing_but_python_and_can_be_read_again(tmp_path: P
     (tmp_path / "there.json").write_text(printed)
     found = Inventory.read(tmp_path / "there.json")
     assert found.python == f"{sys.version_info.major}.{sys.version_info.minor}"
-    assert found.packages == {}
+    assert found.packages.keys() <= {"pagewire"}  # which is installed from where the command runs
     assert Inventory.of_this_machine().packages["pytest"] == pytest.__version__
 
 
