@@ -76,9 +76,7 @@ def float8_product(
 ) -> Callable[[Tensor, Tensor | None], Tensor]:
     """A `kernels.ops.Product` of sums of products that `multiply` makes, [rows, inputs] e4m3 to [rows, outputs] float32
     in memory of their own. wide: whether it returns float32 rather than the dtype of x."""
-    scaling = weight._replace(
-        numbers=weight.numbers.new_empty(0)
-    )  # `multiply` holds the numbers, in whatever form it needs
+    scaling = weight._replace(numbers=weight.numbers.new_empty(0))  # which `multiply` holds, in the form that it needs
 
     def product(x: Tensor, bias: Tensor | None) -> Tensor:
         numbers, row_scales = round_inputs(x, scaling, round_rows)
