@@ -46,6 +46,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="DIR",
         help="a folder with venv/, a virtual environment that can run vLLM, and model/, what both systems then serve",
     )
+    parser.add_argument("--model", type=Path, help="what ours serves instead: the same weights, as a GGUF file, say")
+    parser.add_argument("--quantization", default="none", help="of our worker (default: none)")
     parser.add_argument("--loads", metavar="NAME,…", help="which ones (default: all)")
     parser.add_argument(
         "--trace",
@@ -76,6 +78,7 @@ def _positive_int(text: str) -> int:
 def run(arguments: argparse.Namespace) -> Report:
     loads = list(LOADS)
     conditions: dict[str, object] = {"context": CONTEXT, "cache_gib": CACHE_GIB, "rounds": arguments.rounds}
+    conditions["quantization"] = arguments.quantization
     if arguments.chart:
         check(arguments.chart)
     if arguments.trace:
@@ -92,7 +95,8 @@ def run(arguments: argparse.Namespace) -> Report:
 
     with ExitStack() as stack:
         systems: list[System] = []
-        systems.append(stack.enter_context(Pagewire(directory, CACHE_GIB)))
+        served, quantization = arguments.model or directory, ("--quantization", arguments.quantization)
+        systems.append(stack.enter_context(Pagewire(served, CACHE_GIB, *quantization)))
         peer = None
         if arguments.peer:
             vllm = stack.enter_context(vllm_on_cpu(arguments.peer, CACHE_GIB))

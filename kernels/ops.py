@@ -51,17 +51,20 @@ class GroupedWeight(NamedTuple):
 
     numbers: [outputs, inputs] uint8, below 2 to the power of `bits`; scales: [outputs, groups] float16, for 32 inputs
     each, or 16, of which the last group may have fewer; minimums: the same, or None for a scale times the number in the
-    middle, 2 to the power of `bits` less one. order: [inputs] int64, the input that each column of numbers is for,
-    where groups are of inputs that are no neighbours; products take their inputs in it.
+    middle, 2 to the power of `bits` less one. units: None, or [outputs, inputs / 256, 2] float16, or 1 without
+    minimums: scales and minimums are then uint8, or int8 without minimums, and count the units of their 256 inputs.
+    order: [inputs] int64, the input that each column of numbers is for, where groups are of inputs that are no
+    neighbours; products take their inputs in it.
 
-    There are products of 4, 5 and 8 bits with groups of 32, of 6 bits without minimums with groups of 16, and of 8 bits
-    with minimums with groups of 16.
+    There are products of 4, 5 and 8 bits with groups of 32, and of 8 bits with minimums with groups of 16; with units
+    of 4 and 5 bits with minimums with groups of 32, and of 6 bits without minimums with groups of 16.
     """
 
     numbers: Tensor
     scales: Tensor
     minimums: Tensor | None
     bits: int
+    units: Tensor | None = None
     order: Tensor | None = None
 
 

@@ -141,7 +141,7 @@ def pack_grouped(weight: GroupedWeight, wide: bool = False) -> Table | None:
     outputs, inputs = weight.numbers.shape
     if not _library.can_pack(inputs):
         return None
-    return _Packed(_library.pack_grouped(*weight[:4]), outputs, inputs, wide)
+    return _Packed(_library.pack_grouped(*weight[:5]), outputs, inputs, wide)
 
 
 pack_float8 = partial(composed.pack_float8, cast(Ops, sys.modules[__name__]))

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -89,66 +90,112 @@ def widened(weight: GroupedWeight) -> torch.Tensor:
     inputs = weight.numbers.shape[1]
     shared = 32 if weight.scales.shape[1] == -(-inputs // 32) else 16
 
-    def of_each(part: torch.Tensor) -> torch.Tensor:
-        return part.double().repeat_interleave(shared, dim=1)[:, :inputs]
+    def of_each(part: torch.Tensor, place: int) -> torch.Tensor:
+        found = part.double().repeat_interleave(shared, dim=1)[:, :inputs]
+        return found if weight.units is None else found * weight.units[:, :, place].double().repeat_interleave(256, 1)
 
+    scales = of_each(weight.scales, 0)
     if weight.minimums is None:
-        return (weight.numbers.double() - 2 ** (weight.bits - 1)) * of_each(weight.scales)
-    return weight.numbers * of_each(weight.scales) - of_each(weight.minimums)
+        return (weight.numbers.double() - 2 ** (weight.bits - 1)) * scales
+    return weight.numbers * scales - of_each(weight.minimums, 1)
 
 
-KINDS = [(4, 32, False), (4, 32, True), (5, 32, False), (5, 32, True), (6, 16, True), (8, 32, False), (8, 32, True)]
-KINDS += [(8, 16, False)]
-"""Bits, inputs that share a scale, and whether the number in the middle means zero."""
+class Kind(NamedTuple):
+    bits: int
+    shared: int
+    """Inputs with one scale."""
+    is_symmetric: bool
+    """Whether the number in the middle means zero."""
+    has_units: bool = False
+
+    def whole(self, inputs: int) -> int:
+        """So many inputs, or a few more."""
+        return -(-inputs // 256) * 256 if self.has_units else inputs
 
 
-def random_grouped(outputs: int, inputs: int, kind: tuple[int, int, bool], generator: torch.Generator) -> GroupedWeight:
+KINDS = [Kind(4, 32, False), Kind(4, 32, True), Kind(5, 32, False), Kind(5, 32, True)]
+KINDS += [Kind(8, 32, False), Kind(8, 32, True), Kind(8, 16, False)]
+KINDS += [Kind(4, 32, False, True), Kind(5, 32, False, True), Kind(6, 16, True, True)]
+
+
+def random_grouped(outputs: int, inputs: int, kind: Kind, generator: torch.Generator) -> GroupedWeight:
     """With scales of either sign."""
-    bits, shared, is_symmetric = kind
-    numbers = torch.randint(0, 2**bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
-    scales, minimums = torch.randn(2, outputs, -(-inputs // shared), generator=generator).half() / 8
-    return GroupedWeight(numbers, scales, None if is_symmetric else minimums, bits)
+    inputs = kind.whole(inputs)
+    numbers = torch.randint(0, 2**kind.bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
+    scales, minimums = torch.randn(2, outputs, -(-inputs // kind.shared), generator=generator).half() / 8
+    units = None
+    if kind.has_units:
+        size = (2, *scales.shape)
+        scales, minimums = torch.randint(0, 256, size, generator=generator, dtype=torch.uint8)
+        scales = scales.view(torch.int8) if kind.is_symmetric else scales
+        units = torch.randn(outputs, inputs // 256, 2 - kind.is_symmetric, generator=generator).half() / 2**10
+    return GroupedWeight(numbers, scales, None if kind.is_symmetric else minimums, kind.bits, units)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 34), (31, 40), (75, 576), (33, 1010)])
 def test_grouped_weights_give_the_product_of_the_numbers_that_they_are(
-    kernels: ModuleType, outputs: int, inputs: int, kind: tuple[int, int, bool], generator: torch.Generator
+    kernels: ModuleType, outputs: int, inputs: int, kind: Kind, generator: torch.Generator
 ) -> None:
     weight = random_grouped(outputs, inputs, kind, generator)
     product = kernels.pack_grouped(weight, wide=True)
-    x = torch.randn(13, inputs, generator=generator).bfloat16()
+    x = torch.randn(13, kind.whole(inputs), generator=generator).bfloat16()
     expected = torch.nn.functional.linear(in_8_bits(x), widened(weight))
     found = product(x, None)
-    torch.testing.assert_close(found.double(), expected, atol=2 ** kind[0] * 1e-5 * inputs**0.5, rtol=1e-5)
+    torch.testing.assert_close(found.double(), expected, atol=2**kind.bits * 1e-5 * inputs**0.5, rtol=1e-5)
     for row in range(13):
         assert torch.equal(product(x[row : row + 1], None), found[row : row + 1])
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_products_of_the_largest_numbers_are_exact(kernels: ModuleType, kind: tuple[int, int, bool]) -> None:
+def test_products_of_the_largest_numbers_are_exact(kernels: ModuleType, kind: Kind) -> None:
     """No sum on the way is of too few bits."""
-    bits, shared, is_symmetric = kind
-    numbers = torch.tensor([0, 2**bits - 1], dtype=torch.uint8)[:, None].expand(2, 64).contiguous()
-    scales, minimums = torch.ones(2, 64 // shared).half(), torch.zeros(2, 64 // shared).half()
-    weight = GroupedWeight(numbers, scales, None if is_symmetric else minimums, bits)
-    x = torch.tensor([127.0, -127.0])[:, None].expand(2, 64).bfloat16().contiguous()
+    inputs = kind.whole(64)
+    numbers = torch.tensor([0, 2**kind.bits - 1], dtype=torch.uint8)[:, None].expand(2, inputs).contiguous()
+    scales, minimums = torch.ones(2, inputs // kind.shared).half(), torch.zeros(2, inputs // kind.shared).half()
+    units = None
+    if kind.has_units:
+        scales, minimums = scales.to(torch.int8 if kind.is_symmetric else torch.uint8), minimums.to(torch.uint8)
+        units = torch.ones(2, inputs // 256, 2 - kind.is_symmetric).half()
+    weight = GroupedWeight(numbers, scales, None if kind.is_symmetric else minimums, kind.bits, units)
+    x = torch.tensor([127.0, -127.0])[:, None].expand(2, inputs).bfloat16().contiguous()
     found = kernels.pack_grouped(weight, wide=True)(x, None)
     assert torch.equal(found.double(), x.double() @ widened(weight).T)
 
 
-@pytest.mark.parametrize("kind", [(4, 16, False), (5, 16, True), (6, 16, False), (6, 32, True), (7, 32, True)], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(Kind(4, 16, False), Kind(5, 16, True), Kind(6, 16, True), Kind(6, 32, True), Kind(7, 32, True)),
+        *(Kind(4, 32, True, True), Kind(6, 16, False, True), Kind(8, 32, True, True)),
+    ],
+    ids=str,
+)
 def test_grouped_weights_of_another_form_are_refused(
-    kernels: ModuleType, kind: tuple[int, int, bool], generator: torch.Generator
+    kernels: ModuleType, kind: Kind, generator: torch.Generator
 ) -> None:
     with pytest.raises(RuntimeError, match="there are no products of weights with"):
         kernels.pack_grouped(random_grouped(3, 64, kind, generator))
 
 
+def test_parts_that_do_not_fit_are_refused(kernels: ModuleType, generator: torch.Generator) -> None:
+    weight = random_grouped(3, 256, Kind(4, 32, False, True), generator)
+    assert weight.units is not None
+    for wrong, reason in [
+        (weight._replace(scales=weight.scales.half()), "scales must be 24 numbers of Byte"),
+        (weight._replace(units=weight.units.float()), "units must be 6 numbers of Half"),
+        (weight._replace(units=weight.units[:, :, :1].contiguous()), "units must be 6 numbers of Half"),
+        (random_grouped(3, 288, Kind(4, 32, False), generator)._replace(units=weight.units), "there are 288"),
+        (weight._replace(units=None), "scales must be 24 numbers of Half"),
+    ]:
+        with pytest.raises(RuntimeError, match=reason):
+            kernels.pack_grouped(wrong)
+
+
 @pytest.mark.parametrize("kind", [None, *KINDS], ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 34), (75, 576), (33, 1010)])
 def test_rows_of_a_packed_weight_are_what_was_packed(
-    kernels: ModuleType, outputs: int, inputs: int, kind: tuple[int, int, bool] | None, generator: torch.Generator
+    kernels: ModuleType, outputs: int, inputs: int, kind: Kind | None, generator: torch.Generator
 ) -> None:
     if kind is None:
         exact = torch.randn(outputs, inputs, generator=generator).bfloat16()
@@ -166,10 +213,12 @@ def test_rows_of_a_packed_weight_are_what_was_packed(
 
 
 def test_a_number_of_few_bits_takes_no_more_of_memory(cpu_library: ModuleType, generator: torch.Generator) -> None:
-    """But for its group's scale, and minimum where there is one."""
-    for bits, shared, is_symmetric in KINDS:
-        packed = cpu_library.pack_grouped(*random_grouped(64, 256, (bits, shared, is_symmetric), generator)[:4])
-        assert packed.nbytes * 8 == 64 * 256 * (bits + (16 if is_symmetric else 32) / shared)
+    """But for its group's scale, and minimum where there is one, and their units."""
+    for kind in KINDS:
+        packed = cpu_library.pack_grouped(*random_grouped(64, 256, kind, generator)[:5])
+        factors = 1 if kind.is_symmetric else 2
+        of_factor = 8 / kind.shared + 16 / 256 if kind.has_units else 16 / kind.shared
+        assert packed.nbytes * 8 == 64 * 256 * (kind.bits + factors * of_factor)
 
 
 def in_8_bits(x: torch.Tensor) -> torch.Tensor:
@@ -187,23 +236,23 @@ def in_8_bits(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_products_of_integers_are_the_same_to_the_bit_with_every_instruction_set(
-    kind: tuple[int, int, bool], generator: torch.Generator
+    kind: Kind, generator: torch.Generator
 ) -> None:
     libraries = [library.load_library(name) for name in library.supported() if library.library_path(name).exists()]
     if len(libraries) < 2:
         pytest.skip("this machine can run one library at most")
     weight = random_grouped(75, 1000, kind, generator)
-    x = torch.randn(14, 1000, generator=generator).bfloat16()
-    first, *others = (built.linear(x, built.pack_grouped(*weight[:4]), None, 75, True) for built in libraries)
+    x = torch.randn(14, kind.whole(1000), generator=generator).bfloat16()
+    first, *others = (built.linear(x, built.pack_grouped(*weight[:5]), None, 75, True) for built in libraries)
     assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_an_input_that_is_not_finite_makes_its_row_so_and_no_other(
-    kernels: ModuleType, kind: tuple[int, int, bool], generator: torch.Generator
+    kernels: ModuleType, kind: Kind, generator: torch.Generator
 ) -> None:
     product = kernels.pack_grouped(random_grouped(40, 70, kind, generator), wide=True)
-    x = torch.randn(9, 70, generator=generator).bfloat16()
+    x = torch.randn(9, kind.whole(70), generator=generator).bfloat16()
     sound = product(x, None)
     x[2, 69], x[4, 0], x[7, 33] = torch.nan, torch.inf, -torch.inf
     found = product(x, None)

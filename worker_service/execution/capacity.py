@@ -4,6 +4,7 @@ Blocks are counted after the weights are loaded and the largest step is known to
 sequence of the model's full length is refused: such a request would be accepted and could never be served.
 """
 
+import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -118,3 +119,14 @@ def _reclaimable_bytes() -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+
+
+def give_freed_memory_back() -> None:
+    """Have the C library return to the system what was freed but lies among what is used.
+
+    glibc keeps blocks of up to 32 MiB for itself, once one as large was freed: 235 MiB after 1.5 billion weights were
+    packed, where they and all else took 1,360.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
+    if trim is not None:
+        trim(0)

@@ -16,6 +16,7 @@ from pagewire_common.start_error import StartError
 from worker_service.errors import is_out_of_memory
 from worker_service.execution.adapters import AdapterRoom, Adapters
 from worker_service.execution.cache_engine import CacheShape
+from worker_service.execution.capacity import give_freed_memory_back
 from worker_service.loading.checkpoint import Checkpoint
 from worker_service.loading.dummy_weights import DummyWeights
 from worker_service.loading.gguf_blocks import GgufBlocks
@@ -168,6 +169,7 @@ class Network:
         except ValueError as error:
             which = f"--quantization {self.quantization}" if self.checkpoint.packed is None else self.checkpoint.path
             raise StartError(f"{which}: {error}") from error
+        give_freed_memory_back()
         return model, adapters
 
     @property

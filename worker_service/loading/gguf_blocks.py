@@ -19,14 +19,14 @@ from pagewire_common.start_error import StartError
 FILE = "gguf_blocks.safetensors"
 """Beside a converted model: for the name of each weight in it [outputs, bytes], and in the metadata its type."""
 
-_Parts = tuple[Tensor, Tensor, Tensor | None]
-"""Numbers [blocks, inputs of a block], and twice [blocks, groups of a block]: scales, and minimums, or None where the
-number in the middle means zero."""
+_Parts = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""What `GroupedWeight` has, of blocks: numbers [blocks, inputs], scales and minimums [blocks, groups], units [blocks, 2
+or 1]."""
 
 
-def _float16(blocks: Tensor, place: int) -> Tensor:
-    """[blocks, 1] float32."""
-    return blocks[:, place : place + 2].contiguous().view(torch.float16).float()
+def _float16(blocks: Tensor, *places: int) -> Tensor:
+    """[blocks, places]."""
+    return torch.cat([blocks[:, place : place + 2] for place in places], dim=1).view(torch.float16)
 
 
 def _halves(bytes_: Tensor) -> Tensor:
@@ -41,32 +41,32 @@ def _fifth_bits(blocks: Tensor, place: int) -> Tensor:
 
 
 def _q4_0(blocks: Tensor) -> _Parts:
-    return _halves(blocks[:, 2:]), _float16(blocks, 0), None
+    return _halves(blocks[:, 2:]), _float16(blocks, 0), None, None
 
 
 def _q4_1(blocks: Tensor) -> _Parts:
-    return _halves(blocks[:, 4:]), _float16(blocks, 0), -_float16(blocks, 2)
+    return _halves(blocks[:, 4:]), _float16(blocks, 0), -_float16(blocks, 2), None
 
 
 def _q5_0(blocks: Tensor) -> _Parts:
-    return _halves(blocks[:, 6:]) | _fifth_bits(blocks, 2), _float16(blocks, 0), None
+    return _halves(blocks[:, 6:]) | _fifth_bits(blocks, 2), _float16(blocks, 0), None, None
 
 
 def _q5_1(blocks: Tensor) -> _Parts:
-    return _halves(blocks[:, 8:]) | _fifth_bits(blocks, 4), _float16(blocks, 0), -_float16(blocks, 2)
+    return _halves(blocks[:, 8:]) | _fifth_bits(blocks, 4), _float16(blocks, 0), -_float16(blocks, 2), None
 
 
 def _q8_0(blocks: Tensor) -> _Parts:
-    return blocks[:, 2:] ^ 128, _float16(blocks, 0), None  # int8 plus 128
+    return blocks[:, 2:] ^ 128, _float16(blocks, 0), None, None  # int8 plus 128
 
 
-def _scales_of_eight(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the K types with 4 and 5 bits: eight scales and minimums of 6 bits each in twelve bytes, behind their own."""
+def _scales_of_eight(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the K types with 4 and 5 bits: eight scales and minimums of 6 bits in twelve bytes, behind their units."""
     packed = blocks[:, 4:16]
     low, high, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((low & 63, (rest & 15) | (low >> 6 << 4)), dim=1)
     minimums = torch.cat((high & 63, (rest >> 4) | (high >> 6 << 4)), dim=1)
-    return _float16(blocks, 0) * scales, _float16(blocks, 2) * minimums
+    return scales, minimums, _float16(blocks, 0, 2)
 
 
 def _q4_k(blocks: Tensor) -> _Parts:
@@ -82,7 +82,8 @@ def _q5_k(blocks: Tensor) -> _Parts:
 def _q6_k(blocks: Tensor) -> _Parts:
     low = _halves(blocks[:, :128].reshape(-1, 2, 64)).flatten(1)
     pairs = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3
-    return low | pairs.flatten(1) << 4, _float16(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8), None
+    scales = blocks[:, 192:208].contiguous().view(torch.int8)
+    return low | pairs.flatten(1) << 4, scales, None, _float16(blocks, 208)
 
 
 _TYPES: dict[str, tuple[int, int, int, Callable[[Tensor], _Parts]]] = {
@@ -101,20 +102,22 @@ TYPES = frozenset(_TYPES)
 
 def grouped_weight(rows: Tensor, kind: str) -> GroupedWeight:
     """What weights of one of TYPES mean. rows: [outputs, bytes]. Raises ValueError if the bytes are no whole blocks."""
-    num_bytes, _, bits, read = _TYPES[kind]
+    num_bytes, size, bits, read = _TYPES[kind]
     if rows.dim() != 2 or rows.dtype is not torch.uint8 or rows.shape[1] % num_bytes:
         raise ValueError(f"rows of {list(rows.shape)} {rows.dtype} are no blocks of {kind}")
-    found: list[list[Tensor]] = [[], [], []]
+    found: tuple[list[Tensor], ...] = ([], [], [], [])
     for part in torch.split(rows, max(1, 2**20 // rows.shape[1])):  # which stays in a core's cache
-        numbers, scales, minimums = read(part.reshape(-1, num_bytes))
-        for tensors, tensor in zip(found, (numbers, scales.half(), minimums), strict=True):
+        for tensors, tensor in zip(found, read(part.reshape(-1, num_bytes)), strict=True):
             if tensor is not None:
                 tensors.append(tensor.reshape(len(part), -1))
-    numbers, scales = map(torch.cat, found[:2])
-    minimums = torch.cat(found[2]).half() if found[2] else None
-    if not (scales.isfinite().all() and (minimums is None or minimums.isfinite().all())):
+    numbers, scales, minimums, units = (torch.cat(tensors) if tensors else None for tensors in found)
+    assert numbers is not None
+    assert scales is not None
+    if not all(part.isfinite().all() for part in (scales, minimums, units) if part is not None):
         raise ValueError(f"a scale of {kind} is not finite")
-    return GroupedWeight(numbers, scales, minimums, bits)
+    if units is not None:
+        units = units.view(len(rows), numbers.shape[1] // size, -1)
+    return GroupedWeight(numbers, scales, minimums, bits, units)
 
 
 class GgufBlocks(Mapping[str, GroupedWeight]):

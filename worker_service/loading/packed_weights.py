@@ -215,12 +215,17 @@ def widened(weight: QuantizedWeight) -> Tensor:
     each = 32 if weight.scales.shape[1] == -(-inputs // 32) else 16
 
     def of_each(part: Tensor) -> Tensor:
-        return part.float().repeat_interleave(each, dim=1)[:, :inputs]
+        return part.repeat_interleave(each, dim=1)[:, :inputs]
 
-    if weight.minimums is None:
-        found = (weight.numbers.float() - (1 << weight.bits - 1)) * of_each(weight.scales)
+    scales, minimums = weight.scales.float(), None if weight.minimums is None else weight.minimums.float()
+    if weight.units is not None:
+        units = weight.units.float().repeat_interleave(256 // each, dim=1)
+        scales = scales * units[:, :, 0]
+        minimums = None if minimums is None else minimums * units[:, :, 1]
+    if minimums is None:
+        found = (weight.numbers.float() - (1 << weight.bits - 1)) * of_each(scales)
     else:
-        found = weight.numbers * of_each(weight.scales) - of_each(weight.minimums)
+        found = weight.numbers * of_each(scales) - of_each(minimums)
     return found if weight.order is None else torch.empty_like(found).index_copy_(1, weight.order, found)
 
 

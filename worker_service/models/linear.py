@@ -177,15 +177,18 @@ def _joined(parts: Sequence[QuantizedWeight | None]) -> QuantizedWeight | None:
         weights, scales, input_scales = zip(*in_floats, strict=True)
         return Float8Weight(torch.cat(weights), torch.cat(scales), input_scales[0])
     known = [part for part in parts if isinstance(part, GroupedWeight)]
-    kinds = {(part.bits, part.scales.shape[1], part.minimums is None) for part in known}
+    kinds = {(part.bits, part.scales.shape[1], part.minimums is None, part.units is None) for part in known}
     if len(known) < len(parts) or len(kinds) > 1:
         return None
-    numbers, scales, minimums, bits, orders = zip(*known, strict=True)
+    numbers, scales, minimums, bits, units, orders = zip(*known, strict=True)
     first, *others = orders
     if any(order is not first and (order is None or first is None or not order.equal(first)) for order in others):
         return None
-    joined = None if minimums[0] is None else torch.cat(minimums)
-    return GroupedWeight(torch.cat(numbers), torch.cat(scales), joined, bits[0], first)
+
+    def joined(part: Sequence[Tensor | None]) -> Tensor | None:
+        return None if part[0] is None else torch.cat([one for one in part if one is not None])
+
+    return GroupedWeight(torch.cat(numbers), torch.cat(scales), joined(minimums), bits[0], joined(units), first)
 
 
 def _product(ops: Ops, weight: QuantizedWeight, device: torch.device, wide: bool) -> Product | None:

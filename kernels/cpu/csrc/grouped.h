@@ -1,7 +1,8 @@
 // x @ weightᵀ + bias for weights of few bits that were packed once, and x rounded to 8 bits; sums are float32.
 //
 // A weight is number * scale - minimum, where the number has 4, 5, 6 or 8 bits, and 32 or 16 neighbouring inputs of an
-// output share the other two: all forms of weights in GGUF files are so. An input is number * scale, where 32 neighbours
+// output share the other two: all forms of weights in GGUF files are so. In the K types scales and minimums are whole
+// numbers of 8 bits, and 256 neighbours share what they count. An input is number * scale, where 32 neighbours
 // share a scale, as in GGUF's Q8_0. So what these inputs add is scale * scale * (sum of products of small integers) -
 // minimum * (sum of the inputs), and the integers are multiplied four at a time (see integers.h). Where the number in
 // the middle means zero there are no minimums: that number times the sum of the inputs' numbers is taken off before the
@@ -17,6 +18,7 @@
 #include <cmath>
 #include <cstdint>
 #include <numeric>
+#include <type_traits>
 #include <utility>
 
 #include "integers.h"
@@ -26,40 +28,63 @@
 
 namespace pagewire {
 
-// Weights of 32 neighbouring inputs and the outputs of a panel. `kInputs` of them share a scale and, unless they are
-// symmetric, a minimum.
+// Weights of neighbouring inputs and the outputs of a panel, in groups of 32 inputs. `kInputs` of them share a scale and,
+// unless they are symmetric, a minimum. These are in float16, one group to a block; or they are whole numbers, and eight
+// groups share the units that they count.
 //
 // Numbers of 5 and 6 bits are in two parts, so that no bit of memory is unused: the lower four bits as if there were no
 // others, and the high bits of all numbers that share a scale in a word of 32 bits. The word is turned right by their
 // number of bits from four inputs to the next, which brings those of each of the four in turn to where its byte needs
 // them.
-template <int kWeightBits, int kInputs, bool kIsSymmetric>
+template <int kWeightBits, int kInputs, bool kIsSymmetric, typename Factor = at::Half>
 struct WeightBlock {
   static constexpr int kBits = kWeightBits, kLowBits = kBits == 8 ? 8 : 4, kHighBits = kBits - kLowBits;
   static constexpr int64_t kShared = kInputs, kScales = kGroup / kInputs;
   static constexpr bool kSymmetric = kIsSymmetric;
+  static constexpr bool kHasUnits = !std::is_same_v<Factor, at::Half>;
+  static constexpr int64_t kGroups = kHasUnits ? 8 : 1, kUnits = kSymmetric ? 1 : 2;
   static constexpr int32_t kZero = kSymmetric ? 1 << (kBits - 1) : 0;
   static_assert(kHighBits == 0 || kHighBits * kInputs == 32);
 
-  at::Half scales[kScales][kPanel];
-  at::Half minimums[kSymmetric ? 0 : kScales][kPanel];
-  uint32_t high[kHighBits == 0 ? 0 : kScales][kPanel];
-  // Of four inputs each. With 4 bits, outputs 0 to 15 are the lower halves of bytes, and 16 to 31 the upper.
-  uint8_t low[kGroup / 4][kPanel * kLowBits / 8][4];
+  struct Group {
+    Factor scales[kScales][kPanel];
+    Factor minimums[kSymmetric ? 0 : kScales][kPanel];
+    uint32_t high[kHighBits == 0 ? 0 : kScales][kPanel];
+    // Of four inputs each. With 4 bits, outputs 0 to 15 are the lower halves of bytes, and 16 to 31 the upper.
+    uint8_t low[kGroup / 4][kPanel * kLowBits / 8][4];
+  };
+  at::Half units[kHasUnits ? kUnits : 0][kPanel];
+  Group groups[kGroups];
 
-  // Writes a number where there is 0. output: of the panel.
+  // Writes a number where there is 0. input: of the block; output: of the panel.
   void put(int64_t input, int64_t output, uint8_t number) {
-    low[input / 4][output % kColumns][input % 4] |= (number & kLowMask) << low_shift(output);
+    Group& group = groups[input / kGroup];
+    input %= kGroup;
+    group.low[input / 4][output % kColumns][input % 4] |= (number & kLowMask) << low_shift(output);
     if constexpr (kHighBits > 0)
-      high[input / kInputs][output] |= static_cast<uint32_t>(number >> 4 & kHighMask) << high_shift(input);
+      group.high[input / kInputs][output] |= static_cast<uint32_t>(number >> 4 & kHighMask) << high_shift(input);
   }
+  // No product is rounded on the way: a number, a count and a unit have 24 significant bits together.
   float weight(int64_t input, int64_t output) const {
-    int32_t number = low[input / 4][output % kColumns][input % 4] >> low_shift(output) & kLowMask;
+    const Group& group = groups[input / kGroup];
+    input %= kGroup;
+    int32_t number = group.low[input / 4][output % kColumns][input % 4] >> low_shift(output) & kLowMask;
     if constexpr (kHighBits > 0)
-      number |= static_cast<int32_t>(high[input / kInputs][output] >> high_shift(input) & kHighMask) << 4;
-    const float scaled = static_cast<float>(number - kZero) * static_cast<float>(scales[input / kInputs][output]);
+      number |= static_cast<int32_t>(group.high[input / kInputs][output] >> high_shift(input) & kHighMask) << 4;
+    const auto factor = [&](const Factor* factors, int64_t unit) {
+      const auto own = static_cast<float>(factors[output]);
+      if constexpr (kHasUnits) return own * static_cast<float>(units[unit][output]);
+      return own;
+    };
+    const float scaled = static_cast<float>(number - kZero) * factor(group.scales[input / kInputs], 0);
     if constexpr (kSymmetric) return scaled;
-    return scaled - static_cast<float>(minimums[input / kInputs][output]);
+    return scaled - factor(group.minimums[input / kInputs], 1);
+  }
+  // Of a vector of outputs.
+  PAGEWIRE_INLINE Vec factors(const Factor (&of_panel)[kPanel], int64_t unit, int64_t output) const {
+    const Vec own = widen(of_panel + output);
+    if constexpr (kHasUnits) return own * widen(units[unit] + output);
+    return own;
   }
 
  private:
@@ -89,7 +114,8 @@ struct BlockKinds {
 };
 using WeightBlocks = BlockKinds<
     WeightBlock<4, 32, false>, WeightBlock<4, 32, true>, WeightBlock<5, 32, false>, WeightBlock<5, 32, true>,
-    WeightBlock<6, 16, true>, WeightBlock<8, 32, false>, WeightBlock<8, 32, true>, WeightBlock<8, 16, false>>;
+    WeightBlock<8, 32, false>, WeightBlock<8, 32, true>, WeightBlock<8, 16, false>,
+    WeightBlock<4, 32, false, uint8_t>, WeightBlock<5, 32, false, uint8_t>, WeightBlock<6, 16, true, int8_t>>;
 
 // Inputs in 8 bits. What is missing of the last group is 0.
 struct Int8Rows {
@@ -158,18 +184,18 @@ constexpr bool kIsCostly = Block::kHighBits > 0 || (Block::kLowBits == 4 && kPan
 template <typename Block>
 struct PackedNumbers {
   const Block* blocks;
-  const Block* block = nullptr;
+  const typename Block::Group* own = nullptr;
   Ints high[kPanelVectors] = {};
 
   PAGEWIRE_INLINE void enter(int64_t group, int64_t part) {
-    block = blocks + group;
+    own = blocks[group / Block::kGroups].groups + group % Block::kGroups;
     if constexpr (Block::kHighBits > 0)
-      for (int j = 0; j < kPanelVectors; ++j) high[j] = load_bytes(block->high[part] + j * kLanes);
+      for (int j = 0; j < kPanelVectors; ++j) high[j] = load_bytes(own->high[part] + j * kLanes);
   }
   PAGEWIRE_INLINE void read(int64_t four, Ints (&bytes)[kPanelVectors]) {
     for (int j = 0; j < kPanelVectors; ++j) {
       constexpr int kLoads = kPanelVectors * Block::kLowBits / 8;
-      bytes[j] = load_bytes(block->low[four][j % kLoads * kLanes]);
+      bytes[j] = load_bytes(own->low[four][j % kLoads * kLanes]);
       if constexpr (Block::kLowBits == 4) bytes[j] = half_of(bytes[j], j >= kLoads);
       if constexpr (Block::kHighBits > 0) {
         bytes[j] = with_bits(bytes[j], high[j], ((1 << Block::kHighBits) - 1) << 4);
@@ -221,7 +247,8 @@ inline void multiply_grouped_tile(
   for (int i = 0; i < kRows; ++i)
     for (int j = 0; j < kPanelVectors; ++j) sums[i][j] = Vec(0);
   for (int64_t group = 0; group < x.groups; ++group) {
-    const Block& block = weights[group];
+    const Block& block = weights[group / Block::kGroups];
+    const auto& own = block.groups[group % Block::kGroups];
     for (int64_t part = 0; part < Block::kScales; ++part) {
       const int64_t half = Block::kScales == 1 ? 0 : 1 + part;
       Ints dots[kRows][kPanelVectors];
@@ -239,12 +266,12 @@ inline void multiply_grouped_tile(
         }
       }
       for (int j = 0; j < kPanelVectors; ++j) {
-        const Vec scale = widen(block.scales[part] + j * kLanes);
+        const Vec scale = block.factors(own.scales[part], 0, j * kLanes);
         for (int i = 0; i < kRows; ++i)
           sums[i][j] = at::vec::fmadd(
               to_float(dots[i][j]), scale * Vec(of_groups[i * x.groups + group].scale), sums[i][j]);
         if constexpr (!Block::kSymmetric) {
-          const Vec minimum = widen(block.minimums[part] + j * kLanes);
+          const Vec minimum = block.factors(own.minimums[part], 1, j * kLanes);
           for (int i = 0; i < kRows; ++i)
             sums[i][j] =
                 at::vec::fnmadd(minimum, Vec(of_groups[i * x.groups + group].scaled_sums[half]), sums[i][j]);
@@ -260,13 +287,13 @@ inline void multiply_grouped_tile(
   }
 }
 
-// weights: [panels, groups]; x: [rows, inputs], rows `x_stride` apart; bias: [outputs] or null.
+// weights: [panels, blocks]; x: [rows, inputs], rows `x_stride` apart; bias: [outputs] or null.
 template <typename Block>
 void multiply_grouped(
     const Block* weights, const at::BFloat16* x, const Sizes& sizes, const at::BFloat16* bias, const Results& out) {
   const Int8Rows rounded(x, sizes, Block::kZero - kTakenOff<Block::kBits>);
   for_panels<kGroupedTileRows>(sizes, [&](const auto& chunk, int64_t panel) {
-    const Block* own = weights + panel * rounded.groups;
+    const Block* own = weights + panel * (rounded.groups / Block::kGroups);
     const auto multiply_tiles = [&](const auto& numbers) {
       for (int64_t tile = 0; tile < chunk.tiles(); ++tile)
         chunk.for_rows(tile, [&](auto rows, int64_t first) {

@@ -4,6 +4,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "checks.h"
 #include "grouped.h"
@@ -18,9 +19,12 @@ using at::Tensor;
 // Calls apply(the blocks) of what is from `pack_grouped` for so many inputs; returns false for anything else.
 template <typename F>
 bool with_blocks(const Tensor& packed, int64_t inputs, const F& apply) {
-  return packed.scalar_type() == at::kByte && packed.dim() == 3 && packed.size(1) == groups_of(inputs) &&
+  return packed.scalar_type() == at::kByte && packed.dim() == 3 &&
          WeightBlocks::visit(
-             [&](const auto& block) { return packed.size(2) == static_cast<int64_t>(sizeof(block)); },
+             [&](const auto& block) {
+               return packed.size(1) * block.kGroups == groups_of(inputs) &&
+                      packed.size(2) == static_cast<int64_t>(sizeof(block));
+             },
              [&](auto kind) { apply(reinterpret_cast<const decltype(kind)*>(packed.const_data_ptr<uint8_t>())); });
 }
 
@@ -92,44 +96,57 @@ Tensor pack_int8(const Tensor& weight, const Tensor& scales) {
 }
 
 Tensor pack_grouped(
-    const Tensor& numbers, const Tensor& scales, const std::optional<Tensor>& minimums, int64_t bits) {
+    const Tensor& numbers, const Tensor& scales, const std::optional<Tensor>& minimums, int64_t bits,
+    const std::optional<Tensor>& units) {
   TORCH_CHECK(numbers.device().is_cpu() && numbers.dim() == 2 && can_pack(numbers.size(1)) &&
                   numbers.scalar_type() == at::kByte && scales.dim() == 2,
               "this weight cannot be packed");
-  const int64_t outputs = numbers.size(0), inputs = numbers.size(1), blocks = groups_of(inputs);
-  const int64_t groups = scales.size(1), shared = groups == blocks ? kGroup : kGroup / 2;
+  const int64_t outputs = numbers.size(0), inputs = numbers.size(1);
+  const int64_t groups = scales.size(1), shared = groups == groups_of(inputs) ? kGroup : kGroup / 2;
   TORCH_CHECK(groups == (inputs + shared - 1) / shared, "there are ", groups, " groups of ", inputs, " inputs");
   check_contiguous(numbers, "numbers");
-  check_numbers(scales, at::kHalf, outputs * groups, "scales");
-  if (minimums.has_value()) check_numbers(*minimums, at::kHalf, outputs * groups, "minimums");
   const auto* from = numbers.const_data_ptr<uint8_t>();
-  const auto* from_scales = scales.const_data_ptr<at::Half>();
-  const auto* from_minimums = minimums.has_value() ? minimums->const_data_ptr<at::Half>() : nullptr;
   Tensor packed;
   const auto is = [&](const auto& block) {
-    return bits == block.kBits && shared == block.kShared && minimums.has_value() != block.kSymmetric;
+    return bits == block.kBits && shared == block.kShared && minimums.has_value() != block.kSymmetric &&
+           units.has_value() == block.kHasUnits;
   };
   const bool is_known = WeightBlocks::visit(is, [&](auto kind) {
     using Block = decltype(kind);
+    using Factor = std::remove_all_extents_t<decltype(Block::Group::scales)>;
+    constexpr int64_t kInputs = Block::kGroups * kGroup;
+    TORCH_CHECK(!Block::kHasUnits || inputs % kInputs == 0, "units are of ", kInputs, " inputs, and there are ", inputs);
+    constexpr auto kType = c10::CppTypeToScalarType<Factor>::value;
+    check_numbers(scales, kType, outputs * groups, "scales");
+    if (minimums.has_value()) check_numbers(*minimums, kType, outputs * groups, "minimums");
+    const int64_t blocks = groups_of(inputs) / Block::kGroups;
+    if (units.has_value()) check_numbers(*units, at::kHalf, outputs * blocks * Block::kUnits, "units");
+    const auto* from_scales = scales.const_data_ptr<Factor>();
+    const auto* from_minimums = minimums.has_value() ? minimums->const_data_ptr<Factor>() : nullptr;
+    const auto* from_units = units.has_value() ? units->const_data_ptr<at::Half>() : nullptr;
     packed = at::zeros({panels_of(outputs), blocks, static_cast<int64_t>(sizeof(Block))}, numbers.options());
     auto* to = reinterpret_cast<Block*>(packed.data_ptr<uint8_t>());
     parallel_for(panels_of(outputs), 1, [&](int64_t begin, int64_t end) {
       for (int64_t output = begin * kPanel; output < std::min(outputs, end * kPanel); ++output) {
         const int64_t place = output % kPanel;
         Block* own = to + output / kPanel * blocks;
-        for (int64_t group = 0; group < groups; ++group) {
-          Block& block = own[group / Block::kScales];
-          block.scales[group % Block::kScales][place] = from_scales[output * groups + group];
+        for (int64_t i = 0; i < groups; ++i) {
+          constexpr int64_t kOfABlock = Block::kGroups * Block::kScales;
+          auto& group = own[i / kOfABlock].groups[i % kOfABlock / Block::kScales];
+          group.scales[i % Block::kScales][place] = from_scales[output * groups + i];
           if constexpr (!Block::kSymmetric)
-            block.minimums[group % Block::kScales][place] = from_minimums[output * groups + group];
+            group.minimums[i % Block::kScales][place] = from_minimums[output * groups + i];
         }
+        if constexpr (Block::kHasUnits)
+          for (int64_t i = 0; i < blocks * Block::kUnits; ++i)
+            own[i / Block::kUnits].units[i % Block::kUnits][place] = from_units[output * blocks * Block::kUnits + i];
         for (int64_t input = 0; input < inputs; ++input)
-          own[input / kGroup].put(input % kGroup, place, from[output * inputs + input]);
+          own[input / kInputs].put(input % kInputs, place, from[output * inputs + input]);
       }
     });
   });
   TORCH_CHECK(is_known, "there are no products of weights with ", bits, " bits and a scale for ", shared, " inputs",
-              minimums.has_value() ? ", with minimums" : "");
+              minimums.has_value() ? ", with minimums" : "", units.has_value() ? ", with units" : "");
   return packed;
 }
 
@@ -158,8 +175,9 @@ Tensor packed_rows(const Tensor& packed, const Tensor& rows, int64_t outputs, in
     });
   } else {
     with_blocks(packed, inputs, [&](const auto* blocks) {
+      constexpr int64_t kInputs = std::remove_pointer_t<decltype(blocks)>::kGroups * kGroup;
       read([&](int64_t input, int64_t panel, int64_t place) {
-        return blocks[panel * groups_of(inputs) + input / kGroup].weight(input % kGroup, place);
+        return blocks[panel * packed.size(1) + input / kInputs].weight(input % kInputs, place);
       });
     });
   }

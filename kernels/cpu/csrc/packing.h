@@ -22,10 +22,12 @@ at::Tensor pack(const at::Tensor& weight);
 at::Tensor pack_int8(const at::Tensor& weight, const at::Tensor& scales);
 
 // numbers: [outputs, inputs] of uint8, below 2 to the power of `bits`; scales, minimums: [outputs, groups] of float16,
-// for 32 or 16 inputs each, and no minimums where the number in the middle means zero; returns [panels, blocks, bytes of
-// a block]. The last group of an output may have fewer weights than others.
+// for 32 or 16 inputs each, and no minimums where the number in the middle means zero; units: [outputs, inputs / 256, 2]
+// of float16, or 1 without minimums, which scales and minimums, now of uint8, or int8 without minimums, count; returns
+// [panels, blocks, bytes of a block]. The last group of an output may have fewer weights than others.
 at::Tensor pack_grouped(
-    const at::Tensor& numbers, const at::Tensor& scales, const std::optional<at::Tensor>& minimums, int64_t bits);
+    const at::Tensor& numbers, const at::Tensor& scales, const std::optional<at::Tensor>& minimums, int64_t bits,
+    const std::optional<at::Tensor>& units);
 
 // packed: from `pack` or `pack_grouped`; rows: [rows] int64, the outputs whose weights are read; returns [rows, inputs]
 // in float32.

@@ -41,6 +41,11 @@ inline Vec widen_four(const int8_t* source) {
   __builtin_memcpy(&four, source, sizeof(four));
   return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(static_cast<uint32_t>(four))))));
 }
+inline Vec widen_four(const uint8_t* source) {
+  uint32_t four;
+  __builtin_memcpy(&four, source, sizeof(four));
+  return vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four)))));
+}
 inline Vec widen_four(const at::BFloat16* source) {
   return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(reinterpret_cast<const uint16_t*>(source)), 16));
 }
@@ -64,16 +69,19 @@ inline Vec widen(const T* source, int64_t count = kLanes) {
     return widen_four(source);
   }
 #else
-  } else if constexpr (std::is_same_v<T, int8_t>) {
-    int8_t padded[kLanes] = {};
+  } else if constexpr (sizeof(T) == 1) {
+    T padded[kLanes] = {};
     if (count < kLanes) {
       std::copy_n(source, count, padded);
       source = padded;
     }
+    [[maybe_unused]] constexpr bool kSigned = std::is_signed_v<T>;
 #if defined(__AVX512F__)
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source))));
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
+    return _mm512_cvtepi32_ps(kSigned ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
 #elif defined(__AVX2__)
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(source))));
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(source));
+    return _mm256_cvtepi32_ps(kSigned ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
 #else
     float wide[kLanes];
     std::copy_n(source, kLanes, wide);

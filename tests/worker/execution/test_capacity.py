@@ -1,9 +1,11 @@
 """The cache gets a share of what memory there is, and a worker without room for a sequence does not start."""
 
+import platform
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from kernels.ops import Ops
 from pagewire_common.start_error import StartError
 from worker_service.execution import capacity
 from worker_service.execution.cache_engine import CacheShape
-from worker_service.execution.capacity import check_room_for_weights, count_device_blocks
+from worker_service.execution.capacity import check_room_for_weights, count_device_blocks, give_freed_memory_back
 from worker_service.execution.worker import load_worker
 from worker_service.parallel.ranks import ALONE, Ranks
 from worker_service.settings import WorkerSettings
@@ -149,3 +151,14 @@ def test_ranks_share_the_memory_of_a_machine_and_have_as_many_blocks_as_the_poor
     check_room_for_weights(CPU, torch.float32, [1000], FirstOfTwo(2000))
     with pytest.raises(StartError, match="the weights take"):
         check_room_for_weights(CPU, torch.float32, [1000], FirstOfTwo(2001))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this C library gives freed memory back, or never does")
+def test_memory_that_was_freed_among_what_is_used_goes_back_to_the_system() -> None:
+    blocks = [bytearray(100_000) for _ in range(2_000)]  # each small enough to lie among others
+    last = blocks.pop()
+    before = psutil.Process().memory_info().rss
+    del blocks
+    give_freed_memory_back()
+    assert psutil.Process().memory_info().rss < before - 150_000_000
+    assert not any(last)
