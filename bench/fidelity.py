@@ -173,7 +173,7 @@ def run(model: str, peer: Path | None, prompts: Path | None) -> tuple[dict[str, 
         "pagewire, int8 cache": our_scores(directory, texts, "--kv-cache-dtype", "int8"),
         f"{BASE}, fp8 cache": transformers_scores(directory, texts, torch.bfloat16, _CacheInFp8),
     }
-    schemes: tuple[Quantization, ...] = ("fp8", "int8", "int4")
+    schemes: tuple[Quantization, ...] = ("fp8", "int8", "w8a8", "int4")
     for scheme in schemes:
         if can_pack(torch.device("cpu"), torch.bfloat16, scheme):
             found[f"pagewire, {scheme} weights"] = our_scores(directory, texts, "--quantization", scheme)

@@ -236,6 +236,28 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(numbers), torch.cat(scales)
 
 
+W8A8_GROUP = 64
+"""Neighbouring inputs of an output, or of a row of x, that share a scale where both have 8 bits."""
+
+
+def quantize_w8a8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest int8 numbers, and the scales that turn them into weights again.
+
+    weight: [outputs, inputs]; returns [outputs, inputs] int8 within ±127 and [outputs, groups] float32, where the last
+    group may have fewer inputs. Raises ValueError for weights that are not finite.
+    """
+    numbers, scales = [], []
+    for rows in torch.split(weight, 4096):  # as in `quantize_int8`
+        groups = _groups(rows, W8A8_GROUP)
+        largest = groups.abs().amax(dim=2)
+        if not largest.isfinite().all():
+            raise ValueError("a weight is not finite")
+        scales.append(largest.clamp_(min=1e-30) / 127)
+        rounded = (groups / scales[-1][:, :, None]).round_().clamp_(-127, 127).to(torch.int8)
+        numbers.append(rounded.flatten(1)[:, : rows.shape[1]])
+    return torch.cat(numbers).contiguous(), torch.cat(scales)
+
+
 def quantize_int4(weight: Tensor) -> GroupedWeight:
     """The nearest numbers of 4 bits, with a scale and a minimum for every 32, as in GGUF's Q4_1.
 
@@ -283,10 +305,10 @@ def _fit(numbers: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
     return scale.half().float(), (scale * mean - mean_of_weights).half().float()
 
 
-def _groups(rows: Tensor) -> Tensor:
+def _groups(rows: Tensor, size: int = WEIGHT_GROUP) -> Tensor:
     """[rows, groups, inputs of a group] in float32; what is missing of the last group is like its last input."""
-    padding = (0, -rows.shape[1] % WEIGHT_GROUP)
-    return functional.pad(rows.float(), padding, mode="replicate").view(len(rows), -1, WEIGHT_GROUP)
+    padding = (0, -rows.shape[1] % size)
+    return functional.pad(rows.float(), padding, mode="replicate").view(len(rows), -1, size)
 
 
 def pack_int8(weight: Tensor, wide: bool = False) -> Product | None:  # noqa: ARG001 (others use it)
@@ -296,6 +318,11 @@ def pack_int8(weight: Tensor, wide: bool = False) -> Product | None:  # noqa: AR
 
 def pack_int4(weight: Tensor, wide: bool = False) -> Product | None:  # noqa: ARG001 (others use it)
     """As `pack`, with the weight in 4 bits, and x rounded to 8. None if that would not be faster."""
+    return None
+
+
+def pack_w8a8(weight: Tensor, wide: bool = False) -> Table | None:  # noqa: ARG001 (others use it)
+    """As `pack`, with the weight and x in 8 bits. None if that would not be faster."""
     return None
 
 

@@ -26,12 +26,12 @@ class WorkerSettings(ServiceSettings):
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="auto: the checkpoint's weights; dummy: random ones, from config.json alone"
     )
-    quantization: Literal["none", "fp8", "int8", "int4", "gguf"] = Field(
+    quantization: Literal["none", "fp8", "int8", "w8a8", "int4", "gguf"] = Field(
         "none",
         description="of weights, in natively run models. fp8: weights and inputs of products in e4m3, which takes half "
         "the memory on GPUs that multiply it; on CPUs, in bf16: int8: half the memory to read, with AVX-512 BF16, for "
-        "few sequences at once; int4: a third of the memory, and products of integers; gguf: as the model's GGUF file "
-        "has them",
+        "few sequences at once; w8a8: half the memory, and products of integers; int4: a third of the memory, and the "
+        "same; gguf: as the model's GGUF file has them",
     )
     tensor_parallel_size: int = Field(
         1,

@@ -12,6 +12,7 @@ from kernels.attention_options import check_attention_options
 from kernels.cpu.library import library_path, load_library, supported, what_is_missing
 from kernels.metadata import AttentionMetadata
 from kernels.ops import GroupedWeight, LoraWeights, Ops, Product, Table
+from kernels.reference import W8A8_GROUP, WEIGHT_GROUP
 
 _built = [name for name in supported() if library_path(name).exists()]
 if not _built:
@@ -137,11 +138,26 @@ def pack_int4(weight: Tensor, wide: bool = False) -> Product | None:
     return pack_grouped(reference.quantize_int4(weight), wide)
 
 
+def pack_w8a8(weight: Tensor, wide: bool = False) -> Table | None:
+    outputs, inputs = weight.shape
+    if weight.dtype is not torch.bfloat16 or not _library.can_pack(inputs):
+        return None
+    return _Packed(_library.pack_w8a8(*reference.quantize_w8a8(weight)), outputs, inputs, wide)
+
+
 def pack_grouped(weight: GroupedWeight, wide: bool = False) -> Table | None:
     outputs, inputs = weight.numbers.shape
     if not _library.can_pack(inputs):
         return None
-    return _Packed(_library.pack_grouped(*weight[:5]), outputs, inputs, wide)
+    numbers, scales, minimums, bits, units, _ = weight
+    first, second = scales[:, ::2], scales[:, 1::2]
+    # One scale for a whole output, as in compressed-tensors' W8A8, or for groups of more than 32 inputs.
+    is_w8a8 = bits == 8 and minimums is None and scales.shape[1] * WEIGHT_GROUP == inputs
+    if is_w8a8 and inputs % W8A8_GROUP == 0 and first.equal(second):
+        packed = _library.pack_w8a8((numbers ^ 128).view(torch.int8), first.float().contiguous())
+    else:
+        packed = _library.pack_grouped(numbers, scales, minimums, bits, units)
+    return _Packed(packed, outputs, inputs, wide)
 
 
 pack_float8 = partial(composed.pack_float8, cast(Ops, sys.modules[__name__]))

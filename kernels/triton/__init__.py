@@ -8,7 +8,7 @@ so a plain `copy_` is one transfer, which the copy engine does beside the kernel
 take processors from them.
 """
 
-from kernels.reference import pack_grouped, pack_int4, pack_int8, wide_itemsize
+from kernels.reference import pack_grouped, pack_int4, pack_int8, pack_w8a8, wide_itemsize
 from kernels.triton.add_lora import add_lora
 from kernels.triton.attention_by_position import shared_tokens
 from kernels.triton.combine_rows import combine_rows
@@ -41,6 +41,7 @@ __all__ = [
     "pack_grouped",
     "pack_int4",
     "pack_int8",
+    "pack_w8a8",
     "paged_attention",
     "qkv_attention",
     "rms_norm",

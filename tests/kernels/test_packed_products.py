@@ -85,6 +85,46 @@ def test_int4_weights_give_the_product_of_the_numbers_that_they_are(
         torch.testing.assert_close(product(x, bias).double(), expected, atol=2e-5 * inputs**0.5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (31, 40), (75, 576), (33, 8194)])
+def test_weights_and_inputs_of_8_bits_give_the_product_of_the_numbers_that_they_are(
+    kernels: ModuleType, outputs: int, inputs: int, biased: bool, generator: torch.Generator
+) -> None:
+    weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
+    weight[0] = 0
+    weight[:, ::40] *= 30
+    bias = torch.randn(outputs, generator=generator).bfloat16() if biased else None
+    product = kernels.pack_w8a8(weight, wide=True)
+    numbers, scales = reference.quantize_w8a8(weight)
+    exact = numbers * scales.double().repeat_interleave(reference.W8A8_GROUP, dim=1)[:, :inputs]
+    assert ((exact - weight.double()).abs() <= 0.501 * scales.double().amax(dim=1, keepdim=True)).all()
+    assert torch.equal(product.rows(torch.arange(outputs)).double(), exact.float().double())
+    for rows in (0, 1, 5, 6, 7, 13, 193):
+        x = torch.randn(rows, inputs + 8, generator=generator).bfloat16()[:, :inputs]
+        x[:, -1] = 0
+        expected = torch.nn.functional.linear(
+            in_8_bits(x, reference.W8A8_GROUP), exact, None if bias is None else bias.double()
+        )
+        found = product(x, bias)
+        torch.testing.assert_close(found.double(), expected, atol=1e-4 * inputs**0.5, rtol=1e-5)
+        assert all(torch.equal(product(x[row : row + 1], bias), found[row : row + 1]) for row in range(min(rows, 13)))
+
+
+def test_one_scale_for_an_output_is_read_as_one_for_many_inputs(
+    kernels: ModuleType, generator: torch.Generator
+) -> None:
+    """As compressed-tensors stores weights whose inputs are rounded too."""
+    weight = random_grouped(40, 128, Kind(8, 32, True), generator)
+    whole = weight._replace(scales=weight.scales[:, :1].expand(40, 4).contiguous())
+    x = torch.randn(9, 128, generator=generator).bfloat16()
+    expected = in_8_bits(x, reference.W8A8_GROUP) @ widened(whole).T
+    torch.testing.assert_close(kernels.pack_grouped(whole, wide=True)(x, None).double(), expected, atol=1e-3, rtol=1e-5)
+    expected = in_8_bits(x) @ widened(weight).T
+    torch.testing.assert_close(
+        kernels.pack_grouped(weight, wide=True)(x, None).double(), expected, atol=1e-3, rtol=1e-5
+    )
+
+
 def widened(weight: GroupedWeight) -> torch.Tensor:
     """The weights in float64."""
     inputs = weight.numbers.shape[1]
@@ -221,16 +261,16 @@ def test_a_number_of_few_bits_takes_no_more_of_memory(cpu_library: ModuleType, g
         assert packed.nbytes * 8 == 64 * 256 * (kind.bits + factors * of_factor)
 
 
-def in_8_bits(x: torch.Tensor) -> torch.Tensor:
-    """Slowly, as float64: for each 32 neighbours the nearest of 255 numbers."""
+def in_8_bits(x: torch.Tensor, size: int = 32) -> torch.Tensor:
+    """Slowly, as float64: for each `size` neighbours the nearest of 255 numbers."""
     rounded, largest = torch.zeros_like(x, dtype=torch.float64), torch.tensor(127.0)
     for row in range(x.shape[0]):
-        for start in range(0, x.shape[1], 32):
-            group = x[row, start : start + 32].float()
+        for start in range(0, x.shape[1], size):
+            group = x[row, start : start + size].float()
             most = group.abs().max()
             if most > 0:
                 numbers = (group * (largest / most)).round()
-                rounded[row, start : start + 32] = numbers.double() * (most / largest).double()
+                rounded[row, start : start + size] = numbers.double() * (most / largest).double()
     return rounded
 
 
@@ -244,6 +284,9 @@ def test_products_of_integers_are_the_same_to_the_bit_with_every_instruction_set
     weight = random_grouped(75, 1000, kind, generator)
     x = torch.randn(14, kind.whole(1000), generator=generator).bfloat16()
     first, *others = (built.linear(x, built.pack_grouped(*weight[:5]), None, 75, True) for built in libraries)
+    assert all(torch.equal(first, other) for other in others)
+    both = reference.quantize_w8a8(torch.randn(75, x.shape[1], generator=generator))
+    first, *others = (built.linear(x, built.pack_w8a8(*both), None, 75, True) for built in libraries)
     assert all(torch.equal(first, other) for other in others)
 
 
@@ -260,9 +303,13 @@ def test_an_input_that_is_not_finite_makes_its_row_so_and_no_other(
     assert not found[broken].isfinite().any()
     kept = torch.tensor([0, 1, 3, 5, 6, 8])
     assert torch.equal(found[kept], sound[kept])
+    both = kernels.pack_w8a8(torch.randn(40, x.shape[1], generator=generator).bfloat16(), wide=True)
+    found = both(x, None)
+    assert not found[broken].isfinite().any()
+    assert found[kept].isfinite().all()
 
 
-@pytest.mark.parametrize("packing", ["pack", "pack_int8", "pack_int4"])
+@pytest.mark.parametrize("packing", ["pack", "pack_int8", "pack_w8a8", "pack_int4"])
 def test_a_wide_product_is_the_same_before_its_sums_are_rounded(
     kernels: ModuleType, packing: str, generator: torch.Generator
 ) -> None:
@@ -282,7 +329,7 @@ def test_a_wide_product_is_the_same_before_its_sums_are_rounded(
 
 
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("packing", ["pack", "pack_int8", "pack_int4"])
+@pytest.mark.parametrize("packing", ["pack", "pack_int8", "pack_w8a8", "pack_int4"])
 def test_a_row_of_a_product_is_the_same_alone_and_among_others(
     kernels: ModuleType, packing: str, wide: bool, generator: torch.Generator
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 from kernels.backends import EAGER, backend_name, ops_for
 from kernels.float8 import FLOAT8, FLOAT8_CAPABILITY
 from kernels.narrow_cache import SCALE_BYTES, is_narrow
-from kernels.reference import WEIGHT_GROUP
+from kernels.reference import W8A8_GROUP, WEIGHT_GROUP
 from pagewire_common.start_error import StartError
 from worker_service.errors import is_out_of_memory
 from worker_service.execution.adapters import AdapterRoom, Adapters
@@ -143,7 +143,7 @@ class Network:
         scheme: str = self.quantization
         if self.quantization != "none":
             head = head_quantization(self.device, self.dtype, self.quantization)
-            group = "output" if self.quantization == "fp8" else WEIGHT_GROUP
+            group = {"fp8": "output", "w8a8": W8A8_GROUP}.get(self.quantization, WEIGHT_GROUP)
             scheme += f" by {group}" if head == self.quantization else f" by {group}, head {head}"
         if self.quantization == "gguf":
             scheme += f" {GgufBlocks(self.checkpoint.path).digest()}"

@@ -14,8 +14,8 @@ from kernels.float8 import Float8Weight, quantize_float8
 from kernels.ops import GroupedWeight, LoraWeights, Ops, Product, QuantizedWeight, Table
 from kernels.reference import wide_linear
 
-Quantization = Literal["none", "fp8", "int8", "int4", "gguf"]
-"""gguf: as the file that the weights come from had them."""
+Quantization = Literal["none", "fp8", "int8", "w8a8", "int4", "gguf"]
+"""w8a8: weights and inputs of products in 8 bits; gguf: as the file that the weights come from had them."""
 Quantized = Mapping[str, QuantizedWeight]
 """Weights that are quantised already, by their names in a checkpoint."""
 NONE_QUANTIZED: Quantized = MappingProxyType({})
@@ -25,7 +25,9 @@ def packing(ops: Ops, quantization: Quantization) -> Callable[[Tensor, bool], Pr
     """The function of the kernels that packs a weight so; with `gguf` one that no file had quantised."""
     if quantization == "fp8":
         return lambda weight, wide: ops.pack_float8(quantize_float8(weight), wide)
-    return {"none": ops.pack, "int8": ops.pack_int8, "int4": ops.pack_int4, "gguf": ops.pack}[quantization]
+    return {
+        "none": ops.pack, "int8": ops.pack_int8, "w8a8": ops.pack_w8a8, "int4": ops.pack_int4, "gguf": ops.pack
+    }[quantization]  # fmt: skip
 
 
 def can_pack(device: torch.device, dtype: torch.dtype, quantization: Quantization) -> bool:

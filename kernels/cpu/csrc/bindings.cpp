@@ -376,6 +376,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("pack", &pagewire::pack, unlocked);
   module.def("pack_int8", &pagewire::pack_int8, unlocked);
   module.def("pack_grouped", &pagewire::pack_grouped, unlocked);
+  module.def("pack_w8a8", &pagewire::pack_w8a8, unlocked);
   module.def("packed_rows", &pagewire::packed_rows, unlocked);
   module.def("linear", &pagewire::linear, unlocked);
 }

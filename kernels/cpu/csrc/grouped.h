@@ -235,6 +235,19 @@ WideNumbers widen_numbers(PackedNumbers<Block> packed, int64_t groups) {
   return {wide.data()};
 }
 
+// Adds the bias to the sums of a panel's outputs, and writes them.
+template <int kRows>
+inline void put_tile(
+    const Vec (&sums)[kRows][kPanelVectors], const Sizes& sizes, const at::BFloat16* bias, const Results& out,
+    int64_t row, int64_t panel) {
+  for (int j = 0; j < kPanelVectors; ++j) {
+    const int64_t output = panel * kPanel + j * kLanes, left = std::min(kLanes, sizes.outputs - output);
+    if (left <= 0) break;
+    const Vec added = bias == nullptr ? Vec(0) : widen(bias + output, left);
+    for (int i = 0; i < kRows; ++i) out.put((row + i) * sizes.outputs + output, sums[i][j] + added, left);
+  }
+}
+
 template <int kRows, typename Block, typename Numbers>
 inline void multiply_grouped_tile(
     const Block* weights, Numbers numbers_of, const Int8Rows& x, const Sizes& sizes, const at::BFloat16* bias,
@@ -279,12 +292,7 @@ inline void multiply_grouped_tile(
       }
     }
   }
-  for (int j = 0; j < kPanelVectors; ++j) {
-    const int64_t output = panel * kPanel + j * kLanes, left = std::min(kLanes, sizes.outputs - output);
-    if (left <= 0) break;
-    const Vec added = bias == nullptr ? Vec(0) : widen(bias + output, left);
-    for (int i = 0; i < kRows; ++i) out.put((row + i) * sizes.outputs + output, sums[i][j] + added, left);
-  }
+  put_tile<kRows>(sums, sizes, bias, out, row, panel);
 }
 
 // weights: [panels, blocks]; x: [rows, inputs], rows `x_stride` apart; bias: [outputs] or null.

@@ -10,6 +10,7 @@
 #include "grouped.h"
 #include "matmul.h"
 #include "team.h"
+#include "w8a8.h"
 
 namespace pagewire {
 namespace {
@@ -30,6 +31,12 @@ bool with_blocks(const Tensor& packed, int64_t inputs, const F& apply) {
 
 bool has_blocks(const Tensor& packed, int64_t inputs) {
   return with_blocks(packed, inputs, [](const auto*) {});
+}
+
+// Whether it is from `pack_w8a8`, for so many inputs.
+bool has_long_blocks(const Tensor& packed, int64_t inputs) {
+  return packed.scalar_type() == at::kByte && packed.dim() == 3 && packed.size(1) == long_groups_of(inputs) &&
+         packed.size(2) == static_cast<int64_t>(sizeof(LongBlock));
 }
 
 // Whether it is from `pack`, for so many inputs.
@@ -150,9 +157,34 @@ Tensor pack_grouped(
   return packed;
 }
 
+Tensor pack_w8a8(const Tensor& weight, const Tensor& scales) {
+  TORCH_CHECK(weight.device().is_cpu() && weight.dim() == 2 && can_pack(weight.size(1)) &&
+                  weight.scalar_type() == at::kChar,
+              "this weight cannot be packed");
+  const int64_t outputs = weight.size(0), inputs = weight.size(1), groups = long_groups_of(inputs);
+  check_contiguous(weight, "weight");
+  check_numbers(scales, at::kFloat, outputs * groups, "scales");
+  auto packed =
+      at::zeros({panels_of(outputs), groups, static_cast<int64_t>(sizeof(LongBlock))}, weight.options().dtype(at::kByte));
+  const auto* from = weight.const_data_ptr<int8_t>();
+  const auto* from_scales = scales.const_data_ptr<float>();
+  auto* to = reinterpret_cast<LongBlock*>(packed.data_ptr<uint8_t>());
+  parallel_for(panels_of(outputs), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t output = begin * kPanel; output < std::min(outputs, end * kPanel); ++output) {
+      const int64_t place = output % kPanel;
+      LongBlock* own = to + output / kPanel * groups;
+      for (int64_t group = 0; group < groups; ++group) own[group].scales[place] = from_scales[output * groups + group];
+      for (int64_t input = 0; input < inputs; ++input)
+        own[input / kLongGroup].numbers[input % kLongGroup / 4][place][input % 4] =
+            static_cast<uint8_t>(from[output * inputs + input] + 128);
+    }
+  });
+  return packed;
+}
+
 Tensor packed_rows(const Tensor& packed, const Tensor& rows, int64_t outputs, int64_t inputs) {
   TORCH_CHECK(packed.dim() > 0 && packed.size(0) == panels_of(outputs) && can_pack(inputs) &&
-                  (has_blocks(packed, inputs) || has_pairs(packed, inputs)),
+                  (has_blocks(packed, inputs) || has_long_blocks(packed, inputs) || has_pairs(packed, inputs)),
               "the weight was not packed for ", inputs, " inputs and ", outputs, " outputs");
   TORCH_CHECK(rows.dim() == 1, "rows must be [rows]");
   check_numbers(rows, at::kLong, rows.numel(), "rows");
@@ -173,6 +205,11 @@ Tensor packed_rows(const Tensor& packed, const Tensor& rows, int64_t outputs, in
     read([&](int64_t input, int64_t panel, int64_t place) {
       return static_cast<float>(from[((panel * (inputs / 2) + input / 2) * kPanel + place) * 2 + input % 2]);
     });
+  } else if (has_long_blocks(packed, inputs)) {
+    const auto* blocks = reinterpret_cast<const LongBlock*>(packed.const_data_ptr<uint8_t>());
+    read([&](int64_t input, int64_t panel, int64_t place) {
+      return blocks[panel * packed.size(1) + input / kLongGroup].weight(input % kLongGroup, place);
+    });
   } else {
     with_blocks(packed, inputs, [&](const auto* blocks) {
       constexpr int64_t kInputs = std::remove_pointer_t<decltype(blocks)>::kGroups * kGroup;
@@ -191,8 +228,9 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>
   const auto type = packed.scalar_type();
   const bool is_int8 = type == at::kChar && packed.dim() == 3 && packed.size(1) == groups_of(inputs) &&
                        packed.size(2) == static_cast<int64_t>(sizeof(Int8Group));
+  const bool is_w8a8 = has_long_blocks(packed, inputs);
   TORCH_CHECK(packed.dim() > 0 && packed.size(0) == panels_of(outputs) &&
-                  (is_int8 || has_blocks(packed, inputs) || has_pairs(packed, inputs)),
+                  (is_int8 || is_w8a8 || has_blocks(packed, inputs) || has_pairs(packed, inputs)),
               "the weight was not packed for ", inputs, " inputs and ", outputs, " outputs");
   if (bias.has_value()) {
     check_like(*bias, x, "bias");
@@ -206,6 +244,10 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>
   const Sizes sizes{x.size(0), inputs, outputs, x.stride(0)};
   if (type == at::kBFloat16) {
     multiply(Bf16Weights{packed.const_data_ptr<at::BFloat16>()}, numbers, sizes, added, results);
+    return out;
+  }
+  if (is_w8a8) {
+    multiply_long(reinterpret_cast<const LongBlock*>(packed.const_data_ptr<uint8_t>()), numbers, sizes, added, results);
     return out;
   }
   if (type == at::kByte) {

@@ -29,11 +29,15 @@ at::Tensor pack_grouped(
     const at::Tensor& numbers, const at::Tensor& scales, const std::optional<at::Tensor>& minimums, int64_t bits,
     const std::optional<at::Tensor>& units);
 
-// packed: from `pack` or `pack_grouped`; rows: [rows] int64, the outputs whose weights are read; returns [rows, inputs]
+// weight: [outputs, inputs] of int8; scales: [outputs, groups] of float32, for 64 inputs each, of which the last group
+// may have fewer; returns [panels, groups, bytes of a group].
+at::Tensor pack_w8a8(const at::Tensor& weight, const at::Tensor& scales);
+
+// packed: from `pack`, `pack_grouped` or `pack_w8a8`; rows: [rows] int64, the outputs whose weights are read; returns [rows, inputs]
 // in float32.
 at::Tensor packed_rows(const at::Tensor& packed, const at::Tensor& rows, int64_t outputs, int64_t inputs);
 
-// packed: from `pack`, `pack_int8` or `pack_grouped`; wide: whether the result is float32.
+// packed: from `pack`, `pack_int8`, `pack_grouped` or `pack_w8a8`; wide: whether the result is float32.
 at::Tensor linear(
     const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs, bool wide);
 

@@ -162,15 +162,27 @@ inline void store_8_bits(const Vec& x, int64_t count, int8_t* numbers) {
   for (int64_t i = 0; i < count; ++i) numbers[i] = static_cast<int8_t>(each[i]);
 }
 
-// Writes the numbers of 8 bits that are nearest to x in steps of a scale, which is returned: the largest of them has the
-// magnitude 127. Where x is not finite the scale is NaN, and the numbers are 0, as those of less than 1e-36 are.
+// Of all numbers; not finite where one is not.
 template <typename T>
-inline float round_to_8_bits(const T* x, int64_t count, int8_t* numbers) {
+inline float largest_magnitude(const T* x, int64_t count) {
   Vec magnitudes(0);
   for_each_vector(count, [&](int64_t i, int64_t n) {
     magnitudes = at::vec::maximum(magnitudes, widen(x + i, n).abs());
   });
-  const float most = largest(magnitudes);
+  return largest(magnitudes);
+}
+// Without their signs these are in the order of their bits, twice as many to a vector.
+inline float largest_magnitude(const at::BFloat16* x, int64_t count) {
+  uint16_t most = 0;
+  for (int64_t i = 0; i < count; ++i) most = std::max(most, static_cast<uint16_t>(x[i].x & 0x7FFF));
+  return at::BFloat16(most, at::BFloat16::from_bits());
+}
+
+// Writes the numbers of 8 bits that are nearest to x in steps of a scale, which is returned: the largest of them has the
+// magnitude 127. Where x is not finite the scale is NaN, and the numbers are 0, as those of less than 1e-36 are.
+template <typename T>
+inline float round_to_8_bits(const T* x, int64_t count, int8_t* numbers) {
+  const float most = largest_magnitude(x, count);
   if (!(most <= std::numeric_limits<float>::max())) {
     std::fill_n(numbers, count, static_cast<int8_t>(0));
     return std::numeric_limits<float>::quiet_NaN();

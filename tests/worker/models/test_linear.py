@@ -18,7 +18,7 @@ from worker_service.models.linear import Linear, Quantization, can_pack, head_qu
 from worker_service.parallel.ranks import ALONE
 from worker_service.settings import WorkerSettings
 
-QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "int4")
+QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "w8a8", "int4")
 CPU = torch.device("cpu")
 
 
@@ -89,7 +89,8 @@ def test_weights_rounded_in_another_way_have_another_fingerprint(
     settings = quantized(make_checkpoint(), scheme, dtype="bfloat16")
     fingerprint = load_worker(settings).info.model_fingerprint
     assert load_worker(settings).info.model_fingerprint == fingerprint
-    monkeypatch.setattr("worker_service.execution.network.WEIGHT_GROUP", 64)
+    for name in ("WEIGHT_GROUP", "W8A8_GROUP"):
+        monkeypatch.setattr(f"worker_service.execution.network.{name}", 256)
     assert load_worker(settings).info.model_fingerprint != fingerprint
 
 

@@ -27,6 +27,7 @@ TYPES: list[tuple[torch.dtype, Quantization]] = [
     (torch.float32, "fp8"),
     (torch.bfloat16, "fp8"),
     (torch.bfloat16, "int8"),
+    (torch.bfloat16, "w8a8"),
     (torch.bfloat16, "int4"),
 ]
 COUNT = 12

@@ -90,6 +90,7 @@ def test_a_token_gets_the_weighted_sum_of_its_experts(num_chosen: int) -> None:
         (torch.float32, "fp8"),
         (torch.bfloat16, "fp8"),
         (torch.bfloat16, "int8"),
+        (torch.bfloat16, "w8a8"),
         (torch.bfloat16, "int4"),
     ],
 )
@@ -108,7 +109,7 @@ def test_a_token_gets_the_same_bits_alone_and_beside_any_others(dtype: torch.dty
     assert torch.equal(mlp(crowd, None), torch.cat([together[3:4].expand(40, -1), together[10:15]]))
 
 
-@pytest.mark.parametrize(("quantization", "most"), [("fp8", 0.1), ("int8", 0.02), ("int4", 0.3)])
+@pytest.mark.parametrize(("quantization", "most"), [("fp8", 0.1), ("int8", 0.02), ("w8a8", 0.05), ("int4", 0.3)])
 def test_quantised_experts_are_near_and_tokens_have_the_same_ones(quantization: Quantization, most: float) -> None:
     """With another expert a token would get something else altogether."""
     if not can_pack(CPU, torch.bfloat16, quantization):

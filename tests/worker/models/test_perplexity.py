@@ -77,11 +77,12 @@ def test_int8_weights_are_at_most_a_fifth_further_from_float32_than_transformers
 
 
 @needs_int4
-def test_perplexity_with_int4_weights_is_within_one_percent(
-    model_directory: Path, windows: list[list[int]], exact: Tensor
+@pytest.mark.parametrize("scheme", ["int4", "w8a8"])
+def test_perplexity_with_inputs_of_8_bits_is_within_one_percent(
+    scheme: str, model_directory: Path, windows: list[list[int]], exact: Tensor
 ) -> None:
-    """Of weights that come from 4 bits, so that what is rounded is mostly the inputs of products."""
-    ours = our_logprobs(model_directory, windows[:2], CHUNK_LENS, quantization="int4")
+    """The weights come from 4 bits, so that what is rounded is mostly the inputs of products."""
+    ours = our_logprobs(model_directory, windows[:2], CHUNK_LENS, quantization=scheme)
     assert abs(perplexity(ours) / perplexity(exact[: len(ours)]) - 1) < 0.01
 
 
