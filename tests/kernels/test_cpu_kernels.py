@@ -1,7 +1,7 @@
 """The compiled CPU kernels against the eager ones, for every instruction set that this machine can run."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
@@ -83,6 +83,9 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+# What a cache is stored as.
+STORED: dict[str, Callable[[Tensor], Tensor]] = {"wide": torch.Tensor.contiguous, "in 8 bits": narrow_cache.narrowed}
+stored_both_ways = pytest.mark.parametrize("store", STORED.values(), ids=STORED)
 HEADS = [(9, 3, 64), (2, 2, 10), (8, 1, 128), (40, 1, 96), (3, 1, 33), (2, 1, 256)]
 
 
@@ -124,20 +127,57 @@ def test_a_step_without_sequences_is_nothing(kernels: ModuleType) -> None:
     assert kernels.paged_attention(query, cache, metadata, 0.3).shape == (0, 4, 64)
 
 
+@stored_both_ways
+@pytest.mark.parametrize("part", [slice(None), 0, 1], ids=["keys_and_values", "keys", "values"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_poisoned_sequence_spoils_no_other(kernels: ModuleType, dtype: torch.dtype) -> None:
+def test_a_poisoned_sequence_spoils_no_other(
+    kernels: ModuleType, dtype: torch.dtype, part: int | slice, store: Callable[[Tensor], Tensor]
+) -> None:
     query, cache, metadata = attention_case([(1, 70), (1, 600), (9, 33)], (4, 2, 64), 16, dtype)
-    clean = kernels.paged_attention(query, cache, metadata, 0.3)
-    cache[metadata.block_tables[1, 2]] = NAN
-    poisoned = kernels.paged_attention(query, cache, metadata, 0.3)
+    clean = kernels.paged_attention(query, store(cache), metadata, 0.3)
+    cache[metadata.block_tables[1, 2], part] = NAN
+    poisoned = kernels.paged_attention(query, store(cache), metadata, 0.3)
     assert poisoned[1].isnan().all()
     assert torch.equal(poisoned[[0, *range(2, 11)]], clean[[0, *range(2, 11)]])
 
 
+@stored_both_ways
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_neither_neighbours_nor_threads_change_a_bit(kernels: ModuleType, dtype: torch.dtype) -> None:
+def test_a_value_that_is_not_finite_is_seen_also_where_its_weight_is_0(
+    kernels: ModuleType, dtype: torch.dtype, store: Callable[[Tensor], Tensor]
+) -> None:
+    query, cache, metadata = attention_case([(1, 70), (1, 70)], (4, 2, 64), 16, dtype)
+    query[:] = 1
+    cache[metadata.block_tables[0, 0], 0, 3] = -100
+    cache[metadata.block_tables[0, 0], 1, 3] = float("inf")
+    found = kernels.paged_attention(query, store(cache), metadata, 0.3)
+    assert found[0].isnan().all()
+    assert found[1].isfinite().all()
+
+
+@stored_both_ways
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_query_that_is_not_finite_spoils_its_own_row_alone(
+    kernels: ModuleType, dtype: torch.dtype, store: Callable[[Tensor], Tensor]
+) -> None:
+    query, cache, metadata = attention_case([(9, 133)], (4, 2, 64), 16, dtype)
+    clean = kernels.paged_attention(query, store(cache), metadata, 0.3)
+    query[2, 1, 5], query[4, 3, 0], query[8, 0, 63] = NAN, float("inf"), -float("inf")
+    found = kernels.paged_attention(query, store(cache), metadata, 0.3)
+    spoiled = torch.zeros(9, 4, dtype=torch.bool)
+    spoiled[[2, 4, 8], [1, 3, 0]] = True
+    assert found[spoiled].isnan().all()
+    assert torch.equal(found[~spoiled], clean[~spoiled])
+
+
+@stored_both_ways
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_neither_neighbours_nor_threads_change_a_bit(
+    kernels: ModuleType, dtype: torch.dtype, store: Callable[[Tensor], Tensor]
+) -> None:
     lens = [(1, 70), (1, 600), (40, 133), (1, 1500)]
     query, cache, metadata = attention_case(lens, (6, 2, 64), 16, dtype)
+    cache = store(cache)
     together = kernels.paged_attention(query, cache, metadata, 0.3)
     with threads(3):
         assert torch.equal(kernels.paged_attention(query, cache, metadata, 0.3), together)
@@ -148,14 +188,20 @@ def test_neither_neighbours_nor_threads_change_a_bit(kernels: ModuleType, dtype:
         assert torch.equal(found, together[starts[row] : starts[row + 1]])
 
 
+@stored_both_ways
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (None, 2.0), (70, None), (700, None)])
 def test_the_tokens_that_are_computed_with_one_do_not_change_a_bit_of_it(
-    kernels: ModuleType, dtype: torch.dtype, window: int | None, soft_cap: float | None
+    kernels: ModuleType,
+    dtype: torch.dtype,
+    window: int | None,
+    soft_cap: float | None,
+    store: Callable[[Tensor], Tensor],
 ) -> None:
     """One by one, as decodes; in chunks of any size, as prompts and as guesses; across ends of tiles and parts."""
     length = 1300
     query, cache, metadata = attention_case([(length, length)], (6, 2, 64), 16, dtype, window)
+    cache = store(cache)
     whole = kernels.paged_attention(query, cache, metadata, 0.3, window, soft_cap)
     for size in (1, 2, 5, 9, 64, 500):
         for start in (0, 500, 505, 1020, 1270):
@@ -199,14 +245,20 @@ def test_queries_that_see_a_whole_context_may_be_more_than_its_tokens(
         close(found, reference_attention(query, cache, metadata, None, soft_cap, None, False), dtype)
 
 
+@stored_both_ways
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_distances", [None, 1, 77, 1000], ids=lambda n: f"bias{n}" if n else "not_causal")
 def test_neither_a_bias_nor_a_whole_context_lets_other_rows_change_a_bit(
-    kernels: ModuleType, num_distances: int | None, dtype: torch.dtype, generator: torch.Generator
+    kernels: ModuleType,
+    num_distances: int | None,
+    dtype: torch.dtype,
+    store: Callable[[Tensor], Tensor],
+    generator: torch.Generator,
 ) -> None:
     """Alone, as decodes, and in chunks, which begin anywhere in tiles and parts."""
     lens = [(1, 40), (620, 620), (9, 133)]
     query, cache, metadata = attention_case(lens, (6, 2, 64), 16, dtype)
+    cache = store(cache)
     bias = None if num_distances is None else torch.randn(6, num_distances, generator=generator)
     together = kernels.paged_attention(query, cache, metadata, 0.3, None, None, bias, bias is not None)
     for row, (query_len, context) in enumerate(lens):
@@ -334,14 +386,76 @@ def test_numbers_of_8_bits_are_stored_as_those_of_the_reference(
 def test_attention_to_a_cache_in_8_bits_is_that_to_the_numbers_that_it_means(
     kernels: ModuleType, heads: tuple[int, int, int], window: int | None, soft_cap: float | None, dtype: torch.dtype
 ) -> None:
-    """To the bit, and nothing that a sequence does not own is read."""
+    """To the bit, or nearer to them than bf16 is, and nothing that a sequence does not own is read."""
     query, cache, metadata = attention_case([(1, 40), (5, 700), (1, 1), (70, 150)], heads, 16, dtype, window)
     stored = narrow_cache.narrowed(cache)
     meant = narrow_cache.widened(stored, dtype)
     assert torch.equal(meant.isnan(), cache.isnan())
-    expected = kernels.paged_attention(query, meant, metadata, 0.3, window, soft_cap)
-    assert torch.equal(kernels.paged_attention(query, stored, metadata, 0.3, window, soft_cap), expected)
-    assert expected.isfinite().all()
+    found, wide = (kernels.paged_attention(query, each, metadata, 0.3, window, soft_cap) for each in (stored, meant))
+    assert wide.isfinite().all()
+    if dtype is torch.bfloat16 and heads[2] % 64 == 0:
+        exact = narrow_cache.widened(stored, torch.float32)
+        expected = reference_attention(query, exact, metadata, window, soft_cap)
+        assert torch.equal(found, wide) or (found - expected).norm() < 0.7 * (wide - expected).norm()
+    else:
+        assert torch.equal(found, wide)
+
+
+@pytest.mark.parametrize("scale", [0.125, 1.0])
+@pytest.mark.parametrize("case", ["like_any", "sink_without_a_value", "large_query", "large_key_and_value", "small"])
+def test_attention_to_8_bits_in_bf16_is_as_near_as_that_to_wide_numbers(
+    kernels: ModuleType, case: str, scale: float, generator: torch.Generator
+) -> None:
+    """Whatever is large beside the rest."""
+    query = torch.randn(20, 4, 64, generator=generator)
+    keys, values = torch.randn(2, 800, 2, 64, generator=generator)
+    if case == "sink_without_a_value":
+        query += 1
+        keys[0], values[0] = 1.2 * 0.125 / scale, values[0] * 0.01
+    elif case == "large_query":
+        query[..., 3] *= 50
+        keys[..., 3] *= 0.02
+    elif case == "large_key_and_value":
+        keys[..., 3] += 20
+        values[..., 5] *= 30
+    elif case == "small":
+        query, keys, values = query * 1e12, keys * 1e-12, values * 1e-12
+    cache = torch.stack((keys, values)).view(2, 50, 16, 2, 64).transpose(0, 1).to(torch.bfloat16)
+    stored = narrow_cache.narrowed(cache)
+    metadata = AttentionMetadata.build([20], [800], torch.arange(50)[None], CPU)
+    query = query.to(torch.bfloat16)
+    expected = reference.paged_attention(
+        query.double(), narrow_cache.widened(stored, torch.float64), metadata, scale, None, None
+    )
+    found, wide = (
+        (kernels.paged_attention(query, each, metadata, scale) - expected).norm()
+        for each in (stored, narrow_cache.widened(stored, torch.bfloat16))
+    )
+    assert found <= wide
+    assert found < 0.01 * expected.norm()
+
+
+def test_heads_of_zeros_in_8_bits_are_the_mean_of_their_values(kernels: ModuleType, generator: torch.Generator) -> None:
+    query = torch.randn(3, 4, 64, generator=generator).to(torch.bfloat16)
+    query[2] = 0
+    cache = torch.zeros(2, 2, 16, 2, 64)
+    cache[:, 1] = torch.randn(2, 16, 2, 64, generator=generator)
+    metadata = AttentionMetadata.build([1, 1, 1], [32, 32, 32], torch.tensor([[0, 1]] * 3), CPU)
+    found = kernels.paged_attention(query, narrow_cache.narrowed(cache), metadata, 0.3)
+    mean = cache[:, 1].flatten(0, 1).mean(0).repeat_interleave(2, 0)
+    torch.testing.assert_close(found.float(), mean.expand(3, 4, 64), atol=1e-2, rtol=1e-2)
+    cache[:, 1] = 0
+    assert torch.equal(
+        kernels.paged_attention(query, narrow_cache.narrowed(cache), metadata, 0.3), torch.zeros_like(query)
+    )
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 64])
+def test_blocks_in_8_bits_may_have_any_size(kernels: ModuleType, block_size: int) -> None:
+    query, cache, metadata = attention_case([(1, 70), (9, 33), (1, 600)], (8, 1, 64), block_size, torch.bfloat16)
+    meant = narrow_cache.widened(narrow_cache.narrowed(cache), torch.float32)
+    found = kernels.paged_attention(query, narrow_cache.narrowed(cache), metadata, 0.3)
+    close(found, reference_attention(query, meant, metadata, None, None), torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -87,7 +87,9 @@ def test_so_they_do_where_whole_contexts_are_seen_and_in_a_cache_of_8_bits(
         ]
         assert torch.equal(kernels.paged_attention(query, cache, shared, 0.3), torch.cat(each))
     narrow = narrow_cache.narrowed(cache)
-    found = [kernels.paged_attention(query, narrow, metadata, 0.3) for metadata in (shared, own)]
-    assert torch.equal(*found)
+    for queries in (query, query.to(torch.bfloat16)):
+        found = [kernels.paged_attention(queries, narrow, metadata, 0.3) for metadata in (shared, own)]
+        assert found[0].isfinite().all()
+        assert torch.equal(*found)
     windows = [kernels.paged_attention(query, cache, metadata, 0.3, 700) for metadata in (shared, own)]
     assert torch.equal(*windows)

@@ -293,8 +293,12 @@ Tensor attend(
         bias.has_value() ? bias->template const_data_ptr<float>() : nullptr, bias.has_value() ? bias->size(1) : 0,
         causal};
 #if defined(__AVX512BF16__)
-    if constexpr (std::is_same_v<T, at::BFloat16>)
+    if constexpr (std::is_same_v<T, at::BFloat16>) {
+#if defined(__AVX512VNNI__)
+      if (Int8Tiles::can(a)) return paged_attention<T, Int8Tiles>(a);
+#endif
       if (Bf16Tiles::can(a)) return paged_attention<T, Bf16Tiles>(a);
+    }
 #endif
     paged_attention<T, FloatTiles<T>>(a);
   });
