@@ -99,10 +99,10 @@ down:
 
 # All optional. PEER: a folder with venv/, a virtual environment that can run vLLM, and model/, the weights as a Hugging
 # Face directory. TRACE: a CSV file, replayed SPEEDUP times as fast. LOADS: names, separated by commas. CHART: a file.
-# QUANTIZATION: of our worker. MODEL: what it serves instead, such as the same weights in a GGUF file.
+# FLAGS: further ones of our worker. MODEL: what it serves instead, such as the same weights in a GGUF file.
 bench: setup
 	$(BIN)/python -m bench $(PEER:%=--peer %) $(TRACE:%=--trace %) $(SPEEDUP:%=--speedup %) $(LOADS:%=--loads %) \
-	  $(MODEL:%=--model %) $(QUANTIZATION:%=--quantization %) $(ROUNDS:%=--rounds %) $(CHART:%=--chart %)
+	  $(MODEL:%=--model %) $(if $(FLAGS),--flags="$(FLAGS)") $(ROUNDS:%=--rounds %) $(CHART:%=--chart %)
 
 # MODEL: as a worker takes it. PEER: as `make bench` has it, whose model it is then. PROMPTS: a file in the form of
 # MT-bench's questions, for more texts.

@@ -8,6 +8,7 @@ last line is JSON; its `ratios` are our output tokens a second over the peer's.
 import argparse
 import asyncio
 import json
+import shlex
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -47,7 +48,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="a folder with venv/, a virtual environment that can run vLLM, and model/, what both systems then serve",
     )
     parser.add_argument("--model", type=Path, help="what ours serves instead: the same weights, as a GGUF file, say")
-    parser.add_argument("--quantization", default="none", help="of our worker (default: none)")
+    parser.add_argument("--flags", default="", metavar='"--FLAG VALUE …"', help="further ones of our worker")
     parser.add_argument("--loads", metavar="NAME,…", help="which ones (default: all)")
     parser.add_argument(
         "--trace",
@@ -78,7 +79,7 @@ def _positive_int(text: str) -> int:
 def run(arguments: argparse.Namespace) -> Report:
     loads = list(LOADS)
     conditions: dict[str, object] = {"context": CONTEXT, "cache_gib": CACHE_GIB, "rounds": arguments.rounds}
-    conditions["quantization"] = arguments.quantization
+    conditions["flags"] = arguments.flags
     if arguments.chart:
         check(arguments.chart)
     if arguments.trace:
@@ -95,8 +96,8 @@ def run(arguments: argparse.Namespace) -> Report:
 
     with ExitStack() as stack:
         systems: list[System] = []
-        served, quantization = arguments.model or directory, ("--quantization", arguments.quantization)
-        systems.append(stack.enter_context(Pagewire(served, CACHE_GIB, *quantization)))
+        ours = Pagewire(arguments.model or directory, CACHE_GIB, *shlex.split(arguments.flags))
+        systems.append(stack.enter_context(ours))
         peer = None
         if arguments.peer:
             vllm = stack.enter_context(vllm_on_cpu(arguments.peer, CACHE_GIB))
