@@ -79,7 +79,7 @@ def _positive_int(text: str) -> int:
 def run(arguments: argparse.Namespace) -> Report:
     loads = list(LOADS)
     conditions: dict[str, object] = {"context": CONTEXT, "cache_gib": CACHE_GIB, "rounds": arguments.rounds}
-    conditions["flags"] = arguments.flags
+    conditions["model"], conditions["flags"] = str(arguments.model or ""), arguments.flags
     if arguments.chart:
         check(arguments.chart)
     if arguments.trace:
@@ -90,6 +90,8 @@ def run(arguments: argparse.Namespace) -> Report:
     loads = choose(arguments.loads, loads)
     if arguments.peer:
         directory = arguments.peer / "model"
+    elif arguments.model:
+        raise BenchError("--model is for the weights of --peer in another form, and there is no peer")
     else:
         directory = find_model("default", load_settings(WorkerSettings, "bench", []).cache.expanduser()).path
     vocabulary_size = json.loads((directory / "config.json").read_text())["vocab_size"]

@@ -146,9 +146,9 @@ class Network:
             group = {"fp8": "output", "w8a8": W8A8_GROUP}.get(self.quantization, WEIGHT_GROUP)
             scheme += f" by {group}" if head == self.quantization else f" by {group}, head {head}"
         if self.quantization == "gguf":
-            scheme += f" {GgufBlocks(self.checkpoint.path).digest()}"
+            scheme += f" with units {GgufBlocks(self.checkpoint.path).digest()}"
         if self._packs_stored:
-            scheme = "as stored"
+            scheme = f"as stored, inputs by {WEIGHT_GROUP} and {W8A8_GROUP}"
         if self.shape.dtype is not self.dtype:
             scheme += f", {self.shape.dtype} cache"
         if self.batch_invariant:
@@ -237,8 +237,11 @@ class Network:
             return
         if not isinstance(self.config, DecoderConfig):
             raise StartError(f"--quantization {self.quantization} is for the families that run natively")
-        if self.quantization == "fp8" and self.ranks.size > 1:
-            raise StartError("--quantization fp8 is for workers of one process: parts of a row would have other scales")
+        if self.quantization in ("fp8", "w8a8") and self.ranks.size > 1:
+            raise StartError(
+                f"--quantization {self.quantization} is for workers of one process: parts of a row would have other "
+                "scales"
+            )
         if not self._can_pack(self.quantization):
             if self.quantization == "fp8":
                 raise StartError("--quantization fp8 on a GPU is for models without experts")

@@ -28,9 +28,9 @@
 
 namespace pagewire {
 
-// Weights of neighbouring inputs and the outputs of a panel, in groups of 32 inputs. `kInputs` of them share a scale and,
-// unless they are symmetric, a minimum. These are in float16, one group to a block; or they are whole numbers, and eight
-// groups share the units that they count.
+// Weights of neighbouring inputs and the outputs of a panel, in groups of 32 inputs. `kInputs` of them share a scale
+// and, unless they are symmetric, a minimum. These are in float16, one group to a block; or they are whole numbers, and
+// eight groups share the units that they count.
 //
 // Numbers of 5 and 6 bits are in two parts, so that no bit of memory is unused: the lower four bits as if there were no
 // others, and the high bits of all numbers that share a scale in a word of 32 bits. The word is turned right by their

@@ -33,6 +33,8 @@ bool has_blocks(const Tensor& packed, int64_t inputs) {
   return with_blocks(packed, inputs, [](const auto*) {});
 }
 
+static_assert(WeightBlocks::kOfItsSize<LongBlock> == 0);
+
 // Whether it is from `pack_w8a8`, for so many inputs.
 bool has_long_blocks(const Tensor& packed, int64_t inputs) {
   return packed.scalar_type() == at::kByte && packed.dim() == 3 && packed.size(1) == long_groups_of(inputs) &&
@@ -164,8 +166,8 @@ Tensor pack_w8a8(const Tensor& weight, const Tensor& scales) {
   const int64_t outputs = weight.size(0), inputs = weight.size(1), groups = long_groups_of(inputs);
   check_contiguous(weight, "weight");
   check_numbers(scales, at::kFloat, outputs * groups, "scales");
-  auto packed =
-      at::zeros({panels_of(outputs), groups, static_cast<int64_t>(sizeof(LongBlock))}, weight.options().dtype(at::kByte));
+  const auto bytes = weight.options().dtype(at::kByte);
+  auto packed = at::zeros({panels_of(outputs), groups, static_cast<int64_t>(sizeof(LongBlock))}, bytes);
   const auto* from = weight.const_data_ptr<int8_t>();
   const auto* from_scales = scales.const_data_ptr<float>();
   auto* to = reinterpret_cast<LongBlock*>(packed.data_ptr<uint8_t>());

@@ -33,8 +33,8 @@ at::Tensor pack_grouped(
 // may have fewer; returns [panels, groups, bytes of a group].
 at::Tensor pack_w8a8(const at::Tensor& weight, const at::Tensor& scales);
 
-// packed: from `pack`, `pack_grouped` or `pack_w8a8`; rows: [rows] int64, the outputs whose weights are read; returns [rows, inputs]
-// in float32.
+// packed: from `pack`, `pack_grouped` or `pack_w8a8`; rows: [rows] int64, the outputs whose weights are read; returns
+// [rows, inputs] in float32.
 at::Tensor packed_rows(const at::Tensor& packed, const at::Tensor& rows, int64_t outputs, int64_t inputs);
 
 // packed: from `pack`, `pack_int8`, `pack_grouped` or `pack_w8a8`; wide: whether the result is float32.

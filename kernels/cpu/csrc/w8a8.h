@@ -3,8 +3,8 @@
 // 64 neighbouring inputs of an output share a scale, and so do 64 of a row of x. Integers are multiplied four at a time
 // (see integers.h), and scaled once for 64 inputs: five of six instructions on vectors multiply, where with the 32 of
 // grouped.h, and their numbers to unpack, it is half of them. A thread that has its weights in its caches reaches 0.8 of
-// what a core can multiply. With 128 inputs it is 4% faster, but twice as far from exact. A row's results are the same
-// to the bit alone, among others, and with every instruction set.
+// what a core can multiply. With 128 inputs it is 4% faster, but further from exact. A row's sums are the same to the
+// bit alone, among others, and with every instruction set.
 #pragma once
 
 #include <ATen/core/Tensor.h>

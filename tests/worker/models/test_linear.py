@@ -146,14 +146,16 @@ def test_fp8_takes_every_type_and_leaves_embeddings_and_head_as_they_are(make_ch
 
 
 def test_fp8_is_refused_where_rows_or_experts_are_cut_or_stacked(make_checkpoint: Callable[..., Path]) -> None:
-    def network(path: Path, ranks: Any = ALONE) -> Network:
-        return Network.open(str(path), quantized(path, "fp8"), CPU, ranks)
+    def network(path: Path, ranks: Any = ALONE, scheme: Quantization = "fp8") -> Network:
+        return Network.open(str(path), quantized(path, scheme), CPU, ranks)
 
     with pytest.raises(StartError, match="--quantization fp8 is for the families that run natively"):
         network(make_checkpoint(model_type="starcoder2")).check()
     network(make_checkpoint()).check()
-    with pytest.raises(StartError, match="--quantization fp8 is for workers of one process"):
-        network(make_checkpoint(), SimpleNamespace(size=2, rank=0)).check()
+    schemes: tuple[Quantization, ...] = ("fp8", "w8a8") if can_pack(CPU, torch.bfloat16, "w8a8") else ("fp8",)
+    for scheme in schemes:
+        with pytest.raises(StartError, match=f"--quantization {scheme} is for workers of one process"):
+            network(make_checkpoint(), SimpleNamespace(size=2, rank=0), scheme).check()
     mixture = network(make_checkpoint(model_type="mixtral"))
     mixture.check()
     with pytest.raises(StartError, match="--quantization fp8 on a GPU is for models without experts"):

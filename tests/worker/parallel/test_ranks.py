@@ -33,7 +33,7 @@ ADAPTED = [name for name in NETWORKS if "," not in name or name.startswith("llam
 """Each family, and each way to deal out heads."""
 WHOLE_BF16 = {"dtype": "bfloat16"}
 
-QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "w8a8", "int4")
+QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "int4")
 
 Results = dict[str, dict[str, Any]]
 
