@@ -145,7 +145,9 @@ def test_fp8_takes_every_type_and_leaves_embeddings_and_head_as_they_are(make_ch
     assert fingerprint != load_worker(settings.model_copy(update={"quantization": "none"})).info.model_fingerprint
 
 
-def test_fp8_is_refused_where_rows_or_experts_are_cut_or_stacked(make_checkpoint: Callable[..., Path]) -> None:
+def test_what_depends_on_whole_rows_is_refused_where_rows_or_experts_are_cut_or_stacked(
+    make_checkpoint: Callable[..., Path],
+) -> None:
     def network(path: Path, ranks: Any = ALONE, scheme: Quantization = "fp8") -> Network:
         return Network.open(str(path), quantized(path, scheme), CPU, ranks)
 
