@@ -1,8 +1,9 @@
 """Looks at a running scheduler from outside."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import grpc
 import psutil
@@ -11,6 +12,7 @@ from pagewire.v1.admin_service_pb2 import ClusterState, GetClusterStateRequest, 
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
 from pagewire.v1.inference_service_pb2 import GetModelRequest
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
+from pagewire_client.local import ServiceProcess
 
 OWN = (("grpc.use_local_subchannel_pool", 1),)
 """Options of a channel that has a connection of its own."""
@@ -29,6 +31,23 @@ async def until_idle(target: str) -> ClusterState:
             if not state.num_waiting and not any(map(is_busy, state.workers)):
                 return state
             await asyncio.sleep(0.01)
+
+
+async def until_requests(target: str, number: int) -> None:
+    """Wait until so many requests are in flight."""
+    async with asyncio.timeout(60):
+        while (await cluster_state(target)).num_requests != number:
+            pass
+
+
+@contextmanager
+def halted(service: ServiceProcess) -> Iterator[None]:
+    """Stopped, as by Ctrl-Z: while a worker stands still, no request is done before others come."""
+    service.process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        service.process.send_signal(signal.SIGCONT)
 
 
 def front_ends(target: str) -> list[psutil.Process]:

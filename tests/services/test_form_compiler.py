@@ -6,7 +6,9 @@ import json
 import os
 import socket
 import struct
+import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -14,6 +16,7 @@ import psutil
 import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_common.child_process import start_child
 from pagewire_common.errors import RequestError
 from scheduler_service.frontend import forms as forms_module
 from scheduler_service.frontend.form_compiler import compile_form
@@ -31,21 +34,33 @@ def regex(text: str) -> pb.SamplingParams:
 Compilers = Callable[[], list[psutil.Process]]
 
 
-def compilers() -> list[psutil.Process]:
-    """Those of this process and what they have forked, in this order."""
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # other tests' processes come and go
-            if "scheduler_service.frontend.form_compiler" in child.cmdline():
-                found.append(child)
-    return found
-
-
 @pytest.fixture
-def own() -> Compilers:
-    """Those of this test: servers of others may have some."""
-    before = set(compilers())
-    return lambda: [compiler for compiler in compilers() if compiler not in before]
+def own(monkeypatch: pytest.MonkeyPatch) -> Compilers:
+    """Those that this test has started and that run, each before what it has forked.
+
+    Others of this process may come and go: a front end of a test before still ends its last form.
+    """
+    started: list[psutil.Process] = []
+
+    def noting(module: str) -> tuple["subprocess.Popen[bytes]", socket.socket]:
+        process, control = start_child(module)
+        started.append(psutil.Process(process.pid))
+        return process, control
+
+    monkeypatch.setattr(forms_module, "start_child", noting)
+    return lambda: [
+        process
+        for template in started
+        if runs(template)
+        for process in (template, *template.children())
+        if runs(process)
+    ]
+
+
+def runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 @pytest.fixture
@@ -53,9 +68,12 @@ def forms(own: Compilers) -> Iterator[Forms]:
     forms = Forms()
     yield forms
     forms._threads.shutdown()
+    found = own()
     for compiler in forms._idle:
         compiler.close()
-    assert not own()
+    end = time.monotonic() + DEADLINE
+    while any(map(runs, found)):  # what was forked is killed by the system a moment later
+        assert time.monotonic() < end, found
 
 
 class Asked:
@@ -193,9 +211,7 @@ async def test_where_processes_are_killed_again_and_again_the_request_may_be_tri
 
     def killed(compiler: FormCompiler) -> object:
         connection = start(compiler)
-        while not (found := own()):  # it is another program from a moment after its start on
-            pass
-        found[-1].kill()
+        own()[-1].kill()
         return connection
 
     with monkeypatch.context() as patch:

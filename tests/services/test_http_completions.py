@@ -1,8 +1,8 @@
 """/v1/completions says what our own protocol says, of texts and token ids, whole and streamed."""
 
 import asyncio
+import functools
 import json
-import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,7 +13,7 @@ import openai
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from cluster import cluster_state, until_idle
+from cluster import halted, until_idle, until_requests
 from http_edge import http_edge
 from test_openai import MODEL, PARAMETERS, WORDS
 
@@ -335,17 +335,9 @@ async def stopped_worker(server: LocalServer) -> AsyncIterator[Callable[[int], A
     """While its worker stands still, a request ends for no other reason than that it is given up. Gives a wait until
     there are as many requests."""
 
-    async def until_requests(number: int) -> None:
-        async with asyncio.timeout(60):
-            while (await cluster_state(server.admin_target)).num_requests != number:
-                pass
-
     worker, _ = server.processes
-    worker.process.send_signal(signal.SIGSTOP)
-    try:
-        yield until_requests
-    finally:
-        worker.process.send_signal(signal.SIGCONT)
+    with halted(worker):
+        yield functools.partial(until_requests, server.admin_target)
 
 
 LONG = {"max_tokens": 400, "ignore_eos": True}

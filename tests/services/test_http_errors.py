@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from cluster import halted
 from lora_helpers import write_three
 from serve_command import serve_command
 
@@ -170,13 +171,10 @@ async def test_calls_beyond_a_keys_concurrency_are_429(url: str, server: LocalSe
                 pass
 
         await until_requests(0)
-        worker.process.send_signal(signal.SIGSTOP)
-        held = asyncio.create_task(status(url, route, "one at a time"))
-        try:
+        with halted(worker):
+            held = asyncio.create_task(status(url, route, "one at a time"))
             await until_requests(1)
             assert await status(url, route, "one at a time") == 429
-        finally:
-            worker.process.send_signal(signal.SIGCONT)
         assert await held == 200
 
 

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import gzip
 import json
-import signal
 import socket
 import ssl
 import subprocess
@@ -21,7 +20,7 @@ import psutil
 import pytest
 import trustme
 from certificates import fill
-from cluster import is_busy
+from cluster import halted, is_busy
 from locked import KEYS, code_of, key_file
 from ports import free_address
 from serve_command import serve_command
@@ -249,8 +248,7 @@ async def test_a_client_that_leaves_frees_what_it_held(served: Served, gold: ope
             return state
 
     before = (await until_requests(0)).num_output_tokens
-    worker_process.process.send_signal(signal.SIGSTOP)
-    try:
+    with halted(worker_process):
         asked = [
             asyncio.create_task(gold.chat.completions.create(model=MODEL, messages=CHAT, stream=streamed, **long))
             for streamed in (True, False)
@@ -260,8 +258,6 @@ async def test_a_client_that_leaves_frees_what_it_held(served: Served, gold: ope
             if not task.cancel():  # it has an answer's head already
                 await (await task).close()
         await until_requests(0)
-    finally:
-        worker_process.process.send_signal(signal.SIGCONT)
     async with asyncio.timeout(60):
         while any(map(is_busy, (state := await served.state()).workers)):
             pass

@@ -3,12 +3,11 @@
 import asyncio
 import contextlib
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import until_idle
+from cluster import halted, until_idle
 from test_processes import WORKER_SIZES, Start
 from test_processes import start as start
 
@@ -37,15 +36,6 @@ def worker_process(start: Start, tiny_model_directory: Path) -> tuple[ServicePro
 @pytest.fixture
 def worker(worker_process: tuple[ServiceProcess, str]) -> str:
     return worker_process[1]
-
-
-@contextlib.contextmanager
-def halted(service: ServiceProcess) -> Iterator[None]:
-    service.process.send_signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        service.process.send_signal(signal.SIGCONT)
 
 
 class Restartable:

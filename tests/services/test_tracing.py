@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 import structlog
+from cluster import halted, until_requests
 from collector import Collector, FoundSpan, collector
 from engines import until
 from fake_worker_service import FakeWorkerService, serving
@@ -249,7 +250,11 @@ async def test_a_collector_hears_of_a_request_from_every_process_and_nothing_of_
             )
             return [message async for message in call]
 
-        answers = await asyncio.gather(*map(ask, traces))
+        worker, _ = server.processes
+        with halted(worker):
+            asked = asyncio.gather(*map(ask, traces))
+            await until_requests(server.admin_target, 3)
+        answers = await asked
     have_swapped = 0
     for trace, messages in zip(traces, answers, strict=True):
         spans = await asyncio.to_thread(found.wait_for, trace, is_whole(2))
