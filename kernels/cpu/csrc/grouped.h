@@ -250,8 +250,8 @@ inline void put_tile(
 
 template <int kRows, typename Block, typename Numbers>
 inline void multiply_grouped_tile(
-    const Block* weights, Numbers numbers_of, const Int8Rows& x, const Sizes& sizes, const at::BFloat16* bias,
-    const Results& out, int64_t row, int64_t panel) {
+    const Block* weights, Numbers numbers_of, Ahead ahead, const Int8Rows& x, const Sizes& sizes,
+    const at::BFloat16* bias, const Results& out, int64_t row, int64_t panel) {
   constexpr int64_t kFours = kGroup / 4 / Block::kScales;
   const int8_t* numbers = x.numbers.data() + row * x.groups * kGroup;
   const Int8Rows::Group* of_groups = x.of_groups.data() + row * x.groups;
@@ -262,6 +262,7 @@ inline void multiply_grouped_tile(
   for (int64_t group = 0; group < x.groups; ++group) {
     const Block& block = weights[group / Block::kGroups];
     const auto& own = block.groups[group % Block::kGroups];
+    ahead.fetch();
     for (int64_t part = 0; part < Block::kScales; ++part) {
       const int64_t half = Block::kScales == 1 ? 0 : 1 + part;
       Ints dots[kRows][kPanelVectors];
@@ -301,12 +302,15 @@ void multiply_grouped(
     const Block* weights, const at::BFloat16* x, const Sizes& sizes, const at::BFloat16* bias, const Results& out) {
   const Int8Rows rounded(x, sizes, Block::kZero - kTakenOff<Block::kBits>);
   for_panels<kGroupedTileRows>(sizes, [&](const auto& chunk, int64_t panel) {
-    const Block* own = weights + panel * (rounded.groups / Block::kGroups);
+    const int64_t blocks = rounded.groups / Block::kGroups;
+    const Block* own = weights + panel * blocks;
     const auto multiply_tiles = [&](const auto& numbers) {
-      for (int64_t tile = 0; tile < chunk.tiles(); ++tile)
+      for (int64_t tile = 0; tile < chunk.tiles(); ++tile) {
+        const Ahead ahead(own + blocks, blocks, tile, chunk.tiles(), rounded.groups);
         chunk.for_rows(tile, [&](auto rows, int64_t first) {
-          multiply_grouped_tile<decltype(rows)::value>(own, numbers, rounded, sizes, bias, out, first, panel);
+          multiply_grouped_tile<decltype(rows)::value>(own, numbers, ahead, rounded, sizes, bias, out, first, panel);
         });
+      }
     };
     const PackedNumbers<Block> packed{own};
     if (kIsCostly<Block> && chunk.tiles() > kMaxPackedTiles) return multiply_tiles(widen_numbers(packed, rounded.groups));

@@ -3,7 +3,9 @@
 // A barrier waits for every thread to arrive. A thread that has lost its core to another process, here the scheduler or
 // a client, stalls all threads until the kernel runs it again; on two cores a step of 6 ms then took 150. Here the
 // caller hands out pieces of a loop and works on them itself. A helper takes pieces when it gets to run. The caller
-// only waits for a helper that works on a piece or is looking for one.
+// only waits for a helper that works on a piece or is looking for one. If that takes long, the helper has lost its core,
+// and the caller sleeps, so that the kernel can give the helper the caller's: with a client and a scheduler on the same
+// two cores 8 and 32 streams were 1 to 6% faster so than with a caller that yields.
 //
 // Each thread has a stretch of the loop for itself, whose pieces it takes in order, so that memory is read in order;
 // then it takes pieces that are left of other threads' stretches.
@@ -47,7 +49,7 @@ class Team {
     if (team.asleep_.load() > 0) team.round_.notify_all();
     team.work(0, threads);
     team.round_.fetch_add(1);  // even: closed; a helper that comes now leaves again
-    for (int spins = 0; team.inside_.load() > 0; ++spins) spins < kSpins ? pause() : std::this_thread::yield();
+    team.wait_for_helpers();
   }
 
  private:
@@ -95,6 +97,20 @@ class Team {
       ++inside_;
       if (const int threads = threads_.load(); round_.load() == seen && number < threads) work(number, threads);
       --inside_;
+      if (caller_sleeps_.load()) inside_.notify_all();
+    }
+  }
+
+  void wait_for_helpers() {
+    int inside;
+    for (int spins = 0; (inside = inside_.load()) > 0; ++spins) {
+      if (spins < kSpins) {
+        pause();
+        continue;
+      }
+      caller_sleeps_.store(true);
+      inside_.wait(inside);
+      caller_sleeps_.store(false);
     }
   }
 
@@ -122,6 +138,7 @@ class Team {
   Stretch stretches_[kMaxThreads];
   alignas(64) std::atomic<uint32_t> round_{0};
   alignas(64) std::atomic<int> inside_{0};
+  std::atomic<bool> caller_sleeps_{false};
   alignas(64) std::atomic<int> asleep_{0};
   std::atomic<int> threads_{0};
 };
