@@ -436,3 +436,16 @@ def test_stored_weights_are_not_quantised_a_second_time(plain: Path, tmp_path: P
     stored, _ = quantise(plain, tmp_path, "awq")
     with pytest.raises(StartError, match=r"--quantization int4: those of .* are stored quantised already"):
         load_worker(worker_settings(stored, "int4"))
+
+
+@pytest.mark.parametrize("group", ["WEIGHT_GROUP", "W8A8_GROUP"])
+def test_a_worker_that_rounds_inputs_otherwise_has_another_fingerprint(
+    group: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not can_pack(torch.device("cpu"), torch.bfloat16, "int4"):
+        pytest.skip("the CPU's kernels are not compiled")
+    stored, _ = quantise(plain, tmp_path, "int8")
+    fingerprint = load_worker(worker_settings(stored)).info.model_fingerprint
+    assert load_worker(worker_settings(stored)).info.model_fingerprint == fingerprint
+    monkeypatch.setattr(f"worker_service.execution.network.{group}", 256)
+    assert load_worker(worker_settings(stored)).info.model_fingerprint != fingerprint
