@@ -2,8 +2,9 @@
 
 One library is built for each instruction set that this kind of machine may have, whatever the building machine itself
 has, so that an image built anywhere runs everywhere. Without a compiler or Python's headers nothing is built and one
-line says so: the kernels are then eager torch. For an instruction set that the compiler does not know, as GCC 10 does
-not know VNNI with AVX2, there is no library, and one line says that too: machines that have it run the next.
+line says so: the kernels are then eager torch. A compiler must have C++20 and its library, as GCC has from 11 on. For
+an instruction set that it does not know there is no library, and one line says that too: machines that have it run the
+next.
 """
 
 import os

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.ops import GroupedWeight
 from pagewire_common.start_error import StartError
+from worker_service.wording import named, shown
 
 FILE = "gguf_blocks.safetensors"
 """Beside a converted model: for the name of each weight in it [outputs, bytes], and in the metadata its type."""
@@ -103,7 +104,7 @@ TYPES = frozenset(_TYPES)
 def grouped_weight(rows: Tensor, kind: str) -> GroupedWeight:
     """What weights of one of TYPES mean. rows: [outputs, bytes]. Raises ValueError if the bytes are no whole blocks."""
     num_bytes, size, bits, read = _TYPES[kind]
-    if rows.dim() != 2 or rows.dtype is not torch.uint8 or rows.shape[1] % num_bytes:
+    if rows.dim() != 2 or rows.dtype is not torch.uint8 or not rows.numel() or rows.shape[1] % num_bytes:
         raise ValueError(f"rows of {list(rows.shape)} {rows.dtype} are no blocks of {kind}")
     found: tuple[list[Tensor], ...] = ([], [], [], [])
     for part in torch.split(rows, max(1, 2**20 // rows.shape[1])):  # which stays in a core's cache
@@ -130,17 +131,20 @@ class GgufBlocks(Mapping[str, GroupedWeight]):
             raise StartError(f"{folder} was not converted from a GGUF file with weights of {', '.join(sorted(TYPES))}")
         try:
             blocks: Any = safe_open(self._file, framework="pt")
-            types = blocks.metadata()
-            self._blocks, self._types = blocks, {name: types[name] for name in blocks.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError, KeyError, TypeError) as error:
+            types = blocks.metadata() or {}
+            self._blocks, self._types = blocks, {name: types.get(name, "") for name in blocks.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
             raise StartError(f"{self._file} cannot be read: {error}") from error
+        for name, kind in self._types.items():
+            if kind not in TYPES:
+                raise StartError(f"{self._file} cannot be read: the type of {named(name)} is {shown(kind)}")
 
     def __getitem__(self, name: str) -> GroupedWeight:
         """Raises KeyError where the weight is not among them, and StartError."""
         kind = self._types[name]
         try:
             return grouped_weight(self._blocks.get_tensor(name), kind)
-        except (SafetensorError, ValueError, KeyError) as error:
+        except (SafetensorError, ValueError) as error:
             raise StartError(f"{self._file}: {name}: {error}") from error
 
     def __contains__(self, name: object) -> bool:

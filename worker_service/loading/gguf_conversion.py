@@ -1,9 +1,11 @@
 """Turns a GGUF file into a Hugging Face directory with bfloat16 safetensors, through transformers' own reader.
 
 It runs as a process of its own, `python -m worker_service.loading.gguf_conversion FILE FOLDER`, because reading takes
-twice the model's size in float32, ten seconds for the default model, and imports that the worker does not need.
+twice the model's size in float32, ten seconds for the default model, and imports that the worker does not need. On
+Linux it ends with the worker.
 """
 
+import math
 import os
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pagewire_common.child_process import end_with_the_parent
 from pagewire_common.start_error import StartError
 from worker_service.loading.gguf_header import read_gguf_header
 from worker_service.wording import reason
@@ -18,7 +21,7 @@ from worker_service.wording import reason
 if TYPE_CHECKING:
     import torch
 
-VERSION = 2
+VERSION = 3
 """Increased when the result of a conversion changes, so that folders converted earlier are not used."""
 
 
@@ -47,8 +50,15 @@ def _main(file: Path, folder: Path) -> None:
 
 def _convert(file: Path, folder: Path) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    # The library makes room for what the sizes ask for before it looks at the tensors.
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+    with torch.device("meta"):
+        needed = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+    stored = sum(math.prod(tensor.shape) for tensor in read_gguf_header(file).values())
+    if needed > 2 * stored:  # a head that is the embedding may count twice
+        sys.exit(f"its sizes ask for {needed} weights, and it has {stored}")
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False).save_pretrained(folder)
     # The reader dequantises to float32 whatever it is asked for.
     model, loading = AutoModelForCausalLM.from_pretrained(
@@ -77,7 +87,8 @@ def _convert(file: Path, folder: Path) -> None:
 def _keep_blocks(file: Path, weights: "dict[str, torch.Tensor]", folder: Path) -> None:
     """Leave the quantised weights as the file has them in the folder, under the names of `weights`, in float32.
 
-    A weight is known by the values of its rows, whatever its name and the order of its rows are in the file.
+    A weight is known by the values of its rows, whatever its name and the order of its rows are in the file. Of equal
+    ones each has one of the file's.
     """
     import torch
     from gguf import GGUFReader
@@ -86,19 +97,22 @@ def _keep_blocks(file: Path, weights: "dict[str, torch.Tensor]", folder: Path) -
 
     from worker_service.loading.gguf_blocks import FILE, TYPES
 
-    hashes: dict[tuple[int, ...], tuple[str, list[int]]] = {}
+    alike: dict[tuple[int, ...], list[tuple[str, list[int]]]] = {}
     for name, weight in weights.items():
         if weight.dim() == 2:
             of_rows = [hash(row.tobytes()) for row in weight.numpy()]
-            hashes.setdefault((*weight.shape, sum(of_rows)), (name, of_rows))
+            alike.setdefault((*weight.shape, sum(of_rows)), []).append((name, of_rows))
     blocks, types = {}, {}
     for tensor in GGUFReader(file).tensors:
         if (kind := tensor.tensor_type.name) not in TYPES or tensor.data.ndim != 2:
             continue
         values = dequantize(tensor.data, tensor.tensor_type)
         of_rows = [hash(row.tobytes()) for row in values]
-        name, wanted = hashes.pop((*values.shape, sum(of_rows)), ("", []))
-        if sorted(wanted) == sorted(of_rows):
+        weights_left = alike.get((*values.shape, sum(of_rows)), [])
+        found = next((one for one in weights_left if sorted(one[1]) == sorted(of_rows)), None)
+        if found is not None:
+            weights_left.remove(found)
+            name, wanted = found
             places: dict[int, list[int]] = {}
             for place, one in enumerate(of_rows):
                 places.setdefault(one, []).append(place)
@@ -109,4 +123,5 @@ def _keep_blocks(file: Path, weights: "dict[str, torch.Tensor]", folder: Path) -
 
 
 if __name__ == "__main__":
+    end_with_the_parent()
     _main(Path(sys.argv[1]), Path(sys.argv[2]))

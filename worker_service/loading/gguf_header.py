@@ -2,10 +2,12 @@
 
 After magic, version and two counts come key-value pairs, then each tensor's name, sizes, type and offset, then the
 data. The library that reads the data checks none of this, so every length, count and offset is first checked here
-against the size of the file. Texts and arrays are skipped; the library interprets them.
+against the size of the file, and how many layers and experts there are against the tensors. Texts and arrays are
+skipped; the library interprets them.
 """
 
 import math
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +30,8 @@ _SMALLEST_TENSOR = 8 + 4 + 4 + 8
 _MAX_NESTING = 4
 _MAX_DIMENSIONS = 4
 _DEFAULT_ALIGNMENT = 32
+_BLOCK = re.compile(r"blk\.(\d+)\.")
+_POSITIVE = (".block_count", ".embedding_length", ".attention.head_count")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,7 @@ def _read_header(reader: BoundedReader) -> dict[str, GgufTensor]:
     data_begin = -(-reader.position // alignment) * alignment
     tensors = {name: _place(name, info, alignment, data_begin, reader.file_bytes) for name, info in infos.items()}
     _check_overlaps(tensors)
+    _check_counts(metadata, tensors)
     return tensors
 
 
@@ -164,6 +169,21 @@ def _check_overlaps(tensors: Mapping[str, GgufTensor]) -> None:
         if tensor.begin < reached:
             raise UnsoundFileError(f"tensor {named(name)} overlaps tensor {named(last)}")
         reached, last = tensor.end, name
+
+
+def _check_counts(metadata: Mapping[str, int | None], tensors: Mapping[str, GgufTensor]) -> None:
+    """The library would make all layers and experts that are said to be, and leave out those that are not."""
+    num_blocks = len({block[1] for name in tensors if (block := _BLOCK.match(name))})
+    largest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
+    for key, value in metadata.items():
+        if value is None:
+            continue
+        if key.endswith(_POSITIVE) and value < 1:
+            raise UnsoundFileError(f"{named(key)} is {value}")
+        if key.endswith(".block_count") and value != num_blocks:
+            raise UnsoundFileError(f"{named(key)} is {value}, and there are tensors of {num_blocks} blocks")
+        if key.endswith(".expert_count") and value > largest:
+            raise UnsoundFileError(f"{named(key)} is {value}, and no tensor has so many parts")
 
 
 class _TensorType(NamedTuple):

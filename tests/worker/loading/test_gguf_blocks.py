@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from prompt_scores import prompt_logprobs, worker_settings
-from small_gguf import QUANTIZED, write_gguf
+from safetensors.torch import save_file
+from small_gguf import QUANTIZED, convert_in_this_process, write_gguf
 from transformers import AutoModelForCausalLM
 
 from pagewire_common.start_error import StartError
@@ -58,7 +59,7 @@ def test_blocks_mean_what_the_library_makes_of_them(kind: str) -> None:
 @pytest.mark.parametrize("kind", BYTES)
 def test_bytes_that_are_no_weights_are_refused(kind: str) -> None:
     rows = torch.from_numpy(random_rows(kind))
-    for wrong in (rows[:, 1:], rows[0], rows.int()):
+    for wrong in (rows[:, 1:], rows[0], rows.int(), rows[:0], rows[:, :0]):
         with pytest.raises(ValueError, match=f"are no blocks of {kind}"):
             grouped_weight(wrong, kind)
     place = BYTES[kind][1][0]
@@ -72,7 +73,9 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose file has weights of several types, and some in float32."""
     folder = tmp_path_factory.mktemp("gguf")
     write_gguf(folder / "small.gguf", quantized=QUANTIZED)
-    return find_model(str(folder / "small.gguf"), folder / "cache").path
+    with pytest.MonkeyPatch.context() as patch:
+        convert_in_this_process(patch)
+        return find_model(str(folder / "small.gguf"), folder / "cache").path
 
 
 def test_a_conversion_keeps_each_quantised_weight_under_its_new_name(converted: Path) -> None:
@@ -88,6 +91,17 @@ def test_a_conversion_keeps_each_quantised_weight_under_its_new_name(converted: 
         assert torch.equal(widened(weight).bfloat16().float(), weights[name]), name
 
 
+def test_layers_that_are_equal_all_keep_their_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a model that was made deeper by repeating its layers."""
+    convert_in_this_process(monkeypatch)
+    write_gguf(tmp_path / "small.gguf", quantized=QUANTIZED, equal_layers=True)
+    found = GgufBlocks(find_model(str(tmp_path / "small.gguf"), tmp_path / "cache").path)
+    assert len(found) == 1 + 2 * (len(QUANTIZED) - 1)
+    for name in found:
+        if "layers.0." in name:
+            assert torch.equal(found[name].numbers, found[name.replace("layers.0.", "layers.1.")].numbers)
+
+
 def test_a_model_says_with_its_files_weights_what_it_says_with_them_widened(converted: Path) -> None:
     if not can_pack(torch.device("cpu"), torch.bfloat16, "gguf"):
         pytest.skip("the CPU's kernels are not compiled")
@@ -99,8 +113,9 @@ def test_a_model_says_with_its_files_weights_what_it_says_with_them_widened(conv
 
 
 def test_what_has_no_such_weights_is_refused_with_the_reason(
-    converted: Path, tiny_checkpoint: Path, tmp_path: Path
+    converted: Path, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    convert_in_this_process(monkeypatch)
     if not can_pack(torch.device("cpu"), torch.bfloat16, "gguf"):
         pytest.skip("the CPU's kernels are not compiled")
     with pytest.raises(StartError, match="was not converted from a GGUF file"):
@@ -111,3 +126,13 @@ def test_what_has_no_such_weights_is_refused_with_the_reason(
     (converted / FILE).write_bytes(b"\x10" * 100)
     with pytest.raises(StartError, match=f"{FILE} cannot be read"):
         load_worker(worker_settings(converted, "gguf"))
+
+
+@pytest.mark.parametrize(
+    ("types", "reason"),
+    [(None, "the type of a is ''"), ({"b": "Q4_K"}, "the type of a is ''"), ({"a": "Q9"}, "the type of a is 'Q9'")],
+)
+def test_blocks_of_no_known_type_are_refused(types: dict[str, str] | None, reason: str, tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2, 144, dtype=torch.uint8)}, tmp_path / FILE, types)
+    with pytest.raises(StartError, match=f"{FILE} cannot be read: {reason}"):
+        GgufBlocks(tmp_path)

@@ -1,17 +1,20 @@
 """A model's name leads to a directory, and what has to be made for it is made once and whole."""
 
+import contextlib
 import os
 import shutil
 import stat
 import subprocess
 import sys
+import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 
+import psutil
 import pytest
-from small_gguf import write_gguf
+from small_gguf import convert_in_this_process, write_gguf
 
 from pagewire_common.start_error import StartError
 from worker_service.loading import default_model, gguf_conversion, model_store
@@ -67,17 +70,7 @@ def test_an_unreachable_hub_is_one_sentence(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.fixture
 def converted_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A conversion runs in this process, which has its imports; test_repository_code.py starts a true one."""
-
-    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        assert command[1:3] == ["-m", gguf_conversion.__name__]
-        try:
-            gguf_conversion._main(Path(command[3]), Path(command[4]))
-        except SystemExit as end:
-            return subprocess.CompletedProcess(command, 1, "", str(end))
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(gguf_conversion.subprocess, "run", run)
+    convert_in_this_process(monkeypatch)
 
 
 @pytest.mark.usefixtures("converted_here")
@@ -121,6 +114,30 @@ def test_a_gguf_file_whose_tensors_do_not_fit_its_sizes_is_refused(
     write_gguf(file, change)
     with pytest.raises(StartError, match=rf"small\.gguf cannot be converted from GGUF: .*({sentence})"):
         find_model(str(file), tmp_path / "cache")
+
+
+@pytest.mark.usefixtures("converted_here")
+def test_a_gguf_file_that_asks_for_more_than_it_has_is_refused_before_there_is_room_for_it(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "small.gguf", sizes={"feed_forward_length": 2**28})
+    with pytest.raises(StartError, match="its sizes ask for 51539622176 weights, and it has 23840"):
+        find_model(str(tmp_path / "small.gguf"), tmp_path / "cache")
+
+
+def test_a_conversion_ends_with_the_process_that_wants_it(tmp_path: Path) -> None:
+    """Both are stopped first: the conversion could be through before."""
+    write_gguf(tmp_path / "small.gguf")
+    code = f"from {gguf_conversion.__name__} import Path, convert_gguf; convert_gguf(Path('small.gguf'), Path())"
+    parent = psutil.Popen([sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"TMPDIR": str(tmp_path)})
+    end = time.monotonic() + 60
+    while not list(tmp_path.glob("*/model.gguf")):  # it converts
+        assert time.monotonic() < end
+    (child,) = parent.children()
+    child.suspend()
+    parent.kill()
+    parent.wait()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while child.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < end
 
 
 @pytest.fixture
