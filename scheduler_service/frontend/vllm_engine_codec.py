@@ -91,22 +91,26 @@ def _decode_sampling_params(params: vllm.SamplingParams) -> pb.SamplingParams:
 
 
 class StreamedAnswers:
-    """A chunk for what an output gained, and an empty completion when it has ended."""
+    """A chunk for each token that an output gained, and an empty completion when it has ended.
+
+    A gateway that looks for an end of thinking loses what comes behind it in the same chunk (smg 1.13).
+    """
 
     def __init__(self, state: RequestState) -> None:
         self._state = state
 
     def encode(self, delta: OutputDelta) -> Iterator[vllm.GenerateResponse]:
-        if delta.token_ids:
+        num_before = delta.num_output_tokens - len(delta.token_ids)
+        for number, token_id in enumerate(delta.token_ids):
             chunk = vllm.GenerateStreamChunk(
-                token_ids=delta.token_ids,
+                token_ids=[token_id],
                 prompt_tokens=self._state.request.num_prompt_tokens,
-                completion_tokens=delta.num_output_tokens,
+                completion_tokens=num_before + number + 1,
                 cached_tokens=self._state.num_cached_tokens,
                 index=delta.index,
             )
             if delta.logprobs:
-                _add_logprobs(chunk.output_logprobs, delta.logprobs)
+                _add_logprobs(chunk.output_logprobs, delta.logprobs[number : number + 1])
             yield vllm.GenerateResponse(chunk=chunk)
         if delta.status is not None:
             yield vllm.GenerateResponse(complete=_end(vllm.GenerateComplete(), self._state, delta, delta.status))

@@ -6,6 +6,7 @@ import zipfile
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -17,6 +18,8 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.llm import Completion, collect
+from scheduler_service.frontend.streams import OutputDelta
+from scheduler_service.frontend.vllm_engine_codec import StreamedAnswers
 
 PROMPT = [72, 101, 108, 108, 111]
 
@@ -79,6 +82,7 @@ async def answers(stub: Any, request: vllm_engine_pb2.GenerateRequest) -> dict[i
     async for response in stub.Generate(request):
         kind = response.WhichOneof("response")
         assert kind == "complete" or request.stream
+        assert kind == "complete" or len(response.chunk.token_ids) == 1
         message = getattr(response, kind)
         answer = found.setdefault(message.index, Answer())
         assert answer.end is None
@@ -103,6 +107,14 @@ def expected(completion: Completion) -> dict[int, Answer]:
         )
         for index, output in enumerate(completion.outputs)
     }
+
+
+def test_a_chunk_has_one_token_also_where_a_client_is_told_of_several_at_once() -> None:
+    """Otherwise a gateway that reads thoughts loses what comes behind them in a chunk."""
+    state: Any = SimpleNamespace(request=SimpleNamespace(num_prompt_tokens=5), num_cached_tokens=0)
+    delta = OutputDelta(index=1, token_ids=[7, 8, 9], num_output_tokens=10)
+    chunks = [message.chunk for message in StreamedAnswers(state).encode(delta)]
+    assert [(list(chunk.token_ids), chunk.completion_tokens) for chunk in chunks] == [([7], 8), ([8], 9), ([9], 10)]
 
 
 @pytest.fixture
