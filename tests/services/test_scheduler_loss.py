@@ -138,8 +138,9 @@ async def test_a_scheduler_that_is_stopped_hands_its_callers_to_the_next_one(
     first = await asyncio.to_thread(scheduler.start_again, "--grace", grace)
     async with Client(scheduler.target) as client:
         await client.wait_until_serving(60)
-        early = Reading(client, sampling_params({"temperature": 1.0, "n": 2}), asyncio.Event())
-        await until_received(10, early)
+        longest = {"temperature": 1.0, "n": 2, "max_tokens": 220}  # which the worker has room for
+        early = Reading(client, sampling_params(longest), asyncio.Event())
+        await until_received(2, early)
         with halted(worker):  # or the request may be through before the scheduler has heard of its end
             first.process.send_signal(signal.SIGTERM)
             await asyncio.to_thread(first.wait_for, "stopping", 30)
