@@ -8,11 +8,10 @@ from typing import Any, TypeVar
 
 import torch
 from engines import until
-from lora_helpers import slow_down
 from scheduler_in_process import InProcess, scheduler
 from torch import Tensor
 from torch.nn import functional
-from worker_in_process import ServedWorker, worker_in_process
+from worker_in_process import ServedWorker, slow_down, worker_in_process
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client, Embedding

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import product
@@ -99,17 +98,6 @@ async def refusal(client: Client, lora_name: str, **about: Any) -> tuple[grpc.St
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await collect(client, "a", SamplingParams(max_tokens=1), lora_name=lora_name, **about)
     return error.value.code(), str(error.value.details())
-
-
-def slow_down(worker: ServedWorker, seconds: float) -> None:
-    """Each step of it takes so long."""
-    runner, launch = worker.worker.runner, worker.worker.runner.launch
-
-    def slowly(*arguments: Any) -> Any:
-        time.sleep(seconds)
-        return launch(*arguments)
-
-    runner.launch = slowly  # type: ignore[method-assign]
 
 
 LONG = SamplingParams(max_tokens=150, ignore_eos=True, temperature=0)

@@ -19,10 +19,10 @@ from embedding_helpers import (
     tensor,
 )
 from engines import until
-from lora_helpers import slow_down, write_adapter
+from lora_helpers import write_adapter
 from scheduler_in_process import scheduler
 from tiny_encoder import FAMILIES, write_encoder, write_modules
-from worker_in_process import worker_in_process
+from worker_in_process import slow_down, worker_in_process
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import POOLING_ALL, POOLING_CLS, POOLING_LAST, POOLING_MEAN, Client, SamplingParams

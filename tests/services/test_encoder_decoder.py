@@ -10,6 +10,7 @@ import pytest
 from embedding_helpers import assert_nothing_is_left, said_through_a_loss, serving
 from scheduler_in_process import InProcess
 from tiny_encoder_decoder import START, SlowEncoderDecoder, write_adapter, write_encoder_decoder
+from worker_in_process import held_until
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client, EncoderPrompt, SamplingParams
@@ -105,9 +106,10 @@ async def test_outputs_are_the_same_alone_and_together(
     """Twice, so that the second round finds what encoders have read; and every decision can be replayed."""
     monkeypatch.setattr(drafter, "numbers_of_guesses", lambda _, mosts, *__, **___: list(mosts))
     recording = tmp_path / "recording"
-    async with serving(model, scheduling | {"record": recording}, **settings) as (one, _):
+    async with serving(model, scheduling | {"record": recording}, **settings) as (one, worker):
         async with Client(one.target) as client:
-            assert await all_together(client) == alone
+            async with held_until(worker, lambda: len(one.engine.requests) == len(ASKED)):
+                assert await all_together(client) == alone
             assert await all_together(client) == alone
         await assert_nothing_is_left(one)
     moments = list(Replayer().run(recording))
@@ -135,8 +137,9 @@ async def test_outputs_are_the_same_where_urgent_requests_take_the_blocks_of_oth
         return [found[index] for index in sorted(found)]
 
     scheduling = {"policy": "priority", "preemption_mode": mode}
-    async with serving(model, scheduling, num_device_blocks=26) as (one, _), Client(one.target) as client:
-        found = await asyncio.gather(*(tokens(client, number) for number in range(len(ASKED))))
+    async with serving(model, scheduling, num_device_blocks=26) as (one, worker), Client(one.target) as client:
+        async with held_until(worker, lambda: len(one.engine.requests) == len(ASKED)):
+            found = await asyncio.gather(*(tokens(client, number) for number in range(len(ASKED))))
         assert found == [[token_ids for token_ids, _, _ in outputs] for outputs in alone]
         assert_preempted(one, mode)
         await assert_nothing_is_left(one)
@@ -150,8 +153,9 @@ async def test_with_a_cache_in_8_bits_outputs_are_the_same_through_swaps_recompu
         alone = [await shown(client, *asked) for asked in ASKED]
     for mode in ("swap", "recompute"):
         scheduling = {"preemption_mode": mode}
-        async with serving(model, scheduling, num_device_blocks=26, **narrow) as (one, _), Client(one.target) as client:
-            assert await all_together(client) == alone
+        async with serving(model, scheduling, num_device_blocks=26, **narrow) as (one, worker):
+            async with Client(one.target) as client, held_until(worker, lambda: len(one.engine.requests) == len(ASKED)):
+                assert await all_together(client) == alone
             assert_preempted(one, mode)
     assert await said_through_a_loss(model, all_together, **narrow) == alone
 

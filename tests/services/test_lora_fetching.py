@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 import pytest
 from engines import until
-from lora_helpers import LONG, refusal, serving, slow_down, write_adapter, write_three
+from lora_helpers import LONG, refusal, serving, write_adapter, write_three
 from scheduler_in_process import scheduler
-from worker_in_process import worker_in_process
+from worker_in_process import slow_down, worker_in_process
 
 from pagewire_client import Client, SamplingParams
 from pagewire_client.admin import Admin

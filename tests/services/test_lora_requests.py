@@ -20,12 +20,11 @@ from lora_helpers import (
     outputs,
     refusal,
     serving,
-    slow_down,
     write_adapter,
     write_three,
 )
 from scheduler_in_process import scheduler
-from worker_in_process import worker_in_process
+from worker_in_process import held_until, slow_down, worker_in_process
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.admin_service_pb2 import FinishedRequest
@@ -75,8 +74,9 @@ async def test_outputs_of_adapters_are_the_same_alone_and_together(
     expected = list(alone.values())
     assert len({str(alone[str((PROMPTS[0], name, KINDS["greedy"]))]) for name in NAMES}) == 4
     recording = tmp_path / "recording"
-    async with serving(tiny_model_directory, adapters, recording, **settings) as (one, _):
-        async with Client(one.target) as client:
+    async with serving(tiny_model_directory, adapters, recording, **settings) as (one, served):
+        here = held_until(served, lambda: len(one.engine.requests) == len(ASKED))
+        async with Client(one.target) as client, here:
             assert await all_together(client, ASKED) == expected
         await until(lambda: not one.engine.requests)
         counts, each = one.engine.adapters.counts, len(ASKED) // len(NAMES)

@@ -7,8 +7,8 @@ import grpc
 import pytest
 from embedding_helpers import assert_nothing_is_left, encoder_settings, serving
 from engines import until
-from lora_helpers import slow_down
 from tiny_encoder import write_encoder
+from worker_in_process import slow_down
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import POOLING_ALL, Client

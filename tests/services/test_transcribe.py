@@ -10,7 +10,6 @@ import pytest
 import torch
 from embedding_helpers import assert_nothing_is_left, said_through_a_loss, serving
 from engines import until
-from lora_helpers import slow_down
 from scheduler_in_process import scheduler
 from sounds import file_of, samples, two_hours, wav
 from tiny_encoder_decoder import (
@@ -26,7 +25,7 @@ from tiny_encoder_decoder import (
     WRITE,
     write_whisper,
 )
-from worker_in_process import worker_in_process
+from worker_in_process import slow_down, worker_in_process
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client, EncoderPrompt, SamplingParams, Sound

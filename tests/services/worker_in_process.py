@@ -1,10 +1,15 @@
 """A real worker in this process."""
 
-from collections.abc import AsyncIterator
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from engines import until
 
 from pagewire.v1.worker_service_pb2_grpc import add_WorkerServiceServicer_to_server
 from pagewire_common.server import GrpcServer
@@ -38,3 +43,37 @@ async def worker_in_process(model: Path, listen: str = "127.0.0.1:0", **settings
         yield ServedWorker(address, server, worker)
     finally:
         await server.server.stop(None)
+
+
+def slow_down(worker: ServedWorker, seconds: float) -> None:
+    """Each step of it takes so long."""
+    runner, launch = worker.worker.runner, worker.worker.runner.launch
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return launch(*arguments)
+
+    runner.launch = slowly  # type: ignore[method-assign]
+
+
+@asynccontextmanager
+async def held_until(worker: ServedWorker, condition: Callable[[], object]) -> AsyncIterator[None]:
+    """It computes no step before: where all requests are in flight first, none is through before another comes."""
+    runner, launch, come = worker.worker.runner, worker.worker.runner.launch, threading.Event()
+
+    def held(*arguments: Any) -> Any:
+        come.wait()
+        return launch(*arguments)
+
+    async def release() -> None:
+        await until(condition)
+        come.set()
+
+    runner.launch = held  # type: ignore[method-assign]
+    releasing = asyncio.create_task(release())
+    try:
+        yield
+    finally:
+        releasing.cancel()
+        come.set()
+        runner.launch = launch  # type: ignore[method-assign]

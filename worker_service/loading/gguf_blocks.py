@@ -154,12 +154,17 @@ class GgufBlocks(Mapping[str, GroupedWeight]):
         return iter(self._types)
 
     def digest(self) -> str:
-        """SHA-256, in hexadecimal, of all of them. Raises StartError."""
-        try:
-            with open(self._file, "rb") as stream:
-                return hashlib.file_digest(stream, "sha256").hexdigest()
-        except OSError as error:
-            raise StartError(f"cannot read {self._file}: {error.strerror}") from error
+        """SHA-256, in hexadecimal, of all of them, however the file orders them. Raises StartError."""
+        # The library writes metadata in another order each time, and workers that converted a model shall agree.
+        digest = hashlib.sha256()
+        for name, kind in sorted(self._types.items()):
+            try:
+                rows = self._blocks.get_tensor(name)
+            except SafetensorError as error:
+                raise StartError(f"{self._file}: {name}: {error}") from error
+            digest.update(f"{name} {kind} {rows.dtype} {list(rows.shape)}\n".encode())
+            digest.update(rows.flatten().view(torch.uint8).numpy())
+        return digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self._types)

@@ -136,3 +136,20 @@ def test_blocks_of_no_known_type_are_refused(types: dict[str, str] | None, reaso
     save_file({"a": torch.zeros(2, 144, dtype=torch.uint8)}, tmp_path / FILE, types)
     with pytest.raises(StartError, match=f"{FILE} cannot be read: {reason}"):
         GgufBlocks(tmp_path)
+
+
+def test_the_digest_is_of_the_blocks_however_the_file_orders_them(tmp_path: Path) -> None:
+    """safetensors writes metadata in another order each time, and workers that converted a file serve together."""
+    names = [f"layer {number}" for number in range(8)]
+    rows = {name: torch.full((2, 144), number, dtype=torch.uint8) for number, name in enumerate(names)}
+    others = rows | {names[0]: rows[names[1]], names[1]: rows[names[0]]}
+
+    def digest(blocks: dict[str, torch.Tensor], types: dict[str, str]) -> str:
+        save_file(blocks, tmp_path / FILE, types)
+        return GgufBlocks(tmp_path).digest()
+
+    types = dict.fromkeys(names, "Q4_K")
+    assert len({digest(rows, types) for _ in range(8)}) == 1
+    assert (
+        len({digest(blocks, kinds) for blocks in (rows, others) for kinds in (types, types | {names[0]: "Q4_0"})}) == 4
+    )
