@@ -83,7 +83,8 @@ def _build(name: str, folder: Path) -> None:
     from torch.utils.cpp_extension import load
 
     folder.mkdir()
-    flags = ["-O3", "-fno-math-errno", *INSTRUCTION_SETS[name].flags]
+    # Hidden, or libraries of several instruction sets in one process would share their static variables.
+    flags = ["-O3", "-fno-math-errno", "-fvisibility=hidden", *INSTRUCTION_SETS[name].flags]
     load("pagewire_cpu", _SOURCES, extra_cflags=flags, build_directory=str(folder))
 
 

@@ -248,9 +248,9 @@ inline void put_tile(
   }
 }
 
-template <int kRows, typename Block, typename Numbers>
+template <int kRows, typename Block, typename Numbers, typename Next>
 inline void multiply_grouped_tile(
-    const Block* weights, Numbers numbers_of, Ahead ahead, const Int8Rows& x, const Sizes& sizes,
+    const Block* weights, Numbers numbers_of, Next next, const Int8Rows& x, const Sizes& sizes,
     const at::BFloat16* bias, const Results& out, int64_t row, int64_t panel) {
   constexpr int64_t kFours = kGroup / 4 / Block::kScales;
   const int8_t* numbers = x.numbers.data() + row * x.groups * kGroup;
@@ -262,7 +262,7 @@ inline void multiply_grouped_tile(
   for (int64_t group = 0; group < x.groups; ++group) {
     const Block& block = weights[group / Block::kGroups];
     const auto& own = block.groups[group % Block::kGroups];
-    ahead.fetch();
+    next.fetch();
     for (int64_t part = 0; part < Block::kScales; ++part) {
       const int64_t half = Block::kScales == 1 ? 0 : 1 + part;
       Ints dots[kRows][kPanelVectors];
@@ -304,15 +304,17 @@ void multiply_grouped(
   for_panels<kGroupedTileRows>(sizes, [&](const auto& chunk, int64_t panel) {
     const int64_t blocks = rounded.groups / Block::kGroups;
     const Block* own = weights + panel * blocks;
+    const auto multiply_tile = [&](const auto& numbers, int64_t tile, auto next) {
+      chunk.for_rows(tile, [&](auto rows, int64_t first) {
+        multiply_grouped_tile<decltype(rows)::value>(own, numbers, next, rounded, sizes, bias, out, first, panel);
+      });
+    };
     const auto multiply_tiles = [&](const auto& numbers) {
-      for (int64_t tile = 0; tile < chunk.tiles(); ++tile) {
-        const Ahead ahead(own + blocks, blocks, tile, chunk.tiles(), rounded.groups);
-        chunk.for_rows(tile, [&](auto rows, int64_t first) {
-          multiply_grouped_tile<decltype(rows)::value>(own, numbers, ahead, rounded, sizes, bias, out, first, panel);
-        });
-      }
+      for (int64_t tile = 0; tile < chunk.tiles(); ++tile)
+        multiply_tile(numbers, tile, Ahead(own + blocks, blocks, tile, chunk.tiles(), rounded.groups));
     };
     const PackedNumbers<Block> packed{own};
+    if (chunk.tiles() == 1) return multiply_tile(packed, 0, NothingAhead());
     if (kIsCostly<Block> && chunk.tiles() > kMaxPackedTiles) return multiply_tiles(widen_numbers(packed, rounded.groups));
     multiply_tiles(packed);
   });

@@ -97,6 +97,11 @@ class Ahead {
   int64_t bytes_a_stretch_;
 };
 
+// For a single tile. Beside an `Ahead` that fetches nothing, 1 to 4 rows of Q4_K took 1.02 to 1.1 times as long.
+struct NothingAhead {
+  PAGEWIRE_INLINE void fetch() {}
+};
+
 #if defined(__AVX512BF16__)
 
 constexpr int64_t kTileRows = 12;
