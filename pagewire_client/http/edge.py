@@ -258,6 +258,7 @@ class Edge:
         client's calls. Raises HttpError."""
         fields = read_object(body)
         parses = fields.pop(PARSE, False)
+        fields.pop("rid", None)  # by which the gateway would name the request, and not by the name that it is given
         unread = take_out(fields, self._model)
         try:
             if parses is not True:
@@ -287,13 +288,16 @@ class Edge:
             kept = {field: value for field, value in answer.headers.items() if _is_for_clients(field.lower())}
             response = web.StreamResponse(status=answer.status, headers=kept)
             await response.prepare(request)
-            rest = b""
+            line: list[bytes] = []  # a whole answer may be one of many megabytes
             async for piece in answer.content.iter_any():
                 if unread.lora_name:
-                    lines, newline, rest = (rest + piece).rpartition(b"\n")
-                    piece = unread.named_in(lines + newline, self._model)
+                    lines, newline, rest = piece.rpartition(b"\n")
+                    line.append(lines + newline if newline else rest)
+                    if not newline:
+                        continue
+                    piece, line = unread.named_in(b"".join(line), self._model), [rest]
                 await write(response, piece)
-            await write(response, unread.named_in(rest, self._model))
+            await write(response, unread.named_in(b"".join(line), self._model))
             await end(response)
             return response
 

@@ -92,6 +92,10 @@ async def test_what_is_asked_for_rightly_is_200(url: str, route: str) -> None:
     assert await status(url, route, "no adapter", model="two") == 200
 
 
+async def test_a_chat_may_bring_a_name_of_the_gateways_kind(url: str) -> None:
+    assert await status(url, "/v1/chat/completions", rid="mine") == 200
+
+
 @each_route
 @pytest.mark.parametrize(
     "wrong",

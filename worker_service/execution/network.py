@@ -231,6 +231,10 @@ class Network:
                 )
             if self.ranks.size > 1:
                 raise StartError("--tensor-parallel-size: weights that are stored quantised cannot be cut")
+            if (family := self.checkpoint.config.get("model_type")) in _TRANSPOSED:
+                raise StartError(
+                    f"weights of {family} that are stored quantised are not read: its layers are transposed"
+                )
             if not self._packs_stored:
                 log.warning(f"the quantised weights are widened to {self.dtype}: these kernels do not multiply by them")
         if self.quantization == "none":
@@ -251,6 +255,10 @@ class Network:
             GgufBlocks(self.checkpoint.path)
             if self.ranks.size > 1:
                 raise StartError("--quantization gguf is for workers of one process: its blocks cannot be cut")
+
+
+_TRANSPOSED = ("gpt2", "openai-gpt")
+"""Families whose layers are stored as [inputs, outputs], and quantised the other way around."""
 
 
 def _widened(tensors: Mapping[str, torch.Tensor], quantized: Quantized) -> dict[str, torch.Tensor]:

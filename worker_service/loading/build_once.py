@@ -5,6 +5,7 @@ folder that a killed process left half-built has another name; the next builder 
 """
 
 import fcntl
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -22,10 +23,14 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with open(folder.with_name(folder.name + ".lock"), "w") as lock:
+        # For reading: it may be another user's.
+        lock = os.open(folder.with_name(folder.name + ".lock"), os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it if this process dies
             if not folder.is_dir():
                 _build(folder, build)
+        finally:
+            os.close(lock)
     except OSError as error:
         raise StartError(f"cannot write to the cache folder {folder.parent}: {error}") from error
     return folder

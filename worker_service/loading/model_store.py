@@ -15,6 +15,7 @@ import structlog
 from pagewire_common.start_error import StartError
 from worker_service.loading.build_once import build_once
 from worker_service.loading.default_model import GGUF_SHA256, build_default_model
+from worker_service.loading.file_version import check_unchanged, version_of
 from worker_service.loading.gguf_conversion import VERSION, convert_gguf
 
 log = structlog.get_logger()
@@ -55,7 +56,9 @@ def _convert(file: Path, cache: Path) -> Path:
     def build(folder: Path) -> None:
         log.info("converting from GGUF, once", file=str(file))
         convert_gguf(file, folder)
+        check_unchanged(file, version)  # or another model would be found by this one's digest
 
+    version = version_of(file)
     try:
         with open(file, "rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()

@@ -128,6 +128,8 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
                 zeros = self._matrix(layer, "weight_zero_point")
                 if zeros.dtype is torch.int8:
                     zeros = zeros.int() + (1 << bits - 1)
+                elif len(zeros) != -(-outputs * bits // 32):
+                    raise ValueError(f"{list(zeros.shape)} words do not hold zero points of {outputs} outputs")
                 else:  # words hold neighbouring outputs here
                     zeros = _unpacked(zeros.T, bits).flatten(1)[:, :outputs].T
         scales = _of_outputs(scales, len(numbers))

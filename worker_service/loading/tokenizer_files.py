@@ -17,6 +17,7 @@ NAMES = (
     "generation_config.json",
 )
 _SLOW = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
+_TEXTS = (".json", ".jinja", ".model", ".txt")
 _PIECE_BYTES = 1 << 20
 
 
@@ -28,10 +29,9 @@ def find_tokenizer_files(path: Path, cache: Path, *, may_lack: bool = False) -> 
     """
     files = {name: path / name for name in NAMES if (path / name).is_file()}
     if "tokenizer.json" not in files:
-        sources = _older_tokenizer(path)
-        if not sources and may_lack:
+        if may_lack and not _has_older_tokenizer(path):
             return list(files.values())
-        converted = _convert(path, sources, cache)
+        converted = _convert(path, cache)
         files |= {name: converted / name for name in NAMES if (converted / name).is_file()}
     return list(files.values())
 
@@ -56,14 +56,12 @@ def read_pieces(files: list[Path]) -> Iterator[tuple[str, bytes]]:
                     break
 
 
-def _older_tokenizer(path: Path) -> list[Path]:
-    """The files that make up a tokenizer of an older kind; none where there is none."""
-    sources = [path / name for name in (*_SLOW, "tokenizer_config.json") if (path / name).is_file()]
-    return sources if any(source.name in _SLOW for source in sources) else []
+def _has_older_tokenizer(path: Path) -> bool:
+    return any((path / name).is_file() for name in _SLOW)
 
 
-def _convert(path: Path, sources: list[Path], cache: Path) -> Path:
-    if not sources:
+def _convert(path: Path, cache: Path) -> Path:
+    if not _has_older_tokenizer(path):
         raise StartError(f"{path} has no tokenizer: there is no tokenizer.json and nothing to make one of")
 
     def build(folder: Path) -> None:
@@ -78,7 +76,10 @@ def _convert(path: Path, sources: list[Path], cache: Path) -> Path:
         if not (folder / "tokenizer.json").is_file():
             raise StartError(f"the tokenizer in {path} has no form as tokenizer.json")
 
+    # The library also reads added tokens, special ones and the kind of model, in files of other names.
     digest = hashlib.sha256()
-    for source in sources:
-        digest.update(source.read_bytes())
+    for file in sorted(file for file in path.iterdir() if file.suffix in _TEXTS and file.is_file()):
+        content = file.read_bytes()
+        digest.update(f"{file.name} {len(content)}\n".encode())
+        digest.update(content)
     return build_once(cache / "tokenizers" / digest.hexdigest(), build)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pagewire_common.start_error import StartError
+from worker_service.loading.file_version import check_unchanged, version_of
 from worker_service.loading.json_file import read_json
 from worker_service.loading.safetensors_header import SafetensorsHeader, StoredTensor, read_header
 from worker_service.loading.tensor_digests import tensor_digests
@@ -43,7 +44,7 @@ class WeightFiles:
                 raise StartError(f"{named(str(file))}{by} does not exist; the weights must be safetensors")
             if not os.access(file, os.R_OK):
                 raise StartError(f"{file} may not be read by this user")
-        self._versions = [_version(file) for file in self._files]
+        self._versions = [version_of(file) for file in self._files]
 
     @cached_property
     def _headers(self) -> dict[Path, SafetensorsHeader]:
@@ -130,21 +131,11 @@ class WeightFiles:
     def _check_unchanged(self) -> None:
         """Headers, digests and weights are read at different times, and must be of the same files."""
         for file, version in zip(self._files, self._versions, strict=True):
-            if _version(file) != version:
-                raise StartError(f"{file} was changed while it was read; start again once it is complete")
+            check_unchanged(file, version)
 
     def _find(self, name: str) -> StoredTensor | None:
         """Files of a network saved without its head, as GPT-2's, lack the first part of each name."""
         return self._tensors.get(name) or self._tensors.get(name.partition(".")[2])
-
-
-def _version(file: Path) -> tuple[int, ...]:
-    """Values that change when a file's content changes."""
-    try:
-        found = file.stat()
-    except OSError as error:
-        raise StartError(f"cannot read {file}: {error.strerror}") from error
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _read_index(file: Path) -> dict[str, str]:

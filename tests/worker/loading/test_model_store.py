@@ -73,6 +73,18 @@ def converted_here(monkeypatch: pytest.MonkeyPatch) -> None:
     convert_in_this_process(monkeypatch)
 
 
+def test_a_gguf_file_that_changes_while_it_is_converted_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or what it became would be found by what it was."""
+    file = tmp_path / "small.gguf"
+    file.write_bytes(b"first")
+    monkeypatch.setattr(model_store, "convert_gguf", lambda file, folder: file.write_bytes(b"another"))
+    with pytest.raises(StartError, match="was changed while it was read"):
+        find_model(str(file), tmp_path / "cache")
+    assert not [entry for entry in (tmp_path / "cache" / "models").iterdir() if entry.is_dir()]
+
+
 @pytest.mark.usefixtures("converted_here")
 def test_a_gguf_file_is_converted_once(tmp_path: Path) -> None:
     file = tmp_path / "small.gguf"
@@ -238,6 +250,15 @@ def test_a_failed_build_leaves_nothing_and_can_be_tried_again(tmp_path: Path) ->
     assert build_once(tmp_path / "folder", lambda folder: None).is_dir()
 
 
+def test_a_lock_that_may_only_be_read_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a build by another account. (Root may write to all files, so flags are looked at.)"""
+    (tmp_path / "folder.lock").touch()
+    opened, truly = list[int](), os.open
+    monkeypatch.setattr(os, "open", lambda *given: (opened.append(given[1]), truly(*given))[1])
+    assert build_once(tmp_path / "folder", lambda folder: None).is_dir()
+    assert [flags & os.O_ACCMODE for flags in opened] == [os.O_RDONLY]
+
+
 def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StartError, match="cannot write to the cache folder"):
@@ -265,6 +286,31 @@ def test_an_older_tokenizer_is_converted(tmp_path: Path) -> None:
     files = {file.name: file for file in find_tokenizer_files(model, tmp_path / "cache")}
     assert files["tokenizer.json"].is_relative_to(tmp_path / "cache")
     assert files["config.json"] == model / "config.json"
+
+
+@pytest.mark.parametrize("name", ["added_tokens.json", "special_tokens_map.json", "config.json"])
+def test_an_older_tokenizer_is_known_by_all_of_its_files(name: str, tmp_path: Path) -> None:
+    """Or the second of two models with the same vocabulary would be served with the tokenizer of the first."""
+    texts = {
+        "config.json": '{"model_type": "gpt2"}',
+        "vocab.json": '{"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}',
+        "merges.txt": "#version: 0.2\na b\n",
+    }
+    other = {
+        "added_tokens.json": '{"<tool>": 4}',
+        "special_tokens_map.json": '{"additional_special_tokens": ["ab"]}',
+        "config.json": '{"model_type": "roberta"}',
+    }
+    found = []
+    for number, given in enumerate((texts, texts | {name: other[name]}, texts)):
+        model = tmp_path / f"model {number}"
+        model.mkdir()
+        for file, text in given.items():
+            (model / file).write_text(text)
+        files = {file.name: file for file in find_tokenizer_files(model, tmp_path / "cache")}
+        found.append(files["tokenizer.json"])
+    assert found[0] == found[2]
+    assert found[0].read_text() != found[1].read_text()
 
 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

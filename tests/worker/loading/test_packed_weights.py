@@ -12,6 +12,7 @@ from prompt_scores import prompt_logprobs, worker_settings
 from safetensors.torch import load_file, save_file
 from tiny_model import write_byte_tokenizer, write_tiny_llama
 from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from pagewire_common.start_error import StartError
 from worker_service.execution.worker import load_worker
@@ -384,6 +385,30 @@ def test_packed_numbers_of_another_number_of_bits_are_refused(tmp_path: Path) ->
     found = write(tmp_path, PACKED, {f"a.{part}": tensor for part, tensor in tensors.items()})
     with pytest.raises(StartError, match="words do not hold"):
         found["a.weight"]
+
+
+def test_zero_points_that_are_no_words_of_outputs_are_refused(tmp_path: Path) -> None:
+    tensors = compressed(Layer.draw(24, 128, 4, 4)) | {"weight_zero_point": torch.zeros(24, 4, dtype=torch.int32)}
+    found = write(tmp_path, PACKED, {f"a.{part}": tensor for part, tensor in tensors.items()})
+    with pytest.raises(StartError, match=r"\[24, 4\] words do not hold zero points of 24 outputs"):
+        found["a.weight"]
+
+
+def test_a_family_with_transposed_layers_is_refused(tmp_path: Path) -> None:
+    """GPTQ stores those of GPT-2 the other way around, and a square one would be taken as it is."""
+    GPT2LMHeadModel(GPT2Config(vocab_size=259, n_embd=64, n_layer=1, n_head=4, n_positions=64)).save_pretrained(
+        tmp_path
+    )
+    write_byte_tokenizer(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["transformer.h.0.attn.c_proj.weight"]
+    parts = gptq(Layer.draw(64, 64, 2, 4))
+    tensors |= {f"transformer.h.0.attn.c_proj.{part}": tensor for part, tensor in parts.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": of_gptq(4)}))
+    with pytest.raises(StartError, match="weights of gpt2 that are stored quantised are not read"):
+        load_worker(worker_settings(tmp_path, dtype="float32"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,0 +1,23 @@
+"""Whether a file that is read several times is still the same."""
+
+from pathlib import Path
+
+from pagewire_common.start_error import StartError
+
+Version = tuple[int, ...]
+"""Values that change when a file's content changes."""
+
+
+def version_of(file: Path) -> Version:
+    """Raises StartError where there is none."""
+    try:
+        found = file.stat()
+    except OSError as error:
+        raise StartError(f"cannot read {file}: {error.strerror}") from error
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def check_unchanged(file: Path, version: Version) -> None:
+    """Raises StartError if the file has another version."""
+    if version_of(file) != version:
+        raise StartError(f"{file} was changed while it was read; start again once it is complete")
