@@ -6,8 +6,9 @@ The limit is the time to read the weights that a step needs, and the keys and va
 bandwidth of a copy that is measured in the same run. Times are from one answer to the next, and figures are medians
 over steps. For "step" each step is launched before the previous one has finished, as when a scheduler sends steps
 ahead; for "alone" it is launched afterwards. A second table has steps whose sequences have an adapter of rank 16 each,
-one of four, and steps that verify four guesses of each sequence, all of them wrong, launched alone. All of it is done
-twice, by the fastest kernels and by those of `--batch-invariant`, whose cost is stated, of prompts too.
+one of four, and steps that verify four guesses of each sequence, all of them wrong, launched alone. A third has steps
+in which a prompt, or what is new of it, is computed beside the decodes of 31 sequences. All of it is done twice, by the
+fastest kernels and by those of `--batch-invariant`, whose cost is stated, of prompts too.
 """
 
 import json
@@ -15,8 +16,9 @@ import statistics
 import sys
 import time
 from array import array
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,6 +40,18 @@ BATCHES = (1, 32, 256)
 CONTEXT = 1024
 NUM_STEPS = 24
 NUM_GUESSES = 4
+
+
+class Prompt(NamedTuple):
+    """One that is computed in a step."""
+
+    num_tokens: int
+    behind: int
+    """Tokens that were computed before."""
+
+
+PROMPTS = (Prompt(32, 0), Prompt(128, 0), Prompt(224, 0), Prompt(32, CONTEXT), Prompt(224, CONTEXT))
+BESIDE = 31
 ROOM = AdapterRoom(num_slots=4, max_rank=16, max_loaded=4)
 BLOCK_SIZE = 16
 
@@ -73,7 +87,7 @@ def measure_worker(device: torch.device, bandwidth: float, *, batch_invariant: b
     model.pack()
     weight_bytes = sum(tensor.nbytes for name, tensor in tensors.items() if "embed" not in name)
     shape = CacheShape(config.num_layers, BLOCK_SIZE, config.num_kv_heads, config.head_dim, torch.bfloat16)
-    blocks_each = -(-(CONTEXT + NUM_STEPS + 1 + NUM_GUESSES) // BLOCK_SIZE)
+    blocks_each = -(-(CONTEXT + max(NUM_STEPS + 1 + NUM_GUESSES, *(one.num_tokens for one in PROMPTS))) // BLOCK_SIZE)
     limits = Limits(BLOCK_SIZE, max(BATCHES) * blocks_each, 0, config.vocabulary_size, 8192, 2048, max(BATCHES))
     speed = measure_prefill(model, shape, device, limits.max_num_batched_tokens, 1)
     engine = CacheEngine(shape, limits.num_device_blocks, 0, device)
@@ -85,7 +99,6 @@ def measure_worker(device: torch.device, bandwidth: float, *, batch_invariant: b
         engine.device_blocks,
         limits.max_num_seqs,
         limits.max_model_len,
-        num_guesses=NUM_GUESSES,
         has_adapters=True,
     )
     capture_seconds = time.perf_counter() - began
@@ -115,7 +128,13 @@ def measure_worker(device: torch.device, bandwidth: float, *, batch_invariant: b
             f"{batch:>9}{result['adapters_ms']:>9.2f} ms{result['adapters_eager_ms']:>13.2f} ms"
             f"{result['guesses_ms']:>9.2f} ms{result['guesses_eager_ms']:>13.2f} ms"
         )
-    return {"prefill_tokens_per_second": speed, "steps": results}
+    say(f"{'prompt':>9}{'behind':>9}{'31 decodes':>13}{'without graphs':>16}")
+    mixed: list[dict[str, float]] = []
+    for prompt in PROMPTS:
+        times = [measure(runner, limits, BESIDE, prompt=prompt) for runner in (replayed, launched)]
+        say(f"{prompt.num_tokens:>9}{prompt.behind:>9}{times[0]:>10.2f} ms{times[1]:>13.2f} ms")
+        mixed.append(prompt._asdict() | {"step_ms": times[0], "eager_ms": times[1]})
+    return {"prefill_tokens_per_second": speed, "steps": results, "with_prompts": mixed}
 
 
 def random_adapters(model: CausalModel) -> Adapters:
@@ -143,11 +162,16 @@ def measure(
     ahead: bool = False,
     has_adapters: bool = False,
     num_guesses: int = 0,
+    prompt: Prompt | None = None,
 ) -> float:
-    """Median milliseconds from the end of a step to the end of the next one; num_guesses: for each sequence."""
+    """Median milliseconds from the end of a step to the end of the next one.
+
+    num_guesses: for each sequence; prompt: one more sequence in each step, which leaves after it.
+    """
     session = Session(1, limits)
     blocks = torch.randperm(limits.num_device_blocks, generator=torch.Generator().manual_seed(0))
-    new = tuple(
+    tables = blocks.view(max(BATCHES), -1).tolist()
+    decodes = tuple(
         NewSequence(
             sequence_id=number,
             token_ids=array(TOKENS, range(CONTEXT)),
@@ -157,15 +181,18 @@ def measure(
             sampling=SamplingParams(),
             adapter=str(number % ROOM.num_slots) if has_adapters else "",
         )
-        for number, table in enumerate(blocks.view(max(BATCHES), -1)[:batch].tolist())
+        for number, table in enumerate(tables[:batch])
     )
-    ids, counts, samples = tuple(range(batch)), (1 + num_guesses,) * batch, (True,) * batch
+    ids, counts = tuple(range(batch)), (1 + num_guesses,) * batch
     rooms = (num_guesses,) * batch if num_guesses else ()
     running: RunningStep | None = None
     ends = []
     for step_id in range(1, NUM_STEPS + 1):
-        output = SchedulerOutput(1, step_id, new if step_id == 1 else (), ids, counts, samples, num_draft_tokens=rooms)
-        assert step_id == 1 or num_guesses or session.follows_unseen(output)
+        new = decodes if step_id == 1 else ()
+        output = SchedulerOutput(1, step_id, new, ids, counts, (True,) * batch, num_draft_tokens=rooms)
+        if prompt is not None:
+            output = with_prompt(output, prompt, tables[batch])
+        assert step_id == 1 or num_guesses or prompt or session.follows_unseen(output)
         if running is not None and not ahead:
             ends.append(finish(session, running))
             running = None
@@ -175,6 +202,27 @@ def measure(
         if before is not None:
             ends.append(finish(session, before))
     return 1e3 * statistics.median(later - earlier for earlier, later in pairwise(ends[4:]))
+
+
+def with_prompt(output: SchedulerOutput, prompt: Prompt, table: list[int]) -> SchedulerOutput:
+    """The same step with a new sequence, in the same blocks as that of the step before."""
+    number, last = BESIDE + output.step_id, prompt.behind + prompt.num_tokens
+    new = NewSequence(
+        sequence_id=number,
+        token_ids=array(TOKENS, range(last)),
+        num_prompt_tokens=last,
+        num_computed_tokens=prompt.behind,
+        block_ids=array(TOKENS, table),
+        sampling=SamplingParams(),
+    )
+    return replace(
+        output,
+        new_sequences=(*output.new_sequences, new),
+        sequence_ids=(*output.sequence_ids, number),
+        num_scheduled_tokens=(*output.num_scheduled_tokens, prompt.num_tokens),
+        samples=(*output.samples, True),
+        finished=(number - 1,) if output.step_id > 1 else (),
+    )
 
 
 def finish(session: Session, running: RunningStep) -> float:

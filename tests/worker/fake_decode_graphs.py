@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from stepped_worker import MAX_NUM_ROWS
 from torch import Tensor
 from worker_helpers import LIMITS
 
@@ -61,15 +62,14 @@ class WithoutPadding:
 
 
 def with_fake_graphs(
-    runner: ModelRunner, limits: Limits = LIMITS, num_guesses: int = 0, record: FakeGraphs | None = None
+    runner: ModelRunner, limits: Limits = LIMITS, max_num_rows: int = MAX_NUM_ROWS, record: FakeGraphs | None = None
 ) -> ModelRunner:
     """A runner over the same model and cache, which replays fakes."""
     graphs = DecodeGraphs(
         cast(CausalModel, WithoutPadding(runner.model)),
         runner.cache_engine.device_blocks,
-        limits.max_num_seqs,
+        max(limits.max_num_seqs, max_num_rows),
         limits.max_model_len,
-        num_guesses=num_guesses,
         has_adapters=runner.adapters is not None and runner.adapters.room.num_slots > 0,
         record=record or FakeGraphs(),
     )

@@ -27,6 +27,8 @@ from worker_service.session.session import ScheduledChunk, Session
 from worker_service.session.step import TOKENS, Limits, ModelOutput, NewSequence, SchedulerOutput
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+MAX_NUM_ROWS = 64
+"""Of the largest graph."""
 PROMPT = [(7 * number * number + 3) % 131 for number in range(37)]
 
 
@@ -38,13 +40,11 @@ def load_runner(
     ranks: Ranks = ALONE,
     room: AdapterRoom = NO_ADAPTERS,
     cache_dtype: torch.dtype | None = None,
-    num_guesses: int = 0,
     *,
     batch_invariant: bool = False,
 ) -> ModelRunner:
     """A runner over a pool that is NaN wherever nothing was stored; graphs: where there can be some; ranks: of native
-    networks alone; room: for adapters; cache_dtype: of the pool, if it is another; num_guesses: for one sequence,
-    which graphs have rows for; batch_invariant: of native networks.
+    networks alone; room: for adapters; cache_dtype: of the pool, if it is another; batch_invariant: of native networks.
     """
     checkpoint = Checkpoint(path)
     config = read_config(checkpoint.config)
@@ -62,9 +62,8 @@ def load_runner(
         decode_graphs = DecodeGraphs(
             model,
             engine.device_blocks,
-            LIMITS.max_num_seqs,
+            MAX_NUM_ROWS,
             LIMITS.max_model_len,
-            num_guesses=num_guesses,
             has_adapters=room.num_slots > 0,
         )
     return ModelRunner(model, engine, decode_graphs, adapters=adapters)

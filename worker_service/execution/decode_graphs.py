@@ -1,9 +1,10 @@
-"""Decode steps as CUDA graphs: a forward pass of hundreds of kernels is launched at once.
+"""Steps as CUDA graphs: a forward pass of hundreds of kernels is launched at once.
 
 On an H200 a decode of an 8-billion-parameter Llama takes 4.5 ms as a graph and 12.2 ms when each kernel is launched
-from Python. One graph is captured for each of a few numbers of rows; a step that verifies guesses has a row for each
-token, and is replayed from the same graphs. The largest comes first, so that the others reuse its memory. Logits and
-sampling stay outside, because the rows that need them change from step to step.
+from Python. One graph is captured for each of a few numbers of rows. Every token has a row, so a step that verifies
+guesses, and one with a short prompt or a prompt's last tokens beside decodes, is replayed from the same graphs. The
+largest comes first, so that the others reuse its memory. Logits and sampling stay outside, because the rows that need
+them change from step to step.
 
 What adapters add takes two more kernels for each product, 256 in a pass of 32 layers. Where a worker has slots for
 adapters there are therefore two graphs of each size, one with these kernels and one without, so that a step of the base
@@ -12,10 +13,11 @@ driver keeps of its launches. No launch depends on the adapters: slots and ranks
 
 Likewise there are two graphs of each size from 8 rows on where kernels attend together to what rows share
 (`worker_service.execution.shared_prefixes`): one for steps whose rows share enough, with a launch more in each layer,
-and one for all others, which do without. Steps that are launched kernel by kernel share nothing: without a graph a step
-loses more than it could gain.
+and one for all others, which do without. The tokens of a question behind a long prompt are such rows too. Steps that
+are launched kernel by kernel share nothing: without a graph a step loses more than it could gain.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -34,11 +36,12 @@ from worker_service.progress import count_progress
 from worker_service.session.session import ScheduledChunk
 from worker_service.settings import WorkerSettings
 
-_FEW_ROWS = 64
-"""Rows of the largest graph of a worker that guesses, where `max_num_seqs` is less. Guesses are worth verifying while a
-step is small; how far that goes on a GPU was not measured."""
+_PROMPT_ROWS = 256
+"""Rows of the largest graph, where a step can have as many tokens and `max_num_seqs` is less. Twice as many keep the
+tensor cores of an H200 busy for as long as the launches of such a Llama take. Not measured."""
 _MOST_READ_AGAIN = 1 << 28
-"""Bytes of a layer's keys and values that the rows of a step may read beyond those that its sequences have.
+"""Bytes of a layer's keys and values that the rows of a step may read beyond those that its sequences have: a prompt of
+360 tokens reads as much where a token has 4 KiB, as in that Llama.
 
 Rows of one sequence each read its context, which an eager pass reads once for several rows. Launched one by one, the
 kernels of a layer take 0.24 ms more of an H200's time, in which its memory reads 1 GB. A fourth of that: other GPUs
@@ -67,21 +70,19 @@ class DecodeGraphs:
         self,
         model: CausalModel,
         cache: Tensor,
-        max_num_seqs: int,
+        max_num_rows: int,
         max_model_len: int,
         *,
-        num_guesses: int = 0,
         has_adapters: bool = False,
         record: Record | None = None,
     ) -> None:
         """Capture them.
 
-        cache: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]; num_guesses: for one sequence in a step;
-        has_adapters: whether the model has slots for them; record: in place of capturing.
+        cache: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]; max_num_rows: of the largest graph, one
+        for each sequence of a step at least; has_adapters: whether the model has slots for them; record: in place of
+        capturing.
         """
-        max_num_rows = max(max_num_seqs, min(max_num_seqs * (1 + num_guesses), _FEW_ROWS))
         self._inputs = DecodeInputs(max_num_rows, max_model_len, cache.shape[3], cache.device)
-        self._longest = 1 + num_guesses
         # Of the heads of all ranks, which must decide alike: they sum up over equally many rows, padding included.
         token_bytes = 2 * model.config.num_kv_heads * model.config.head_dim * cache.itemsize
         self._most_read_again = _MOST_READ_AGAIN // token_bytes
@@ -105,12 +106,17 @@ class DecodeGraphs:
 
         Every step of one token for each sequence fits.
         """
-        lens = [chunk.stop - chunk.start for chunk in chunks]
-        longest = max(lens)
-        if longest == 1 or longest > self._longest:
-            return longest == 1
-        read_again = sum((length - 1) * chunk.stop for length, chunk in zip(lens, chunks, strict=True))
-        return sum(lens) <= self._inputs.sizes[-1] and read_again <= self._most_read_again
+        num_rows = sum(chunk.stop - chunk.start for chunk in chunks)
+        if num_rows == len(chunks):
+            return True
+        if num_rows > self._inputs.sizes[-1]:
+            return False
+        # A sequence's last row reads what it has; the sum is that of the contexts of the rows before.
+        read_again = sum((chunk.stop - chunk.start - 1) * (chunk.start + chunk.stop) // 2 for chunk in chunks)
+        if read_again > self._most_read_again and self._shared is not None and num_rows >= _FEWEST_SHARING:
+            found = self._shared.find(*_contexts(chunks), num_rows)
+            read_again -= 0 if found is None else found.num_saved
+        return read_again <= self._most_read_again
 
     def forward(
         self, chunks: Sequence[ScheduledChunk], unseen: UnseenTokens | None, lora_slots: Tensor | None
@@ -120,20 +126,22 @@ class DecodeGraphs:
         unseen, lora_slots: as `DecodeInputs.fill` has them.
         """
         size = self._inputs.fill(chunks, unseen, lora_slots)
-        shares = self._shared is not None and size >= _FEWEST_SHARING and self._fill_shared(self._shared, chunks, size)
+        shared = self._shared if size >= _FEWEST_SHARING else None
+        shares = shared is not None and shared.fill(*_contexts(chunks), size)
         replay, hidden = self._graphs[size, lora_slots is not None, shares]
         replay()
         return hidden[: sum(chunk.stop - chunk.start for chunk in chunks)]
-
-    @staticmethod
-    def _fill_shared(shared: SharedInputs, chunks: Sequence[ScheduledChunk], size: int) -> bool:
-        rows = [(chunk.sequence.block_ids, stop) for chunk in chunks for stop in range(chunk.start + 1, chunk.stop + 1)]
-        return shared.fill([table for table, _ in rows], [stop for _, stop in rows], size)
 
     def _forward(self, model: CausalModel, cache: Tensor, size: int, adapts: bool, shares: bool) -> Tensor:
         shared = self._shared.tensors(size) if shares and self._shared is not None else None
         inputs = self._inputs.tensors(size, shared)
         return model.forward(*inputs, cache, self._inputs.lora_slots(size) if adapts else None)
+
+
+def _contexts(chunks: Sequence[ScheduledChunk]) -> "tuple[list[array[int]], list[int]]":
+    """The blocks of each row, and how many tokens it sees."""
+    tables = [chunk.sequence.block_ids for chunk in chunks for _ in range(chunk.start, chunk.stop)]
+    return tables, [stop for chunk in chunks for stop in range(chunk.start + 1, chunk.stop + 1)]
 
 
 def _shared_inputs(model: CausalModel, cache: Tensor, max_num_rows: int, max_model_len: int) -> SharedInputs | None:
@@ -179,11 +187,10 @@ def capture(
     *,
     has_adapters: bool = False,
 ) -> DecodeGraphs | None:
-    """Graphs of a model's decodes, where there can be any."""
+    """Graphs of a model's steps, where there can be any."""
     blocks = cache.device_blocks
     captures = isinstance(config, DecoderConfig) and blocks.is_cuda and backend_name(blocks.device) != EAGER
     if not captures or settings.enforce_eager:
         return None
-    return DecodeGraphs(
-        model, blocks, settings.max_num_seqs, max_model_len, num_guesses=settings.num_guesses, has_adapters=has_adapters
-    )
+    max_num_rows = max(settings.max_num_seqs, min(_PROMPT_ROWS, settings.max_num_batched_tokens))
+    return DecodeGraphs(model, blocks, max_num_rows, max_model_len, has_adapters=has_adapters)

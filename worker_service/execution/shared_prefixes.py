@@ -98,26 +98,30 @@ class SharedInputs:
         self._num_parts = torch.zeros(max_num_rows, dtype=torch.int32, device=device)
         self._known: tuple[SharedRows, int] | None = None
 
-    def fill(self, tables: "Sequence[array[int]]", contexts: Sequence[int], size: int) -> bool:
-        """Take a step of rows that are padded to this size, if they share enough, and return whether they do."""
-        most_items = _ITEMS_A_ROW * size
+    def find(self, tables: "Sequence[array[int]]", contexts: Sequence[int], size: int) -> SharedRows | None:
+        """What rows share, padded to this size; None if it is not enough."""
         found = find_shared(
             tables,
             contexts,
             self._block_size,
             most_rows=self._most_rows,
-            most_items=most_items,
+            most_items=_ITEMS_A_ROW * size,
             most_parts=self._most_parts,
         )
-        if not found.items or found.num_saved < self._least_saved:
+        return found if found.items and found.num_saved >= self._least_saved else None
+
+    def fill(self, tables: "Sequence[array[int]]", contexts: Sequence[int], size: int) -> bool:
+        """Take a step of rows that are padded to this size, if they share enough, and return whether they do."""
+        found = self.find(tables, contexts, size)
+        if found is None:
             return False
         if (found, size) != self._known:  # most steps are as the one before
-            items = np.zeros((most_items, 3), dtype=np.int32)
+            items = np.zeros((_ITEMS_A_ROW * size, 3), dtype=np.int32)
             items[: len(found.items)] = found.items
             num_parts = np.zeros(size, dtype=np.int32)
             num_parts[: len(tables)] = found.num_parts
             device = self._items.device
-            self._items[:most_items] = upload(items, torch.int32, device)
+            self._items[: len(items)] = upload(items, torch.int32, device)
             self._rows[: len(found.rows)] = upload(found.rows, torch.int32, device)
             self._num_parts[:size] = upload(num_parts, torch.int32, device)
             self._known = found, size

@@ -19,7 +19,7 @@ from torch import Tensor
 from worker_helpers import LIMITS, new_sequence, state, tokens
 
 from kernels import backends
-from worker_service.execution import decode_graphs, guessing
+from worker_service.execution import decode_graphs, guessing, shared_prefixes
 from worker_service.execution import worker as loading
 from worker_service.execution.decode_graphs import DecodeGraphs
 from worker_service.execution.model_runner import ModelRunner
@@ -40,8 +40,8 @@ Load = Callable[..., ModelRunner]
 def load(request: pytest.FixtureRequest) -> Load:
     """Of a runner that replays."""
     if request.param == "graphs":
-        return partial(load_runner, num_guesses=MOST)
-    return lambda path, **options: with_fake_graphs(eager(path, **options), num_guesses=MOST)
+        return load_runner
+    return lambda path, **options: with_fake_graphs(eager(path, **options))
 
 
 def test_graphs_say_what_single_launches_say(tiny_checkpoint: Path, load: Load) -> None:
@@ -114,15 +114,46 @@ def fakes() -> FakeGraphs:
     return FakeGraphs()
 
 
-def test_a_step_with_a_longer_chunk_is_launched_kernel_by_kernel(tiny_checkpoint: Path, fakes: FakeGraphs) -> None:
-    worker = SteppedWorker(with_fake_graphs(eager(tiny_checkpoint), num_guesses=MOST, record=fakes))
+def test_chunks_of_prompts_are_replayed_beside_decodes_as_far_as_there_are_rows(
+    tiny_checkpoint: Path, fakes: FakeGraphs
+) -> None:
+    worker = SteppedWorker(with_fake_graphs(eager(tiny_checkpoint), max_num_rows=16, record=fakes))
     new = new_sequence(1, PROMPT, range(16)), new_sequence(2, PROMPT[:30], range(16, 30))
     worker.step((1, len(PROMPT), True), (2, 5, False), new_sequences=new)
     assert not fakes.replayed
-    worker.step((1, 1, True), (2, MOST + 1, False))
-    assert fakes.replayed == [8]
-    worker.step((1, 1, True), (2, MOST + 2, False))
-    assert fakes.replayed == [8]
+    worker.step((1, 1, True), (2, 15, False))
+    assert fakes.replayed == [16]
+    worker.step((1, 1, True), (2, 10, True))
+    assert fakes.replayed == [16, 16]
+    worker.step((1, 1, True), (2, 1, True))
+    assert fakes.replayed == [16, 16, 2]
+
+
+@pytest.mark.parametrize("family", [{}, {"model_type": "mistral", "sliding_window": 6}], ids=["llama", "a window"])
+def test_prompts_in_any_chunks_beside_decodes_say_what_single_launches_say(
+    family: dict[str, object], make_checkpoint: Callable[..., Path], load: Load
+) -> None:
+    """With adapters, whose prompts report log-probabilities, and without."""
+    path = make_checkpoint(**family)
+    answers = []
+    for runner in (eager(path, room=ROOM), load(path, room=ROOM)):
+        add_adapter(runner, "a", rank=3, seed=1)
+        worker = SteppedWorker(runner)
+        first = new_with("a", 1, PROMPT[:20], prompt_logprobs=2), new_with("", 2, PROMPT[5:30], logprobs=1)
+        steps = [
+            worker.step((1, 9, False), (2, 25, True), new_sequences=first),
+            worker.step((2, 1, True), (1, 10, False)),
+            worker.step((2, 1, True), (1, 1, True), (3, 30, True), new_sequences=(new_with("a", 3, PROMPT[7:]),)),
+            *(worker.step((2, 1, True), (1, 1, True), (3, 1, True)) for _ in range(3)),
+        ]
+        answers.append(steps)
+    for expected, found in zip(*answers, strict=True):
+        assert found.token_ids == expected.token_ids
+        for reported in ("logprobs", "prompt_logprobs"):
+            pairs = zip(getattr(found, reported), getattr(expected, reported), strict=True)
+            for one, other in pairs:
+                assert one.token_ids == other.token_ids
+                torch.testing.assert_close(one.logprobs, other.logprobs, atol=1e-4, rtol=1e-4)
 
 
 def test_what_fits_is_bounded_by_rows_and_by_what_rows_of_one_sequence_read_again(
@@ -133,20 +164,34 @@ def test_what_fits_is_bounded_by_rows_and_by_what_rows_of_one_sequence_read_agai
     bytes_of_a_token = 2 * 2 * 10 * 4  # keys and values of two heads of 10 in float32
     monkeypatch.setattr(decode_graphs, "_MOST_READ_AGAIN", 1000 * bytes_of_a_token)
     capture = partial(
-        DecodeGraphs, cast(CausalModel, model), max_num_seqs=16, max_model_len=LIMITS.max_model_len, record=FakeGraphs()
+        DecodeGraphs, cast(CausalModel, model), max_num_rows=64, max_model_len=LIMITS.max_model_len, record=FakeGraphs()
     )
-    fits = capture(cache, num_guesses=MOST).fit
-    assert fits([_chunk(1)] * 16)
-    assert fits([_chunk(MOST + 1), _chunk(1)])
-    assert not fits([_chunk(MOST + 2), _chunk(1)])
-    assert fits([_chunk(4)] * 16)
-    assert not fits([_chunk(4)] * 15 + [_chunk(5)]), "65 rows"
-    assert fits([_chunk(3, stop=500)])
-    assert not fits([_chunk(3, stop=501)])
+    fits = capture(cache).fit
+    assert fits([_chunk(1)] * 64)
+    assert fits([_chunk(10)] * 6 + [_chunk(4)])
+    assert not fits([_chunk(10)] * 6 + [_chunk(5)]), "65 rows"
+    assert fits([_chunk(3, stop=501)]), "contexts of 499 and 500 tokens beside that of 501"
+    assert not fits([_chunk(3, stop=502)])
+    assert fits([_chunk(45, stop=45)])
+    assert not fits([_chunk(46, stop=46)])
     assert fits([_chunk(1, stop=10**6)])
-    assert not capture(cache).fit([_chunk(2)]), "a worker that does not guess"
-    of_a_rank = capture(cache[..., :1, :], num_guesses=MOST)
-    assert not of_a_rank.fit([_chunk(3, stop=501)]), "whose heads are fewer than those of another"
+    of_a_rank = capture(cache[..., :1, :])
+    assert not of_a_rank.fit([_chunk(3, stop=502)]), "whose heads are fewer than those of another"
+
+
+def test_what_rows_share_is_not_read_again(
+    tiny_checkpoint: Path, interpreted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight tokens of a question behind 99 of a prompt, of which the first 96 are attended to in parts for all."""
+    runner = eager(tiny_checkpoint)
+    monkeypatch.setattr(decode_graphs, "_MOST_READ_AGAIN", 100 * 2 * 2 * 10 * 4)
+    monkeypatch.setattr(decode_graphs, "_LEAST_SAVED", 1)
+    for module in (decode_graphs, shared_prefixes):
+        monkeypatch.setattr(module, "PART_KEYS", 16)
+    model = cast(CausalModel, WithoutPadding(runner.model))
+    graphs = DecodeGraphs(model, runner.cache_engine.device_blocks, 16, LIMITS.max_model_len, record=FakeGraphs())
+    assert graphs.fit([_chunk(8, stop=107)])
+    assert not graphs.fit([_chunk(7, stop=107)]), "rows that are too few to share"
 
 
 def _chunk(num_tokens: int, stop: int = 10) -> ScheduledChunk:
@@ -156,10 +201,10 @@ def _chunk(num_tokens: int, stop: int = 10) -> ScheduledChunk:
 def test_a_draft_model_has_graphs_without_adapters(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[int, bool]] = []
+    asked: list[bool] = []
 
     def capture(*arguments: Any, has_adapters: bool = False) -> None:
-        asked.append((arguments[3].num_guesses, has_adapters))
+        asked.append(has_adapters)
 
     monkeypatch.setattr(loading, "capture", capture)
     monkeypatch.setattr(guessing, "capture", capture)
@@ -173,7 +218,7 @@ def test_a_draft_model_has_graphs_without_adapters(
     }
     loading.load_worker(WorkerSettings(**settings, max_loras=2, speculate="draft", draft_model=model))
     loading.load_worker(WorkerSettings(**settings))
-    assert asked == [(3, True), (3, False), (0, False)]
+    assert asked == [True, False, False]
 
 
 @pytest.fixture
@@ -187,11 +232,11 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_the_kernels_of_gpus_leave_padding_rows_alone(make_checkpoint: Callable[..., Path], interpreted: None) -> None:
-    """Of guesses, adapters and decodes: nothing is stored but what single launches store."""
+    """Of prompts, guesses, adapters and decodes: nothing is stored but what single launches store."""
     runner = eager(make_checkpoint(num_hidden_layers=1), room=ROOM)
     cache = runner.cache_engine.device_blocks
     fakes = FakeGraphs()
-    graphs = DecodeGraphs(runner.model, cache, 2, LIMITS.max_model_len, num_guesses=2, has_adapters=True, record=fakes)
+    graphs = DecodeGraphs(runner.model, cache, 8, LIMITS.max_model_len, has_adapters=True, record=fakes)
     answers, caches = [], []
     for one in (runner, ModelRunner(runner.model, runner.cache_engine, graphs, adapters=runner.adapters)):
         make_nan(cache)
@@ -203,7 +248,7 @@ def test_the_kernels_of_gpus_leave_padding_rows_alone(make_checkpoint: Callable[
         answers.append([step.token_ids for step in steps])
         caches.append(cache.clone())
     assert answers[0] == answers[1]
-    assert fakes.replayed == [6, 2, 4], "five rows, two and three"
+    assert fakes.replayed == [8, 8, 2, 4], "seven rows, five, two and three"
     torch.testing.assert_close(*caches, equal_nan=True)
 
 

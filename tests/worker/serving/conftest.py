@@ -33,7 +33,7 @@ def worker(request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_facto
     if request.param == "step by step":
         return worker
     assert isinstance(worker.runner, ModelRunner)
-    return replace(worker, runner=with_fake_graphs(worker.runner, worker.limits, num_guesses=4))
+    return replace(worker, runner=with_fake_graphs(worker.runner, worker.limits))
 
 
 @pytest.fixture
