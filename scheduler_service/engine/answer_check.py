@@ -8,6 +8,9 @@ import numpy as np
 from scheduler_service.core import ModelOutput, SchedulerOutput, Sequence
 from scheduler_service.core.outputs import TokenLogprobs
 
+_ROUNDING = 1e-3
+"""Of a log-probability, at most: no exact one is above 0."""
+
 
 def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: int) -> None:
     """Raises ValueError when an answer cannot be that of a sound worker to this step.
@@ -56,9 +59,13 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
                 _check_entry(sequence, entry, width, vocabulary_size)
         entries = answer.prompt_logprobs.get(sequence.id, [])
         if sampling.prompt_logprobs is not None:
-            if len(entries) > num_tokens:
+            # A step reports the tokens behind those that it computes, as far as the prompt goes. What a sequence has
+            # stored is not counted once it has ended.
+            first = sequence.num_stored_tokens + 1
+            due = max(0, min(first + num_tokens, sequence.num_prompt_tokens) - first)
+            if len(entries) > num_tokens or (len(entries) != due and not sequence.status.is_finished):
                 raise ValueError(
-                    f"the worker returned {len(entries)} prompt positions where {num_tokens} were computed"
+                    f"the worker returned {len(entries)} prompt positions for sequence {sequence.id}, not {due}"
                 )
             for entry in entries:
                 _check_entry(sequence, entry, sampling.prompt_logprobs, vocabulary_size)
@@ -81,8 +88,12 @@ def _check_nothing_else(output: SchedulerOutput, answer: ModelOutput) -> None:
 
 def _check_entry(sequence: Sequence, entry: TokenLogprobs, width: int, vocabulary_size: int) -> None:
     most = 1 + min(width, vocabulary_size)
-    if len(entry.token_ids) != most or max(entry.token_ids) >= vocabulary_size or not sum(entry.logprobs) < math.inf:
+    if (
+        len(entry.token_ids) != most
+        or max(entry.token_ids) >= vocabulary_size
+        or not (max(entry.logprobs) <= _ROUNDING and sum(entry.logprobs) > -math.inf)
+    ):
         raise ValueError(  # without its tokens, which may come from a prompt
             f"the worker returned invalid log-probabilities for sequence {sequence.id}: {len(entry.token_ids)} where "
-            f"{most} were asked for, or a token outside of the vocabulary, or a value of NaN or infinity"
+            f"{most} were asked for, or a token outside of the vocabulary, or a value that is positive, NaN or infinite"
         )

@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from scheduler_service.core import (
     SchedulerOutput,
     Sequence,
     SequenceGroup,
+    SequenceStatus,
     WaitingQueue,
 )
 from scheduler_service.core.outputs import TokenLogprobs
@@ -60,6 +62,67 @@ def test_what_is_said_of_log_probabilities_that_are_none_names_no_tokens() -> No
     with pytest.raises(ValueError, match=f"for sequence {sequence.id}: 1000 where 2 were asked for, or a") as error:
         check_answer(output, ModelOutput(1, [5], logprobs={sequence.id: [entry]}), 50_000)
     assert "31337" not in str(error.value)
+
+
+def with_a_prompt_to_report() -> tuple[Scheduler, Sequence]:
+    """A request for log-probabilities of its prompt of seven tokens, of which a step computes four."""
+    config = SchedulerConfig(
+        block_size=4, num_device_blocks=8, max_num_batched_tokens=4, max_num_seqs=2, max_model_len=16
+    )
+    scheduler = Scheduler(config, WaitingQueue())
+    group = SequenceGroup("a", range(1, 8), SamplingParams(max_tokens=9, prompt_logprobs=0))
+    scheduler.add_request(group)
+    return scheduler, group.sequences[0]
+
+
+ENTRY = TokenLogprobs([5], [-1.0], 1)
+
+
+def test_every_token_of_a_prompt_but_the_first_has_log_probabilities() -> None:
+    """Those behind a chunk's tokens come with it, whatever has been sent meanwhile."""
+    scheduler, sequence = with_a_prompt_to_report()
+    steps = [scheduler.schedule(), scheduler.schedule()]
+    for output, token_ids, due in zip(steps, ([], [5]), (4, 2), strict=True):
+        for number in range(6):
+            answer = ModelOutput(output.step_id, token_ids, prompt_logprobs={sequence.id: [ENTRY] * number})
+            if number == due:
+                check_answer(output, answer, 100)
+            else:
+                said = f"{number} prompt positions for sequence {sequence.id}, not {due}"
+                with pytest.raises(ValueError, match=said):
+                    check_answer(output, answer, 100)
+        answer = ModelOutput(output.step_id, token_ids, prompt_logprobs={sequence.id: [ENTRY] * due})
+        scheduler.update_from_output(output, answer)
+    check_answer(scheduler.schedule(), ModelOutput(3, [5]), 100)
+
+
+def test_positions_of_a_prompt_that_was_given_up_are_bounded() -> None:
+    scheduler, sequence = with_a_prompt_to_report()
+    steps = [scheduler.schedule(), scheduler.schedule()]
+    scheduler.finish_requests(["a"], SequenceStatus.FINISHED_ABORTED)
+    for output, token_ids, num_tokens in zip(steps, ([], [5]), (4, 3), strict=True):
+        positions = [ENTRY] * num_tokens
+        check_answer(output, ModelOutput(output.step_id, token_ids, prompt_logprobs={sequence.id: positions}), 100)
+        with pytest.raises(ValueError, match="prompt positions"):
+            check_answer(
+                output, ModelOutput(output.step_id, token_ids, prompt_logprobs={sequence.id: [*positions, ENTRY]}), 100
+            )
+
+
+@pytest.mark.parametrize("logprobs", [[-1.0, 0.5], [-math.inf, -1.0], [-1.0, math.nan], [math.inf, -math.inf]])
+def test_log_probabilities_are_finite_and_not_positive(logprobs: list[float]) -> None:
+    scheduler, _ = with_a_prompt_to_report()
+    scheduler.add_request(SequenceGroup("b", range(1, 4), SamplingParams(max_tokens=9, logprobs=1)))
+    scheduler.finish_requests(["a"], SequenceStatus.FINISHED_ABORTED)
+    output = scheduler.schedule()
+    sequence_id = output.scheduled[0].sequence.id
+    for said in (logprobs, [-9999.0, 1e-7]):
+        answer = ModelOutput(1, [5], logprobs={sequence_id: [TokenLogprobs([5, 6], said, 1)]})
+        if said is logprobs:
+            with pytest.raises(ValueError, match="positive, NaN or infinite"):
+                check_answer(output, answer, 100)
+        else:
+            check_answer(output, answer, 100)
 
 
 def test_what_is_said_of_a_sequence_that_has_left_is_not_taken_for_anothers() -> None:

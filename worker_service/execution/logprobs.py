@@ -10,6 +10,9 @@ from kernels.upload import upload
 from worker_service.session.session import SequenceState
 from worker_service.session.step import SampleLogprobs
 
+_LEAST = -9999.0
+"""As vLLM reports: JSON has no infinity, and a logit may be -inf."""
+
 
 def check_finite(logits: Tensor) -> None:
     """Raise FloatingPointError if a row has no log-probabilities, and so no token: a logit is NaN or +inf, or all are
@@ -24,14 +27,15 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, sequence_id: int, num_top
     """Report consecutive positions of one sequence.
 
     logits: [positions, vocabulary_size], any float type; token_ids: [positions] int64, the token that stands there;
-    num_top: how many of the likeliest to add. Equally likely tokens are in the order of their ids.
+    num_top: how many of the likeliest to add. Equally likely tokens are in the order of their ids. A token with less
+    than the least log-probability has that one.
     """
     ids, logprobs, ranks = sampling_ops_for(logits.device).log_probabilities(logits, token_ids, num_top)
     return SampleLogprobs(
         sequence_id=sequence_id,
         width=1 + num_top,
         token_ids=ids.flatten().tolist(),
-        logprobs=logprobs.flatten().tolist(),
+        logprobs=logprobs.clamp(min=_LEAST).flatten().tolist(),
         ranks=ranks.tolist(),
     )
 

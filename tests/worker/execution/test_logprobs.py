@@ -29,6 +29,13 @@ def test_equally_likely_tokens_are_in_order_and_share_a_rank() -> None:
     assert report.ranks == [1]
 
 
+def test_what_is_all_but_impossible_has_a_finite_log_probability() -> None:
+    """JSON could not say it otherwise."""
+    logits = torch.tensor([[0.0, -torch.inf, -1e4, 3e38, -3e38]])
+    assert gather_logprobs(logits[:, :3], torch.tensor([1]), 1, 3).logprobs == [-9999.0, 0.0, -9999.0, -9999.0]
+    assert gather_logprobs(logits, torch.tensor([4]), 1, 1).logprobs == [-9999.0, 0.0]
+
+
 def test_zero_reports_the_token_alone() -> None:
     report = gather_logprobs(torch.zeros(2, 4), torch.tensor([1, 2]), 1, 0)
     assert (report.width, report.token_ids) == (1, [1, 2])
