@@ -288,16 +288,11 @@ class Edge:
             kept = {field: value for field, value in answer.headers.items() if _is_for_clients(field.lower())}
             response = web.StreamResponse(status=answer.status, headers=kept)
             await response.prepare(request)
-            line: list[bytes] = []  # a whole answer may be one of many megabytes
+            rest = b""
             async for piece in answer.content.iter_any():
-                if unread.lora_name:
-                    lines, newline, rest = piece.rpartition(b"\n")
-                    line.append(lines + newline if newline else rest)
-                    if not newline:
-                        continue
-                    piece, line = unread.named_in(b"".join(line), self._model), [rest]
+                piece, rest = unread.named_in(rest + piece, self._model)
                 await write(response, piece)
-            await write(response, unread.named_in(b"".join(line), self._model))
+            await write(response, rest)
             await end(response)
             return response
 

@@ -28,12 +28,15 @@ class Unread:
     def metadata(self) -> list[tuple[str, bytes]]:
         return [(LORA_NAME, self.lora_name.encode())] if self.lora_name else []
 
-    def named_in(self, answer: bytes, model: str) -> bytes:
-        """A whole line of an answer, which has the `model` where the client said the adapter. (The quotes of what is
-        text there are escaped.)"""
+    def named_in(self, answer: bytes, model: str) -> tuple[bytes, bytes]:
+        """The next bytes of an answer, which has the `model` where the client said the adapter, and what of them has to
+        wait for those behind it. (The quotes of what is text there are escaped.)"""
         if not self.lora_name:
-            return answer
-        return answer.replace(_member(model), _member(self.lora_name))
+            return answer, b""
+        member = _member(model)
+        answer = answer.replace(member, _member(self.lora_name))
+        begun = next((n for n in range(len(member) - 1, 0, -1) if answer.endswith(member[:n])), 0)
+        return answer[: len(answer) - begun], answer[len(answer) - begun :]
 
     def put_into(self, message: bytes) -> bytes:
         """A vllm.GenerateRequest with it."""

@@ -76,8 +76,22 @@ def test_only_what_the_gateway_does_not_read_is_taken_out() -> None:
     unread = take_out(fields, "base")
     assert (fields["model"], fields["top_k"]) == ("base", 3)
     assert unread == Unread("d\u00e9", {7: 1.0, 9: -0.5})
-    answer = r'{"model":"base","text":"\"model\":\"base\""}'
-    assert json.loads(unread.named_in(answer.encode(), "base")) == {"model": "d\u00e9", "text": '"model":"base"'}
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 100])
+def test_an_answer_names_the_adapter_however_it_is_cut(size: int) -> None:
+    """What text says stays, and no event waits for the next one."""
+    event = r'{"model":"base","text":"\"model\":\"base\"","x":"mode"}' + "\n\n"
+    unread, said, rest = Unread("d\u00e9"), b"", b""
+    for number in range(1, 4):
+        data = event.encode()
+        for start in range(0, len(data), size):
+            piece, rest = unread.named_in(rest + data[start : start + size], "base")
+            said += piece
+        assert (said.count(b"\n\n"), rest) == (number, b"")
+    for line in said.decode().split("\n\n")[:-1]:
+        assert json.loads(line) == {"model": "d\u00e9", "text": '"model":"base"', "x": "mode"}
+    assert Unread().named_in(b'{"model":"base', "base") == (b'{"model":"base', b"")
 
 
 @pytest.mark.parametrize(
