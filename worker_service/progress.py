@@ -5,8 +5,8 @@ from typing import Never
 from tqdm import tqdm
 
 
-def byte_progress(what: str, num_bytes: int) -> "tqdm[Never]":
-    """A bar over `num_bytes`, to be used as a context and told of bytes by its `update`."""
+def byte_progress(what: str, num_bytes: int | None = None) -> "tqdm[Never]":
+    """A bar over `num_bytes`, to be used as a context and told of bytes by its `update`, and of all by `reset`."""
     return tqdm(desc=what, total=num_bytes, unit="B", unit_scale=True, unit_divisor=1024, disable=None)
 
 

@@ -1,5 +1,7 @@
 """A checkpoint that has been opened, and what this rank makes of it: a network with its weights on a device."""
 
+import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +25,14 @@ from worker_service.loading.gguf_blocks import GgufBlocks
 from worker_service.loading.model_store import find_model
 from worker_service.loading.sentence_files import SentenceSettings
 from worker_service.loading.tokenizer_files import find_tokenizer_files
-from worker_service.models.causal_model import Loadable
+from worker_service.models.causal_model import Fill, Loadable
 from worker_service.models.decoder_config import DecoderConfig
 from worker_service.models.linear import NONE_QUANTIZED, Quantization, Quantized, can_pack, head_quantization
 from worker_service.models.registry import AnyConfig, build_encoder, build_encoder_decoder, build_model, read_config
 from worker_service.models.shard import part_of
 from worker_service.parallel.cut import Cut
 from worker_service.parallel.ranks import Ranks
+from worker_service.progress import byte_progress
 from worker_service.settings import WorkerSettings
 
 log = structlog.get_logger()
@@ -37,8 +40,8 @@ log = structlog.get_logger()
 NO_ADAPTERS = AdapterRoom()
 _CACHE_TYPES = {"int8": torch.int8, "fp8": FLOAT8}
 _QUANTIZED_SHARE = 5 / 8
-"""Of 16 bits, at most: a number of 8 bits and, for every 16, two of 16 bits. Weights that are read quantised never have
-memory as floating point, though room for them is asked for: it is not touched."""
+"""Of 16 bits, at most: a number of 8 bits and, for every 16, two of 16 bits."""
+_LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,8 @@ class Network:
         return getattr(self.config, "max_encoder_len", 0)
 
     def check(self, room: AdapterRoom = NO_ADAPTERS) -> list[int]:
-        """The bytes that each of its tensors takes at most. Raises StartError where they cannot be loaded; allocates no
-        memory.
+        """The bytes that each part of its weights takes at most. Raises StartError where they cannot be loaded;
+        allocates no memory.
 
         room: for adapters, which counts as well.
         """
@@ -116,12 +119,23 @@ class Network:
             self._check_invariance()
         self._check_quantization()
         self._check_cache()
-        widened = _widened(blueprint, self._quantized())
-        share = 1 if self._is_stored_in_fp8 else _QUANTIZED_SHARE
-        sizes = (t.nbytes if name in widened else t.nbytes * share for name, t in blueprint.items())
-        return [*map(int, sizes), Adapters(model, room).num_bytes]
+        return [*self._sizes(blueprint), Adapters(model, room).num_bytes]
 
-    def _build(self, device: torch.device) -> Loadable:
+    def _sizes(self, blueprint: Mapping[str, torch.Tensor]) -> list[int]:
+        """The bytes of each tensor as it is held, and those of a layer whose matrices are packed."""
+        stored, floats = self._quantized(), Counter[str]()
+        widens = (self.quantization == "fp8" or self._is_stored_in_fp8) and not self._has_float8
+        sizes = []
+        for name, tensor in blueprint.items():
+            layer = _LAYER.match(name)
+            packs = self.quantization not in ("none", "gguf") and layer is not None
+            if layer is not None and packs:
+                floats[layer[0]] += tensor.nbytes
+            is_narrow = tensor.dim() == 2 and (packs or name in stored) and not widens
+            sizes.append(int(tensor.nbytes * (_QUANTIZED_SHARE if is_narrow else 1)))
+        return [*sizes, max(floats.values(), default=0)]
+
+    def _build(self, device: torch.device, fill: Fill | None = None) -> Loadable:
         if self.is_encoder or self.max_encoder_len:
             build = build_encoder if self.is_encoder else build_encoder_decoder
             try:
@@ -131,7 +145,7 @@ class Network:
                     raise
                 file = self.checkpoint.path / "config.json"
                 raise StartError(f"{file} describes no network: {type(error).__name__}: {error}") from error
-        return build_model(self.config, self.dtype, device, self.ranks, batch_invariant=self.batch_invariant)
+        return build_model(self.config, self.dtype, device, self.ranks, batch_invariant=self.batch_invariant, fill=fill)
 
     def fingerprint(self) -> str:
         """Of the whole model, whatever this rank's part is. Several threads read the files, so that loading finds them
@@ -160,15 +174,24 @@ class Network:
     def load(self, room: AdapterRoom = NO_ADAPTERS) -> tuple[Any, Adapters]:
         """The network, of the kind that `config` says. Raises StartError, and what torch raises where there is no room
         for it."""
-        model = self._build(self.device)
         quantized = self._quantized()
-        self.checkpoint.load_into(_widened(model.checkpoint_tensors(), quantized), self.cuts)
-        adapters = Adapters(model, room, self.cuts)
-        try:
-            model.pack(self.quantization, quantized)
-        except ValueError as error:
-            which = f"--quantization {self.quantization}" if self.checkpoint.packed is None else self.checkpoint.path
-            raise StartError(f"{which}: {error}") from error
+        with byte_progress("loading weights") as progress:
+
+            def fill(places: Mapping[str, torch.Tensor]) -> None:
+                give_freed_memory_back()  # of the layer before
+                self.checkpoint.load_into(places, self.cuts)
+                progress.update(sum(place.nbytes for place in places.values()))
+
+            model = self._build(self.device, fill)
+            tensors = _widened(model.checkpoint_tensors(), quantized)
+            progress.reset(sum(tensor.nbytes for tensor in tensors.values()))
+            fill({name: tensor for name, tensor in tensors.items() if not tensor.is_meta})
+            adapters = Adapters(model, room, self.cuts)
+            try:
+                model.pack(self.quantization, quantized)
+            except ValueError as error:
+                which = self.checkpoint.path if self.checkpoint.packed else f"--quantization {self.quantization}"
+                raise StartError(f"{which}: {error}") from error
         give_freed_memory_back()
         return model, adapters
 
@@ -195,6 +218,11 @@ class Network:
     def _is_stored_in_fp8(self) -> bool:
         return self.checkpoint.packed is not None and "fp8" in self.checkpoint.packed.schemes
 
+    @property
+    def _has_float8(self) -> bool:
+        """Whether the device has numbers of fp8, and products of them."""
+        return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= FLOAT8_CAPABILITY
+
     def _check_invariance(self) -> None:
         if not isinstance(self.config, DecoderConfig):
             raise StartError(f"--batch-invariant is for the families that run natively, and {self.model_id} is of none")
@@ -210,9 +238,7 @@ class Network:
             raise StartError("--batch-invariant is for weights and caches of --dtype, where a GPU computes")
 
     def _check_cache(self) -> None:
-        if self.shape.dtype is FLOAT8 and (
-            self.device.type == "cpu" or torch.cuda.get_device_capability(self.device) < FLOAT8_CAPABILITY
-        ):
+        if self.shape.dtype is FLOAT8 and not self._has_float8:
             raise StartError(
                 "--kv-cache-dtype fp8 is for GPUs of compute capability 8.9 or later; int8 is for all devices"
             )

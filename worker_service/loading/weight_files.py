@@ -19,7 +19,6 @@ from worker_service.loading.json_file import read_json
 from worker_service.loading.safetensors_header import SafetensorsHeader, StoredTensor, read_header
 from worker_service.loading.tensor_digests import tensor_digests
 from worker_service.parallel.cut import UNCUT, Cut
-from worker_service.progress import byte_progress
 from worker_service.wording import named, shown
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -115,17 +114,14 @@ class WeightFiles:
         stored = {name: tensor for name in places if (tensor := self._find(name)) is not None}
         in_order = sorted(stored, key=lambda name: (stored[name].file, stored[name].begin))
         parts = {name: cuts.get(name) or _whole(tensor) for name, tensor in stored.items()}
-        num_bytes = sum(_num_bytes(tensor, parts[name]) for name, tensor in stored.items())
         buffer = memoryview(bytearray(max([_PIECE_BYTES, *(tensor.row_bytes for tensor in stored.values())])))
-        with byte_progress("loading weights", num_bytes) as progress:
-            for file, names in groupby(in_order, key=lambda name: stored[name].file):
-                try:
-                    with open(file, "rb", buffering=0) as stream:
-                        for name in names:
-                            _fill(places[name], name, stored[name], parts[name], stream, buffer)
-                            progress.update(_num_bytes(stored[name], parts[name]))
-                except OSError as error:
-                    raise StartError(f"cannot read {file}: {error.strerror}") from error
+        for file, names in groupby(in_order, key=lambda name: stored[name].file):
+            try:
+                with open(file, "rb", buffering=0) as stream:
+                    for name in names:
+                        _fill(places[name], name, stored[name], parts[name], stream, buffer)
+            except OSError as error:
+                raise StartError(f"cannot read {file}: {error.strerror}") from error
         self._check_unchanged()
 
     def _check_unchanged(self) -> None:

@@ -1,6 +1,6 @@
 """What the worker needs of a network, native or not."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +27,10 @@ class LoraPlace:
     @property
     def num_outputs(self) -> int:
         return self.weights.starts[self.part + 1] - self.weights.starts[self.part]
+
+
+Fill = Callable[[Mapping[str, Tensor]], None]
+"""Copies tensors of a checkpoint to places, by their names in it."""
 
 
 class ModelConfig(Protocol):
@@ -65,7 +69,8 @@ class Loadable(Protocol):
 
     def pack(self, quantization: Quantization = "none", quantized: Quantized = NONE_QUANTIZED) -> None:
         """Prepare the weights for use, quantised if so asked, or as they are among the `quantized`. Called once, when
-        `checkpoint_tensors` have been filled. Raises ValueError for weights that cannot be so."""
+        those `checkpoint_tensors` that have memory have been filled. Raises ValueError for weights that cannot be so.
+        """
 
     def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
         """Make room for so many adapters of up to so many inner units, and say where those of each projection go, by

@@ -19,7 +19,7 @@ from kernels.float8 import Float8Weight
 from kernels.metadata import AttentionMetadata
 from kernels.ops import Ops
 from kernels.reference import rotary_tables
-from worker_service.models.causal_model import LoraPlace
+from worker_service.models.causal_model import Fill, LoraPlace
 from worker_service.models.decoder_config import DecoderConfig, LayerConfig
 from worker_service.models.embedding import Embedding
 from worker_service.models.linear import NONE_QUANTIZED, Linear, Quantization, Quantized, head_quantization
@@ -40,6 +40,8 @@ class DecoderLayer:
         ranks: Ranks,
         shard: Shard,
         ops: Ops,
+        *,
+        deferred: bool = False,
     ) -> None:
         self._config = config
         self._window = layer.window
@@ -56,15 +58,17 @@ class DecoderLayer:
         if config.qk_norm:
             query_norm, key_norm = torch.empty(2, config.head_dim, dtype=dtype, device=device)
             self._qk_norms = query_norm, key_norm
-        allocate = partial(Linear.allocate, dtype=dtype, device=device, ops=ops)
+        allocate = partial(Linear.allocate, dtype=dtype, device=device, deferred=deferred, ops=ops)
         self._qkv = allocate(sum(self._heads), hidden, config.qkv_bias)
         wide, adds_bias = self._ops.WIDE_PRODUCTS, ranks.rank == 0
         self._out = allocate(hidden, self._heads[0], config.out_bias, wide=wide, adds_bias=adds_bias)
         self._mlp: Mlp
         if layer.mixture is None:
-            self._mlp = DenseMlp(config, len(shard.inner), dtype, device, adds_bias=adds_bias, ops=ops)
+            inner = len(shard.inner)
+            self._mlp = DenseMlp(config, inner, dtype, device, adds_bias=adds_bias, deferred=deferred, ops=ops)
         else:
-            self._mlp = MixtureMlp(config, layer.mixture, len(shard.expert_inner), dtype, device, ops)
+            inner = len(shard.expert_inner)
+            self._mlp = MixtureMlp(config, layer.mixture, inner, dtype, device, deferred=deferred, ops=ops)
 
     @property
     def projections(self) -> list[Projection]:
@@ -159,8 +163,13 @@ class Decoder:
         ranks: Ranks = ALONE,
         *,
         batch_invariant: bool = False,
+        fill: Fill | None = None,
     ) -> None:
-        """Allocate the weights of this rank, without values yet. batch_invariant: as `ops_for` has it."""
+        """Allocate the weights of this rank, without values yet. batch_invariant: as `ops_for` has it.
+
+        fill: if it is there, matrices of layers have no memory until they are packed, layer after layer, when it fills
+        those that are needed in floating point. `pack` then raises what it raises.
+        """
         self.config = config
         self._ranks = ranks
         self._ops: Ops = ops_for(device, batch_invariant)
@@ -168,7 +177,11 @@ class Decoder:
         num_rows = -(-config.vocabulary_size // ranks.size)  # the last rank may have more rows than tokens
         table = partial(torch.empty, num_rows, config.hidden_size, dtype=dtype, device=device)
         self._embedding = Embedding(table(), shard.vocabulary, ranks)
-        self._layers = [DecoderLayer(config, layer, dtype, device, ranks, shard, self._ops) for layer in config.layers]
+        self._layers = [
+            DecoderLayer(config, layer, dtype, device, ranks, shard, self._ops, deferred=fill is not None)
+            for layer in config.layers
+        ]
+        self._fill = fill
         self._norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
         # Networks are trained with this factor in the type of their weights.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
@@ -218,12 +231,7 @@ class Decoder:
             rows.pack_parts([found], [len(head)])
             self._embedding.take_rows_of(rows)
         for number, layer in enumerate(self._layers):
-            for linear, parts in layer.projections:
-                weights = [quantized.get(f"model.layers.{number}.{part}.weight") for part in parts]
-                if any(weight is not None for weight in weights):
-                    linear.pack_parts(weights, list(parts.values()))
-                else:
-                    linear.pack(quantization)
+            _pack_layer(layer, f"model.layers.{number}", quantization, quantized, self._fill)
 
     def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
         """As `CausalModel` has it."""
@@ -271,3 +279,26 @@ class Decoder:
             logits = cap * torch.tanh(logits / cap)
         # Every rank has all logits, and so samples the same tokens without communication.
         return self._ranks.all_gather(logits)[:, : self.config.vocabulary_size].contiguous()
+
+
+def _pack_layer(
+    layer: DecoderLayer, name: str, quantization: Quantization, quantized: Quantized, fill: Fill | None
+) -> None:
+    """Its weights have memory as floating point for no longer than this takes, if they had none before."""
+    names = [{f"{name}.{part}": size for part, size in parts.items()} for _, parts in layer.projections]
+    projections = [(linear, parts) for (linear, _), parts in zip(layer.projections, names, strict=True)]
+    empty: dict[str, Tensor] = {}
+    for linear, parts in projections:
+        needed = [f"{part}.weight" for part in parts if f"{part}.weight" not in quantized]
+        if needed and linear.materialise():
+            places = linear.parts(parts)
+            empty |= {weight: places[weight] for weight in needed}
+    if empty:
+        assert fill is not None  # else nothing is deferred
+        fill(empty)
+    for linear, parts in projections:
+        weights = [quantized.get(f"{part}.weight") for part in parts]
+        if any(weight is not None for weight in weights):
+            linear.pack_parts(weights, list(parts.values()))
+        else:
+            linear.pack(quantization)

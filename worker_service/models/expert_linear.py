@@ -27,9 +27,11 @@ class ExpertLinear:
         device: torch.device,
         *,
         wide: bool = False,
+        deferred: bool = False,
         ops: Ops | None = None,
     ) -> None:
-        """Allocates the weights, without values yet. wide, ops: as `Linear` has them."""
+        """Allocates the weights, without values yet. wide, ops: as `Linear` has them; deferred: likewise, for weights
+        that are no stack."""
         self._ops: Ops = ops or ops_for(device)
         self._wide = wide
         self._stack: Tensor | None = None
@@ -37,8 +39,9 @@ class ExpertLinear:
             self._stack = torch.empty(num_experts, outputs, inputs, dtype=dtype, device=device)
             weights = list(self._stack.unbind())
         else:
-            weights = [torch.empty(outputs, inputs, dtype=dtype, device=device) for _ in range(num_experts)]
-        self.experts = [Linear(weight, wide=wide, alike=True, ops=ops) for weight in weights]
+            place = "meta" if deferred else device
+            weights = [torch.empty(outputs, inputs, dtype=dtype, device=place) for _ in range(num_experts)]
+        self.experts = [Linear(weight, wide=wide, alike=True, device=device, ops=ops) for weight in weights]
 
     def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
         """x: [rows, inputs], at least one; ends: as `kernels.experts.ExpertRows` has them. Returns [rows, outputs]."""

@@ -1,6 +1,7 @@
 """A linear layer whose weights can be packed once for the products of a step."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Literal
@@ -53,7 +54,8 @@ class Linear:
     wide: whether the result is in float32, as it is summed, rather than in the dtype of x. If the results are summed
     over the ranks, only one rank adds the bias, though all ranks load it. alike: whether, once packed, it sums up a row
     the same whatever the number of rows, though the kernels promise it of none. quantisable: whether it may be
-    quantised with others. ops: the kernels, by default the fastest of the weight's device.
+    quantised with others. device: where the weight is to be, if it has no memory yet and is on the meta device. ops:
+    the kernels, by default the fastest of that device.
     """
 
     def __init__(
@@ -65,10 +67,12 @@ class Linear:
         adds_bias: bool = True,
         alike: bool = False,
         quantisable: bool = True,
+        device: torch.device | None = None,
         ops: Ops | None = None,
     ) -> None:
         self.weight = weight
         self._shape = weight.shape
+        self._device = device or weight.device
         self.bias = bias
         self._wide = wide
         self._alike = alike
@@ -76,7 +80,7 @@ class Linear:
         self._added = bias if adds_bias else None
         self._product: Product | None = None
         self._lora: LoraWeights | None = None
-        self._ops: Ops = ops or ops_for(weight.device)
+        self._ops: Ops = ops or ops_for(self._device)
 
     @classmethod
     def allocate(
@@ -89,12 +93,20 @@ class Linear:
         *,
         wide: bool = False,
         adds_bias: bool = True,
+        deferred: bool = False,
         ops: Ops | None = None,
     ) -> "Linear":
-        """Allocates the weights, without values yet."""
+        """Allocates the weights, without values yet; the weight not before `materialise`, if it is `deferred`."""
         bias = torch.empty(outputs, dtype=dtype, device=device) if biased else None
-        weight = torch.empty(outputs, inputs, dtype=dtype, device=device)
-        return cls(weight, bias, wide=wide, adds_bias=adds_bias, ops=ops)
+        weight = torch.empty(outputs, inputs, dtype=dtype, device="meta" if deferred else device)
+        return cls(weight, bias, wide=wide, adds_bias=adds_bias, device=device, ops=ops)
+
+    def materialise(self) -> bool:
+        """Allocate the weight if it has no memory yet, and return whether it had none."""
+        if not self.weight.is_meta:
+            return False
+        self.weight = torch.empty_like(self.weight, device=self._device)
+        return True
 
     def pack(self, quantization: Quantization = "none") -> None:
         """Pack the weights as they are now, if packing helps, and free the unpacked ones. Raises ValueError for weights
@@ -105,11 +117,12 @@ class Linear:
             pack = self._ops.pack_alike
         self._product = pack(self.weight, self._wide)
         if self._product is not None:
-            self.weight = self.weight.new_empty(0)
+            self._free()
 
     def pack_parts(self, parts: Sequence[QuantizedWeight | None], sizes: Sequence[int]) -> None:
         """Have weights that are quantised already take the places of consecutive parts of the outputs, of these sizes.
-        A part without one is packed as it is. Raises ValueError where one does not fit."""
+        A part without one is packed as it is; if there is none, the weight needs no memory. Raises ValueError where one
+        does not fit."""
         ops = self._ops
         own = torch.split(self.weight, list(sizes))
         for place, part in zip(own, parts, strict=True):
@@ -120,12 +133,15 @@ class Linear:
             parts, own, sizes = [whole], (self.weight,), [len(self.weight)]
         products: list[Product] = []
         for place, part in zip(own, parts, strict=True):
-            product = ops.pack(place, self._wide) if part is None else _product(ops, part, place.device, self._wide)
+            product = ops.pack(place, self._wide) if part is None else _product(ops, part, self._device, self._wide)
             if product is None:
                 raise ValueError("these kernels have no products of such weights")
             products.append(product)
         self._product = products[0] if len(products) == 1 else _beside(products, sizes)
-        self.weight = self.weight.new_empty(0)
+        self._free()
+
+    def _free(self) -> None:
+        self.weight = torch.empty(0, dtype=self.weight.dtype, device=self._device)
 
     @property
     def table(self) -> Table | None:
@@ -135,10 +151,11 @@ class Linear:
     def allocate_lora(self, parts: Sequence[int], num_slots: int, max_rank: int) -> LoraWeights:
         """Make room for what adapters add, which is nothing yet. parts: how many outputs each projection has."""
         _, inputs = self._shape
+        zeros = partial(torch.zeros, device=self._device)
         self._lora = LoraWeights(
-            a=self.weight.new_zeros(num_slots, len(parts), max_rank, inputs),
-            b=self.weight.new_zeros(num_slots, max_rank, sum(parts)),
-            ranks=torch.zeros(num_slots, dtype=torch.int32, device=self.weight.device),
+            a=zeros(num_slots, len(parts), max_rank, inputs, dtype=self.weight.dtype),
+            b=zeros(num_slots, max_rank, sum(parts), dtype=self.weight.dtype),
+            ranks=zeros(num_slots, dtype=torch.int32),
             starts=(0, *accumulate(parts)),
         )
         return self._lora

@@ -46,11 +46,12 @@ class DenseMlp:
         device: torch.device,
         *,
         adds_bias: bool,
+        deferred: bool = False,
         ops: Ops | None = None,
     ) -> None:
-        """inner: this rank's part of the intermediate size; ops: as `Linear` has it."""
+        """inner: this rank's part of the intermediate size; deferred, ops: as `Linear` has them."""
         self._config, self._inner, self._ops = config, inner, ops or ops_for(device)
-        allocate = partial(Linear.allocate, dtype=dtype, device=device, ops=self._ops)
+        allocate = partial(Linear.allocate, dtype=dtype, device=device, deferred=deferred, ops=self._ops)
         hidden, wide = config.hidden_size, self._ops.WIDE_PRODUCTS
         self._gate_up = allocate(2 * inner, hidden, config.mlp_bias)
         self._down = allocate(hidden, inner, config.mlp_bias, wide=wide, adds_bias=adds_bias)
@@ -89,14 +90,16 @@ class MixtureMlp:
         inner: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        deferred: bool = False,
         ops: Ops | None = None,
     ) -> None:
-        """inner: this rank's part of an expert's intermediate size; ops: as `Linear` has it."""
+        """inner: this rank's part of an expert's intermediate size; deferred, ops: as `ExpertLinear` has them."""
         self._config, self._mixture, self._inner = config, mixture, inner
         self._ops: Ops = ops or ops_for(device)
         router = torch.empty(mixture.num_experts, config.hidden_size, dtype=dtype, device=device)
         self._router = Linear(router, wide=True, alike=True, quantisable=False, ops=self._ops)
-        allocate = partial(ExpertLinear, mixture.num_experts, dtype=dtype, device=device, ops=ops)
+        allocate = partial(ExpertLinear, mixture.num_experts, dtype=dtype, device=device, deferred=deferred, ops=ops)
         self._gate_up = allocate(2 * inner, config.hidden_size)
         self._down = allocate(config.hidden_size, inner, wide=self._ops.WIDE_PRODUCTS)
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from worker_service.models.causal_model import CausalModel
+from worker_service.models.causal_model import CausalModel, Fill
 from worker_service.models.decoder import Decoder
 from worker_service.models.decoder_config import DecoderConfig
 from worker_service.models.families import FAMILIES
@@ -52,11 +52,12 @@ def build_model(
     ranks: Ranks = ALONE,
     *,
     batch_invariant: bool = False,
+    fill: Fill | None = None,
 ) -> CausalModel:
-    """A network with its weights allocated, without values yet. Only native networks run on several ranks, and are
-    `batch_invariant`, as `ops_for` has it."""
+    """A network with its weights allocated, without values yet. Only native networks run on several ranks, are
+    `batch_invariant`, as `ops_for` has it, and allocate some weights when they are packed, if there is `fill`."""
     if isinstance(config, DecoderConfig):
-        return Decoder(config, dtype, device, ranks, batch_invariant=batch_invariant)
+        return Decoder(config, dtype, device, ranks, batch_invariant=batch_invariant, fill=fill)
     from worker_service.models.transformers_model import TransformersModel
 
     return TransformersModel(config, dtype, device)  # type: ignore[arg-type]

@@ -1,0 +1,86 @@
+"""Weights of layers have memory as floating point one layer at a time, and make the same network."""
+
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from stepped_worker import PROMPT, SteppedWorker
+from torch import Tensor
+from worker_helpers import LIMITS, new_sequence
+
+from worker_service.execution.cache_engine import CacheEngine, CacheShape
+from worker_service.execution.model_runner import ModelRunner
+from worker_service.execution.network import Network
+from worker_service.loading.checkpoint import Checkpoint
+from worker_service.models.causal_model import CausalModel, Fill
+from worker_service.models.linear import Quantization, can_pack
+from worker_service.models.registry import build_model, read_config
+from worker_service.parallel.ranks import ALONE
+from worker_service.settings import WorkerSettings
+
+CPU = torch.device("cpu")
+SCHEMES: tuple[Quantization, ...] = ("none", "fp8", "int8", "w8a8", "int4")
+FAMILIES = [{}, {"model_type": "mixtral"}, {"model_type": "qwen2"}]
+
+
+def load(path: Path, scheme: Quantization, fill: Fill | None = None) -> CausalModel:
+    """In bfloat16."""
+    checkpoint = Checkpoint(path)
+    model = build_model(read_config(checkpoint.config), torch.bfloat16, CPU, fill=fill)
+    checkpoint.load_into({name: place for name, place in model.checkpoint_tensors().items() if not place.is_meta})
+    model.pack(scheme)
+    return model
+
+
+def said_by(model: CausalModel) -> list[int]:
+    config = model.config
+    shape = CacheShape(config.num_layers, LIMITS.block_size, config.num_kv_heads, config.head_dim, torch.bfloat16)
+    worker = SteppedWorker(ModelRunner(model, CacheEngine(shape, LIMITS.num_device_blocks, 0, CPU)))
+    first = worker.step((1, len(PROMPT), True), new_sequences=(new_sequence(1, PROMPT, range(16)),))
+    return [*first.token_ids, *worker.generate(1, 8)]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("family", FAMILIES, ids=["llama", "mixtral", "qwen2"])
+def test_what_is_filled_when_it_is_packed_is_the_same_network(
+    family: Mapping[str, object], scheme: Quantization, make_checkpoint: Callable[..., Path]
+) -> None:
+    if not can_pack(CPU, torch.bfloat16, scheme):
+        pytest.skip(f"this processor's kernels have no {scheme}")
+    path = make_checkpoint(**family)
+    filled: list[set[str]] = []
+    places: list[weakref.ref[Tensor]] = []
+
+    def fill(empty: Mapping[str, Tensor]) -> None:
+        if scheme != "none":
+            assert not any(place() is not None for place in places), "the memory of the layer before is in use"
+        filled.append(set(empty))
+        places.extend(map(weakref.ref, empty.values()))
+        Checkpoint(path).load_into(empty)
+
+    deferred = load(path, scheme, fill)
+    assert said_by(deferred) == said_by(load(path, scheme))
+    num_layers = deferred.config.num_layers
+    assert [{name.split(".")[2] for name in names} for names in filled] == [{str(n)} for n in range(num_layers)]
+    assert all(name.endswith("proj.weight") or ".experts." in name for names in filled for name in names)
+
+
+def test_room_is_asked_for_as_weights_are_packed_and_one_layer_as_it_is_stored(
+    make_checkpoint: Callable[..., Path],
+) -> None:
+    if not can_pack(CPU, torch.bfloat16, "int4"):
+        pytest.skip("these kernels have no int4")
+    path = make_checkpoint(num_hidden_layers=8)
+
+    def sizes(scheme: Quantization) -> list[int]:
+        settings = WorkerSettings(model=str(path), device="cpu", dtype="bfloat16", quantization=scheme)
+        return Network.open(str(path), settings, CPU, ALONE).check()
+
+    blueprint = build_model(read_config(Checkpoint(path).config), torch.bfloat16, torch.device("meta"))
+    tensors = blueprint.checkpoint_tensors()
+    layer = sum(place.nbytes for name, place in tensors.items() if name.startswith("model.layers.0."))
+    matrices = sum(place.nbytes for name, place in tensors.items() if ".layers." in name and place.dim() == 2)
+    assert sum(sizes("none")) == sum(place.nbytes for place in tensors.values())
+    assert sum(sizes("int4")) == pytest.approx(sum(sizes("none")) - matrices * 3 / 8 + layer, abs=100)
