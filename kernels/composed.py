@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.float8 import Float8Weight, float8_product
+from kernels.float8 import Float8Weight, product_in_16_bits
 from kernels.metadata import AttentionMetadata
 from kernels.narrow_cache import head_dim_of
 from kernels.ops import Ops, Product
@@ -48,5 +48,4 @@ def qkv_attention(
 
 def pack_float8(ops: Ops, weight: Float8Weight, wide: bool = False) -> Product:
     """The product of `kernels.float8` with a weight that is held in bfloat16; a row does not depend on other rows."""
-    multiply = ops.pack_alike(weight.numbers.bfloat16(), wide=True)
-    return float8_product(weight, lambda numbers: multiply(numbers.bfloat16(), None), wide)
+    return product_in_16_bits(weight, ops.pack_alike, wide)

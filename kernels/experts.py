@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.float8 import Float8Weight, product_in_16_bits
 from kernels.ops import Product
 
 _TILE_ROWS = 16
@@ -61,6 +62,17 @@ def grouped_linear(x: Tensor, weights: Tensor, ends: Tensor, wide: bool = False)
         pack_alike(weight, wide)(x[start:stop], None)
         for weight, (start, stop) in zip(weights, pairwise([0, *ends.tolist()]), strict=True)
     ]
+    return torch.cat(parts)
+
+
+def grouped_float8(x: Tensor, weight: Float8Weight, ends: Tensor, wide: bool = False) -> Tensor:
+    """The same for weights in e4m3, a `Float8Weight` of [num_experts, ...] numbers and scales, without an input scale,
+    as `kernels.float8` has such products."""
+    numbers, scales, _ = weight
+    parts = []
+    for expert, (start, stop) in enumerate(pairwise([0, *ends.tolist()])):
+        own = Float8Weight(numbers[expert], scales[expert])
+        parts.append(product_in_16_bits(own, pack_alike, wide)(x[start:stop], None))
     return torch.cat(parts)
 
 

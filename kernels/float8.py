@@ -1,12 +1,14 @@
 """Products of 8-bit floating-point numbers, e4m3 (Micikevicius et al., 2022), in eager torch: the oracle of kernels.
 
 A weight has a scale for each output, and x one for each row, its largest number divided by 448. The product is
-`(x_numbers @ weight_numbers.T) * weight_scales * x_scale + bias`, summed and scaled in float32. e4m3 numbers have 4
-significant bits and are exact in bfloat16, and so are their products in float32: a product of bfloat16 numbers with
-sums in float32 is the same arithmetic on a device that has no products of 8 bits.
+`(x_numbers @ weight_numbers.T) * weight_scales * x_scale + bias`, summed and scaled in float32. Where both have a scale
+for each of several groups of neighbouring inputs (DeepSeek-AI, 2024), it is the sum of the groups' products, in their
+order. e4m3 numbers have 4 significant bits and are exact in bfloat16, and so are their products in float32: a product
+of bfloat16 numbers with sums in float32 is the same arithmetic on a device that has no products of 8 bits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ LARGEST = 448.0
 """The largest number of e4m3, which has no infinity."""
 FLOAT8_CAPABILITY = (8, 9)
 """The first compute capability of GPUs with these numbers."""
+_Product = Callable[[Tensor, Tensor | None], Tensor]
 LEAST_SCALE = torch.finfo(torch.float32).tiny
 """A row of zeros has this scale, and stays zeros."""
 
@@ -24,8 +27,9 @@ LEAST_SCALE = torch.finfo(torch.float32).tiny
 class Float8Weight(NamedTuple):
     """A weight that is number * scale, for products with inputs in e4m3.
 
-    numbers: [outputs, inputs] e4m3; scales: [outputs] float32; input_scale: [] float32, which all inputs are rounded
-    with, or None where each row has its own.
+    numbers: [outputs, inputs] e4m3; scales: [outputs, groups] float32, each for `inputs / groups` neighbouring inputs;
+    input_scale: [] float32, which all inputs are rounded with where there is one group, or None where each row has its
+    own for each group.
     """
 
     numbers: Tensor
@@ -56,33 +60,58 @@ def quantize_float8(weight: Tensor) -> Float8Weight:
     numbers, scales = (torch.cat(found) for found in zip(*parts, strict=True))
     if not scales.isfinite().all():
         raise ValueError("a weight is not finite")
-    return Float8Weight(numbers, scales.squeeze(1))
+    return Float8Weight(numbers, scales)
+
+
+def widened(weight: Float8Weight) -> Tensor:
+    """What it stands for, [outputs, inputs] float32."""
+    wide = weight.numbers.float()
+    return wide.view(*weight.scales.shape, -1).mul_(weight.scales[..., None]).view(wide.shape)
 
 
 def round_inputs(
     x: Tensor, weight: Float8Weight, round_rows: Callable[[Tensor], tuple[Tensor, Tensor]] = round_rows
 ) -> tuple[Tensor, Tensor]:
-    """The inputs of a product with `weight` as it asks for them: [rows, inputs] e4m3, and [rows, 1] or [] float32."""
-    if weight.input_scale is None:
-        return round_rows(x)
-    return narrowed(x.float(), weight.input_scale), weight.input_scale
+    """The inputs of a product with `weight` as it asks for them: [rows, inputs] e4m3, and [rows, groups] float32."""
+    if weight.input_scale is not None:
+        return narrowed(x.float(), weight.input_scale), weight.input_scale.repeat(len(x), 1)
+    groups = weight.scales.shape[1]
+    numbers, scales = round_rows(x.reshape(len(x) * groups, x.shape[1] // groups))
+    return numbers.view(x.shape), scales.view(-1, groups)
 
 
 def float8_product(
     weight: Float8Weight,
-    multiply: Callable[[Tensor], Tensor],
+    multiply: Sequence[Callable[[Tensor], Tensor]],
     wide: bool,
     round_rows: Callable[[Tensor], tuple[Tensor, Tensor]] = round_rows,
-) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """A `kernels.ops.Product` of sums of products that `multiply` makes, [rows, inputs] e4m3 to [rows, outputs] float32
-    in memory of their own. wide: whether it returns float32 rather than the dtype of x."""
+) -> _Product:
+    """A `kernels.ops.Product` of sums of products that each of `multiply` makes of the inputs of a group, [rows,
+    inputs] e4m3 to [rows, outputs] float32 in memory of their own. wide: whether it returns float32 rather than the
+    dtype of x."""
     scaling = weight._replace(numbers=weight.numbers.new_empty(0))  # which `multiply` holds, in the form that it needs
 
     def product(x: Tensor, bias: Tensor | None) -> Tensor:
         numbers, row_scales = round_inputs(x, scaling, round_rows)
-        found = multiply(numbers).mul_(scaling.scales).mul_(row_scales)
+        found: Tensor | None = None
+        parts = numbers.chunk(len(multiply), dim=1)
+        for group, (one, part) in enumerate(zip(multiply, parts, strict=True)):
+            scaled = one(part).mul_(scaling.scales[:, group]).mul_(row_scales[:, group, None])
+            found = scaled if found is None else found.add_(scaled)
+        assert found is not None
         if bias is not None:
             found += bias
         return found if wide else found.to(x.dtype)
 
     return product
+
+
+def product_in_16_bits(weight: Float8Weight, pack: Callable[[Tensor, bool], _Product], wide: bool) -> _Product:
+    """The same of a weight that is held in bfloat16, which `pack` makes products of, as `kernels.ops.Ops` has it."""
+    groups = weight.numbers.bfloat16().chunk(weight.scales.shape[1], dim=1)
+    products = [pack(numbers.contiguous(), True) for numbers in groups]
+    return float8_product(weight, [partial(_multiply, product) for product in products], wide)
+
+
+def _multiply(product: _Product, numbers: Tensor) -> Tensor:
+    return product(numbers.bfloat16(), None)

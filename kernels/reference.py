@@ -17,6 +17,7 @@ from torch.nn import functional
 from kernels import composed
 from kernels.attention_options import check_attention_options
 from kernels.experts import combine_rows as combine_rows
+from kernels.experts import grouped_float8 as grouped_float8
 from kernels.experts import grouped_linear as grouped_linear
 from kernels.experts import pack_alike as pack_alike
 from kernels.float8 import FLOAT8

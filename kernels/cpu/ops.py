@@ -26,6 +26,7 @@ rotary_embedding = _library.rotary_embedding
 store_kv = _library.store_kv
 gated_activation = _library.gated_activation
 copy_blocks = reference.copy_blocks
+grouped_float8 = reference.grouped_float8
 grouped_linear = reference.grouped_linear
 combine_rows = reference.combine_rows
 shared_tokens = reference.shared_tokens

@@ -15,6 +15,7 @@ from kernels.triton.combine_rows import combine_rows
 from kernels.triton.copy_blocks import copy_blocks
 from kernels.triton.float8_linear import pack_float8
 from kernels.triton.gated_activation import gated_activation
+from kernels.triton.grouped_float8 import grouped_float8
 from kernels.triton.grouped_linear import grouped_linear, pack_alike
 from kernels.triton.linear import pack
 from kernels.triton.paged_attention import paged_attention
@@ -34,6 +35,7 @@ __all__ = [
     "combine_rows",
     "copy_blocks",
     "gated_activation",
+    "grouped_float8",
     "grouped_linear",
     "pack",
     "pack_alike",

@@ -35,15 +35,18 @@ def grouped_linear(x: Tensor, weights: Tensor, ends: Tensor, wide: bool = False)
     """As `kernels.experts.grouped_linear`."""
     num_experts, outputs, inputs = weights.shape
     result = torch.empty((len(x), outputs), dtype=torch.float32 if wide else x.dtype, device=x.device)
-    # An expert has at most so many blocks of rows: one for every 16, and one that is not full.
-    blocks = (len(x) + min(num_experts, len(x)) * (_ROWS - 1)) // _ROWS
-    if blocks:
+    if blocks := most_blocks(len(x), num_experts, _ROWS):
         _grouped_linear_kernel[(triton.cdiv(outputs, _OUTPUTS), blocks)](
             x, weights, ends, result, num_experts, outputs, inputs,
             experts=triton.next_power_of_2(num_experts),
             rows=_ROWS, tile=_OUTPUTS, depth=_INPUTS, num_warps=4, **OPTIONS,
         )  # fmt: skip
     return result
+
+
+def most_blocks(num_rows: int, num_experts: int, size: int) -> int:
+    """How many blocks of so many rows there may be: an expert has one for each `size`, and one that is not full."""
+    return (num_rows + min(num_experts, num_rows) * (size - 1)) // size
 
 
 def pack_alike(weight: Tensor, wide: bool = False) -> Product:
@@ -58,24 +61,32 @@ def _linear(weights: Tensor, wide: bool, x: Tensor, bias: Tensor | None) -> Tens
 
 
 @triton.jit
-def _grouped_linear_kernel(
-    x, weights, ends, result, num_experts, outputs, inputs,
-    experts: tl.constexpr, rows: tl.constexpr, tile: tl.constexpr, depth: tl.constexpr,
-):  # fmt: skip
-    # Which expert has this block: the first whose blocks, with those of all before it, are more than its number.
-    block = tl.program_id(1)
+def place_of_block(block, ends, num_experts, experts: tl.constexpr, rows: tl.constexpr):
+    """The expert that a block of so many rows belongs to, its first row, and the end of its expert's rows.
+
+    It is the first expert whose blocks, with those of all before it, are more than the block's number; behind the last
+    block it is `num_experts` or more.
+    """
     expert = tl.arange(0, experts)
     begin = tl.load(ends + expert - 1, mask=(expert > 0) & (expert < num_experts), other=0).to(tl.int32)
     end = tl.load(ends + expert, mask=expert < num_experts, other=0).to(tl.int32)
     blocks = tl.where(expert < num_experts, (end - begin + rows - 1) // rows, 0)
     behind = tl.cumsum(blocks, axis=0)
     mine = tl.sum((behind <= block).to(tl.int32), axis=0)
-    if mine >= num_experts:
-        return
     is_mine = expert == mine
     first = tl.sum(tl.where(is_mine, begin + (block - behind + blocks) * rows, 0), axis=0)
     last = tl.sum(tl.where(is_mine, end, 0), axis=0)
+    return mine, first, last
 
+
+@triton.jit
+def _grouped_linear_kernel(
+    x, weights, ends, result, num_experts, outputs, inputs,
+    experts: tl.constexpr, rows: tl.constexpr, tile: tl.constexpr, depth: tl.constexpr,
+):  # fmt: skip
+    mine, first, last = place_of_block(tl.program_id(1), ends, num_experts, experts, rows)
+    if mine >= num_experts:
+        return
     row = (first + tl.arange(0, rows)).to(tl.int64)
     column = tl.program_id(0) * tile + tl.arange(0, tile)
     factors = weights + mine.to(tl.int64) * outputs * inputs

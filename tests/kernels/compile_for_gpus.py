@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from kernels import triton as ops
-from kernels.float8 import FLOAT8
+from kernels.float8 import FLOAT8, Float8Weight
 from kernels.metadata import AttentionMetadata, SharedParts
 from kernels.narrow_cache import stored_size
 from kernels.ops import LoraWeights
@@ -139,6 +139,12 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     for width, dtype, wide in ((2048, torch.bfloat16, False), (2048, torch.bfloat16, True), (64, torch.float32, False)):
         x, experts = empty(40, width, dtype=dtype), empty(128, 1536, width, dtype=dtype)
         yield "grouped_linear", lambda x=x, experts=experts, wide=wide: ops.grouped_linear(x, experts, ends, wide)
+    for count, groups in ((40, 1), (9000, 1), (40, 16), (20_000, 16)):
+        weight = Float8Weight(empty(128, 1536, 2048, dtype=FLOAT8), empty(128, 1536, groups, dtype=torch.float32))
+        yield (
+            f"grouped_float8 of {count} rows and {groups} groups",
+            lambda count=count, weight=weight: ops.grouped_float8(empty(count, 2048), weight, ends),
+        )
     places, shares = empty(5, 8, dtype=torch.int64), empty(5, 8, dtype=torch.float32)
     yield "combine_rows", lambda: ops.combine_rows(empty(40, 2048), places, shares)
     logits, numbers = empty(5, 128_256, dtype=torch.float32), empty(5, dtype=torch.float32)

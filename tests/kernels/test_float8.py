@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.float8 import FLOAT8, Float8Weight, narrowed, quantize_float8, round_inputs, round_rows
+from kernels.experts import grouped_float8
+from kernels.float8 import FLOAT8, Float8Weight, narrowed, quantize_float8, round_inputs, round_rows, widened
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -26,31 +27,44 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     module = import_module("kernels.triton.float8_linear")
     monkeypatch.setattr(module, "multiplies_float8", lambda device: request.param == "torch's own")
     monkeypatch.setattr(module, "round_rows", round_rows)
+    # Its kernel for several groups has tests of its own.
+    monkeypatch.setattr(module, "grouped_float8", grouped_float8)
     return module
 
 
-def random_weight(outputs: int, inputs: int, seed: int = 0, input_scale: float | None = None) -> Float8Weight:
+def random_weight(
+    outputs: int, inputs: int, seed: int = 0, input_scale: float | None = None, groups: int = 1
+) -> Float8Weight:
     draw = torch.Generator().manual_seed(seed)
-    sizes = torch.rand(outputs, 1, generator=draw) + 0.1
-    weight = quantize_float8(sizes * torch.randn(outputs, inputs, generator=draw))
-    return weight._replace(input_scale=None if input_scale is None else torch.tensor(input_scale))
+    sizes = torch.rand(outputs * groups, 1, generator=draw) + 0.1
+    numbers, scales, _ = quantize_float8(sizes * torch.randn(outputs * groups, inputs // groups, generator=draw))
+    of_inputs = None if input_scale is None else torch.tensor(input_scale)
+    return Float8Weight(numbers.view(outputs, inputs), scales.view(outputs, groups), of_inputs)
 
 
 def exactly(x: Tensor, weight: Float8Weight, bias: Tensor | None) -> Tensor:
     """Dequantise and multiply, in float64."""
     numbers, scales = round_inputs(x, weight)
-    product = (numbers.double() * scales.double()) @ (weight.numbers.double() * weight.scales.double()[:, None]).T
+    of_inputs = scales.double().repeat_interleave(x.shape[1] // scales.shape[1], dim=1)
+    product = (numbers.double() * of_inputs) @ widened(weight).double().T
     return product if bias is None else product + bias.double()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("input_scale", [None, 0.01])
-@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 16, 32), (5, 48, 128), (33, 17, 123)])
+@pytest.mark.parametrize(("input_scale", "groups"), [(None, 1), (0.01, 1), (None, 3)])
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 16, 48), (5, 48, 144), (33, 17, 123)])
 def test_a_product_is_that_of_the_rounded_numbers(
-    rows: int, outputs: int, inputs: int, input_scale: float | None, wide: bool, dtype: torch.dtype, backend: ModuleType
+    rows: int,
+    outputs: int,
+    inputs: int,
+    input_scale: float | None,
+    groups: int,
+    wide: bool,
+    dtype: torch.dtype,
+    backend: ModuleType,
 ) -> None:
-    weight = random_weight(outputs, inputs, input_scale=input_scale)
+    weight = random_weight(outputs, inputs, input_scale=input_scale, groups=groups)
     draw = torch.Generator().manual_seed(1)
     x, bias = torch.randn(rows, inputs, generator=draw).to(dtype), torch.randn(outputs, generator=draw).to(dtype)
     for added in (None, bias):
@@ -61,10 +75,11 @@ def test_a_product_is_that_of_the_rounded_numbers(
         torch.testing.assert_close(found.double(), exactly(x, weight, added), rtol=tolerance, atol=2e-5)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_rows_product_does_not_depend_on_the_other_rows(dtype: torch.dtype) -> None:
+def test_a_rows_product_does_not_depend_on_the_other_rows(dtype: torch.dtype, groups: int) -> None:
     for backend in (reference, import_module("kernels.backends").ops_for(torch.device("cpu"))):
-        product = backend.pack_float8(random_weight(75, 254))
+        product = backend.pack_float8(random_weight(75, 254, groups=groups))
         x = torch.randn(40, 254, generator=torch.Generator().manual_seed(2)).to(dtype)
         whole = product(x, None)
         for start, stop in ((0, 1), (3, 5), (7, 24), (39, 40)):
@@ -102,8 +117,9 @@ def test_a_weight_is_rounded_to_the_nearest_number_and_its_largest_one_stays(dty
     weight = torch.randn(5000, 24, generator=torch.Generator().manual_seed(4)).to(dtype)
     weight[3] = 0
     numbers, scales, _ = quantize_float8(weight)
-    assert (numbers.dtype, scales.shape) == (FLOAT8, (5000,))
-    meant = numbers.float() * scales[:, None]
+    assert (numbers.dtype, scales.shape) == (FLOAT8, (5000, 1))
+    meant = widened(Float8Weight(numbers, scales))
+    assert torch.equal(meant, numbers.float() * scales)
     largest = weight.float().abs().amax(1, keepdim=True)
     torch.testing.assert_close(meant.abs().amax(1, keepdim=True), largest)
     # 4 significant bits; below 2 to the power of -6 of 448 the steps are all alike.

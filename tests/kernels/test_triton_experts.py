@@ -1,10 +1,14 @@
 """The kernels of a mixture of experts against eager torch."""
 
+from importlib import import_module
+
 import pytest
 import torch
-from triton_helpers import DEVICE, DTYPES, randn, strict
+from test_float8 import random_weight
+from triton_helpers import DEVICE, DTYPES, INTERPRETED, randn, strict
 
 from kernels import reference, triton
+from kernels.float8 import FLOAT8_CAPABILITY, Float8Weight, round_rows
 
 ops = strict(triton)
 
@@ -31,6 +35,27 @@ def test_rows_are_multiplied_with_their_experts_weights(
     for wide in (False, True):
         found = ops.grouped_linear(x, weights, ends, wide)
         expected = reference.grouped_linear(x.float(), weights.float(), ends).to(found.dtype)
+        assert found.dtype is (torch.float32 if wide else dtype)
+        tolerance = 1e-4 if found.dtype is torch.float32 else 2e-2
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "inputs", "groups"), [(1, 123, 1), (70, 96, 2), (130, 256, 2), (64, 48, 3)])
+@pytest.mark.parametrize("counts", [*COUNTS, [129, 0, 3]], ids=str)
+def test_rows_are_multiplied_with_their_experts_weights_in_8_bits(
+    counts: list[int], outputs: int, inputs: int, groups: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not INTERPRETED and torch.cuda.get_device_capability() < FLOAT8_CAPABILITY:
+        pytest.skip("this GPU has no e4m3")
+    if INTERPRETED:  # where rows are rounded towards zero
+        monkeypatch.setattr(import_module("kernels.triton.grouped_float8"), "round_rows", round_rows)
+    weights = [random_weight(outputs, inputs, seed, groups=groups) for seed in range(len(counts))]
+    numbers, scales = (torch.stack([weight[part] for weight in weights]).to(DEVICE) for part in (0, 1))
+    x, ends = randn(sum(counts), inputs, dtype=dtype), torch.tensor(counts, device=DEVICE).cumsum(0)
+    for wide in (False, True):
+        found = ops.grouped_float8(x, Float8Weight(numbers, scales), ends, wide)
+        expected = reference.grouped_float8(x, Float8Weight(numbers, scales), ends, wide)
         assert found.dtype is (torch.float32 if wide else dtype)
         tolerance = 1e-4 if found.dtype is torch.float32 else 2e-2
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)

@@ -198,15 +198,23 @@ class Network:
     @property
     def _packs_stored(self) -> bool:
         """Whether weights that are stored quantised are multiplied as they are, rather than widened."""
-        if self.checkpoint.packed is None or not isinstance(self.config, DecoderConfig):
+        packed = self.checkpoint.packed
+        if packed is None or not isinstance(self.config, DecoderConfig):
             return False
-        return all(self._can_pack(scheme) for scheme in self.checkpoint.packed.schemes)
+        if self._stacks_experts and packed.stores_input_scales:
+            return False
+        return all(self._can_pack(scheme) for scheme in packed.schemes)
+
+    @property
+    def _stacks_experts(self) -> bool:
+        """Whether there are experts, which are multiplied in one launch."""
+        assert isinstance(self.config, DecoderConfig)
+        return ops_for(self.device).GROUPED_PRODUCTS and any(layer.mixture for layer in self.config.layers)
 
     def _can_pack(self, scheme: Quantization) -> bool:
         """Of a network that runs natively."""
-        assert isinstance(self.config, DecoderConfig)
-        if ops_for(self.device).GROUPED_PRODUCTS and any(layer.mixture for layer in self.config.layers):
-            return False  # experts that are multiplied in one launch stay as they are
+        if self._stacks_experts and not (scheme == "fp8" and self._has_float8):
+            return False
         return can_pack(self.device, self.dtype, scheme)
 
     def _quantized(self) -> Quantized:
@@ -274,7 +282,9 @@ class Network:
             )
         if not self._can_pack(self.quantization):
             if self.quantization == "fp8":
-                raise StartError("--quantization fp8 on a GPU is for models without experts")
+                raise StartError(
+                    "--quantization fp8 of experts is for CPUs and GPUs of compute capability 8.9 or later"
+                )
             machine = "a CPU with AVX-512 BF16" if self.quantization == "int8" else "a CPU"
             raise StartError(f"--quantization {self.quantization} needs bfloat16, compiled kernels, and {machine}")
         if self.quantization == "gguf":

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from kernels import float8
 from kernels.float8 import Float8Weight
 from kernels.ops import GroupedWeight, QuantizedWeight
 from pagewire_common.start_error import StartError
@@ -44,6 +45,7 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
             )
         if (reason := _what_is_not_read(config)) is not None:
             raise StartError(f"config.json: quantization_config: {reason}")
+        self._block = float8_weights.block_of(config) if method in ("fp8", "compressed-tensors") else None
 
     @property
     def _parts(self) -> Collection[tuple[str, str]]:
@@ -57,6 +59,12 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
     def schemes(self) -> set[Literal["fp8", "gguf"]]:
         """What the products of its weights are like."""
         return {"fp8" if self._files.dtypes.get(name) == "F8_E4M3" else "gguf" for name in self}
+
+    @property
+    def stores_input_scales(self) -> bool:
+        """Whether inputs of some layers in fp8 are rounded with scales that are stored."""
+        in_files = any(name.endswith(".input_scale") for name in self._files.dtypes)
+        return "fp8" in self.schemes and (in_files or float8_weights.input_scales_are_stored(self._config))
 
     def __iter__(self) -> Iterator[str]:
         for name, found in self._files.dtypes.items():
@@ -139,8 +147,10 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
     def _float8(self, layer: str) -> Float8Weight:
         is_static = self._has(layer, "input_scale") or float8_weights.input_scales_are_stored(self._config)
         input_scale = self._tensor(layer, "input_scale") if is_static else None
-        numbers, scales = self._matrix(layer, "weight"), self._tensor(layer, "weight_scale")
-        return float8_weights.float8_weight(numbers, scales, input_scale)
+        # Which transformers calls the inverse, and multiplies by.
+        name = "weight_scale_inv" if self._has(layer, "weight_scale_inv") else "weight_scale"
+        numbers, scales, block = self._matrix(layer, "weight"), self._tensor(layer, name), self._block
+        return float8_weights.float8_weight(numbers, scales, input_scale, block)
 
     # ---- tensors
 
@@ -212,7 +222,7 @@ class PackedFiles:
 def widened(weight: QuantizedWeight) -> Tensor:
     """The weights in float32, [outputs, inputs]."""
     if isinstance(weight, Float8Weight):
-        return weight.numbers.float() * weight.scales[:, None]
+        return float8.widened(weight)
     inputs = weight.numbers.shape[1]
     each = 32 if weight.scales.shape[1] == -(-inputs // 32) else 16
 

@@ -290,7 +290,7 @@ def _pack_layer(
     empty: dict[str, Tensor] = {}
     for linear, parts in projections:
         needed = [f"{part}.weight" for part in parts if f"{part}.weight" not in quantized]
-        if needed and linear.materialise():
+        if needed and linear.materialise(quantization):
             places = linear.parts(parts)
             empty |= {weight: places[weight] for weight in needed}
     if empty:

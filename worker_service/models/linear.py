@@ -101,8 +101,11 @@ class Linear:
         weight = torch.empty(outputs, inputs, dtype=dtype, device="meta" if deferred else device)
         return cls(weight, bias, wide=wide, adds_bias=adds_bias, device=device, ops=ops)
 
-    def materialise(self) -> bool:
-        """Allocate the weight if it has no memory yet, and return whether it had none."""
+    def materialise(self, quantization: Quantization = "none") -> bool:  # noqa: ARG002 (experts use it)
+        """Allocate the weight if it has no memory yet, and return whether it had none.
+
+        quantization: as it will be packed.
+        """
         if not self.weight.is_meta:
             return False
         self.weight = torch.empty_like(self.weight, device=self._device)
@@ -117,18 +120,16 @@ class Linear:
             pack = self._ops.pack_alike
         self._product = pack(self.weight, self._wide)
         if self._product is not None:
-            self._free()
+            self.free()
 
     def pack_parts(self, parts: Sequence[QuantizedWeight | None], sizes: Sequence[int]) -> None:
         """Have weights that are quantised already take the places of consecutive parts of the outputs, of these sizes.
         A part without one is packed as it is; if there is none, the weight needs no memory. Raises ValueError where one
         does not fit."""
         ops = self._ops
+        self.check_parts(parts, sizes)
         own = torch.split(self.weight, list(sizes))
-        for place, part in zip(own, parts, strict=True):
-            if part is not None and part.numbers.shape != place.shape:
-                raise ValueError(f"a weight is {list(part.numbers.shape)} where {list(place.shape)} is needed")
-        whole = _joined(parts)
+        whole = joined(parts)
         if whole is not None:
             parts, own, sizes = [whole], (self.weight,), [len(self.weight)]
         products: list[Product] = []
@@ -138,9 +139,17 @@ class Linear:
                 raise ValueError("these kernels have no products of such weights")
             products.append(product)
         self._product = products[0] if len(products) == 1 else _beside(products, sizes)
-        self._free()
+        self.free()
 
-    def _free(self) -> None:
+    def check_parts(self, parts: Sequence[QuantizedWeight | None], sizes: Sequence[int]) -> None:
+        """Raises ValueError where one does not fit."""
+        for size, part in zip(sizes, parts, strict=True):
+            needed = [size, self._shape[1]]
+            if part is not None and list(part.numbers.shape) != needed:
+                raise ValueError(f"a weight is {list(part.numbers.shape)} where {needed} is needed")
+
+    def free(self) -> None:
+        """The weight's memory: it is packed."""
         self.weight = torch.empty(0, dtype=self.weight.dtype, device=self._device)
 
     @property
@@ -186,28 +195,30 @@ class Linear:
         return tensors
 
 
-def _joined(parts: Sequence[QuantizedWeight | None]) -> QuantizedWeight | None:
+def joined(parts: Sequence[QuantizedWeight | None]) -> QuantizedWeight | None:
     """The parts as one weight, if there are all of them and they are alike: one product is faster than several."""
     in_floats = [part for part in parts if isinstance(part, Float8Weight)]
     if in_floats:
-        of_inputs = {None if part.input_scale is None else float(part.input_scale) for part in in_floats}
-        if len(in_floats) < len(parts) or len(of_inputs) > 1:
+        kinds = {
+            (part.scales.shape[1], None if part.input_scale is None else float(part.input_scale)) for part in in_floats
+        }
+        if len(in_floats) < len(parts) or len(kinds) > 1:
             return None
         weights, scales, input_scales = zip(*in_floats, strict=True)
         return Float8Weight(torch.cat(weights), torch.cat(scales), input_scales[0])
     known = [part for part in parts if isinstance(part, GroupedWeight)]
-    kinds = {(part.bits, part.scales.shape[1], part.minimums is None, part.units is None) for part in known}
-    if len(known) < len(parts) or len(kinds) > 1:
+    layouts = {(part.bits, part.scales.shape[1], part.minimums is None, part.units is None) for part in known}
+    if len(known) < len(parts) or len(layouts) > 1:
         return None
     numbers, scales, minimums, bits, units, orders = zip(*known, strict=True)
     first, *others = orders
     if any(order is not first and (order is None or first is None or not order.equal(first)) for order in others):
         return None
 
-    def joined(part: Sequence[Tensor | None]) -> Tensor | None:
+    def whole(part: Sequence[Tensor | None]) -> Tensor | None:
         return None if part[0] is None else torch.cat([one for one in part if one is not None])
 
-    return GroupedWeight(torch.cat(numbers), torch.cat(scales), joined(minimums), bits[0], joined(units), first)
+    return GroupedWeight(torch.cat(numbers), torch.cat(scales), whole(minimums), bits[0], whole(units), first)
 
 
 def _product(ops: Ops, weight: QuantizedWeight, device: torch.device, wide: bool) -> Product | None:

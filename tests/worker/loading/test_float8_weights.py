@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from prompt_scores import prompt_logprobs, worker_settings
 from safetensors.torch import load_file, save_file
 from tiny_model import write_byte_tokenizer, write_tiny_llama
 from torch import Tensor
+from torch.nn import functional
 
 from kernels.float8 import FLOAT8, quantize_float8
 from pagewire_common.start_error import StartError
@@ -38,11 +40,15 @@ def compressed(weights: Config, inputs: Config | None) -> Config:
 DYNAMIC = compressed({"strategy": "channel"}, {"strategy": "token", "dynamic": True})
 STATIC = compressed({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": False})
 METHOD = {"quant_method": "fp8", "activation_scheme": "static"}
+IN_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [24, 32]}
+BY_BLOCK = compressed(
+    {"strategy": "block", "block_structure": [24, 32]}, {"strategy": "group", "group_size": 32, "dynamic": True}
+)
 
 
 def by_channel(weight: Tensor) -> Tensors:
     numbers, scales, _ = quantize_float8(weight)
-    return {"weight": numbers, "weight_scale": scales[:, None]}
+    return {"weight": numbers, "weight_scale": scales}
 
 
 def by_tensor(weight: Tensor) -> Tensors:
@@ -54,15 +60,31 @@ def by_tensor(weight: Tensor) -> Tensors:
     }
 
 
+def by_block(weight: Tensor, name: str = "weight_scale") -> Tensors:
+    """Of 24 outputs, the last of which may be fewer, and 32 inputs."""
+    outputs, inputs = weight.shape
+    padded = functional.pad(weight, (0, 0, 0, -outputs % 24))
+    blocks = padded.view(-1, 24, inputs // 32, 32).transpose(1, 2).flatten(2)
+    scales = blocks.abs().amax(-1) / 448
+    of_each = scales.repeat_interleave(24, 0)[:outputs].repeat_interleave(32, 1)
+    return {"weight": (weight / of_each).to(FLOAT8), name: scales}
+
+
 LAYOUTS: dict[str, tuple[Config, Callable[[Tensor], Tensors]]] = {
     "compressed-tensors by channel": (DYNAMIC, by_channel),
     "compressed-tensors by tensor": (STATIC, by_tensor),
     "the method fp8": (METHOD, by_tensor),
+    "blocks of the method fp8": (IN_BLOCKS, partial(by_block, name="weight_scale_inv")),
+    "blocks of compressed-tensors": (BY_BLOCK, by_block),
 }
 
 
 def meant(parts: Tensors) -> Tensor:
-    return parts["weight"].float() * parts["weight_scale"].reshape(-1, 1)
+    numbers = parts["weight"].float()
+    scales = parts["weight_scale_inv"] if "weight_scale_inv" in parts else parts["weight_scale"]
+    if scales.numel() in (1, len(numbers)):
+        return numbers * scales.reshape(-1, 1)
+    return numbers * scales.repeat_interleave(24, 0)[: len(numbers)].repeat_interleave(32, 1)
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +150,21 @@ def test_families_in_transformers_code_widen_them(make_checkpoint: Callable[...,
 
 
 REFUSED: dict[str, tuple[Config, str]] = {
-    "blocks": (METHOD | {"weight_block_size": [128, 128]}, r"a scale for each block \(weight_block_size\) are not"),
-    "blocks of compressed-tensors": (compressed({"strategy": "block"}, {}), "fp8 weights with scales by 'block' are"),
+    "blocks with stored scales of inputs": (
+        METHOD | {"weight_block_size": [128, 128]},
+        r"a scale for each block are not read with stored scales of inputs",
+    ),
+    "blocks of one number": (IN_BLOCKS | {"weight_block_size": 128}, "weight_block_size is 128; it must be two"),
+    "blocks of nothing": (IN_BLOCKS | {"weight_block_size": [128, 0]}, r"weight_block_size is \[128, 0\]"),
+    "blocks of compressed-tensors without a size": (
+        compressed({"strategy": "block"}, {"strategy": "group"}),
+        "block_structure is None",
+    ),
+    "blocks beside whole rows": (
+        compressed({"strategy": "block", "block_structure": [128, 64]}, {"strategy": "token"}),
+        "with scales of their own by group of 64",
+    ),
+    "groups of weights": (compressed({"strategy": "group"}, {}), "fp8 weights with scales by 'group' are not read"),
     "groups of inputs": (
         compressed({"strategy": "channel"}, {"strategy": "group"}),
         "fp8 inputs with scales by 'group' are not read",
@@ -169,6 +204,16 @@ def test_a_layer_that_makes_no_sense_is_refused(name: str, tmp_path: Path) -> No
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(StartError, match=f"the quantised weight a.weight cannot be read: .*{reason}"):
         PackedWeights(WeightFiles(tmp_path), STATIC)["a.weight"]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "scales"), [((48, 128), (2, 3)), ((48, 128), (1, 4)), ((48, 112), (2, 4)), ((48, 112), (2, 3))]
+)
+def test_blocks_cover_a_weight(numbers: tuple[int, int], scales: tuple[int, int], tmp_path: Path) -> None:
+    parts = {"a.weight": torch.ones(numbers).to(FLOAT8), "a.weight_scale_inv": torch.ones(scales)}
+    save_file(parts, tmp_path / "model.safetensors")
+    with pytest.raises(StartError, match=r"scales do not fit weights of .* in blocks of \[24, 32\]"):
+        PackedWeights(WeightFiles(tmp_path), IN_BLOCKS)["a.weight"]
 
 
 def test_tables_of_vectors_in_fp8_are_refused(plain: Path, tmp_path: Path) -> None:

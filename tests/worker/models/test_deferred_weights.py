@@ -2,7 +2,9 @@
 
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +12,12 @@ from stepped_worker import PROMPT, SteppedWorker
 from torch import Tensor
 from worker_helpers import LIMITS, new_sequence
 
+from kernels import composed, reference
 from worker_service.execution.cache_engine import CacheEngine, CacheShape
 from worker_service.execution.model_runner import ModelRunner
 from worker_service.execution.network import Network
 from worker_service.loading.checkpoint import Checkpoint
+from worker_service.models import decoder
 from worker_service.models.causal_model import CausalModel, Fill
 from worker_service.models.linear import Quantization, can_pack
 from worker_service.models.registry import build_model, read_config
@@ -65,6 +69,25 @@ def test_what_is_filled_when_it_is_packed_is_the_same_network(
     num_layers = deferred.config.num_layers
     assert [{name.split(".")[2] for name in names} for names in filled] == [{str(n)} for n in range(num_layers)]
     assert all(name.endswith("proj.weight") or ".experts." in name for names in filled for name in names)
+
+
+@pytest.mark.parametrize("scheme", ["none", "fp8"])
+def test_experts_are_filled_a_layer_at_a_time_in_a_stack_where_kernels_multiply_all_at_once(
+    scheme: Quantization, make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_checkpoint(model_type="mixtral")
+    monkeypatch.setattr(decoder, "ops_for", lambda *_: reference)
+    expected = said_by(load(path, scheme))
+    stacking = SimpleNamespace(**vars(reference) | {"GROUPED_PRODUCTS": True})
+    stacking.pack_float8 = partial(composed.pack_float8, stacking)
+    monkeypatch.setattr(decoder, "ops_for", lambda *_: stacking)
+    multiplied: list[str] = []
+    for name in ("grouped_linear", "grouped_float8"):
+        product = getattr(reference, name)
+        setattr(stacking, name, lambda *args, n=name, f=product: multiplied.append(n) or f(*args))
+    assert said_by(load(path, scheme, lambda empty: Checkpoint(path).load_into(empty))) == expected
+    assert said_by(load(path, scheme)) == expected
+    assert set(multiplied) == {"grouped_linear" if scheme == "none" else "grouped_float8"}
 
 
 def test_room_is_asked_for_as_weights_are_packed_and_one_layer_as_it_is_stored(

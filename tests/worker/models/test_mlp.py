@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import reference
+from kernels.float8 import Float8Weight, quantize_float8
 from worker_service.models import expert_linear
 from worker_service.models.decoder_config import DecoderConfig
+from worker_service.models.expert_linear import ExpertLinear
 from worker_service.models.families import FAMILIES
 from worker_service.models.linear import Linear, Quantization, can_pack
 from worker_service.models.mlp import MixtureMlp
@@ -137,6 +139,48 @@ def test_experts_are_filled_one_by_one_in_a_stack_where_kernels_multiply_all_at_
     gate_ups = [linear.weight for linear, _ in stacked.projections[1::2]]
     assert len({weight.untyped_storage().data_ptr() for weight in gate_ups}) == 1
     torch.testing.assert_close(pack(stacked)(inputs(), None), pack(alone)(inputs(), None))
+
+
+def random_weight(inputs: int = 64, seed: int = 0, groups: int = 1) -> Float8Weight:
+    """Of 24 outputs."""
+    draw = torch.Generator().manual_seed(seed)
+    numbers, scales, _ = quantize_float8(torch.randn(24 * groups, inputs // groups, generator=draw))
+    return Float8Weight(numbers.view(24, inputs), scales.view(24, groups))
+
+
+def stacked(monkeypatch: pytest.MonkeyPatch) -> ExpertLinear:
+    grouped = SimpleNamespace(**vars(reference) | {"GROUPED_PRODUCTS": True})
+    monkeypatch.setattr(expert_linear, "ops_for", lambda _: grouped)
+    return ExpertLinear(3, 24, 64, torch.bfloat16, torch.device("cpu"))
+
+
+def test_a_stack_holds_experts_that_are_stored_in_fp8_with_scales_for_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = stacked(monkeypatch)
+    weights = [random_weight(seed=seed, groups=2) for seed in range(3)]
+    for expert, weight in zip(linear.experts, weights, strict=True):
+        # Of two projections that are one product.
+        parts = [Float8Weight(weight.numbers[rows], weight.scales[rows]) for rows in (slice(8), slice(8, None))]
+        expert.pack_parts(parts, [8, 16])
+    x = torch.randn(7, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = linear(x, torch.tensor([2, 2, 7]))
+    torch.testing.assert_close(found[:2], reference.pack_float8(weights[0])(x[:2], None), atol=0, rtol=0)
+    torch.testing.assert_close(found[2:], reference.pack_float8(weights[2])(x[2:], None), atol=0, rtol=0)
+
+
+def test_what_a_stack_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = stacked(monkeypatch)
+    first, second, third = linear.experts
+    in_one, in_two = random_weight(), random_weight(groups=2)
+    first.pack_parts([in_one], [24])
+    for refuse in (lambda: second.pack_parts([in_two], [24]), third.pack):
+        with pytest.raises(ValueError, match="the experts of a layer are quantised in several ways"):
+            refuse()
+    with pytest.raises(ValueError, match="multiply no stack of such experts"):
+        second.pack_parts([in_one._replace(input_scale=torch.tensor(0.1))], [24])
+    with pytest.raises(ValueError, match="multiply no stack of experts in int8"):
+        second.pack("int8")
+    with pytest.raises(ValueError, match=r"a weight is \[24, 32\] where \[24, 64\] is needed"):
+        second.pack_parts([random_weight(32)], [24])
 
 
 def test_only_experts_with_rows_are_multiplied_with(monkeypatch: pytest.MonkeyPatch) -> None:
