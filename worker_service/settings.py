@@ -63,7 +63,7 @@ class WorkerSettings(ServiceSettings):
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the GPU's memory to use in all")
     enforce_eager: bool = Field(
         False,
-        description="on a GPU, launch the kernels of decodes one by one, without CUDA graphs captured at start, whose "
+        description="on a GPU, launch the kernels of steps one by one, without CUDA graphs captured at start, whose "
         "memory comes on top of --gpu-memory-utilization",
     )
     batch_invariant: bool = Field(

@@ -36,6 +36,7 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
                 num_gained[sequence.id] = num_tokens
     if not answer.has_tokens_alone:
         _check_nothing_else(output, answer)
+    said = _said(output, answer) if answer.logprobs else {}
     for sequence, num_tokens, samples in [item for item in output.scheduled if item.sequence.reports]:
         sampling = sequence.sampling
         if sequence in output.dropped or sequence.id in answer.failed_sequence_ids:
@@ -55,8 +56,8 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
                     f"the worker returned log-probabilities of {len(entries)} tokens for sequence {sequence.id}, "
                     f"which gained {most}"
                 )
-            for entry in entries:
-                _check_entry(sequence, entry, width, vocabulary_size)
+            for entry, token_id in zip(entries, said[sequence.id], strict=True):
+                _check_entry(sequence, entry, token_id, width, vocabulary_size)
         entries = answer.prompt_logprobs.get(sequence.id, [])
         if sampling.prompt_logprobs is not None:
             # A step reports the tokens behind those that it computes, as far as the prompt goes. What a sequence has
@@ -67,8 +68,9 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
                 raise ValueError(
                     f"the worker returned {len(entries)} prompt positions for sequence {sequence.id}, not {due}"
                 )
-            for entry in entries:
-                _check_entry(sequence, entry, sampling.prompt_logprobs, vocabulary_size)
+            if not sequence.status.is_finished:
+                for entry, token_id in zip(entries, sequence.tokens_between(first, first + due), strict=True):
+                    _check_entry(sequence, entry, token_id, sampling.prompt_logprobs, vocabulary_size)
 
 
 def _check_nothing_else(output: SchedulerOutput, answer: ModelOutput) -> None:
@@ -86,14 +88,28 @@ def _check_nothing_else(output: SchedulerOutput, answer: ModelOutput) -> None:
                 raise ValueError(f"the worker returned {what} for sequence {sequence.id}, which asked for none")
 
 
-def _check_entry(sequence: Sequence, entry: TokenLogprobs, width: int, vocabulary_size: int) -> None:
-    most = 1 + min(width, vocabulary_size)
-    if (
-        len(entry.token_ids) != most
-        or max(entry.token_ids) >= vocabulary_size
-        or not (max(entry.logprobs) <= _ROUNDING and sum(entry.logprobs) > -math.inf)
-    ):
-        raise ValueError(  # without its tokens, which may come from a prompt
-            f"the worker returned invalid log-probabilities for sequence {sequence.id}: {len(entry.token_ids)} where "
-            f"{most} were asked for, or a token outside of the vocabulary, or a value that is positive, NaN or infinite"
-        )
+def _said(output: SchedulerOutput, answer: ModelOutput) -> dict[int, list[int]]:
+    """The tokens that each sequence gained, of those that are still there."""
+    gained, tokens, said = iter(answer.num_tokens or itertools.repeat(1)), iter(answer.token_ids), {}
+    for sequence, _, samples in output.scheduled:
+        if samples:
+            own = list(itertools.islice(tokens, next(gained)))
+            if sequence not in output.dropped:
+                said[sequence.id] = own
+    return said
+
+
+def _check_entry(sequence: Sequence, entry: TokenLogprobs, token_id: int, width: int, vocabulary_size: int) -> None:
+    """token_id: which it is about."""
+    found, *likeliest = entry.token_ids or [-1]
+    num_asked, num_found = min(width, vocabulary_size), len(likeliest)
+    # Without the tokens, which may come from a prompt.
+    if num_found != num_asked or len(set(likeliest)) != num_asked or max(likeliest, default=0) >= vocabulary_size:
+        what = f"{num_found} likeliest tokens where {num_asked} were asked for, or one twice or beyond the vocabulary"
+    elif found != token_id or not 0 < entry.rank <= vocabulary_size:
+        what = "they are about another token, or it has a rank that does not exist"
+    elif not (max(entry.logprobs) <= _ROUNDING and sum(entry.logprobs) > -math.inf):
+        what = "one is positive, NaN or infinite"
+    else:
+        return
+    raise ValueError(f"the worker returned invalid log-probabilities for sequence {sequence.id}: {what}")

@@ -59,7 +59,7 @@ def test_what_is_said_of_log_probabilities_that_are_none_names_no_tokens() -> No
     output = scheduler.schedule()
     sequence = output.scheduled[0].sequence
     entry = TokenLogprobs([31337] * 1000, [-1.0] * 1000, 1)
-    with pytest.raises(ValueError, match=f"for sequence {sequence.id}: 1000 where 2 were asked for, or a") as error:
+    with pytest.raises(ValueError, match=f"for sequence {sequence.id}: 999 likeliest tokens where 1 were") as error:
         check_answer(output, ModelOutput(1, [5], logprobs={sequence.id: [entry]}), 50_000)
     assert "31337" not in str(error.value)
 
@@ -75,23 +75,28 @@ def with_a_prompt_to_report() -> tuple[Scheduler, Sequence]:
     return scheduler, group.sequences[0]
 
 
-ENTRY = TokenLogprobs([5], [-1.0], 1)
+def positions(first: int, count: int) -> list[TokenLogprobs]:
+    """Of the prompt's tokens from this one on, which are counted from 1."""
+    return [TokenLogprobs([1 + position], [-1.0], 1) for position in range(first, first + count)]
 
 
 def test_every_token_of_a_prompt_but_the_first_has_log_probabilities() -> None:
     """Those behind a chunk's tokens come with it, whatever has been sent meanwhile."""
     scheduler, sequence = with_a_prompt_to_report()
     steps = [scheduler.schedule(), scheduler.schedule()]
-    for output, token_ids, due in zip(steps, ([], [5]), (4, 2), strict=True):
+    for output, token_ids, first, due in zip(steps, ([], [5]), (1, 5), (4, 2), strict=True):
         for number in range(6):
-            answer = ModelOutput(output.step_id, token_ids, prompt_logprobs={sequence.id: [ENTRY] * number})
+            answer = ModelOutput(output.step_id, token_ids, prompt_logprobs={sequence.id: positions(first, number)})
             if number == due:
                 check_answer(output, answer, 100)
             else:
                 said = f"{number} prompt positions for sequence {sequence.id}, not {due}"
                 with pytest.raises(ValueError, match=said):
                     check_answer(output, answer, 100)
-        answer = ModelOutput(output.step_id, token_ids, prompt_logprobs={sequence.id: [ENTRY] * due})
+        answer = ModelOutput(output.step_id, token_ids, prompt_logprobs={sequence.id: positions(first - 1, due)})
+        with pytest.raises(ValueError, match="they are about another token"):
+            check_answer(output, answer, 100)
+        answer = ModelOutput(output.step_id, token_ids, prompt_logprobs={sequence.id: positions(first, due)})
         scheduler.update_from_output(output, answer)
     check_answer(scheduler.schedule(), ModelOutput(3, [5]), 100)
 
@@ -101,12 +106,37 @@ def test_positions_of_a_prompt_that_was_given_up_are_bounded() -> None:
     steps = [scheduler.schedule(), scheduler.schedule()]
     scheduler.finish_requests(["a"], SequenceStatus.FINISHED_ABORTED)
     for output, token_ids, num_tokens in zip(steps, ([], [5]), (4, 3), strict=True):
-        positions = [ENTRY] * num_tokens
-        check_answer(output, ModelOutput(output.step_id, token_ids, prompt_logprobs={sequence.id: positions}), 100)
-        with pytest.raises(ValueError, match="prompt positions"):
-            check_answer(
-                output, ModelOutput(output.step_id, token_ids, prompt_logprobs={sequence.id: [*positions, ENTRY]}), 100
-            )
+        for number in (num_tokens, num_tokens + 1):
+            answer = ModelOutput(output.step_id, token_ids, prompt_logprobs={sequence.id: positions(1, number)})
+            if number == num_tokens:
+                check_answer(output, answer, 100)
+            else:
+                with pytest.raises(ValueError, match="prompt positions"):
+                    check_answer(output, answer, 100)
+
+
+LIES: dict[str, tuple[TokenLogprobs, str]] = {
+    "about another token": (TokenLogprobs([6, 5, 7], [-1.0] * 3, 1), "they are about another token"),
+    "no rank": (TokenLogprobs([5, 5, 7], [-1.0] * 3, 0), "a rank that does not exist"),
+    "a rank behind the last": (TokenLogprobs([5, 5, 7], [-1.0] * 3, 101), "a rank that does not exist"),
+    "one of the likeliest twice": (TokenLogprobs([5, 7, 7], [-1.0] * 3, 1), "or one twice"),
+    "a token that does not exist": (TokenLogprobs([5, 5, 100], [-1.0] * 3, 1), "or beyond the vocabulary"),
+    "too few": (TokenLogprobs([5, 5], [-1.0] * 2, 1), "1 likeliest tokens where 2 were"),
+    "nothing": (TokenLogprobs([], [], 1), "0 likeliest tokens where 2 were"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_log_probabilities_are_about_the_token_that_was_sampled_and_others(lie: str) -> None:
+    scheduler, _ = with_a_prompt_to_report()
+    scheduler.add_request(SequenceGroup("b", range(1, 4), SamplingParams(max_tokens=9, logprobs=2)))
+    scheduler.finish_requests(["a"], SequenceStatus.FINISHED_ABORTED)
+    output = scheduler.schedule()
+    sequence_id = output.scheduled[0].sequence.id
+    check_answer(output, ModelOutput(1, [5], logprobs={sequence_id: [TokenLogprobs([5, 5, 7], [-1.0] * 3, 1)]}), 100)
+    entry, reason = LIES[lie]
+    with pytest.raises(ValueError, match=reason):
+        check_answer(output, ModelOutput(1, [5], logprobs={sequence_id: [entry]}), 100)
 
 
 @pytest.mark.parametrize("logprobs", [[-1.0, 0.5], [-math.inf, -1.0], [-1.0, math.nan], [math.inf, -math.inf]])

@@ -47,7 +47,9 @@ class WithoutPadding:
         """As `CausalModel` has it."""
         token_ids, positions, slots, attention, cache, lora_slots = inputs
         count = int((slots >= 0).sum())
-        hidden = torch.full((len(slots), self.config.hidden_size), torch.nan, dtype=cache.dtype, device=cache.device)
+        # Of the type that the networks of tests compute in, where that of the cache is none.
+        dtype = cache.dtype if cache.is_floating_point() else torch.float32
+        hidden = torch.full((len(slots), self.config.hidden_size), torch.nan, dtype=dtype, device=cache.device)
         if count:
             attention = replace(
                 attention,

@@ -51,8 +51,8 @@ have less bandwidth, and caches make up for some of it. Not measured.
 _FEWEST_SHARING = 8
 """Rows of a step that may share what they attend to. Not measured."""
 _MOST_SHARED_BYTES = 1 << 27
-"""Of what a step's rows keep of the parts that they share, in float32: 16 parts of 512 tokens for 256 rows of 32 heads
-of 128. Behind these parts each row attends alone."""
+"""Of what a step's rows keep of the parts that they share, in float32: 32 parts of 512 tokens for 256 rows of 32 heads
+of 128, and 256 for 32 rows. Behind these parts each row attends alone."""
 _LEAST_SAVED = 1 << 24
 """Bytes of a layer's keys and values that rows need not read again. A GPU reads them in 4 to 8 µs, which is about what
 another launch and the results of parts cost. Not measured."""
@@ -153,12 +153,12 @@ def _shared_inputs(model: CausalModel, cache: Tensor, max_num_rows: int, max_mod
     groups = config.num_heads // config.num_kv_heads
     most_rows = ops_for(cache.device).shared_tokens(groups, config.head_dim, cache.dtype)
     row_bytes = config.num_heads * config.head_dim * torch.float32.itemsize
-    most_parts = min((max_model_len - 1) // PART_KEYS, _MOST_SHARED_BYTES // (max_num_rows * row_bytes))
+    most_parts, room = (max_model_len - 1) // PART_KEYS, _MOST_SHARED_BYTES // row_bytes
     if not most_rows or not most_parts:
         return None
     token_bytes = 2 * config.num_kv_heads * config.head_dim * cache.itemsize  # of all ranks, which must decide alike
     least_saved = _LEAST_SAVED // token_bytes
-    return SharedInputs(max_num_rows, most_rows, most_parts, least_saved, cache.shape[3], cache.device)
+    return SharedInputs(max_num_rows, most_rows, most_parts, room, least_saved, cache.shape[3], cache.device)
 
 
 class _CudaGraphs:

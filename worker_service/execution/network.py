@@ -1,7 +1,7 @@
 """A checkpoint that has been opened, and what this rank makes of it: a network with its weights on a device."""
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,8 @@ NO_ADAPTERS = AdapterRoom()
 _CACHE_TYPES = {"int8": torch.int8, "fp8": FLOAT8}
 _QUANTIZED_SHARE = 5 / 8
 """Of 16 bits, at most: a number of 8 bits and, for every 16, two of 16 bits."""
+_INT4_SHARE = 3 / 8
+"""Of 16 bits, at most: a number of 4 bits and, for every 32, two of 16 bits."""
 _LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
@@ -122,18 +124,19 @@ class Network:
         return [*self._sizes(blueprint), Adapters(model, room).num_bytes]
 
     def _sizes(self, blueprint: Mapping[str, torch.Tensor]) -> list[int]:
-        """The bytes of each tensor as it is held, and those of a layer whose matrices are packed."""
-        stored, floats = self._quantized(), Counter[str]()
+        """The bytes of each tensor as it is held, and of those of a layer while they are packed."""
+        stored, floats = self._quantized(), defaultdict[str, list[int]](list)
+        share = _INT4_SHARE if self.quantization == "int4" else _QUANTIZED_SHARE
         widens = (self.quantization == "fp8" or self._is_stored_in_fp8) and not self._has_float8
         sizes = []
         for name, tensor in blueprint.items():
             layer = _LAYER.match(name)
             packs = self.quantization not in ("none", "gguf") and layer is not None
             if layer is not None and packs:
-                floats[layer[0]] += tensor.nbytes
+                floats[layer[0]].append(tensor.nbytes)
             is_narrow = tensor.dim() == 2 and (packs or name in stored) and not widens
-            sizes.append(int(tensor.nbytes * (_QUANTIZED_SHARE if is_narrow else 1)))
-        return [*sizes, max(floats.values(), default=0)]
+            sizes.append(int(tensor.nbytes * (share if is_narrow else 1)))
+        return [*sizes, *max(floats.values(), key=sum, default=[])]
 
     def _build(self, device: torch.device, fill: Fill | None = None) -> Loadable:
         if self.is_encoder or self.max_encoder_len:

@@ -85,12 +85,14 @@ class SharedInputs:
         max_num_rows: int,
         most_rows: int,
         most_parts: int,
+        room: int,
         least_saved: int,
         block_size: int,
         device: torch.device,
     ) -> None:
-        """most_rows: of an item; most_parts: of a row; least_saved: keys, which rows that share must save together."""
-        self._most_rows, self._most_parts, self._least_saved = most_rows, most_parts, least_saved
+        """most_rows: of an item; most_parts: of a row; room: for parts of all rows of a step, shared or not;
+        least_saved: keys, which rows that share must save together."""
+        self._most_rows, self._longest, self._room, self._least_saved = most_rows, most_parts, room, least_saved
         self._block_size = block_size
         most_items = _ITEMS_A_ROW * max_num_rows
         self._items = torch.zeros((most_items, 3), dtype=torch.int32, device=device)
@@ -106,7 +108,7 @@ class SharedInputs:
             self._block_size,
             most_rows=self._most_rows,
             most_items=_ITEMS_A_ROW * size,
-            most_parts=self._most_parts,
+            most_parts=self._most_parts(size),
         )
         return found if found.items and found.num_saved >= self._least_saved else None
 
@@ -130,4 +132,7 @@ class SharedInputs:
     def tensors(self, size: int) -> SharedParts:
         """Of a step of so many rows, padding included."""
         items: Tensor = self._items[: _ITEMS_A_ROW * size]
-        return SharedParts(items, self._rows, self._num_parts[:size], self._most_parts)
+        return SharedParts(items, self._rows, self._num_parts[:size], self._most_parts(size))
+
+    def _most_parts(self, size: int) -> int:
+        return min(self._longest, self._room // size)

@@ -287,18 +287,24 @@ def _pack_layer(
     """Its weights have memory as floating point for no longer than this takes, if they had none before."""
     names = [{f"{name}.{part}": size for part, size in parts.items()} for _, parts in layer.projections]
     projections = [(linear, parts) for (linear, _), parts in zip(layer.projections, names, strict=True)]
-    empty: dict[str, Tensor] = {}
-    for linear, parts in projections:
-        needed = [f"{part}.weight" for part in parts if f"{part}.weight" not in quantized]
-        if needed and linear.materialise(quantization):
-            places = linear.parts(parts)
-            empty |= {weight: places[weight] for weight in needed}
-    if empty:
-        assert fill is not None  # else nothing is deferred
-        fill(empty)
+    if fill is not None:
+        fill(_materialised(projections, quantization, quantized))  # and held by nothing but the layer afterwards
     for linear, parts in projections:
         weights = [quantized.get(f"{part}.weight") for part in parts]
         if any(weight is not None for weight in weights):
             linear.pack_parts(weights, list(parts.values()))
         else:
             linear.pack(quantization)
+
+
+def _materialised(
+    projections: Sequence[Projection], quantization: Quantization, quantized: Quantized
+) -> dict[str, Tensor]:
+    """The weights that had no memory yet and are needed in floating point."""
+    places: dict[str, Tensor] = {}
+    for linear, parts in projections:
+        needed = [f"{part}.weight" for part in parts if f"{part}.weight" not in quantized]
+        if needed and linear.materialise(quantization):
+            found = linear.parts(parts)
+            places |= {name: found[name] for name in needed}
+    return places

@@ -129,14 +129,15 @@ def test_chunks_of_prompts_are_replayed_beside_decodes_as_far_as_there_are_rows(
     assert fakes.replayed == [16, 16, 2]
 
 
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8])
 @pytest.mark.parametrize("family", [{}, {"model_type": "mistral", "sliding_window": 6}], ids=["llama", "a window"])
 def test_prompts_in_any_chunks_beside_decodes_say_what_single_launches_say(
-    family: dict[str, object], make_checkpoint: Callable[..., Path], load: Load
+    family: dict[str, object], cache_dtype: torch.dtype | None, make_checkpoint: Callable[..., Path], load: Load
 ) -> None:
     """With adapters, whose prompts report log-probabilities, and without."""
     path = make_checkpoint(**family)
     answers = []
-    for runner in (eager(path, room=ROOM), load(path, room=ROOM)):
+    for runner in (one(path, room=ROOM, cache_dtype=cache_dtype) for one in (eager, load)):
         add_adapter(runner, "a", rank=3, seed=1)
         worker = SteppedWorker(runner)
         first = new_with("a", 1, PROMPT[:20], prompt_logprobs=2), new_with("", 2, PROMPT[5:30], logprobs=1)

@@ -66,7 +66,7 @@ def test_blocks_that_a_part_ends_within_must_be_the_same_too() -> None:
 
 def test_what_saves_little_is_not_taken() -> None:
     def fill(num_rows: int, size: int) -> bool:
-        inputs = SharedInputs(16, 16, 4, least_saved=3 * 4 * PART, block_size=BLOCK, device=CPU)
+        inputs = SharedInputs(16, 16, 4, room=64, least_saved=3 * 4 * PART, block_size=BLOCK, device=CPU)
         filled = inputs.fill([tokens(range(130))] * num_rows, [4 * PART + 1] * num_rows, size)
         if filled:
             shared = inputs.tensors(size)
@@ -77,6 +77,15 @@ def test_what_saves_little_is_not_taken() -> None:
 
     assert not fill(3, 4)
     assert fill(4, 8)
+
+
+def test_few_rows_have_room_for_more_parts_each() -> None:
+    inputs = SharedInputs(256, 16, 50, room=512, least_saved=1, block_size=BLOCK, device=CPU)
+    assert [inputs.tensors(size).most_parts for size in (8, 16, 32, 256)] == [50, 32, 16, 2]
+    tables, contexts = [tokens(range(5000))] * 32, [40 * PART] * 32
+    found = inputs.find(tables, contexts, 32)
+    assert found is not None
+    assert found.num_parts == [16] * 32
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Weights of layers have memory as floating point one layer at a time, and make the same network."""
 
-import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 import torch
 from stepped_worker import PROMPT, SteppedWorker
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from worker_helpers import LIMITS, new_sequence
 
 from kernels import composed, reference
@@ -19,7 +19,7 @@ from worker_service.execution.network import Network
 from worker_service.loading.checkpoint import Checkpoint
 from worker_service.models import decoder
 from worker_service.models.causal_model import CausalModel, Fill
-from worker_service.models.linear import Quantization, can_pack
+from worker_service.models.linear import Linear, Quantization, can_pack
 from worker_service.models.registry import build_model, read_config
 from worker_service.parallel.ranks import ALONE
 from worker_service.settings import WorkerSettings
@@ -49,22 +49,33 @@ def said_by(model: CausalModel) -> list[int]:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("family", FAMILIES, ids=["llama", "mixtral", "qwen2"])
 def test_what_is_filled_when_it_is_packed_is_the_same_network(
-    family: Mapping[str, object], scheme: Quantization, make_checkpoint: Callable[..., Path]
+    family: Mapping[str, object],
+    scheme: Quantization,
+    make_checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not can_pack(CPU, torch.bfloat16, scheme):
         pytest.skip(f"this processor's kernels have no {scheme}")
     path = make_checkpoint(**family)
     filled: list[set[str]] = []
-    places: list[weakref.ref[Tensor]] = []
+    in_floats: list[StorageWeakRef] = []
 
     def fill(empty: Mapping[str, Tensor]) -> None:
-        if scheme != "none":
-            assert not any(place() is not None for place in places), "the memory of the layer before is in use"
+        assert scheme == "none" or all(memory.expired() for memory in in_floats), "that of the layer before is in use"
         filled.append(set(empty))
-        places.extend(map(weakref.ref, empty.values()))
+        in_floats.extend(StorageWeakRef(place.untyped_storage()) for place in empty.values())
         Checkpoint(path).load_into(empty)
 
-    deferred = load(path, scheme, fill)
+    def pack(linear: Linear, *args: Quantization) -> None:
+        memory = StorageWeakRef(linear.weight.untyped_storage())
+        packed(linear, *args)
+        if linear.weight.numel() == 0 and filled:  # the head comes first, whose weight the embedding has too
+            assert memory.expired(), "it is packed, and still there"
+
+    packed = Linear.pack
+    with monkeypatch.context() as patched:
+        patched.setattr(Linear, "pack", pack)
+        deferred = load(path, scheme, fill)
     assert said_by(deferred) == said_by(load(path, scheme))
     num_layers = deferred.config.num_layers
     assert [{name.split(".")[2] for name in names} for names in filled] == [{str(n)} for n in range(num_layers)]
@@ -93,8 +104,8 @@ def test_experts_are_filled_a_layer_at_a_time_in_a_stack_where_kernels_multiply_
 def test_room_is_asked_for_as_weights_are_packed_and_one_layer_as_it_is_stored(
     make_checkpoint: Callable[..., Path],
 ) -> None:
-    if not can_pack(CPU, torch.bfloat16, "int4"):
-        pytest.skip("these kernels have no int4")
+    if not can_pack(CPU, torch.bfloat16, "w8a8"):
+        pytest.skip("these kernels have no int4 and w8a8")
     path = make_checkpoint(num_hidden_layers=8)
 
     def sizes(scheme: Quantization) -> list[int]:
@@ -106,4 +117,7 @@ def test_room_is_asked_for_as_weights_are_packed_and_one_layer_as_it_is_stored(
     layer = sum(place.nbytes for name, place in tensors.items() if name.startswith("model.layers.0."))
     matrices = sum(place.nbytes for name, place in tensors.items() if ".layers." in name and place.dim() == 2)
     assert sum(sizes("none")) == sum(place.nbytes for place in tensors.values())
-    assert sum(sizes("int4")) == pytest.approx(sum(sizes("none")) - matrices * 3 / 8 + layer, abs=100)
+    for scheme, share in (("int4", 3 / 8), ("w8a8", 5 / 8)):
+        packed = sum(sizes("none")) - matrices * (1 - share)
+        assert sum(sizes(scheme)) == pytest.approx(packed + layer, abs=100)
+        assert max(sizes(scheme)) == max(sizes("none")), "which may be in memory twice"
