@@ -4,6 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,7 @@ class Network:
             group = {"fp8": "output", "w8a8": W8A8_GROUP}.get(self.quantization, WEIGHT_GROUP)
             scheme += f" by {group}" if head == self.quantization else f" by {group}, head {head}"
         if self.quantization == "gguf":
-            scheme += f" with units {GgufBlocks(self.checkpoint.path).digest()}"
+            scheme += f" with units {self._gguf_blocks.digest()}"
         if self._packs_stored:
             scheme = f"as stored, inputs by {WEIGHT_GROUP} and {W8A8_GROUP}"
         if self.shape.dtype is not self.dtype:
@@ -223,7 +224,11 @@ class Network:
     def _quantized(self) -> Quantized:
         if self._packs_stored and self.checkpoint.packed is not None:
             return self.checkpoint.packed
-        return GgufBlocks(self.checkpoint.path) if self.quantization == "gguf" else NONE_QUANTIZED
+        return self._gguf_blocks if self.quantization == "gguf" else NONE_QUANTIZED
+
+    @cached_property
+    def _gguf_blocks(self) -> GgufBlocks:
+        return GgufBlocks(self.checkpoint.path)
 
     @property
     def _is_stored_in_fp8(self) -> bool:
@@ -291,7 +296,7 @@ class Network:
             machine = "a CPU with AVX-512 BF16" if self.quantization == "int8" else "a CPU"
             raise StartError(f"--quantization {self.quantization} needs bfloat16, compiled kernels, and {machine}")
         if self.quantization == "gguf":
-            GgufBlocks(self.checkpoint.path)
+            len(self._gguf_blocks)  # so that they are there
             if self.ranks.size > 1:
                 raise StartError("--quantization gguf is for workers of one process: its blocks cannot be cut")
 

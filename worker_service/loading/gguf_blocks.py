@@ -7,14 +7,15 @@ again. The layouts are those of llama.cpp's ggml-common.h and of the Python pack
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kernels.ops import GroupedWeight
 from pagewire_common.start_error import StartError
+from worker_service.loading.file_version import check_unchanged, version_of
+from worker_service.loading.safetensors_header import read_header
+from worker_service.loading.weight_files import read_tensor
 from worker_service.wording import named, shown
 
 FILE = "gguf_blocks.safetensors"
@@ -129,12 +130,10 @@ class GgufBlocks(Mapping[str, GroupedWeight]):
         self._file = folder / FILE
         if not self._file.is_file():
             raise StartError(f"{folder} was not converted from a GGUF file with weights of {', '.join(sorted(TYPES))}")
-        try:
-            blocks: Any = safe_open(self._file, framework="pt")
-            types = blocks.metadata() or {}
-            self._blocks, self._types = blocks, {name: types.get(name, "") for name in blocks.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise StartError(f"{self._file} cannot be read: {error}") from error
+        self._version = version_of(self._file)
+        header = read_header(self._file)
+        self._tensors = header.tensors
+        self._types = {name: header.metadata.get(name, "") for name in header.tensors}
         for name, kind in self._types.items():
             if kind not in TYPES:
                 raise StartError(f"{self._file} cannot be read: the type of {named(name)} is {shown(kind)}")
@@ -143,8 +142,8 @@ class GgufBlocks(Mapping[str, GroupedWeight]):
         """Raises KeyError where the weight is not among them, and StartError."""
         kind = self._types[name]
         try:
-            return grouped_weight(self._blocks.get_tensor(name), kind)
-        except (SafetensorError, ValueError) as error:
+            return grouped_weight(self._rows(name), kind)
+        except ValueError as error:
             raise StartError(f"{self._file}: {name}: {error}") from error
 
     def __contains__(self, name: object) -> bool:
@@ -158,13 +157,19 @@ class GgufBlocks(Mapping[str, GroupedWeight]):
         # The library writes metadata in another order each time, and workers that converted a model shall agree.
         digest = hashlib.sha256()
         for name, kind in sorted(self._types.items()):
-            try:
-                rows = self._blocks.get_tensor(name)
-            except SafetensorError as error:
-                raise StartError(f"{self._file}: {name}: {error}") from error
+            rows = self._rows(name)
             digest.update(f"{name} {kind} {rows.dtype} {list(rows.shape)}\n".encode())
-            digest.update(rows.flatten().view(torch.uint8).numpy())
+            digest.update(rows.numpy().data)
         return digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self._types)
+
+    def _rows(self, name: str) -> Tensor:
+        """As they were when the object was made: what was hashed is what is loaded. Raises StartError."""
+        tensor = self._tensors[name]
+        if tensor.dtype != "U8":
+            raise StartError(f"{self._file} cannot be read: the blocks of {named(name)} are {tensor.dtype}")
+        rows = read_tensor(tensor, name, torch.uint8)
+        check_unchanged(self._file, self._version)
+        return rows

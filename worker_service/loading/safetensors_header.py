@@ -52,10 +52,11 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """A header that agrees with its file: its bytes, and its tensors by name."""
+    """A header that agrees with its file: its bytes, its tensors by name, and what else it says."""
 
     content: bytes
     tensors: Mapping[str, StoredTensor]
+    metadata: Mapping[str, str]
 
 
 def read_header(file: Path) -> SafetensorsHeader:
@@ -64,7 +65,7 @@ def read_header(file: Path) -> SafetensorsHeader:
         with open(file, "rb") as stream:
             file_bytes = os.fstat(stream.fileno()).st_size
             content = _read_content(stream, file_bytes)
-        return SafetensorsHeader(content, _parse(content, file, file_bytes))
+        return SafetensorsHeader(content, *_parse(content, file, file_bytes))
     except OSError as error:
         raise StartError(f"cannot read {file}: {error.strerror}") from error
     except UnsoundFileError as error:
@@ -86,7 +87,8 @@ def _read_content(stream: BinaryIO, file_bytes: int) -> bytes:
     return content
 
 
-def _parse(content: bytes, file: Path, file_bytes: int) -> dict[str, StoredTensor]:
+def _parse(content: bytes, file: Path, file_bytes: int) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """The tensors and the metadata."""
     try:
         header = json.loads(content.decode(), object_pairs_hook=_without_duplicates)
     except UnsoundFileError:
@@ -101,7 +103,7 @@ def _parse(content: bytes, file: Path, file_bytes: int) -> dict[str, StoredTenso
     data_begin = 8 + len(content)
     tensors = {name: _parse_tensor(name, entry, file, data_begin, file_bytes) for name, entry in header.items()}
     _check_ranges(tensors, data_begin, file_bytes)
-    return tensors
+    return tensors, metadata
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -75,15 +75,9 @@ class WeightFiles:
         dtype = (_DTYPES | _QUANTIZED).get(tensor.dtype)
         if dtype is None:
             raise StartError(f"{tensor.file}: tensor {named(name)} is of {tensor.dtype}, which is not read")
-        content = bytearray(tensor.num_bytes)
-        try:
-            with open(tensor.file, "rb", buffering=0) as stream:
-                _read_exactly(stream, tensor.begin, memoryview(content), named(name), tensor.file)
-        except OSError as error:
-            raise StartError(f"cannot read {tensor.file}: {error.strerror}") from error
+        found = read_tensor(tensor, name, dtype)
         self._check_unchanged()
-        found = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
-        return found.view(tensor.shape)
+        return found
 
     def identity(self) -> Iterator[tuple[str, bytes]]:
         """Each tensor's name, type, shape and data, however they are split into files. All of the data is read."""
@@ -132,6 +126,18 @@ class WeightFiles:
     def _find(self, name: str) -> StoredTensor | None:
         """Files of a network saved without its head, as GPT-2's, lack the first part of each name."""
         return self._tensors.get(name) or self._tensors.get(name.partition(".")[2])
+
+
+def read_tensor(tensor: StoredTensor, name: str, dtype: torch.dtype) -> Tensor:
+    """All of it, in memory of its own. dtype: which its type in the file is. Raises StartError."""
+    content = bytearray(tensor.num_bytes)
+    try:
+        with open(tensor.file, "rb", buffering=0) as stream:
+            _read_exactly(stream, tensor.begin, memoryview(content), named(name), tensor.file)
+    except OSError as error:
+        raise StartError(f"cannot read {tensor.file}: {error.strerror}") from error
+    found = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+    return found.view(tensor.shape)
 
 
 def _read_index(file: Path) -> dict[str, str]:

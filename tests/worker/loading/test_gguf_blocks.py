@@ -124,7 +124,7 @@ def test_what_has_no_such_weights_is_refused_with_the_reason(
     with pytest.raises(StartError, match="was not converted from a GGUF file with weights of Q4_0, Q4_1, Q4_K"):
         load_worker(worker_settings(tmp_path / "plain.gguf", "gguf", cache=tmp_path))
     (converted / FILE).write_bytes(b"\x10" * 100)
-    with pytest.raises(StartError, match=f"{FILE} cannot be read"):
+    with pytest.raises(StartError, match=f"{FILE} is not a sound safetensors file: its header claims"):
         load_worker(worker_settings(converted, "gguf"))
 
 
@@ -136,6 +136,29 @@ def test_blocks_of_no_known_type_are_refused(types: dict[str, str] | None, reaso
     save_file({"a": torch.zeros(2, 144, dtype=torch.uint8)}, tmp_path / FILE, types)
     with pytest.raises(StartError, match=f"{FILE} cannot be read: {reason}"):
         GgufBlocks(tmp_path)
+
+
+def test_what_is_hashed_is_what_is_loaded(tmp_path: Path) -> None:
+    """A file that is cut or replaced while a worker starts ends the start, and not the process."""
+    file = tmp_path / FILE
+    rows = {"a": torch.zeros(2, 144, dtype=torch.uint8), "b": torch.zeros(2, 144, dtype=torch.uint8)}
+    save_file(rows, file, dict.fromkeys(rows, "Q4_K"))
+    found, content = GgufBlocks(tmp_path), file.read_bytes()
+    found.digest()
+    file.write_bytes(content[:-200])
+    with pytest.raises(StartError, match=r"ends inside the tensor|was changed while it was read"):
+        [found[name] for name in "ab"]
+    file.unlink()
+    file.write_bytes(content)
+    with pytest.raises(StartError, match="was changed while it was read"):
+        found["a"]
+    GgufBlocks(tmp_path).digest()
+
+
+def test_blocks_of_another_type_are_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2, 144, dtype=torch.int8)}, tmp_path / FILE, {"a": "Q4_K"})
+    with pytest.raises(StartError, match=r"the blocks of a are I8"):
+        GgufBlocks(tmp_path).digest()
 
 
 def test_the_digest_is_of_the_blocks_however_the_file_orders_them(tmp_path: Path) -> None:
