@@ -63,9 +63,9 @@ class DecodeInputs:
     ) -> int:
         """Take a step's chunks, which have as many tokens as there are rows at most.
 
-        unseen: tokens that are on the device only, where each chunk has one token; lora_slots: [tokens] int32, as
-        `CausalModel.forward` has them. Returns the size of the bucket that the tokens fit. The copies run after all
-        work that the device was given before.
+        unseen: tokens that are on the device only, of sequences whose chunk is this one token; lora_slots: [tokens]
+        int32, as `CausalModel.forward` has them. Returns the size of the bucket that the tokens fit. The copies run
+        after all work that the device was given before.
         """
         block_size, device = self._block_size, self._rows.device
         places = [(chunk.sequence, position) for chunk in chunks for position in range(chunk.start, chunk.stop)]

@@ -162,7 +162,11 @@ class Runner:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a step of one token a sequence may be launched before the one before it has finished."""
+        """Whether steps may be launched before the one before them has finished, if they `follow` it."""
+        return False
+
+    def follow(self, chunks: Sequence[ScheduledChunk]) -> bool:  # noqa: ARG002 (others use it)
+        """Whether this step may be: it takes tokens that the host does not know from the device."""
         return False
 
     def launch(
@@ -170,7 +174,7 @@ class Runner:
     ) -> RunningStep:
         """Have a step computed. `chunks` is `output`'s work as the session returned it.
 
-        before: the previous step, if it has not finished; only a step that `runs_ahead` may then be launched.
+        before: the previous step, if it has not finished; only a step whose chunks `follow` may then be launched.
         """
         raise NotImplementedError
 
@@ -218,6 +222,10 @@ class ModelRunner(Runner):
     def runs_ahead(self) -> bool:
         """As `Runner` has it."""
         return self._decode_graphs is not None
+
+    def follow(self, chunks: Sequence[ScheduledChunk]) -> bool:
+        """As `Runner` has it."""
+        return self._decode_graphs is not None and self._decode_graphs.fit(chunks)
 
     @torch.inference_mode()
     def launch(

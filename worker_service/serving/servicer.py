@@ -304,6 +304,9 @@ def _compute(worker: "Worker", stream: _Stream, message: SchedulerOutput) -> Mod
             before = None
     with _failures_end(worker, stream):
         planned = plan(worker, stream.session, output)
+        if before is not None and not worker.runner.follow(planned.chunks):
+            before[1].settle()
+            before = None
         if worker.ranks.size > 1:  # a rank that got the step waits for its sums: no other work may come between
             drafts = [chunk.drafts for chunk in planned.chunks]
             worker.ranks.send(stream.session.epoch, message.SerializeToString(), drafts)

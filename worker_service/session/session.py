@@ -128,18 +128,22 @@ class Session:
     def follows_unseen(self, output: SchedulerOutput) -> bool:
         """Whether a step can be launched before the tokens of the last one are known to the host.
 
-        That is a step of one token for each of its sequences, none of which needs the values of earlier ones to sample.
-        It reports nothing but tokens: what else there is is read behind all that was launched, so a step ahead would
-        delay every sequence's token.
+        That is a step without guesses, none of whose sequences needs the values of earlier tokens to sample. One that
+        sampled has one token that is not known, its last; all tokens of a new one, and of a prompt that goes on, are.
+        The step reports nothing but tokens: what else there is is read behind all that was launched, so a step ahead
+        would delay every sequence's token.
         """
-        return (
-            not (output.new_sequences or output.forks or output.num_draft_tokens or self._has_room)
-            and all(num_tokens == 1 for num_tokens in output.num_scheduled_tokens)
-            and not any(
-                sequence is None or sequence.sampling.edits_logits or sequence.reports
-                for sequence in map(self.sequences.get, output.sequence_ids)
-            )
-        )
+        new = {one.sequence_id: one.sampling for one in output.new_sequences}
+        if output.forks or output.num_draft_tokens or self._has_room or not new.keys().isdisjoint(self.sequences):
+            return False
+        for sequence_id in output.sequence_ids:
+            if (sequence := self.sequences.get(sequence_id)) is not None:
+                waits = sequence.sampling.edits_logits or sequence.reports
+            else:
+                waits = sequence_id not in new or new[sequence_id].edits_logits or new[sequence_id].reports
+            if waits:
+                return False
+        return True
 
     @staticmethod
     def advance(chunks: Iterable[ScheduledChunk]) -> None:

@@ -137,6 +137,11 @@ class SamplingParams:
         )  # fmt: skip
 
     @cached_property
+    def reports(self) -> bool:
+        """Whether anything but tokens is reported, of a prompt or of what follows."""
+        return self.pooling is not None or self.logprobs is not None or self.prompt_logprobs is not None
+
+    @cached_property
     def penalizes(self) -> bool:
         """Whether earlier tokens count."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0

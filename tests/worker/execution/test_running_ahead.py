@@ -58,14 +58,45 @@ def test_tokens_are_those_of_steps_that_wait_for_each_other(
     assert len({token for step in found for token in step}) > 3
 
 
+def test_prompts_beside_decodes_run_ahead_in_any_chunks(worker: SteppedWorker) -> None:
+    add_adapter(worker.runner, "a", rank=3, seed=1)
+    rows: list[list[tuple[int, int, bool]]] = [
+        [(0, 1, True), (1, 1, True)],
+        [(0, 1, True), (7, 5, False), (1, 1, True)],
+        [(7, 12, True), (0, 1, True), (8, 16, False)],
+        [(8, 1, True), (7, 1, True), (0, 1, True)],
+        [(0, 1, True), (1, 1, True), (7, 1, True), (8, 1, True)],
+    ]
+
+    def steps(worker: SteppedWorker) -> list[SchedulerOutput]:
+        _begin(worker, ("", "a", "", ""))
+        coming = {
+            1: (replace(new_sequence(7, PROMPT[:17], range(40, 46)), adapter="a"),),
+            2: (new_sequence(8, PROMPT[3:20], range(50, 56)),),
+        }
+        return [
+            SchedulerOutput(1, worker.step_id + 1 + number, coming.get(number, ()), *zip(*row, strict=True))
+            for number, row in enumerate(rows)
+        ]
+
+    expected = [worker.execute(output).token_ids for output in steps(worker)]
+    worker = SteppedWorker(worker.runner)
+    assert _launch_ahead(worker, steps(worker)) == expected
+    assert [len(step) for step in expected] == [2, 2, 2, 3, 4]
+
+
 def _run_ahead(worker: SteppedWorker, plan: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    return _launch_ahead(worker, [_decode(worker.step_id + 1 + number, *ids) for number, ids in enumerate(plan)])
+
+
+def _launch_ahead(worker: SteppedWorker, steps: Sequence[SchedulerOutput]) -> list[list[int]]:
     """Launch each step before the one before it is read."""
     session, before = worker.session, None
     found: list[list[int]] = []
-    for number, ids in enumerate(plan):
-        output = _decode(worker.step_id + 1 + number, *ids)
+    for output in steps:
         assert session.follows_unseen(output)
         chunks = session.apply(output)
+        assert worker.runner.follow(chunks)
         running = worker.runner.launch(output, chunks, before)
         session.advance(chunks)
         if before is not None:
@@ -88,9 +119,10 @@ def test_what_needs_the_values_of_tokens_does_not_run_ahead(worker: SteppedWorke
     plain = _decode(worker.step_id + 1, 0, 1, 2, 3)
     assert session.follows_unseen(plain)
     assert not session.follows_unseen(_decode(9, 0, 77)), "an unknown sequence"
-    assert not session.follows_unseen(SchedulerOutput(1, 9, (), (0,), (2,), (True,))), "two tokens"
-    new = new_sequence(8, PROMPT, range(2))
-    assert not session.follows_unseen(SchedulerOutput(1, 9, (new,), (0,), (1,), (True,))), "a new sequence"
+    for number, sampling in ((8, {"logprobs": 1}), (8, {"prompt_logprobs": 1}), (8, {"logit_bias": {3: 1.0}}), (0, {})):
+        new = new_sequence(number, PROMPT, range(2), **sampling)
+        step = SchedulerOutput(1, 9, (new,), (1, number), (1, 5), (True, False))
+        assert not session.follows_unseen(step), "a new sequence that reports, is edited, or is known"
     fork = Fork(0, 9, 10, 9, tokens(range(3)), 1)
     assert not session.follows_unseen(_decode(9, 0, forks=(fork,))), "a fork copies tokens"
     for number, sampling in enumerate(

@@ -68,6 +68,45 @@ async def test_steps_are_answered_in_order_also_when_sent_ahead(service: Service
     await ahead.close()
 
 
+async def test_prompts_that_come_beside_decodes_change_no_token_when_steps_are_sent_ahead(service: Service) -> None:
+    """Short ones, a part of one, one that reports log-probabilities, and one that is too long for a graph."""
+
+    def steps() -> list[dict[str, Any]]:
+        decode = {"num_scheduled_tokens": [1], "samples": [True]}
+        first, second = new_message(1, PROMPT, range(12)), new_message(2, PROMPT[3:], range(12, 22))
+        third = new_message(3, [*PROMPT, *PROMPT], range(22, 44))
+        fourth = new_message(4, PROMPT[5:], range(44, 54), logprobs=1)
+        return [
+            prompt_step(first),
+            {"sequence_ids": [1], **decode},
+            _beside([1], second, len(PROMPT) - 10),
+            {"sequence_ids": [1, 2], "num_scheduled_tokens": [1, 7], "samples": [True, True]},
+            _beside([2, 1], third, 2 * len(PROMPT)),
+            _beside([3, 1, 2], fourth, len(PROMPT) - 5),
+            {"sequence_ids": [4, 2, 1, 3], "num_scheduled_tokens": [1] * 4, "samples": [True] * 4},
+        ]
+
+    client = service.session()
+    one_by_one = [list((await client.step(**step)).token_ids) for step in steps()]
+    await client.close()
+    ahead = service.session()
+    for step in steps():
+        await ahead.send(**step)
+    assert [list((await ahead.call.read()).token_ids) for _ in one_by_one] == one_by_one
+    assert [len(step) for step in one_by_one] == [1, 1, 1, 2, 3, 4, 4]
+    await ahead.close()
+
+
+def _beside(decodes: list[int], new: pb.NewSequence, num_tokens: int) -> dict[str, Any]:
+    """A step of one token of these sequences and some of a new one's, which samples if they are all."""
+    return {
+        "new_sequences": [new],
+        "sequence_ids": [*decodes, new.sequence_id],
+        "num_scheduled_tokens": [*(1 for _ in decodes), num_tokens],
+        "samples": [*(True for _ in decodes), num_tokens == len(new.token_ids)],
+    }
+
+
 async def test_a_decode_is_launched_while_the_one_before_it_is_computed(
     service: Service, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
