@@ -26,6 +26,7 @@ class ServedWorker:
     address: str
     server: GrpcServer
     worker: Worker
+    servicer: WorkerServicer
 
 
 @asynccontextmanager
@@ -40,7 +41,7 @@ async def worker_in_process(model: Path, listen: str = "127.0.0.1:0", **settings
     address = await server.start(listen)
     await server.set_serving(True)
     try:
-        yield ServedWorker(address, server, worker)
+        yield ServedWorker(address, server, worker, servicer)
     finally:
         await server.server.stop(None)
 

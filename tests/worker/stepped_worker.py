@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fake_decode_graphs import MAX_NUM_ROWS
 from torch import Tensor
 from worker_helpers import LIMITS, new_sequence
 
@@ -27,8 +28,6 @@ from worker_service.session.session import ScheduledChunk, Session
 from worker_service.session.step import TOKENS, Limits, ModelOutput, NewSequence, SchedulerOutput
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-MAX_NUM_ROWS = 64
-"""Of the largest graph."""
 PROMPT = [(7 * number * number + 3) % 131 for number in range(37)]
 
 

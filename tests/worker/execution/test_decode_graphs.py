@@ -41,7 +41,7 @@ def load(request: pytest.FixtureRequest) -> Load:
     """Of a runner that replays."""
     if request.param == "graphs":
         return load_runner
-    return lambda path, **options: with_fake_graphs(eager(path, **options))
+    return lambda path, **options: with_fake_graphs(eager(path, **options), LIMITS)
 
 
 def test_graphs_say_what_single_launches_say(tiny_checkpoint: Path, load: Load) -> None:
@@ -63,7 +63,7 @@ def test_graphs_apply_the_adapters_that_are_in_the_slots_when_they_are_replayed(
 def test_a_step_of_the_base_alone_launches_no_kernel_of_adapters(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = with_fake_graphs(eager(tiny_checkpoint, room=ROOM))
+    runner = with_fake_graphs(eager(tiny_checkpoint, room=ROOM), LIMITS)
     add_adapter(runner, "a", rank=3, seed=1)
     worker = SteppedWorker(runner)
     for number, adapter in ((1, "a"), (2, "")):
@@ -117,7 +117,7 @@ def fakes() -> FakeGraphs:
 def test_chunks_of_prompts_are_replayed_beside_decodes_as_far_as_there_are_rows(
     tiny_checkpoint: Path, fakes: FakeGraphs
 ) -> None:
-    worker = SteppedWorker(with_fake_graphs(eager(tiny_checkpoint), max_num_rows=16, record=fakes))
+    worker = SteppedWorker(with_fake_graphs(eager(tiny_checkpoint), LIMITS, max_num_rows=16, record=fakes))
     new = new_sequence(1, PROMPT, range(16)), new_sequence(2, PROMPT[:30], range(16, 30))
     worker.step((1, len(PROMPT), True), (2, 5, False), new_sequences=new)
     assert not fakes.replayed

@@ -10,7 +10,7 @@ import torch
 from decode_scripts import ROOM, add_adapter
 from fake_decode_graphs import with_fake_graphs
 from stepped_worker import DEVICE, PROMPT, SteppedWorker, load_runner
-from worker_helpers import new_sequence, tokens
+from worker_helpers import LIMITS, new_sequence, tokens
 
 from worker_service.execution.model_runner import RunningStep
 from worker_service.session.step import Fork, SchedulerOutput
@@ -21,7 +21,7 @@ SAMPLING: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 7}, {"tempera
 @pytest.fixture
 def worker(tiny_checkpoint: Path) -> SteppedWorker:
     runner = load_runner(tiny_checkpoint, room=ROOM)
-    return SteppedWorker(with_fake_graphs(runner) if DEVICE.type == "cpu" else runner)
+    return SteppedWorker(with_fake_graphs(runner, LIMITS) if DEVICE.type == "cpu" else runner)
 
 
 def _decode(step_id: int, *sequence_ids: int, **output: Any) -> SchedulerOutput:

@@ -9,14 +9,15 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from stepped_worker import MAX_NUM_ROWS
 from torch import Tensor
-from worker_helpers import LIMITS
 
 from worker_service.execution.decode_graphs import DecodeGraphs
 from worker_service.execution.model_runner import ModelRunner
 from worker_service.models.causal_model import CausalModel
 from worker_service.session.step import Limits
+
+MAX_NUM_ROWS = 64
+"""Of the largest graph."""
 
 
 class FakeGraphs:
@@ -64,7 +65,7 @@ class WithoutPadding:
 
 
 def with_fake_graphs(
-    runner: ModelRunner, limits: Limits = LIMITS, max_num_rows: int = MAX_NUM_ROWS, record: FakeGraphs | None = None
+    runner: ModelRunner, limits: Limits, max_num_rows: int = MAX_NUM_ROWS, record: FakeGraphs | None = None
 ) -> ModelRunner:
     """A runner over the same model and cache, which replays fakes."""
     graphs = DecodeGraphs(
