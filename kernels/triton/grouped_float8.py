@@ -4,12 +4,14 @@
     weights     [experts, outputs, inputs] e4m3, contiguous, and scales, [experts, outputs, groups] float32
     ends        [experts] int64: where the rows of each expert end
     result      [rows, outputs], of x's type or float32
-    program     16, 64 or 128 rows of one expert and 64 or 128 outputs, over the inputs of one group after the other
+    program     16 rows of one expert and 64 outputs, over the inputs of one group after the other; of an only expert
+                up to 128 rows and outputs
 
-A step with few rows waits for weights, which are half of what they are in 16 bits. They are multiplied as float16, in
-which e4m3 is exact: products of e4m3 itself are summed in fewer bits than float32 has. The sums of a group are scaled
-and added to those before. It was not run on a GPU yet, so its tiles are no measured choice. It needs compute capability
-8.9, whose instruction turns e4m3 into float16.
+Tiles of several experts are the same for any number of rows, because larger ones are multiplied by other instructions,
+which may sum up a row in another order. A step with few rows waits for weights, which are half of what they are in 16
+bits. They are multiplied as float16, in which e4m3 is exact: products of e4m3 itself are summed in fewer bits than
+float32 has. The sums of a group are scaled and added to those before. It was not run on a GPU yet, so its tiles are no
+measured choice. It needs compute capability 8.9, whose instruction turns e4m3 into float16.
 
 Oracle: `kernels.experts.grouped_float8`. Sizes that hurt: experts without rows, one row, 129 rows with one, groups of
 16 and of 48 inputs, 123 inputs in one group, one output.
@@ -45,7 +47,7 @@ def grouped_float8(x: Tensor, weight: Float8Weight, ends: Tensor, wide: bool = F
     groups = weight.scales.shape[2]
     result = torch.empty((len(x), outputs), dtype=torch.float32 if wide else x.dtype, device=x.device)
     numbers, row_scales = round_inputs(x, weight._replace(scales=weight.scales[0]), round_rows)
-    tile = next((tile for tile in _TILES if tile.rows * num_experts >= len(x)), _TILES[-1])
+    tile = next((tile for tile in _TILES if num_experts > 1 or tile.rows >= len(x)), _TILES[-1])
     if blocks := most_blocks(len(x), num_experts, tile.rows):
         _grouped_float8_kernel[(triton.cdiv(outputs, tile.outputs), blocks)](
             numbers, row_scales, weight.numbers, weight.scales, ends, result, num_experts, outputs,
@@ -68,7 +70,7 @@ def _grouped_float8_kernel(
     if mine >= num_experts:
         return
     row = (first + tl.arange(0, rows)).to(tl.int64)
-    column = tl.program_id(0) * tile + tl.arange(0, tile)
+    column = (tl.program_id(0) * tile + tl.arange(0, tile)).to(tl.int64)
     factors = weights + mine.to(tl.int64) * outputs * (groups * size)
     factor_scales = scales + mine.to(tl.int64) * outputs * groups
     sums = tl.zeros((rows, tile), dtype=tl.float32)

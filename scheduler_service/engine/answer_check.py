@@ -20,6 +20,8 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
     """
     if answer.token_ids and max(answer.token_ids) >= vocabulary_size:
         raise ValueError(f"the worker sampled token {max(answer.token_ids)} of a vocabulary of {vocabulary_size}")
+    if answer.num_tokens and len(answer.num_tokens) != output.num_samples:
+        raise ValueError(f"the worker counted tokens of {len(answer.num_tokens)} samples of {output.num_samples}")
     num_gained: dict[int, int] = {}  # where it is not 1
     if answer.num_tokens or answer.num_draft_tokens:
         sampled = (sequence for sequence, _, samples in output.scheduled if samples)
@@ -110,6 +112,16 @@ def _check_entry(sequence: Sequence, entry: TokenLogprobs, token_id: int, width:
         what = "they are about another token, or it has a rank that does not exist"
     elif not (max(entry.logprobs) <= _ROUNDING and sum(entry.logprobs) > -math.inf):
         what = "one is positive, NaN or infinite"
+    elif not _are_of_one_distribution(entry):
+        what = "they are of no distribution, or not in its order"
     else:
         return
     raise ValueError(f"the worker returned invalid log-probabilities for sequence {sequence.id}: {what}")
+
+
+def _are_of_one_distribution(entry: TokenLogprobs) -> bool:
+    """Whether the likeliest are in order and no more than certain together, and the token itself has one value."""
+    (token_id, *likeliest), (own, *logprobs) = entry.token_ids, entry.logprobs
+    again = logprobs[likeliest.index(token_id)] if token_id in likeliest else own
+    in_order = all(one >= other for one, other in itertools.pairwise(logprobs))
+    return again == own and in_order and sum(map(math.exp, logprobs)) <= 1 + _ROUNDING

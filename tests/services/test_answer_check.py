@@ -122,6 +122,9 @@ LIES: dict[str, tuple[TokenLogprobs, str]] = {
     "one of the likeliest twice": (TokenLogprobs([5, 7, 7], [-1.0] * 3, 1), "or one twice"),
     "a token that does not exist": (TokenLogprobs([5, 5, 100], [-1.0] * 3, 1), "or beyond the vocabulary"),
     "too few": (TokenLogprobs([5, 5], [-1.0] * 2, 1), "1 likeliest tokens where 2 were"),
+    "the likeliest last": (TokenLogprobs([5, 6, 7], [-1.0, -2.0, -1.0], 1), "or not in its order"),
+    "more than certain": (TokenLogprobs([5, 6, 7], [-1.0, -0.1, -0.1], 1), "they are of no distribution"),
+    "two values of one token": (TokenLogprobs([5, 5, 7], [-1.0, -0.5, -1.5], 1), "they are of no distribution"),
     "nothing": (TokenLogprobs([], [], 1), "0 likeliest tokens where 2 were"),
 }
 
@@ -175,6 +178,13 @@ def test_what_is_counted_of_a_sequence_that_has_left_is_bounded(
         check_answer(
             output, ModelOutput(1, [5] * sum(num_tokens), num_tokens, logprobs, num_draft_tokens=verified), 100
         )
+
+
+def test_tokens_are_counted_of_every_sequence_that_samples() -> None:
+    output, stays, _ = with_one_that_has_left()
+    logprobs = {stays.id: [TokenLogprobs([5], [-1.0], 1)]}
+    with pytest.raises(ValueError, match="counted tokens of 1 samples of 2"):
+        check_answer(output, ModelOutput(1, [5, 5], [2], logprobs), 100)
 
 
 def test_a_sequence_that_failed_has_gained_no_guesses() -> None:

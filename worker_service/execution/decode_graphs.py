@@ -52,7 +52,7 @@ _FEWEST_SHARING = 8
 """Rows of a step that may share what they attend to. Not measured."""
 _MOST_SHARED_BYTES = 1 << 27
 """Of what a step's rows keep of the parts that they share, in float32: 32 parts of 512 tokens for 256 rows of 32 heads
-of 128, and 256 for 32 rows. Behind these parts each row attends alone."""
+of 128. Behind these parts each row attends alone."""
 _LEAST_SAVED = 1 << 24
 """Bytes of a layer's keys and values that rows need not read again. A GPU reads them in 4 to 8 µs, which is about what
 another launch and the results of parts cost. Not measured."""
@@ -93,7 +93,7 @@ class DecodeGraphs:
             (size, adapts, shares)
             for size in reversed(self._inputs.sizes)
             for adapts in ((True, False) if has_adapters else (False,))
-            for shares in ((True, False) if self._shared is not None and size >= _FEWEST_SHARING else (False,))
+            for shares in ((False,) if self._shared_at(size) is None else (True, False))
         ]
         with count_progress("capturing CUDA graphs", len(kinds)) as progress:
             for kind in kinds:
@@ -113,8 +113,9 @@ class DecodeGraphs:
             return False
         # A sequence's last row reads what it has; the sum is that of the contexts of the rows before.
         read_again = sum((chunk.stop - chunk.start - 1) * (chunk.start + chunk.stop) // 2 for chunk in chunks)
-        if read_again > self._most_read_again and self._shared is not None and num_rows >= _FEWEST_SHARING:
-            found = self._shared.find(*_contexts(chunks), num_rows)
+        size = self._inputs.size_of(num_rows)
+        if read_again > self._most_read_again and (shared := self._shared_at(size)) is not None:
+            found = shared.find(*_contexts(chunks), size)
             read_again -= 0 if found is None else found.num_saved
         return read_again <= self._most_read_again
 
@@ -126,11 +127,17 @@ class DecodeGraphs:
         unseen, lora_slots: as `DecodeInputs.fill` has them.
         """
         size = self._inputs.fill(chunks, unseen, lora_slots)
-        shared = self._shared if size >= _FEWEST_SHARING else None
+        shared = self._shared_at(size)
         shares = shared is not None and shared.fill(*_contexts(chunks), size)
         replay, hidden = self._graphs[size, lora_slots is not None, shares]
         replay()
         return hidden[: sum(chunk.stop - chunk.start for chunk in chunks)]
+
+    def _shared_at(self, size: int) -> SharedInputs | None:
+        """None where steps of so many rows share nothing."""
+        if self._shared is None or size < _FEWEST_SHARING or not self._shared.most_parts(size):
+            return None
+        return self._shared
 
     def _forward(self, model: CausalModel, cache: Tensor, size: int, adapts: bool, shares: bool) -> Tensor:
         shared = self._shared.tensors(size) if shares and self._shared is not None else None

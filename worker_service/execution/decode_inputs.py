@@ -58,6 +58,10 @@ class DecodeInputs:
         self._tables = torch.zeros((max_num_rows, -(-max_model_len // block_size)), dtype=torch.int32, device=device)
         self._known_tables = [array(TOKENS) for _ in range(max_num_rows)]
 
+    def size_of(self, count: int) -> int:
+        """Of the bucket that so many rows fit."""
+        return self.sizes[bisect_left(self.sizes, count)]
+
     def fill(
         self, chunks: Sequence[ScheduledChunk], unseen: UnseenTokens | None = None, lora_slots: Tensor | None = None
     ) -> int:
@@ -70,7 +74,7 @@ class DecodeInputs:
         block_size, device = self._block_size, self._rows.device
         places = [(chunk.sequence, position) for chunk in chunks for position in range(chunk.start, chunk.stop)]
         count = len(places)
-        size = self.sizes[bisect_left(self.sizes, count)]
+        size = self.size_of(count)
         rows = np.repeat(_PADDING_ROW, size, axis=1)
         if count == len(chunks):  # as in most steps
             rows[0, :count] = [sequence.token_ids[position] for sequence, position in places]

@@ -1,7 +1,7 @@
 """A checkpoint that has been opened, and what this rank makes of it: a network with its weights on a device."""
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +24,7 @@ from worker_service.loading.checkpoint import Checkpoint
 from worker_service.loading.dummy_weights import DummyWeights
 from worker_service.loading.gguf_blocks import GgufBlocks
 from worker_service.loading.model_store import find_model
+from worker_service.loading.packed_weights import PackedWeights
 from worker_service.loading.sentence_files import SentenceSettings
 from worker_service.loading.tokenizer_files import find_tokenizer_files
 from worker_service.models.causal_model import Fill, Loadable
@@ -128,6 +129,7 @@ class Network:
         """The bytes of each tensor as it is held, and of those of a layer while they are packed."""
         stored, floats = self._quantized(), defaultdict[str, list[int]](list)
         share = _INT4_SHARE if self.quantization == "int4" else _QUANTIZED_SHARE
+        block = None if self.checkpoint.packed is None else self.checkpoint.packed.block
         widens = (self.quantization == "fp8" or self._is_stored_in_fp8) and not self._has_float8
         sizes = []
         for name, tensor in blueprint.items():
@@ -136,7 +138,8 @@ class Network:
             if layer is not None and packs:
                 floats[layer[0]].append(tensor.nbytes)
             is_narrow = tensor.dim() == 2 and (packs or name in stored) and not widens
-            sizes.append(int(tensor.nbytes * (share if is_narrow else 1)))
+            num_scales = tensor.numel() // block[1] if block is not None and name in stored else 0
+            sizes.append(int(tensor.nbytes * (share if is_narrow else 1)) + 4 * num_scales)
         return [*sizes, *max(floats.values(), key=sum, default=[])]
 
     def _build(self, device: torch.device, fill: Fill | None = None) -> Loadable:
@@ -205,7 +208,7 @@ class Network:
         packed = self.checkpoint.packed
         if packed is None or not isinstance(self.config, DecoderConfig):
             return False
-        if self._stacks_experts and packed.stores_input_scales:
+        if self._stacks_experts and (packed.stores_input_scales or not self._has_whole_stacks(packed)):
             return False
         return all(self._can_pack(scheme) for scheme in packed.schemes)
 
@@ -214,6 +217,13 @@ class Network:
         """Whether there are experts, which are multiplied in one launch."""
         assert isinstance(self.config, DecoderConfig)
         return ops_for(self.device).GROUPED_PRODUCTS and any(layer.mixture for layer in self.config.layers)
+
+    def _has_whole_stacks(self, packed: PackedWeights) -> bool:
+        """Whether all experts of a layer are stored quantised, or none."""
+        assert isinstance(self.config, DecoderConfig)
+        counts = Counter(found[0] for name in packed if ".experts." in name and (found := _LAYER.match(name)))
+        mixtures = {f"model.layers.{n}.": layer.mixture for n, layer in enumerate(self.config.layers) if layer.mixture}
+        return all(counts[name] in (0, 3 * mixture.num_experts) for name, mixture in mixtures.items())
 
     def _can_pack(self, scheme: Quantization) -> bool:
         """Of a network that runs natively."""

@@ -108,7 +108,7 @@ class SharedInputs:
             self._block_size,
             most_rows=self._most_rows,
             most_items=_ITEMS_A_ROW * size,
-            most_parts=self._most_parts(size),
+            most_parts=self.most_parts(size),
         )
         return found if found.items and found.num_saved >= self._least_saved else None
 
@@ -132,7 +132,8 @@ class SharedInputs:
     def tensors(self, size: int) -> SharedParts:
         """Of a step of so many rows, padding included."""
         items: Tensor = self._items[: _ITEMS_A_ROW * size]
-        return SharedParts(items, self._rows, self._num_parts[:size], self._most_parts(size))
+        return SharedParts(items, self._rows, self._num_parts[:size], self.most_parts(size))
 
-    def _most_parts(self, size: int) -> int:
-        return min(self._longest, self._room // size)
+    def most_parts(self, size: int) -> int:
+        """Of a row, in a step of so many rows. Beyond the last of these numbers there is no item for a part."""
+        return min(self._longest, self._room // size, _ITEMS_A_ROW * self._most_rows)

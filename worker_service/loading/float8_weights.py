@@ -22,16 +22,18 @@ def float8_weight(
     numbers: Tensor, scales: Tensor, input_scale: Tensor | None, block: Block | None = None
 ) -> Float8Weight:
     """numbers: [outputs, inputs] e4m3; scales: of each `block`, [blocks of outputs, blocks of inputs], or without one
-    of each output or of all, in any shape. Raises ValueError where they do not fit, or are no numbers."""
+    of each output, [outputs] or [outputs, 1], or of all. Raises ValueError where they do not fit, or are no numbers."""
     outputs, inputs = numbers.shape
     if block is not None:
+        if input_scale is not None:
+            raise ValueError("there is a stored scale of inputs, which are rounded by block where weights have blocks")
         if inputs % block[1] or scales.shape != (-(-outputs // block[0]), inputs // block[1]):
             raise ValueError(
                 f"{list(scales.shape)} scales do not fit weights of {list(numbers.shape)} in blocks of {list(block)}; "
                 "the last block of outputs may be smaller, and no block of inputs"
             )
-        scales = scales.float().repeat_interleave(block[0], dim=0)[:outputs].contiguous()
-    elif scales.numel() not in (1, outputs):
+        scales = scales.float().repeat_interleave(min(block[0], outputs), dim=0)[:outputs].contiguous()
+    elif scales.numel() != 1 and list(scales.shape) not in ([outputs], [outputs, 1]):
         raise ValueError(
             f"{list(scales.shape)} scales do not fit weights of {list(numbers.shape)}: one for each output, or one for "
             "all, are read"
@@ -51,7 +53,7 @@ def float8_weight(
 def input_scales_are_stored(config: Mapping[str, Any]) -> bool:
     """Whether each layer must have an `input_scale`, by what quantization_config says."""
     if config["quant_method"] == "fp8":
-        return bool(config.get("activation_scheme") == "static")
+        return str(config.get("activation_scheme")).lower() == "static"
     groups = config.get("config_groups")
     inputs = [group.get("input_activations") for group in groups.values()] if isinstance(groups, dict) else []
     return bool(inputs) and all(isinstance(found, dict) and found.get("dynamic") is False for found in inputs)
@@ -62,15 +64,25 @@ def block_of(config: Mapping[str, Any]) -> Block | None:
     if config["quant_method"] == "fp8":
         size = config.get("weight_block_size")
     else:
-        groups = config.get("config_groups")
-        all_weights = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
-        blocks = [found for found in all_weights if isinstance(found, dict) and found.get("strategy") == "block"]
-        size = blocks[0].get("block_structure") if blocks else None
+        sizes = _block_structures(config)
+        size = sizes[0] if sizes else None
     return None if size is None else (size[0], size[1])
 
 
+def _block_structures(config: Mapping[str, Any]) -> list[Any]:
+    """Of compressed-tensors' groups whose weights have blocks."""
+    groups = config.get("config_groups")
+    weights = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
+    blocks = [found for found in weights if isinstance(found, dict) and found.get("strategy") == "block"]
+    return [found.get("block_structure") for found in blocks]
+
+
 def what_is_not_read(config: Mapping[str, Any]) -> str | None:
-    """Why weights that a config of the method fp8 describes are not read, if they are not."""
+    """Why weights are not read that a config of the method fp8 describes, or several groups of compressed-tensors'
+    config together, if they are not."""
+    sizes = _block_structures(config)
+    if any(one != sizes[0] for one in sizes):
+        return "fp8 weights with blocks of several sizes are not read"
     size = config.get("weight_block_size")
     if size is None:
         return None

@@ -27,6 +27,10 @@ _ONES = {4: 0x11111111, 8: 0x01010101}
 """A word of ones, by their bits."""
 
 
+_INPUT_SCALES = ("input_scale", "activation_scale")
+"""What a layer's scale of its inputs is called, the second by transformers."""
+
+
 class PackedWeights(Mapping[str, QuantizedWeight]):
     """A checkpoint's quantised weights, by the names that they would have if they were not."""
 
@@ -45,7 +49,8 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
             )
         if (reason := _what_is_not_read(config)) is not None:
             raise StartError(f"config.json: quantization_config: {reason}")
-        self._block = float8_weights.block_of(config) if method in ("fp8", "compressed-tensors") else None
+        self.block = float8_weights.block_of(config) if method in ("fp8", "compressed-tensors") else None
+        """The outputs and inputs that share a scale, where weights in fp8 have blocks."""
 
     @property
     def _parts(self) -> Collection[tuple[str, str]]:
@@ -63,7 +68,7 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
     @property
     def stores_input_scales(self) -> bool:
         """Whether inputs of some layers in fp8 are rounded with scales that are stored."""
-        in_files = any(name.endswith(".input_scale") for name in self._files.dtypes)
+        in_files = any(name.rpartition(".")[2] in _INPUT_SCALES for name in self._files.dtypes)
         return "fp8" in self.schemes and (in_files or float8_weights.input_scales_are_stored(self._config))
 
     def __iter__(self) -> Iterator[str]:
@@ -145,11 +150,15 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
         return self._in_order(weight, layer, "weight_g_idx", scales.shape[1])
 
     def _float8(self, layer: str) -> Float8Weight:
-        is_static = self._has(layer, "input_scale") or float8_weights.input_scales_are_stored(self._config)
-        input_scale = self._tensor(layer, "input_scale") if is_static else None
+        of_inputs = next((part for part in _INPUT_SCALES if self._has(layer, part)), None)
+        if of_inputs is None and float8_weights.input_scales_are_stored(self._config):
+            of_inputs = _INPUT_SCALES[0]
+        input_scale = None if of_inputs is None else self._tensor(layer, of_inputs)
         # Which transformers calls the inverse, and multiplies by.
         name = "weight_scale_inv" if self._has(layer, "weight_scale_inv") else "weight_scale"
-        numbers, scales, block = self._matrix(layer, "weight"), self._tensor(layer, name), self._block
+        if self._has(layer, "weight_zero_point") and self._tensor(layer, "weight_zero_point").float().any():
+            raise ValueError("zero points of floats are not read")
+        numbers, scales, block = self._matrix(layer, "weight"), self._tensor(layer, name), self.block
         return float8_weights.float8_weight(numbers, scales, input_scale, block)
 
     # ---- tensors
@@ -267,7 +276,7 @@ def _what_is_not_read(config: Mapping[str, Any]) -> str | None:
                     return reason
             elif kind not in ((4, "int"), (8, "int")):
                 return f"weights of {shown(kind)} are not read; whole numbers of 4 and 8 bits, and floats of 8, are"
-        return None
+        return float8_weights.what_is_not_read(config)
     sizes, bits = (4,) if method == "awq" else (4, 8), config.get("bits")
     if type(bits) is not int or bits not in sizes:
         return f"bits is {shown(bits)}; {method} is read with {' or '.join(map(str, sizes))}"

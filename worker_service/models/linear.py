@@ -135,6 +135,8 @@ class Linear:
         products: list[Product] = []
         for place, part in zip(own, parts, strict=True):
             product = ops.pack(place, self._wide) if part is None else _product(ops, part, self._device, self._wide)
+            if product is None and part is None:
+                product = partial(_unpacked, place.clone(), self._wide)
             if product is None:
                 raise ValueError("these kernels have no products of such weights")
             products.append(product)
@@ -175,7 +177,7 @@ class Linear:
         if self._product is not None:
             product = self._product(x, self._added)
         else:
-            product = (wide_linear if self._wide else functional.linear)(x, self.weight, self._added)
+            product = _unpacked(self.weight, self._wide, x, self._added)
         if lora_slots is not None:
             self.add_lora(product, x, lora_slots)
         return product
@@ -193,6 +195,10 @@ class Linear:
             biases = dict(zip(names, torch.split(self.bias, list(names.values())), strict=True))
             tensors |= {f"{name}.bias": bias for name, bias in biases.items()}
         return tensors
+
+
+def _unpacked(weight: Tensor, wide: bool, x: Tensor, bias: Tensor | None) -> Tensor:
+    return (wide_linear if wide else functional.linear)(x, weight, bias)
 
 
 def joined(parts: Sequence[QuantizedWeight | None]) -> QuantizedWeight | None:

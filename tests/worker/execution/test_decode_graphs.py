@@ -192,7 +192,7 @@ def test_what_rows_share_is_not_read_again(
     model = cast(CausalModel, WithoutPadding(runner.model))
     graphs = DecodeGraphs(model, runner.cache_engine.device_blocks, 16, LIMITS.max_model_len, record=FakeGraphs())
     assert graphs.fit([_chunk(8, stop=107)])
-    assert not graphs.fit([_chunk(7, stop=107)]), "rows that are too few to share"
+    assert not graphs.fit([_chunk(4, stop=107)]), "rows that are too few to share"
 
 
 def _chunk(num_tokens: int, stop: int = 10) -> ScheduledChunk:

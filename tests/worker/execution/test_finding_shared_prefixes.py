@@ -81,7 +81,8 @@ def test_what_saves_little_is_not_taken() -> None:
 
 def test_few_rows_have_room_for_more_parts_each() -> None:
     inputs = SharedInputs(256, 16, 50, room=512, least_saved=1, block_size=BLOCK, device=CPU)
-    assert [inputs.tensors(size).most_parts for size in (8, 16, 32, 256)] == [50, 32, 16, 2]
+    assert [inputs.most_parts(size) for size in (8, 16, 32, 256, 512)] == [32, 32, 16, 2, 1]
+    assert inputs.tensors(32).most_parts == 16
     tables, contexts = [tokens(range(5000))] * 32, [40 * PART] * 32
     found = inputs.find(tables, contexts, 32)
     assert found is not None

@@ -14,7 +14,7 @@ from tiny_model import write_byte_tokenizer, write_tiny_llama
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.float8 import FLOAT8, quantize_float8
+from kernels.float8 import FLOAT8, Float8Weight, quantize_float8
 from pagewire_common.start_error import StartError
 from worker_service.execution.worker import load_worker
 from worker_service.loading.packed_weights import PackedWeights, widened
@@ -164,6 +164,23 @@ REFUSED: dict[str, tuple[Config, str]] = {
         compressed({"strategy": "block", "block_structure": [128, 64]}, {"strategy": "token"}),
         "with scales of their own by group of 64",
     ),
+    "blocks of several sizes": (
+        BY_BLOCK
+        | {
+            "config_groups": {
+                name: {
+                    "weights": E4M3 | {"strategy": "block", "block_structure": [rows, 32]},
+                    "input_activations": E4M3 | {"strategy": "group", "group_size": 32},
+                }
+                for name, rows in (("a", 96), ("b", 64))
+            }
+        },
+        "fp8 weights with blocks of several sizes are not read",
+    ),
+    "blocks with stored scales of inputs, in capitals": (
+        METHOD | {"weight_block_size": [128, 128], "activation_scheme": "STATIC"},
+        "are not read with stored scales of inputs",
+    ),
     "groups of weights": (compressed({"strategy": "group"}, {}), "fp8 weights with scales by 'group' are not read"),
     "groups of inputs": (
         compressed({"strategy": "channel"}, {"strategy": "group"}),
@@ -194,6 +211,70 @@ SPOILED: dict[str, tuple[Callable[[Tensors], object], str]] = {
     "scales of inputs": (lambda tensors: tensors.update({"a.input_scale": torch.ones(3)}), "one positive number"),
     "a stack": (lambda tensors: tensors.update({"a.weight": torch.ones(2, 3, 4).to(FLOAT8)}), "weight has the shape"),
 }
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (2, 12), (1, 24), (24, 1, 1)])
+def test_as_many_scales_as_outputs_are_not_taken_for_theirs(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Of blocks, for example, whose size config.json does not say."""
+    save_file(
+        {"a.weight": torch.ones(24, 128).to(FLOAT8), "a.weight_scale": torch.ones(shape)},
+        tmp_path / "model.safetensors",
+    )
+    with pytest.raises(StartError, match="one for each output, or one for all, are read"):
+        PackedWeights(WeightFiles(tmp_path), DYNAMIC)["a.weight"]
+
+
+def test_blocks_have_no_stored_scales_of_inputs(tmp_path: Path) -> None:
+    parts = by_block(torch.randn(24, 128), "weight_scale_inv") | {"input_scale": torch.tensor(0.1)}
+    save_file({f"a.{name}": part for name, part in parts.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(StartError, match="there is a stored scale of inputs, which are rounded by block"):
+        PackedWeights(WeightFiles(tmp_path), IN_BLOCKS)["a.weight"]
+
+
+def test_a_block_may_be_larger_than_a_weight(tmp_path: Path) -> None:
+    parts = {"a.weight": torch.ones(64, 64).to(FLOAT8), "a.weight_scale_inv": torch.full((1, 2), 0.5)}
+    save_file(parts, tmp_path / "model.safetensors")
+    config = IN_BLOCKS | {"weight_block_size": [2**31 - 1, 32]}
+    assert PackedWeights(WeightFiles(tmp_path), config)["a.weight"].scales.tolist() == [[0.5, 0.5]] * 64
+
+
+def test_scales_of_inputs_are_found_by_the_name_that_transformers_gives_them(tmp_path: Path) -> None:
+    parts = by_tensor(torch.randn(24, 128))
+    parts["activation_scale"] = parts.pop("input_scale")
+    save_file({f"a.{name}": part for name, part in parts.items()}, tmp_path / "model.safetensors")
+    packed = PackedWeights(WeightFiles(tmp_path), METHOD | {"activation_scheme": "Static"})
+    weight = packed["a.weight"]
+    assert isinstance(weight, Float8Weight)
+    assert weight.input_scale == parts["activation_scale"]
+    assert packed.stores_input_scales
+
+
+def test_zero_points_of_floats_are_refused(tmp_path: Path) -> None:
+    for zeros in (torch.zeros(24, 1), torch.ones(24, 1)):
+        parts = by_channel(torch.randn(24, 128)) | {"weight_zero_point": zeros.to(FLOAT8)}
+        save_file({f"a.{name}": part for name, part in parts.items()}, tmp_path / "model.safetensors")
+        packed = PackedWeights(WeightFiles(tmp_path), DYNAMIC)
+        if zeros.any():
+            with pytest.raises(StartError, match="zero points of floats are not read"):
+                packed["a.weight"]
+        else:
+            assert torch.equal(widened(packed["a.weight"]), meant(parts))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_projections_that_are_one_product_may_be_stored_differently(dtype: str, plain: Path, tmp_path: Path) -> None:
+    """A layer's queries in fp8, its keys and values not."""
+    stored = copy(plain, tmp_path / "stored", {"quantization_config": DYNAMIC}, by_channel)
+    wide = copy(plain, tmp_path / "meant", {}, lambda weight: {"weight": meant(by_channel(weight))})
+    tensors = load_file(stored / "model.safetensors")
+    for name, tensor in load_file(wide / "model.safetensors").items():
+        if "k_proj" in name or "v_proj" in name:
+            tensors[name] = tensor
+            del tensors[name + "_scale"]
+    save_file(tensors, stored / "model.safetensors")
+    exact = prompt_logprobs(worker_settings(wide, dtype="float32"))
+    found = prompt_logprobs(worker_settings(stored, dtype=dtype))
+    assert (found - exact).abs().mean() < 0.15 * exact.std()
 
 
 @pytest.mark.parametrize("name", SPOILED)

@@ -181,3 +181,16 @@ def test_adapters_add_to_products_in_fp8_what_they_add_to_others() -> None:
         added.append((linear(x, slots) - linear(x)).float())
     assert (added[0][[1, 4]] == 0).all()
     torch.testing.assert_close(added[0], added[1], rtol=0.02, atol=1)
+
+
+def test_experts_in_a_stack_are_stored_alike_or_widened(
+    make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where kernels multiply those of a layer at once: all of them in fp8, or none."""
+    path = make_checkpoint(model_type="mixtral")
+    network = Network.open(str(path), WorkerSettings(model=str(path), device="cpu"), CPU, ALONE)
+    names = [name for name in network.checkpoint._weights.dtypes if ".experts." in name]  # type: ignore[attr-defined]
+    for packs in (names, [name for name in names if "layers.1." in name], []):
+        assert network._has_whole_stacks(dict.fromkeys(packs))  # type: ignore[arg-type]
+    for packs in (names[1:], [name for name in names if ".w2." in name]):
+        assert not network._has_whole_stacks(dict.fromkeys(packs))  # type: ignore[arg-type]
