@@ -139,11 +139,14 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     for width, dtype, wide in ((2048, torch.bfloat16, False), (2048, torch.bfloat16, True), (64, torch.float32, False)):
         x, experts = empty(40, width, dtype=dtype), empty(128, 1536, width, dtype=dtype)
         yield "grouped_linear", lambda x=x, experts=experts, wide=wide: ops.grouped_linear(x, experts, ends, wide)
-    for count, groups in ((40, 1), (9000, 1), (40, 16), (20_000, 16)):
-        weight = Float8Weight(empty(128, 1536, 2048, dtype=FLOAT8), empty(128, 1536, groups, dtype=torch.float32))
+    for count, experts, groups in ((40, 128, 1), (9000, 128, 16), (1, 1, 16), (40, 1, 16), (2000, 1, 16)):
+        scales = empty(experts, 1536, groups, dtype=torch.float32)
+        weight = Float8Weight(empty(experts, 1536, 2048, dtype=FLOAT8), scales)
         yield (
-            f"grouped_float8 of {count} rows and {groups} groups",
-            lambda count=count, weight=weight: ops.grouped_float8(empty(count, 2048), weight, ends),
+            f"grouped_float8 of {count} rows, {experts} experts and {groups} groups",
+            lambda count=count, weight=weight: ops.grouped_float8(
+                empty(count, 2048), weight, ends[: len(weight.scales)]
+            ),
         )
     places, shares = empty(5, 8, dtype=torch.int64), empty(5, 8, dtype=torch.float32)
     yield "combine_rows", lambda: ops.combine_rows(empty(40, 2048), places, shares)

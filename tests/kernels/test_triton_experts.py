@@ -41,8 +41,8 @@ def test_rows_are_multiplied_with_their_experts_weights(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("outputs", "inputs", "groups"), [(1, 123, 1), (70, 96, 2), (130, 256, 2), (64, 48, 3)])
-@pytest.mark.parametrize("counts", [*COUNTS, [129, 0, 3]], ids=str)
+@pytest.mark.parametrize(("outputs", "inputs", "groups"), [(1, 123, 1), (70, 48, 3), (130, 256, 2)])
+@pytest.mark.parametrize("counts", [[1], [0, 17, 1, 0, 4], [129, 0, 3], [40], [129]], ids=str)
 def test_rows_are_multiplied_with_their_experts_weights_in_8_bits(
     counts: list[int], outputs: int, inputs: int, groups: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
