@@ -20,7 +20,8 @@ CONTEXTS = [1030, 700, 1500, 513, 1025, 1024, 40, 530, 1600]
 
 def shared_case(dtype: torch.dtype, groups: int) -> Case:
     """Rows share as many parts as `shared_with` says, by copies of their tables; queries differ."""
-    case = make_case([(1, context - 1) for context in CONTEXTS], kv_heads=2, groups=groups, dtype=dtype,
+    kv_heads = 2 if groups == 3 else 1
+    case = make_case([(1, context - 1) for context in CONTEXTS], kv_heads=kv_heads, groups=groups, dtype=dtype,
                      attend=ops.paged_attention)  # fmt: skip
     tables = case.metadata.block_tables
     for row, context in enumerate(CONTEXTS):
