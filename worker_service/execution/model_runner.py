@@ -280,7 +280,7 @@ class ModelRunner(Runner):
     def _forward(self, chunks: Sequence[ScheduledChunk], before: RunningStep | None) -> tuple[Tensor, Sequence[int]]:
         """The hidden states, and the first row of each chunk and behind the last one the number of rows."""
         lora_slots = None if self.adapters is None else self.adapters.slots(chunks)
-        if self._decode_graphs is not None and self._decode_graphs.fit(chunks):
+        if self._decode_graphs is not None and (before is not None or self._decode_graphs.fit(chunks)):
             unseen = None if before is None else before.unseen_tokens()
             hidden = self._decode_graphs.forward(chunks, unseen, lora_slots)
             return hidden, list(accumulate((chunk.stop - chunk.start for chunk in chunks), initial=0))

@@ -305,10 +305,8 @@ class Network:
                 )
             machine = "a CPU with AVX-512 BF16" if self.quantization == "int8" else "a CPU"
             raise StartError(f"--quantization {self.quantization} needs bfloat16, compiled kernels, and {machine}")
-        if self.quantization == "gguf":
-            len(self._gguf_blocks)  # so that they are there
-            if self.ranks.size > 1:
-                raise StartError("--quantization gguf is for workers of one process: its blocks cannot be cut")
+        if self.quantization == "gguf" and self.ranks.size > 1:
+            raise StartError("--quantization gguf is for workers of one process: its blocks cannot be cut")
 
 
 _TRANSPOSED = ("gpt2", "openai-gpt")

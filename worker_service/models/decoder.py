@@ -285,8 +285,9 @@ def _pack_layer(
     layer: DecoderLayer, name: str, quantization: Quantization, quantized: Quantized, fill: Fill | None
 ) -> None:
     """Its weights have memory as floating point for no longer than this takes, if they had none before."""
-    names = [{f"{name}.{part}": size for part, size in parts.items()} for _, parts in layer.projections]
-    projections = [(linear, parts) for (linear, _), parts in zip(layer.projections, names, strict=True)]
+    projections = [
+        (linear, {f"{name}.{part}": size for part, size in parts.items()}) for linear, parts in layer.projections
+    ]
     if fill is not None:
         fill(_materialised(projections, quantization, quantized))  # and held by nothing but the layer afterwards
     for linear, parts in projections:
