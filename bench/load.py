@@ -25,14 +25,17 @@ class Load:
     arrivals: Sequence[Arrival]
     concurrency: int
     shared_tokens: int = 0
-    """The number of first tokens that all prompts share."""
+    """The number of first tokens that all prompts share, but for those of `num_others`."""
+    num_others: int = 0
+    """Requests, the first ones, whose prompts share nothing."""
 
     def prompts(self, vocabulary_size: int, seed: object) -> list[list[int]]:
         draw = random.Random(f"{self.name} {seed}")
         shared = [draw.randrange(vocabulary_size) for _ in range(self.shared_tokens)]
+        prefixes: list[list[int]] = [[]] * self.num_others + [shared] * (len(self.arrivals) - self.num_others)
         return [
-            shared + [draw.randrange(vocabulary_size) for _ in range(arrival.prompt_tokens - self.shared_tokens)]
-            for arrival in self.arrivals
+            prefix + [draw.randrange(vocabulary_size) for _ in range(arrival.prompt_tokens - len(prefix))]
+            for prefix, arrival in zip(prefixes, self.arrivals, strict=True)
         ]
 
     def warm_up(self) -> "Load":
@@ -58,6 +61,15 @@ def shared_prefix(shared_tokens: int, own_tokens: int, output_tokens: int, num_r
     arrival = Arrival(0.0, shared_tokens + own_tokens, output_tokens)
     title = f"{shared_tokens}+{own_tokens}/{output_tokens} x {num_requests}"
     return Load("prefix", title, [arrival] * num_requests, num_requests, shared_tokens)
+
+
+def busy_prefix(shared_tokens: int, own_tokens: int, output_tokens: int, num_requests: int) -> Load:
+    """The same half a second after four other streams have begun: no request is admitted before the others come."""
+    others = [Arrival(0.0, 128, 192)] * 4
+    arrival = Arrival(0.5, shared_tokens + own_tokens, output_tokens)
+    title = f"4 streams, {shared_tokens}+{own_tokens}/{output_tokens} x {num_requests}"
+    arrivals = [*others, *[arrival] * num_requests]
+    return Load("busyprefix", title, arrivals, len(arrivals), shared_tokens, len(others))
 
 
 def replayed(trace: Sequence[Arrival], speedup: float) -> Load:
@@ -91,4 +103,5 @@ LOADS = (
     streams(128, 128, 64, num_requests=128),
     streams(1024, 64, 16, num_requests=32),
     shared_prefix(1000, 24, 64, num_requests=32),
+    busy_prefix(1000, 24, 64, num_requests=32),
 )

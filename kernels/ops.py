@@ -72,7 +72,12 @@ QuantizedWeight = GroupedWeight | Float8Weight
 
 
 class Ops(Protocol):
-    """What a backend offers."""
+    """What a backend offers.
+
+    Operations take effect in the order of their calls. Of `qkv_attention`, keys and values of all rows are stored
+    before any row attends: so a row may attend to a block that another row of the same step fills, as sequences do that
+    share a prefix.
+    """
 
     WIDE_PRODUCTS: bool
     """Whether products write the float32 in which they sum as fast as they write 16 bits."""

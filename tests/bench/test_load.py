@@ -1,6 +1,6 @@
 import pytest
 
-from bench.load import CONTEXT, LOADS, Load, capped, replayed, shared_prefix
+from bench.load import CONTEXT, LOADS, Load, busy_prefix, capped, replayed, shared_prefix
 from scheduler_service.simulation.trace import Arrival
 
 
@@ -39,6 +39,13 @@ def test_only_a_load_of_its_own_seed_shares_its_prefix() -> None:
     assert len({tuple(prompt[:100]) for prompt in prompts}) == 1
     assert len({tuple(prompt) for prompt in prompts}) == 3
     assert prompts[0][:16] != others[0][:16]
+
+
+def test_streams_that_run_before_share_nothing_with_the_requests_that_come_together() -> None:
+    load = busy_prefix(100, 10, 5, num_requests=3)
+    prompts = load.prompts(1000, 0)
+    assert [arrival.at for arrival in load.arrivals] == [0.0] * 4 + [0.5] * 3
+    assert len({tuple(prompt[:100]) for prompt in prompts}) == 4 + 1
 
 
 def test_a_warm_up_is_short_and_of_the_same_shape() -> None:

@@ -31,8 +31,8 @@ class CheckedBalancer(Balancer):
         num_here = here.index(False) if False in here else len(here)
         lengths: dict[Member, int] = {}
         for other in self._open_members():
-            device = other.scheduler.blocks.device
-            held = [device.find(key) is not None for key in keys[max(0, num_here - 1) :]]
+            there = _found_or_expected(other)
+            held = [key in there for key in keys[max(0, num_here - 1) :]]
             if other is not member and any(held[:1]):
                 lengths[other] = held.index(False) if False in held else len(held)
         expected = [other for other, length in lengths.items() if length == max(lengths.values())]
@@ -56,7 +56,7 @@ class CheckedBalancer(Balancer):
         for slot, member in self._members.items():
             assert (member.slot, member.bit) == (slot, 1 << slot)
             assert not member.is_open or (member.scheduler.admits and not member.scheduler.swapped)
-            for key in member.scheduler.blocks.device._by_key:
+            for key in _found_or_expected(member):
                 found[key] = found.get(key, 0) | member.bit
         assert self.directory._holders == found
         loras: dict[bytes, int] = {}
@@ -68,3 +68,14 @@ class CheckedBalancer(Balancer):
         assert set(live) == {member for member in self._open_members() if member.entry >= 0}
         assert len(live) == len(set(live))
         assert self._num_open == len(self._open_members())
+
+
+def _found_or_expected(member: Member) -> set[bytes]:
+    """The keys by which the worker's blocks are found, and of blocks that running sequences have yet to compute."""
+    expected = [
+        key
+        for group in member.scheduler.running
+        for sequence in group.live
+        for key in sequence.block_keys[sequence.num_published_blocks : sequence.num_expected_blocks]
+    ]
+    return {*member.scheduler.blocks.device._by_key, *expected}

@@ -18,6 +18,7 @@ class SlowBlocks:
         self.config = config
         self.running: list[SlowGroup] = []
         self.swapped: list[SlowGroup] = []
+        self.plan: list[tuple[SlowSequence, int, int]] = []  # sequence, tokens, copies on write
         self.let_go: dict[str, list[Block]] = {"device": [], "host": []}
 
     def sequences(self) -> list[SlowSequence]:
@@ -137,15 +138,32 @@ class SlowBlocks:
             found = [self.find(self.key_of(group.encoder, index)) for index in range(num_blocks)]
         return [] if None in found else [block for block in found if block]
 
-    def offer(self, sequence: SlowSequence) -> None:
-        """Make the full blocks of what was stored findable, each once, unless another block has the same key."""
+    def num_awaited(self, sequence: SlowSequence) -> int:
+        """Tokens behind the cached ones that running sequences have said that they will compute."""
+        expected = {
+            self.key_of(other, index)
+            for group in self.running
+            for other in group.live
+            for index in range(other.num_offered, other.num_expected)
+        }
+        num_cached = num_known = len(self.cached(sequence))
+        if self.config.prefix_caching and not self.config.sliding_window:
+            while num_known < (len(sequence.token_ids) - 1) // self.config.block_size:
+                key = self.key_of(sequence, num_known)
+                if key not in expected and not self.find(key):
+                    break
+                num_known += 1
+        return (num_known - num_cached) * self.config.block_size
+
+    def offer(self, sequence: SlowSequence, num_tokens: int) -> None:
+        """Make the full blocks of what steps compute findable, each once, unless another block has the same key."""
         pool = "device" if sequence.device is not None else "host"
         table = getattr(sequence, pool)
         if table is None or not self.config.prefix_caching or self.config.sliding_window:
             return
-        num_full = sequence.stored // self.config.block_size
+        num_full = num_tokens // self.config.block_size
         if sequence.is_encoder:  # whose last block never has more in it
-            num_full = self.blocks_for(sequence.stored)
+            num_full = self.blocks_for(num_tokens)
         for index in range(sequence.num_offered, num_full):
             self.name(table[index], self.key_of(sequence, index), pool)
             sequence.num_offered = index + 1
@@ -161,6 +179,10 @@ class SlowBlocks:
         child.parent = parent
         child.num_offered = min(parent.num_offered, num_tokens // self.config.block_size)
 
+    def planned(self, sequence: SlowSequence) -> int:
+        """Tokens that the step computes of it, as it is planned by now."""
+        return sum(num_tokens for other, num_tokens, _ in self.plan if other is sequence)
+
     def num_new_blocks(
         self, chunks: list[tuple[SlowSequence, int]], moved: dict[SlowSequence, list[Block | None]] | None = None
     ) -> int:
@@ -172,7 +194,7 @@ class SlowBlocks:
                 continue  # it has all of its blocks
             table = tables[sequence]
             end = self.blocks_for(sequence.computed + num_tokens + self.config.num_lookahead_slots)
-            for index in range(sequence.computed // self.config.block_size, end):
+            for index in range((sequence.computed + self.planned(sequence)) // self.config.block_size, end):
                 if index >= len(table):
                     table.append(Block())
                     num_new += 1
@@ -182,12 +204,13 @@ class SlowBlocks:
         return num_new
 
     def append_slots(self, sequence: SlowSequence, num_tokens: int) -> int:
-        """Returns the number of copies. An encoder's blocks are all there."""
+        """Returns the number of copies. An encoder's blocks are all there, and so are those of what is planned already,
+        by which they may be found."""
         if sequence.is_encoder:
             return 0
         num_copies, table = 0, sequence.device
         end = self.blocks_for(sequence.computed + num_tokens + self.config.num_lookahead_slots)
-        for index in range(sequence.computed // self.config.block_size, end):
+        for index in range((sequence.computed + self.planned(sequence)) // self.config.block_size, end):
             if index >= len(table):
                 table.append(self.new_block("device"))
             elif self.holders(table[index]) > 1:

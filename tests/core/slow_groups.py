@@ -32,6 +32,7 @@ class SlowSequence:
         self.num_lives += 1
         self.computed = self.stored = 0  # by the steps planned, and by those answered
         self.num_offered = 0  # blocks that were offered to the prefix cache
+        self.num_expected = 0  # blocks that it is known to be going to compute
         self.device: list[Block | None] | None = None
         self.host: list[Block | None] | None = None
         self.is_known = False
@@ -93,6 +94,7 @@ class SlowGroup:
         self.rank = (0, 0)
         self.number = 0  # in the order of arrival
         self.num_cached: int | None = None
+        self.num_awaited, self.waits_until = 10**9, 0.0  # tokens that it waits for, and until when
         self.num_overtaken = 0
         self.beams = BeamSearch(sampling) if sampling.beam_width else None
         num_sequences = 1 if self.beams else sampling.n

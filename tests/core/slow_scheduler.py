@@ -8,7 +8,7 @@ oracle of its own.
 from dataclasses import dataclass
 
 from slow_blocks import SlowBlocks
-from slow_groups import SlowGroup, SlowQueue, SlowSequence
+from slow_groups import Block, SlowGroup, SlowQueue, SlowSequence
 from slow_loras import SlowLoras
 
 from scheduler_service.core import PhaseRule, PreemptionMode, SchedulerConfig, SequenceStatus
@@ -81,12 +81,15 @@ class SlowScheduler(SlowBlocks):
         return cap
 
     def schedule(self, now: float) -> SlowStep:
-        self.plan: list[tuple[SlowSequence, int, int]] = []  # sequence, tokens, copies on write
+        self.plan = []
+        self.filled: list[Block] = []  # by this step, and found
         self.preempted: list[tuple[str, int, int]] = []
         self.ignored: list[str] = []
         self.has_preempted = False
         self.slotless: list[SlowGroup] = []  # groups that are passed over, because their adapters have no slot
         self.awaiting: list[SlowGroup] = []  # or because those can still be brought here
+        self.sharing: list[SlowGroup] = []  # or because others compute their prefixes
+        self.now = now
         self.lacking: list[str] = []
         self.num_swapped_out = self.num_swapped_in = 0
         has_work = self.running or self.swapped or self.queue.groups or self.ended
@@ -118,6 +121,10 @@ class SlowScheduler(SlowBlocks):
                 self.grow_all(ready)
                 self.resume("decodes")
         self.hand_out_rest()
+        if self.sharing:
+            self.sharing = []
+            self.admit()
+            self.hand_out_rest()
         self.hand_out_rooms()
         self.loras.tried |= to_try
         return self.write(began)
@@ -148,6 +155,23 @@ class SlowScheduler(SlowBlocks):
                 return
         for sequence, num_tokens in chunks:
             self.plan.append((sequence, num_tokens, self.append_slots(sequence, num_tokens)))
+        for sequence, num_tokens in chunks:
+            self.tell_of(sequence, num_tokens)
+
+    def tell_of(self, sequence: SlowSequence, num_tokens: int) -> None:
+        """What this step computes is found from now on, and what is left of the known tokens is expected."""
+        before = sequence.num_offered
+        if num_tokens > 1 or sequence.is_encoder:
+            self.offer(sequence, min(sequence.computed + num_tokens, len(sequence.token_ids)))
+        self.filled += sequence.device[before : sequence.num_offered]
+        if not sequence.is_encoder:
+            sequence.num_expected = max(sequence.num_expected, len(sequence.token_ids) // self.config.block_size)
+
+    def is_tied(self, group: SlowGroup) -> bool:
+        """Whether it computes for another group in this step, or another for it."""
+        others = self.held("device", but_by=[group])
+        own = [block for sequence in group.live_and_encoder for block in sequence.device or ()]
+        return any(block in self.filled and block in others for block in own)
 
     def chunks_of(self, group: SlowGroup) -> list[tuple[SlowSequence, int]]:
         chunks, left, bytes_left = [], self.tokens_left, self.bytes_left
@@ -174,6 +198,12 @@ class SlowScheduler(SlowBlocks):
     def preempt(self, group: SlowGroup) -> None:
         """Blocks that wait for a copy, and beams whose successors are awaited, cannot be swapped out."""
         copies = sum(num_copies for sequence, _, num_copies in self.plan if sequence.group is group)
+        for sequence, _, _ in self.plan:
+            if sequence.group is group:  # what is not computed is not found
+                first = sequence.computed // self.config.block_size
+                for block in sequence.device[first : sequence.num_offered]:
+                    block.key = None
+                sequence.num_offered = min(first, sequence.num_offered)
         self.plan = [chunk for chunk in self.plan if chunk[0].group is not group]
         is_awaited = group.beams and any(sequence.stored < sequence.computed for sequence in group.live)
         mode = PreemptionMode.RECOMPUTE if copies or is_awaited else self.mode_for(group)
@@ -260,6 +290,8 @@ class SlowScheduler(SlowBlocks):
             rest = [other for other in self.running if other not in victims]
             if not rest or self.num_swapped_in or not self.queue.outranks(group, self.queue.victim(rest)):
                 return False
+            if self.is_tied(self.queue.victim(rest)):
+                return False
             victims.append(self.queue.victim(rest))
             if not self.tokens_left_without(victims):
                 return False
@@ -271,7 +303,8 @@ class SlowScheduler(SlowBlocks):
         """No request goes past a group for the seventeenth time."""
         if any(group.num_overtaken == 16 for group in self.slotless):
             return None
-        return next((group for group in self.queue.in_order() if group not in self.slotless + self.awaiting), None)
+        passed = self.slotless + self.awaiting + self.sharing
+        return next((group for group in self.queue.in_order() if group not in passed), None)
 
     def next_swapped(self) -> SlowGroup | None:
         return next((group for group in self.swapped if group not in self.slotless), None)
@@ -298,6 +331,9 @@ class SlowScheduler(SlowBlocks):
             if group.num_seqs > self.config.max_num_seqs or is_too_long or self.never_fits(group):
                 self.queue.leave(group)
                 self.ignore(group)
+                continue
+            if self.awaits(group):
+                self.sharing.append(group)
                 continue
             has_room = self.fits(group, []) if self.slotless else self.make_room(group)
             if not has_room:
@@ -329,7 +365,18 @@ class SlowScheduler(SlowBlocks):
             if group.num_cached is None:
                 group.num_cached = leader.computed + (encoder.computed if encoder else 0)
                 self.queue.charge(group, len(group.prompt) + len(group.encoder_tokens))
-            self.plan += [(sequence, num_tokens, 0) for sequence, num_tokens in self.chunks_of(group)]
+            chunks = self.chunks_of(group)
+            self.plan += [(sequence, num_tokens, 0) for sequence, num_tokens in chunks]
+            for sequence, num_tokens in chunks:
+                self.tell_of(sequence, num_tokens)
+
+    def awaits(self, group: SlowGroup) -> bool:
+        """Whether it waits for what others compute, for at most as long as it would take by itself."""
+        num_tokens = self.num_awaited(group.live[0])
+        if num_tokens and num_tokens < group.num_awaited:
+            speed = self.config.prefill_tokens_per_second or 10_000
+            group.num_awaited, group.waits_until = num_tokens, self.now + 1 / speed * num_tokens
+        return num_tokens > 0 and self.now <= group.waits_until and len(self.sharing) < 256
 
     def hand_out_rest(self) -> None:
         """From the first to the last, each is planned anew with all that the others leave, if blocks are free."""
@@ -337,6 +384,7 @@ class SlowScheduler(SlowBlocks):
             most = min(sequence.uncomputed, num_tokens + self.tokens_left)
             if most > num_tokens and self.num_new_blocks([(sequence, most)]) <= self.num_free:
                 self.plan[index] = (sequence, most, num_copies + self.append_slots(sequence, most))
+                self.tell_of(sequence, most)
 
     def hand_out_rooms(self) -> None:
         """For guesses, to those that are to compute one token, of what all else has left of tokens and free blocks."""
@@ -423,8 +471,8 @@ class SlowScheduler(SlowBlocks):
             if sequence.status is not None or sequence.num_lives != life:
                 continue
             sequence.stored += num_tokens
-            if num_tokens > 1 or sequence.stored % self.config.block_size == 0 or sequence.is_encoder:
-                self.offer(sequence)
+            if num_tokens > 1 or sequence.stored % self.config.block_size == 0:
+                self.offer(sequence, sequence.stored)
             if sequence.is_encoder:
                 continue
             if sequence.group.beams:

@@ -9,7 +9,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from slow_groups import SlowGroup, SlowQueue
 from slow_scheduler import SlowScheduler, SlowStep
-from workloads import Request, random_config, random_request, with_encoder, with_few_adapters
+from workloads import (
+    Request,
+    random_config,
+    random_request,
+    sharing,
+    with_encoder,
+    with_few_adapters,
+    with_shared_prefixes,
+)
 
 from scheduler_service.core import (
     FairQueue,
@@ -39,11 +47,13 @@ class Event:
     ends_index: int | None
 
 
-def random_event(rng: Random, number: int, *, has_encoder: bool) -> Event:
+def random_event(rng: Random, number: int, *, has_encoder: bool, shares: bool) -> Event:
     ends = rng.choice([None, None, None, None, rng.randrange(24)])
     request = random_request(rng, number)
     if has_encoder:
         request = with_encoder(rng, request)
+    if shares:
+        request = sharing(request)
     return Event(request, rng.randrange(16), ends, rng.choice([None, None, 0, 1]))
 
 
@@ -192,17 +202,20 @@ class Both:
 
 
 @settings(max_examples=400)
-@given(st.integers(0, 2**32), st.lists(st.booleans(), min_size=18, max_size=18))
-@example(7300, [i in (4, 11, 12) for i in range(18)])  # tokens that a preempted group gives back are handed out
-@example(73633789, [i in (4, 6) for i in range(18)])  # a group whose leader ended is new again in the same step
-def test_every_decision_is_that_of_the_slow_scheduler(seed: int, takes_part: list[bool]) -> None:
-    """What may happen follows from the seed; which requests take part is chosen, so that a failure shrinks to few."""
+@given(st.integers(0, 2**32), st.lists(st.booleans(), min_size=18, max_size=18), st.booleans())
+@example(7300, [i in (4, 11, 12) for i in range(18)], False)  # tokens that a preempted group gives back are handed out
+@example(73633789, [i in (4, 6) for i in range(18)], False)  # a group whose leader ended is new again in the same step
+def test_every_decision_is_that_of_the_slow_scheduler(seed: int, takes_part: list[bool], share: bool) -> None:
+    """What may happen follows from the seed; which requests take part is chosen, so that a failure shrinks to few, and
+    whether they share their prompts."""
     rng = Random(seed)
     config = with_few_adapters(random_config(rng, (2, 5, 7, 8, 9, 10, 11, 12, 14, 16, 20)), seed)
+    if share:
+        config = with_shared_prefixes(config, seed)
     both = Both(config, rng.choice(["fcfs", "priority", "priority", "fair"]), overtakes=rng.randint(1, 6))
     max_in_flight = rng.randint(1, 4)
     numbers = [number for number, takes in enumerate(takes_part) if takes]
-    workload = [random_event(Random(f"{seed} {i}"), i, has_encoder=seed % 2 == 1) for i in numbers]
+    workload = [random_event(Random(f"{seed} {i}"), i, has_encoder=seed % 2 == 1, shares=share) for i in numbers]
     in_flight: list[tuple[SchedulerOutput, SlowStep]] = []
     guesses, adapters = Random(f"{seed} guesses"), Random(f"{seed} adapters")
     for now in count():

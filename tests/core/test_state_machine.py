@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_helpers import output_of
 from slow_balancer import CheckedBalancer
-from workloads import random_config, random_request, with_encoder, with_few_adapters
+from workloads import random_config, random_request, sharing, with_encoder, with_few_adapters
 
 from scheduler_service.core import (
     FairQueue,
@@ -76,11 +76,12 @@ class Fleet(RuleBasedStateMachine):
 
     # ---- what may happen
 
-    @rule(seed=st.integers(0, 2**32), count=st.integers(1, 6))
-    def add_requests(self, seed: int, count: int) -> None:
+    @rule(seed=st.integers(0, 2**32), count=st.integers(1, 6), share=st.booleans())
+    def add_requests(self, seed: int, count: int, share: bool) -> None:
         rng = Random(seed)
         for _ in range(count):
-            group = with_encoder(rng, random_request(rng, len(self.groups))).group(self.now)
+            request = with_encoder(rng, random_request(rng, len(self.groups)))
+            group = (sharing(request) if share else request).group(self.now)
             self.groups.append(group)
             self.sessions[0].scheduler.add_request(group)
 

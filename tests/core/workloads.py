@@ -86,6 +86,26 @@ def with_encoder(rng: Random, request: Request) -> Request:
     return replace(request, encoder=encoder)
 
 
+def sharing(request: Request) -> Request:
+    """The same with a prompt that others have too, and that takes several blocks."""
+    num_tokens = 12 + request.num_tokens
+    return replace(request, num_tokens=num_tokens, num_shared=num_tokens - request.number % 3, root=b"", lora_name="")
+
+
+def with_shared_prefixes(config: SchedulerConfig, seed: int) -> SchedulerConfig:
+    """Of a worker on which requests of that kind wait for each other, for steps of a second."""
+    rng = Random(f"{seed} shared")
+    return replace(
+        config,
+        num_device_blocks=config.num_device_blocks + rng.choice([0, 8, 16]),
+        max_num_batched_tokens=max(config.max_num_seqs, config.block_size, rng.randint(4, 12)),
+        max_model_len=60,
+        prefix_caching=True,
+        sliding_window=0,
+        prefill_tokens_per_second=rng.choice([1, 4, 16]),
+    )
+
+
 MOST_ENCODED = 9
 
 

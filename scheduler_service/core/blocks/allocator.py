@@ -1,12 +1,15 @@
 """Reference-counted numbers of the blocks in one memory pool, and the prefix cache that lives in its free blocks.
 
-A block that was computed may carry a key that stands for its tokens and everything before them. Of the blocks that
-carry one key, one is found by it. When its last holder lets go, that one keeps key and contents, and can be found and
-held again, until the pool has no other block to hand out.
+A block may carry a key that stands for its tokens and everything before them, from the moment when a step that computes
+it is planned. Of the blocks that carry one key, one is found by it. When its last holder lets go, that block keeps key
+and contents, and can be found and held again, until the pool has no other block to hand out.
+
+A key can also be expected: a running sequence is going to compute a block of it, but in no step so far.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from itertools import takewhile
 
 from scheduler_service.core.blocks.prefix_directory import PrefixDirectory
 
@@ -43,7 +46,7 @@ class Evictor:
 class BlockAllocator:
     """Hands out the block numbers 0 … num_blocks - 1. A block is free again when its last holder lets go.
 
-    What can be found is entered in the `directory`, under the `bit` of the worker that the blocks are on.
+    What can be found or is expected is entered in the `directory`, under the `bit` of the worker of these blocks.
     """
 
     def __init__(self, num_blocks: int, directory: PrefixDirectory | None = None, bit: int = 1) -> None:
@@ -52,6 +55,9 @@ class BlockAllocator:
         self._bit = bit
         self._ref_counts = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
+        self._parents: list[bytes] = [b""] * num_blocks  # the key before a block's own in its chain
+        self._children: dict[bytes, set[bytes]] = {}  # keys that blocks are found by, by the key before
+        self._expected: dict[bytes, int] = {}  # by how many sequences
         self._by_key: dict[Content, int] = {}  # keys only, so that a number is never found
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is the warmest
         self._evictor = Evictor()
@@ -94,17 +100,50 @@ class BlockAllocator:
     def ref_count(self, block: int) -> int:
         return self._ref_counts[block]
 
-    def publish(self, block: int, key: bytes) -> None:
-        """Have a held block with computed contents carry their key; where another one is found by it, that stays."""
+    def publish(self, block: int, key: bytes, parent: bytes) -> None:
+        """Have a held block carry the key of its contents; where another block is found by it, that one stays.
+
+        parent: the key before it, of the block before or of the chain's root.
+        """
         if self._keys[block] is None:
-            self._keys[block] = key
+            self._keys[block], self._parents[block] = key, parent
             if key not in self._by_key:
                 self._by_key[key] = block
                 self._directory.add(key, self._bit)
+                if (children := self._children.get(parent)) is None:
+                    self._children[parent] = {key}
+                else:
+                    children.add(key)
 
     def key(self, block: int) -> bytes | None:
         """What the block's contents are known by, whether the block is found by it or another one."""
         return self._keys[block]
+
+    def parent(self, block: int) -> bytes:
+        """The key before that of a block that carries one."""
+        return self._parents[block]
+
+    def children(self, key: bytes) -> list[bytes]:
+        """The keys right behind this one by which blocks are found."""
+        return [*self._children.get(key, ())]
+
+    def expect(self, key: bytes) -> None:
+        """One more sequence is going to compute a block of this key."""
+        self._expected[key] = self._expected.get(key, 0) + 1
+        self._directory.add(key, self._bit)
+
+    def unexpect(self, key: bytes) -> None:
+        """A sequence that was has done so, or does not any more."""
+        if (others := self._expected[key] - 1) > 0:
+            self._expected[key] = others
+        else:
+            del self._expected[key]
+            if key not in self._by_key:
+                self._directory.remove(key, self._bit)
+
+    def num_expected(self, keys: Iterable[bytes]) -> int:
+        """How many of these keys, from the first on, are expected, those included by which a block is found."""
+        return sum(1 for _ in takewhile(lambda key: key in self._expected or key in self._by_key, keys))
 
     def withdraw(self, block: int) -> None:
         """Have a block carry no key: it is not found any more. Nothing happens when it carries none."""
@@ -130,7 +169,11 @@ class BlockAllocator:
         key = self._keys[block]
         if key is not None and self._is_found(block):
             del self._by_key[key]
-            self._directory.remove(key, self._bit)
+            if key not in self._expected:
+                self._directory.remove(key, self._bit)
+            (children := self._children[self._parents[block]]).remove(key)
+            if not children:
+                del self._children[self._parents[block]]
         self._keys[block] = None
 
     def find(self, content: Content) -> int | None:
@@ -178,3 +221,5 @@ class BlockAllocator:
             assert (block in self._evictor) == (self._is_found(block) and self._ref_counts[block] == 0)
         assert all(self._ref_counts[block] == 0 and self._keys[block] is None for block in self._free)
         assert all(self._keys[block] == key for key, block in self._by_key.items()), "a key leads to another block"
+        by_parent = {(self._parents[block], key) for key, block in self._by_key.items()}
+        assert by_parent == {(parent, key) for parent, keys in self._children.items() for key in keys}

@@ -3,6 +3,10 @@
 A table covers at least the computed tokens of its sequence. A block may stand in several tables while no sequence
 writes to it; a sequence that does gets a copy of a shared block first (copy on write).
 
+Full blocks of known tokens can be found from the moment when the chunk that fills them is planned: in the same step,
+because a worker stores the keys and values of all rows before any row reads them, and in later steps, because it keeps
+their order. So what shares them may not be copied or swapped out in that same step.
+
 A sequence that is swapped out has a table of host blocks instead. Blocks keep their keys on the way out and on the way
 back: what the other pool already has under a key is shared there, and only the rest is copied. The copies can be found
 as soon as they are planned, because every step does its copies before it reads, and steps are done in order.
@@ -15,13 +19,14 @@ What a group's encoder reads has a table of its own, that of cross attention: se
 import enum
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 from scheduler_service.core.blocks.allocator import BlockAllocator, Content
 from scheduler_service.core.blocks.pool import NO_BLOCK, Pool, move, own_contents
 from scheduler_service.core.blocks.prefix_directory import PrefixDirectory
+from scheduler_service.core.blocks.prefix_key import first_key
 from scheduler_service.core.blocks.sequence_keys import SequenceKeys
 from scheduler_service.core.blocks.sizes import TableSizes
 from scheduler_service.core.groups.sequence import EncoderSequence, Sequence, SequenceGroup
@@ -121,36 +126,81 @@ class BlockManager:
         num_blocks = self.sizes.blocks_of(encoder.num_prompt_tokens)
         self.tables[encoder.id] = cached or [self.device.allocate() for _ in range(num_blocks)]
 
-    def publish(self, sequence: Sequence) -> None:
-        """Make the full blocks of a sequence's stored tokens findable, on the device or where they were swapped out.
+    def publish(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """Make the full blocks of a sequence's first tokens findable, on the device or where they were swapped out.
 
-        Of what an encoder read, which grows no more, the last block counts as full.
+        These tokens must be known, and steps planned that compute them. Of what an encoder reads, which grows no more,
+        the last block counts as full. Nothing is published behind a block that was withdrawn. Returns the blocks.
         """
-        num_full, start = sequence.num_stored_tokens // self.block_size, sequence.num_published_blocks
+        num_full, start = num_tokens // self.block_size, sequence.num_published_blocks
         if sequence.is_encoder:
-            num_full = self.sizes.blocks_of(sequence.num_stored_tokens)
+            num_full = self.sizes.blocks_of(num_tokens)
         if not self.prefix_caching or num_full <= start:
-            return
+            return []
         blocks, table = self.device, self.tables.get(sequence.id)
         if table is None:
             blocks, table = self.host, self.host_tables.get(sequence.id)
-        if table is not None:
-            keys = self.keys.leading(sequence, num_full)
-            for index in range(start, num_full):
-                blocks.publish(table[index], keys[index])
-            sequence.num_published_blocks = num_full
+        if table is None:
+            return []
+        keys = self.keys.leading(sequence, num_full)
+        parent = keys[start - 1] if start else first_key(sequence.group)
+        if start and blocks.key(table[start - 1]) != parent:
+            self._unexpect(sequence, sequence.num_expected_blocks)
+            return []
+        for index in range(start, num_full):
+            blocks.publish(table[index], keys[index], parent)
+            parent = keys[index]
+        self._unexpect(sequence, num_full)
+        sequence.num_published_blocks = num_full
+        return table[start:num_full]
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Withdraw the blocks of a planned chunk that is not computed after all; no other sequence may hold them."""
+        self._unexpect(sequence, sequence.num_expected_blocks)
+        first, end = sequence.num_computed_tokens // self.block_size, sequence.num_published_blocks
+        for block in self.tables[sequence.id][first:end]:
+            assert self.device.ref_count(block) == 1, "a sequence relies on a chunk that is taken back"
+            self.device.withdraw(block)
+        sequence.num_published_blocks = min(first, end)
+
+    def expect(self, sequence: Sequence) -> None:
+        """Let others know that a running sequence is going to compute the rest of its known tokens."""
+        num_full = sequence.num_tokens // self.block_size
+        start = max(sequence.num_published_blocks, sequence.num_expected_blocks)
+        if self.prefix_caching and not sequence.is_encoder and num_full > start:
+            for key in self.keys.leading(sequence, num_full)[start:num_full]:
+                self.device.expect(key)
+            sequence.num_expected_blocks = num_full
+
+    def _unexpect(self, sequence: Sequence, end: int) -> None:
+        """A sequence has planned what was expected of its first `end` blocks, or all and does not go on."""
+        for key in sequence.block_keys[sequence.num_published_blocks : min(end, sequence.num_expected_blocks)]:
+            self.device.unexpect(key)
+        if end >= sequence.num_expected_blocks:
+            sequence.num_expected_blocks = 0
+
+    def shares_any(self, group: SequenceGroup, blocks: Container[int]) -> bool:
+        """Whether a running group shares any of these blocks with another one."""
+        held = self._on_device.held_by(group)
+        return any(block in blocks and self.device.ref_count(block) > count for block, count in held.items())
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Take what the sequence's blocks hold out of the prefix cache, and its encoder's: it is not sound."""
+        """Take what the sequence's blocks hold out of the prefix cache, and its encoder's, and all that was built on
+        it: it is not sound."""
         encoder = sequence.group.encoder
         ids = [sequence.id] if encoder is None else [sequence.id, encoder.id]
+        unsound = [] if encoder is None else [first_key(sequence.group)]
         for pool in (self._on_device, self._on_host):
             for block in itertools.chain(*(pool.tables.get(id_, ()) for id_ in ids)):
                 if block != NO_BLOCK and (key := pool.blocks.key(block)) is not None:
                     pool.blocks.withdraw(block)
-                    for other in (self.device, self.host):
-                        if (copy := other.find(key)) is not None:
-                            other.withdraw(copy)
+                    unsound.append(key)
+        while unsound:
+            key = unsound.pop()
+            for blocks in (self.device, self.host):
+                unsound += blocks.children(key)
+                if (found := blocks.find(key)) is not None:
+                    blocks.withdraw(found)
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Tokens that a sequence without a table would find computed, those of its group's encoder included."""
@@ -159,6 +209,15 @@ class BlockManager:
         if encoder is not None and self._cached_encoder_blocks(encoder):
             num_tokens += encoder.num_prompt_tokens
         return num_tokens
+
+    def num_shared_tokens(self, sequence: Sequence) -> int:
+        """The same, and those that running sequences are going to compute."""
+        return self.num_cached_tokens(sequence) + self.num_awaited_tokens(sequence)
+
+    def num_awaited_tokens(self, sequence: Sequence) -> int:
+        """Tokens behind the cached ones that running sequences are going to compute."""
+        keys = self.keys.cacheable(sequence)
+        return self.device.num_expected(keys[len(self.device.find_run(keys)) :]) * self.block_size
 
     def has_encoded(self, group: SequenceGroup) -> bool:
         """Whether a waiting group would find computed what its encoder reads."""
@@ -223,9 +282,24 @@ class BlockManager:
             else:
                 # A fork may write, after its own tokens, to a block that was published with its parent's.
                 self.device.withdraw(block)
-        table.extend(self.device.allocate() for _ in range(end - len(table)))
-        sequence.num_slots = self.sizes.slots(len(table))
+        self._extend_table(sequence, end)
         return copies
+
+    def extend_slots(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Make room for `num_tokens` tokens past the computed ones, where there is room for some already.
+
+        Returns whether blocks were free for it: those that are there need no copy.
+        """
+        end = self.num_table_entries(sequence, num_tokens)
+        if end - len(self.tables[sequence.id]) > self.device.num_free:
+            return False
+        self._extend_table(sequence, end)
+        return True
+
+    def _extend_table(self, sequence: Sequence, num_entries: int) -> None:
+        table = self.tables[sequence.id]
+        table.extend(self.device.allocate() for _ in range(num_entries - len(table)))
+        sequence.num_slots = self.sizes.slots(len(table))
 
     def _num_new_blocks(
         self,
@@ -255,6 +329,8 @@ class BlockManager:
 
     def swap_out(self, group: SequenceGroup) -> list[tuple[int, int]]:
         """Move a group's tables to host blocks; returns the pairs of device and host block to copy."""
+        for sequence in group.live:
+            self._unexpect(sequence, sequence.num_expected_blocks)
         return move(group, self._on_device, self._on_host, self._num_filled)
 
     def can_swap_in(self, group: SequenceGroup, step_tokens: int, *, leave_watermark: bool) -> AllocStatus:
@@ -316,6 +392,7 @@ class BlockManager:
 
     def free(self, sequence: Sequence) -> None:
         """Let go of a sequence's blocks, wherever they are; nothing happens when it has none."""
+        self._unexpect(sequence, sequence.num_expected_blocks)
         for pool in (self._on_device, self._on_host):
             pool.free(pool.tables.pop(sequence.id, []))
 

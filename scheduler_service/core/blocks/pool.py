@@ -85,7 +85,7 @@ def move(
             if content != NO_BLOCK and content not in arrived:
                 block = arrived[content] = target.blocks.allocate()
                 if isinstance(content, bytes):
-                    target.blocks.publish(block, content)
+                    target.blocks.publish(block, content, source.blocks.parent(table[index]))
                 if index < end:
                     copies.append((table[index], block))
         target.tables[sequence.id] = [arrived.get(content, NO_BLOCK) for content in contents[sequence.id]]

@@ -41,6 +41,7 @@ class Sequence:
         "num_computed_tokens",
         "num_draft_tokens",
         "num_draft_tokens_wanted",
+        "num_expected_blocks",
         "num_forked_tokens",
         "num_known_blocks",
         "num_prompt_tokens",
@@ -83,6 +84,7 @@ class Sequence:
         self.candidates: list[tuple[int, float]] | None = None  # of a beam: likeliest next tokens, once they are known
         self.block_keys: list[bytes] = []  # of its leading full blocks, as far as they were needed
         self.num_published_blocks = 0  # leading blocks that are in the prefix cache, or that another one is there for
+        self.num_expected_blocks = 0  # leading blocks that others may wait for, if more than the published ones
 
     @property
     def num_tokens(self) -> int:
@@ -169,7 +171,8 @@ class SequenceGroup:
     makes of a prompt depends on it, and with it the root of its cached prefixes.
 
     What the balancer keeps of a group while it waits: `num_overtaken` counts the later ones that were taken before it;
-    until `left_until` it may be left to a better worker. While it is swapped out, `swapped_at` says since when, and
+    until `left_until` it may be left to a better worker. `prefix_wait` is how many tokens it waits for that others are
+    computing, and until when. While it is swapped out, `swapped_at` says since when, and
     `num_moves` how often it has gone elsewhere.
 
     For its client alone are counts of its preemptions, lost workers among the recomputes; the name of the `worker` that
@@ -196,6 +199,7 @@ class SequenceGroup:
         "num_recomputes",
         "num_swaps",
         "num_worker_changes",
+        "prefix_wait",
         "priority",
         "prompt_token_ids",
         "rank",
@@ -248,6 +252,7 @@ class SequenceGroup:
         self.suspicion: Suspicion | None = None
         self.num_overtaken = 0
         self.left_until: float | None = None
+        self.prefix_wait: tuple[int, float] | None = None
         self.swapped_at = 0.0
         self.num_moves = 0
         self.num_recomputes = 0

@@ -1,9 +1,9 @@
 """Which worker takes a waiting group: the workers that share a queue, and what each of them has to do.
 
 A worker's scheduler that has room for a group asks whether to take it or to leave it to a better worker. Better is
-where it would be done sooner: what is under way there, what it could skip because its prefix is cached there, and how
-fast that worker is, all count in seconds. Only a worker that has room at this very moment is better, so one of the
-workers that are asked always takes it; and because much can happen until then, a group is left
+where it would be done sooner: what is under way there, what it could skip because its prefix is cached or being
+computed there, and how fast that worker is, all count in seconds. Only a worker that has room at this very moment is
+better, so one of the workers that are asked always takes it; and because much can happen until then, a group is left
 
 - for no longer than the better worker would have saved it, counted from when it was left first, so that at worst it
   waits twice as long as it had to;
@@ -127,7 +127,7 @@ class Balancer:
 
         `num_waiting` counts those that wait, this one included.
         """
-        cached = member.scheduler.blocks.num_cached_tokens(group.live[0])
+        cached = member.scheduler.blocks.num_shared_tokens(group.live[0])
         seconds = self._seconds(member, group, cached, now)
         if group.num_overtaken >= MAX_OVERTAKES or (group.left_until is not None and now > group.left_until):
             return Placement(group, PlacementReason.OVERDUE, seconds, cached, num_overtaken=group.num_overtaken)
@@ -200,7 +200,7 @@ class Balancer:
         if not others:
             return None
         there, _, better, cached_there = min(others, key=lambda other: other[:2])
-        cached = member.scheduler.blocks.num_cached_tokens(group.live[0])
+        cached = member.scheduler.blocks.num_shared_tokens(group.live[0])
         here = self._seconds(member, group, cached, now) + member.lora_seconds
         if here < there:
             return None

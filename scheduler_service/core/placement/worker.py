@@ -51,7 +51,7 @@ class WorkerScheduler(Protocol):
         """Those without an answer, the oldest first."""
 
     def room_for(self, group: SequenceGroup) -> int | None:
-        """Cached tokens that a waiting group would find, if the next step could take it; else None."""
+        """Tokens that a waiting group would find, cached or being computed; None if the next step could not take it."""
 
     def has_lora_slot(self, group: SequenceGroup, *, without: Iterable[SequenceGroup] = ()) -> bool:
         """Whether the group's adapter is held and has a slot, `without` the groups that would make room."""

@@ -47,8 +47,8 @@ class Answers:
                 continue
             start = sequence.num_stored_tokens + 1
             sequence.num_stored_tokens += num_tokens
-            if num_tokens > 1 or sequence.num_stored_tokens % block_size == 0 or sequence.is_encoder:
-                self._blocks.publish(sequence)
+            if not sequence.is_encoder and (num_tokens > 1 or sequence.num_stored_tokens % block_size == 0):
+                self._blocks.publish(sequence, sequence.num_stored_tokens)
             if sequence.is_encoder:
                 continue
             if failed and sequence.id in failed:
@@ -99,7 +99,7 @@ class Answers:
                 continue
             sequence.num_stored_tokens = num_stored = sequence.num_stored_tokens + 1
             if num_stored % block_size == 0:
-                self._blocks.publish(sequence)
+                self._blocks.publish(sequence, num_stored)
             sequence.output_token_ids.append(token_id)
             # All of its tokens are stored but this one.
             if token_id in sequence.end_token_ids or num_stored + 1 >= sequence.max_num_tokens:

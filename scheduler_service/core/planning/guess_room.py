@@ -43,6 +43,6 @@ class GuessRoom:
         if num_new > max(0, blocks.device.num_free - blocks.num_watermark_blocks):
             return min(room, sequence.num_slots - num_tokens)
         if num_new > 0:
-            blocks.append_slots(sequence, 1 + room)
+            blocks.extend_slots(sequence, 1 + room)
             step.needy.append(sequence)
         return room

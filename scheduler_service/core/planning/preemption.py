@@ -7,22 +7,28 @@ from scheduler_service.core.blocks.manager import AllocStatus
 from scheduler_service.core.config import PreemptionMode
 from scheduler_service.core.groups.sequence import SequenceGroup
 from scheduler_service.core.planning.session import Session
+from scheduler_service.core.planning.shared_prefixes import SharedPrefixes
 from scheduler_service.core.planning.step import Step
 
 
 class Preemption:
     """`counts` says how many groups were preempted, by mode."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, prefixes: SharedPrefixes) -> None:
         self._config = session.config
         self._waiting = session.waiting
         self._blocks = session.blocks
         self._groups = session.groups
         self._loras = session.loras
+        self._prefixes = prefixes
         self.counts = {PreemptionMode.RECOMPUTE: 0, PreemptionMode.SWAP: 0}
 
     def preempt_one(self, step: Step) -> SequenceGroup:
-        """Preempt the group that is to make room first; returns it."""
+        """Preempt the group that is to make room first; returns it.
+
+        It is tied to no other group: running groups are planned before any are admitted, and those that were swapped
+        out come back only where there is room for what they compute.
+        """
         victim = self._waiting.victim(self._groups.running)
         self._preempt(victim, step)
         return victim
@@ -43,7 +49,7 @@ class Preemption:
         ):
             victim = self._waiting.victim(candidates)
             # Blocks that were swapped in within this step are not in their place yet, and cannot be swapped out.
-            if step.swap_in or not self._waiting.outranks(group, victim):
+            if step.swap_in or self._prefixes.is_tied(victim, step) or not self._waiting.outranks(group, victim):
                 return False
             num_tokens += step.num_tokens_of(victim)
             if not num_tokens:
@@ -58,6 +64,7 @@ class Preemption:
 
     def _preempt(self, group: SequenceGroup, step: Step) -> None:
         chunks = step.give_back(group)
+        self._prefixes.taken_back(chunks)
         step.num_preempted += 1
         # Blocks that were to be copied on write in this step have nothing in them yet that could be swapped out, and
         # beams that are swapped out could not be forked when the answer to their step in flight comes. A suspect would

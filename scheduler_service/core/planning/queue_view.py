@@ -1,8 +1,9 @@
 """The waiting queue as one step of one worker sees it: which groups it looks past, and which of the others is next.
 
 A group is passed over while a better worker is there for it (`left`), while its adapter has no slot here (`slotless`),
-while that is still to be brought here (`awaiting`), or while it is a suspect that must wait (`held`). Later groups may
-overtake it, within bounds. While an adapter comes no bound is needed: it comes no later for those that go ahead.
+while that is still to be brought here (`awaiting`), while others compute its prefix (`sharing`), or while it is a
+suspect that must wait (`held`). Later groups may overtake it, within bounds. For an adapter or a prefix no bound is
+needed: it comes no later for those that go ahead.
 """
 
 from scheduler_service.core.groups.sequence import SequenceGroup
@@ -13,12 +14,13 @@ from scheduler_service.core.queues.waiting_queue import WaitingQueue
 MOST_LEFT = 8  # groups left to other workers that a step looks past
 MOST_SLOTLESS = 32  # groups without a slot for their adapter that it looks past as well
 MOST_AWAITING = 256  # groups whose adapter is still to be brought that it looks past, which costs little
+MOST_SHARING = 256  # groups that wait for a prefix that it looks past: 3 µs each with 64 cached blocks
 
 
 class QueueView:
     """Made anew for every step. `slotless` may hold swapped groups too."""
 
-    __slots__ = ("_upcoming", "_waiting", "_worker", "awaiting", "held", "left", "slotless")
+    __slots__ = ("_upcoming", "_waiting", "_worker", "awaiting", "held", "left", "sharing", "slotless")
 
     def __init__(self, waiting: WaitingQueue, worker: str) -> None:
         self._waiting = waiting
@@ -26,6 +28,7 @@ class QueueView:
         self.left: dict[SequenceGroup, Placement] = {}
         self.slotless: dict[SequenceGroup, None] = {}
         self.awaiting: dict[SequenceGroup, None] = {}
+        self.sharing: dict[SequenceGroup, None] = {}
         self.held: dict[SequenceGroup, float] = {}  # and until when
         self._upcoming: list[SequenceGroup] = []  # those that are next, as far as they are known, the first one last
 
@@ -35,12 +38,12 @@ class QueueView:
 
         None when those that are left or without a slot have been overtaken often enough.
         """
-        if not (self.left or self.slotless or self.awaiting or self.held):
+        if not (self.left or self.slotless or self.awaiting or self.sharing or self.held):
             return self._waiting.head
         if not self._upcoming:
             if self._is_looked_past_enough:
                 return None
-            passed = {*self.left, *self.slotless, *self.awaiting, *self.held}
+            passed = {*self.left, *self.slotless, *self.awaiting, *self.sharing, *self.held}
             most = 2 * len(passed) + 1  # each refill asks for twice as many
             groups = self._waiting.upcoming(most, equals=bool(self.left))
             self._upcoming = [group for group in reversed(groups) if group not in passed]
@@ -81,6 +84,15 @@ class QueueView:
     def pass_awaiting(self, group: SequenceGroup) -> bool:
         """Look past a group whose adapter is still to be brought here; returns whether that was done."""
         return self._pass_into(self.awaiting, group, MOST_AWAITING)
+
+    def pass_sharing(self, group: SequenceGroup) -> bool:
+        """Look past a group that waits for a prefix which others compute; returns whether that was done."""
+        return self._pass_into(self.sharing, group, MOST_SHARING)
+
+    def look_again(self) -> None:
+        """Ask again for those that waited for a prefix."""
+        self.sharing = {}
+        self.renew()
 
     def _pass_into(self, passed: dict[SequenceGroup, None], group: SequenceGroup, most: int) -> bool:
         if group in self.left or len(passed) >= most:

@@ -4,17 +4,21 @@ from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
 from scheduler_service.core.planning.chunk_sizes import ChunkSizes
 from scheduler_service.core.planning.preemption import Preemption
 from scheduler_service.core.planning.session import Session
+from scheduler_service.core.planning.shared_prefixes import SharedPrefixes
 from scheduler_service.core.planning.step import Chunk, Step
 
 
 class RunningPlanner:
     """Their sequences are taken of the budget before; this takes tokens and bytes."""
 
-    def __init__(self, session: Session, chunk_sizes: ChunkSizes, preemption: Preemption) -> None:
+    def __init__(
+        self, session: Session, chunk_sizes: ChunkSizes, preemption: Preemption, prefixes: SharedPrefixes
+    ) -> None:
         self._blocks = session.blocks
         self._groups = session.groups
         self._chunk_sizes = chunk_sizes
         self._preemption = preemption
+        self._prefixes = prefixes
 
     def split(self, step: Step) -> tuple[list[SequenceGroup], list[SequenceGroup]]:
         """Groups that are ready to decode, and those that are behind."""
@@ -56,6 +60,8 @@ class RunningPlanner:
             chunk.copies = self._blocks.append_slots(chunk.sequence, chunk.num_tokens)
         if chunks:
             step.take(group, chunks)
+        for chunk in chunks:
+            self._prefixes.planned(chunk, step)
 
     def hand_out_rest(self, step: Step) -> None:
         """Let prompts compute more than the first chunk that they were given, in order, with what all others left.
@@ -72,7 +78,7 @@ class RunningPlanner:
         sequence: Sequence = chunk.sequence
         more = min(sequence.num_uncomputed_tokens - chunk.num_tokens, step.budget.num_tokens)
         num_tokens = chunk.num_tokens + more
-        if more > 0 and self._blocks.can_append_slots([(sequence, num_tokens)]):
+        if more > 0 and self._blocks.extend_slots(sequence, num_tokens):
             step.budget.take(num_tokens=more)
-            chunk.copies += self._blocks.append_slots(sequence, num_tokens)
             chunk.num_tokens = num_tokens
+            self._prefixes.planned(chunk, step)

@@ -6,9 +6,10 @@ others; then prompts under way; then groups that were swapped out; then, when al
 adapter are back, the head of the waiting queue, which goes before one of them only if it outranks it. Of a long prompt
 no more than `max_prefill_chunk` tokens are taken at first, so that those behind it get into the step as well. What is
 left of the budget after that goes to the long ones in the same order, so that a lone prompt is computed as fast as it
-can be. What the worker has to be told of sequences is counted as their tokens are: see step_bytes.py. When blocks run
-out, the policy's victim is preempted: the group admitted last, or last in rank. Within a step all swapping out is
-planned before any swapping in, which is the order in which the worker does it.
+can be. A request whose prefix others compute waits for it: see shared_prefixes.py. What the worker has to be told of
+sequences is counted as their tokens are: see step_bytes.py. When blocks run out, the policy's victim is preempted: the
+group admitted last, or last in rank. Within a step all swapping out is planned before any swapping in, which is the
+order in which the worker does it.
 
 Steps may be planned ahead of the answers to earlier ones; the worker works in step order and feeds the tokens that it
 sampled, so a plan needs to know only how many there will be. Blocks that are let go of while steps are in flight may
@@ -41,6 +42,7 @@ from scheduler_service.core.planning.preemption import Preemption
 from scheduler_service.core.planning.queue_view import QueueView
 from scheduler_service.core.planning.running import RunningPlanner
 from scheduler_service.core.planning.session import Session
+from scheduler_service.core.planning.shared_prefixes import SharedPrefixes
 from scheduler_service.core.planning.steady_plan import SteadyPlan
 from scheduler_service.core.planning.step import Step
 from scheduler_service.core.planning.step_writer import StepWriter
@@ -82,9 +84,10 @@ class Scheduler:
             config, worker, waiting, balancer, self.member, self.blocks, self._in_flight, self.loras, self._groups
         )
         chunk_sizes = ChunkSizes(session)
-        self._preemption = Preemption(session)
-        self._running = RunningPlanner(session, chunk_sizes, self._preemption)
-        self._admission = WaitingPlanner(session, chunk_sizes, self._preemption)
+        prefixes = SharedPrefixes(session)
+        self._preemption = Preemption(session, prefixes)
+        self._running = RunningPlanner(session, chunk_sizes, self._preemption, prefixes)
+        self._admission = WaitingPlanner(session, chunk_sizes, self._preemption, prefixes)
         self._swapped = SwappedPlanner(session, self._running, self._admission)
         self._steady = SteadyPlan(session, self._admission)
         self._guess_room = GuessRoom(session)
@@ -118,6 +121,8 @@ class Scheduler:
             if suspect is None or not self._suspects.schedule(suspect, step):
                 self._schedule_all(step)
         self._running.hand_out_rest(step)
+        if self._admission.schedule_sharing(step):
+            self._running.hand_out_rest(step)
         if self.config.num_lookahead_slots:
             self._guess_room.hand_out(step)
         output = self._writer.write(step)

@@ -29,6 +29,7 @@ class Step:
         "any_last",
         "budget",
         "chunks",
+        "filled",
         "ignored",
         "lacking_loras",
         "moved",
@@ -54,6 +55,7 @@ class Step:
         self.queue = queue
         self.now = now
         self.chunks: dict[SequenceGroup, list[Chunk]] = {}
+        self.filled: set[int] = set()  # blocks that it fills and that can be found
         self.ignored: list[SequenceGroup] = []
         self.lacking_loras: dict[str, None] = {}  # worth bringing here
         self.moved: list[Placement] = []

@@ -8,13 +8,16 @@ from scheduler_service.core.planning.budget import SchedulingBudget
 from scheduler_service.core.planning.chunk_sizes import ChunkSizes
 from scheduler_service.core.planning.preemption import Preemption
 from scheduler_service.core.planning.session import Session
+from scheduler_service.core.planning.shared_prefixes import SharedPrefixes
 from scheduler_service.core.planning.step import Step
 
 
 class WaitingPlanner:
     """`admits` says whether waiting groups may be given to the worker at all."""
 
-    def __init__(self, session: Session, chunk_sizes: ChunkSizes, preemption: Preemption) -> None:
+    def __init__(
+        self, session: Session, chunk_sizes: ChunkSizes, preemption: Preemption, prefixes: SharedPrefixes
+    ) -> None:
         self._config = session.config
         self._worker = session.worker
         self._waiting = session.waiting
@@ -26,12 +29,13 @@ class WaitingPlanner:
         self._in_flight = session.in_flight
         self._chunk_sizes = chunk_sizes
         self._preemption = preemption
+        self._prefixes = prefixes
         self.admits = True
 
     # ---- whether there is room
 
     def room_for(self, group: SequenceGroup) -> int | None:
-        """Cached tokens that a waiting group would find here, if the next step could take it; else None."""
+        """Tokens that a waiting group would find, cached or being computed; None if the next step could not take it."""
         groups = self._groups
         if not self.admits or groups.swapped or groups.suspect is not None:
             return None
@@ -39,7 +43,7 @@ class WaitingPlanner:
             return None
         if self._blocks.can_allocate(group, leave_watermark=bool(groups.running)) is not AllocStatus.OK:
             return None
-        return self._blocks.num_cached_tokens(group.live[0])
+        return self._blocks.num_shared_tokens(group.live[0])
 
     def status(self, group: SequenceGroup, budget: SchedulingBudget) -> AllocStatus:
         """Whether a waiting group fits the worker and what is left of a step."""
@@ -79,6 +83,14 @@ class WaitingPlanner:
 
     # ---- admission
 
+    def schedule_sharing(self, step: Step) -> bool:
+        """Admit those that waited for a prefix which the step computes by now; returns whether there may be any."""
+        if not step.queue.sharing:
+            return False
+        step.queue.look_again()
+        self.schedule(step)
+        return True
+
     def schedule(self, step: Step, suspect: SequenceGroup | None = None) -> None:
         """Admit groups in turn, or only the `suspect` that is next; before a swapped one only those that outrank it.
 
@@ -98,6 +110,8 @@ class WaitingPlanner:
                 self._groups.ignore(group)
                 step.ignored.append(group)
                 step.queue.renew()
+                continue
+            if suspect is None and self._prefixes.awaits(group, step) and step.queue.pass_sharing(group):
                 continue
             placement = Placement(group, PlacementReason.ALONE if suspect is None else PlacementReason.SUSPECT)
             if status is AllocStatus.LATER:
@@ -182,7 +196,10 @@ class WaitingPlanner:
         step.placements.append(placement)
         step.prompts.append(group)
         step.budget.take(num_seqs=group.num_seqs)
-        step.take(group, self._chunk_sizes.of(group, step))
+        chunks = self._chunk_sizes.of(group, step)
+        step.take(group, chunks)
+        for chunk in chunks:
+            self._prefixes.planned(chunk, step)
 
     # ---- what the balancer is told
 

@@ -28,13 +28,6 @@ def test_a_prompt_that_was_computed_is_found_while_and_after_a_sequence_holds_it
     assert output_of(first) == output_of(second) == output_of(third) == reference_output(first, 0, 64)
 
 
-def test_a_block_is_findable_only_after_it_has_been_computed() -> None:
-    scheduler = make_scheduler()
-    for name in ("first", "second"):
-        scheduler.add_request(make_group(name, 11))
-    assert plan(scheduler.schedule()) == {"first": [11], "second": [11]}
-
-
 def test_output_is_found_too_and_the_last_token_is_always_computed() -> None:
     scheduler = make_scheduler()
     worker = FakeWorker(scheduler.config)
@@ -68,6 +61,27 @@ def test_what_a_sequence_with_unsound_logits_stored_is_never_found() -> None:
     scheduler.update_from_output(second, ModelOutput(2, [0], failed_sequence_ids=failed))
     scheduler.add_request(make_group("well", 11))
     assert plan(scheduler.schedule()) == {"well": [8]}
+
+
+def test_what_was_built_on_unsound_blocks_is_not_found_either_and_is_published_no_more() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    scheduler.add_request(make_group("sick", 11))
+    first = scheduler.schedule()
+    scheduler.add_request(make_group("built", 19, max_tokens=9))
+    scheduler.update_from_output(first, ModelOutput(1, []))
+    second = scheduler.schedule()
+    assert plan(second) == {"sick": [3], "built": [5]}
+    sick = second.scheduled[0].sequence
+    scheduler.update_from_output(second, ModelOutput(2, [0], failed_sequence_ids=frozenset({sick.id})))
+    while not (output := scheduler.schedule()).is_empty:
+        scheduler.update_from_output(output, ModelOutput(output.step_id, [1] * output.num_samples))
+    scheduler.add_request(make_group("well", 11))
+    output = scheduler.schedule()
+    assert plan(output) == {"well": [8]}
+    scheduler.update_from_output(output, ModelOutput(output.step_id, []))
+    scheduler.blocks.check()
+    # The blocks that "well" computed anew lead to none of those that were built on the unsound ones.
+    assert scheduler.blocks.num_cached_tokens(make_group("longer", 19).live[0]) == 8
 
 
 def test_a_preempted_group_finds_what_is_left_of_its_own_blocks() -> None:

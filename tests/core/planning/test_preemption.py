@@ -28,8 +28,8 @@ def test_a_step_that_does_nothing_but_swap_in_is_sent() -> None:
 def test_when_blocks_run_out_the_last_admitted_is_preempted_and_comes_back_first() -> None:
     scheduler = make_scheduler(num_device_blocks=4)
     worker = FakeWorker(scheduler.config)
-    older, younger = make_group("older", 8, max_tokens=5), make_group("younger", 8, max_tokens=5)
-    for group in (older, younger, make_group("next", 4)):
+    older, younger = (make_group(name, 8, root=name.encode(), max_tokens=5) for name in ("older", "younger"))
+    for group in (older, younger, make_group("next", 4, root=b"next")):
         scheduler.add_request(group)
     step(scheduler, worker)
     younger_id = younger.sequences[0].id
@@ -46,7 +46,7 @@ def test_when_blocks_run_out_the_last_admitted_is_preempted_and_comes_back_first
 def test_a_swapped_group_comes_back_with_its_blocks_and_computes_nothing_anew() -> None:
     scheduler = make_scheduler(num_device_blocks=7, num_host_blocks=7, preemption_mode=PreemptionMode.SWAP)
     worker = FakeWorker(scheduler.config)
-    groups = [make_group(name, 7, n=2, max_tokens=9) for name in ("older", "younger")]
+    groups = [make_group(name, 7, root=name.encode(), n=2, max_tokens=9) for name in ("older", "younger")]
     for group in groups:
         scheduler.add_request(group)
     computed: Counter[str] = Counter()
@@ -240,7 +240,7 @@ def test_victims_tokens_return_to_the_budget() -> None:
     waiting = WaitingQueue()
     scheduler = make_scheduler(waiting, num_device_blocks=64)
     worker = FakeWorker(scheduler.config)
-    groups = [make_group(name, 4, n=2, max_tokens=20) for name in "ab"]
+    groups = [make_group(name, 4, root=name.encode(), n=2, max_tokens=20) for name in "ab"]
     for group in groups:
         scheduler.add_request(group)
     while min(len(sequence.token_ids) for group in groups for sequence in group.sequences) < 16:

@@ -143,7 +143,7 @@ def test_requests_start_in_the_order_of_arrival_and_the_head_is_never_overtaken(
     scheduler = make_scheduler(num_device_blocks=4)
     worker = FakeWorker(scheduler.config)
     for name, num_tokens in (("first", 12), ("second", 12), ("third", 2)):
-        scheduler.add_request(make_group(name, num_tokens, max_tokens=2))
+        scheduler.add_request(make_group(name, num_tokens, root=name.encode(), max_tokens=2))
     assert list(plan(step(scheduler, worker))) == ["first"]
     assert [group.request_id for group in scheduler.waiting] == ["second", "third"]
 

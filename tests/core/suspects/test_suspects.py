@@ -134,7 +134,7 @@ def test_a_poison_beside_the_storm_is_found(kind: Callable[[SequenceGroup], Kill
 def test_a_poison_that_joins_while_an_answer_is_on_its_way_is_found_too() -> None:
     """The worker dies in the second step in flight, before its answer to the first has left it."""
     waiting = WaitingQueue()
-    innocent, poison = make_group("innocent", 6, max_tokens=5), make_group("poison", 6, max_tokens=5)
+    innocent, poison = (make_group(name, 6, root=name.encode(), max_tokens=5) for name in ("innocent", "poison"))
     waiting.append(innocent)
     scheduler = make_scheduler(waiting)
     scheduler.schedule()

@@ -1,0 +1,134 @@
+"""A prefix that several requests need is computed once."""
+
+from fake_worker import FakeWorker, reference_output
+from placement_helpers import add, answer, left, make_fleet, reasons, taken
+from scheduler_helpers import make_group, make_scheduler, output_of, plan, run, run_ahead, step
+
+from scheduler_service.core import PlacementReason, PriorityQueue, SequenceStatus
+
+
+def test_a_prefix_is_shared_within_the_step_that_computes_it() -> None:
+    scheduler = make_scheduler()
+    worker = FakeWorker(scheduler.config)
+    groups = [make_group(name, 11) for name in ("first", "second", "third")]
+    for group in groups:
+        scheduler.add_request(group)
+    assert plan(step(scheduler, worker)) == {"first": [11], "second": [3], "third": [3]}
+    assert scheduler.blocks.device.num_free == 16 - 2 - 3
+    run(scheduler, worker)
+    assert [output_of(group) for group in groups] == [reference_output(groups[0], 0, 64)] * 3
+
+
+def test_requests_that_arrive_together_compute_a_long_prefix_once() -> None:
+    """Eight prompts of 40 tokens, of which 36 are found: 40 + 7 * 4 tokens in place of 320."""
+    scheduler = make_scheduler(num_device_blocks=64, max_num_batched_tokens=16, max_prefill_chunk=8)
+    worker = FakeWorker(scheduler.config)
+    groups = [make_group(str(number), 40, max_tokens=1) for number in range(8)]
+    for group in groups:
+        scheduler.add_request(group)
+    steps = run_ahead(scheduler, worker, 1)
+    assert sum(output.num_tokens for output in steps) == 40 + 7 * 4
+    assert len([output for output in steps if output.scheduled]) == 5  # of 16 tokens at most
+    assert {group.num_cached_tokens for group in groups[1:]} == {36}
+
+
+def test_a_request_that_waits_for_a_prefix_is_admitted_in_the_step_that_plans_its_end() -> None:
+    """The first chunk is short because others may want the rest; when none does, the prompt is given it."""
+    scheduler = make_scheduler(max_num_batched_tokens=32, max_prefill_chunk=8)
+    for name in ("first", "second"):
+        scheduler.add_request(make_group(name, 20))
+    assert plan(scheduler.schedule()) == {"first": [20], "second": [4]}
+
+
+def test_requests_behind_one_that_waits_for_a_prefix_go_on() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=16, max_prefill_chunk=8)
+    for name, root in (("first", b""), ("second", b""), ("other", b"other")):
+        scheduler.add_request(make_group(name, 24 if root == b"" else 8, root=root))
+    assert plan(scheduler.schedule()) == {"first": [8], "other": [8]}
+
+
+def test_a_request_waits_no_longer_than_computing_takes_while_nothing_comes_of_the_prefix() -> None:
+    """Four decodes leave two tokens of each step, a block has four, and a worker computes one in a second."""
+    scheduler = make_scheduler(
+        max_num_batched_tokens=6,
+        max_num_seqs=6,
+        num_device_blocks=64,
+        max_prefill_chunk=1,
+        prefill_tokens_per_second=1,
+    )
+    worker = FakeWorker(scheduler.config)
+    for number in range(4):
+        scheduler.add_request(make_group(f"decode {number}", 1, root=b"%d" % number, max_tokens=50))
+    step(scheduler, worker)
+    for name in ("first", "second"):
+        scheduler.add_request(make_group(name, 24))
+    chunks = []
+    # The second step fills a block, and 16 tokens are left; the fourth fills another one, and 12 are.
+    for now in (0, 10, 25, 26, 39):
+        output = scheduler.schedule(now)
+        scheduler.update_from_output(output, worker.execute(output))
+        chunks.append([plan(output).get(name) for name in ("first", "second")])
+    assert chunks == [[[2], None]] * 4 + [[[1], [1]]]
+
+
+def test_a_request_goes_on_by_itself_when_the_other_is_aborted_and_finds_what_steps_in_flight_compute() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    worker = FakeWorker(scheduler.config)
+    first, second = (make_group(name, 24) for name in ("first", "second"))
+    scheduler.add_request(first)
+    scheduler.add_request(second)
+    in_flight = scheduler.schedule()
+    scheduler.finish_requests(["first"], SequenceStatus.FINISHED_ABORTED)
+    output = scheduler.schedule()
+    assert plan(output) == {"second": [8]}
+    assert second.num_cached_tokens == 8
+    for sent in (in_flight, output):
+        scheduler.update_from_output(sent, worker.execute(sent))
+    run(scheduler, worker)
+    assert output_of(second) == reference_output(second, 0, 64)
+    assert scheduler.blocks.device.num_free == 16
+
+
+def test_a_session_that_is_lost_takes_what_its_steps_were_to_compute_with_it() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    for name in ("first", "second"):
+        scheduler.add_request(make_group(name, 24))
+    scheduler.schedule()
+    scheduler.release_all()
+    again = make_scheduler(scheduler.waiting, max_num_batched_tokens=8)
+    again.schedule()
+    assert again.waiting.head.request_id == "second"
+    assert [group.num_cached_tokens for group in again.running] == [0]
+
+
+def test_a_group_that_computes_for_another_one_leaves_no_step_that_is_being_planned() -> None:
+    """Another request outranks it, and would have it preempted. Then what the first one relies on were not computed."""
+    scheduler = make_scheduler(PriorityQueue(64), num_device_blocks=6, max_num_batched_tokens=8)
+    worker = FakeWorker(scheduler.config)
+    low, shares, outranks = groups = [
+        make_group("low", 12, priority=5, max_tokens=3),
+        make_group("shares", 14, priority=1, max_tokens=3),
+        make_group("outranks", 12, priority=2, root=b"other", max_tokens=3),
+    ]
+    scheduler.add_request(low)
+    assert plan(step(scheduler, worker)) == {"low": [8]}
+    scheduler.add_request(shares)
+    scheduler.add_request(outranks)
+    assert plan(step(scheduler, worker)) == {"low": [4], "shares": [2]}
+    run(scheduler, worker)
+    for group in groups:
+        assert output_of(group) == reference_output(group, 0, 64)
+
+
+def test_a_request_is_drawn_to_the_worker_that_computes_its_prefix() -> None:
+    other, computing = fleet = make_fleet(2, max_num_batched_tokens=64, max_num_seqs=32)
+    other.set_admission(False)
+    add(fleet, make_group("first", 400))
+    for _ in range(4):  # 144 tokens are left; what is cached of the others alone would not make up for the backlog
+        answer(computing, computing.schedule(), 0.0)
+    other.set_admission(True)
+    add(fleet, make_group("again", 400))
+    output = other.schedule()
+    assert left(output) == {"again": computing}
+    assert reasons(output) == {"again": PlacementReason.AFFINITY}
+    assert taken(computing.schedule()) == []  # it waits there
