@@ -23,6 +23,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from pagewire_common.child_process import end_with_the_parent, leave_signals_to_the_parent
 from pagewire_common.forms import parser_limits
+from worker_service.execution.form_tokenizer import form_tokenizer
 
 MOST_KEPT = 32
 """Grammars that are kept compiled. One takes up to some tens of MB, most take less than one."""
@@ -125,7 +126,7 @@ def main() -> None:
     control = socket.socket(fileno=0)
     size, ends = int(sys.argv[2]), [int(end) for end in sys.argv[3].split(",")]
     try:
-        tokenizer = LLTokenizer(Path(sys.argv[1]).read_text(), n_vocab=size, eos_token=ends)
+        tokenizer = form_tokenizer(Path(sys.argv[1]).read_text(), size, ends)
     except Exception as error:  # of the library's own kinds
         control.send((str(error) or type(error).__name__).encode()[:MOST_REASON])
         return
