@@ -129,6 +129,11 @@ class SchedulerSettings(ServiceSettings):
         "three in a row that fail, and it counts as lost",
     )
     stall_timeout: float = Field(60.0, gt=0, description="seconds a client may leave a message unread")
+    undeclared_keys: bool = Field(
+        False,
+        description="let an object in JSON have keys that its schema does not name, where that names some and has no "
+        "additionalProperties; never where the request is strict",
+    )
     vllm_metric_names: bool = Field(
         False, description="give metrics that vLLM has too a second time under vLLM's names, vllm:…"
     )

@@ -39,6 +39,7 @@ class JsonSchema(BaseModel):
     """Its name and description do not count."""
 
     schema_: dict[str, Any] = Field(default_factory=dict)
+    strict: bool | None = None
     model_config = ConfigDict(alias_generator=_without_underscore)
 
 
@@ -138,6 +139,7 @@ def _set_form(sampling: pb.SamplingParams, fields: CompletionFields) -> None:
         if asked.type == "json_schema" and asked.json_schema is None:
             raise invalid("response_format.json_schema is missing")
         schema = {"type": "object"} if asked.json_schema is None else asked.json_schema.schema_
+        sampling.strict = asked.json_schema is not None and asked.json_schema.strict is True
         forms.append(("json_schema", json.dumps(schema)))
     if (outputs := fields.structured_outputs) is not None:
         if outputs.json_ is not None:

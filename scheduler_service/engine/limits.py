@@ -76,6 +76,7 @@ def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_encoder_len=info.max_encoder_len,
         feature_bytes=info.feature_bytes,
+        undeclared_keys=settings.undeclared_keys,
     )
 
 

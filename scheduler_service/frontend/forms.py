@@ -57,12 +57,16 @@ class Forms:
         self._threads = ThreadPoolExecutor(NUM_COMPILERS, "forms")
         self._idle = [FormCompiler() for _ in range(NUM_COMPILERS)]
 
-    async def read(self, sampling: pb.SamplingParams) -> str:
-        """The grammar of a request's form, "" if it has none. Raises FormError, RequestError."""
+    async def read(self, sampling: pb.SamplingParams, *, undeclared_keys: bool = True) -> str:
+        """The grammar of a request's form, "" if it has none. Raises FormError, RequestError.
+
+        Unless the form is strict, `undeclared_keys` says whether JSON may have keys that its schema does not name.
+        """
         kind = sampling.WhichOneof("constraint")
         if kind is None:
             return ""
-        form = json.dumps([kind, *_texts(kind, sampling)]).encode()
+        closes_objects = kind == "json_schema" and (sampling.strict or not undeclared_keys)
+        form = json.dumps([kind, closes_objects, *_texts(kind, sampling)]).encode()
         digest = hashlib.sha256(form).digest()
         turn = self._turns.setdefault(digest, asyncio.Lock())
         async with turn:  # requests with the same form find its grammar, or compile it if the client before has left

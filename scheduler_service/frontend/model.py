@@ -32,6 +32,8 @@ class ServedModel:
     features have `feature_bytes`; with `speech_tokens` it can be told to write down what is said. Outputs begin with
     `decoder_start_token_ids` where the request says nothing.
 
+    JSON may have `undeclared_keys` unless a request is strict: keys that its schema does not name.
+
     Random weights may come without a tokenizer; then requests are of token ids, and outputs have no text.
     """
 
@@ -56,6 +58,7 @@ class ServedModel:
     max_num_batched_tokens: int = 0
     max_encoder_len: int = 0
     feature_bytes: int = 0
+    undeclared_keys: bool = False
     decoder_start_token_ids: tuple[int, ...] = ()
     speech_tokens: SpeechTokens | None = None
     scores_plainly: bool = False

@@ -94,7 +94,10 @@ def check_sampling(sampling: pb.SamplingParams, model: ServedModel) -> None:
 
 
 def _check_form(sampling: pb.SamplingParams, model: ServedModel) -> None:
-    if (kind := sampling.WhichOneof("constraint")) is None:
+    kind = sampling.WhichOneof("constraint")
+    if sampling.strict and kind != "json_schema":
+        invalid("sampling.strict is for JSON; it needs sampling.json_schema")
+    if kind is None:
         return
     if not model.has_forms:
         invalid(
@@ -142,7 +145,7 @@ def _check_strings(name: str, strings: Sequence[str], most: int) -> None:
 async def _read_form(sampling: pb.SamplingParams, model: ServedModel) -> str:
     """The grammar of the form that is asked for, "" for none. Raises RequestError."""
     try:
-        return await model.forms.read(sampling)
+        return await model.forms.read(sampling, undeclared_keys=model.undeclared_keys)
     except FormError as error:
         invalid(str(error))
 

@@ -20,6 +20,7 @@ from test_openai import MODEL, PARAMETERS, WORDS
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.http.call import Call, Held, Room
+from pagewire_client.http.completion_fields import CompletionFields, sampling_params
 from pagewire_client.http.completions import complete
 from pagewire_client.http.token_texts import TokenTexts
 from pagewire_client.llm import Completion, collect
@@ -181,6 +182,15 @@ async def test_beams_forms_and_biases(client: openai.AsyncOpenAI, ours: Client) 
         assert (await create(client, "hello", seed=1, max_tokens=60, **form)).choices[0].text in ("yes", "no")
     answer = await create(client, "x", max_tokens=60, seed=2, temperature=1, response_format={"type": "json_object"})
     assert answer.choices[0].text.startswith("{")
+
+
+@pytest.mark.parametrize("strict", [True, False, None])
+def test_a_strict_schema_is_strict(strict: bool | None) -> None:
+    schema = {"name": "x", "schema": {"properties": {"a": True}}, "strict": strict}
+    fields = CompletionFields.model_validate(
+        {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": schema}}
+    )
+    assert sampling_params(fields).strict is (strict is True)
 
 
 async def test_a_stream_has_its_usage_at_the_end(client: openai.AsyncOpenAI) -> None:

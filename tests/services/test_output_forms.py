@@ -125,10 +125,15 @@ async def test_an_output_that_is_cut_off_says_so(tiny_server: LocalServer) -> No
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"json_schema": "{"}, r"sampling.json_schema cannot be followed: EOF while parsing .* line 1 column 1"),
+    ({"json_schema": "{"}, r"sampling.json_schema cannot be followed: it is not JSON: .* line 1 column 2"),
     ({"json_schema": '{"type": "thing"}'}, "sampling.json_schema cannot be followed: Invalid type: thing"),
     ({"json_schema": '{"if": {}}'}, r'Unimplemented keys: \["if"\]'),
-    ({"json_schema": '{"x-guidance": {"lenient": true}, "if": {}}'}, "Unimplemented keys"),
+    ({"json_schema": '{"x-guidance": {"lenient": true}, "if": {}}'}, "x-guidance is not obeyed here"),
+    (
+        {"json_schema": '{"properties": {"a/b": {"multipleOf": 0.57}}}'},
+        "#/properties/a~1b/multipleOf is 0.57,",
+    ),
+    ({"regex": "a", "strict": True}, "sampling.strict is for JSON; it needs sampling.json_schema"),
     ({"json_schema": '{"$ref": "file:///etc/passwd"}'}, "does not fetch"),
     ({"json_schema": '{"items":' * 300 + "{}" + "}" * 300}, "recursion limit"),
     ({"json_schema": '"' * (MAX_FORM_BYTES + 1)}, f"has {MAX_FORM_BYTES + 1} bytes; at most {MAX_FORM_BYTES}"),
@@ -140,7 +145,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"choice": pb.Choice(options=["a"] * (MAX_CHOICES + 1))}, f"options has {MAX_CHOICES + 1} entries"),
     ({"json_schema": '{"type": "integer", "multipleOf": 999999937}'}, "cannot be followed: fuel exhausted"),
     ({"grammar": "start: x"}, 'unknown name: "x"'),
-    ({"grammar": "root ::= " + "(" * 5000}, "recursion"),
+    ({"grammar": "root ::= " + "(" * 5000}, "nested too deeply"),
     ({"grammar": "start: " + "(" * 500}, "nested"),
     ({"regex": "a", "beam_width": 2}, "sampling.regex cannot be combined with sampling.beam_width"),
     ({"regex": "a", "ignore_eos": True}, "sampling.regex cannot be combined with sampling.ignore_eos"),
@@ -175,6 +180,26 @@ def test_any_text_is_a_form_or_has_a_reason(kind: str, text: str) -> None:
             assert grammar
 
     asyncio.run(read())
+
+
+async def test_keys_without_a_name_are_written_only_where_the_setting_and_the_request_let_them() -> None:
+    schema = pb.SamplingParams(json_schema='{"type": "object", "properties": {"a": {"type": "null"}}}')
+    strict = pb.SamplingParams(json_schema=schema.json_schema, strict=True)
+    closed = await ANY_FORMS.read(strict)
+    assert await ANY_FORMS.read(strict, undeclared_keys=False) == closed
+    assert await ANY_FORMS.read(schema, undeclared_keys=False) == closed
+    assert await ANY_FORMS.read(schema, undeclared_keys=True) != closed
+
+
+async def test_a_server_writes_no_keys_without_a_name_unless_told_to(tiny_server: LocalServer) -> None:
+    """The model would: a comma is likelier than anything."""
+    schema = '{"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}'
+    async with Client(tiny_server.target) as client:
+        (comma,) = await client.tokenize(",")
+        sampling = SamplingParams(json_schema=schema, max_tokens=300, logit_bias={comma: 100.0})
+        (output,) = (await collect(client, "x", sampling)).outputs
+    assert output.finish_reason == pb.FINISH_REASON_STOP
+    assert json.loads(output.text) == {"a": None}
 
 
 async def test_a_form_that_takes_too_long_ends_its_request_and_no_other(tiny_server: LocalServer) -> None:

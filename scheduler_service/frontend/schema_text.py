@@ -1,0 +1,104 @@
+"""A JSON schema between its text and llguidance: read with exact numbers, and written for a reader of doubles."""
+
+import json
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any
+from urllib.parse import unquote
+
+MOST_DIGITS = 400
+"""Of a number: doubles end at 309 before the point."""
+
+SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords with an object whose keys are names, and whose values are schemas."""
+ANNOTATIONS = ("default", "examples")
+"""Keywords with values that no output is checked against."""
+VALUES = ("const", "enum", *ANNOTATIONS)
+"""Keywords with values, not schemas."""
+
+
+class SchemaError(ValueError):
+    """The schema cannot be followed; says which keyword is why, and where it stands."""
+
+
+def read_schema(text: str) -> Any:
+    """A schema whose numbers are `int` or `Decimal`. Raises SchemaError."""
+    try:
+        return json.loads(
+            text,
+            parse_int=_integer,
+            parse_float=_decimal,
+            parse_constant=_no_number,
+            object_pairs_hook=_without_repeats,
+        )
+    except json.JSONDecodeError as error:
+        raise SchemaError(f"it is not JSON: {error}") from None
+    except RecursionError:
+        raise SchemaError("it is nested too deeply") from None
+
+
+def write_schema(schema: Any) -> str:
+    """The text of a schema all of whose decimals are doubles. Raises SchemaError."""
+    written = json.dumps(schema, default=float, ensure_ascii=False, allow_nan=False)
+    if any("\ud800" <= character <= "\udfff" for character in written):
+        raise SchemaError("it has a text with half of a surrogate pair (\\ud800 to \\udfff)")
+    return written
+
+
+def path_to(path: str, *names: object) -> str:
+    """Where a part of the schema at a path stands: a JSON pointer."""
+    return "/".join([path, *(str(name).replace("~", "~0").replace("/", "~1") for name in names)])
+
+
+def target_of(schema: Any, reference: str) -> Any:
+    """The part of a schema that a "$ref" of it names. Raises SchemaError."""
+    found = schema
+    try:
+        start, *names = unquote(reference).split("/")
+        if start != "#":
+            raise LookupError
+        for name in names:
+            key = name.replace("~1", "/").replace("~0", "~")
+            found = found[int(key) if isinstance(found, list) else key]
+    except (AttributeError, LookupError, ValueError, TypeError):
+        raise SchemaError(f'"$ref" is {str(reference)[:100]}, and no "#/…" in the schema is called so') from None
+    return found
+
+
+def schemas_in(node: Any, path: str = "#", *, is_schema: bool = True) -> Iterator[tuple[dict[str, Any], str]]:
+    """All objects in a schema that may be schemas, each with its path."""
+    if isinstance(node, list):
+        for number, part in enumerate(node):
+            yield from schemas_in(part, path_to(path, number))
+    elif isinstance(node, dict):
+        if is_schema:
+            yield node, path
+        for key, part in node.items():
+            if key not in VALUES or not is_schema:
+                yield from schemas_in(part, path_to(path, key), is_schema=not is_schema or key not in SCHEMAS_BY_NAME)
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise SchemaError(f"it has a number of {len(digits)} digits; at most {MOST_DIGITS} are allowed")
+    return int(digits)
+
+
+def _decimal(digits: str) -> Decimal:
+    value = Decimal(digits)
+    if len(digits) > MOST_DIGITS or (value and abs(value.adjusted()) > MOST_DIGITS):
+        raise SchemaError(f"it has the number {digits[:20]}…; at most {MOST_DIGITS} digits are allowed")
+    return value
+
+
+def _no_number(name: str) -> None:
+    raise SchemaError(f"it is not JSON: {name} is no number of JSON")
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in found if names.count(name) > 1)
+        raise SchemaError(f"an object in it has the key {json.dumps(repeated)} twice")
+    return found
