@@ -9,9 +9,10 @@ and four light tenants 5% each, and 10% of every tenant's requests are urgent.
   waiting (`scheduler_service/simulation/fairness.py`).
 - preemptions, by mode.
 
-A second table shows what placement is worth: 8 workers of which one takes four times as long for every step, and 8
-equal workers whose requests are turns of conversations. Each case runs with the balancer, and with "first come": the
-worker that plans first takes all requests that it has room for.
+A second table shows what placement is worth: 8 workers of which one takes four times as long for every step, 8 equal
+workers whose requests are turns of conversations, and the same where four branches of a conversation ask each turn at
+once, as agents do. Each case runs with the balancer, and with "first come": the worker that plans first takes all
+requests that it has room for.
 
 A third table shows what the cap on one prompt's part of a step is worth: one worker with the requests of up to 512
 prompt tokens, and every 400 seconds long prompts that take a hundred steps together. TTFT is of the requests that came
@@ -55,6 +56,7 @@ PRIORITIES = {0: 0.9, URGENT: 0.1}
 PLACEMENT_SPEEDUP = 0.8
 PLACEMENT_REQUESTS = 6_000
 SLOWNESS = {7: 4.0}
+NUM_BRANCHES = 4
 
 SHORT = 512
 LONG_STEPS = 100
@@ -102,8 +104,10 @@ def run(case: tuple[str, int, str]) -> Row:
 def run_placement(case: tuple[str, str, bool]) -> Row:
     trace, load, is_placed = case
     arrivals = read_trace(Path(trace), speedup=PLACEMENT_SPEEDUP, limit=PLACEMENT_REQUESTS)
-    if load == "conversations":
+    if load != "a slow worker":
         arrivals = converse(arrivals, pause=30.0, most_turns=8)
+    if load == "branches":  # as many requests in as much time
+        arrivals = [arrival for arrival in arrivals[::NUM_BRANCHES] for _ in range(NUM_BRANCHES)]
     waiting = WaitingQueue()
     waiting.balancer = Balancer() if is_placed else FirstCome()
     slowness = SLOWNESS if load == "a slow worker" else None
@@ -199,7 +203,7 @@ def table_of(report: list[Row], columns: dict[str, str], last: str) -> Table:
 def main() -> None:
     traces = sys.argv[1:] or sys.exit("bench.simulate: name at least one trace")
     cases = list(product(traces, SPEEDUPS, POLICIES))
-    placement_cases = list(product(traces, ("a slow worker", "conversations"), (False, True)))
+    placement_cases = list(product(traces, ("a slow worker", "conversations", "branches"), (False, True)))
     console = Console(stderr=True)
     beside_cases = list(product(traces, (1, 4, 8), (False, True)))
     with ProcessPoolExecutor() as pool:
