@@ -128,6 +128,7 @@ def _add_operators_commands(
     for command, text in (("drain", "give a worker no new work"), ("undrain", "give a worker work again")):
         parser = commands.add_parser(command, parents=[common], help=text)
         parser.add_argument("address", metavar="WORKER", help="HOST:PORT of the worker, as watch shows it")
+    commands.add_parser("reset-prefix-cache", parents=[common], help="have requests find nothing of earlier prompts")
     commands.add_parser("adapters", parents=[common], help="the low-rank adapters that requests can name")
     for command, text in (
         ("load-adapter", "have requests name an adapter of --lora-dir"),
@@ -240,6 +241,11 @@ async def adapters(arguments: argparse.Namespace, target: str) -> None:
             sys.stdout.write(f"{adapter.name}  {adapter.num_bytes / 2**20:.1f} MiB  {adapter.fingerprint}\n")
 
 
+async def reset_prefix_cache(arguments: argparse.Namespace, target: str) -> None:
+    async with Admin(target, **access(arguments)) as admin:
+        sys.stdout.write(f"{await admin.reset_prefix_cache()} blocks could be found, and now none can\n")
+
+
 async def embed(arguments: argparse.Namespace, target: str) -> None:
     async with Client(target, **access(arguments)) as client:
         for embedding in await client.embed(arguments.texts):
@@ -289,6 +295,8 @@ def run(arguments: argparse.Namespace, target: str) -> None:
             asyncio.run(requests(arguments, target))
         case "adapters" | "load-adapter" | "unload-adapter":
             asyncio.run(adapters(arguments, target))
+        case "reset-prefix-cache":
+            asyncio.run(reset_prefix_cache(arguments, target))
         case _:
             asyncio.run(drain(arguments, target))
 

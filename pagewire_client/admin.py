@@ -1,4 +1,5 @@
-"""The asyncio client of AdminService: reads the cluster's state, once or as a stream, and drains workers."""
+"""The asyncio client of AdminService: reads the cluster's state, once or as a stream, drains workers, loads adapters
+and empties the prefix cache."""
 
 import asyncio
 import time
@@ -80,6 +81,11 @@ class Admin:
         """Those that requests can name, by name."""
         response = await self._stub.ListAdapters(pb.ListAdaptersRequest(), metadata=self._metadata)
         return list(response.adapters)
+
+    async def reset_prefix_cache(self) -> int:
+        """Have requests find nothing of what was computed so far; returns how many blocks could be found."""
+        response = await self._stub.ResetPrefixCache(pb.ResetPrefixCacheRequest(), metadata=self._metadata)
+        return response.num_blocks
 
     async def watch(self, interval: float) -> AsyncGenerator[Sample | Lost, None]:
         """The state every `interval` seconds, for ever; one `Lost` when the scheduler is gone, until it is back."""

@@ -135,6 +135,11 @@ class SchedulerConfig:
         return not self.num_device_blocks
 
     @property
+    def caches_prefixes(self) -> bool:
+        """Whether prompts can find blocks of earlier ones: not with a window in every layer, nor without blocks."""
+        return self.prefix_caching and not (self.sliding_window or self.is_encoder)
+
+    @property
     def max_blocks_per_sequence(self) -> int:
         """The most blocks that one sequence ever holds: the whole pool, or window and chunk, wherever they begin."""
         if not self.sliding_window:

@@ -13,6 +13,7 @@ from scheduler_service.engine.worker_client import WorkerClient
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+PICKLE = "adapter_model.bin"
 MAX_CONFIG_BYTES = 1 << 20
 PIECE_BYTES = 1 << 20
 NAME = re.compile(r"(?!\.+$)[\w.@:-]{1,128}")
@@ -58,6 +59,11 @@ def read_adapter(name: str, folder: Path, copies: Path) -> Adapter:
                 weights.unlink()
                 raise
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and (folder / PICKLE).exists():
+            raise ValueError(
+                f"adapter {name}: its weights are a pickle, {PICKLE}, which can run code when it is read; save it as "
+                f"{WEIGHTS} with peft: model.save_pretrained(folder, safe_serialization=True)"
+            ) from None
         raise ValueError(f"adapter {name}: cannot read {error.filename}: {error.strerror}") from None
     fingerprint = hashlib.sha256(hashlib.sha256(config).digest() + digest.digest()).hexdigest()
     return Adapter(name, fingerprint, config, weights, weights.stat().st_size)

@@ -318,6 +318,12 @@ class Engine:
         """Give a worker work again. Raises NOT_FOUND for an unknown address."""
         self._members.find(address).undrain()
 
+    def reset_prefix_cache(self) -> int:
+        """Have no request find what was computed so far; those in flight go on. Returns the blocks that were found."""
+        num_blocks = sum(scheduler.reset_prefix_cache() for scheduler in self._schedulers)
+        log.info("prefix cache emptied by an operator", blocks=num_blocks)
+        return num_blocks
+
     # ---- for the worker loops
 
     @property

@@ -306,6 +306,12 @@ class WorkerLoop:
         fetcher.begin(held_adapters)
         self._fleet.serving[scheduler] = self
         log.info("worker connected", worker=self.client.address, epoch=self.epoch, blocks=info.num_device_blocks)
+        if settings.prefix_caching and config.sliding_window:
+            log.warning(
+                "this model's prompts share no prefixes: each of its layers lets go of the blocks behind its window",
+                worker=self.client.address,
+                sliding_window=config.sliding_window,
+            )
         self._in_flight.clear()
         end: Exception | None = None  # None if this scheduler itself ends it
         try:

@@ -1,4 +1,4 @@
-"""AdminService: shows operators the cluster, and drains workers."""
+"""AdminService: shows operators the cluster, drains workers, loads adapters and empties the prefix cache."""
 
 import asyncio
 import contextlib
@@ -80,6 +80,11 @@ class AdminServicer(AdminServiceServicer):
 
     async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
         return pb.ListAdaptersResponse(adapters=map(_adapter_info, self.engine.adapters.listed))
+
+    async def ResetPrefixCache(
+        self, request: pb.ResetPrefixCacheRequest, context: Context
+    ) -> pb.ResetPrefixCacheResponse:
+        return pb.ResetPrefixCacheResponse(num_blocks=self.engine.reset_prefix_cache())
 
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:
         note(worker=request.address)

@@ -240,6 +240,15 @@ class RecordedScheduler(Scheduler):
         note = pb.RecordedAdapter(session=self.session, change=f"RECORDED_ADAPTER_CHANGE_{change}", **about)
         self._recorder.note(lambda event: event.adapter.MergeFrom(note))
 
+    def reset_prefix_cache(self) -> int:
+        num_blocks = super().reset_prefix_cache()
+        self._recorder.note(
+            lambda event: event.cache_reset.MergeFrom(
+                pb.RecordedCacheReset(session=self.session, num_blocks=num_blocks)
+            )
+        )
+        return num_blocks
+
     def release_all(self, now: float = 0.0, *, blames: bool = True) -> list[SequenceGroup]:
         ended = super().release_all(now, blames=blames)
         self._recorder.note(

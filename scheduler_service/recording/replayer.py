@@ -183,6 +183,16 @@ class Replayer:
                 raise ValueError("an adapter of which nothing has become")
         return Moment(at, session)
 
+    def _cache_reset(self, reset: pb.RecordedCacheReset, at: float) -> Moment:
+        session = self._sessions[reset.session]
+        num_blocks = _call(session, "emptying the prefix cache", session.scheduler.reset_prefix_cache)
+        if num_blocks != reset.num_blocks:
+            raise _CoreError(
+                f"worker {session.worker}, blocks in the prefix cache that is emptied: recorded {reset.num_blocks}, "
+                f"replayed {num_blocks}"
+            )
+        return Moment(at, session)
+
     def _plan(self, plan: pb.RecordedPlan, at: float) -> Moment:
         session = self._sessions[plan.session]
         output = _call(session, "planning", lambda: session.scheduler.schedule(at), plan.raised)

@@ -173,6 +173,15 @@ class SlowBlocks:
             block.is_found = self.find(key, pool) is None
             block.key = key
 
+    def reset_prefix_cache(self) -> int:
+        """Returns how many blocks were found on the device."""
+        held = {pool: [block for table in self.tables(pool) for block in table if block] for pool in self.let_go}
+        found = {b for b in held["device"] + self.let_go["device"] if b.key and b.is_found}
+        for block in held["device"] + held["host"]:
+            block.key = None
+        self.let_go = {"device": [], "host": []}
+        return len(found)
+
     def fork(self, parent: SlowSequence, child: SlowSequence, num_tokens: int) -> None:
         child.device = parent.device[: self.blocks_for(num_tokens)]
         child.computed = child.stored = num_tokens

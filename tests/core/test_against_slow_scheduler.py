@@ -153,6 +153,10 @@ class Both:
         fast.blocks.check()
         assert fast.num_running_seqs == sum(group.num_seqs for group in fast.running)
 
+    def reset_prefix_cache(self) -> None:
+        assert self.fast.reset_prefix_cache() == self.slow.reset_prefix_cache()
+        self.compare()
+
     def bring_adapters(self, lacking: list[str], rng: Random) -> None:
         """One ends that was begun, or fails; another begins, also one that no group lacks; one is dropped or is there
         of itself."""
@@ -217,13 +221,15 @@ def test_every_decision_is_that_of_the_slow_scheduler(seed: int, takes_part: lis
     numbers = [number for number, takes in enumerate(takes_part) if takes]
     workload = [random_event(Random(f"{seed} {i}"), i, has_encoder=seed % 2 == 1, shares=share) for i in numbers]
     in_flight: list[tuple[SchedulerOutput, SlowStep]] = []
-    guesses, adapters = Random(f"{seed} guesses"), Random(f"{seed} adapters")
+    guesses, adapters, resets = (Random(f"{seed} {name}") for name in ("guesses", "adapters", "resets"))
     for now in count():
         for event in workload:
             if event.arrives == now:
                 both.add(event.request, now)
             if event.ends == now:
                 both.end(event.request.name, event.ends_index)
+        if resets.random() < 0.05:
+            both.reset_prefix_cache()
         output, step = both.schedule(now)
         if config.max_held_loras:
             both.bring_adapters(output.lacking_loras, adapters)

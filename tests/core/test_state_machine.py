@@ -202,6 +202,14 @@ class Fleet(RuleBasedStateMachine):
         scheduler = self.sessions[which % len(self.sessions)].scheduler
         scheduler.set_admission(not scheduler.admits)
 
+    @rule(which=ANY)
+    def reset_prefix_cache(self, which: int) -> None:
+        scheduler = self.sessions[which % len(self.sessions)].scheduler
+        num_free = scheduler.blocks.device.num_free
+        scheduler.reset_prefix_cache()
+        assert scheduler.blocks.device.num_free == num_free
+        assert not scheduler.blocks.device.num_findable
+
     @rule(seconds=st.floats(0, 3))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds

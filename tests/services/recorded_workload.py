@@ -174,7 +174,8 @@ class Workload:
     def _act(self) -> None:
         number = self.random.randrange(len(self.workers))
         match self.random.choices(
-            ["step", "arrive", "abort", "stop", "lose", "connect", "drain"], weights=[60, 15, 3, 3, 2, 10, 1]
+            ["step", "arrive", "abort", "stop", "lose", "connect", "drain", "reset"],
+            weights=[60, 15, 3, 3, 2, 10, 1, 1],
         )[0]:
             case "step":
                 self._step(number)
@@ -190,6 +191,9 @@ class Workload:
                 self._connect(number)
             case "drain":
                 self._drain(number)
+            case "reset":
+                if worker := self.workers[number]:
+                    worker.scheduler.reset_prefix_cache()
 
     def _connect(self, number: int) -> None:
         if self.workers[number] is None:

@@ -90,6 +90,10 @@ BROKEN = {
     "no folder": (lambda folder: None, "cannot read"),
     "no weights": (lambda folder: (write_adapter(folder, 1) / "adapter_model.safetensors").unlink(), "cannot read"),
     "too high a rank": (lambda folder: write_adapter(folder, 1, rank=17), "rank 17"),
+    "a pickle by its name": (
+        lambda folder: (write_adapter(folder, 1) / "adapter_model.safetensors").rename(folder / "adapter_model.bin"),
+        "its weights are a pickle, adapter_model.bin",
+    ),
     "a pickle": (lambda folder: torch.save({}, write_adapter(folder, 1) / "adapter_model.safetensors"), "safetensors"),
     "too large": (
         lambda folder: (write_adapter(folder, 1) / "adapter_model.safetensors").write_bytes(bytes(20 << 20)),

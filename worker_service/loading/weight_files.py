@@ -16,6 +16,7 @@ from torch import Tensor
 from pagewire_common.start_error import StartError
 from worker_service.loading.file_version import check_unchanged, version_of
 from worker_service.loading.json_file import read_json
+from worker_service.loading.pickled_weights import refuse_missing_weights
 from worker_service.loading.safetensors_header import SafetensorsHeader, StoredTensor, read_header
 from worker_service.loading.tensor_digests import tensor_digests
 from worker_service.parallel.cut import UNCUT, Cut
@@ -39,8 +40,7 @@ class WeightFiles:
         self._files = [path / name for name in names]
         for file in self._files:
             if not file.is_file():
-                by = f", which {self._index.name} names," if self._shard_of else ""
-                raise StartError(f"{named(str(file))}{by} does not exist; the weights must be safetensors")
+                refuse_missing_weights(file, self._index.name if self._shard_of else "")
             if not os.access(file, os.R_OK):
                 raise StartError(f"{file} may not be read by this user")
         self._versions = [version_of(file) for file in self._files]

@@ -202,6 +202,17 @@ class BlockManager:
                 if (found := blocks.find(key)) is not None:
                     blocks.withdraw(found)
 
+    def reset_prefix_cache(self) -> int:
+        """Make every block unfindable, on the device and on the host; tables keep their blocks.
+
+        Returns the number of device blocks that could be found. What a sequence in flight publishes later is found
+        only behind blocks that are computed anew.
+        """
+        num_findable = self.device.num_findable
+        for blocks in (self.device, self.host):
+            blocks.withdraw_all()
+        return num_findable
+
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Tokens that a sequence without a table would find computed, those of its group's encoder included."""
         num_tokens = len(self._cached_blocks(sequence)) * self.block_size

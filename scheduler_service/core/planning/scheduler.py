@@ -237,6 +237,13 @@ class Scheduler:
         """
         return self.loras.drop(lora_name)
 
+    def reset_prefix_cache(self) -> int:
+        """Have no request find the blocks computed so far; requests in flight keep theirs.
+
+        Returns the number of the worker's blocks that could be found.
+        """
+        return self.blocks.reset_prefix_cache()
+
     def release_all(self, now: float = 0.0, *, blames: bool = True) -> list[SequenceGroup]:
         """The worker is gone: give all its groups back to the head of the queue. Plan no further steps.
 
@@ -249,6 +256,7 @@ class Scheduler:
         self.num_preemptions[PreemptionMode.RECOMPUTE] += len(groups)
         for group in groups:
             group.num_recomputes += 1
+        assert self.blocks.device.num_free == self.blocks.device.num_blocks
         self.blocks.device.withdraw_all()
         self.loras.withdraw_all()
         self.balancer.leave(self.member)
@@ -315,7 +323,7 @@ def _blocks(config: SchedulerConfig, member: Member, waiting: WaitingQueue) -> B
         config.num_device_blocks,
         config.num_host_blocks,
         config.watermark,
-        prefix_caching=config.prefix_caching and not (config.sliding_window or config.is_encoder),
+        prefix_caching=config.caches_prefixes,
         num_lookahead_slots=config.num_lookahead_slots,
         sliding_window=config.sliding_window,
         max_blocks_per_sequence=config.max_blocks_per_sequence,

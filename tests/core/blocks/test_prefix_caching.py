@@ -97,3 +97,21 @@ def test_a_preempted_group_finds_what_is_left_of_its_own_blocks() -> None:
     assert 0 < plan(output)["younger"][0] < len(younger.sequences[0].token_ids)
     run(scheduler, worker)
     assert output_of(younger) == reference_output(younger, 0, 16)
+
+
+def test_after_a_reset_nothing_computed_before_is_found_and_running_requests_keep_their_blocks() -> None:
+    scheduler = make_scheduler()
+    worker = FakeWorker(scheduler.config)
+    running, later, last = (make_group(name, 11) for name in ("running", "later", "last"))
+    scheduler.add_request(running)
+    step(scheduler, worker)
+    num_free = scheduler.blocks.device.num_free
+    assert scheduler.reset_prefix_cache() == 2
+    assert scheduler.reset_prefix_cache() == 0
+    assert scheduler.blocks.device.num_free == num_free
+    scheduler.add_request(later)
+    assert plan(step(scheduler, worker)) == {"running": [1], "later": [11]}
+    scheduler.add_request(last)
+    assert plan(step(scheduler, worker)) == {"running": [1], "later": [1], "last": [3]}
+    run(scheduler, worker)
+    assert output_of(running) == output_of(later) == output_of(last) == reference_output(running, 0, 64)

@@ -126,3 +126,28 @@ def test_the_whole_of_a_tensor_that_is_held_in_part_must_have_the_shape_that_is_
     save_file({"a": torch.randn(9, 5)}, tmp_path / "model.safetensors")
     with pytest.raises(StartError, match=r"tensor a is \[9, 5\] of F32 where config.json asks for \[8, 5\]"):
         WeightFiles(tmp_path).check({"a": torch.empty(4, 5)}, {"a": Cut((8, 5), [range(4)], range(5))})
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        (["pytorch_model.bin"], r"are pickles \(pytorch_model.bin\), which can run code"),
+        (["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"], "-00001-of-00002.bin and 1 more"),
+        (["consolidated.00.pth"], r"are pickles \(consolidated.00.pth\)"),
+        (["training_args.bin"], "model.safetensors does not exist; .* If the model has .bin"),
+        ([], "model.safetensors does not exist; .* If the model has .bin"),
+    ],
+)
+def test_weights_that_are_pickles_are_refused_with_how_to_convert_them(
+    files: list[str], sentence: str, tmp_path: Path
+) -> None:
+    for name in files:
+        (tmp_path / name).write_bytes(b"not to be read")
+    with pytest.raises(StartError, match=rf"{sentence}.*M\.from_pretrained\('FOLDER', dtype='auto'\)\.save_pretrained"):
+        WeightFiles(tmp_path)
+
+
+def test_safetensors_beside_a_pickle_are_read(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"not to be read")
+    assert list(WeightFiles(tmp_path).dtypes) == ["a"]
