@@ -223,6 +223,18 @@ def test_what_is_not_sound_is_found_on_neither_side() -> None:
     blocks.check()
 
 
+def test_what_was_swapped_out_before_a_reset_is_not_found_again_when_it_comes_back() -> None:
+    blocks = make_blocks()
+    swapped, there = computed_group(blocks, 1, 12, 8), computed_group(blocks, 2, 8, 8)
+    blocks.swap_out(swapped)
+    assert blocks.reset_prefix_cache() == 3  # two that are held, and one whose holder left
+    assert len(blocks.swap_in(swapped)) == 3
+    for sequence in (*swapped.sequences, *there.sequences):
+        assert blocks.num_cached_tokens(sequence) == 0
+    assert not blocks.device.num_findable
+    blocks.check()
+
+
 # ---- as the scheduler does it
 
 
