@@ -24,11 +24,12 @@ from pagewire_client.admin import Admin
 from pagewire_client.client import RETRY_SECONDS, Client, EncoderPrompt, Prompt, Sound
 from pagewire_client.finished import print_requests
 from pagewire_client.local import LocalServer, ServerError
+from pagewire_client.request_options import request_options, request_parser, sampling_params, sampling_parser
 from pagewire_client.serve_options import add_serve
 from pagewire_client.watch import watch
 
 DEFAULT_ADMIN_TARGET = "localhost:50053"
-MAX_TOKENS = 512
+POOLINGS = ("cls", "mean", "last", "all")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -48,8 +49,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default=os.environ.get("PAGEWIRE_TARGET"),
         help="a running scheduler service; without one, both services are started here for this command",
     )
-    server.add_argument("--model", default="default", help="what to serve when no --target is given")
-    common = argparse.ArgumentParser(add_help=False, parents=[server])
+    server.add_argument("--model", help='what to serve when no --target is given (default "default")')
+    request = request_parser(server)
+    common = sampling_parser(request)
     common.add_argument(
         "--retry-for",
         metavar="SECONDS",
@@ -57,28 +59,35 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default=RETRY_SECONDS,
         help="how long to try to reach a --target again that is not there; 0 for not at all (default %(default)g)",
     )
-    common.add_argument(
-        "--max-tokens", type=int, help="most tokens to generate (default 512; with --encoder, what the context leaves)"
-    )
-    common.add_argument("--temperature", type=float, help="0 takes the likeliest token (default: the model's)")
-    common.add_argument("--top-k", type=int)
-    common.add_argument("--top-p", type=float)
-    common.add_argument("--seed", type=int, help="makes sampling repeatable")
-    common.add_argument("--lora-name", metavar="NAME", default="", help="the low-rank adapter to apply")
-    common.add_argument("--stop", action="append", default=[], help="text that ends the output; may be repeated")
 
     parser = argparse.ArgumentParser(prog="pagewire_client", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     generate = commands.add_parser("generate", parents=[common], help="continue a prompt")
     generate.add_argument("prompt", help="the prompt; - reads it from stdin")
-    generate.add_argument("--chat", action="store_true", help="put the prompt through the model's chat template")
-    generate.add_argument("--encoder", action="store_true", help="have the encoder read it that such models have")
+    kinds = generate.add_mutually_exclusive_group()
+    kinds.add_argument("--chat", action="store_true", help="put the prompt through the model's chat template")
+    kinds.add_argument("--encoder", action="store_true", help="have the encoder read it that such models have")
+    generate.add_argument(
+        "--parse-special-tokens",
+        action="store_true",
+        help="read special tokens in the prompt as such: it was templated elsewhere",
+    )
     chat = commands.add_parser("chat", parents=[common], help="talk with the model; Ctrl-D ends")
     chat.add_argument("--system", help="the system message")
     add_serve(commands, server)
-    embed = commands.add_parser("embed", parents=[server], help="make vectors of texts: a JSON list a line")
+    embed = commands.add_parser("embed", parents=[request], help="make vectors of texts: a JSON list a line")
     embed.add_argument("texts", metavar="TEXT", nargs="+")
-    score = commands.add_parser("score", parents=[server], help="how well documents answer a query, the best first")
+    embed.add_argument(
+        "--pooling",
+        choices=POOLINGS,
+        help="how the states of a text's tokens become its vector (default: the model's); all: a vector for each token",
+    )
+    embed.add_argument(
+        "--normalize", action=argparse.BooleanOptionalAction, help="make vectors 1 long (default: the model's)"
+    )
+    embed.add_argument("--dimensions", type=int, default=0, help="leading numbers of each vector to keep; 0 for all")
+    embed.add_argument("--truncate", action="store_true", help="cut texts that are too long for the model")
+    score = commands.add_parser("score", parents=[request], help="how well documents answer a query, the best first")
     score.add_argument("query")
     score.add_argument("documents", metavar="DOCUMENT", nargs="+")
     score.add_argument(
@@ -87,13 +96,24 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="TEXT",
         help="for models that were trained on single texts: the text of both, with {query} and {document} in it",
     )
-    transcribe = commands.add_parser("transcribe", parents=[server], help="write down what is said in a sound file")
+    score.add_argument("--top-n", type=int, default=0, help="how many of the best to show; 0 for all (default)")
+    score.add_argument("--truncate", action="store_true", help="cut documents that are too long for the model")
+    transcribe = commands.add_parser("transcribe", parents=[request], help="write down what is said in a sound file")
     transcribe.add_argument("file", type=Path, help="a file whose name ends with .wav, .flac, .mp3 or .ogg")
     transcribe.add_argument("--language", default="", metavar="CODE", help='as "en"; found out if not given')
     transcribe.add_argument("--prompt", default="", help="what was said before, or names and style to be expected")
+    transcribe.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
+    transcribe.add_argument("--seed", type=int, help="makes sampling repeatable")
     transcribe.add_argument("--translate", action="store_true", help="write in English, whatever is spoken")
     _add_operators_commands(commands, tls)
     parsed = parser.parse_args(arguments)
+    if parsed.command in ("generate", "chat"):
+        try:
+            parsed.sampling = sampling_params(parsed)
+        except ValueError as error:
+            parser.error(str(error))
+    if getattr(parsed, "model", None) and parsed.target:
+        parser.error(f"--model is for a server of the command's own; the target {parsed.target} runs already")
     if parsed.command != "new-key" and not parsed.target and parsed.command != "serve":
         parsed.retry_for = 0.0  # this command's own server is not restarted
     return parsed
@@ -138,24 +158,12 @@ def _add_operators_commands(
         parser.add_argument("name", help="its name, which is that of its folder")
 
 
-def sampling_params(arguments: argparse.Namespace) -> pb.SamplingParams:
-    most = None if getattr(arguments, "encoder", False) else MAX_TOKENS
-    return pb.SamplingParams(
-        max_tokens=most if arguments.max_tokens is None else arguments.max_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        seed=arguments.seed,
-        stop=arguments.stop,
-    )
-
-
-async def stream(client: Client, prompt: Prompt, sampling: pb.SamplingParams, lora_name: str = "") -> str:
+async def stream(client: Client, prompt: Prompt, sampling: pb.SamplingParams, **options: Any) -> str:
     """Print an answer as it comes, and then its speed; returns its text."""
     began = time.perf_counter()
     first = None
     text, num_tokens, metrics = "", 0, pb.RequestMetrics()
-    async for response in client.generate(prompt, sampling, lora_name=lora_name):
+    async for response in client.generate(prompt, sampling, **options):
         first = first or time.perf_counter()
         num_tokens += len(response.token_ids)
         text += response.text
@@ -177,8 +185,9 @@ async def generate(arguments: argparse.Namespace, target: str) -> None:
     prompt: Prompt = [{"role": "user", "content": text}] if arguments.chat else text
     if arguments.encoder:
         prompt = EncoderPrompt(text)
+    options = request_options(arguments) | {"parse_special_tokens": arguments.parse_special_tokens}
     async with Client(target, retry_for=arguments.retry_for, **access(arguments)) as client:
-        await stream(client, prompt, sampling_params(arguments), arguments.lora_name)
+        await stream(client, prompt, arguments.sampling, **options)
 
 
 def chat(arguments: argparse.Namespace, target: str) -> None:
@@ -187,7 +196,7 @@ def chat(arguments: argparse.Namespace, target: str) -> None:
 
     async def answer(conversation: Prompt) -> str:
         async with Client(target, retry_for=arguments.retry_for, **access(arguments)) as client:
-            return await stream(client, conversation, sampling_params(arguments), arguments.lora_name)
+            return await stream(client, conversation, arguments.sampling, **request_options(arguments))
 
     for line in _lines():
         question = {"role": "user", "content": line}
@@ -248,14 +257,27 @@ async def reset_prefix_cache(arguments: argparse.Namespace, target: str) -> None
 
 async def embed(arguments: argparse.Namespace, target: str) -> None:
     async with Client(target, **access(arguments)) as client:
-        for embedding in await client.embed(arguments.texts):
-            sys.stdout.write(f"{json.dumps([round(number, 7) for number in embedding.vector])}\n")
+        for embedding in await client.embed(
+            arguments.texts,
+            pooling=pb.Pooling.Value(f"POOLING_{(arguments.pooling or 'unspecified').upper()}"),
+            normalize=arguments.normalize,
+            dimensions=arguments.dimensions,
+            truncate=arguments.truncate,
+            **request_options(arguments),
+        ):
+            vectors = [[round(number, 7) for number in vector] for vector in embedding.vectors]
+            sys.stdout.write(f"{json.dumps(vectors if arguments.pooling == 'all' else vectors[0])}\n")
 
 
 async def score(arguments: argparse.Namespace, target: str) -> None:
     async with Client(target, **access(arguments)) as client:
         for number, found in await client.score(
-            arguments.query, arguments.documents, pair_format=arguments.pair_format
+            arguments.query,
+            arguments.documents,
+            top_n=arguments.top_n,
+            pair_format=arguments.pair_format,
+            truncate=arguments.truncate,
+            **request_options(arguments),
         ):
             sys.stdout.write(f"{found:.4f}  {arguments.documents[number]}\n")
 
@@ -263,7 +285,8 @@ async def score(arguments: argparse.Namespace, target: str) -> None:
 async def transcribe(arguments: argparse.Namespace, target: str) -> None:
     sound = Sound.read(arguments.file)
     async with Client(target, **access(arguments)) as client:
-        options = {name: getattr(arguments, name) for name in ("language", "prompt", "translate")}
+        names = ("language", "prompt", "translate", "temperature", "seed")
+        options = request_options(arguments) | {name: getattr(arguments, name) for name in names}
         async for event in client.transcribe(sound, **options):
             if event.HasField("segment"):
                 segment = event.segment
@@ -319,7 +342,7 @@ def main() -> None:
             os.environ.pop("PAGEWIRE_TLS", None)  # which is for a server elsewhere; these two are on this machine
             arguments.tls = None
             sys.stderr.write("starting a scheduler and a worker …\n")
-            with LocalServer(arguments.model) as server:
+            with LocalServer(arguments.model or "default") as server:
                 run(arguments, server.target)
     except (ServerError, ValueError, FileNotFoundError, PermissionError) as error:
         sys.exit(f"pagewire_client: {error}")

@@ -128,20 +128,25 @@ class Client:
         request_id: str = "",
         tenant: str = "",
         lora_name: str = "",
+        priority: int = 0,
+        cache_salt: str = "",
         parse_special_tokens: bool = False,
         timeout: float | None = None,
         retry_for: float | None = None,
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Stream a prompt's continuation. Leaving the loop early, by whatever way, frees it on the server.
 
-        `lora_name`: a low-rank adapter; the base model without one. `timeout` seconds are a deadline for all of it;
-        `retry_for` is the client's unless given.
+        `lora_name`: a low-rank adapter; the base model without one. `priority`: lower runs first; for servers with
+        --policy priority. `cache_salt`: cached prefixes are shared only with requests of the same salt. `timeout`
+        seconds are a deadline for all of it; `retry_for` is the client's unless given.
         """
         request = pb.GenerateRequest(
             request_id=request_id or uuid.uuid4().hex,
             tenant=tenant,
             sampling=sampling,
             lora_name=lora_name,
+            priority=priority,
+            cache_salt=cache_salt,
             parse_special_tokens=parse_special_tokens,
         )
         set_prompt(request, prompt)
@@ -171,6 +176,8 @@ class Client:
         truncate: bool = False,
         tenant: str = "",
         lora_name: str = "",
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> list[Embedding]:
         """The vectors of texts, each a text or its token ids, in their order; without `pooling` and `normalize` as the
         model was trained."""
@@ -183,6 +190,8 @@ class Client:
                 truncate=truncate,
                 tenant=tenant,
                 lora_name=lora_name,
+                priority=priority,
+                cache_salt=cache_salt,
             )
             for text in texts[start : start + MAX_TEXTS]:
                 item = request.inputs.add()
@@ -210,6 +219,8 @@ class Client:
         truncate: bool = False,
         tenant: str = "",
         lora_name: str = "",
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> list[tuple[int, float]]:
         """Documents by their places, with how well they answer the query, the best first. `pair_format` is for models
         that were trained on single texts, as "Query: {query} Answer: {document}"."""
@@ -221,6 +232,8 @@ class Client:
             truncate=truncate,
             tenant=tenant,
             lora_name=lora_name,
+            priority=priority,
+            cache_salt=cache_salt,
         )
         response = await self._retrying(self._stub.Score, request)
         return [(one.index, one.score) for one in response.scores]
@@ -236,6 +249,8 @@ class Client:
         seed: int | None = None,
         tenant: str = "",
         lora_name: str = "",
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> AsyncIterator[pb.TranscribeResponse]:
         """What is said in a sound, as it is understood: the language, segments of text with their times, the end.
 
@@ -252,6 +267,8 @@ class Client:
             seed=seed,
             tenant=tenant,
             lora_name=lora_name,
+            priority=priority,
+            cache_salt=cache_salt,
         )
         stream = self._stub.Transcribe(request, metadata=self._metadata)
         try:
@@ -279,9 +296,15 @@ class Client:
     async def get_model(self) -> pb.GetModelResponse:
         return await self._retrying(self._stub.GetModel, pb.GetModelRequest())
 
-    async def tokenize(self, text: str | Sequence[Mapping[str, str]]) -> list[int]:
+    async def tokenize(
+        self, text: str | Sequence[Mapping[str, str]], *, parse_special_tokens: bool = False
+    ) -> list[int]:
         """Token ids of a text or of chat messages, as `generate` would see them."""
-        request = pb.TokenizeRequest(text=text) if isinstance(text, str) else pb.TokenizeRequest(chat=to_chat(text))
+        request = pb.TokenizeRequest(parse_special_tokens=parse_special_tokens)
+        if isinstance(text, str):
+            request.text = text
+        else:
+            request.chat.CopyFrom(to_chat(text))
         return list((await self._retrying(self._stub.Tokenize, request)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

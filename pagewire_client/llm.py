@@ -2,9 +2,10 @@
 
 import asyncio
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -48,57 +49,92 @@ class LLM:
     """Generates for batches of prompts, on a server that runs already (`target`) or on one of its own.
 
     Its own server holds `model`, loads when the LLM is made and stops with `close`, with the `with` block, or when
-    the LLM is collected. Raises ServerError when it does not start.
+    the LLM is collected. `worker_arguments` and `scheduler_arguments` are further flags of its two services, as
+    ["--policy", "priority"]. Raises ServerError when it does not start.
+
+    `api_key` and `tls` are for a `target`, as `Client` has them. Raises ValueError for what is said of a server of its
+    own where there is a target, or the other way round.
     """
 
     def __init__(
-        self, model: str = "default", *, target: str | None = None, worker_arguments: Sequence[str] = ()
+        self,
+        model: str | None = None,
+        *,
+        target: str | None = None,
+        worker_arguments: Sequence[str] = (),
+        scheduler_arguments: Sequence[str] = (),
+        api_key: str = "",
+        tls: Path | None = None,
     ) -> None:
-        self._server = None if target else LocalServer(model, worker_arguments=worker_arguments)
+        own = {"model": model, "worker_arguments": worker_arguments, "scheduler_arguments": scheduler_arguments}
+        others: dict[str, object] = {"api_key": api_key, "tls": tls}
+        if target:
+            _refuse(own, "is said of a server of the LLM's own, but target names one that runs already")
+        else:
+            _refuse(others, "is for a target, and none is named")
+        self._server = (
+            None
+            if target
+            else LocalServer(
+                model or "default", worker_arguments=worker_arguments, scheduler_arguments=scheduler_arguments
+            )
+        )
         self.target = self._server.target if self._server else str(target)
         self._stop = weakref.finalize(self, self._server.stop) if self._server else None
+        self._access: dict[str, Any] = others
 
     def generate(
         self,
         prompts: str | Sequence[Prompt],
         sampling: pb.SamplingParams | Sequence[pb.SamplingParams] | None = None,
         *,
-        lora_name: str = "",
+        lora_name: str | Sequence[str] = "",
+        priority: int | Sequence[int] = 0,
+        cache_salt: str | Sequence[str] = "",
+        tenant: str = "",
+        parse_special_tokens: bool = False,
         progress: bool = True,
     ) -> list[Completion]:
-        """Complete every prompt; a single text is a batch of one. `sampling` is for all, or one for each. `lora_name`
-        is a low-rank adapter for all.
+        """Complete every prompt; a single text is a batch of one. `sampling`, `lora_name` (a low-rank adapter),
+        `priority` and `cache_salt` are for all, or one for each; they and the others are those of `Client.generate`.
 
         Raises ValueError when prompts and parameters differ in number, and grpc.aio.AioRpcError with the server's
         sentence for the first prompt it refuses.
         """
         batch: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
-        each = (
-            [sampling] * len(batch) if sampling is None or isinstance(sampling, pb.SamplingParams) else list(sampling)
-        )
-        if len(each) != len(batch):
-            raise ValueError(f"there are {len(batch)} prompts and {len(each)} sampling parameters")
+        columns = {
+            "sampling": _for_each(batch, sampling, pb.SamplingParams, "sampling parameters"),
+            "lora_name": _for_each(batch, lora_name, str, "adapters in lora_name"),
+            "priority": _for_each(batch, priority, int, "priorities"),
+            "cache_salt": _for_each(batch, cache_salt, str, "salts in cache_salt"),
+            "tenant": [tenant] * len(batch),
+            "parse_special_tokens": [parse_special_tokens] * len(batch),
+        }
+        each = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         # On a thread of its own, because a notebook has an event loop running on this one.
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(asyncio.run, self._generate(batch, each, lora_name, progress)).result()
+            return thread.submit(asyncio.run, self._generate(batch, each, progress)).result()
 
     async def _generate(
-        self, batch: list[Prompt], each: Sequence[pb.SamplingParams | None], lora_name: str, progress: bool
+        self, batch: list[Prompt], each: Sequence[Mapping[str, Any]], progress: bool
     ) -> list[Completion]:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         slots = asyncio.Semaphore(MAX_IN_FLIGHT)
         with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
             task = bar.add_task("prompts", total=len(batch))
 
-            async def one(prompt: Prompt, sampling: pb.SamplingParams | None) -> Completion:
+            async def one(prompt: Prompt, options: Mapping[str, Any]) -> Completion:
                 async with slots:
-                    completion = await collect(client, prompt, sampling, lora_name=lora_name)
+                    completion = await collect(client, prompt, **options)
                 bar.advance(task)
                 return completion
 
-            # A server of its own is not restarted, so a retry would wait for nothing.
-            async with Client(self.target, retry_for=0 if self._server else RETRY_SECONDS) as client:
-                return await asyncio.gather(*(one(p, s) for p, s in zip(batch, each, strict=True)))
+            async with self._client() as client:
+                return await asyncio.gather(*(one(p, options) for p, options in zip(batch, each, strict=True)))
+
+    def _client(self) -> Client:
+        # A server of its own is not restarted, so a retry would wait for nothing.
+        return Client(self.target, retry_for=0 if self._server else RETRY_SECONDS, **self._access)
 
     def embed(self, texts: Sequence[Text], **options: Any) -> list[Embedding]:
         """The vectors of texts; `options` are those of `Client.embed`."""
@@ -110,7 +146,7 @@ class LLM:
 
     def _ask(self, question: Callable[[Client], Coroutine[Any, Any, T]]) -> T:
         async def ask() -> T:
-            async with Client(self.target, retry_for=0 if self._server else RETRY_SECONDS) as client:
+            async with self._client() as client:
                 return await question(client)
 
         with ThreadPoolExecutor(1) as thread:
@@ -130,12 +166,28 @@ class LLM:
         self.close()
 
 
+def _refuse(arguments: Mapping[str, object], reason: str) -> None:
+    for name, value in arguments.items():
+        if value:
+            raise ValueError(f"{name} {reason}")
+
+
+def _for_each(batch: Sequence[Prompt], value: Any, kind: type, what: str) -> list[Any]:
+    """One value for all prompts, or one for each. Raises ValueError for another number of them."""
+    if value is None or isinstance(value, kind):
+        return [value] * len(batch)
+    each = list(value)
+    if len(each) != len(batch):
+        raise ValueError(f"there are {len(batch)} prompts and {len(each)} {what}")
+    return each
+
+
 async def collect(
-    client: Client, prompt: Prompt, sampling: pb.SamplingParams | None = None, *, lora_name: str = ""
+    client: Client, prompt: Prompt, sampling: pb.SamplingParams | None = None, **options: Any
 ) -> Completion:
-    """Read one stream to its end."""
+    """Read one stream to its end; `options` are those of `Client.generate`."""
     completion = Completion(prompt, [Output() for _ in range(sampling.n or 1 if sampling else 1)])
-    async for response in client.generate(prompt, sampling, lora_name=lora_name):
+    async for response in client.generate(prompt, sampling, **options):
         output = completion.outputs[response.index]
         output.text += response.text
         output.token_ids += response.token_ids

@@ -42,8 +42,8 @@ COMMANDS = {
     "client": [
         (client_arguments, [name])
         for name in (
-            *("generate", "chat", "embed", "score", "serve", "new-key", "watch", "requests", "drain", "undrain"),
-            *("adapters", "load-adapter", "unload-adapter"),
+            *("generate", "chat", "embed", "score", "transcribe", "serve", "new-key", "watch", "requests", "drain"),
+            *("undrain", "adapters", "load-adapter", "unload-adapter", "reset-prefix-cache"),
         )
     ],
     "simulate": [(simulate_arguments, [])],

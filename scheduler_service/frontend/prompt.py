@@ -32,6 +32,8 @@ async def encode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, model:
     aside = isinstance(message, pb.TokenizeRequest)
     kind = message.WhichOneof("input" if aside else "prompt")
     most = max(model.context_length, MAX_TOKENIZE) if aside else model.context_length
+    if message.parse_special_tokens and kind != "text":
+        invalid(f"parse_special_tokens is for text alone, and the prompt is {kind or 'none'}")
     if model.max_encoder_len and not aside and kind != "token_ids":
         if kind is not None:
             invalid(f"{kind} is not what a decoder goes on from; give it as encoder_text, or token_ids for the decoder")
@@ -72,6 +74,8 @@ async def decode_tokens(message: pb.DetokenizeRequest, model: ServedModel) -> pb
     check_token_ids("token_ids", token_ids, model)
     tokenizer = require_tokenizer("detokenizing", model)
     skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
+    if message.separately and message.HasField("skip_special_tokens") and skip:
+        invalid("skip_special_tokens is true; with separately each token has its text, special ones too")
     if message.separately:
         return pb.DetokenizeResponse(texts=await tokenizer.decode_each(token_ids))
     text = await tokenizer.decode(token_ids, skip_special_tokens=skip)

@@ -57,11 +57,15 @@ def test_a_refused_prompt_raises_the_servers_sentence(tiny_server: LocalServer) 
 def test_an_llm_starts_both_services_and_stops_them_when_it_is_gone(
     tiny_model_directory: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    llm = LLM(str(tiny_model_directory), worker_arguments=["--threads", "1", "--num-device-blocks", "64"])
+    llm = LLM(
+        str(tiny_model_directory),
+        worker_arguments=["--threads", "1", "--num-device-blocks", "64"],
+        scheduler_arguments=["--policy", "priority"],
+    )
     assert llm._server is not None
     processes = [service.process for service in llm._server.processes]
     assert [process.poll() for process in processes] == [None, None]
-    (completion,) = llm.generate("hello", SamplingParams(max_tokens=3, ignore_eos=True))
+    (completion,) = llm.generate("hello", SamplingParams(max_tokens=3, ignore_eos=True), priority=2)
     assert len(completion.outputs[0].token_ids) == 3
     assert "1/1" in capfd.readouterr().err  # the progress bar
     del llm
