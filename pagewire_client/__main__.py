@@ -29,7 +29,7 @@ from pagewire_client.serve_options import add_serve
 from pagewire_client.watch import watch
 
 DEFAULT_ADMIN_TARGET = "localhost:50053"
-POOLINGS = ("cls", "mean", "last", "all")
+POOLINGS = {"cls": pb.POOLING_CLS, "mean": pb.POOLING_MEAN, "last": pb.POOLING_LAST, "all": pb.POOLING_ALL}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -259,7 +259,7 @@ async def embed(arguments: argparse.Namespace, target: str) -> None:
     async with Client(target, **access(arguments)) as client:
         for embedding in await client.embed(
             arguments.texts,
-            pooling=pb.Pooling.Value(f"POOLING_{(arguments.pooling or 'unspecified').upper()}"),
+            pooling=POOLINGS.get(arguments.pooling, pb.POOLING_UNSPECIFIED),
             normalize=arguments.normalize,
             dimensions=arguments.dimensions,
             truncate=arguments.truncate,
