@@ -10,12 +10,12 @@ from typing import Any
 import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from pagewire_common.errors import ErrorInterceptor, RequestLimits
 from pagewire_common.health import Health
 from pagewire_common.lock import Check, Lock
 from pagewire_common.open_files import raise_open_files_limit
+from pagewire_common.reflection import add_reflection
 from pagewire_common.start_error import StartError
 from pagewire_common.tls import OPEN, Security
 
@@ -81,7 +81,7 @@ class GrpcServer:
         self._is_stopping = False
         self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        reflection.enable_server_reflection((*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
+        add_reflection((*service_names, health.SERVICE_NAME), self.server)
 
     async def start(self, listen: str, event: str = "listening") -> str:
         """Bind, serve, and log the address as an `event`; returns HOST:PORT as bound.

@@ -20,6 +20,8 @@ from scheduler_service.statistics.counts import CountsByTenant, Histogram, Reque
 
 PHASES = ("schedule", "encode", "wire", "move", "forward", "sample", "guess", "decode", "update", "publish")
 STATUSES = [name.removeprefix("WORKER_STATUS_").lower() for name, number in pb.WorkerStatus.items() if number]
+VLLM = "vllm:"
+"""The beginning of vLLM's names."""
 REASONS = ("stop", "length", "abort", "error")
 
 
@@ -38,7 +40,7 @@ class SchedulerMetrics:
         by_tenant = [({"tenant": name}, of) for name, of in counts.tenants.items()] or [({"tenant": ""}, total)]
         families = [*self._like_vllm("pagewire_", "worker", state, total, {}, by_tenant)]
         if self._vllm_names:
-            families += self._like_vllm("vllm:", "engine", state, total, {"engine": "0"}, [({}, total)])
+            families += self._like_vllm(VLLM, "engine", state, total, {"engine": "0"}, [({}, total)])
         return [*families, *self._own(state, counts)]
 
     def _like_vllm(
@@ -118,8 +120,9 @@ class SchedulerMetrics:
         ):
             yield family.histogram(name, text, [(more, getattr(of, histogram)) for more, of in histograms])
         workers = self._front_ends.engine.workers
+        # vLLM's name ends as a counter's must, and only a counter's may.
         yield family.histogram(
-            "iteration_tokens_total",
+            "iteration_tokens_total" if prefix == VLLM else "iteration_tokens",
             "Tokens that a step computes.",
             [({worker_label: worker.client.address}, worker.step_tokens) for worker in workers],
         )

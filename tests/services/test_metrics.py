@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,8 @@ from scheduler_service.core import PlacementReason
 from scheduler_service.engine.guesses import proposer_of
 from scheduler_service.operations.metrics import SchedulerMetrics
 from scheduler_service.statistics.counts import MOST_TENANTS, CountsByTenant, Histogram
+from worker_service.serving.metrics import WorkerStatistics
+from worker_service.serving.metrics import families as worker_families
 
 
 async def exchange(address: str, sent: str) -> str:
@@ -240,7 +243,38 @@ async def test_what_vllm_has_too_can_be_had_under_its_names(byte_tokenizer_direc
     assert found("vllm:generation_tokens_total", model_name="the-model", engine="0") == 7
     assert found("vllm:kv_cache_usage_perc", engine=address) == 0
     for name, kind in types.items():
-        assert found.types[f"pagewire_{name}"] == kind
+        ours = name.removesuffix("_total") if kind == "histogram" else name
+        assert found.types[f"pagewire_{ours}"] == kind
+
+
+UNITS = re.compile(
+    r"_(s|ms|us|ns|sec|b|kb|mb|gb|tb|pb|m|h|d|(milli|micro|nano)seconds|minutes|hours|days|(kilo|mega)bytes)(_|$)"
+)
+
+
+def promtools_complaints(family: Metric) -> list[str]:
+    """Of a family's name and help: the rules of `promtool check metrics` that it breaks."""
+    rules = {
+        "no help": not family.documentation,
+        "characters": not re.fullmatch("[a-z_][a-z0-9_]*", family.name),
+        "a unit that is no base unit, or short": UNITS.search(family.name),
+        "its type in its name": re.search("_(gauge|counter|histogram|summary)(_|$)", family.name),
+        "an end that says counter": family.type != "counter" and family.name.endswith("_total"),
+        "an end of a histogram's series": family.name.endswith(("_bucket", "_count", "_sum")),
+        "a counter without _total": family.type == "counter"
+        and not all(sample.name.endswith("_total") for sample in family.samples),
+    }
+    return [f"{family.name}: {rule}" for rule, is_broken in rules.items() if is_broken]
+
+
+async def test_names_are_as_promtool_wants_them(byte_tokenizer_directory: Path) -> None:
+    async with serving(FakeWorkerService(byte_tokenizer_directory)) as address, scheduler(address) as one:
+        await one.engine.model()
+        ours = await SchedulerMetrics(one.engine.front_ends, "the-model", vllm_names=False).families()
+    sizes = {"num_sequences": 0, "num_device_blocks": 1, "num_host_blocks": 1, "draining": False}
+    found = [*ours, *worker_families(WorkerStatistics(), **sizes)]
+    assert len(found) > 50
+    assert [complaint for family in found for complaint in promtools_complaints(family)] == []
 
 
 def test_tenants_are_told_apart_as_long_as_they_are_few() -> None:

@@ -46,9 +46,9 @@ async def test_the_tokens_of_every_step_are_counted_and_the_cache_is_described(b
         found = await scrape(one, vllm_names=True)
         blocks = one.engine.workers[0].scheduler.blocks
         sizes = {"block_size": str(blocks.block_size), "num_gpu_blocks": str(blocks.device.num_blocks)}
-    for prefix, label in (("pagewire_", "worker"), ("vllm:", "engine")):
-        assert found(f"{prefix}iteration_tokens_total_sum", **{label: address}) == 20 + 6
-        assert found(f"{prefix}iteration_tokens_total_bucket", le="1.0") == 6
+    for prefix, label, total in (("pagewire_", "worker", ""), ("vllm:", "engine", "_total")):
+        assert found(f"{prefix}iteration_tokens{total}_sum", **{label: address}) == 20 + 6
+        assert found(f"{prefix}iteration_tokens{total}_bucket", le="1.0") == 6
         assert found(f"{prefix}cache_config_info", **{label: address}, **sizes) == 1
 
 

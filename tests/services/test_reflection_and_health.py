@@ -2,19 +2,49 @@ import grpc
 import pytest
 from google.protobuf import descriptor_pool, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from pagewire.v1 import (
+    admin_service_pb2,
+    engine_service_pb2,
+    inference_service_pb2,
+    recording_pb2,
+    worker_service_pb2,
+)
 from pagewire.v1.admin_service_pb2 import GetClusterStateRequest
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
 from pagewire_client import LocalServer
 
 
-def test_a_client_without_our_protos_finds_and_calls_generate(tiny_server: LocalServer) -> None:
+class NewDatabase(ProtoReflectionDescriptorDatabase):
+    """Asks grpc.reflection.v1, whose messages are those of v1alpha under another name."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        super().__init__(channel)
+        self._stub.ServerReflectionInfo = channel.stream_stream(
+            "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )
+
+
+REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
+
+
+@pytest.mark.parametrize("database_of", [NewDatabase, ProtoReflectionDescriptorDatabase])
+def test_a_client_without_our_protos_finds_and_calls_generate(
+    tiny_server: LocalServer, database_of: type[ProtoReflectionDescriptorDatabase]
+) -> None:
     """What grpcurl does: services, messages and field types all come from the server."""
     with grpc.insecure_channel(tiny_server.target) as channel:
-        database = ProtoReflectionDescriptorDatabase(channel)
-        assert {"pagewire.v1.InferenceService", "vllm.grpc.engine.VllmEngine"} <= set(database.get_services())
+        database = database_of(channel)
+        known = {"pagewire.v1.InferenceService", "vllm.grpc.engine.VllmEngine", "grpc.health.v1.Health", *REFLECTION}
+        assert set(database.get_services()) == known
         pool = descriptor_pool.DescriptorPool(database)
+        for name in REFLECTION:
+            (reflecting,) = pool.FindServiceByName(name).methods
+            assert reflecting.input_type.full_name == name.replace("ServerReflection", "ServerReflectionRequest")
         method = pool.FindServiceByName("pagewire.v1.InferenceService").FindMethodByName("Generate")
         request_type = message_factory.GetMessageClass(method.input_type)
         response_type = message_factory.GetMessageClass(method.output_type)
@@ -47,3 +77,13 @@ def test_administration_has_a_port_of_its_own(tiny_server: LocalServer) -> None:
         assert "pagewire.v1.InferenceService" not in services
         response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
     assert response.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_stubs_for_other_languages_need_no_flags() -> None:
+    """protoc's plugins for Go refuse a file that names no package."""
+    for file in (admin_service_pb2, engine_service_pb2, inference_service_pb2, worker_service_pb2, recording_pb2):
+        for described in (file.DESCRIPTOR, *file.DESCRIPTOR.dependencies):
+            options = described.GetOptions()
+            assert options.go_package == "pagewire/v1;pagewirev1"
+            assert (options.java_package, options.java_multiple_files) == ("pagewire.v1", True)
+            assert options.csharp_namespace == "Pagewire.V1"
