@@ -25,17 +25,15 @@ from pagewire_client.retry import Backoff
 
 @dataclass(frozen=True)
 class Sound:
-    """A file, and what it is: "audio/wav", "audio/flac", "audio/mpeg" or "audio/ogg"."""
+    """A file. The server finds out what it is; a `content_type`, as "audio/wav", is only passed on."""
 
     data: bytes
-    content_type: str
+    content_type: str = ""
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """What a file is follows from its name. Raises ValueError if it does not, and OSError."""
-        if (content_type := CONTENT_TYPES.get(path.suffix.lower())) is None:
-            raise ValueError(f"{path}: the file's name must end with {', '.join(CONTENT_TYPES)}")
-        return cls(path.read_bytes(), content_type)
+        """Raises OSError."""
+        return cls(path.read_bytes())
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,6 @@ RETRY_SECONDS = 60.0
 
 Text = str | Sequence[int]
 """Text or token ids."""
-
-CONTENT_TYPES = {".wav": "audio/wav", ".flac": "audio/flac", ".mp3": "audio/mpeg", ".ogg": "audio/ogg"}
 
 MAX_TEXTS = 2048
 """Of one call; more are sent in several."""
@@ -247,6 +243,7 @@ class Client:
         prompt: str = "",
         temperature: float = 0.0,
         seed: int | None = None,
+        scores: bool = False,
         tenant: str = "",
         lora_name: str = "",
         priority: int = 0,
@@ -254,7 +251,8 @@ class Client:
     ) -> AsyncIterator[pb.TranscribeResponse]:
         """What is said in a sound, as it is understood: the language, segments of text with their times, the end.
 
-        Without a `language`, which is an ISO 639 code, it is found out. A `prompt` is what was said before, or a text
+        Without a `language`, which is an ISO 639 code or a name in English, it is found out. With `scores` segments say
+        how sure the model is. A `prompt` is what was said before, or a text
         with the names and the style that are to be expected. Leaving the loop early frees the call. It is
         not tried again.
         """
@@ -265,6 +263,7 @@ class Client:
             prompt=prompt,
             temperature=temperature,
             seed=seed,
+            scores=scores,
             tenant=tenant,
             lora_name=lora_name,
             priority=priority,

@@ -60,7 +60,7 @@ WITHOUT_FLAG: Mapping[str, Mapping[str, str]] = {
     },
     "EmbedRequest": {"number_type": "vectors are shown as decimal numbers"},
     "ScoreRequest": {},
-    "TranscribeRequest": {},
+    "TranscribeRequest": {"scores": "the text is shown with its times alone"},
 }
 """The fields of requests that no flag sets, and why."""
 

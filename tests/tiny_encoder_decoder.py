@@ -43,7 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 SPEECH_TOKENS = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|translate|>", "<|transcribe|>"]
-SPEECH_END, SPEECH_START, ENGLISH, GERMAN, TRANSLATE, WRITE, PREVIOUS, SILENT = range(256, 264)
+SPEECH_END, SPEECH_START, ENGLISH, GERMAN, TRANSLATE, WRITE, PREVIOUS, NO_SPEECH, SILENT = range(256, 265)
 FIRST_TIME = SILENT + 1
 SPEECH: dict[str, Any] = {
     "vocab_size": FIRST_TIME + 1501,
@@ -69,12 +69,12 @@ GENERATION: dict[str, Any] = {
     "task_to_id": {"transcribe": WRITE, "translate": TRANSLATE},
     "no_timestamps_token_id": SILENT,
     "max_initial_timestamp_index": 50,
-    "suppress_tokens": [1, 2, SPEECH_START, ENGLISH, GERMAN, TRANSLATE, WRITE, PREVIOUS],
+    "suppress_tokens": [1, 2, SPEECH_START, ENGLISH, GERMAN, TRANSLATE, WRITE, PREVIOUS, NO_SPEECH],
     "begin_suppress_tokens": [32, SPEECH_END],
 }
 
 
-def write_whisper(directory: Path, seed: int = 0) -> Path:
+def write_whisper(directory: Path, seed: int = 1) -> Path:
     """A model that hears, and understands nothing of it, with a tokenizer of bytes."""
     import tokenizers
     import torch
@@ -92,7 +92,7 @@ def write_whisper(directory: Path, seed: int = 0) -> Path:
     backend = tokenizers.Tokenizer(models.BPE(vocab={token: n for n, token in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([*SPEECH_TOKENS, "<|startofprev|>", "<|notimestamps|>"])
+    backend.add_special_tokens([*SPEECH_TOKENS, "<|startofprev|>", "<|nospeech|>", "<|notimestamps|>"])
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SPEECH_TOKENS[0]).save_pretrained(directory)
     return directory
 

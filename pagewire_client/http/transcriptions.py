@@ -5,6 +5,7 @@ A form with a file comes in; its text goes out whole, or with `stream` as events
 
 import asyncio
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,6 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_client.client import CONTENT_TYPES
 from pagewire_client.http.call import Call, check_length, end, write
 from pagewire_client.http.errors import HttpError, invalid, refused_by
 
@@ -23,6 +23,8 @@ PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 KNOWN = ("file", "language", "model", "prompt", "response_format", "stream", "temperature", "timestamp_granularities")
 _STREAMS = {"": False, "0": False, "1": True, "false": False, "true": True}
+FRAMES_PER_SECOND = 100
+"""Of a sound's features, in which OpenAI counts `seek`."""
 MAX_PARTS = 32
 MAX_TEXT_BYTES = 1 << 18
 """Of a part that is no file."""
@@ -39,14 +41,17 @@ class Form:
 
 async def _read_form(call: Call) -> Form:
     """Raises HttpError."""
-    parts, sound, filename, kind = await _read_parts(call)
+    parts, sound = await _read_parts(call)
     name = parts.get("response_format", "json")
-    if not filename:
+    if sound is None:
         raise invalid("file is missing: the form needs a sound file")
     if name not in FORMATS:
         raise invalid(f"response_format is {name[:32]!r}; it must be one of {', '.join(FORMATS)}")
     if parts.get("timestamp_granularities", "segment") != "segment":
-        raise invalid("timestamp_granularities is not segment; times of words are not supported here")
+        raise invalid(
+            "timestamp_granularities is not segment; times of words are not supported here, because workers do not "
+            "return what the decoder attends to"
+        )
     streams = _STREAMS.get(parts.get("stream", "").lower())
     if streams is None:
         raise invalid("stream is neither true nor false")
@@ -56,45 +61,46 @@ async def _read_form(call: Call) -> Form:
         temperature = float(parts.get("temperature", "0"))
     except ValueError:
         raise invalid("temperature is not a number") from None
-    suffix = "." + filename.rpartition(".")[2].lower()
     asked = pb.TranscribeRequest(
-        sound=pb.Sound(data=bytes(sound), content_type=CONTENT_TYPES.get(suffix, kind if kind.isascii() else "")),
+        sound=pb.Sound(data=bytes(sound)),
         language=parts.get("language", ""),
         prompt=parts.get("prompt", ""),
         translate=_translates(call),
         temperature=temperature,
+        scores=name == "verbose_json",
         lora_name=call.adapter(parts.get("model", "")),
     )
     return Form(asked, name, streams)
 
 
-async def _read_parts(call: Call) -> tuple[dict[str, str], bytearray, str, str]:
-    """The texts of a form, and its file with its name and its type. Raises HttpError."""
+async def _read_parts(call: Call) -> tuple[dict[str, str], bytearray | None]:
+    """The texts of a form, and its file, which need have neither a name nor a type. Raises HttpError."""
     check_length(call.request, call.most_bytes)
     if not call.request.content_type.startswith("multipart/"):
         raise invalid("file is missing: the form needs a sound file, as multipart/form-data")
     texts: dict[str, str] = {}
-    sound, filename, kind = bytearray(), "", ""
+    sound: bytearray | None = None
     try:
         async with asyncio.timeout(call.receive_seconds):
             reader = await call.request.multipart()
             for _ in range(MAX_PARTS + 1):
                 if (part := await reader.next()) is None:
-                    return texts, sound, filename, kind
+                    return texts, sound
                 if not isinstance(part, aiohttp.BodyPartReader):
                     raise invalid("the form has a form in it")
                 parameter = (part.name or "").removesuffix("[]")
-                is_file = parameter == "file" and part.filename
-                content = sound if is_file else bytearray()
+                is_file = parameter == "file"
+                content = bytearray()
                 while piece := await part.read_chunk(1 << 16):
                     call.held.take(len(piece))
                     content += piece
                     if len(content) > (call.most_bytes if is_file else MAX_TEXT_BYTES):
                         raise HttpError(413, "too_large", f"{part.name} is too large")
-                if filename if is_file else texts.get(parameter, content.decode()) != content.decode():
+                is_twice = sound is not None if is_file else texts.get(parameter, content.decode()) != content.decode()
+                if is_twice:
                     raise invalid(f"{parameter[:64]} is given twice")
                 if is_file:
-                    filename, kind = str(part.filename), part.headers.get("Content-Type", "")
+                    sound = content
                 elif parameter in KNOWN:
                     texts[parameter] = content.decode()
                 elif content:
@@ -125,8 +131,7 @@ async def transcribe(call: Call) -> web.StreamResponse:
                 found["duration"] = event.end.seconds
             else:
                 segment = event.segment
-                times = {"start": round(segment.start_seconds, 2), "end": round(segment.end_seconds, 2)}
-                found["segments"].append({"id": len(found["segments"]), **times, "text": segment.text})
+                found["segments"].append(_segment(segment, len(found["segments"]), form.asked.temperature))
                 delta = segment.text if text else segment.text.lstrip()
                 text += delta
                 if form.streams:
@@ -150,6 +155,23 @@ async def transcribe(call: Call) -> web.StreamResponse:
     if form.format in ("srt", "vtt"):
         return web.Response(text=_subtitles(found["segments"], is_vtt=form.format == "vtt"))
     return web.json_response({"text": text} | (found if form.format == "verbose_json" else {}))
+
+
+def _segment(segment: pb.TranscriptSegment, number: int, temperature: float) -> dict[str, Any]:
+    """With every member that OpenAI's segments have; what the model does not say is null."""
+    text = segment.text.encode()
+    return {
+        "id": number,
+        "seek": round(segment.window_start_seconds * FRAMES_PER_SECOND),
+        "start": round(segment.start_seconds, 2),
+        "end": round(segment.end_seconds, 2),
+        "text": segment.text,
+        "tokens": list(segment.token_ids),
+        "temperature": temperature,
+        "avg_logprob": segment.mean_logprob if segment.HasField("mean_logprob") else None,
+        "compression_ratio": len(text) / len(zlib.compress(text)),
+        "no_speech_prob": segment.no_speech_probability if segment.HasField("no_speech_probability") else None,
+    }
 
 
 def _subtitles(segments: Sequence[dict[str, Any]], *, is_vtt: bool) -> str:

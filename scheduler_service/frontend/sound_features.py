@@ -28,7 +28,7 @@ async def read_sound(sound: pb.Sound, model: ServedModel) -> EncoderInput:
 async def open_sound(sound: pb.Sound, max_seconds: float) -> Sound:
     """Raises RequestError."""
     try:
-        return await asyncio.to_thread(lambda: Sound(sound.data, sound.content_type, max_seconds))
+        return await asyncio.to_thread(lambda: Sound(sound.data, max_seconds))
     except SoundError as error:
         invalid(f"sound: {error}")
 

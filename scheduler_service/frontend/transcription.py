@@ -3,6 +3,7 @@
 Each window is a request of its own; which part of the sound it has follows from what was understood in the one before.
 """
 
+import math
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -23,6 +24,7 @@ from scheduler_service.frontend.parted_call import PartedCall
 from scheduler_service.frontend.request_memory import SOUND_BYTES, sound_bytes
 from scheduler_service.frontend.request_trace import TRANSCRIPTION
 from scheduler_service.frontend.sound_features import TOO_SHORT, open_sound, read_features, read_window
+from scheduler_service.frontend.speech.languages import code_of
 from scheduler_service.frontend.speech.log_mel import HOP
 from scheduler_service.frontend.speech.sound import SAMPLE_RATE
 from scheduler_service.frontend.speech.speech_tokens import SpeechTokens
@@ -36,6 +38,8 @@ MAX_SECONDS = 3600.0
 MAX_PROMPT_CHARACTERS = 1 << 16
 PREVIOUS = "<|startofprev|>"
 """What tokens of the time before begin with."""
+NO_SPEECH = ("<|nospeech|>", "<|nocaptions|>")
+"""The token for a window in which nothing is said, by its names in newer and in older models."""
 
 
 async def transcribe(link: EngineLink, request: pb.TranscribeRequest, context: Context) -> None:
@@ -83,7 +87,7 @@ class _SpeechCall(PartedCall):
         await self._call.hold(SOUND_BYTES)
         sound = await open_sound(request.sound, MAX_SECONDS)
         before = await self._tokens_before()
-        language, start = request.language, 0
+        language, start = code_of(request.language), 0
         while len(samples := await read_window(sound, start)) >= HOP:
             features = await read_features(samples, model)
             if not language and tokens.languages:
@@ -92,22 +96,26 @@ class _SpeechCall(PartedCall):
                 yield pb.TranscribeResponse(language=language)
             transcript = Transcript(tokens.transcript, len(samples) / SAMPLE_RATE)
             begins = start / SAMPLE_RATE
-            prompt = tokens.prompt(language, task, () if start else before)
+            known = () if start else before
+            prompt = tokens.prompt(language, task, known)
             check_context("what the text begins with", len(prompt), model)
+            silence = await self._find_silence((*known, tokens.start), features) if request.scores else None
             sampling = SamplingParams(
                 max_tokens=min(model.context_length // 2, model.context_length - len(prompt)),
                 temperature=request.temperature,
                 seed=seed,
                 eos_token_ids=frozenset(model.eos_token_ids),
+                logprobs=0 if request.scores else None,
                 transcript=tokens.transcript,
             )
             async with self.part(self._num_parts, prompt, sampling, features) as state:
                 state.stream.when_cut = writer.give_up
                 async for delta in state.stream:
-                    for segment in filter(None, map(transcript.gain, delta.token_ids)):
-                        yield await self._encode(segment, begins)
+                    logprobs = [entry.logprobs[0] for entry in delta.logprobs] or [None] * len(delta.token_ids)
+                    for segment in filter(None, map(transcript.gain, delta.token_ids, logprobs)):
+                        yield await self._encode(segment, begins, silence)
             if (rest := transcript.rest) is not None:
-                yield await self._encode(rest, begins)
+                yield await self._encode(rest, begins, silence)
             start += max(round(transcript.next * SAMPLE_RATE), LEAST_STEP)
             self._seconds = sound.seconds
         if not start:
@@ -119,9 +127,10 @@ class _SpeechCall(PartedCall):
 
     def _check_words(self, tokens: SpeechTokens, task: str) -> None:
         language = self._speech.language
-        if language and language not in tokens.languages:
-            known = ", ".join(sorted(tokens.languages)) or "nothing: it knows one language"
-            invalid(f"language is {language[:32]!r}; with this model it may be {known}")
+        if language and code_of(language) not in tokens.languages:
+            known = ", ".join(sorted(tokens.languages))
+            may_be = f"{known}, or the name of one of them" if known else "nothing: it knows one language"
+            invalid(f"language is {language[:32]!r}; with this model it may be {may_be}")
         if task != "transcribe" and task not in tokens.tasks:
             invalid("translate is set, and this model does not translate")
 
@@ -146,7 +155,24 @@ class _SpeechCall(PartedCall):
                 found = next(iter(delta.token_ids), found)
         return codes[found]
 
-    async def _encode(self, segment: Segment, begins: float) -> pb.TranscribeResponse:
+    async def _find_silence(self, prompt: Sequence[int], features: EncoderInput) -> float | None:
+        """The probability that nothing is said: that of its token behind the one that outputs begin with.
+
+        The only token that may be chosen is that one, and its log-probability is the model's own.
+        """
+        tokenizer = self.model.tokenizer
+        found = (tokenizer.token_id(name) for name in NO_SPEECH) if tokenizer is not None else iter(())
+        if (token_id := next((token for token in found if token is not None), None)) is None:
+            return None
+        sampling = SamplingParams(max_tokens=1, allowed_token_ids=[token_id], logprobs=0)
+        silence = None
+        async with self.part(self._num_parts, prompt, sampling, features) as state:
+            async for delta in state.stream:
+                for entry in delta.logprobs:
+                    silence = math.exp(entry.logprobs[0])
+        return silence
+
+    async def _encode(self, segment: Segment, begins: float, silence: float | None) -> pb.TranscribeResponse:
         tokenizer = self.model.tokenizer
         text = "" if tokenizer is None else await tokenizer.decode(segment.token_ids, skip_special_tokens=True)
         return pb.TranscribeResponse(
@@ -155,5 +181,8 @@ class _SpeechCall(PartedCall):
                 end_seconds=begins + segment.end,
                 text=text,
                 token_ids=segment.token_ids,
+                window_start_seconds=begins,
+                mean_logprob=segment.mean_logprob,
+                no_speech_probability=silence,
             )
         )

@@ -97,7 +97,7 @@ async def test_a_command_sends_what_its_flags_say(tmp_path: Path, capsys: pytest
         ),
         pb.ScoreRequest(query="query", documents=["one"], top_n=1, pair_format="{query}", truncate=True, **SAID),
         pb.TranscribeRequest(
-            sound=pb.Sound(data=b"RIFF", content_type="audio/wav"),
+            sound=pb.Sound(data=b"RIFF"),
             language="en",
             translate=True,
             prompt="said before",

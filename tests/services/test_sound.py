@@ -28,23 +28,21 @@ def test_features_are_those_of_transformers(seconds: float, num_bands: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("kind", "subtype", "content_type", "tolerance"),
+    ("kind", "subtype", "tolerance"),
     [
-        ("WAV", "PCM_16", "audio/wav", 1e-4),
-        ("WAV", "PCM_U8", "audio/wave", 1e-2),
-        ("WAV", "PCM_24", "audio/wav", 1e-6),
-        ("WAV", "FLOAT", "audio/x-wav; rate=16000", 1e-6),
-        ("FLAC", "PCM_24", "audio/flac", 1e-6),
-        ("MP3", None, "audio/mpeg", None),
-        ("OGG", "VORBIS", "Audio/Ogg", None),
+        ("WAV", "PCM_16", 1e-4),
+        ("WAV", "PCM_U8", 1e-2),
+        ("WAV", "PCM_24", 1e-6),
+        ("WAV", "FLOAT", 1e-6),
+        ("FLAC", "PCM_24", 1e-6),
+        ("MP3", None, None),
+        ("OGG", "VORBIS", None),
     ],
 )
-def test_windows_of_a_file_are_its_samples(
-    kind: str, subtype: str | None, content_type: str, tolerance: float | None
-) -> None:
+def test_windows_of_a_file_are_its_samples(kind: str, subtype: str | None, tolerance: float | None) -> None:
     """Those that overlap as well, and the last one, which is shorter."""
     original = samples(5.5)
-    sound = Sound(file_of(original, kind, subtype), content_type, 60)
+    sound = Sound(file_of(original, kind, subtype), 60)
     for start in (0, 100, 2 * RATE + 7, 5 * RATE):
         window, expected = sound.window(start, 2 * RATE), original[start : start + 2 * RATE]
         if tolerance is not None:
@@ -59,7 +57,7 @@ def test_windows_of_a_file_are_its_samples(
 def test_other_rates_and_several_channels_are_heard_as_one_channel_at_the_usual_rate() -> None:
     time = np.arange(3 * 44_100) / 44_100
     tone = (0.5 * np.sin(2 * np.pi * 440 * time)).astype(np.float32)
-    sound = Sound(file_of(np.stack([tone, np.zeros_like(tone)], axis=1), rate=44_100), "audio/wav", 60)
+    sound = Sound(file_of(np.stack([tone, np.zeros_like(tone)], axis=1), rate=44_100), 60)
     expected = 0.25 * np.sin(2 * np.pi * 440 * np.arange(2 * RATE) / RATE)
     np.testing.assert_allclose(sound.window(0, 2 * RATE)[100:], expected[100:], atol=2e-3)
 
@@ -67,7 +65,7 @@ def test_other_rates_and_several_channels_are_heard_as_one_channel_at_the_usual_
 def test_samples_that_are_no_numbers_are_silent_and_those_beyond_full_scale_as_loud_as_that() -> None:
     broken = samples(1)
     broken[100:200], broken[300], broken[400] = np.nan, np.inf, -3e38
-    window = Sound(file_of(np.stack([broken] * 8, axis=1), subtype="FLOAT"), "audio/wav", 60).window(0, WINDOW)
+    window = Sound(file_of(np.stack([broken] * 8, axis=1), subtype="FLOAT"), 60).window(0, WINDOW)
     assert window[[150, 300, 400]] == pytest.approx([0, 1, -1])
     assert np.isfinite(log_mel(window, 80)).all()
 
@@ -88,31 +86,30 @@ MP3_WITHOUT_HEAD = MP3[MP3.index(MP3[:3], 3) :]
 OPUS = file_of(samples(20), "OGG", "OPUS")
 PAGES, OPUS_PAGES = ([b"OggS" + page for page in file.split(b"OggS")[1:]] for file in (OGG, OPUS))
 REFUSED = {
-    "nothing": (b"", "audio/wav", "data is empty"),
-    "no sound": (b"hello" * 1000, "audio/wav", "data is no sound file that can be read"),
-    "another type": (wav(1), "text/plain", "content_type is 'text/plain'; it must be one of audio/wav"),
-    "another format": (wav(1), "audio/flac", "data is WAV, and content_type says audio/flac"),
-    "cut off": (wav(20)[:100_000], "audio/wav", "data is cut off: its head says 640000 bytes of samples"),
-    "cut off, compressed": (FLAC[: len(FLAC) // 2], "audio/flac", "data is damaged or cut off after"),
-    "cut off, MP3": (MP3[: len(MP3) // 2], "audio/mpeg", "data is damaged or cut off after"),
-    "cut off, without a head": (MP3_WITHOUT_HEAD[:40_000], "audio/mpeg", "data is damaged or cut off after"),
-    "cut off, OGG": (OGG[: len(OGG) // 2], "audio/ogg", "data is cut off: its last page is not whole"),
-    "a page less, OGG": (b"".join(PAGES[:9] + PAGES[10:]), "audio/ogg", "data is damaged: page 9 is missing"),
-    "damaged, OGG": (OGG.replace(PAGES[9], PAGES[9][:-1] + b"?"), "audio/ogg", "data is damaged in page 9"),
-    "cut off, RF64": (RF64[:100_000], "audio/wav", "data is cut off: its head says 320000 samples, and there are"),
-    "tags": ((b"ID3\4\0\0\0\0\0\2" + bytes(2)) * 17 + MP3, "audio/mpeg", "data begins with more than 16 ID3 tags"),
-    "several streams": (OGG + OGG, "audio/ogg", "data has several streams, of which one would be heard"),
-    "hours": (two_hours(), "audio/flac", "data is a sound of 7200 s or more; at most 3600 s are allowed"),
-    "slow": (_head(rate=3000), "audio/wav", "data has 3000 samples a second; 4000 to 192000 are allowed"),
-    "wide": (_head(channels=9), "audio/wav", "data has 9 channels; at most 8 are allowed"),
+    "nothing": (b"", "data is empty"),
+    "no sound": (b"hello" * 1000, "data is no sound file that can be read"),
+    "another format": (file_of(samples(1), "AIFF"), "data is AIFF; WAV, FLAC, MP3, OGG are heard"),
+    "cut off": (wav(20)[:100_000], "data is cut off: its head says 640000 bytes of samples"),
+    "cut off, compressed": (FLAC[: len(FLAC) // 2], "data is damaged or cut off after"),
+    "cut off, MP3": (MP3[: len(MP3) // 2], "data is damaged or cut off after"),
+    "cut off, without a head": (MP3_WITHOUT_HEAD[:40_000], "data is damaged or cut off after"),
+    "cut off, OGG": (OGG[: len(OGG) // 2], "data is cut off: its last page is not whole"),
+    "a page less, OGG": (b"".join(PAGES[:9] + PAGES[10:]), "data is damaged: page 9 is missing"),
+    "damaged, OGG": (OGG.replace(PAGES[9], PAGES[9][:-1] + b"?"), "data is damaged in page 9"),
+    "cut off, RF64": (RF64[:100_000], "data is cut off: its head says 320000 samples, and there are"),
+    "tags": ((b"ID3\4\0\0\0\0\0\2" + bytes(2)) * 17 + MP3, "data begins with more than 16 ID3 tags"),
+    "several streams": (OGG + OGG, "data has several streams, of which one would be heard"),
+    "hours": (two_hours(), "data is a sound of 7200 s or more; at most 3600 s are allowed"),
+    "slow": (_head(rate=3000), "data has 3000 samples a second; 4000 to 192000 are allowed"),
+    "wide": (_head(channels=9), "data has 9 channels; at most 8 are allowed"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_heard_is_refused_in_a_sentence(case: str) -> None:
-    data, content_type, words = REFUSED[case]
+    data, words = REFUSED[case]
     with pytest.raises(SoundError) as error:
-        Sound(data, content_type, 3600).window(0, 60 * RATE)
+        Sound(data, 3600).window(0, 60 * RATE)
     assert words in str(error.value)
 
 
@@ -121,7 +118,7 @@ def test_an_ogg_file_of_which_any_bit_was_changed_is_refused(place: int, bit: in
     changed = bytearray(OGG)
     changed[place] ^= 1 << bit
     with pytest.raises(SoundError):
-        Sound(bytes(changed), "audio/ogg", 60)
+        Sound(bytes(changed), 60)
 
 
 @pytest.mark.parametrize("change", ["lost", "twice", "late"])
@@ -130,22 +127,22 @@ def test_an_ogg_file_with_a_page_that_is_lost_or_comes_twice_or_late_is_refused(
         following = PAGES[number + 1]
         in_place = {"lost": [following], "twice": [page, page, following], "late": [following, page]}[change]
         with pytest.raises(SoundError):
-            Sound(b"".join([*PAGES[:number], *in_place, *PAGES[number + 2 :]]), "audio/ogg", 60)
+            Sound(b"".join([*PAGES[:number], *in_place, *PAGES[number + 2 :]]), 60)
 
 
 def test_an_ogg_file_of_more_pages_than_a_sound_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ogg, "_MOST_PAGES", len(PAGES) + 1)
-    Sound(OGG, "audio/ogg", 60)
+    Sound(OGG, 60)
     monkeypatch.setattr(ogg, "_MOST_PAGES", len(PAGES))
     with pytest.raises(SoundError, match=f"data has {len(PAGES)} pages or more"):
-        Sound(OGG, "audio/ogg", 60)
+        Sound(OGG, 60)
 
 
 @pytest.mark.parametrize(("rate", "channels"), [(RATE, 1), (192_000, 8)])
 def test_a_window_takes_less_memory_than_its_call_holds_for_it(rate: int, channels: int) -> None:
     """Besides the file itself, and beside what is under way to the engine: three times what the features take."""
     data = file_of(np.zeros((31 * rate, channels), dtype=np.float32), "FLAC", rate=rate)
-    sound = Sound(data, "audio/flac", 60)
+    sound = Sound(data, 60)
     log_mel(np.zeros(RATE, dtype=np.float32), 128)  # which keeps its tables
     tracemalloc.start()
     log_mel(sound.window(0, WINDOW), 128)
@@ -155,18 +152,18 @@ def test_a_window_takes_less_memory_than_its_call_holds_for_it(rate: int, channe
 
 
 @pytest.mark.parametrize(
-    ("data", "content_type", "seconds"),
+    ("data", "seconds"),
     [
-        (without_length(file_of(samples(3.3), "FLAC")), "audio/flac", 3.3),
-        (without_length(file_of(samples(3), "FLAC")), "audio/flac", 3),
-        (wav(3)[:40] + b"\xff" * 4 + wav(3)[44:], "audio/wav", 3),
-        (OGG + b"TAG" + bytes(125), "audio/ogg", 20),
-        (b"".join(PAGES[:-1]), "audio/ogg", 19.4),
-        (OPUS, "audio/ogg", 20),
-        (b"".join(OPUS_PAGES[:-1]), "audio/ogg", 19),
-        (MP3_WITHOUT_HEAD, "audio/mpeg", 20),
-        (MP3_WITHOUT_HEAD + b"TAG" + bytes(125), "audio/mpeg", 20),
-        ((b"ID3\4\0\0\0\0\1\2" + bytes(130)) * 16 + MP3, "audio/mpeg", 20),
+        (without_length(file_of(samples(3.3), "FLAC")), 3.3),
+        (without_length(file_of(samples(3), "FLAC")), 3),
+        (wav(3)[:40] + b"\xff" * 4 + wav(3)[44:], 3),
+        (OGG + b"TAG" + bytes(125), 20),
+        (b"".join(PAGES[:-1]), 19.4),
+        (OPUS, 20),
+        (b"".join(OPUS_PAGES[:-1]), 19),
+        (MP3_WITHOUT_HEAD, 20),
+        (MP3_WITHOUT_HEAD + b"TAG" + bytes(125), 20),
+        ((b"ID3\4\0\0\0\0\1\2" + bytes(130)) * 16 + MP3, 20),
     ],
     ids=[
         *("FLAC", "FLAC of whole seconds", "WAV of 4 GiB", "OGG with a title", "OGG whose last page is not marked"),
@@ -174,9 +171,9 @@ def test_a_window_takes_less_memory_than_its_call_holds_for_it(rate: int, channe
     ],
 )
 def test_a_sound_is_heard_to_its_end_also_where_its_head_does_not_say_how_long_it_is(
-    data: bytes, content_type: str, seconds: float
+    data: bytes, seconds: float
 ) -> None:
-    sound = Sound(data, content_type, 60)
+    sound = Sound(data, 60)
     window, expected = sound.window(0, WINDOW), samples(seconds)
     assert len(window) / RATE == pytest.approx(seconds, abs=0.1)
     assert sound.seconds == pytest.approx(seconds, abs=0.1)
@@ -186,10 +183,7 @@ def test_a_sound_is_heard_to_its_end_also_where_its_head_does_not_say_how_long_i
 
 def test_a_sound_that_is_longer_than_it_says_ends_at_the_limit() -> None:
     """A head that claims nothing: the length of a stream's samples is unknown, and all of them are read."""
-    for data, content_type in (
-        (without_length(file_of(samples(8), "FLAC")), "audio/flac"),
-        (MP3_WITHOUT_HEAD, "audio/mpeg"),
-    ):
-        sound = Sound(data, content_type, 5)
+    for data in (without_length(file_of(samples(8), "FLAC")), MP3_WITHOUT_HEAD):
+        sound = Sound(data, 5)
         with pytest.raises(SoundError, match="at most 5 s are allowed"):
             sound.window(0, WINDOW)

@@ -17,6 +17,7 @@ from tiny_encoder_decoder import (
     FIRST_TIME,
     GENERATION,
     GERMAN,
+    NO_SPEECH,
     PREVIOUS,
     SILENT,
     SPEECH_END,
@@ -78,6 +79,13 @@ class SlowWhisper:
                 found.append(int(scores.argmax()))
         return found[len(prompt) :]
 
+    def logprobs(self, sound: Any, token_ids: Sequence[int]) -> Any:
+        """Behind each of these tokens, of every token of the vocabulary."""
+        features = torch.from_numpy(log_mel(sound, 80))[None]
+        with torch.inference_mode():
+            found = self._network(input_features=features, decoder_input_ids=torch.tensor([token_ids])).logits[0]
+        return found.log_softmax(-1)
+
 
 async def events(client: Client, data: bytes, content_type: str = "audio/wav", **options: Any) -> list[Any]:
     return [event async for event in client.transcribe(Sound(data, content_type), **options)]
@@ -124,6 +132,29 @@ async def test_tokens_are_those_of_transformers(model: Path) -> None:
         params = SamplingParams(max_tokens=20, temperature=0)
         completion = await collect(client, EncoderPrompt(file, prompt), params)
         assert completion.outputs[0].token_ids == slow.tokens(sound, prompt, 20, with_rules=False)
+
+
+async def test_scores_are_those_of_transformers(model: Path) -> None:
+    """Of the first window, whose segments follow each other with a token for each time."""
+    slow, sound, prompt = SlowWhisper(model), samples(30, 1), [SPEECH_START, GERMAN, WRITE]
+    tokens = slow.tokens(sound, prompt, 32)
+    expected = slow.logprobs(sound, [*prompt, *tokens])
+    async with serving(model, **BLOCKS) as (one, _), Client(one.target) as client:
+        found = segments(await events(client, file_of(sound, subtype="FLOAT"), language=" GERMAN", scores=True))
+        plain = segments(await events(client, file_of(sound, subtype="FLOAT"), language="de"))
+    assert [segment.token_ids for segment in found] == [segment.token_ids for segment in plain]
+    assert not any(one.HasField("mean_logprob") or one.HasField("no_speech_probability") for one in plain)
+    first_window = [segment for segment in found if not segment.window_start_seconds]
+    assert len(first_window) >= 2
+    position = 0
+    for segment in first_window:
+        assert segment.no_speech_probability == pytest.approx(float(expected[0, NO_SPEECH].exp()), rel=1e-3)
+        while tokens[position : position + len(segment.token_ids)] != list(segment.token_ids):
+            position += 1
+        ids = tokens[position : position + len(segment.token_ids)]
+        logprobs = [float(expected[len(prompt) - 1 + position + n, id_]) for n, id_ in enumerate(ids)]
+        assert segment.mean_logprob == pytest.approx(sum(logprobs) / len(logprobs), rel=1e-3)
+        position += len(ids)
 
 
 async def test_a_long_sound_is_heard_window_by_window_to_its_end(model: Path) -> None:
@@ -196,7 +227,7 @@ async def test_a_worker_that_is_lost_between_two_windows_is_not_missed(
 
 REFUSED: dict[str, tuple[bytes, str, dict[str, Any], str]] = {
     "cut off": (wav(20)[:100_000], "audio/wav", {}, "sound: data is cut off"),
-    "another type": (wav(1), "video/mp4", {}, "sound: content_type is 'video/mp4'"),
+    "another type": (file_of(samples(1), "AIFF"), "audio/wav", {}, "sound: data is AIFF"),
     "language": (wav(1), "audio/wav", {"language": "xx"}, "language is 'xx'; with this model it may be de, en"),
     "nothing": (wav(0), "audio/wav", {}, "sound: data is shorter than 10 ms"),
     "temperature": (wav(1), "audio/wav", {"temperature": -1.0}, "temperature is -1.0; it must be in [0, 100]"),

@@ -15,17 +15,8 @@ import soxr
 from scheduler_service.frontend.speech import ogg
 
 SAMPLE_RATE = 16_000
-FORMATS = {
-    "audio/wav": "WAV",
-    "audio/wave": "WAV",
-    "audio/x-wav": "WAV",
-    "audio/flac": "FLAC",
-    "audio/x-flac": "FLAC",
-    "audio/mpeg": "MPEG",
-    "audio/mp3": "MPEG",
-    "audio/ogg": "OGG",
-}
-_SAME = {"WAVEX": "WAV", "RF64": "WAV", "MP3": "MPEG"}
+FORMATS = {"WAV": "WAV", "WAVEX": "WAV", "RF64": "WAV", "FLAC": "FLAC", "MPEG": "MP3", "MP3": "MP3", "OGG": "OGG"}
+"""Those that are heard, by libsndfile's names."""
 MAX_CHANNELS = 8
 SAMPLE_RATES = (4_000, 192_000)
 _UNKNOWN_LENGTH = 0x7FFF_0000
@@ -86,24 +77,22 @@ class _Endless(io.BytesIO):
 class Sound:
     """An opened file. Not thread-safe; reading takes milliseconds, so call it on a thread."""
 
-    def __init__(self, data: bytes, content_type: str, max_seconds: float) -> None:
+    def __init__(self, data: bytes, max_seconds: float) -> None:
         """Judge a file by its head. Raises SoundError."""
         self._max_seconds = max_seconds
-        expected = FORMATS.get(content_type.partition(";")[0].strip().lower())
-        if expected is None:
-            raise SoundError(f"content_type is {content_type[:64]!r}; it must be one of {', '.join(FORMATS)}")
         if not data:
             raise SoundError("data is empty; a sound file is needed")
         _check_tags(data)
         try:
             self._file = _Forwards(io.BytesIO(data))
-            if _kind(self._file) == "MPEG":  # and no other: of a WAV it would never come to the end of the head
+            # Not another format: of a WAV the end of its head would never come.
+            if FORMATS.get(self._file.format) == "MP3":
                 self._file = _Forwards(_Endless(data))
         except soundfile.LibsndfileError as error:
             raise SoundError(f"data is no sound file that can be read: {error.error_string}") from error
         file = self._file
-        if (found := _kind(file)) != expected:
-            raise SoundError(f"data is {found}, and content_type says {content_type[:64]}")
+        if (kind := FORMATS.get(file.format)) is None:
+            raise SoundError(f"data is {file.format}; {', '.join(dict.fromkeys(FORMATS.values()))} are heard")
         if not 1 <= file.channels <= MAX_CHANNELS:
             raise SoundError(f"data has {file.channels} channels; at most {MAX_CHANNELS} are allowed")
         low, high = SAMPLE_RATES
@@ -111,7 +100,7 @@ class Sound:
             raise SoundError(f"data has {file.samplerate} samples a second; {low} to {high} are allowed")
         if file.frames < _UNKNOWN_FRAMES:
             self._check_seconds(file.frames / file.samplerate)
-        _check_whole(data, expected, file.extra_info)
+        _check_whole(data, kind, file.extra_info)
         self._resampler = soxr.ResampleStream(file.samplerate, SAMPLE_RATE, 1, dtype="float32")
         self._block = min(file.samplerate, _MOST_NUMBERS // file.channels)  # a second of most sounds
         self._num_read = 0  # samples of the file
@@ -158,10 +147,6 @@ class Sound:
     def _check_seconds(self, seconds: float) -> None:
         if seconds > self._max_seconds:
             raise SoundError(f"data is a sound of {seconds:.0f} s or more; at most {self._max_seconds:g} s are allowed")
-
-
-def _kind(file: soundfile.SoundFile) -> str:
-    return _SAME.get(file.format, str(file.format))
 
 
 def _check_tags(data: bytes) -> None:

@@ -13,6 +13,7 @@ class Segment:
     start: float
     end: float
     token_ids: list[int]
+    mean_logprob: float | None = None
 
 
 class Transcript:
@@ -27,28 +28,35 @@ class Transcript:
         self._seconds = seconds
         self._begin: float | None = None
         self._token_ids: list[int] = []
+        self._logprobs: list[float] = []  # of these tokens, if they are known
         self._end = 0.0  # of the last complete text
 
-    def gain(self, token_id: int) -> Segment | None:
+    def gain(self, token_id: int, logprob: float | None = None) -> Segment | None:
         """The text that a token completes, if any."""
         if token_id < self._params.num_text_tokens:
             self._token_ids.append(token_id)
+            if logprob is not None:
+                self._logprobs.append(logprob)
         if token_id < self._params.first_timestamp:
             return None
         time = min((token_id - self._params.first_timestamp) * SECONDS_PER_TIMESTAMP, self._seconds)
         if not self._token_ids:
             self._begin = time
             return None
-        segment = Segment(self._begin or 0.0, time, self._token_ids)
-        self._begin, self._token_ids, self._end = None, [], time
+        segment = self._segment(time)
+        self._begin, self._token_ids, self._logprobs, self._end = None, [], [], time
         return segment
+
+    def _segment(self, end: float) -> Segment:
+        mean = sum(self._logprobs) / len(self._logprobs) if self._logprobs else None
+        return Segment(self._begin or 0.0, end, self._token_ids, mean)
 
     @property
     def rest(self) -> Segment | None:
         """Text that has not ended, if there is no other: it takes the whole window."""
         if self._end or not self._token_ids:
             return None
-        return Segment(self._begin or 0.0, self._seconds, self._token_ids)
+        return self._segment(self._seconds)
 
     @property
     def next(self) -> float:
