@@ -99,7 +99,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     score.add_argument("--top-n", type=int, default=0, help="how many of the best to show; 0 for all (default)")
     score.add_argument("--truncate", action="store_true", help="cut documents that are too long for the model")
     transcribe = commands.add_parser("transcribe", parents=[request], help="write down what is said in a sound file")
-    transcribe.add_argument("file", type=Path, help="WAV, FLAC, MP3 or OGG, whatever its name")
+    transcribe.add_argument("file", type=Path, help="WAV, FLAC, MP3, OGG, MP4 or WebM, whatever its name")
     transcribe.add_argument(
         "--language", default="", metavar="LANGUAGE", help='as "en" or "english"; found out if not given'
     )

@@ -26,10 +26,35 @@ def file_of(
     return buffer.getvalue()
 
 
+def container_of(
+    sound: npt.NDArray[np.float32], kind: str, codec: str, rate: int = RATE, number: int = 1, **options: str
+) -> bytes:
+    """An MP4 or a Matroska file with so many equal sounds, by FFmpeg's names of format, encoder and options."""
+    import av
+
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=kind, options=options) as container:
+        streams = [container.add_stream(codec, rate=rate, layout="mono") for _ in range(number)]
+        for stream in streams:
+            frame = av.AudioFrame.from_ndarray(sound[None], format="flt", layout="mono")
+            frame.sample_rate, frame.pts = rate, 0
+            size = stream.codec_context.frame_size or 1024
+            resampler = av.AudioResampler(stream.codec_context.format, "mono", rate, frame_size=size)
+            for part in (*resampler.resample(frame), *resampler.resample(None), None):
+                container.mux(stream.encode(part))
+    return buffer.getvalue()
+
+
 @cache
 def two_hours() -> bytes:
     """Silence in 94 KiB, at the lowest rate that is heard, so that it is soon encoded."""
     return file_of(np.zeros(2 * 3600 * 4000, dtype=np.float32), "FLAC", rate=4000)
+
+
+@cache
+def two_hours_of_matroska() -> bytes:
+    """The same."""
+    return container_of(np.zeros(2 * 3600 * 4000, dtype=np.float32), "matroska", "flac", 4000)
 
 
 def without_length(flac: bytes) -> bytes:

@@ -8,7 +8,8 @@ from scheduler_service.core import EncoderInput
 from scheduler_service.frontend.checks import invalid
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.speech.log_mel import HOP, NUM_FRAMES, WINDOW, log_mel
-from scheduler_service.frontend.speech.sound import SAMPLE_RATE, Samples, Sound, SoundError
+from scheduler_service.frontend.speech.sound import SAMPLE_RATE, Samples, Sound
+from scheduler_service.frontend.speech.sound_error import SoundError
 
 BAND_BYTES = 4 * NUM_FRAMES
 """Of one band of a window."""

@@ -111,7 +111,8 @@ class _SpeechCall(PartedCall):
             async with self.part(self._num_parts, prompt, sampling, features) as state:
                 state.stream.when_cut = writer.give_up
                 async for delta in state.stream:
-                    logprobs = [entry.logprobs[0] for entry in delta.logprobs] or [None] * len(delta.token_ids)
+                    logprobs: list[float | None] = [entry.logprobs[0] for entry in delta.logprobs]
+                    logprobs = logprobs or [None] * len(delta.token_ids)
                     for segment in filter(None, map(transcript.gain, delta.token_ids, logprobs)):
                         yield await self._encode(segment, begins, silence)
             if (rest := transcript.rest) is not None:

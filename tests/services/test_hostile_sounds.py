@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from cluster import front_ends, holds_blocks, until_idle
 from hostile_requests import FINE, INSIDE, Code, changed
-from sounds import file_of, samples, two_hours, wav, without_length
+from sounds import container_of, file_of, samples, two_hours, two_hours_of_matroska, wav, without_length
 from test_hostile import GROWTH, OPTIONS
 from tiny_encoder_decoder import write_whisper
 
@@ -35,6 +35,7 @@ ORDINARY = [
     Sound(wav(2, 1), "audio/wav"),
     Sound(file_of(samples(3, 2), "FLAC"), "audio/flac"),
     Sound(file_of(samples(1, 3), "OGG", None), "audio/ogg"),
+    Sound(container_of(samples(2, 4), "ipod", "aac")),
 ]
 
 
@@ -53,6 +54,7 @@ def hostile() -> list[Hostile]:
     flac, mp3, ogg = (file_of(samples(20), kind, None) for kind in ("FLAC", "MP3", "OGG"))
     hours = np.zeros(2 * 3600 * 4000, dtype=np.float32)
     bomb = file_of(np.zeros((60 * 192_000, 8), dtype=np.float32), "FLAC", rate=192_000)  # 100 KB for 368 MB
+    aac, opus = container_of(samples(20), "ipod", "aac"), container_of(samples(20), "webm", "libopus", 48_000)
     claims = wav(3)[:40] + (1 << 30).to_bytes(4, "little") + wav(3)[44:]
     return [
         Hostile(wav(20)[:100_000], "audio/wav", "data is cut off: its head says 640000 bytes of samples"),
@@ -66,7 +68,13 @@ def hostile() -> list[Hostile]:
         Hostile(two_hours(), "audio/flac", "data is a sound of 7200 s or more"),
         Hostile(without_length(bomb), "audio/flac", "at most 30 s are allowed", "Generate"),
         Hostile(b"ID3\4\0\0\0\0\0\0" * 100_000 + mp3, "audio/mpeg", "data begins with more than 16 ID3 tags"),
-        Hostile(file_of(samples(1), "AIFF"), "audio/wav", "data is AIFF; WAV, FLAC, MP3, OGG are heard"),
+        Hostile(file_of(samples(1), "AIFF"), "audio/wav", "data is AIFF; WAV, FLAC, MP3, OGG, MP4 and WebM are heard"),
+        Hostile(aac[: len(aac) // 2], "audio/mp4", "data is no sound file that can be read"),
+        Hostile(aac[:60_000] + bytes(20_000) + aac[80_000:], "audio/mp4", "data is damaged or cut off"),
+        Hostile(opus[: len(opus) // 2], "audio/webm", "data is cut off: its head says"),
+        Hostile(two_hours_of_matroska(), "video/webm", "data is a sound of 7200 s or more"),
+        Hostile(container_of(samples(1), "mp4", "aac", number=2), "video/mp4", "data has 2 sounds in it"),
+        Hostile(aac[:64] + random.Random(2).randbytes(1 << 20), "audio/mp4", "data is no sound file that can be read"),
         Hostile(random.Random(1).randbytes(1 << 20), "audio/mpeg", "data is no sound file that can be read"),
     ]
 

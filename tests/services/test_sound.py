@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sounds import RATE, file_of, samples, two_hours, wav, without_length
+from sounds import RATE, container_of, file_of, samples, two_hours, two_hours_of_matroska, wav, without_length
 
 from scheduler_service.frontend.request_memory import SOUND_BYTES
 from scheduler_service.frontend.speech import ogg
 from scheduler_service.frontend.speech.log_mel import WINDOW, log_mel
-from scheduler_service.frontend.speech.sound import Sound, SoundError
+from scheduler_service.frontend.speech.sound import Sound
+from scheduler_service.frontend.speech.sound_error import SoundError
 
 
 @pytest.mark.parametrize("num_bands", [80, 128])
@@ -54,6 +55,23 @@ def test_windows_of_a_file_are_its_samples(kind: str, subtype: str | None, toler
     assert len(sound.window(100 * RATE, RATE)) == 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "codec"),
+    [("ipod", "aac"), ("mp4", "alac"), ("mp4", "flac"), ("webm", "libopus"), ("matroska", "libmp3lame")],
+)
+def test_the_sound_of_a_container_is_that_which_was_put_in(kind: str, codec: str) -> None:
+    """Encoders that lose nothing give back every sample, the others nearly."""
+    original = samples(5.5)
+    sound = Sound(container_of(original, kind, codec, 48_000 if codec == "libopus" else RATE), 60)
+    window = np.concatenate([sound.window(0, 2 * RATE), sound.window(2 * RATE, 10 * RATE)])
+    if codec == "libopus":  # which was told that the samples are three times as many a second
+        original = original[::3]
+    whole = min(len(window), len(original))
+    assert whole == pytest.approx(len(original), abs=2000)
+    assert sound.seconds == pytest.approx(len(original) / RATE, abs=0.15)
+    assert np.corrcoef(window[:whole], original[:whole])[0, 1] > (0.999 if codec in ("alac", "flac") else 0.9)
+
+
 def test_other_rates_and_several_channels_are_heard_as_one_channel_at_the_usual_rate() -> None:
     time = np.arange(3 * 44_100) / 44_100
     tone = (0.5 * np.sin(2 * np.pi * 440 * time)).astype(np.float32)
@@ -83,12 +101,13 @@ def _head(rate: int = RATE, channels: int = 1) -> bytes:
 FLAC, MP3, OGG, RF64 = (file_of(samples(20), kind, None) for kind in ("FLAC", "MP3", "OGG", "RF64"))
 MP3_WITHOUT_HEAD = MP3[MP3.index(MP3[:3], 3) :]
 """Its first frame has no sound, but says how many there are. Their bitrate changes."""
+AAC, WEBM = container_of(samples(20), "ipod", "aac"), container_of(samples(20), "webm", "libopus")
 OPUS = file_of(samples(20), "OGG", "OPUS")
 PAGES, OPUS_PAGES = ([b"OggS" + page for page in file.split(b"OggS")[1:]] for file in (OGG, OPUS))
 REFUSED = {
     "nothing": (b"", "data is empty"),
     "no sound": (b"hello" * 1000, "data is no sound file that can be read"),
-    "another format": (file_of(samples(1), "AIFF"), "data is AIFF; WAV, FLAC, MP3, OGG are heard"),
+    "another format": (file_of(samples(1), "AIFF"), "data is AIFF; WAV, FLAC, MP3, OGG, MP4 and WebM are heard"),
     "cut off": (wav(20)[:100_000], "data is cut off: its head says 640000 bytes of samples"),
     "cut off, compressed": (FLAC[: len(FLAC) // 2], "data is damaged or cut off after"),
     "cut off, MP3": (MP3[: len(MP3) // 2], "data is damaged or cut off after"),
@@ -97,6 +116,17 @@ REFUSED = {
     "a page less, OGG": (b"".join(PAGES[:9] + PAGES[10:]), "data is damaged: page 9 is missing"),
     "damaged, OGG": (OGG.replace(PAGES[9], PAGES[9][:-1] + b"?"), "data is damaged in page 9"),
     "cut off, RF64": (RF64[:100_000], "data is cut off: its head says 320000 samples, and there are"),
+    "cut off, MP4": (AAC[: len(AAC) // 2], "data is no sound file that can be read: Invalid data"),
+    "cut off, index in front": (
+        container_of(samples(20), "mp4", "aac", moov_size="30000")[:100_000],
+        "data is damaged or cut off after",
+    ),
+    "damaged, MP4": (AAC[:60_000] + bytes(20_000) + AAC[80_000:], "data is damaged or cut off after"),
+    "head alone, WebM": (WEBM[:100], "data is no sound file that can be read"),
+    "two sounds": (container_of(samples(1), "mp4", "aac", number=2), "data has 2 sounds in it; send a file with one"),
+    "another codec": (container_of(samples(1), "matroska", "pcm_s16le"), "data has a sound in pcm_s16le; aac, opus"),
+    "hours, Matroska": (two_hours_of_matroska(), "data is a sound of 7200 s or more; at most 3600 s are allowed"),
+    "slow, MP4": (container_of(samples(1), "matroska", "flac", rate=3000), "data has 3000 samples a second"),
     "tags": ((b"ID3\4\0\0\0\0\0\2" + bytes(2)) * 17 + MP3, "data begins with more than 16 ID3 tags"),
     "several streams": (OGG + OGG, "data has several streams, of which one would be heard"),
     "hours": (two_hours(), "data is a sound of 7200 s or more; at most 3600 s are allowed"),

@@ -1,11 +1,14 @@
 """A sound file as the samples that a model hears: one channel, 16,000 a second, read a window at a time.
 
+libsndfile reads it, or FFmpeg if it is an MP4 or a WebM file: see container.py.
+
 A file is hostile until it is read: a few kilobytes may claim, and hold, hours. So its head is judged before any sample
 is decoded, no more is decoded than what is heard next, and what a head does not say is found out on the way.
 """
 
 import io
 import re
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +16,10 @@ import soundfile
 import soxr
 
 from scheduler_service.frontend.speech import ogg
+from scheduler_service.frontend.speech.sound_error import SoundError
+
+if TYPE_CHECKING:
+    from scheduler_service.frontend.speech.container import Container
 
 SAMPLE_RATE = 16_000
 FORMATS = {"WAV": "WAV", "WAVEX": "WAV", "RF64": "WAV", "FLAC": "FLAC", "MPEG": "MP3", "MP3": "MP3", "OGG": "OGG"}
@@ -41,10 +48,6 @@ _MOST_NUMBERS = 1 << 19
 Samples = npt.NDArray[np.float32]
 
 
-class SoundError(Exception):
-    """Why a sound cannot be heard: a sentence for its sender."""
-
-
 class _Forwards(soundfile.SoundFile):  # type: ignore[misc]  # whose library has no types
     """A file that is read from its beginning to its end.
 
@@ -53,6 +56,15 @@ class _Forwards(soundfile.SoundFile):  # type: ignore[misc]  # whose library has
 
     def seekable(self) -> bool:
         return False
+
+    @property
+    def frames(self) -> int | None:
+        """Samples that the head says there are; None where it does not."""
+        return None if super().frames >= _UNKNOWN_FRAMES else int(super().frames)
+
+    def read(self, length: int) -> Samples:
+        """The next samples, a row each with a number for each channel; fewer than `length` at the end."""
+        return super().read(length, dtype="float32", always_2d=True)  # type: ignore[no-any-return]
 
 
 class _Endless(io.BytesIO):
@@ -82,25 +94,14 @@ class Sound:
         self._max_seconds = max_seconds
         if not data:
             raise SoundError("data is empty; a sound file is needed")
-        _check_tags(data)
-        try:
-            self._file = _Forwards(io.BytesIO(data))
-            # Not another format: of a WAV the end of its head would never come.
-            if FORMATS.get(self._file.format) == "MP3":
-                self._file = _Forwards(_Endless(data))
-        except soundfile.LibsndfileError as error:
-            raise SoundError(f"data is no sound file that can be read: {error.error_string}") from error
-        file = self._file
-        if (kind := FORMATS.get(file.format)) is None:
-            raise SoundError(f"data is {file.format}; {', '.join(dict.fromkeys(FORMATS.values()))} are heard")
+        self._file = file = _open(data)
         if not 1 <= file.channels <= MAX_CHANNELS:
             raise SoundError(f"data has {file.channels} channels; at most {MAX_CHANNELS} are allowed")
         low, high = SAMPLE_RATES
         if not low <= file.samplerate <= high:
             raise SoundError(f"data has {file.samplerate} samples a second; {low} to {high} are allowed")
-        if file.frames < _UNKNOWN_FRAMES:
+        if file.frames is not None:
             self._check_seconds(file.frames / file.samplerate)
-        _check_whole(data, kind, file.extra_info)
         self._resampler = soxr.ResampleStream(file.samplerate, SAMPLE_RATE, 1, dtype="float32")
         self._block = min(file.samplerate, _MOST_NUMBERS // file.channels)  # a second of most sounds
         self._num_read = 0  # samples of the file
@@ -130,14 +131,14 @@ class Sound:
 
     def _read(self) -> None:
         try:
-            block = self._file.read(self._block, dtype="float32", always_2d=True)
+            block = self._file.read(self._block)
         except soundfile.LibsndfileError as error:
             raise SoundError(f"data is damaged or cut off after {self.seconds:.1f} s: {error.error_string}") from error
         self._num_read += len(block)
         self._check_seconds(self.seconds)
         self._is_over = len(block) < self._block
         frames = self._file.frames
-        if self._is_over and frames < _UNKNOWN_FRAMES and self._num_read < _MOST_LOST * frames:
+        if self._is_over and frames is not None and self._num_read < _MOST_LOST * frames:
             said = frames / self._file.samplerate
             raise SoundError(f"data is cut off: its head says {said:.1f} s, and there are {self.seconds:.1f}")
         # What is louder than full scale, in a file of floats, is as loud as that; what is no number is silent.
@@ -147,6 +148,34 @@ class Sound:
     def _check_seconds(self, seconds: float) -> None:
         if seconds > self._max_seconds:
             raise SoundError(f"data is a sound of {seconds:.0f} s or more; at most {self._max_seconds:g} s are allowed")
+
+
+def _demuxer(data: bytes) -> str | None:
+    """FFmpeg's demuxer for a file that begins like this; None for one that is no container of these kinds."""
+    if data[4:8] == b"ftyp":
+        return "mp4"
+    return "matroska" if data.startswith(b"\x1a\x45\xdf\xa3") else None
+
+
+def _open(data: bytes) -> "_Forwards | Container":
+    """A file whose head was judged. Raises SoundError."""
+    if (demuxer := _demuxer(data)) is not None:
+        # FFmpeg's libraries take 17 MiB of a front end, and 0.1 s.
+        from scheduler_service.frontend.speech.container import Container
+
+        return Container(data, demuxer)
+    _check_tags(data)
+    try:
+        file = _Forwards(io.BytesIO(data))
+        # Not another format: of a WAV the end of its head would never come.
+        if FORMATS.get(file.format) == "MP3":
+            file = _Forwards(_Endless(data))
+    except soundfile.LibsndfileError as error:
+        raise SoundError(f"data is no sound file that can be read: {error.error_string}") from error
+    if (kind := FORMATS.get(file.format)) is None:
+        raise SoundError(f"data is {file.format}; {', '.join(dict.fromkeys(FORMATS.values()))}, MP4 and WebM are heard")
+    _check_whole(data, kind, file.extra_info)
+    return file
 
 
 def _check_tags(data: bytes) -> None:

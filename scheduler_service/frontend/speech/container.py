@@ -1,0 +1,108 @@
+"""The sound of an MP4 or a WebM file, decoded by FFmpeg (PyAV) a little at a time.
+
+FFmpeg knows hundreds of formats. Here it has one demuxer, chosen by the file's head, and the few decoders whose sounds
+such files have; it opens nothing besides the bytes of the file.
+"""
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import av
+import numpy as np
+import numpy.typing as npt
+
+from scheduler_service.frontend.speech.sound_error import SoundError
+
+CODECS = ("aac", "opus", "vorbis", "mp3float", "flac", "alac")
+_MOST_STREAMS = 16
+_MOST_FRAME_SAMPLES = 1 << 17
+"""Of a packet. A head may claim 16 million of 8 channels, which FFmpeg would reserve 512 MB for."""
+_MOST_PACKETS = 1 << 19
+"""Of a file: an hour of AAC at 48,000 samples a second has 168,750, and 16 MiB may have millions of empty ones."""
+
+
+class Container:
+    """An opened file, as `Sound` reads one: from its beginning to its end. Raises SoundError.
+
+    `frames` is what the head says, or None where it says nothing of the sound alone.
+    """
+
+    def __init__(self, data: bytes, demuxer: str) -> None:
+        try:
+            self._container = av.open(
+                io.BytesIO(data),
+                "r",
+                format=demuxer,
+                container_options={
+                    "codec_whitelist": ",".join(CODECS),
+                    "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm",
+                    "protocol_whitelist": "",
+                    "max_streams": str(_MOST_STREAMS),
+                },
+                metadata_errors="ignore",
+            )
+        except (av.FFmpegError, ValueError) as error:
+            raise SoundError(f"data is no sound file that can be read: {_reason(error)}") from None
+        sounds = self._container.streams.audio
+        if len(sounds) != 1:
+            raise SoundError(f"data has {len(sounds)} sounds in it; send a file with one")
+        self._stream = stream = sounds[0]
+        codec = stream.codec_context  # None for one that FFmpeg does not know
+        if codec is None or codec.name not in CODECS:
+            name = "an unknown code" if codec is None else codec.name
+            raise SoundError(f"data has a sound in {name}; {', '.join(CODECS)} are heard")
+        codec.thread_count = 1
+        codec.options = {"max_samples": str(_MOST_FRAME_SAMPLES), "err_detect": "explode"}
+        self._num_read = 0
+        self.samplerate = 0
+        self._blocks = self._decoded()
+        self._rest = next(self._blocks, None)
+        if self._rest is None:
+            raise SoundError("data has a sound of no length")
+        self.channels = self._rest.shape[1]
+        self.frames = self._said_frames()
+
+    def _said_frames(self) -> int | None:
+        stream, container = self._stream, self._container
+        if stream.duration is not None and stream.time_base is not None:
+            return round(stream.duration * stream.time_base * self.samplerate)
+        if container.duration is not None and len(container.streams) == 1:
+            return round(container.duration * self.samplerate / 1_000_000)
+        return None
+
+    def read(self, length: int) -> npt.NDArray[np.float32]:
+        """The next samples, a row each with a number for each channel; fewer than `length` at the end."""
+        blocks, count = [], 0
+        while self._rest is not None and count < length:
+            blocks.append(self._rest[: length - count])
+            count += len(blocks[-1])
+            self._rest = self._rest[len(blocks[-1]) :]
+            if not len(self._rest):
+                self._rest = next(self._blocks, None)
+        return np.concatenate(blocks) if blocks else np.empty((0, self.channels), dtype=np.float32)
+
+    def _decoded(self) -> Iterator[npt.NDArray[np.float32]]:
+        resampler = av.AudioResampler(format="flt")  # which only changes how numbers are stored
+        try:
+            for number, packet in enumerate(self._container.demux(self._stream)):
+                if number == _MOST_PACKETS:
+                    raise SoundError(f"data has more than {_MOST_PACKETS} packets")
+                for frame in packet.decode():
+                    if self.samplerate not in (0, frame.sample_rate):
+                        raise SoundError("data is of several rates; send a file with one")
+                    self.samplerate = frame.sample_rate
+                    yield from self._samples(resampler, frame)
+        except (av.FFmpegError, ValueError) as error:
+            seconds = self._num_read / max(self.samplerate, 1)
+            raise SoundError(f"data is damaged or cut off after {seconds:.1f} s: {_reason(error)}") from None
+
+    def _samples(self, resampler: Any, frame: Any) -> Iterator[npt.NDArray[np.float32]]:
+        for plain in resampler.resample(frame):
+            block = plain.to_ndarray().reshape(-1, plain.layout.nb_channels)
+            self._num_read += len(block)
+            yield block
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)
