@@ -164,6 +164,9 @@ class SlowBlocks:
         num_full = num_tokens // self.config.block_size
         if sequence.is_encoder:  # whose last block never has more in it
             num_full = self.blocks_for(num_tokens)
+        if sequence.num_offered and num_full > sequence.num_offered and table[sequence.num_offered - 1].key is None:
+            sequence.num_expected = 0  # what is behind a withdrawn block is not found
+            return
         for index in range(sequence.num_offered, num_full):
             self.name(table[index], self.key_of(sequence, index), pool)
             sequence.num_offered = index + 1

@@ -164,7 +164,8 @@ class SlowScheduler(SlowBlocks):
         if num_tokens > 1 or sequence.is_encoder:
             self.offer(sequence, min(sequence.computed + num_tokens, len(sequence.token_ids)))
         self.filled += sequence.device[before : sequence.num_offered]
-        if not sequence.is_encoder:
+        is_found = sequence.num_offered == 0 or sequence.device[sequence.num_offered - 1].key is not None
+        if not sequence.is_encoder and is_found:
             sequence.num_expected = max(sequence.num_expected, len(sequence.token_ids) // self.config.block_size)
 
     def is_tied(self, group: SlowGroup) -> bool:

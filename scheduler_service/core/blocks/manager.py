@@ -143,10 +143,10 @@ class BlockManager:
         if table is None:
             return []
         keys = self.keys.leading(sequence, num_full)
-        parent = keys[start - 1] if start else first_key(sequence.group)
-        if start and blocks.key(table[start - 1]) != parent:
+        if start and blocks.key(table[start - 1]) is None:
             self._unexpect(sequence, sequence.num_expected_blocks)
             return []
+        parent = keys[start - 1] if start else first_key(sequence.group)
         for index in range(start, num_full):
             blocks.publish(table[index], keys[index], parent)
             parent = keys[index]
@@ -165,9 +165,11 @@ class BlockManager:
 
     def expect(self, sequence: Sequence) -> None:
         """Let others know that a running sequence is going to compute the rest of its known tokens."""
-        num_full = sequence.num_tokens // self.block_size
-        start = max(sequence.num_published_blocks, sequence.num_expected_blocks)
+        num_full, num_published = sequence.num_tokens // self.block_size, sequence.num_published_blocks
+        start = max(num_published, sequence.num_expected_blocks)
         if self.prefix_caching and not sequence.is_encoder and num_full > start:
+            if num_published and self.device.key(self.tables[sequence.id][num_published - 1]) is None:
+                return  # nothing is published behind a block that was withdrawn
             for key in self.keys.leading(sequence, num_full)[start:num_full]:
                 self.device.expect(key)
             sequence.num_expected_blocks = num_full
