@@ -31,7 +31,6 @@ def main() -> None:
     # Where cores are short the engine goes first: a front end that is late merges tokens into fewer messages, while an
     # engine that is late lets workers idle.
     os.nice(NICE)
-    import scheduler_service.frontend.without_torch  # noqa: F401
     from scheduler_service.frontend.server import serve
 
     status = 0

@@ -82,7 +82,9 @@ class ServedModel:
         """Read the files that a worker sent. Takes about a second; call it on a thread."""
         config = _read_json(directory / "config.json")
         generation = _read_json(directory / "generation_config.json")
-        ends = eos_token_ids(config, generation, limits.vocabulary_size)
+        tokenizer = Tokenizer(directory) if (directory / "tokenizer.json").exists() else None
+        of_tokenizer = tokenizer.eos_token_id if tokenizer else None
+        ends = eos_token_ids(config, generation, of_tokenizer, limits.vocabulary_size)
         starts = _decoder_start(config, generation, limits.vocabulary_size)
         speech_tokens = None
         if limits.feature_bytes and starts and ends:
@@ -90,7 +92,7 @@ class ServedModel:
         return cls(
             **{name: getattr(limits, name) for name in limits.DESCRIPTOR.fields_by_name},
             eos_token_ids=ends,
-            tokenizer=Tokenizer(directory) if (directory / "tokenizer.json").exists() else None,
+            tokenizer=tokenizer,
             scores_plainly=_scores_plainly(config),
             decoder_start_token_ids=starts,
             speech_tokens=speech_tokens,

@@ -4,6 +4,7 @@ import asyncio
 from array import array
 
 from pagewire.v1 import inference_service_pb2 as pb
+from scheduler_service.frontend.chat_template import TemplateError
 from scheduler_service.frontend.checks import (
     check_context,
     check_length,
@@ -13,7 +14,7 @@ from scheduler_service.frontend.checks import (
     take_token_ids,
 )
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.tokenization import TemplateError, Tokenizer, TooManyTokensError
+from scheduler_service.frontend.tokenization import Tokenizer, TooManyTokensError
 
 MAX_TOKENIZE = 1 << 17
 """Or as many as the context has."""

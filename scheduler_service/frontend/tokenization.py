@@ -16,13 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import jinja2
 import tokenizers
 from tokenizers.decoders import DecodeStream
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from scheduler_service.frontend.chat_template import TemplateError
+from scheduler_service.frontend.tokenizer_loading import load_tokenizer
 from scheduler_service.frontend.word_finder import WordFinder
 
 # A detokenizer is primed with the end of the prompt, because some tokenizers drop a leading space at the beginning.
@@ -49,10 +49,6 @@ PIECES_AT_ONCE = 256
 END_OF_MARK = "\ue001"
 
 MOST_TOKENS = 1 << 20
-
-
-class TemplateError(ValueError):
-    """The chat template refused the messages."""
 
 
 class TooManyTokensError(ValueError):
@@ -96,16 +92,12 @@ class Tokenizer:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._transformers = _load(directory)
-        self._parsing: tokenizers.Tokenizer = self._transformers.backend_tokenizer
-        self._plain: tokenizers.Tokenizer = tokenizers.Tokenizer.from_str(self._parsing.to_str())
-        self._plain.encode_special_tokens = True
-        for backend in (self._parsing, self._plain):  # a prompt is never cut or filled up in silence
-            backend.no_truncation()
-            backend.no_padding()
-        special = [*filter(None, self._transformers.all_special_tokens)]
-        special += [token.content for token in self._transformers.added_tokens_decoder.values() if token.special]
-        self._special = WordFinder(special)
+        files = load_tokenizer(directory)
+        self._parsing, self._plain = files.parsing, files.plain
+        self._chat_template = files.chat_template
+        self._truncates_left = files.truncates_left
+        self._special = WordFinder(files.hidden)
+        self.eos_token_id = files.eos_token_id
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
         self._side_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-aside")
         vocabulary = self._parsing.get_vocab(with_added_tokens=True)
@@ -120,7 +112,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._transformers.chat_template)
+        return self._chat_template is not None
 
     async def encode(
         self, text: str, *, most: int = MOST_TOKENS, parse_special_tokens: bool = False, aside: bool = False
@@ -208,14 +200,15 @@ class Tokenizer:
                         raise TooManyTokensError
             return "".join(parts)
 
+        assert self._chat_template is not None
         hidden = [{**message, "content": hide(message["content"])} for message in messages]
         try:
-            text = self._transformers.apply_chat_template(hidden, tokenize=False, add_generation_prompt=True)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            text = self._chat_template.render(hidden)
+        except TemplateError as error:
             reason = str(error)
             for word, its_mark in marks.items():
                 reason = reason.replace(its_mark, word)
-            raise TemplateError(f"the model's chat template refuses these messages: {reason}") from error
+            raise TemplateError(reason) from error
         plain = [_encode(self._plain, word, most) for word in marks]
         pieces = _pieces(text, mark, len(marks))
         ids: list[int] = []
@@ -234,16 +227,16 @@ class Tokenizer:
         if second is not None and _excess(tokenizer, first, most) is not None:
             raise TooManyTokensError(number)
         last = first if second is None else second
-        if (excess := _excess(tokenizer, last, most)) is not None:
+        if (excess := _excess(tokenizer, last, most, from_end=self._truncates_left)) is not None:
             if not truncate:
                 raise TooManyTokensError(number)
-            last = last[:excess]
+            last = last[-excess:] if self._truncates_left else last[:excess]
         parts = [last] if second is None else [first, last]
         (encoding,) = tokenizer.encode_batch_fast([last if second is None else (first, last)])
         if len(encoding) > most and truncate:
             encodings = tokenizer.encode_batch_fast(parts, add_special_tokens=False)
             room = most - tokenizer.num_special_tokens_to_add(second is not None) - sum(map(len, encodings[:-1]))
-            encodings[-1].truncate(max(1, room))
+            encodings[-1].truncate(max(1, room), direction="left" if self._truncates_left else "right")
             encoding = tokenizer.post_process(*encodings)  # type: ignore[arg-type]  # the stub has no pair
         if len(encoding) > most:
             raise TooManyTokensError(number)
@@ -264,16 +257,6 @@ class Tokenizer:
         return tuple(filter(None, (tuple(_encode(self._plain, text, len(text))) for text in variants)))
 
 
-def _load(directory: Path) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        # The configuration names code of its own, which is never run; tokenizer.json is a whole tokenizer without it.
-        return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
-
-
 def _encode(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, add_special_tokens: bool = False) -> list[int]:
     """Raises TooManyTokensError if the text clearly has more than `most`.
 
@@ -286,15 +269,16 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, add_specia
     return list(encoding.ids)
 
 
-def _excess(tokenizer: tokenizers.Tokenizer, text: str, most: int) -> int | None:
+def _excess(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, from_end: bool = False) -> int | None:
     """After how many characters a text clearly has more than `most` tokens; None where that is not so."""
     parts = [text[start : start + CHARACTERS_AT_ONCE] for start in range(0, len(text), CHARACTERS_AT_ONCE)]
     if len(parts) > 1 and _most_tokens(tokenizer, parts) > most:
-        num_tokens = 0
-        for number, part in enumerate(parts, 1):
+        num_tokens = num_characters = 0
+        for part in reversed(parts) if from_end else parts:
             num_tokens += len(tokenizer.encode_batch_fast([part], add_special_tokens=False)[0])
+            num_characters += len(part)
             if num_tokens > most + most // 8:  # cuts make a few more of them
-                return number * CHARACTERS_AT_ONCE
+                return num_characters
     return None
 
 

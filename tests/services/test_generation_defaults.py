@@ -1,5 +1,6 @@
 """The model's own defaults are honoured, and what makes no sense among them is left out and told of."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,27 @@ def test_only_token_ids_end_an_output(
     generation: dict[str, Any], config: dict[str, Any], expected: tuple[int, ...], num_warnings: int
 ) -> None:
     with capture_logs() as logs:
-        assert eos_token_ids(config, generation, vocabulary_size=99) == expected
+        assert eos_token_ids(config, generation, None, vocabulary_size=99) == expected
     assert len(logs) == num_warnings
+
+
+@pytest.mark.parametrize(
+    ("named", "of_tokenizer", "expected"),
+    [(2, 4, (2, 4)), (None, 4, (4,)), ([3, 4], 4, (3, 4)), (2, None, (2,)), (2, 99, (2,)), ("</s>", 0, (0,))],
+)
+def test_the_tokenizers_end_ends_an_output_too(
+    named: object, of_tokenizer: int | None, expected: tuple[int, ...]
+) -> None:
+    for files in (({}, {"eos_token_id": named}), ({"eos_token_id": named}, {})):
+        with capture_logs():
+            assert eos_token_ids(*files, of_tokenizer, vocabulary_size=99) == expected
+
+
+def test_a_served_model_ends_where_its_tokenizer_says(byte_tokenizer_directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(byte_tokenizer_directory, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 0}')
+    limits = ModelLimits(block_size=4, context_length=9, pool_tokens=32, vocabulary_size=259, max_num_seqs=1)
+    assert ServedModel.load(limits, tmp_path).eos_token_ids == (0, 2)
 
 
 def test_a_model_with_a_spoiled_generation_config_is_served(tmp_path: Path) -> None:

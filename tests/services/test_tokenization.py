@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from scheduler_service.frontend.tokenization import MAX_PENDING_TOKENS, TemplateError, Tokenizer
+from scheduler_service.frontend.chat_template import TemplateError
+from scheduler_service.frontend.tokenization import MAX_PENDING_TOKENS, Tokenizer
 
 
 @given(text=st.text(max_size=30).filter(lambda text: not text.endswith("\ufffd")))
@@ -82,9 +83,12 @@ async def test_a_message_cannot_close_its_own_turn(byte_tokenizer: Tokenizer) ->
     assert whole == f"<|im_start|>user\n{attack}<|im_end|>\n<|im_start|>assistant\n"
 
 
-async def test_an_innocent_chat_is_encoded_as_transformers_does(byte_tokenizer: Tokenizer) -> None:
+async def test_an_innocent_chat_is_encoded_as_transformers_does(
+    byte_tokenizer: Tokenizer, byte_tokenizer_directory: Path
+) -> None:
+    oracle = PreTrainedTokenizerFast.from_pretrained(byte_tokenizer_directory)
     messages = [{"role": "system", "content": "brief"}, {"role": "user", "content": "héllo 🌍"}]
-    expected = byte_tokenizer._transformers.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    expected = oracle.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     assert await byte_tokenizer.encode_chat(messages) == expected
 
 

@@ -34,6 +34,7 @@ from pagewire_common.child_process import start_child
 from pagewire_common.eos_tokens import eos_token_ids
 from pagewire_common.forms import MOST_SECONDS
 from worker_service.execution.form_process import FORK, MOST_REASON, READY, Work
+from worker_service.loading.tokenizer_files import eos_token_id
 from worker_service.session.session import NO_DRAFTS, ScheduledChunk, SequenceState
 
 log = structlog.get_logger()
@@ -110,7 +111,7 @@ class Forms:
             json.loads(by_name[name].read_text()) if name in by_name else {}
             for name in ("config.json", "generation_config.json")
         ]
-        ends = eos_token_ids(configs[0], configs[1], vocabulary_size)
+        ends = eos_token_ids(configs[0], configs[1], eos_token_id(list(files)), vocabulary_size)
         return cls(by_name["tokenizer.json"].resolve(), vocabulary_size, ends) if ends else None
 
     def is_ready(self) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pagewire_common.start_error import StartError
+from pagewire_common.tokenizer_config import TokenizerConfig
 from worker_service.loading.build_once import build_once
 from worker_service.wording import reason
 
@@ -12,7 +13,9 @@ NAMES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
     "config.json",
     "generation_config.json",
 )
@@ -37,11 +40,21 @@ def find_tokenizer_files(path: Path, cache: Path, *, may_lack: bool = False) -> 
 
 
 def vocabulary(files: list[Path]) -> dict[str, int]:
-    """The ids of all tokens, those that were added included; empty without a tokenizer."""
+    """The ids of all tokens, those that were added included; empty without a tokenizer. Raises StartError."""
     from tokenizers import Tokenizer
 
     file = next((file for file in files if file.name == "tokenizer.json"), None)
-    return {} if file is None else Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+    if file is None:
+        return {}
+    try:
+        return Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+    except Exception as error:  # the library's only class
+        raise StartError(f"{file} cannot be read: {reason(error)}") from None
+
+
+def eos_token_id(files: list[Path]) -> int | None:
+    """The end of sequence that the tokenizer names."""
+    return TokenizerConfig.read({file.name: file for file in files}).token_id("eos_token", vocabulary(files))
 
 
 def read_pieces(files: list[Path]) -> Iterator[tuple[str, bytes]]:

@@ -22,10 +22,11 @@ import torch
 from form_texts import GRAMMARS, REGEXES, SCHEMAS, SUITE
 from llguidance import LLMatcher, LLTokenizer
 from tiny_model import write_byte_tokenizer
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 from worker_helpers import state, tokens
 
 from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_common.start_error import StartError
 from scheduler_service.frontend import forms as frontend
 from worker_service.execution import forms as forms_module
 from worker_service.execution.form_process import MOST_KEPT, Follower, Work
@@ -509,8 +510,23 @@ def test_without_a_tokenizer_or_an_end_there_are_no_forms(directory: Path, tmp_p
     (tmp_path / "tokenizer.json").write_text((directory / "tokenizer.json").read_text())
     assert Forms.load([tmp_path / "tokenizer.json"], VOCABULARY) is None
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": END}))
-    (tmp_path / "tokenizer.json").write_text("{}")
+    Tokenizer(models.Unigram([("a", 0.0)])).save(str(tmp_path / "tokenizer.json"))
     unreadable = Forms.load(sorted(tmp_path.iterdir()), VOCABULARY)
     assert unreadable is not None
     assert not unreadable.is_ready()
     unreadable.close()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(StartError, match=r"tokenizer\.json cannot be read"):
+        Forms.load(sorted(tmp_path.iterdir()), VOCABULARY)
+
+
+def test_the_tokenizers_own_end_ends_a_form(directory: Path, tmp_path: Path) -> None:
+    """Also where config.json and generation_config.json name no end, or another."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((directory / name).read_bytes())
+    for config, ends in (({}, "2"), ({"eos_token_id": 0}, "0,2")):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        found = Forms.load(sorted(tmp_path.iterdir()), VOCABULARY)
+        assert found is not None
+        assert found._arguments[2] == ends
+        found.close()
