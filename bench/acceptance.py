@@ -17,8 +17,10 @@ import argparse
 import itertools
 import sys
 from array import array
+from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from bench.speculation import edits
@@ -64,10 +66,8 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--texts", type=int, default=12)
     arguments = parser.parse_args()
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    texts = [tokenizer(text).input_ids[:TOKENS_OF_A_TEXT] for text in itertools.islice(edits(), arguments.texts)]
+    tokenizer = Tokenizer.from_file(str(Path(arguments.model) / "tokenizer.json"))
+    texts = [tokenizer.encode(text).ids[:TOKENS_OF_A_TEXT] for text in itertools.islice(edits(), arguments.texts)]
     pairs = zip(logits_of(arguments.model, texts), logits_of(arguments.draft_model, texts), strict=True)
     shared: list[Tensor] = []
     own: list[Tensor] = []

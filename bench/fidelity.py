@@ -28,8 +28,9 @@ import torch
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
+from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from bench.drive import BenchError
 from bench.peer_vllm import MODEL, vllm_on_cpu
@@ -153,11 +154,11 @@ def scores_of(entries: Sequence[dict[str, dict[str, Any]] | None], text: Sequenc
 
 
 def read_texts(directory: Path, prompts: Path | None) -> list[list[int]]:
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     texts = [topics[topic] for topic in TOPICS if topic in topics]
     if prompts is not None:
         texts += [turn for line in prompts.read_text().splitlines() for turn in json.loads(line)["turns"]]
-    tokens = [tokenizer.encode(text)[:WINDOW] for text in texts]
+    tokens = [tokenizer.encode(text).ids[:WINDOW] for text in texts]
     return [text for text in tokens if len(text) > 1]
 
 

@@ -33,14 +33,15 @@ def sentences() -> dict[str, str]:
 
 def train(model: str, folder: Path, steps: int, rank: int) -> None:
     import peft
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from tokenizers import Tokenizer
+    from transformers import AutoModelForCausalLM
 
     path = find_model(model, Path("~/.cache/pagewire").expanduser()).path
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     network = peft.get_peft_model(base, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
-    texts = [torch.tensor([tokenizer(begin + end + ".").input_ids]) for begin, end in sentences().items()]
+    texts = [torch.tensor([tokenizer.encode(begin + end + ".").ids]) for begin, end in sentences().items()]
     optimizer = torch.optim.AdamW([one for one in network.parameters() if one.requires_grad], lr=LEARNING_RATE)
     draw = random.Random(0)
     for step in range(1, steps + 1):

@@ -6,7 +6,7 @@ belong to classes that nobody here knows; they are named in the log.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ _LEFT_OUT = {
     "a prompt is never cut or filled up unasked, and the worker says how long one may be": (
         *("model_max_length", "max_len", "max_length", "truncation", "truncation_strategy", "stride", "padding"),
         *("padding_side", "pad_to_multiple_of", "pad_token_type_id", "model_input_names", "return_token_type_ids"),
-        "return_tensors",
+        *("return_attention_mask", "return_tensors"),
     ),
     "they change text after it was decoded; a streamed text is what its tokens say, as vLLM's is": (
         "clean_up_tokenization_spaces",
@@ -117,12 +117,12 @@ class TokenizerConfig:
             chat_template=_chat_template(config, files),
         )
 
-    def token_id(self, name: str, vocabulary: Mapping[str, int]) -> int | None:
-        """The id of a special token by its name; `vocabulary` is that of tokenizer.json."""
+    def token_id(self, name: str, find: Callable[[str], int | None]) -> int | None:
+        """The id of a special token by its name; `find` has the ids of tokenizer.json by their texts."""
         if (token := self.special.get(name)) is None:
             return None
-        stated = {added.content: token_id for token_id, added in self.added.items()}
-        return vocabulary.get(token.content, stated.get(token.content))
+        stated = (token_id for token_id, added in self.added.items() if added.content == token.content)
+        return next(stated, None) if (token_id := find(token.content)) is None else token_id
 
 
 def _names_a_token(key: str, value: object) -> bool:

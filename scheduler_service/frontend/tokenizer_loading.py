@@ -75,7 +75,7 @@ def load_tokenizer(directory: Path) -> TokenizerFiles:
         plain=plain,
         hidden=tuple(sorted(hidden)),
         chat_template=None if config.chat_template is None else ChatTemplate(config.chat_template, variables),
-        eos_token_id=config.token_id("eos_token", parsing.get_vocab(with_added_tokens=True)),
+        eos_token_id=config.token_id("eos_token", parsing.token_to_id),
         truncates_left=config.truncates_left,
     )
 
@@ -86,26 +86,31 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, config: TokenizerConfig) -> Non
     A special token of no id is not added: nothing says which of the model's ids would be its own. Of an added token
     that the config only lists as special, tokenizer.json says whether it is shown in a text; one with a name is not.
     """
-    for token_id, token in sorted(config.added.items()):
-        tokenizer.add_tokens([_added_token(token)])
+    stated = sorted(config.added.items())
+    # At once: each call makes the automaton of all added tokens anew, and some models have 6,000 of them.
+    tokenizer.add_tokens([_added_token(token) for _, token in stated])
+    for token_id, token in stated:
         if (found := tokenizer.token_to_id(token.content)) != token_id:
             raise StartError(
                 f"tokenizer_config.json gives the token {token.content!r} the id {token_id}, "
                 f"and in tokenizer.json it is {found}"
             )
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
     listed = [token for token in config.other_special if token.content not in known]
     special = {token.content: token for token in (*listed, *config.special.values())}
+    unknown = {content for content in special if tokenizer.token_to_id(content) is None}
     tokenizer.add_special_tokens(
         [
             known.get(content) or _added_token(token, special=True)
             for content, token in special.items()
-            if content in vocabulary
+            if content not in unknown
         ]
     )
-    if unknown := sorted(special.keys() - vocabulary.keys()):
-        log.warning("special tokens have no id in tokenizer.json, and are text", tokens=[t[:100] for t in unknown[:20]])
+    if unknown:
+        log.warning(
+            "special tokens have no id in tokenizer.json, and are text",
+            tokens=[token[:100] for token in sorted(unknown)[:20]],
+        )
 
 
 def _added_token(token: Token, *, special: bool = False) -> AddedToken:
@@ -121,11 +126,11 @@ def _compare_ends(tokenizer: tokenizers.Tokenizer, config: TokenizerConfig) -> N
     tokenizer.json is right, as in transformers 5. In transformers 4 it depended on the class: Llama, Gemma and Cohere
     obeyed these keys, and others did not.
     """
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    ids = tokenizer.encode("").ids
+    ids = tokenizer.encode("0").ids
+    put = {"bos_token": ids[:1], "eos_token": ids[-1:]}
     for name, wanted in config.adds.items():
-        token_id = config.token_id(name, vocabulary)
-        if token_id is not None and (token_id in ids) != wanted:
+        token_id = config.token_id(name, tokenizer.token_to_id)
+        if token_id is not None and (token_id in put[name]) != wanted:
             log.warning(
                 f"tokenizer_config.json and tokenizer.json do not agree on add_{name}; tokenizer.json is obeyed",
                 config=wanted,

@@ -215,6 +215,10 @@ async def test_what_is_put_around_a_text_is_tokenizer_jsons_and_another_wish_is_
         tokenizer = Tokenizer(tmp_path)
     assert len(await tokenizer.encode("ab")) == 2 + puts
     assert [f"add_{key}" in log["event"] for log in logs] == ([] if wanted == puts else [True])
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({key: token, f"add_{key}": puts, "bos_token": token}))
+    with capture_logs() as logs:
+        Tokenizer(tmp_path)  # whose one token is both ends
+    assert logs == []
     assert await tokenizer.encode("ab") == PreTrainedTokenizerFast.from_pretrained(tmp_path).encode("ab")
 
 

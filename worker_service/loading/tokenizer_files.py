@@ -54,7 +54,7 @@ def vocabulary(files: list[Path]) -> dict[str, int]:
 
 def eos_token_id(files: list[Path]) -> int | None:
     """The end of sequence that the tokenizer names."""
-    return TokenizerConfig.read({file.name: file for file in files}).token_id("eos_token", vocabulary(files))
+    return TokenizerConfig.read({file.name: file for file in files}).token_id("eos_token", vocabulary(files).get)
 
 
 def read_pieces(files: list[Path]) -> Iterator[tuple[str, bytes]]:
