@@ -2,7 +2,7 @@
 
 tokenizer.json is the truth about token ids. This file reads the rest: the names of special tokens, tokens that were
 added, chat templates. A key is obeyed, refused, or among those that may be left out, each for a reason. Other keys
-belong to classes that nobody here knows; they are named in the log.
+belong to classes that are unknown here; the log names them.
 """
 
 import json
@@ -97,7 +97,7 @@ class TokenizerConfig:
         other_special = tuple(_token("extra_special_tokens", value) for value in listed)
         if unknown := sorted(config.keys() - special.keys() - {*_STANDARD, *_OBEYED} - _MAY_BE_LEFT_OUT):
             log.warning(
-                "keys of the tokenizer's config are left out, because nobody here knows them; ids are tokenizer.json's",
+                f"unknown keys of {FILE} are left out; token ids are those of tokenizer.json",
                 keys=[key[:100] for key in unknown[:20]],
             )
         side = config.get("truncation_side", "right")

@@ -188,7 +188,7 @@ def test_a_config_that_is_no_object_is_refused(text: str, tmp_path: Path) -> Non
         Tokenizer(tmp_path)
 
 
-def test_keys_that_nobody_knows_are_told_of(tmp_path: Path) -> None:
+def test_unknown_keys_are_told_of(tmp_path: Path) -> None:
     reasons = [key for keys in _LEFT_OUT.values() for key in keys]
     with capture_logs() as logs:
         Tokenizer(write(tmp_path, dict.fromkeys(reasons, 7)))
