@@ -38,7 +38,8 @@ SMALL_POOL = 40
 
 @pytest.fixture(scope="module")
 def model_directory(byte_tokenizer_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that has room for the longest prompt's bytes. It ends outputs with a token that beams come to early."""
+    """A model that has room for the longest prompt's bytes. Beams come early to one of its end tokens; the other one is
+    the tokenizer's."""
     directory = tmp_path_factory.mktemp("long") / "tiny-llama"
     write_tiny_llama(directory, byte_tokenizer_directory, max_position_embeddings=8192)
     config = directory / "generation_config.json"
@@ -181,14 +182,22 @@ def beam_outputs(model_directory: Path, beam_prompts: list[list[int]]) -> list[l
     """What transformers' beam search finds for each prompt and way to search, best first, in float32."""
     model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32).eval()
     found = []
-    eos = model.generation_config.eos_token_id
+    ends = [model.generation_config.eos_token_id, AutoTokenizer.from_pretrained(model_directory).eos_token_id]
     for prompt, options in zip(beam_prompts, BEAMS, strict=True):
         input_ids = torch.tensor([prompt])
         with torch.inference_mode():
-            outputs = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **options, do_sample=False)
+            outputs = model.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                **options,
+                do_sample=False,
+                eos_token_id=ends,
+                pad_token_id=ends[0],
+            )
         texts = [output[len(prompt) :].tolist() for output in outputs]
-        found.append([text[: text.index(eos) + 1] if eos in text else text for text in texts])
-    assert {text[-1] == eos for outputs in found for text in outputs} == {True, False}
+        places = [next((place for place, token in enumerate(text, 1) if token in ends), None) for text in texts]
+        found.append([text[:place] for text, place in zip(texts, places, strict=True)])
+    assert {text[-1] for outputs in found for text in outputs} > {*ends}
     return found
 
 
