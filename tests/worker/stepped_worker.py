@@ -47,9 +47,11 @@ def load_runner(
     """
     checkpoint = Checkpoint(path)
     config = read_config(checkpoint.config)
+    config = config.untied(checkpoint.own(config.tied))
     model = build_model(config, dtype, DEVICE, ranks, batch_invariant=batch_invariant)
     num_kv_heads, cuts = part_of(config, ranks)
     checkpoint.load_into(model.checkpoint_tensors(), cuts)
+    checkpoint.check_none_left({*model.checkpoint_tensors(), *config.tied}, config.ignored_tensors)
     adapters = Adapters(model, room, cuts)
     model.pack(quantization)
     shape = CacheShape(config.num_layers, LIMITS.block_size, num_kv_heads, config.head_dim, cache_dtype or dtype)

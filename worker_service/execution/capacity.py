@@ -52,8 +52,11 @@ def count_device_blocks(
     sliding_window: int,
     settings: WorkerSettings,
     ranks: Ranks = ALONE,
+    least_model_len: int | None = None,
 ) -> int:
     """As many as the operator says, else as many as fit. Raises StartError where one sequence does not fit.
+
+    least_model_len: tokens of a sequence for which there must be room, if these are fewer than `max_model_len`.
 
     shapes: of this rank's part of a block in each pool; all pools and all ranks have as many blocks. sliding_window:
     the scheduler gives back blocks behind it; 0 for none.
@@ -61,9 +64,14 @@ def count_device_blocks(
     if settings.num_device_blocks is not None:
         return settings.num_device_blocks
     block_size, own_bytes = shapes[0].block_size, sum(shape.block_bytes for shape in shapes)
-    needed = -(-max_model_len // block_size)
-    if sliding_window:
-        needed = min(needed, (sliding_window + settings.max_num_batched_tokens - 3) // block_size + 2)
+
+    def blocks_for(num_tokens: int) -> int:
+        blocks = -(-num_tokens // block_size)
+        if not sliding_window:
+            return blocks
+        return min(blocks, (sliding_window + settings.max_num_batched_tokens - 3) // block_size + 2)
+
+    needed, least_model_len = blocks_for(max_model_len), min(max_model_len, least_model_len or max_model_len)
     block_bytes = sum(ranks.gather_numbers(own_bytes))
     if settings.kv_cache_memory is not None:
         share = int(settings.kv_cache_memory * _GIB)
@@ -77,8 +85,8 @@ def count_device_blocks(
     else:
         count = min(_free_host_bytes() // _CPU_SHARE // block_bytes, settings.max_num_seqs * needed)
     count = min(ranks.gather_numbers(count))
-    if count < needed:
-        raise StartError(_too_little(device, block_size, block_bytes, max_model_len, max(count, 0), needed))
+    if count < (least := blocks_for(least_model_len)):
+        raise StartError(_too_little(device, block_size, block_bytes, least_model_len, max(count, 0), least))
     return count
 
 

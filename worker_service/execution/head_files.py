@@ -123,6 +123,8 @@ class EagleFiles:
         path = find_model(name, settings.cache.expanduser(), with_weights=not is_dummy).path
         weights = None if is_dummy else WeightFiles(path)
         checkpoint = Checkpoint(path, weights or DummyWeights(target.device))
+        if checkpoint.quantization is not None:
+            raise StartError(f"{path / 'config.json'}: heads that are stored quantised are not read")
         config = _read_config(checkpoint, of_target, path / "config.json")
         if (size := config.layer.hidden_size) != of_target.hidden_size and not _has(weights, "embed_tokens.weight"):
             raise StartError(
@@ -142,6 +144,8 @@ class EagleFiles:
     def check(self) -> list[int]:
         blueprint = self._allocate(torch.device("meta")).checkpoint_tensors(self._layer_name)
         self.checkpoint.check(blueprint)
+        # t2d says which tokens have a logit, as d2t does.
+        self.checkpoint.check_none_left({*blueprint, "d2t", "t2d"})
         self._token_ids()
         return _sizes([*blueprint.values()])
 

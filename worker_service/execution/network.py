@@ -74,6 +74,7 @@ class Network:
         source = find_model(name, cache, with_weights=not is_dummy)
         checkpoint = Checkpoint(source.path, DummyWeights(device) if is_dummy else None)
         config = _read_config(checkpoint)
+        config = config.untied(checkpoint.own(config.tied))
         dtype = checkpoint.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
         num_kv_heads, cuts = part_of(config, ranks)
         otherwise = "LAST" if config.num_layers else "MEAN"
@@ -106,6 +107,12 @@ class Network:
         return self.config.num_layers == 0
 
     @property
+    def unscaled_len(self) -> int:
+        """Tokens of the longest text by config.json's max_position_embeddings, whatever scales positions."""
+        stated = self.checkpoint.config.get("max_position_embeddings")
+        return min(self.config.max_model_len, stated or self.config.max_model_len)
+
+    @property
     def max_encoder_len(self) -> int:
         """Tokens that an encoder beside the decoder reads; 0 without one."""
         return getattr(self.config, "max_encoder_len", 0)
@@ -119,6 +126,7 @@ class Network:
         model = self._build(torch.device("meta"))
         blueprint = model.checkpoint_tensors()
         self.checkpoint.check(blueprint, self.cuts)
+        self.checkpoint.check_none_left({*blueprint, *self.config.tied}, self.config.ignored_tensors)
         if self.batch_invariant:
             self._check_invariance()
         self._check_quantization()

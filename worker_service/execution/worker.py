@@ -94,7 +94,11 @@ def load_worker(settings: WorkerSettings) -> Worker:
             speed = measure_prefill(model, target.shape, device, settings.max_num_batched_tokens, settings.max_num_seqs)
         guesser.measure(speed)
         longest = max_model_len + target.max_encoder_len
-        num_device_blocks = count_device_blocks(device, shapes, longest, sliding_window, settings, ranks)
+        # Scaled positions may be for far longer texts than a small machine has a cache for.
+        least = target.unscaled_len + target.max_encoder_len if settings.max_model_len is None else longest
+        num_device_blocks = count_device_blocks(device, shapes, longest, sliding_window, settings, ranks, least)
+        if not sliding_window:
+            max_model_len = _within_the_cache(target, settings, max_model_len, num_device_blocks * settings.block_size)
         caches = [CacheEngine(shape, num_device_blocks, num_host_blocks, device) for shape in shapes]
         for cache in caches[1:]:
             guesser.attach(cache)
@@ -246,6 +250,19 @@ def _choose_max_model_len(settings: WorkerSettings, most: int) -> int:
     if settings.max_model_len > most:
         raise StartError(f"--max-model-len is {settings.max_model_len}; the model's limit is {most}")
     return settings.max_model_len
+
+
+def _within_the_cache(target: Network, settings: WorkerSettings, max_model_len: int, num_tokens: int) -> int:
+    """The default of the longest text, where positions are scaled for longer ones than a cache of so many tokens."""
+    if settings.max_model_len is not None or settings.num_device_blocks is not None:
+        return max_model_len
+    found = min(max_model_len, max(target.unscaled_len, num_tokens))
+    if found < max_model_len:
+        log.warning(
+            f"texts have at most {found} tokens: the cache has no room for {max_model_len}, for which "
+            "positions are scaled"
+        )
+    return found
 
 
 def _sliding_window(config: ModelConfig, max_model_len: int) -> int:

@@ -42,6 +42,14 @@ _REFUSED = {
     "velora_config": "compressed inputs (VeLoRA)",
 }
 """What a configuration may ask for and this code does not do."""
+_WITHOUT_EFFECT = frozenset({
+    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
+    "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config",
+    "megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
+    "revision", "target_modules", "task_type", "unsloth_fixed", "unsloth_version",
+})  # fmt: skip
+"""How an adapter was begun and trained, and what its tensors say themselves: which projections, which ranks."""
+_READ = frozenset({"alpha_pattern", "bias", "fan_in_fan_out", "init_lora_weights", "lora_alpha", "use_rslora"})
 
 
 class AdapterError(Exception):
@@ -122,6 +130,12 @@ def _read_config(content: bytes) -> dict[str, Any]:
         raise AdapterError("adapter_config.json: bias must be none")
     if fields.get("fan_in_fan_out"):
         raise AdapterError("adapter_config.json: fan_in_fan_out is for weights that are stored the other way round")
+    for name, value in fields.items():
+        if value and name not in _WITHOUT_EFFECT | _READ | _REFUSED.keys():
+            raise AdapterError(
+                f"adapter_config.json: {shown(name)} is {shown(value)}, which is not supported and may change what the "
+                "adapter adds"
+            )
     for name in ("rank_pattern", "alpha_pattern"):
         if not isinstance(fields.get(name) or {}, dict):
             raise AdapterError(f"adapter_config.json: {name} must be an object")

@@ -4,7 +4,7 @@ Everything that can be wrong with a folder ends in a StartError that names the f
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,6 +44,14 @@ class Weights(Protocol):
     def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
         """Raise StartError unless tensors of these names and shapes can be loaded; allocates no memory."""
 
+    def check_none_left(self, taken: Collection[str], ignored: Collection[str] = ()) -> None:
+        """Raise StartError unless all tensors are among those `taken`, match a pattern of those `ignored`, or cannot
+        change what a network computes."""
+
+    def own(self, tied: Mapping[str, str]) -> frozenset[str]:
+        """Of tensors that config.json ties to others, by these: those that are there with values of their own. Raises
+        StartError if reading fails."""
+
     def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
         """Fill each named place. Raises StartError as `check` does, and where reading fails."""
 
@@ -57,7 +65,8 @@ class Checkpoint:
         self.config = _read_config(path / "config.json")
         if (path / "generation_config.json").exists():
             read_json(path / "generation_config.json")  # the scheduler reads its values; here only damage is found
-        quantization = self.config.pop("quantization_config", None)
+        self.quantization = quantization = self.config.pop("quantization_config", None)
+        """What config.json says of weights that are stored quantised."""
         self.packed: PackedWeights | None = None
         """The weights that are stored quantised, if any are."""
         if weights is None:
@@ -96,10 +105,16 @@ class Checkpoint:
         """
         self._weights.check(expected, cuts)
 
+    def check_none_left(self, taken: Collection[str], ignored: Collection[str] = ()) -> None:
+        """As `Weights` has it."""
+        self._weights.check_none_left(taken, ignored)
+
+    def own(self, tied: Mapping[str, str]) -> frozenset[str]:
+        """As `Weights` has it."""
+        return self._weights.own(tied)
+
     def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Copy each named tensor, or the part that its cut says, to its place, converting its type; other tensors are
-        ignored. Raises StartError.
-        """
+        """Copy each named tensor, or the part that its cut says, to its place, in its type. Raises StartError."""
         self._weights.load_into(places, cuts)
 
 

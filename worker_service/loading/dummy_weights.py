@@ -5,7 +5,7 @@ stay within a few times the size of its inputs and norms rescale them, so that l
 deep the network is.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from zlib import crc32
 
 import torch
@@ -30,6 +30,13 @@ class DummyWeights:
 
     def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
         """Nothing can be missing."""
+
+    def check_none_left(self, taken: Collection[str], ignored: Collection[str] = ()) -> None:
+        """Nothing can be left."""
+
+    def own(self, tied: Mapping[str, str]) -> frozenset[str]:  # noqa: ARG002 (files have some)
+        """Tied tensors stay tied."""
+        return frozenset()
 
     def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
         """Fill matrices and biases around zero, and the vectors that scale normalised values around one.

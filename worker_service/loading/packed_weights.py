@@ -31,6 +31,36 @@ _INPUT_SCALES = ("input_scale", "activation_scale")
 """What a layer's scale of its inputs is called, the second by transformers."""
 
 
+_READ = frozenset({
+    "activation_scheme", "bits", "checkpoint_format", "config_groups", "dynamic", "format", "group_size",
+    "quant_method", "sparsity_config", "transform_config", "version", "weight_block_size",
+})  # fmt: skip
+_WITHOUT_EFFECT = frozenset({
+    # Which layers are quantised, and in which order, their tensors say.
+    "block_name_to_quantize", "desc_act", "extra_config", "fmt", "ignore", "ignored_layers", "lm_head",
+    "modules_in_block_to_quantize", "modules_to_not_convert", "pack_dtype", "quant_type", "scale_fmt", "static_groups",
+    "sym", "to_quant_block_names", "zero_point",
+    # How numbers were found.
+    "act_bits", "act_data_type", "act_dynamic", "act_group_size", "act_sym", "amp", "autoround_version", "batch_size",
+    "cache_block_outputs", "damp_auto_increment", "damp_percent", "data_type", "dataset", "enable_minmax_tuning",
+    "enable_norm_bias_tuning", "enable_quanted_input", "global_compression_ratio", "gradient_accumulate_steps",
+    "iters", "low_gpu_mem_usage", "lr", "meta", "minmax_lr", "model_file_base_name", "model_name_or_path",
+    "model_seqlen", "module_name_preceding_first_block", "mse", "nsamples", "offload_to_disk", "pad_token_id",
+    "quantization_status", "quantizer", "scale_dtype", "seqlen", "tokenizer", "train_bs", "true_sequential",
+    # How other programs multiply by them, and a cache in 8 bits, which --kv-cache-dtype asks for here.
+    "backend", "disable_exllama", "do_fuse", "exllama_config", "fuse_max_seq_len", "kv_cache_scheme",
+    "max_input_length", "modules_to_fuse", "run_compressed", "use_cuda_fp16", "use_exllama",
+})  # fmt: skip
+"""Keys of quantization_config that change nothing."""
+_TENSORS = (
+    "qweight", "qzeros", "scales", "g_idx",
+    "weight", "weight_packed", "weight_shape", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_g_idx",
+    *_INPUT_SCALES, "input_zero_point",
+)  # fmt: skip
+"""What a quantised layer's tensors are called. Where weights are whole numbers, inputs are multiplied as they are:
+their scales and zero points are not needed."""
+
+
 class PackedWeights(Mapping[str, QuantizedWeight]):
     """A checkpoint's quantised weights, by the names that they would have if they were not."""
 
@@ -47,6 +77,12 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
                 f"config.json: weights quantised by {shown(method)} are not read; gptq, awq, compressed-tensors and "
                 "fp8 are"
             )
+        for name, value in config.items():
+            if value and name not in _READ | _WITHOUT_EFFECT:
+                raise StartError(
+                    f"config.json: quantization_config says {named(name)} = {shown(value)}, which is not supported and "
+                    "may change what the weights mean; remove it if you know that it does not"
+                )
         if (reason := _what_is_not_read(config)) is not None:
             raise StartError(f"config.json: quantization_config: {reason}")
         self.block = float8_weights.block_of(config) if method in ("fp8", "compressed-tensors") else None
@@ -100,6 +136,11 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
             layer = name.removesuffix("scales")
             if name.endswith(".scales") and not self._has(layer, "qweight"):
                 raise StartError(f"{named(name)} scales something else than a quantised layer, which is not read")
+
+    def tensors_of(self, name: str) -> list[str]:
+        """What a quantised weight is stored as."""
+        layer = name.removesuffix("weight")
+        return [layer + part for part in _TENSORS if self._has(layer, part)]
 
     # ---- the layouts. All but the last find numbers [outputs, inputs], scales and zeros [outputs, groups]
 
@@ -214,6 +255,16 @@ class PackedFiles:
         """As `Weights` has it; what is quantised is checked when it is read."""
         self._packed.check_scales()
         self._files.check({name: place for name, place in expected.items() if name not in self._packed}, cuts)
+
+    def check_none_left(self, taken: Collection[str], ignored: Collection[str] = ()) -> None:
+        """As `Weights` has it."""
+        parts = [part for name in taken if name in self._packed for part in self._packed.tensors_of(name)]
+        self._files.check_none_left({*taken, *parts}, ignored)
+
+    def own(self, tied: Mapping[str, str]) -> frozenset[str]:
+        """As `Weights` has it. A quantised tensor has values of its own."""
+        packed = frozenset(name for name in tied if name in self._packed)
+        return packed | self._files.own(tied)
 
     def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
         """As `Weights` has it."""

@@ -4,7 +4,7 @@ No weight exists twice in memory: the data passes through one buffer of a few me
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from io import FileIO
 from itertools import groupby
@@ -16,6 +16,7 @@ from torch import Tensor
 from pagewire_common.start_error import StartError
 from worker_service.loading.file_version import check_unchanged, version_of
 from worker_service.loading.json_file import read_json
+from worker_service.loading.left_tensors import check_none_left
 from worker_service.loading.pickled_weights import refuse_missing_weights
 from worker_service.loading.safetensors_header import SafetensorsHeader, StoredTensor, read_header
 from worker_service.loading.tensor_digests import tensor_digests
@@ -87,7 +88,7 @@ class WeightFiles:
             yield f"{name} {tensor.dtype} {list(tensor.shape)}", digests[name]
 
     def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Check that each of these tensors is there, has this shape and is of floating point; others do not matter."""
+        """Check that each of these tensors is there, has this shape and is of floating point."""
         for name, place in expected.items():
             shape = cuts[name].shape if name in cuts else place.shape
             tensor = self._find(name)
@@ -99,6 +100,31 @@ class WeightFiles:
                     f"{tensor.file}: tensor {name} is {shown(list(tensor.shape))} of {tensor.dtype} "
                     f"where config.json asks for {list(shape)} of floating point"
                 )
+
+    def check_none_left(self, taken: Collection[str], ignored: Collection[str] = ()) -> None:
+        """As `Weights` has it."""
+        names = {name if name in self._tensors else name.partition(".")[2] for name in taken}
+        check_none_left(self._tensors, names, ignored, self.read)
+
+    def own(self, tied: Mapping[str, str]) -> frozenset[str]:
+        """As `Weights` has it."""
+        return frozenset(name for name, other in tied.items() if self._find(name) and not self._are_equal(name, other))
+
+    def _are_equal(self, name: str, other: str) -> bool:
+        """Whether two tensors are the same bytes. Files that were written by torch have both of two tied ones."""
+        one, two = self._find(name), self._find(other)
+        if one is None or two is None or (one.dtype, one.shape) != (two.dtype, two.shape):
+            return False
+        try:
+            with open(one.file, "rb") as first, open(two.file, "rb") as second:
+                first.seek(one.begin)
+                second.seek(two.begin)
+                pieces = [_PIECE_BYTES] * (one.num_bytes // _PIECE_BYTES) + [one.num_bytes % _PIECE_BYTES]
+                are_equal = all(first.read(count) == second.read(count) for count in pieces)
+        except OSError as error:
+            raise StartError(f"cannot read {one.file}: {error.strerror}") from error
+        self._check_unchanged()
+        return are_equal
 
     def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
         """Copy each named tensor to its place, converting its type. Files are read once, from front to back, and only

@@ -1,8 +1,8 @@
 """What the worker needs of a network, native or not."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from torch import Tensor
 
@@ -59,6 +59,17 @@ class ModelConfig(Protocol):
     @property
     def sliding_window(self) -> int | None:
         """How many tokens up to itself a token attends to, whatever the layer; None for all."""
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """Tensors that are others as long as a checkpoint holds none for them, by the names in it."""
+
+    def untied(self, own: frozenset[str]) -> Self:
+        """The same where these of the `tied` tensors are there with values of their own."""
+
+    @property
+    def ignored_tensors(self) -> Collection[str]:
+        """Patterns for names of tensors that checkpoints of this family may hold and the network does without."""
 
 
 class Loadable(Protocol):

@@ -1,6 +1,7 @@
 """The sizes and switches of a native decoder: everything that sets one family of networks apart from another."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from math import inf
 
 from worker_service.models.causal_model import widest
@@ -105,10 +106,22 @@ class DecoderConfig:
                 f"{self.num_heads} heads of size {self.head_dim} cannot share {self.num_kv_heads} key-value heads"
             )
 
+    ignored_tensors = ()
+    """As `ModelConfig` has it."""
+
     @property
     def num_layers(self) -> int:
         """How many layers the cache has to hold keys and values of."""
         return len(self.layers)
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """As `ModelConfig` has it."""
+        return {"lm_head.weight": "model.embed_tokens.weight"} if self.tied_embeddings else {}
+
+    def untied(self, own: frozenset[str]) -> "DecoderConfig":
+        """As `ModelConfig` has it."""
+        return replace(self, tied_embeddings=False) if own else self
 
     @property
     def mixture(self) -> Mixture | None:

@@ -8,15 +8,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from worker_service.models.config_keys import check_all_read
 from worker_service.models.decoder_config import DecoderConfig
 from worker_service.models.families import FAMILIES
 from worker_service.models.head_layer import num_state_layers
+from worker_service.read_keys import ReadKeys
 from worker_service.wording import shown
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
 """Of the head's one layer, which attends and multiplies as theirs do."""
 _MOST_STATE_LAYERS = 16
 """Published heads need one to four."""
+_NEUTRAL: Mapping[str, object] = {
+    "eagle_decoder_type": "llama", "has_lm_head": True, "next_layer_regularization": "none", "parallel_draft_step": 1,
+    "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False,
+}  # fmt: skip
+"""What a head is like here; some files say it."""
+_NOTES = ("embed_requires_grad", "has_no_defaults_at_init", "speculators_config", "speculators_version")
+"""How a head was trained, and for what."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +45,16 @@ class EagleConfig:
     @classmethod
     def from_json(cls, json: Mapping[str, Any], target: DecoderConfig) -> "EagleConfig":
         """Raises ValueError, KeyError or TypeError for a file that describes no head for this target."""
+        json = ReadKeys(json)
         kind = json.get("speculators_model_type", "eagle3")
         if kind != "eagle3":
             raise ValueError(f"heads of type {shown(kind)} are not supported; supported is eagle3")
         if json.get("norm_before_fc"):
             raise ValueError("heads with norm_before_fc are not supported")
-        layer = _layer({"model_type": "llama", **json.get("transformer_layer_config", json)})
+        sizes = json.get("transformer_layer_config", json)
+        layer = _layer(sizes)
+        if sizes is not json:
+            check_all_read(sizes, "of EAGLE-3's heads")
         if layer.vocabulary_size != target.vocabulary_size:
             raise ValueError(f"it is for {layer.vocabulary_size} tokens, and the model has {target.vocabulary_size}")
         num_guessable = json.get("draft_vocab_size")
@@ -56,13 +69,19 @@ class EagleConfig:
         normed = json.get("norm_before_residual")
         if normed is not None and type(normed) is not bool:
             raise ValueError(f"norm_before_residual is {shown(normed)}; it must be true or false")
-        return cls(layer, num_guessable, target.hidden_size, _states_before(json, target.num_layers), bool(normed))
+        states_before = _states_before(json, target.num_layers)
+        json.without_effect("architectures", "model_type", "transformer_layer_config", *_NOTES)
+        for part in (json, json.get("eagle_config") or ReadKeys({})):
+            part.neutral(**_NEUTRAL)
+        check_all_read(json, "of EAGLE-3's heads")
+        return cls(layer, num_guessable, target.hidden_size, states_before, bool(normed))
 
 
-def _layer(sizes: Mapping[str, Any]) -> DecoderConfig:
-    if (family := sizes["model_type"]) not in _FAMILIES:
+def _layer(sizes: ReadKeys) -> DecoderConfig:
+    if (family := sizes.get("model_type") or "llama") not in _FAMILIES:
         raise ValueError(f"a layer of {shown(family)} is not supported; supported are {', '.join(_FAMILIES)}")
     layer = FAMILIES[family](sizes)
+    sizes.without_effect("architectures")
     if layer.num_layers != 1:
         raise ValueError(f"heads of {layer.num_layers} layers are not supported; EAGLE-3's have one")
     if layer.layers[0].window is not None:
@@ -72,9 +91,9 @@ def _layer(sizes: Mapping[str, Any]) -> DecoderConfig:
     return layer
 
 
-def _states_before(json: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+def _states_before(json: ReadKeys, num_layers: int) -> tuple[int, ...]:
     """Where the numbers have a part of their own, they are of layers whose outputs are read (SGLang's SpecForge)."""
-    own = json.get("eagle_config") or {}
+    own = json.get("eagle_config") or ReadKeys({})
     if own.get("use_aux_hidden_state") is False or json.get("use_aux_hidden_state") is False:
         raise ValueError("heads with use_aux_hidden_state false, which read one state, are not supported")
     name = "eagle_aux_hidden_state_layer_ids"

@@ -3,13 +3,23 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from transformers import AutoModel, AutoModelForSequenceClassification
 
+from worker_service.models.config_keys import architectures
 from worker_service.models.transformers_json import parse
-from worker_service.wording import shown
+from worker_service.models.transformers_keys import check_known
+from worker_service.read_keys import ReadKeys
+from worker_service.wording import named, shown
 
+_FILLS_GAPS = ("ForMaskedLM", "ForPreTraining")
+_UNUSED = (
+    "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head",
+    "pooler_type", "sbert_ce_default_activation_function", "sentence_transformers",
+)  # fmt: skip
+"""Of a pooler that no network has, and what the scheduler reads of a classifier's scores."""
 MAX_LABELS = 1 << 16
 """transformers makes a name for each, before anything else is looked at."""
 
@@ -32,6 +42,8 @@ class EncoderConfig:
     """Positions are counted from here: RoBERTa has those before it for padding."""
     has_types: bool
     """Whether it tells the two texts of a pair apart."""
+    ignored_tensors: tuple[str, ...]
+    """Patterns for names: of the pooler that bodies come without, and of the head that fills gaps."""
 
     num_layers = num_kv_heads = head_dim = 0
     sliding_window = None
@@ -39,9 +51,7 @@ class EncoderConfig:
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> "EncoderConfig":
         """Raises ValueError where it describes no network that can be run."""
-        names, num_labels = json.get("architectures") or [""], json.get("num_labels") or 1
-        if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-            raise ValueError("architectures is not a list of names")
+        names, num_labels = architectures(json) or [""], json.get("num_labels") or 1
         if type(num_labels) is not int or not 1 <= num_labels <= MAX_LABELS:
             raise ValueError(f"num_labels is {shown(num_labels)}; it must be a whole number from 1 to {MAX_LABELS}")
         # Neither changes what a network computes; one refuses odd numbers of tokens, the other one gives no names.
@@ -52,6 +62,14 @@ class EncoderConfig:
         if getattr(network, "is_decoder", False):
             raise ValueError(f"a model {network.model_type} is not supported as a decoder")
         body = AutoModel._model_mapping[type(network)]
+        if not (classifies or name in ("", body.__name__) or name.endswith(_FILLS_GAPS)):
+            raise ValueError(
+                f"architectures names {named(name)}, whose head is not read; encoders are read alone, with a "
+                "classifier of whole texts, or with the head that filled gaps in their first training"
+            )
+        keys = ReadKeys(json)
+        keys.without_effect(*_UNUSED)
+        check_known(keys.unread(), network, network_class)
         first = network.pad_token_id + 1 if network.model_type in ("roberta", "xlm-roberta") else 0
         return cls(
             network=network,
@@ -64,7 +82,19 @@ class EncoderConfig:
             num_labels=int(network.num_labels) if classifies else 0,
             first_position=first,
             has_types=getattr(network, "type_vocab_size", 0) > 1,
+            ignored_tensors=(
+                *(() if classifies else (r"(^|\.)pooler\.",)),
+                *((rf"^(?!{body.base_model_prefix}\.)",) if name.endswith(_FILLS_GAPS) else ()),
+            ),
         )
+
+    tied: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    own_tensors: ClassVar[frozenset[str]] = frozenset()
+
+    def untied(self, own: frozenset[str]) -> "EncoderConfig":
+        """As `ModelConfig` has it: it ties none."""
+        del own
+        return self
 
     @property
     def options(self) -> dict[str, Any]:

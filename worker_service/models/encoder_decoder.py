@@ -42,9 +42,6 @@ class EncoderDecoder:
         """Allocate the weights, without values yet; tensors that the configuration determines have theirs."""
         self.config = config
         network = self._network = build_network(config, dtype, device, NAME)
-        if not config.ties_embeddings:
-            product = network.get_output_embeddings()
-            product.weight = nn.Parameter(torch.empty_like(product.weight), requires_grad=False)
         self._dtype, self._device = dtype, device
         self._ops = ops_for(device)
         self._encoder, self._decoder = network.get_encoder(), network.get_decoder()

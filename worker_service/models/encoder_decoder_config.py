@@ -1,14 +1,26 @@
 """The config.json of a network of two parts: an encoder that reads a text or a sound whole, and a decoder."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+import torch
+from transformers import AutoModel, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
+from worker_service.models.config_keys import architectures
 from worker_service.models.transformers_json import parse
-from worker_service.wording import shown
+from worker_service.models.transformers_keys import check_known
+from worker_service.models.transformers_weights import tied_tensors
+from worker_service.read_keys import ReadKeys
+from worker_service.wording import named, shown
 
+_NEUTRAL: Mapping[str, object] = {
+    "add_bias_logits": False, "add_final_layer_norm": False, "extra_pos_embeddings": 2, "normalize_before": False,
+    "normalize_embedding": True, "static_position_embeddings": False,
+}  # fmt: skip
+"""What older code than this wrote of BART, which is always so now."""
 _LARGEST = 1 << 20
 """Of any size: larger than that of any existing network."""
 _FARTHEST = 1 << 16
@@ -36,31 +48,59 @@ class EncoderDecoderConfig:
     max_model_len: int
     max_encoder_len: int
     """Tokens that the encoder reads of a text at most, and of a sound always."""
-    ties_embeddings: bool = True
-    """Whether the product that makes logits has the tokens' embeddings for weights. transformers looks for that in the
-    checkpoint, whatever T5's configuration says."""
     num_mel_bins: int = 0
     """Numbers of a sound's frame; 0 for text."""
+    own_tensors: frozenset[str] = frozenset()
+    """Those of the tensors that it ties which have values of their own. T5 ties its head in any case; its
+    tie_word_embeddings says whether states are scaled before logits are made of them."""
 
     sliding_window = None
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> "EncoderDecoderConfig":
         """Raises ValueError where it describes no network that can be run."""
+        keys = ReadKeys(json)
+        keys.neutral(**_NEUTRAL)
+        keys.without_effect("n_positions")  # T5's, which `_t5` reads
         network = parse(json)
         sizes = _SIZES[network.model_type](network)
         for name, value in sizes.items():
             if type(value) is not int or not 1 <= value <= _LARGEST:
                 raise ValueError(f"{name} is {shown(value)}; it must be a whole number from 1 to {_LARGEST}")
         mapping = AutoModelForSpeechSeq2Seq if "num_mel_bins" in sizes else AutoModelForSeq2SeqLM
+        network_class = mapping._model_mapping[type(network)]
+        without_head = AutoModel._model_mapping[type(network)].__name__
+        for name in architectures(json):
+            if name not in (network_class.__name__, without_head, "T5WithLMHeadModel"):
+                raise ValueError(f"architectures names {named(name)}; supported is {network_class.__name__}")
+        check_known(keys.unread(), network, network_class)
         return cls(
             network=network,
-            network_class=mapping._model_mapping[type(network)],
+            network_class=network_class,
             vocabulary_size=network.vocab_size,
             hidden_size=network.d_model,
-            ties_embeddings=json.get("tie_word_embeddings") is not False,
             **sizes,
         )
+
+    @cached_property
+    def _blueprint(self) -> Any:
+        with torch.device("meta"):
+            return self.network_class._from_config(copy.deepcopy(self.network))
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """As `ModelConfig` has it."""
+        every = tied_tensors(self._blueprint)
+        return {name: other for name, (_, other) in every.items() if name not in self.own_tensors}
+
+    def untied(self, own: frozenset[str]) -> "EncoderDecoderConfig":
+        """As `ModelConfig` has it."""
+        return replace(self, own_tensors=own)
+
+    @property
+    def ignored_tensors(self) -> Collection[str]:
+        """As `ModelConfig` has it."""
+        return tuple(self._blueprint._keys_to_ignore_on_load_unexpected or ())
 
     @property
     def num_frames(self) -> int:

@@ -8,7 +8,7 @@ import torch
 from worker_service.models.causal_model import CausalModel, Fill
 from worker_service.models.decoder import Decoder
 from worker_service.models.decoder_config import DecoderConfig
-from worker_service.models.families import FAMILIES
+from worker_service.models.families import FAMILIES, read_decoder
 from worker_service.parallel.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ ENCODER_DECODERS = ("t5", "bart", "whisper")
 def read_config(json: Mapping[str, Any]) -> AnyConfig:
     """Read a config.json. Raises ValueError, KeyError or TypeError where it describes no network that can be run."""
     if (family := json.get("model_type")) in FAMILIES:
-        return FAMILIES[family](json)
+        return read_decoder(json)
     if family in ENCODERS:
         from worker_service.models.encoder_config import EncoderConfig
 

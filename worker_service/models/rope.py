@@ -7,10 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from worker_service.read_keys import ReadKeys
 from worker_service.wording import shown
 
-_SCALED_TYPES = ("linear", "dynamic", "llama3", "yarn", "longrope")
-"""Kinds that transformers computes for us, besides the plain one."""
+ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor", "original_max_position_embeddings"),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+             "mscale_all_dim", "truncate"),
+    "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
+}  # fmt: skip
+"""What each type of positions is described by, besides `rope_theta` and, in some families, `partial_rotary_factor`."""
+NOTES = ("finetuned",)
+"""How a scaled model was made, which changes nothing."""
+_ORIGINAL = "original_max_position_embeddings"
+_LONGEST = 2**31
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,42 +35,116 @@ class Rope:
     scale: float = 1.0
     """A factor on cosines and sines."""
     max_positions: int | None = None
-    """The sequence length from which on other frequencies would be needed, also for cached keys; None for never."""
+    """The longest sequence that these frequencies are for; None for what config.json says without them."""
 
 
-def read_rope(config: Mapping[str, Any], head_dim: int, default_theta: float = 10_000.0) -> Rope:
+def read_rope(
+    json: ReadKeys,
+    head_dim: int,
+    default_theta: float = 10_000.0,
+    *,
+    parts_of_heads: bool = False,
+    original: int | None = None,
+) -> Rope:
     """Understands `rope_parameters` and the older pair of `rope_theta` and `rope_scaling`.
 
-    `default_theta` is the family's default. Raises ValueError for a kind that is not
-    supported.
+    default_theta: the family's default; parts_of_heads: whether the family's code obeys `partial_rotary_factor`;
+    original: the family's default of the original length, if it has one, which counts unless the top of the file says
+    another.
+    Raises ValueError for a kind that is not supported.
     """
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if any(isinstance(value, Mapping) for value in parameters.values()):
+    newer, older = json.plain.get("rope_parameters") or {}, json.plain.get("rope_scaling") or {}
+    if newer and older and newer != older:
+        raise ValueError("rope_parameters and rope_scaling say different things")
+    parameters = json.get("rope_scaling" if older else "rope_parameters") or ReadKeys({})
+    json.without_effect(*(["rope_parameters"] if older else []))  # it is empty or the same
+    if not isinstance(parameters, ReadKeys):
+        raise ValueError(f"rope_parameters is {shown(parameters)}; it must be an object")
+    theta = agreed(parameters, "rope_theta", json, "rope_theta", 2**63) or default_theta
+    share = agreed(parameters, "partial_rotary_factor", json, "partial_rotary_factor", 1) if parts_of_heads else None
+    return rope_of(parameters, json, head_dim, theta, share or 1.0, original=original)
+
+
+def rope_of(
+    parameters: ReadKeys,
+    json: ReadKeys,
+    head_dim: int,
+    theta: float,
+    share: float = 1.0,
+    *,
+    original: int | None = None,
+    is_scaled_length: bool = False,
+) -> Rope:
+    """parameters: of these positions, but for theta, and for the share of a head that turns. original: as `read_rope`.
+
+    is_scaled_length: whether the family's max_position_embeddings is the length that its scaling leads to.
+    """
+    if any(isinstance(value, Mapping) for value in parameters.plain.values()):
         raise ValueError("rope_parameters that differ between kinds of layers are not supported")
-    _check(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor"), "partial_rotary_factor", 1)
-    _check(parameters.get("rope_theta") or config.get("rope_theta"), "rope_theta", 2**63)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    parameters.neutral(type=kind)  # its older name
+    if json.get("model_type") == "phi3" and kind in ("su", "yarn"):
+        kind = "longrope"  # which Phi-3's first files called so
+    if kind not in ROPE_KEYS:
+        raise ValueError(f"rope type '{kind}' is not supported; supported are {', '.join(sorted(ROPE_KEYS))}")
+    said = {name: parameters[name] for name in ROPE_KEYS[kind] if name in parameters}
+    parameters.without_effect(*NOTES)
+    parameters.neutral(partial_rotary_factor=1)
+    # It may be beside other kinds, and says nothing there.
+    original = agreed(parameters, _ORIGINAL, json, _ORIGINAL, _LONGEST, otherwise=original)
     if kind == "default":
-        theta = parameters.get("rope_theta") or config.get("rope_theta") or default_theta
-        share = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
         rotary_dim = int(head_dim * share)
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
         return Rope(1.0 / theta**exponents)
-    # Imported for the other kinds only: it takes two seconds.
+    if original:
+        said[_ORIGINAL] = original
+    frequencies, scale = _scaled(kind, said | {"rope_theta": theta, "partial_rotary_factor": share}, json, head_dim)
+    length = int(json["max_position_embeddings"])
+    return Rope(frequencies, scale, scaled_length(kind, said, length, is_scaled=is_scaled_length))
+
+
+def scaled_length(kind: str, parameters: Mapping[str, Any], length: int, *, is_scaled: bool = False) -> int:
+    """The longest sequence that positions of this kind are for, where max_position_embeddings is `length`.
+
+    Frequencies of "yarn" and "linear" are the same in every text, and made for texts that are `factor` times as long
+    as the original ones. Those of "dynamic" change with a text's length beyond `length`, and those of "longrope" beyond
+    the original length; cached keys cannot change theirs. With "llama3", `length` is the scaled one, and with others
+    too where it `is_scaled`.
+    """
+    factor, original = parameters.get("factor"), parameters.get(_ORIGINAL)
+    if kind == "longrope":
+        return min(length, int(original or length))
+    if kind not in ("yarn", "linear") or factor is None or is_scaled:
+        return length
+    return min(int((original or length) * factor), _LONGEST)
+
+
+def _scaled(kind: str, parameters: Mapping[str, Any], json: ReadKeys, head_dim: int) -> tuple[Tensor, float]:
+    """Frequencies, and the factor on cosines and sines, as transformers computes them."""
+    # Imported for these kinds only: it takes two seconds.
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     from worker_service.models.transformers_json import parse
 
-    family = parse(config)
-    kind = family.rope_parameters["rope_type"]  # which may be another name than the file's, from an older time
-    if kind not in _SCALED_TYPES:
-        raise ValueError(f"rope type '{kind}' is not supported; supported are default, {', '.join(_SCALED_TYPES)}")
-    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](family)
-    limit = family.rope_parameters["original_max_position_embeddings"] if kind == "longrope" else None
-    return Rope(frequencies, float(scale), limit)
+    # They are the same for any family's head of that size. transformers is given nothing but what was read.
+    sizes = {name: json[name] for name in ("hidden_size", "num_attention_heads", "max_position_embeddings")}
+    rope = {**parameters, "rope_type": kind}
+    if kind == "yarn":
+        rope.setdefault("factor", None)  # it follows from the lengths then
+    network = parse({"model_type": "llama", **sizes, "head_dim": head_dim, "rope_parameters": rope})
+    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](network)
+    return frequencies, float(scale)
 
 
-def _check(value: object, name: str, most: int) -> None:
-    """Raise ValueError unless it is a number above 0 and up to that, or is not there."""
-    if value and not (isinstance(value, int | float) and 0 < value <= most):
-        raise ValueError(f"{name} is {shown(value)}; it must be above 0, and at most {most}")
+def agreed(
+    parameters: ReadKeys, inner: str, json: ReadKeys, outer: str, most: int, otherwise: float | None = None
+) -> Any:
+    """The number that the parameters say under the name `inner`, or the top of the file under the name `outer`, whose
+    default is `otherwise`. Raises ValueError where they disagree, or where it is not in (0, most]."""
+    found, other = parameters.get(inner), json.get(outer) or otherwise
+    if found and other and found != other:
+        raise ValueError(f"{outer} is {shown(other)}, and {inner} {shown(found)} among the parameters of positions")
+    found = found or other
+    if found and not (isinstance(found, int | float) and 0 < found <= most):
+        raise ValueError(f"{outer} is {shown(found)}; it must be above 0, and at most {most}")
+    return found or None

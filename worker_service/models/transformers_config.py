@@ -1,13 +1,16 @@
 """The config.json of a network that runs in transformers' own code, and the reasons why one cannot."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from worker_service.models.config_keys import check_generates
+from worker_service.models.rope import scaled_length
 from worker_service.models.transformers_json import parse
+from worker_service.models.transformers_keys import check_known, rope_parameters_of
 from worker_service.models.transformers_survey import Survey, survey
 
 
@@ -21,25 +24,44 @@ class TransformersConfig:
     needs: Survey
     vocabulary_size: int
     max_model_len: int
+    own_tensors: frozenset[str] = frozenset()
+    """Those of the tensors that it ties which have values of their own."""
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> "TransformersConfig":
         """Raises ValueError where it describes no network that can be run."""
+        check_generates(json)
         network = parse(json)
         network_class = AutoModelForCausalLM._model_mapping.get(type(network), None)
         if (reason := _why_not(network, network_class)) is not None:
             raise ValueError(f"a model {network.model_type} is not supported: {reason}")
+        check_known(json, network, network_class)
         try:
             needs = survey(network_class, network)
         except ValueError as error:
             raise ValueError(f"a model {network.model_type} is not supported: {error}") from error
+        _check_rotary_dims(network, needs)
         return cls(
             network=network,
             network_class=network_class,
             needs=needs,
             vocabulary_size=int(network.vocab_size),
-            max_model_len=min(_lengths_of_equal_frequencies(network)),
+            max_model_len=min(_lengths(network)),
         )
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """As `ModelConfig` has it."""
+        return {name: other for name, other in self.needs.tied.items() if name not in self.own_tensors}
+
+    def untied(self, own: frozenset[str]) -> "TransformersConfig":
+        """As `ModelConfig` has it."""
+        return replace(self, own_tensors=own)
+
+    @property
+    def ignored_tensors(self) -> Collection[str]:
+        """As `ModelConfig` has it."""
+        return self.needs.ignored_tensors
 
     @property
     def hidden_size(self) -> int:
@@ -89,10 +111,21 @@ def _why_not(network: Any, network_class: Any) -> str | None:
     return None
 
 
-def _lengths_of_equal_frequencies(network: Any) -> Iterator[int]:
-    """The lengths up to which rotary frequencies stay the same, because cached keys cannot change theirs."""
-    yield int(network.max_position_embeddings)
-    parameters = getattr(network, "rope_parameters", None) or {}
-    for rope in (parameters, *parameters.values()):
-        if isinstance(rope, Mapping) and rope.get("rope_type") == "longrope":
-            yield int(rope["original_max_position_embeddings"])
+def _check_rotary_dims(network: Any, needs: Survey) -> None:
+    """Raise ValueError where a part of each head is to turn and the network's code turns another."""
+    for parameters in rope_parameters_of(network):
+        kind = parameters.get("rope_type", "default")
+        if kind != "default" and not needs.rotary_dims:
+            raise ValueError(f"it has positions of type {kind}, and the code of {network.model_type} turns no heads")
+        share = parameters.get("partial_rotary_factor")
+        if share is not None and int(needs.head_dim * share) not in needs.rotary_dims:
+            raise ValueError(
+                f"partial_rotary_factor is {share}, and the code of {network.model_type} turns other parts of a head"
+            )
+
+
+def _lengths(network: Any) -> Iterator[int]:
+    """The lengths that each of its kinds of positions is for."""
+    length = int(network.max_position_embeddings)
+    for parameters in rope_parameters_of(network) or [{}]:
+        yield scaled_length(parameters.get("rope_type", "default"), parameters, length)

@@ -1,19 +1,18 @@
 """A config.json as transformers reads it; this service hands configs to transformers in this way only."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
+from worker_service.models.config_keys import BOOKKEEPING, CODE, EXECUTION
+
 # The service has a log of its own for what matters.
 logging.set_verbosity_error()
 logging.disable_progress_bar()
-
-_IGNORED = frozenset({"attn_implementation", "auto_map", "experts_implementation", "fusion_config", "kernel_config",
-                      "transformers_weights", "trust_remote_code"})  # fmt: skip
-"""With these keys a config.json could have code fetched or other files read; the library's own classes need none."""
 
 
 def parse(json: Mapping[str, Any]) -> Any:
@@ -21,7 +20,15 @@ def parse(json: Mapping[str, Any]) -> Any:
     family = json.get("model_type", "of no stated type")
     if family not in CONFIG_MAPPING:
         raise ValueError(f"a model {family} is not supported: transformers does not know it")
-    wanted = {name: value for name, value in json.items() if name not in _IGNORED and not name.startswith("_")}
+    # Some of these would have code fetched, or other files read, or set what transformers keeps to itself.
+    own = {field.name for field in fields(CONFIG_MAPPING[family])}
+    wanted = {
+        name: value
+        for name, value in json.items()
+        if name not in BOOKKEEPING | CODE | EXECUTION
+        and (name in own or not name.startswith("_"))
+        and not (name == "rope_scaling" and value is None)  # transformers warns of it
+    }
     try:
         return AutoConfig.for_model(**wanted)
     except Exception as error:

@@ -11,16 +11,23 @@ from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
 from worker_service.models.linear import Linear
+from worker_service.models.transformers_weights import tied_tensors
 
 
 def build_network(config: Any, dtype: torch.dtype, device: torch.device, attention: str, **options: Any) -> Any:
     """Allocate the weights of a configuration's `network_class`, without values yet; tensors that the configuration
-    determines have theirs. attention: the name of the attention in its layers."""
+    determines have theirs. attention: the name of the attention in its layers. Tensors that the configuration
+    ties are one, but for its `own_tensors`."""
     with device, no_init_weights():
         network = config.network_class._from_config(
             copy.deepcopy(config.network), dtype=dtype, attn_implementation=attention, **options
         )
     network.tie_weights()
+    tied = tied_tensors(network)
+    for inner, _ in [tied[name] for name in config.own_tensors]:
+        module, _, name = inner.rpartition(".")
+        weight = torch.empty_like(network.get_parameter(inner))
+        setattr(network.get_submodule(module), name, nn.Parameter(weight, requires_grad=False))
     return network.requires_grad_(False).eval()
 
 

@@ -5,6 +5,7 @@ name heads and layers differently in their configurations; the shapes that a net
 """
 
 import copy
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from worker_service.models.causal_model import widest
 from worker_service.models.transformers_attention import NAME, within
-from worker_service.models.transformers_weights import checkpoint_places
+from worker_service.models.transformers_weights import checkpoint_places, tied_tensors
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,12 @@ class Survey:
     sliding_window: int | None
     """As `ModelConfig` has it."""
     hidden_size: int
+    tied: Mapping[str, str]
+    """As `ModelConfig` has it."""
+    ignored_tensors: Collection[str]
+    """As `ModelConfig` has it."""
+    rotary_dims: frozenset[int]
+    """Of each head, how many numbers turn; of each kind of positions that it has."""
 
 
 class _Observer:
@@ -85,7 +92,15 @@ def survey(network_class: Any, config: Any) -> Survey:
         sizes = " and ".join(f"{heads} x {size}" for heads, size in sorted(set(observer.shapes)))
         raise ValueError(f"its layers have keys of different sizes, {sizes}")
     hidden_size = output.last_hidden_state.shape[-1]
-    return Survey(len(observer.shapes), *observer.shapes[0], widest(observer.windows), hidden_size)
+    return Survey(
+        len(observer.shapes),
+        *observer.shapes[0],
+        widest(observer.windows),
+        hidden_size,
+        {name: other for name, (_, other) in tied_tensors(network).items()},
+        tuple(network._keys_to_ignore_on_load_unexpected or ()),
+        frozenset(2 * len(buffer) for name, buffer in network.named_buffers() if name.endswith("inv_freq")),
+    )
 
 
 def _without_data(config: Any) -> Any:

@@ -18,6 +18,21 @@ class _View(Tensor):
         return self
 
 
+def tied_tensors(network: Any) -> dict[str, tuple[str, str]]:
+    """The tensors that a network ties to others, by their names in a checkpoint: their names in the network, and the
+    others' in a checkpoint."""
+    return {
+        _name_in_checkpoint(network, name): (name, _name_in_checkpoint(network, other))
+        for name, other in network.all_tied_weights_keys.items()
+    }
+
+
+def _name_in_checkpoint(network: Any, name: str) -> str:
+    stored: str
+    (stored,) = revert_weight_conversion(network, {name: network.get_parameter(name).detach().as_subclass(_View)})
+    return stored
+
+
 def checkpoint_places(network: Any) -> dict[str, Tensor]:
     """Places by the checkpoint's names. Raises ValueError if a tensor has no place of its own in memory."""
     # Tied weights have several names, of which a checkpoint has the first.

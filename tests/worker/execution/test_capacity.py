@@ -1,6 +1,7 @@
 """The cache gets a share of what memory there is, and a worker without room for a sequence does not start."""
 
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from worker_service.execution.worker import load_worker
 from worker_service.parallel.ranks import ALONE, Ranks
 from worker_service.settings import WorkerSettings
 
+Make = Callable[..., Path]
 CPU = torch.device("cpu")
 SHAPE = CacheShape(num_layers=1, block_size=1, num_kv_heads=1, head_dim=5, dtype=torch.uint8)
 assert SHAPE.block_bytes == 10
@@ -44,10 +46,15 @@ class FirstOfTwo(Ranks):
         return [number, self._others.pop(0)]
 
 
-def count(max_model_len: int = 1, sliding_window: int = 0, ranks: Ranks = ALONE, **settings: Any) -> int:
-    return count_device_blocks(
-        CPU, [SHAPE], max_model_len, sliding_window, WorkerSettings(**{"max_num_seqs": 256, **settings}), ranks
-    )
+def count(
+    max_model_len: int = 1,
+    sliding_window: int = 0,
+    ranks: Ranks = ALONE,
+    least_model_len: int | None = None,
+    **settings: Any,
+) -> int:
+    given = WorkerSettings(**{"max_num_seqs": 256, **settings})
+    return count_device_blocks(CPU, [SHAPE], max_model_len, sliding_window, given, ranks, least_model_len)
 
 
 def gib(num_bytes: int) -> float:
@@ -103,6 +110,27 @@ def test_a_cache_too_small_for_one_sequence_is_refused(
 ) -> None:
     with pytest.raises(StartError, match=sentence):
         count(max_model_len, **settings)
+
+
+def test_a_cache_may_be_too_small_for_texts_that_positions_are_only_scaled_for(
+    cgroup: Path, make_checkpoint: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default the longest text is then the longest that fits, unless that is less than without scaling."""
+    assert count(400, least_model_len=90) == 100
+    with pytest.raises(StartError, match="one sequence of 110 tokens needs 110"):
+        count(400, least_model_len=110)
+    monkeypatch.undo()  # of the machine's memory
+    path = make_checkpoint(rope_parameters={"rope_type": "yarn", "factor": 8.0, "rope_theta": 1e4})
+    block_bytes = 3 * 2 * 16 * 2 * 10 * 4
+    settings: dict[str, Any] = {"model": str(path), "device": "cpu", "dtype": "float32", "block_size": 16}
+    settings["kv_cache_memory"] = gib(block_bytes * 20)
+    assert load_worker(WorkerSettings(**settings)).limits.max_model_len == 320
+    assert load_worker(WorkerSettings(**settings, max_model_len=200)).limits.max_model_len == 200
+    assert load_worker(WorkerSettings(**settings | {"kv_cache_memory": None})).limits.max_model_len == 1024
+    with pytest.raises(StartError, match="one sequence of 1000 tokens"):
+        load_worker(WorkerSettings(**settings, max_model_len=1000))
+    with pytest.raises(StartError, match="--max-model-len is 1025; the model's limit is 1024"):
+        load_worker(WorkerSettings(**settings, max_model_len=1025))
 
 
 def test_a_number_of_blocks_is_the_operators_own_choice(cgroup: Path) -> None:

@@ -1,5 +1,6 @@
 """Encoders beside decoders: tokens are those of transformers, to the last, whatever else is in the steps."""
 
+import json
 import re
 from array import array
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from stepped_worker import DEVICE, SteppedWorker, make_nan
 from tiny_encoder_decoder import FAMILIES as FAMILY_SIZES
 from tiny_encoder_decoder import SPEECH, START, SlowEncoderDecoder, write_encoder_decoder
@@ -55,8 +57,10 @@ def stepped(checkpoint: Path, cache_dtype: torch.dtype) -> SteppedWorker:
     """Over a pool that is NaN wherever nothing was stored."""
     files = Checkpoint(checkpoint)
     config: Any = read_config(files.config)
+    config = config.untied(files.own(config.tied))
     model = build_encoder_decoder(config, torch.float32, DEVICE)
     files.load_into(model.checkpoint_tensors())
+    files.check_none_left({*model.checkpoint_tensors(), *config.tied}, config.ignored_tensors)
     model.pack()
     shape = CacheShape(config.num_layers, LIMITS.block_size, config.num_kv_heads, config.head_dim, cache_dtype)
     engine = CacheEngine(shape, LIMITS.num_device_blocks, LIMITS.num_host_blocks, DEVICE)
@@ -78,6 +82,28 @@ def decoder_of(number: int, first_block: int, prompt: tuple[int, ...] = (START,)
     blocks = tokens(range(first_block, first_block + 10))
     params = SamplingParams(**sampling)
     return NewSequence(number, tokens(prompt), len(prompt), 0, blocks, params, encoder_id=100 + number)
+
+
+@pytest.mark.parametrize(
+    ("family", "ties", "has_head"),
+    [("t5", True, True), ("t5", False, True), ("t5", False, False), ("bart", True, True)],
+)
+def test_a_head_is_the_one_that_is_there(family: str, ties: bool, has_head: bool, tmp_path: Path) -> None:
+    """T5 scales states by what its config says of tying, and ties its head if there is none."""
+    path = write_encoder_decoder(tmp_path / "model", family)
+    config = json.loads((path / "config.json").read_text())
+    config.pop("scale_decoder_outputs", None)  # which newer files say beside it
+    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": ties}))
+    if has_head:
+        tensors = load_file(path / "model.safetensors")
+        head = torch.randn((config["vocab_size"], config["d_model"]), generator=torch.manual_seed(3))
+        save_file(tensors | {"lm_head.weight": head}, path / "model.safetensors")
+    worker = stepped(path, torch.float32)
+    new = (encoder_of(0, 0), decoder_of(0, 1, temperature=4.0, seed=7))
+    found = [*worker.step((100, len(INPUTS[0]), False), (0, 1, True), new_sequences=new).token_ids]
+    found += worker.generate(0, 9)
+    assert len(set(found)) > 2
+    assert SlowEncoderDecoder(path).drawn(INPUTS[0], found, 0, 7, 4.0) == found
 
 
 def test_greedy_tokens_of_a_batch_of_mixed_lengths_are_those_of_transformers(

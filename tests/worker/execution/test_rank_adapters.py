@@ -17,13 +17,14 @@ from worker_service.execution.adapters import AdapterRoom, Adapters
 from worker_service.execution.rank_adapters import AdapterFollower, abandon, drop, hand_over, hold
 from worker_service.loading.adapter import Adapter
 from worker_service.models.decoder import Decoder
-from worker_service.models.families import FAMILIES
+from worker_service.models.families import read_decoder
 from worker_service.models.shard import Shard
 from worker_service.parallel.ranks import BETWEEN_STEPS, Ranks
 from worker_service.session.session import ScheduledChunk
 
-NETWORK = FAMILIES["llama"](
+NETWORK = read_decoder(
     {
+        "model_type": "llama",
         "vocab_size": 7,
         "hidden_size": 12,
         "intermediate_size": 5,

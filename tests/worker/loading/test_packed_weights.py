@@ -312,6 +312,32 @@ def check_served(stored: Path, meant: Path) -> None:
     assert (packed - exact).abs().mean() < 0.1 * exact.std()
 
 
+def test_a_head_beside_tied_embeddings_is_used(plain: Path, tmp_path: Path) -> None:
+    stored, meant = quantise(plain, tmp_path, "awq")
+    expected = prompt_logprobs(worker_settings(meant, dtype="float32"))
+    config = json.loads((stored / "config.json").read_text())
+    (stored / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    assert torch.equal(prompt_logprobs(worker_settings(stored, dtype="float32")), expected)
+    tensors = load_file(stored / "model.safetensors")
+    head = Layer.draw(264, 64, 2, 4)
+    (stored / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True, "vocab_size": 264}))
+    tensors["model.embed_tokens.weight"] = torch.randn(264, 64)
+    del tensors["lm_head.weight"]
+    save_file(tensors | {"lm_head.weight": head.weight}, stored / "model.safetensors")
+    expected = prompt_logprobs(worker_settings(stored, dtype="float32"))
+    quantised = {f"lm_head.{part}": tensor for part, tensor in awq(head).items()}
+    save_file(tensors | quantised, stored / "model.safetensors")
+    assert torch.equal(prompt_logprobs(worker_settings(stored, dtype="float32")), expected)
+
+
+def test_a_part_of_a_quantised_layer_that_is_not_read_is_refused(plain: Path, tmp_path: Path) -> None:
+    stored, _ = quantise(plain, tmp_path, "awq")
+    tensors = load_file(stored / "model.safetensors")
+    save_file(tensors | {"model.layers.0.mlp.up_proj.weight_global_scale": torch.ones(1)}, stored / "model.safetensors")
+    with pytest.raises(StartError, match=r"config\.json takes: model\.layers\.0\.mlp\.up_proj\.weight_global_scale"):
+        load_worker(worker_settings(stored))
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another method": ({"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes' are not read; gptq, awq, "),
     "no method": ({}, "quantised by None are not read"),
@@ -325,6 +351,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rotated": (PACKED | {"transform_config": {"config_groups": {}}}, "sparse, or rotated"),
     "other bits": (PACKED | {"config_groups": {"g": {"weights": {"num_bits": 7}}}}, r"weights of .*7.* are not read"),
     "floats": (INT | {"config_groups": {"g": {"weights": {"num_bits": 4, "type": "float"}}}}, "whole numbers of 4"),
+    "an unknown key": (AWQ | {"rotation": "hadamard"}, "quantization_config says rotation = 'hadamard', which is not"),
     "sparse": (PACKED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse, or rotated"),
 }
 

@@ -205,6 +205,10 @@ SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
     "PiSSA": (spoil_config(init_lora_weights="pissa_niter_4"), "init_lora_weights is .*may change the base's weights"),
     "OLoRA": (spoil_config(init_lora_weights="olora"), "may change the base's weights"),
     "QALoRA": (spoil_config(use_qalora=True), "use_qalora asks for pooled inputs"),
+    "an unknown key": (
+        spoil_config(use_rotation=True),
+        "'use_rotation' is True, which is not supported and may change",
+    ),
     "biases": (spoil_config(bias="all"), "bias must be none"),
     "no alpha": (spoil_config(lora_alpha=None), "lora_alpha is None, not a number"),
     "infinite alpha": (spoil_config(lora_alpha=float("inf")), "lora_alpha is .*, not a number"),

@@ -13,7 +13,7 @@ from kernels.float8 import Float8Weight, quantize_float8
 from worker_service.models import expert_linear
 from worker_service.models.decoder_config import DecoderConfig
 from worker_service.models.expert_linear import ExpertLinear
-from worker_service.models.families import FAMILIES
+from worker_service.models.families import read_decoder
 from worker_service.models.linear import Linear, Quantization, can_pack
 from worker_service.models.mlp import MixtureMlp
 
@@ -21,8 +21,9 @@ CPU = torch.device("cpu")
 
 
 def config(**changes: Any) -> DecoderConfig:
-    return FAMILIES["qwen3_moe"](
+    return read_decoder(
         {
+            "model_type": "qwen3_moe",
             "vocab_size": 131,
             "hidden_size": 64,
             "intermediate_size": 100,

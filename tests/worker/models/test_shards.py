@@ -11,7 +11,7 @@ from worker_service.loading.adapter import Adapter
 from worker_service.loading.dummy_weights import DummyWeights
 from worker_service.models.decoder import Decoder
 from worker_service.models.decoder_config import DecoderConfig
-from worker_service.models.families import FAMILIES
+from worker_service.models.families import read_decoder
 from worker_service.models.shard import Shard
 from worker_service.parallel.cut import Cut
 from worker_service.parallel.ranks import Ranks
@@ -32,7 +32,7 @@ def config(**changes: Any) -> DecoderConfig:
         "max_position_embeddings": 128,
     }
     json = sizes | changes
-    return FAMILIES[json["model_type"]](json)
+    return read_decoder(json)
 
 
 CONFIGS: dict[str, tuple[DecoderConfig, int]] = {

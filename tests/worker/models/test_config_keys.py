@@ -1,0 +1,253 @@
+"""What a config.json says is obeyed, or refused by a sentence that names it; and ordinary files are not refused."""
+
+from typing import Any
+
+import pytest
+
+from worker_service.models.config_keys import GENERATION
+from worker_service.models.registry import read_config
+from worker_service.read_keys import ReadKeys
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 500,
+    "hidden_size": 64,
+    "intermediate_size": 100,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+PLAIN: dict[str, Any] = {
+    "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": [2, 7], "initializer_range": 0.02, "use_cache": True,
+    "torch_dtype": "bfloat16", "transformers_version": "4.46.1", "rope_scaling": None,
+}  # fmt: skip
+ORDINARY: dict[str, dict[str, Any]] = {
+    "Llama 2": {"model_type": "llama", "_name_or_path": "a/b", "pretraining_tp": 1, "pad_token_id": 0},
+    "Llama 3.1": {
+        "model_type": "llama", "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "rope_theta": 500000.0,
+        "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3",
+                         "original_max_position_embeddings": 512},
+    },
+    "SmolLM2": {
+        "model_type": "llama", "is_llama_config": True, "rope_interleaved": False, "rope_theta": 100000,
+        "tie_word_embeddings": True, "transformers.js_config": {"dtype": "q4"},
+    },
+    "a base of unsloth's": {"model_type": "llama", "unsloth_fixed": True, "unsloth_version": "2024.9", "head_dim": 16},
+    "Yarn-Llama 2": {
+        "model_type": "llama",
+        "rope_scaling": {"factor": 16.0, "original_max_position_embeddings": 256, "type": "yarn", "finetuned": True},
+    },
+    "a dump of all defaults": {
+        "model_type": "llama", "add_cross_attention": False, "bad_words_ids": None, "chunk_size_feed_forward": 0,
+        "diversity_penalty": 0.0, "do_sample": False, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0},
+        "is_decoder": False, "is_encoder_decoder": False, "pruned_heads": {}, "return_dict": True, "temperature": 1.0,
+        "tie_encoder_decoder": False, "torchscript": False, "use_bfloat16": False,
+    },
+    "Mistral Nemo": {"model_type": "mistral", "head_dim": 16, "sliding_window": None, "rope_theta": 1000000.0},
+    "Mixtral": {
+        "model_type": "mixtral", "num_experts_per_tok": 2, "num_local_experts": 4, "output_router_logits": False,
+        "router_aux_loss_coef": 0.02, "sliding_window": None,
+    },
+    "Qwen2.5": {
+        "model_type": "qwen2", "max_window_layers": 21, "sliding_window": 32768, "use_mrope": False,
+        "use_sliding_window": False, "tie_word_embeddings": True,
+    },
+    "Qwen3": {"model_type": "qwen3", "head_dim": 16, "attention_bias": False, "max_window_layers": 28,
+              "sliding_window": None, "use_sliding_window": False, "layer_types": ["full_attention"] * 4},
+    "Qwen3-MoE": {
+        "model_type": "qwen3_moe", "decoder_sparse_step": 1, "head_dim": 16, "max_window_layers": 48,
+        "mlp_only_layers": [], "moe_intermediate_size": 24, "norm_topk_prob": True, "num_experts": 4,
+        "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001, "sliding_window": None, "use_sliding_window": False,
+    },
+    "MiMo": {"model_type": "mimo", "attention_bias": True, "head_dim": 16, "num_nextn_predict_layers": 1,
+             "use_mrope": False, "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
+             "architectures": ["MiMoForCausalLM"]},
+    "Phi-3": {
+        "model_type": "phi3", "embd_pdrop": 0.0, "resid_pdrop": 0.0, "original_max_position_embeddings": 4096,
+        "sliding_window": 2047, "attention_bias": False, "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+        "architectures": ["Phi3ForCausalLM"],
+    },
+    "Phi-4 mini": {
+        "model_type": "phi3", "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False,
+        "partial_rotary_factor": 0.75, "original_max_position_embeddings": 512, "rope_scaling": LONGROPE,
+        "sliding_window": 262144, "tie_word_embeddings": True,
+    },
+    "Gemma": {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None, "head_dim": 16},
+    "Gemma 2": {
+        "model_type": "gemma2", "cache_implementation": "hybrid", "final_logit_softcapping": 30.0, "head_dim": 16,
+        "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 16,
+        "sliding_window": 4096, "sliding_window_size": 4096, "attn_logit_softcapping": 50.0,
+    },
+    "Gemma 3": {
+        "model_type": "gemma3_text", "_sliding_window_pattern": 6, "attn_logit_softcapping": None, "head_dim": 16,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "query_pre_attn_scalar": 16,
+        "rope_local_base_freq": 10000.0, "rope_theta": 1000000.0, "sliding_window": 512,
+        "use_bidirectional_attention": False,
+    },
+    "SmolLM3": {
+        "model_type": "smollm3", "layer_types": ["full_attention"] * 4, "max_window_layers": 28, "mlp_bias": False,
+        "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0], "pretraining_tp": 2, "rope_theta": 5000000.0,
+        "sliding_window": None, "use_sliding_window": False, "attention_bias": False,
+    },
+    "GPT-2": {
+        "model_type": "gpt2", "activation_function": "gelu_new", "n_ctx": 1024, "n_embd": 64, "n_head": 4, "n_layer": 2,
+        "n_positions": 1024, "summary_type": "cls_index", "architectures": ["GPT2LMHeadModel"], "vocab_size": 99,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    },
+    "BERT": {
+        "model_type": "bert", "gradient_checkpointing": False, "position_embedding_type": "absolute",
+        "type_vocab_size": 2, "directionality": "bidi", "pooler_type": "first_token_transform",
+        "architectures": ["BertForMaskedLM"],
+    },
+    "a reranker": {
+        "model_type": "bert", "architectures": ["BertForSequenceClassification"], "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0}, "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"},
+    },
+    "ModernBERT": {
+        "model_type": "modernbert", "global_attn_every_n_layers": 3, "global_rope_theta": 160000.0, "norm_eps": 1e-05,
+        "layer_norm_eps": 1e-05, "local_rope_theta": 10000.0, "position_embedding_type": "absolute", "pad_token_id": 0,
+        "reference_compile": False, "repad_logits_with_grad": False,
+    },
+    "T5": {
+        "model_type": "t5", "d_model": 64, "d_ff": 64, "d_kv": 16, "num_layers": 2, "n_positions": 512,
+        "output_past": True, "relative_attention_num_buckets": 32, "dense_act_fn": "relu", "is_gated_act": False,
+        "vocab_size": 99, "architectures": ["T5ForConditionalGeneration"], "task_specific_params": {"a": {"b": 1}},
+    },
+    "BART": {
+        "model_type": "bart", "_num_labels": 3, "add_bias_logits": False, "add_final_layer_norm": False,
+        "classif_dropout": 0.0, "d_model": 64, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+        "encoder_layers": 1, "decoder_layers": 1, "force_bos_token_to_be_generated": True, "normalize_before": False,
+        "normalize_embedding": True, "num_hidden_layers": 1, "static_position_embeddings": False, "prefix": " ",
+        "vocab_size": 99,
+    },
+}  # fmt: skip
+ENCODER = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
+ENCODERS = ("BERT", "a reranker", "ModernBERT")
+OTHER_SIZES = ("GPT-2", "T5", "BART")
+"""Whose files have other names for them."""
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_files_as_they_are_published_are_read(name: str) -> None:
+    sizes = {} if name in OTHER_SIZES else ENCODER if name in ENCODERS else SIZES
+    config = read_config(PLAIN | sizes | ORDINARY[name])
+    assert config.vocabulary_size in (99, 500)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "an unknown key": ({"attention_multiplier": 0.5}, "it says attention_multiplier = 0.5, which is not sup"),
+    "several": ({"logit_scale": 2, "qk_norm": True}, "it says logit_scale = 2, qk_norm = True, which"),
+    "a part of a rotation": ({"partial_rotary_factor": 0.5}, "it says partial_rotary_factor = 0.5"),
+    "a part of a rotation, in Qwen2": ({"model_type": "qwen2", "partial_rotary_factor": 0.5}, "it says partial_rotary"),
+    "a part of a rotation, in Mistral": ({"model_type": "mistral", "partial_rotary_factor": 0.5}, "it says partial_ro"),
+    "within positions": (
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mrope_section": [1, 2]}},
+        r"it says rope_scaling.mrope_section = \[1, 2\]",
+    ),
+    "two bases": (
+        {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}},
+        "rope_theta is 5.0, and rope_theta 6.0 among the parameters of positions",
+    ),
+    "two kinds of positions": (
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+        "rope_parameters and rope_scaling say different things",
+    ),
+    "another original length than Phi-3's": (
+        {"model_type": "phi3", "rope_scaling": LONGROPE | {"original_max_position_embeddings": 512}},
+        "original_max_position_embeddings is 4096, and original_max_position_embeddings 512 among",
+    ),
+    "two names of a kind of positions": (
+        {"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0}},
+        "it says rope_scaling.type = 'linear'",
+    ),
+    "long contexts of another kind": (
+        {"model_type": "qwen2", "dual_chunk_attention_config": {"chunk_size": 9}},
+        "it says dual_chunk_attention_config = {'chunk_size': 9}",
+    ),
+    "a window that is not used": (
+        {"model_type": "mistral", "use_sliding_window": False},
+        "it says use_sliding_window = False",
+    ),
+    "kinds of layers": ({"model_type": "mistral", "layer_types": ["full_attention"] * 4}, "it says layer_types = "),
+    "caps that no code reads": ({"model_type": "gemma3_text", "attn_logit_softcapping": 5.0}, "attn_logit_softcapping"),
+    "a classifier": ({"architectures": ["LlamaForSequenceClassification"]}, "names LlamaForSequenceClassification,"),
+    "a tagger": ({"architectures": ["LlamaForTokenClassification"]}, "names LlamaForTokenClassification, whose head"),
+    "a reward model": ({"architectures": ["Qwen2ForRewardModel"], "model_type": "qwen2"}, "names Qwen2ForRewardModel"),
+    "another reward model": ({"architectures": ["LlamaRewardModel"]}, "names LlamaRewardModel, whose head does not"),
+    "no architectures": ({"architectures": "LlamaForCausalLM"}, "architectures is not a list of names"),
+    "in transformers' code": ({"model_type": "olmo2", "clip_qkv": 5.0}, "it says clip_qkv = 5.0, which is not"),
+    "its positions": (
+        {"model_type": "olmo2", "rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 3}},
+        "it says beta_fast = 3, which is not supported in a model olmo2 with positions of type linear",
+    ),
+    "its rotations": ({"model_type": "olmo2", "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, and the"),
+    "positions that are not turned": (
+        {"model_type": "gpt2", "rope_theta": 5.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        "it says|it has positions of type linear, and the code of gpt2 turns no heads",
+    ),
+    "its head": (
+        {"model_type": "olmo2", "architectures": ["Olmo2ForSequenceClassification"]},
+        "names Olmo2ForSequenceClassification, whose head does not continue text",
+    ),
+    "a private name": ({"model_type": "olmo2", "_secret": 1}, "it says _secret = 1"),
+    "an encoder": ({"model_type": "bert", "position_embedding_type": "relative_key"}, "it says position_embedding"),
+    "an encoder's head": ({"model_type": "bert", "architectures": ["BertForTokenClassification"]}, "whose head is not"),
+    "an encoder and a decoder": ({"model_type": "bart", "normalize_before": True}, "it says normalize_before = True"),
+    "their head": (
+        {"model_type": "bart", "architectures": ["BartForSequenceClassification"]},
+        "names BartForSequenceClassification; supported is BartForConditionalGeneration",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_read_is_refused_by_name(name: str) -> None:
+    change, sentence = REFUSED[name]
+    family = change.get("model_type", "llama")
+    sizes = {"vocab_size": 99} if family in ("gpt2", "bart", "bert") else SIZES
+    with pytest.raises(ValueError, match=sentence):
+        read_config({"model_type": "llama"} | sizes | change)
+
+
+def test_all_that_transformers_takes_for_generation_is_known() -> None:
+    from transformers import GenerationConfig
+
+    assert GENERATION | {"use_cache"} >= GenerationConfig._get_default_generation_params().keys()
+
+
+def test_what_was_not_read_is_known() -> None:
+    keys = ReadKeys({"a": 1, "b": {"c": 2, "d": {"e": 3, "f": 4}}, "g": None, "h": [], "i": {"j": 1}, "k": {}})
+    assert (keys["a"], keys["b"]["d"].get("e"), keys.get("z", 5), "i" in keys) == (1, 3, 5, True)
+    assert keys.unread() == {"b.c": 2, "b.d.f": 4, "i": {"j": 1}}
+    keys.neutral(i={"j": 2})
+    assert "i" in keys.unread()
+    keys.neutral(i={"j": 1})
+    keys.without_effect("b")
+    assert keys.unread() == {}
+
+
+SCALED: list[tuple[dict[str, Any], int]] = [
+    ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}}, 4096),
+    ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}}, 16384),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 16384),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 1024}}, 4096),
+    ({"rope_scaling": {"type": "linear", "factor": 2.5}}, 10240),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0, "original_max_position_embeddings": 1024}}, 2048),
+    ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, 4096),
+    ({"rope_scaling": ORDINARY["Llama 3.1"]["rope_scaling"]}, 4096),
+    ({"model_type": "phi3", "rope_scaling": LONGROPE, "partial_rotary_factor": 0.75,
+      "original_max_position_embeddings": 512}, 512),
+    ({"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 4096),
+    ({"max_sequence_length": 2048}, 2048),
+    ({"model_type": "olmo2", "rope_scaling": {"rope_type": "yarn", "factor": 4.0,
+                                              "original_max_position_embeddings": 2048}}, 8192),
+    ({"model_type": "olmo2", "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 8192),
+    ({"model_type": "olmo2", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 4096),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "longest"), SCALED, ids=str)
+def test_the_longest_text_is_what_positions_are_scaled_for(change: dict[str, Any], longest: int) -> None:
+    """As vLLM has it, but for "dynamic", whose frequencies change with a text's length."""
+    assert read_config({"model_type": "llama"} | SIZES | change).max_model_len == longest

@@ -1,0 +1,251 @@
+"""Every key of a native family's config.json changes our logits as it changes transformers', or the file is refused.
+
+Keys are the fields of transformers' config classes, and values are drawn by the fields' types; none is listed here.
+"""
+
+import copy
+import dataclasses
+import itertools
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.metadata import AttentionMetadata
+from worker_service.models import families
+from worker_service.models.decoder import Decoder
+from worker_service.models.decoder_config import DecoderConfig
+from worker_service.models.families import FAMILIES
+from worker_service.models.registry import read_config
+from worker_service.models.rope import ROPE_KEYS
+from worker_service.read_keys import ReadKeys
+
+CPU = torch.device("cpu")
+UNKNOWN = {"mimo"}
+"""Families that transformers does not know."""
+KNOWN = sorted(FAMILIES.keys() - UNKNOWN)
+SMALL: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 48,
+}
+SMALLER = {"sliding_window": 5, "max_window_layers": 1, "num_experts": 4, "num_local_experts": 4,
+           "num_experts_per_tok": 2, "moe_intermediate_size": 24, "pad_token_id": None}  # fmt: skip
+"""Where a family has these keys, so that its defaults say something in a small network."""
+TOKENS = torch.tensor([(7 * number * number + 3) % 61 for number in range(23)])
+LAYER_TYPES = ("full_attention", "sliding_attention")
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+
+
+class RefusedError(Exception):
+    """By a reader, or because a tensor would be missing or left over."""
+
+
+@cache
+def fields_of(family: str) -> dict[str, dataclasses.Field[Any]]:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return {field.name: field for field in dataclasses.fields(CONFIG_MAPPING[family])}
+
+
+@cache
+def keys_of_any() -> dict[str, dataclasses.Field[Any]]:
+    """What one family's file says, another family's may say too, where transformers ignores it."""
+    return {name: field for family in KNOWN for name, field in fields_of(family).items()}
+
+
+def small(family: str) -> dict[str, Any]:
+    return {"model_type": family} | SMALL | {name: SMALLER[name] for name in SMALLER if name in fields_of(family)}
+
+
+@cache
+def rope_keys() -> dict[str, Any]:
+    from transformers.modeling_rope_utils import RopeParameters
+
+    return dict(RopeParameters.__annotations__)
+
+
+@cache
+def rope_types() -> list[str]:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    return ["default", *ROPE_INIT_FUNCTIONS]
+
+
+def values(name: str, kind: object) -> list[Any]:
+    """Some of a field whose annotation is `kind`; positions are drawn by `ropes`."""
+    text = str(kind)
+    words = set(re.findall(r"\w+", text))
+    if "list[str]" in text:
+        found: list[Any] = [[*kinds] for kinds in itertools.product(LAYER_TYPES, repeat=3)]
+    elif "list[float]" in text:
+        found = [[1.0, 1.5, 2.0, 3.0], [9.0] * 4]
+    elif "list" in words:
+        found = [[1], [0, 2], [1, 0, 1]]
+    else:
+        found = [True, False] * ("bool" in words) + [1, 3, 2, 8] * ("int" in words)
+        found += [0.5, 2.0, 100.0] * ("float" in words)
+        found += [*ACTIVATIONS] * ("str" in words)
+    return found + [None] * ("None" in words)
+
+
+@st.composite
+def ropes(draw: st.DrawFn) -> dict[str, Any]:
+    """Of any type, with what the type needs and one key more; sometimes with what other types need."""
+    name, kind = draw(st.sampled_from([*rope_keys()])), draw(st.sampled_from(rope_types()))
+    found = {
+        "factor": draw(st.sampled_from([2.0, 4.0])),
+        "original_max_position_embeddings": draw(st.sampled_from([8, 16])),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "short_factor": [1.0, 1.5, 2.0, 3.0],
+        "long_factor": [9.0] * 4,
+    }
+    if draw(st.integers(0, 3)):
+        found = {key: value for key, value in found.items() if key in ROPE_KEYS.get(kind, ())}
+    return found | {name: draw(st.sampled_from(values(name, rope_keys()[name]))), "rope_type": kind}
+
+
+OLDER: dict[str, st.SearchStrategy[Any]] = {
+    "rope_theta": st.sampled_from([10.0, 500.0]),
+    "rope_scaling": ropes(),
+    "partial_rotary_factor": st.sampled_from([0.5, 1.0]),
+    "rope_local_base_freq": st.sampled_from([10.0, 500.0]),
+    "sliding_window_pattern": st.integers(1, 4),
+}
+"""Keys that transformers' classes take though they are no fields."""
+
+
+@st.composite
+def changes(draw: st.DrawFn, family: str) -> dict[str, Any]:
+    """Some keys with new values: most of them the family's, and any others."""
+    own, every = [*fields_of(family)], sorted(keys_of_any())
+    found = {}
+    for name in draw(st.lists(st.sampled_from([*own, *OLDER]) | st.sampled_from(every), min_size=1, max_size=3)):
+        if name == "rope_parameters":
+            found[name] = draw(ropes() | st.fixed_dictionaries({kind: ropes() for kind in LAYER_TYPES}))
+        elif name in OLDER:
+            found[name] = draw(OLDER[name])
+        elif options := values(name, keys_of_any()[name].type):
+            found[name] = draw(st.sampled_from(options))
+    return found
+
+
+def theirs_of(json: dict[str, Any]) -> tuple[Any, Tensor] | None:
+    """transformers' network of random weights, and its logits; None where it makes none."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(**copy.deepcopy(json))
+        network = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        for name, parameter in network.named_parameters():
+            is_norm = parameter.dim() == 1 and not name.endswith("bias")
+            torch.nn.init.normal_(parameter, mean=float(is_norm), std=0.2)
+        with torch.inference_mode():
+            logits = network(TOKENS[None], use_cache=False).logits[0].float()
+    except Exception:  # its checks are its own, and values are drawn by their types alone
+        return None
+    return (network, logits) if logits.isfinite().all() else None
+
+
+def ours_of(json: dict[str, Any], network: Any) -> Tensor:
+    """Our logits with the same weights. Raises RefusedError."""
+    from worker_service.models.transformers_weights import checkpoint_places
+
+    try:
+        config = read_config(json)
+    except (ValueError, KeyError, TypeError) as error:
+        raise RefusedError(str(error)) from error
+    if config.max_model_len < len(TOKENS):
+        raise RefusedError(f"its texts have {config.max_model_len} tokens")
+    model = Decoder(config, torch.float32, CPU)  # type: ignore[arg-type]
+    places, tensors = model.checkpoint_tensors(), checkpoint_places(network)
+    if places.keys() != tensors.keys():
+        raise RefusedError(f"tensors: {places.keys() ^ tensors.keys()}")
+    for name, place in places.items():
+        if place.shape != tensors[name].shape:
+            raise RefusedError(f"{name}: {place.shape} and {tensors[name].shape}")
+        place.copy_(tensors[name])
+    model.pack()
+    count = len(TOKENS)
+    pool = torch.zeros(3, config.num_layers, 2, 16, config.num_kv_heads, config.head_dim)
+    metadata = AttentionMetadata.build([count], [count], torch.tensor([[0, 1, 2]], dtype=torch.int32), CPU)
+    with torch.inference_mode():
+        hidden = model.forward(TOKENS, torch.arange(count), torch.arange(count), metadata, pool)
+        return model.compute_logits(hidden)
+
+
+def check(json: dict[str, Any]) -> str:
+    """What became of it. Fails where our logits are others than transformers'."""
+    made = theirs_of(json)
+    if made is None:
+        return "none of transformers"
+    network, expected = made
+    try:
+        found = ours_of(json, network)
+    except RefusedError as error:
+        return f"refused: {error}"
+    # Rounding alone reached 4e-4 in 3,300 drawn files.
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3, msg=lambda text: f"{json}: {text}")
+    return "alike"
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_a_file_as_transformers_writes_it_is_read(family: str) -> None:
+    from transformers import AutoConfig
+
+    json = AutoConfig.for_model(**small(family)).to_dict()
+    assert check({"model_type": family} | json) == "alike"
+
+
+def check_every_key(family: str) -> None:
+    for name, field in fields_of(family).items():
+        for value in values(name, field.type)[:3]:
+            check(small(family) | {name: value})
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_every_key_alone_changes_our_logits_as_theirs_or_is_refused(family: str) -> None:
+    check_every_key(family)
+
+
+@pytest.mark.parametrize("family", KNOWN)
+@given(data=st.data())
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+def test_keys_together_change_our_logits_as_theirs_or_are_refused(family: str, data: st.DataObject) -> None:
+    changed = data.draw(changes(family))
+    note(check(small(family) | changed))
+
+
+@pytest.mark.parametrize(
+    ("family", "forgotten"),
+    [("llama", "rms_norm_eps"), ("gemma2", "query_pre_attn_scalar"), ("qwen3_moe", "norm_topk_prob")],
+)
+def test_a_key_that_a_reader_forgets_is_found(family: str, forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused, and without the check of what was read, our logits are others than transformers'."""
+    read = FAMILIES[family]
+
+    def forget(keys: ReadKeys) -> DecoderConfig:
+        keys.without_effect("model_type")
+        known = ReadKeys({name: value for name, value in keys.plain.items() if name != forgotten})
+        config = read(known)
+        keys.without_effect(*known)
+        return config
+
+    monkeypatch.setitem(FAMILIES, family, forget)
+    json = small(family) | {forgotten: values(forgotten, fields_of(family)[forgotten].type)[0]}
+    assert f"refused: it says {forgotten} = " in check(json)
+    monkeypatch.setattr(families, "check_all_read", lambda *_: None)
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        check(json)

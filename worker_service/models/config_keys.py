@@ -1,0 +1,104 @@
+"""Keys of a config.json that change nothing, each with the reason, and the refusal of unknown keys.
+
+A key of a config.json is read by its family's reader, or it is in one of these lists, or the model is refused. A key
+that changes the network of any family has no place here: that family's reader would never be missed.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from worker_service.read_keys import ReadKeys
+from worker_service.wording import named, shown
+
+BOOKKEEPING = frozenset({
+    "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal", "_commit_hash",
+    "_experts_implementation", "_experts_implementation_internal", "_flash_attn_2_enabled", "_model_name_or_path",
+    "_name_or_path", "_sliding_window_pattern", "finetuning_task", "is_llama_config", "model_max_length",
+    "name_or_path", "revision", "tokenizer_class", "tokenizer_model_max_length", "tokenizer_padding_side",
+    "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version",
+})  # fmt: skip
+"""Where the file comes from, and what wrote it. `_sliding_window_pattern` is only ever written beside `layer_types`."""
+
+EXECUTION = frozenset({
+    "attn_implementation", "cache_implementation", "chunk_size_feed_forward", "dtype", "experts_implementation",
+    "fusion_config", "kernel_config", "pretraining_tp", "reference_compile", "repad_logits_with_grad", "return_dict",
+    "tf_legacy_loss", "torch_dtype", "torchscript", "transformers_weights", "use_bfloat16", "use_cache",
+})  # fmt: skip
+"""How another program computes the same network, or where it finds it. `dtype` is what --dtype auto takes."""
+
+CODE = frozenset({"auto_map", "custom_generate", "custom_pipelines", "trust_remote_code"})
+"""Code beside a model, which is never run. The network is the one that `model_type` names."""
+
+TRAINING = frozenset({
+    "activation_dropout", "attention_dropout", "attention_probs_dropout_prob", "aux_loss_alpha", "classif_dropout",
+    "embd_pdrop", "embedding_dropout", "gradient_checkpointing", "hidden_dropout", "hidden_dropout_prob",
+    "initializer_factor", "initializer_range", "layerdrop", "output_router_logits", "resid_pdrop",
+    "router_aux_loss_coef", "router_jitter_noise", "save_step",
+})  # fmt: skip
+"""Used in training alone."""
+
+GENERATION = frozenset({
+    "assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
+    "cls_token_id", "decoder_start_token_id", "diversity_penalty", "do_sample", "early_stopping",
+    "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "eos_token_id", "epsilon_cutoff", "eta_cutoff",
+    "exponential_decay_length_penalty", "force_bos_token_to_be_generated", "forced_bos_token_id", "forced_decoder_ids",
+    "forced_eos_token_id", "length_penalty", "mask_token_id", "max_length", "min_length", "no_repeat_ngram_size",
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "num_beam_groups", "num_beams", "num_return_sequences",
+    "output_attentions", "output_hidden_states", "output_past", "output_scores", "pad_token_id", "prefix",
+    "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "sep_token_id", "suppress_tokens",
+    "target_lookbehind", "task_specific_params", "temperature", "top_k", "top_p", "typical_p", "unk_token_id",
+})  # fmt: skip
+"""How text is generated, which is the scheduler's affair, not the network's."""
+
+LABELS = frozenset({"_num_labels", "id2label", "label2id", "num_labels", "problem_type"})
+"""Of a classifier's head. `architectures` says whether there is one, and a head that is not read has tensors left."""
+
+HARMLESS = BOOKKEEPING | EXECUTION | CODE | TRAINING | GENERATION | LABELS
+
+_NEUTRAL: Mapping[str, object] = {
+    "add_cross_attention": False, "attention_bias": False, "bias": False, "full_attn_mod": 1, "interpolate_factor": 1,
+    "is_decoder": False, "is_encoder_decoder": False, "lm_head_bias": False, "mlp_bias": False,
+    "partial_rotary_factor": 1, "position_embedding_type": "absolute", "qkv_bias": False, "rope_interleaved": False,
+    "tie_encoder_decoder": False, "use_bidirectional_attention": False, "use_mrope": False,
+}  # fmt: skip
+"""What every network does here that no reader asks. Other values would be another network."""
+
+_MOST_SHOWN = 8
+_HEADLESS = re.compile(r"(?!.*(For|Reward|Classif|Score))\w*Model")
+_GENERATES = re.compile(r"\w+(ForCausalLM|LMHeadModel)\w*")
+
+
+def check_all_read(keys: ReadKeys, family: object) -> None:
+    """Raise ValueError where a key was neither read nor is one that changes nothing."""
+    keys.neutral(**_NEUTRAL)
+    refuse({name: value for name, value in keys.unread().items() if name not in HARMLESS}, family)
+
+
+def refuse(keys: Mapping[str, Any], family: object) -> None:
+    """Raise ValueError that names these keys, if there are any."""
+    if keys:
+        said = ", ".join(f"{named(name)} = {shown(value)}" for name, value in [*keys.items()][:_MOST_SHOWN])
+        more = f" and {len(keys) - _MOST_SHOWN} more" if len(keys) > _MOST_SHOWN else ""
+        raise ValueError(
+            f"it says {said}{more}, which is not supported in a model {family} and may change what the network "
+            "computes; remove what you know to change nothing"
+        )
+
+
+def check_generates(json: Mapping[str, Any]) -> None:
+    """Raise ValueError where `architectures` names a network whose head does not make logits of the next token."""
+    for name in architectures(json):
+        if not (_GENERATES.fullmatch(name) or _HEADLESS.fullmatch(name)):
+            raise ValueError(
+                f"architectures names {named(name)}, whose head does not continue text; classifiers, reward models and "
+                "other heads over a decoder are not supported"
+            )
+
+
+def architectures(json: Mapping[str, Any]) -> list[str]:
+    """The networks that a file is for. Raises ValueError for anything but names."""
+    names = json.get("architectures") or []
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ValueError("architectures is not a list of names")
+    return names
