@@ -1,11 +1,15 @@
-"""A small GGUF file, written by the library that others write theirs with."""
+"""Small GGUF files, written by the library that others write theirs with."""
 
+import contextlib
+import io
 import subprocess
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from worker_service.loading import gguf_conversion
@@ -19,75 +23,150 @@ QUANTIZED = {
     "ffn_gate": "Q4_0",
     "ffn_up": "Q4_0",
 }
+HEADS, KV_HEADS, HEAD, HIDDEN, INNER, EXPERTS = 4, 2, 8, 32, 48, 4
+NUM_TOKENS = 260
+NUM_LAYERS = {"gemma3": 6, "smollm3": 4}
+"""Where not all layers are alike; others have 2."""
+LETTERS = [chr(number) for number in range(0x100, 0x100 + 258)]
 
 
 def convert_in_this_process(patch: pytest.MonkeyPatch) -> None:
-    """It has the imports, which take five seconds; test_repository_code.py starts a true conversion."""
+    """It has the imports, which take two seconds; test_repository_code.py starts a true conversion."""
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         assert command[1:3] == ["-m", gguf_conversion.__name__]
+        said = io.StringIO()
         try:
-            gguf_conversion._main(Path(command[3]), Path(command[4]))
+            with contextlib.redirect_stderr(said):
+                gguf_conversion._main(Path(command[3]), Path(command[4]))
         except SystemExit as end:
-            return subprocess.CompletedProcess(command, 1, "", str(end))
+            return subprocess.CompletedProcess(command, int(end.code or 0), "", said.getvalue())
         return subprocess.CompletedProcess(command, 0, "", "")
 
     patch.setattr(gguf_conversion.subprocess, "run", run)
+
+
+def number_of_layers(architecture: str) -> int:
+    return NUM_LAYERS.get(architecture, 2)
+
+
+def keys_of(architecture: str, layers: int, head: int) -> dict[str, Any]:
+    """The keys of a model of this architecture without experts, and of its tokenizer."""
+    own = {
+        "context_length": 64,
+        "block_count": layers,
+        "embedding_length": HIDDEN,
+        "feed_forward_length": INNER,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS,
+        "attention.key_length": head,
+        "attention.value_length": head,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 10_000.0,
+        "vocab_size": NUM_TOKENS,
+    }
+    tokenizer = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": [*LETTERS, LETTERS[0] + LETTERS[1], "<|end|>"],
+        "token_type": [1] * 259 + [3],
+        "merges": [f"{LETTERS[0]} {LETTERS[1]}"],
+        "bos_token_id": 259,
+        "eos_token_id": 259,
+    }
+    return {f"{architecture}.{key}": value for key, value in own.items()} | {
+        f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()
+    }
+
+
+def shapes_of(architecture: str, layers: int, head: int, experts: bool) -> dict[str, tuple[int, ...]]:
+    """By the names of the tensors without .weight."""
+    query, key = HEADS * head, KV_HEADS * head
+    norms = {"attn_norm": HIDDEN, "ffn_norm": HIDDEN}
+    layer: dict[str, tuple[int, ...]] = {}
+    if architecture == "phi3":
+        layer = {"attn_qkv": (query + 2 * key, HIDDEN), "ffn_up": (2 * INNER, HIDDEN)}
+    else:
+        layer = {"attn_q": (query, HIDDEN), "attn_k": (key, HIDDEN), "attn_v": (key, HIDDEN)}
+        layer |= {"ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN)}
+    layer |= {"attn_output": (HIDDEN, query), "ffn_down": (HIDDEN, INNER)}
+    if architecture in ("gemma2", "gemma3"):
+        norms |= {"post_attention_norm": HIDDEN, "post_ffw_norm": HIDDEN}
+    if architecture in ("gemma3", "qwen3", "qwen3moe"):
+        norms |= {"attn_q_norm": head, "attn_k_norm": head}
+    if experts:
+        for name in ("gate", "up", "down"):
+            layer[f"ffn_{name}_exps"] = (EXPERTS, *layer.pop(f"ffn_{name}"))
+        layer["ffn_gate_inp"] = (EXPERTS, HIDDEN)
+    layer |= {name: (size,) for name, size in norms.items()}
+    of_layers = {f"blk.{number}.{name}": shape for number in range(layers) for name, shape in layer.items()}
+    return {"token_embd": (NUM_TOKENS, HIDDEN), "output_norm": (HIDDEN,)} | of_layers
+
+
+def draw_weights(shape: tuple[int, ...], name: str) -> npt.NDArray[np.float32]:
+    """Numbers that bfloat16 has, so that no converter rounds them, by the name; those of a norm are around 1."""
+    generator = np.random.default_rng(zlib.crc32(name.encode()))
+    if len(shape) == 1:
+        return (1 + generator.integers(-16, 17, shape) / 64).astype(np.float32)
+    return (generator.integers(-127, 128, shape) / 128).astype(np.float32)
 
 
 def write_gguf(
     path: Path,
     change: Mapping[str, tuple[int, ...] | None] | None = None,
     quantized: Mapping[str, str] | None = None,
-    sizes: Mapping[str, int] | None = None,
+    keys: Mapping[str, Any] | None = None,
     equal_layers: bool = False,
+    architecture: str = "llama",
+    experts: bool = False,
+    more: Mapping[str, npt.ArrayLike] | None = None,
+    parts: int = 1,
+    layers: int | None = None,
+    head: int = HEAD,
 ) -> None:
-    """A random Llama of two layers with a tokenizer; `change` gives tensors another shape, or None to leave one out;
-    `quantized` gives those of such names a type; `sizes` are what the file says of itself in place of the truth."""
+    """A random model with a tokenizer; `change` gives tensors another shape, or None to leave one out; `quantized`
+    gives those of such names a type; `keys` are added or, if None, left out; `more` are further tensors. In `parts`,
+    the path is that of the first."""
     gguf = pytest.importorskip("gguf")
-    generator = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(64)
-    said = {"block_count": 2, "embedding_length": 32, "feed_forward_length": 48, "attention.head_count": 4}
-    for name, size in (said | dict(sizes or {})).items():
-        writer.add_uint32(f"llama.{name}", size)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10_000.0)
-    writer.add_vocab_size(260)
-    writer.add_tokenizer_model("gpt2")
-    letters = [chr(number) for number in range(0x100, 0x100 + 258)]
-    writer.add_token_list([*letters, letters[0] + letters[1], "<|end|>"])
-    writer.add_token_types([1] * 259 + [3])
-    writer.add_token_merges([f"{letters[0]} {letters[1]}"])
-    writer.add_bos_token_id(259)
-    writer.add_eos_token_id(259)
-    shapes: dict[str, tuple[int, ...] | None] = {"token_embd": (260, 32), "output_norm": (32,)}
-    for layer in range(2):
-        shapes |= {
-            f"blk.{layer}.{name}": shape
-            for name, shape in {
-                "attn_norm": (32,),
-                "attn_q": (32, 32),
-                "attn_k": (16, 32),
-                "attn_v": (16, 32),
-                "attn_output": (32, 32),
-                "ffn_norm": (32,),
-                "ffn_gate": (48, 32),
-                "ffn_up": (48, 32),
-                "ffn_down": (32, 48),
-            }.items()
-        }
-    drawn: dict[str, Any] = {}
-    for name, shape in (shapes | dict(change or {})).items():
+    writer = gguf.GGUFWriter(path, architecture)
+    layers = layers or number_of_layers(architecture)
+    all_keys = keys_of(architecture, layers, head) | dict(keys or {})
+    shapes = shapes_of(architecture, layers, head, experts) | dict(change or {})
+    writers = [writer]
+    if parts > 1:
+        name = path.name.removesuffix(f"-00001-of-{parts:05}.gguf")
+        others = [path.with_name(f"{name}-{number + 1:05}-of-{parts:05}.gguf") for number in range(1, parts)]
+        writers += [gguf.GGUFWriter(other, architecture) for other in others]
+        for number, of_part in enumerate(writers):
+            of_part.add_uint16("split.no", number)
+            of_part.add_uint16("split.count", parts)
+            of_part.add_int32("split.tensors.count", sum(shape is not None for shape in shapes.values()))
+    for key, value in all_keys.items():
+        if value is not None:
+            add_key(writer, key, value)
+    for number, (name, shape) in enumerate(shapes.items()):
         if shape is not None:
             part = name.rpartition(".")[2]
             kind = gguf.GGMLQuantizationType[(quantized or {}).get(part, "F32")]
-            values = drawn.get(part) if equal_layers else None
-            if values is None:
-                values = drawn[part] = generator.standard_normal(shape).astype(np.float32)
-            writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+            values = gguf.quants.quantize(draw_weights(shape, part if equal_layers else name), kind)
+            writers[number % parts].add_tensor(f"{name}.weight", values, raw_dtype=kind)
+    for name, values in (more or {}).items():
+        writer.add_tensor(name, np.asarray(values, np.float32))
+    for of_part in writers:
+        of_part.write_header_to_file()
+        of_part.write_kv_data_to_file()
+        of_part.write_tensors_to_file()
+        of_part.close()
+
+
+def add_key(writer: Any, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)

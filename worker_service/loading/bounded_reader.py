@@ -42,6 +42,17 @@ class BoundedReader:
         except UnicodeDecodeError as error:
             raise UnsoundFileError(f"the name of {what} is not UTF-8") from error
 
+    def text(self, limit: int, what: str) -> str:
+        """A text of at most `limit` bytes behind its length."""
+        length = self.number("Q", what)
+        if length > min(limit, self._left):
+            self._pass(length, what)
+            raise UnsoundFileError(f"{what} is a text of {length} bytes; at most {limit} are read")
+        try:
+            return self.take(length, what).decode()
+        except UnicodeDecodeError as error:
+            raise UnsoundFileError(f"{what} is not UTF-8") from error
+
     def take(self, length: int, what: str) -> bytes:
         """The next bytes."""
         self._pass(length, what)
@@ -49,11 +60,6 @@ class BoundedReader:
         if len(taken) < length:
             raise UnsoundFileError("it became shorter while it was read")
         return taken
-
-    def skip(self, length: int, what: str) -> None:
-        """Step over bytes without reading them."""
-        self._pass(length, what)
-        self._stream.seek(length, os.SEEK_CUR)
 
     @property
     def _left(self) -> int:

@@ -26,7 +26,7 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def build_default_model(folder: Path) -> None:
-    """Fill a folder with the default model as a Hugging Face directory. Takes 93 MB of network and 15 seconds.
+    """Fill a folder with the default model as a Hugging Face directory. Takes 93 MB of network and 10 seconds.
 
     Raises StartError where pip finds no way to the package, or where a hash is wrong.
     """

@@ -1,126 +1,193 @@
-"""Turns a GGUF file into a Hugging Face directory with bfloat16 safetensors, through transformers' own reader.
+"""Turns a GGUF file into a Hugging Face directory with bfloat16 safetensors.
 
-It runs as a process of its own, `python -m worker_service.loading.gguf_conversion FILE FOLDER`, because reading takes
-twice the model's size in float32, ten seconds for the default model, and imports that the worker does not need. On
+Everything that the file says is either in the directory or refused: a key or a tensor that no reader took ends the
+conversion. Weights are widened a few megabytes at a time; those that are quantised are kept beside them as they are.
+
+It runs as a process of its own, `python -m worker_service.loading.gguf_conversion FILE FOLDER`, because the tokenizers'
+library may end a process by a file that makes no sense, and a vocabulary of 262,144 tokens takes 300 MB meanwhile. On
 Linux it ends with the worker.
 """
 
-import math
-import os
+import json
 import subprocess
 import sys
-import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from pagewire_common.child_process import end_with_the_parent
 from pagewire_common.start_error import StartError
-from worker_service.loading.gguf_header import read_gguf_header
-from worker_service.wording import reason
+from worker_service.loading.gguf_blocks import FILE, TYPES
+from worker_service.loading.gguf_config import read_network
+from worker_service.loading.gguf_file import GgufFile, find_parts, read_gguf
+from worker_service.loading.gguf_header import GgufTensor
+from worker_service.loading.gguf_keys import GgufKeys
+from worker_service.loading.gguf_rope import FREQS, LONG, SHORT
+from worker_service.loading.gguf_sampling import read_sampling
+from worker_service.loading.gguf_tensors import Target, map_tensors
+from worker_service.loading.safetensors_writer import WrittenTensor, write_safetensors
+from worker_service.wording import named, reason
 
-if TYPE_CHECKING:
-    import torch
-
-VERSION = 3
+VERSION = 4
 """Increased when the result of a conversion changes, so that folders converted earlier are not used."""
+_REFUSED = 2
+"""The status of a conversion that has said why."""
+_PIECE_ELEMENTS = 1 << 21
+_POSITIONS = {"llama": (FREQS, LONG, SHORT), "phi3": (LONG, SHORT)}
+"""Tensors that scale positions, by architecture."""
+_POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}
+_MOST_SHOWN = 8
+
+Floats = npt.NDArray[np.float32]
 
 
 def convert_gguf(file: Path, folder: Path) -> None:
-    """Fill an existing folder with config, tokenizer and weights; raises StartError for a file that cannot be read."""
-    read_gguf_header(file)
+    """Fill an existing folder with config, tokenizer and weights. `file`: the model's, or any part of it. Raises
+    StartError for a file that cannot be read, or of which something would be left over."""
     command = [sys.executable, "-m", __name__, str(file), str(folder)]
-    quiet = dict(os.environ, TQDM_DISABLE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1")
-    child = subprocess.run(command, env=quiet, capture_output=True, text=True, check=False)
-    if child.returncode != 0:
-        last = (child.stderr.strip().splitlines() or [f"the conversion ended with status {child.returncode}"])[-1]
-        raise StartError(f"{file} cannot be converted from GGUF: {last}")
+    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    if child.returncode == 0:
+        return
+    last = (child.stderr.strip().splitlines() or [f"the conversion ended with status {child.returncode}"])[-1]
+    raise StartError(last if child.returncode == _REFUSED else f"{file} cannot be converted from GGUF: {last}")
 
 
 def _main(file: Path, folder: Path) -> None:
-    with tempfile.TemporaryDirectory() as alone:
-        # In a folder of its own: the library would also read neighbouring files, and the result shall depend on the
-        # file alone.
-        link = Path(alone, "model.gguf")
-        link.symlink_to(file.resolve())
-        try:
-            _convert(link, folder)
-        except Exception as error:  # whatever the library may raise
-            sys.exit(reason(error))
+    try:
+        _convert(read_gguf(find_parts(file)), folder)
+    except StartError as error:
+        refusal = str(error)
+    except Exception as error:  # whatever the libraries may raise
+        refusal = f"{file} cannot be converted from GGUF: {reason(error)}"
+    else:
+        return
+    sys.stderr.write(f"{refusal}\n")
+    sys.exit(_REFUSED)
 
 
-def _convert(file: Path, folder: Path) -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+def _convert(file: GgufFile, folder: Path) -> None:
+    # Imported here, and so not by workers: it has the tokenizers' library.
+    from worker_service.loading.gguf_tokenizer import convert_tokenizer
 
-    # The library makes room for what the sizes ask for before it looks at the tensors.
-    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
-    with torch.device("meta"):
-        needed = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
-    stored = sum(math.prod(tensor.shape) for tensor in read_gguf_header(file).values())
-    if needed > 2 * stored:  # a head that is the embedding may count twice
-        sys.exit(f"its sizes ask for {needed} weights, and it has {stored}")
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False).save_pretrained(folder)
-    # The reader dequantises to float32 whatever it is asked for.
-    model, loading = AutoModelForCausalLM.from_pretrained(
-        file.parent,
-        config=config,  # which it would read again: 12 s with a vocabulary of 262,144
-        gguf_file=file.name,
-        dtype=torch.float32,
-        trust_remote_code=False,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-    )
-    # It fills missing or misshapen tensors with random values, and only warns.
-    if missing := sorted(loading["missing_keys"]):
-        sys.exit(f"it has no tensor for {missing[0]}")
-    if misshapen := sorted(loading["mismatched_keys"]):
-        name, stored, needed = misshapen[0]
-        sys.exit(f"its tensor for {name} is {list(stored)} where its sizes ask for {list(needed)}")
-    _keep_blocks(file, model.state_dict(), folder)
-    model = model.to(torch.bfloat16)
-    # The weights are no longer quantised, and must not be saved as if they were.
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.hf_quantizer, model.is_quantized, model.config.dtype = None, False, "bfloat16"
-    model.save_pretrained(folder)
+    keys, tensors = GgufKeys(file.metadata), file.tensors
+    if (kind := keys.get("general.type", str)) not in (None, "model"):
+        raise ValueError(f"it is no model but, by its general.type, {kind!r}")
+    if (embeddings := tensors.get("token_embd.weight")) is None:
+        raise ValueError("it has no tensor token_embd.weight")
+    vocabulary = embeddings.shape[-1] if embeddings.shape else 0
+    names = _POSITIONS.get(keys.architecture, ())
+    divisors = {name: _values(tensors[name]) for name in names if name in tensors}
+    config = read_network(keys, tensors, divisors, vocabulary)
+    targets = map_tensors(config, tensors)
+    if left := sorted(tensors.keys() - {target.source for target in targets.values()} - divisors.keys()):
+        shown = ", ".join(map(named, left[:_MOST_SHOWN]))
+        more = f" and {len(left) - _MOST_SHOWN} more" if len(left) > _MOST_SHOWN else ""
+        raise ValueError(f"no part of the architecture {keys.architecture} is made of its tensor {shown}{more}")
+    ids = convert_tokenizer(keys, vocabulary, folder)
+    token_ids = {"bos_token_id": ids.bos, "eos_token_id": list(ids.ends), "pad_token_id": ids.pad}
+    _write_json(folder / "config.json", config | token_ids)
+    _write_json(folder / "generation_config.json", token_ids | read_sampling(keys))
+    _write_pooling(keys, folder)
+    keys.refuse_leftovers()
+    _write_weights(targets, tensors, folder)
 
 
-def _keep_blocks(file: Path, weights: "dict[str, torch.Tensor]", folder: Path) -> None:
-    """Leave the quantised weights as the file has them in the folder, under the names of `weights`, in float32.
-
-    A weight is known by the values of its rows, whatever its name and the order of its rows are in the file. Of equal
-    ones each has one of the file's.
-    """
-    import torch
-    from gguf import GGUFReader
-    from gguf.quants import dequantize
-    from safetensors.torch import save_file
-
-    from worker_service.loading.gguf_blocks import FILE, TYPES
-
-    alike: dict[tuple[int, ...], list[tuple[str, list[int]]]] = {}
-    for name, weight in weights.items():
-        if weight.dim() == 2:
-            of_rows = [hash(row.tobytes()) for row in weight.numpy()]
-            alike.setdefault((*weight.shape, sum(of_rows)), []).append((name, of_rows))
-    blocks, types = {}, {}
-    for tensor in GGUFReader(file).tensors:
-        if (kind := tensor.tensor_type.name) not in TYPES or tensor.data.ndim != 2:
-            continue
-        values = dequantize(tensor.data, tensor.tensor_type)
-        of_rows = [hash(row.tobytes()) for row in values]
-        weights_left = alike.get((*values.shape, sum(of_rows)), [])
-        found = next((one for one in weights_left if sorted(one[1]) == sorted(of_rows)), None)
-        if found is not None:
-            weights_left.remove(found)
-            name, wanted = found
-            places: dict[int, list[int]] = {}
-            for place, one in enumerate(of_rows):
-                places.setdefault(one, []).append(place)
-            order = [places[one].pop() for one in wanted]
-            blocks[name], types[name] = torch.from_numpy(tensor.data[order]), kind
+def _write_weights(targets: Mapping[str, Target], tensors: Mapping[str, GgufTensor], folder: Path) -> None:
+    widened = {
+        name: WrittenTensor("BF16", target.shape, _widened(target, tensors.get(target.source or "")))
+        for name, target in targets.items()
+    }
+    write_safetensors(folder / "model.safetensors", widened, {"format": "pt"})
+    blocks: dict[str, WrittenTensor] = {}
+    types: dict[str, str] = {}
+    for name, target in targets.items():
+        tensor = tensors.get(target.source or "")
+        if tensor is not None and tensor.type_name in TYPES and len(target.shape) == 2:
+            shape = (target.shape[0], tensor.row_bytes)
+            blocks[name] = WrittenTensor("U8", shape, (rows.data for rows in _rows(target, tensor)))
+            types[name] = tensor.type_name
     if blocks:
-        save_file(blocks, folder / FILE, types)
+        write_safetensors(folder / FILE, blocks, types)
+
+
+def _widened(target: Target, tensor: GgufTensor | None) -> Iterator[memoryview]:
+    if tensor is None:
+        yield memoryview(bytes(2 * target.shape[0]))
+        return
+    for rows in _rows(target, tensor):
+        values = _dequantized(rows, tensor.type_name)
+        if len(target.shape) == 1:  # a bias or a norm: one row, whose numbers are outputs
+            values = values.reshape(-1)
+            if target.heads:
+                values = values[_order(len(values), target.heads)]
+            values = values - np.float32(target.added)
+        yield (
+            torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
+            .bfloat16()
+            .view(torch.uint8)
+            .numpy()
+            .reshape(-1)
+            .data
+        )
+
+
+def _rows(target: Target, tensor: GgufTensor) -> Iterator[npt.NDArray[np.uint8]]:
+    """The bytes of the target's rows, in its order, some at a time."""
+    count = target.shape[0] if len(target.shape) == 2 else 1
+    together = count // target.heads if target.heads and len(target.shape) == 2 else 1
+    most = max(1, _PIECE_ELEMENTS // max(1, tensor.shape[0] * together)) * together
+    with open(tensor.file, "rb") as stream:
+        for first in range(0, count, most):
+            size = min(most, count - first)
+            stream.seek(tensor.begin + (target.first_row + first) * tensor.row_bytes)
+            content = stream.read(size * tensor.row_bytes)
+            if len(content) < size * tensor.row_bytes:
+                raise ValueError("it became shorter while it was read")
+            rows = np.frombuffer(content, np.uint8).reshape(size, tensor.row_bytes)
+            yield rows if together == 1 else np.ascontiguousarray(rows[_order(size, size // together)])
+
+
+def _order(count: int, heads: int) -> npt.NDArray[np.intp]:
+    """Where the rows of heads lie in the file, whose pairs that turn together are neighbours there."""
+    return np.arange(count).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _dequantized(rows: npt.NDArray[np.uint8], type_name: str) -> Floats:
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    try:
+        values = dequantize(rows, GGMLQuantizationType[type_name])
+    except NotImplementedError as error:
+        raise ValueError(f"it has weights of the type {type_name}, which cannot be widened") from error
+    return np.asarray(values, np.float32)
+
+
+def _values(tensor: GgufTensor) -> Floats:
+    """All of a small tensor."""
+    (rows,) = _rows(Target((1, *tensor.shape), None), tensor)
+    return _dequantized(rows, tensor.type_name).reshape(-1)
+
+
+def _write_pooling(keys: GgufKeys, folder: Path) -> None:
+    """As sentence-transformers says how texts become vectors, if the file says it."""
+    if not (kind := keys.own("pooling_type", int)):
+        return
+    if kind not in _POOLINGS:
+        raise ValueError(f"its pooling_type is {kind}; supported are 0 (none) and {', '.join(map(str, _POOLINGS))}")
+    modules = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
+    (folder / "1_Pooling").mkdir()
+    _write_json(folder / "1_Pooling" / "config.json", {"pooling_mode": _POOLINGS[kind]})
+    types = [{"type": f"sentence_transformers.models.{name}", "path": path} for name, path in modules]
+    _write_json(folder / "modules.json", types)
+
+
+def _write_json(file: Path, content: Any) -> None:
+    file.write_text(json.dumps(content, indent=2))
 
 
 if __name__ == "__main__":

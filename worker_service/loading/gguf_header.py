@@ -1,19 +1,19 @@
 """The header of a GGUF file, believed only where it agrees with the file.
 
 After magic, version and two counts come key-value pairs, then each tensor's name, sizes, type and offset, then the
-data. The library that reads the data checks none of this, so every length, count and offset is first checked here
-against the size of the file, and how many layers and experts there are against the tensors. Texts and arrays are
-skipped; the library interprets them.
+data. Every length, count and offset is checked against the size of the file before it is used.
 """
 
 import math
-import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from pagewire_common.start_error import StartError
 from worker_service.errors import UnsoundFileError
@@ -23,15 +23,20 @@ from worker_service.wording import named, shown
 VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 """Types of values by their numbers, in `struct`'s notation."""
-_FRACTIONS = (6, 12)
-_STRING, _ARRAY = 8, 9
+_BOOLEAN, _STRING, _ARRAY = 7, 8, 9
 _SMALLEST_PAIR = 8 + 4 + 1
 _SMALLEST_TENSOR = 8 + 4 + 4 + 8
 _MAX_NESTING = 4
 _MAX_DIMENSIONS = 4
+_MAX_TEXTS = 1 << 22
+"""Of an array: four times as many as the largest vocabulary has merges."""
+_MAX_VALUE_BYTES = 1 << 26
+"""Of a text or an array of numbers; the largest chat templates and vocabularies have less than 10 MB."""
+_MAX_METADATA_BYTES = 1 << 30
 _DEFAULT_ALIGNMENT = 32
-_BLOCK = re.compile(r"blk\.(\d+)\.")
-_POSITIVE = (".block_count", ".embedding_length", ".attention.head_count")
+
+Value: TypeAlias = "bool | int | float | str | list[str] | npt.NDArray[Any] | None"
+"""None for an array of arrays, which no key that is read has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +46,38 @@ class GgufTensor:
     `shape` has the fastest dimension first, as the file has it.
     """
 
+    file: Path
     type_name: str
     shape: tuple[int, ...]
     begin: int
     end: int
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one step along all dimensions but the fastest."""
+        return (self.end - self.begin) // max(1, math.prod(self.shape[1:]))
 
-def read_gguf_header(file: Path) -> dict[str, GgufTensor]:
-    """The tensors by name. Raises StartError, which names the file and the key or tensor that is wrong."""
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """The values of the keys, and the tensors, both by name."""
+
+    metadata: Mapping[str, Value]
+    tensors: Mapping[str, GgufTensor]
+
+
+def read_gguf_header(file: Path) -> GgufHeader:
+    """Read and check a header. Raises StartError, which names the file and the key or tensor that is wrong."""
     try:
         with open(file, "rb") as stream:
-            return _read_header(BoundedReader(stream))
+            return _read_header(BoundedReader(stream), file)
     except OSError as error:
         raise StartError(f"cannot read {file}: {error.strerror}") from error
     except UnsoundFileError as error:
         raise StartError(f"{file} is not a sound GGUF file: {error}") from error
 
 
-def _read_header(reader: BoundedReader) -> dict[str, GgufTensor]:
+def _read_header(reader: BoundedReader, file: Path) -> GgufHeader:
     if reader.take(4, "the magic number") != b"GGUF":
         raise UnsoundFileError("it does not begin with GGUF")
     version = reader.number("I", "the version")
@@ -70,49 +89,59 @@ def _read_header(reader: BoundedReader) -> dict[str, GgufTensor]:
     num_pairs = reader.count("Q", _SMALLEST_PAIR, "the list of keys")
     metadata = _read_metadata(reader, num_pairs)
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-    if alignment is None or alignment < 1 or alignment & (alignment - 1):
-        raise UnsoundFileError(f"general.alignment is {alignment}; it must be a power of two")
-    if (metadata.get("split.count") or 1) > 1:
-        raise UnsoundFileError(f"it is one of {metadata['split.count']} parts; they must be merged into one file")
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise UnsoundFileError(f"general.alignment is {shown(alignment)}; it must be a power of two")
     infos = _read_tensor_infos(reader, num_tensors)
     data_begin = -(-reader.position // alignment) * alignment
-    tensors = {name: _place(name, info, alignment, data_begin, reader.file_bytes) for name, info in infos.items()}
+    tensors = {name: _place(file, name, info, alignment, data_begin, reader.file_bytes) for name, info in infos.items()}
     _check_overlaps(tensors)
-    _check_counts(metadata, tensors)
-    return tensors
+    return GgufHeader(metadata, tensors)
 
 
-def _read_metadata(reader: BoundedReader, num_pairs: int) -> dict[str, int | None]:
-    """Whole numbers by their keys; None for values of other types."""
-    metadata: dict[str, int | None] = {}
+def _read_metadata(reader: BoundedReader, num_pairs: int) -> dict[str, Value]:
+    metadata: dict[str, Value] = {}
     for number in range(num_pairs):
         key = reader.name(f"key {number}")
         if key in metadata:
             raise UnsoundFileError(f"it has the key {named(key)} twice")
         what = f"the value of {named(key)}"
-        value_type = reader.number("I", what)
-        if value_type in _SCALARS and value_type not in _FRACTIONS:
-            metadata[key] = reader.number(_SCALARS[value_type], what)
-        else:
-            metadata[key] = None
-            _skip_values(reader, value_type, 1, what)
+        metadata[key] = _read_value(reader, reader.number("I", what), what)
+        if reader.position > _MAX_METADATA_BYTES:
+            raise UnsoundFileError(f"its keys and values have more than {_MAX_METADATA_BYTES} bytes")
     return metadata
 
 
-def _skip_values(reader: BoundedReader, value_type: int, count: int, what: str, depth: int = 0) -> None:
+def _read_value(reader: BoundedReader, value_type: int, what: str) -> Value:
     if value_type in _SCALARS:
-        reader.skip(count * struct.calcsize("<" + _SCALARS[value_type]), what)
-    elif value_type == _STRING:
-        for _ in range(count):
-            reader.skip(reader.number("Q", what), what)
-    elif value_type != _ARRAY:
+        kind = "<" + _SCALARS[value_type]
+        (value,) = struct.unpack(kind, reader.take(struct.calcsize(kind), what))
+        return bool(value) if value_type == _BOOLEAN else value
+    if value_type == _STRING:
+        return reader.text(_MAX_VALUE_BYTES, what)
+    if value_type != _ARRAY:
         raise UnsoundFileError(f"{what} is of the unknown type {value_type}")
-    elif depth == _MAX_NESTING:
+    return _read_array(reader, what)
+
+
+def _read_array(reader: BoundedReader, what: str, depth: int = 0) -> Value:
+    if depth == _MAX_NESTING:
         raise UnsoundFileError(f"{what} nests arrays more than {_MAX_NESTING} deep")
-    else:
-        for _ in range(count):
-            inner = reader.number("I", what)
-            _skip_values(reader, inner, reader.count("Q", _smallest(inner), what), what, depth + 1)
+    inner = reader.number("I", what)
+    count = reader.count("Q", _smallest(inner), what)
+    if inner in _SCALARS:
+        num_bytes = count * _smallest(inner)
+        if num_bytes > _MAX_VALUE_BYTES:
+            raise UnsoundFileError(f"{what} has {num_bytes} bytes; at most {_MAX_VALUE_BYTES} are read")
+        return np.frombuffer(reader.take(num_bytes, what), "<" + _SCALARS[inner])
+    if inner == _STRING:
+        if count > _MAX_TEXTS:
+            raise UnsoundFileError(f"{what} has {count} texts; at most {_MAX_TEXTS} are read")
+        return [reader.text(_MAX_VALUE_BYTES, what) for _ in range(count)]
+    if inner != _ARRAY:
+        raise UnsoundFileError(f"{what} is of the unknown type {inner}")
+    for _ in range(count):
+        _read_array(reader, what, depth + 1)
+    return None
 
 
 def _smallest(value_type: int) -> int:
@@ -144,7 +173,7 @@ def _read_tensor_infos(reader: BoundedReader, num_tensors: int) -> dict[str, _Te
     return infos
 
 
-def _place(name: str, info: _TensorInfo, alignment: int, data_begin: int, file_bytes: int) -> GgufTensor:
+def _place(file: Path, name: str, info: _TensorInfo, alignment: int, data_begin: int, file_bytes: int) -> GgufTensor:
     if info.type_number not in _tensor_types():
         raise UnsoundFileError(f"tensor {named(name)} is of the unknown type {info.type_number}")
     kind = _tensor_types()[info.type_number]
@@ -160,7 +189,7 @@ def _place(name: str, info: _TensorInfo, alignment: int, data_begin: int, file_b
             f"tensor {named(name)}, {kind.name} {shown(list(info.shape))}, ends at byte {end}, "
             f"and the file has {file_bytes}; it may be incomplete"
         )
-    return GgufTensor(kind.name, info.shape, begin, end)
+    return GgufTensor(file, kind.name, info.shape, begin, end)
 
 
 def _check_overlaps(tensors: Mapping[str, GgufTensor]) -> None:
@@ -169,21 +198,6 @@ def _check_overlaps(tensors: Mapping[str, GgufTensor]) -> None:
         if tensor.begin < reached:
             raise UnsoundFileError(f"tensor {named(name)} overlaps tensor {named(last)}")
         reached, last = tensor.end, name
-
-
-def _check_counts(metadata: Mapping[str, int | None], tensors: Mapping[str, GgufTensor]) -> None:
-    """The library would make all layers and experts that are said to be, and leave out those that are not."""
-    num_blocks = len({block[1] for name in tensors if (block := _BLOCK.match(name))})
-    largest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
-    for key, value in metadata.items():
-        if value is None:
-            continue
-        if key.endswith(_POSITIVE) and value < 1:
-            raise UnsoundFileError(f"{named(key)} is {value}")
-        if key.endswith(".block_count") and value != num_blocks:
-            raise UnsoundFileError(f"{named(key)} is {value}, and there are tensors of {num_blocks} blocks")
-        if key.endswith(".expert_count") and value > largest:
-            raise UnsoundFileError(f"{named(key)} is {value}, and no tensor has so many parts")
 
 
 class _TensorType(NamedTuple):
@@ -196,7 +210,7 @@ class _TensorType(NamedTuple):
 
 @cache
 def _tensor_types() -> dict[int, _TensorType]:
-    """Types of tensors by number. The table is the library's, because it could not convert any other type."""
+    """Types of tensors by number. The table is the library's, which widens them."""
     from gguf.constants import GGML_QUANT_SIZES
 
     return {int(number): _TensorType(number.name, *sizes) for number, sizes in GGML_QUANT_SIZES.items()}

@@ -17,6 +17,7 @@ from worker_service.loading.build_once import build_once
 from worker_service.loading.default_model import GGUF_SHA256, build_default_model
 from worker_service.loading.file_version import check_unchanged, version_of
 from worker_service.loading.gguf_conversion import VERSION, convert_gguf
+from worker_service.loading.gguf_file import find_parts, model_name
 
 log = structlog.get_logger()
 
@@ -44,7 +45,7 @@ def find_model(model: str, cache: Path, *, with_weights: bool = True) -> ModelSo
     if path.is_dir():
         return ModelSource(path.resolve().name, path)
     if path.suffix == ".gguf" and path.is_file():
-        return ModelSource(path.stem, _convert(path, cache))
+        return ModelSource(model_name(path), _convert(path, cache))
     if path.exists():
         raise StartError(f"{path} is neither a Hugging Face directory nor a GGUF file")
     if path.suffix == ".gguf" or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or model[0] in ".-":
@@ -53,18 +54,23 @@ def find_model(model: str, cache: Path, *, with_weights: bool = True) -> ModelSo
 
 
 def _convert(file: Path, cache: Path) -> Path:
+    parts = find_parts(file)
+
     def build(folder: Path) -> None:
         log.info("converting from GGUF, once", file=str(file))
         convert_gguf(file, folder)
-        check_unchanged(file, version)  # or another model would be found by this one's digest
+        for part, version in zip(parts, versions, strict=True):
+            check_unchanged(part, version)  # or another model would be found by this one's digest
 
-    version = version_of(file)
-    try:
-        with open(file, "rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise StartError(f"cannot read {file}: {error.strerror}") from error
-    return build_once(_converted_folder(cache, digest), build)
+    versions = [version_of(part) for part in parts]
+    digest = hashlib.sha256()
+    for part in parts:
+        try:
+            with open(part, "rb") as stream:
+                hashlib.file_digest(stream, lambda: digest)
+        except OSError as error:
+            raise StartError(f"cannot read {part}: {error.strerror}") from error
+    return build_once(_converted_folder(cache, digest.hexdigest()), build)
 
 
 def _converted_folder(cache: Path, digest: str) -> Path:

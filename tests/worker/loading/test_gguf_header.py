@@ -11,6 +11,8 @@ from small_gguf import write_gguf
 from untrusted_bytes import read_untrusted
 
 from pagewire_common.start_error import StartError
+from worker_service.loading import gguf_header
+from worker_service.loading.gguf_file import find_parts, read_gguf
 from worker_service.loading.gguf_header import GgufTensor, read_gguf_header
 
 F32, Q4_0 = 0, 2
@@ -70,26 +72,38 @@ def test_a_sound_header_says_where_everything_lies(tmp_path: Path) -> None:
     file = tmp_path / "small.gguf"
     file.write_bytes(SOUND)
     begin = len(SOUND) - 132
-    assert read_gguf_header(file) == {
-        "a": GgufTensor("F32", (2, 3), begin, begin + 24),
-        "packed": GgufTensor("Q4_0", (32, 2), begin + 64, begin + 64 + 36),
-        "scalar": GgufTensor("F32", (), begin + 128, begin + 132),
+    header = read_gguf_header(file)
+    assert header.tensors == {
+        "a": GgufTensor(file, "F32", (2, 3), begin, begin + 24),
+        "packed": GgufTensor(file, "Q4_0", (32, 2), begin + 64, begin + 64 + 36),
+        "scalar": GgufTensor(file, "F32", (), begin + 128, begin + 132),
     }
+    assert [tensor.row_bytes for tensor in header.tensors.values()] == [8, 18, 4]
+    found = dict(header.metadata)
+    assert str(found.pop("a.float")) == "nan"
+    assert found == {
+        "general.architecture": "llama", "general.alignment": 64, "a.words": ["a", ""], "a.grid": None
+    }  # fmt: skip
 
 
 def test_what_the_library_writes_is_read_as_the_library_reads_it(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     file = tmp_path / "small.gguf"
     write_gguf(file)
-    assert read_gguf_header(file) == {
+    header, reader = read_gguf_header(file), gguf.GGUFReader(file)
+    assert header.tensors == {
         tensor.name: GgufTensor(
+            file,
             tensor.tensor_type.name,
             tuple(tensor.shape.tolist()),
             tensor.data_offset,
             tensor.data_offset + tensor.n_bytes,
         )
-        for tensor in gguf.GGUFReader(file).tensors
+        for tensor in reader.tensors
     }
+    for key, value in header.metadata.items():
+        expected = reader.fields[key].contents()
+        assert type(expected)(value) == expected, key
 
 
 DEEP = array(UINT32, 0)
@@ -112,6 +126,7 @@ UNSOUND = {
         pack([pair(b"a", ARRAY, array(UINT32, 2**62))]),
         "the value of a claims 4611686018427387904 entries, for which",
     ),
+    "a text that is none": (pack([pair(b"a", STRING, text(b"\xff"))]), "the value of a is not UTF-8"),
     "texts without end": (pack([pair(b"a", ARRAY, array(STRING, 2**60))]), "the value of a claims 11529"),
     "an array of an unknown type": (
         pack([pair(b"a", ARRAY, array(99, 0))]),
@@ -120,8 +135,11 @@ UNSOUND = {
     "arrays in arrays in arrays": (pack([pair(b"a", ARRAY, DEEP)]), "the value of a nests arrays more than 4 deep"),
     "no alignment": (pack([pair(b"general.alignment", UINT32, number(0, 4))]), "general.alignment is 0"),
     "an odd alignment": (pack([pair(b"general.alignment", UINT32, number(33, 4))]), "general.alignment is 33"),
-    "an alignment in words": (pack([pair(b"general.alignment", STRING, text(b"x"))]), "general.alignment is None"),
-    "a part of a model": (pack([pair(b"split.count", UINT32, number(3, 4))]), "it is one of 3 parts"),
+    "an alignment in words": (pack([pair(b"general.alignment", STRING, text(b"x"))]), "general.alignment is 'x'"),
+    "a part of a model": (
+        pack([pair(b"split.count", UINT32, number(3, 4))]),
+        "it is one of 3 parts by its split.count",
+    ),
     "five dimensions": (pack([], [tensor(b"t", [1] * 5)], bytes(4)), "tensor t has 5 dimensions; at most 4 can be"),
     "dimensions without end": (
         pack([], [text(b"t") + number(2**32 - 1, 4) + bytes(20)]),
@@ -174,7 +192,7 @@ def test_an_unsound_file_is_refused_with_a_sentence(name: str, tmp_path: Path) -
     file = tmp_path / "small.gguf"
     file.write_bytes(content)
     with pytest.raises(StartError, match=f"small.gguf is not a sound GGUF file: .*({sentence})") as refusal:
-        read_gguf_header(file)
+        read_gguf(find_parts(file))
     assert len(str(refusal.value).splitlines()) == 1
 
 
@@ -188,12 +206,30 @@ def test_a_file_cut_off_anywhere_is_refused_with_a_sentence(length: int, tmp_pat
 
 def check_any_bytes(content: bytes) -> None:
     """A sentence, or tensors that lie within the file and beside each other."""
-    tensors = read_untrusted(read_gguf_header, content)
+    header = read_untrusted(read_gguf_header, content)
+    tensors = header.tensors if header else {}
     reached = 24
-    for found in sorted((tensors or {}).values(), key=lambda tensor: (tensor.begin, tensor.end)):
+    for found in sorted(tensors.values(), key=lambda tensor: (tensor.begin, tensor.end)):
         assert found.begin >= reached
         reached = found.end
     assert reached <= max(24, len(content))
+
+
+def test_values_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large the file is in which they would have room."""
+    file = tmp_path / "small.gguf"
+    limits = {"_MAX_VALUE_BYTES": 8, "_MAX_TEXTS": 2, "_MAX_METADATA_BYTES": 100}
+    for name, limit in limits.items():
+        monkeypatch.setattr(gguf_header, name, limit)
+    for value, sentence in {
+        pair(b"a", STRING, text(bytes(9))): "the value of a is a text of 9 bytes; at most 8 are read",
+        pair(b"a", ARRAY, array(UINT32, 3, bytes(12))): "the value of a has 12 bytes; at most 8 are read",
+        pair(b"a", ARRAY, array(STRING, 3, text(b"") * 3)): "the value of a has 3 texts; at most 2 are read",
+        pair(b"a" * 80, STRING, text(b"")): "its keys and values have more than 100 bytes",
+    }.items():
+        file.write_bytes(pack([value]))
+        with pytest.raises(StartError, match=sentence):
+            read_gguf_header(file)
 
 
 COUNTS = st.integers(0, 4) | st.integers(0, 2**64 - 1) | st.sampled_from([2**32, 2**61, 2**63])
