@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -21,57 +22,8 @@ if not (INTERPRETED or torch.cuda.is_available()):
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
-
-def _patch_the_language_once_a_launch() -> None:
-    """The interpreter does so for every call of a function within a kernel, which takes a third of its time."""
-    from triton.runtime import interpreter
-
-    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    modules = (triton.language, triton.language.core)
-    patched: set[str] = set()
-
-    def patch_once(function: Callable[..., Any]) -> Any:
-        seen = function.__globals__.values()
-        wanted = {module.__name__ for module in modules if any(value is module for value in seen)}
-        if wanted <= patched:
-            return interpreter._LangPatchScope()
-        patched.update(wanted)
-        return patch(function)
-
-    def launch_anew(*arguments: Any, **options: Any) -> None:
-        patched.clear()
-        launch(*arguments, **options)
-
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch_anew
-
-
-def _make_types_once() -> None:
-    """The interpreter makes the type of every value anew, and a table of numpy's with it: a quarter of its time."""
-    from triton.runtime import interpreter
-
-    block_type = triton.language.block_type
-    make, of_numpy = block_type.__init__, interpreter._get_np_dtype
-    made: dict[Any, dict[str, Any]] = {}
-    of_names: dict[str, Any] = {}
-
-    def make_once(self: Any, element_type: Any, shape: Any) -> None:
-        key = element_type.name, tuple(getattr(size, "value", size) for size in shape)
-        if key not in made:
-            make(self, element_type, shape)
-            made[key] = dict(vars(self))
-        vars(self).update(made[key])
-
-    def find_once(of: Any) -> Any:
-        if (found := of_names.get(of.name)) is None:
-            found = of_names[of.name] = of_numpy(of)
-        return found
-
-    block_type.__init__, interpreter._get_np_dtype = make_once, find_once
-
-
 if INTERPRETED:
-    _patch_the_language_once_a_launch()
-    _make_types_once()
+    import_module("triton_interpreter")
 
 DTYPES = [
     pytest.param(torch.float32, id="float32"),

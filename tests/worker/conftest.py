@@ -1,14 +1,18 @@
-"""Tiny random models on disk, each made once, and the thread count that suits them."""
+"""Tiny random models on disk, each made once, the thread count that suits them, and GPUs' kernels where no GPU is."""
 
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from kernels import backends
 
 TINY = {
     "vocab_size": 131,
@@ -73,3 +77,16 @@ def _drop_unknown(file: Path, model: Any) -> None:
 def tiny_checkpoint(make_checkpoint: Callable[..., Path]) -> Path:
     """The plain tiny model."""
     return make_checkpoint()
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernels of GPUs compute for the CPU, in Triton's interpreter. Where there is a GPU they run on it anyway."""
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        import_module("triton_interpreter")
+        monkeypatch.setitem(backends._BACKENDS, "cpu", "kernels.triton")
+        monkeypatch.setitem(backends._INVARIANT, "cpu", "kernels.triton.invariant")
+    backends.ops_for.cache_clear()
+    yield
+    backends.ops_for.cache_clear()

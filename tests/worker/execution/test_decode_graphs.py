@@ -3,7 +3,7 @@
 Everything that needs no GPU itself is also held against fakes, which compute anew what was recorded.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -18,7 +18,6 @@ from stepped_worker import DEVICE, PROMPT, SteppedWorker, load_runner, make_nan
 from torch import Tensor
 from worker_helpers import LIMITS, new_sequence, state, tokens
 
-from kernels import backends
 from worker_service.execution import decode_graphs, guessing, shared_prefixes
 from worker_service.execution import worker as loading
 from worker_service.execution.decode_graphs import DecodeGraphs
@@ -220,16 +219,6 @@ def test_a_draft_model_has_graphs_without_adapters(
     loading.load_worker(WorkerSettings(**settings, max_loras=2, speculate="draft", draft_model=model))
     loading.load_worker(WorkerSettings(**settings))
     assert asked == [True, False, False]
-
-
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The kernels of GPUs compute, in Triton's interpreter."""
-    pytest.importorskip("triton")
-    monkeypatch.setitem(backends._BACKENDS, "cpu", "kernels.triton")
-    backends.ops_for.cache_clear()
-    yield
-    backends.ops_for.cache_clear()
 
 
 def test_the_kernels_of_gpus_leave_padding_rows_alone(make_checkpoint: Callable[..., Path], interpreted: None) -> None:

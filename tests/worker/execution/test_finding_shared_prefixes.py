@@ -1,6 +1,6 @@
 """Rows of a decode that begin with the same blocks are found, and computed together they say what each says alone."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from stepped_worker import PROMPT, SteppedWorker, load_runner
 from worker_helpers import LIMITS, new_sequence, tokens
 
-from kernels import backends
 from worker_service.execution import decode_graphs, shared_prefixes
 from worker_service.execution.decode_graphs import DecodeGraphs
 from worker_service.execution.model_runner import ModelRunner
@@ -90,24 +89,18 @@ def test_few_rows_have_room_for_more_parts_each() -> None:
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The kernels of GPUs compute, in Triton's interpreter, and parts are of 16 keys."""
-    pytest.importorskip("triton")
-    monkeypatch.setitem(backends._BACKENDS, "cpu", "kernels.triton")
-    monkeypatch.setitem(backends._INVARIANT, "cpu", "kernels.triton.invariant")
-    backends.ops_for.cache_clear()
+def small_parts(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of GPUs compute, and parts are of 16 keys."""
     attention = import_module("kernels.triton.attention_by_position")
     monkeypatch.setattr(attention, "_MOST_TILE_KEYS", 16)
     for module in (shared_prefixes, decode_graphs, attention):
         monkeypatch.setattr(module, "PART_KEYS", 16)
     monkeypatch.setattr(decode_graphs, "_LEAST_SAVED", 1)
-    yield
-    backends.ops_for.cache_clear()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels of GPUs are interpreted where there is none")
 def test_sequences_behind_one_prompt_say_from_graphs_what_they_say_launched_one_by_one(
-    make_checkpoint: Callable[..., Path], interpreted: None, monkeypatch: pytest.MonkeyPatch
+    make_checkpoint: Callable[..., Path], small_parts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight of them, with the bits that each has where these are promised."""
     runner = load_runner(make_checkpoint(num_hidden_layers=1), batch_invariant=True)

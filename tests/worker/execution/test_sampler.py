@@ -225,6 +225,7 @@ def test_draws_follow_the_temperature() -> None:
     os.environ.get("TRITON_INTERPRET") != "1", reason="Triton's interpreter runs where no GPU driver is"
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with numpy, which warns of infinities
+@pytest.mark.usefixtures("interpreted")
 def test_triton_chooses_the_tokens_that_eager_torch_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = [
         state(

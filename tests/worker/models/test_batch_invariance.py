@@ -3,7 +3,7 @@
 On a GPU with its own kernels, CUDA graphs included; without one, in Triton's interpreter, and on a CPU with the CPU's.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,17 +23,13 @@ LONG = [token_id for number in range(14) for token_id in PROMPT[number:]][:300]
 
 
 @pytest.fixture(params=["own kernels", "interpreted"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def backend(request: pytest.FixtureRequest) -> str:
     """The device's kernels, or those of GPUs in the interpreter."""
     if request.param == "interpreted":
         if DEVICE.type != "cpu":
             pytest.skip("the kernels of GPUs run on the GPU that is here")
-        pytest.importorskip("triton")
-        for table, name in ((backends._BACKENDS, "kernels.triton"), (backends._INVARIANT, "kernels.triton.invariant")):
-            monkeypatch.setitem(table, "cpu", name)
-    backends.ops_for.cache_clear()
-    yield request.param
-    backends.ops_for.cache_clear()
+        request.getfixturevalue("interpreted")
+    return str(request.param)
 
 
 class Watched:
