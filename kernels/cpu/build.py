@@ -1,68 +1,165 @@
-"""Compiles the CPU kernels: python -m kernels.cpu.build
+"""Compiles the CPU kernels: python -m kernels.cpu.build [--all]
 
-One library is built for each instruction set that this kind of machine may have, whatever the building machine itself
-has, so that an image built anywhere runs everywhere. Without a compiler or Python's headers nothing is built and one
-line says so: the kernels are then eager torch. A compiler must have C++20 and its library, as GCC has from 11 on. For
-an instruction set that it does not know there is no library, and one line says that too: machines that have it run the
-next.
+Built is the library of the best instruction set that this machine has. With --all it is one for each that this kind of
+machine may have, whatever the building machine itself has, so that an image built anywhere runs everywhere. A library
+that is there already stays. Without a compiler or Python's headers nothing is built and one line says so: the kernels
+are then eager torch. A compiler must have C++20 and its library, as GCC has from 11 on. For an instruction set that it
+does not know there is no library, and one line says that too: machines that have it run the next.
 """
 
+import argparse
+import contextlib
+import fcntl
+import math
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from kernels.cpu.library import FOLDER, INSTRUCTION_SETS, SOURCES, library_path
+from kernels.cpu.library import FLAGS, FOLDER, INSTRUCTION_SETS, SOURCES, library_path, supported
 
-_SOURCES = sorted(map(str, SOURCES.glob("*.cpp")))
+_COMPILER_BYTES = 1.25 * 2**30
+"""What GCC 12 takes at most for one file: 1.1 GiB for bindings.cpp, 0.75 for packing.cpp."""
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class BuildError(Exception):
+    """A library cannot be built; the message has what the compiler says."""
 
 
 def main() -> None:
-    if missing := _missing():
-        sys.stderr.write(f"There is no {missing}: the CPU kernels are not built, and a worker runs on eager torch.\n")
+    parser = argparse.ArgumentParser(prog="python -m kernels.cpu.build", description="Compiles the CPU kernels.")
+    parser.add_argument("--all", action="store_true", help="for all machines of this kind, not for this one alone")
+    everything = parser.parse_args().all
+    wanted = list(INSTRUCTION_SETS) if everything else supported()
+    missing = what_is_missing() if wanted else f"processor with the instructions of {' or of '.join(INSTRUCTION_SETS)}"
+    if missing:
+        _say(f"There is no {missing}: the CPU kernels are not built, and a worker runs on eager torch.")
         return
+    known = known_instruction_sets(wanted)
+    try:
+        build(known if everything else known[:1])
+    except BuildError as error:
+        sys.exit(str(error))
+
+
+def build(names: Sequence[str]) -> None:
+    """Build the libraries of these instruction sets that are not there yet, once, whoever else builds meanwhile.
+
+    Libraries of other sources are removed afterwards. Raises BuildError.
+    """
     FOLDER.mkdir(exist_ok=True)
-    places = {name: library_path(name) for name in known_instruction_sets()}  # hashed before the sources are read
-    with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-        # In processes of their own: torch also loads the library that it has built, and dies if the instructions are
-        # missing.
-        children = {
-            name: subprocess.Popen(
-                [sys.executable, "-m", "kernels.cpu.build", name, str(Path(folder, name))],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for name in places
-        }
-        outputs = {name: child.communicate()[0] for name, child in children.items()}
-        for name, output in outputs.items():
-            if not Path(folder, name, "pagewire_cpu.so").exists():
-                sys.exit(f"{output}\nThe CPU kernels could not be built for {name}.")
-        for old in FOLDER.glob("*.so"):
+    with _alone():
+        places = {name: library_path(name) for name in INSTRUCTION_SETS}  # hashed before the sources are read
+        absent = {name: places[name] for name in names if not places[name].exists()}
+        if absent:
+            with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+                _compile(absent, Path(folder))
+        for old in set(FOLDER.glob("*.so")) - set(places.values()):
             old.unlink()
-        for name, place in places.items():
-            Path(folder, name, "pagewire_cpu.so").replace(place)
 
 
-def known_instruction_sets() -> list[str]:
+def known_instruction_sets(names: Sequence[str]) -> list[str]:
     """Those whose flags the compiler takes; of each other a line says that it is left out. Where it takes none, all of
     them: something else is wrong with it then, and building shows what."""
     compiler = _compiler()
     compile_nothing = [compiler, "-E", "-x", "c++", os.devnull]
     codes = {
-        name: subprocess.run([*compile_nothing, *found.flags], capture_output=True, check=False).returncode
-        for name, found in INSTRUCTION_SETS.items()
+        name: subprocess.run(
+            [*compile_nothing, *INSTRUCTION_SETS[name].flags], capture_output=True, check=False
+        ).returncode
+        for name in names
     }
     if all(codes.values()):
-        return list(INSTRUCTION_SETS)
+        return list(names)
     for name in (name for name, code in codes.items() if code):
         flags = " ".join(flag for flag in INSTRUCTION_SETS[name].flags if flag.startswith("-m"))
-        sys.stderr.write(f"The C++ compiler ({compiler}) does not know {flags}: {name} is not built.\n")
+        _say(f"The C++ compiler ({compiler}) does not know {flags}: {name} is not built.")
     return [name for name, code in codes.items() if not code]
+
+
+def what_is_missing() -> str:
+    """What a machine needs for building and does not have; empty if it has all."""
+    compiler = _compiler()
+    if shutil.which(compiler) is None:
+        return f"C++ compiler ({compiler})"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    return "" if header.exists() else f"{header} (a package like python3-dev has it)"
+
+
+def num_compilers() -> int:
+    """As many as there are cores, and as memory bears."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(cores, _free_bytes() // _COMPILER_BYTES)))
+
+
+def _free_bytes() -> float:
+    """What the machine has available, or the control group still allows; infinite where neither is known."""
+    free = math.inf
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    with contextlib.suppress(OSError, ValueError):  # "max" is no number
+        limit = int((_CGROUP / "memory.max").read_text())
+        used = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        free = min(free, limit - int(used["anon"]))
+    return free
+
+
+def _compile(places: dict[str, Path], folder: Path) -> None:
+    """Compile every source for every instruction set, those of the longest first, and link what belongs together."""
+    begun = time.monotonic()
+    sources = sorted(SOURCES.glob("*.cpp"), key=lambda source: -source.stat().st_size)
+    jobs = [(name, source) for source in sources for name in places]
+    count = min(num_compilers(), len(jobs))
+    _say(
+        f"Compiling the CPU kernels for {', '.join(places)}: {len(jobs)} files, {count} at a time, "
+        "about half a minute each."
+    )
+    objects = {(name, source): folder / f"{name}-{source.stem}.o" for name, source in jobs}
+    with ThreadPoolExecutor(count) as pool:
+        running = {pool.submit(_run, name, _compile_command(name, source, objects[name, source])): (name, source)
+                   for name, source in jobs}  # fmt: skip
+        try:
+            for done, job in enumerate(as_completed(running), start=1):
+                job.result()
+                name, source = running[job]
+                _say(f"  {done} of {len(jobs)}: {source.name} for {name}, after {time.monotonic() - begun:.0f} s")
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+    for name, place in places.items():
+        built = folder / place.name
+        _run(name, _link_command([objects[name, source] for source in sources], built))
+        built.replace(place)
+
+
+def _run(name: str, command: Sequence[str]) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        raise BuildError(f"{done.stdout}\nThe CPU kernels could not be built for {name}.")
+
+
+def _compile_command(name: str, source: Path, target: Path) -> list[str]:
+    from torch.utils.cpp_extension import include_paths
+
+    folders = *include_paths("cpu"), sysconfig.get_path("include")
+    includes = [flag for folder in folders for flag in ("-isystem", folder)]
+    return [_compiler(), *FLAGS, *INSTRUCTION_SETS[name].flags, *includes, "-c", str(source), "-o", str(target)]
+
+
+def _link_command(objects: Sequence[Path], target: Path) -> list[str]:
+    from torch.utils.cpp_extension import library_paths
+
+    folders = [f"-L{folder}" for folder in library_paths("cpu")]
+    libraries = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+    of_python = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
+    return [_compiler(), "-shared", *of_python, *map(str, objects), *folders, *libraries, "-o", str(target)]
 
 
 def _compiler() -> str:
@@ -71,25 +168,18 @@ def _compiler() -> str:
     return str(get_cxx_compiler())  # type: ignore[no-untyped-call]
 
 
-def _missing() -> str | None:
-    compiler = _compiler()
-    if shutil.which(compiler) is None:
-        return f"C++ compiler ({compiler})"
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    return None if header.exists() else f"{header} (a package like python3-dev has it)"
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Others that build in this folder wait until this process is done."""
+    with (FOLDER / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
-def _build(name: str, folder: Path) -> None:
-    from torch.utils.cpp_extension import load
-
-    folder.mkdir()
-    # Hidden, or libraries of several instruction sets in one process would share their static variables.
-    flags = ["-O3", "-fno-math-errno", "-fvisibility=hidden", *INSTRUCTION_SETS[name].flags]
-    load("pagewire_cpu", _SOURCES, extra_cflags=flags, build_directory=str(folder))
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        _build(sys.argv[1], Path(sys.argv[2]))
-    else:
-        main()
+    main()

@@ -11,11 +11,15 @@ from typing import NamedTuple
 
 import torch
 
+FLAGS = ("-DTORCH_EXTENSION_NAME=pagewire_cpu", "-std=c++20", "-fPIC", "-O3", "-fno-math-errno", "-fvisibility=hidden")
+"""Of the compiler, for every library. Symbols are hidden, or libraries of several instruction sets in one process would
+share their static variables."""
+
 
 class InstructionSet(NamedTuple):
     """What a library is compiled for."""
 
-    flags: tuple[str, ...]  # of the compiler
+    flags: tuple[str, ...]  # of the compiler, besides FLAGS
     features: tuple[str, ...] = ()  # that a machine must have, by torch's names
 
 
@@ -60,7 +64,7 @@ def library_path(instruction_set: str) -> Path:
     """A library works with the Python and the torch that it was built for, and with the code beside the sources that it
     was built from. Its name says which these are, so that no other is ever loaded.
     """
-    digest = hashlib.sha256(repr(INSTRUCTION_SETS[instruction_set].flags).encode())
+    digest = hashlib.sha256(repr((FLAGS, INSTRUCTION_SETS[instruction_set].flags)).encode())
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(hashlib.sha256(source.read_bytes()).digest())
     built_for = f"{sys.implementation.cache_tag}-torch{torch.__version__}"
@@ -72,7 +76,7 @@ def what_is_missing() -> str:
     if not supported():
         return f"a processor with the instructions of {' or of '.join(INSTRUCTION_SETS)}"
     if any(FOLDER.glob("*.so")):
-        needed = "compiled kernels of these sources, this Python and this torch"
+        needed = "compiled kernels of these sources, this Python, this torch and this processor"
         return f"{needed} (there are only others): run python -m kernels.cpu.build"
     return "compiled kernels (see the README's requirements)"
 

@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from cpu_libraries import load_cpu_library
 
 from kernels.cpu import library
 
@@ -23,11 +24,7 @@ def pytest_report_header() -> list[str]:
 @pytest.fixture(params=library.INSTRUCTION_SETS)
 def cpu_library(request: pytest.FixtureRequest) -> ModuleType:
     """Compiled for one instruction set, each in turn."""
-    if request.param not in library.supported():
-        pytest.skip(f"this machine has no {request.param}")
-    if not library.library_path(request.param).exists():
-        pytest.skip(f"missing: {library.what_is_missing()}")
-    return library.load_library(request.param)
+    return load_cpu_library(request.param)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A machine that cannot compile the CPU kernels gets one line about it, and eager torch."""
+"""Which CPU kernels are compiled, where, and by how many compilers; and what a machine has that cannot compile them."""
 
 import importlib
 import os
@@ -6,10 +6,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from cpu_libraries import load_cpu_libraries
 
 from kernels import backends, reference, sampling, sampling_ops
 from kernels.cpu import build, library
@@ -84,17 +86,14 @@ def test_a_machine_runs_the_libraries_whose_instructions_it_has_the_best_first(
 
 def test_two_libraries_in_one_process_are_two() -> None:
     """Otherwise whatever is tested for each instruction set would be tested for the first alone."""
-    built = [name for name in library.supported() if library.library_path(name).exists()]
-    if len(built) < 2:
-        pytest.skip("this machine can run one library at most")
-    modules = [library.load_library(name) for name in built]
-    assert len(set(map(id, modules))) == len(built)
-    assert len({id(module.linear) for module in modules}) == len(built)
+    modules = load_cpu_libraries()
+    assert len(set(map(id, modules))) == len(modules)
+    assert len({id(module.linear) for module in modules}) == len(modules)
 
 
 def test_without_a_compiler_one_line_says_so_and_what_was_built_stays() -> None:
-    before = sorted(library.FOLDER.glob("*")) if library.FOLDER.exists() else []
-    build = subprocess.run(
+    before = set(library.FOLDER.glob("*.so"))
+    done = subprocess.run(
         [sys.executable, "-m", "kernels.cpu.build"],
         env=os.environ | {"CXX": "no-such-compiler"},
         capture_output=True,
@@ -102,9 +101,9 @@ def test_without_a_compiler_one_line_says_so_and_what_was_built_stays() -> None:
         check=True,
         timeout=120,
     )
-    (line,) = build.stderr.splitlines()
+    (line,) = done.stderr.splitlines()
     assert line.startswith("There is no C++ compiler (no-such-compiler)")
-    assert (sorted(library.FOLDER.glob("*")) if library.FOLDER.exists() else []) == before
+    assert before <= set(library.FOLDER.glob("*.so")), "another process of tests may build meanwhile"
 
 
 def test_an_instruction_set_that_the_compiler_does_not_know_is_left_out_and_a_line_says_so(
@@ -115,7 +114,97 @@ def test_an_instruction_set_that_the_compiler_does_not_know_is_left_out_and_a_li
     old.write_text('#!/bin/sh\nfor flag in "$@"; do [ "$flag" != -mavxvnni ] || exit 1; done\n')
     old.chmod(0o755)
     monkeypatch.setenv("CXX", str(old))
-    assert build.known_instruction_sets() == ["avx512_bf16", "avx512", "avx2"]
+    assert build.known_instruction_sets(list(build.INSTRUCTION_SETS)) == ["avx512_bf16", "avx512", "avx2"]
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"The C++ compiler ({old}) does not know -mavx2 ")
     assert line.endswith("-mavxvnni: avx2_vnni is not built.")
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [([], ["avx512"]), (["--all"], ["avx512", "avx2_vnni", "avx2"])])
+def test_built_is_the_best_that_this_machine_has_or_what_all_machines_of_its_kind_may_have(
+    arguments: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[str] = []
+    sets = library.instruction_sets_of("x86_64")
+    monkeypatch.setattr(build, "INSTRUCTION_SETS", {name: sets[name] for name in ("avx512", "avx2_vnni", "avx2")})
+    monkeypatch.setattr(build, "supported", lambda: ["avx512", "avx2"])
+    monkeypatch.setattr(build, "what_is_missing", lambda: "")
+    monkeypatch.setattr(build, "known_instruction_sets", list)
+    monkeypatch.setattr(build, "build", built.extend)
+    monkeypatch.setattr(sys, "argv", ["build", *arguments])
+    build.main()
+    assert built == expected
+
+
+class Compiler:
+    """In place of a real one, and all that it is asked to make. It fails for sources with this word in their names."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._log, self._program = folder / "log", folder / "compiler"
+        self.refuse("nothing")
+        monkeypatch.setenv("CXX", str(self._program))
+        self.folder = folder / "lib"
+        monkeypatch.setattr(library, "FOLDER", self.folder)
+        monkeypatch.setattr(build, "FOLDER", self.folder)
+
+    def refuse(self, word: str) -> None:
+        self._program.write_text(
+            f"""#!/bin/sh
+for argument in "$@"; do
+  case "$argument" in *{word}*.cpp) echo "cannot read $argument"; exit 1;; esac
+  target=$argument
+done
+echo "$target" | tee -a {self._log} > "$target"
+"""
+        )
+        self._program.chmod(0o755)
+
+    def made(self) -> list[str]:
+        return sorted(Path(line).suffix for line in self._log.read_text().splitlines())
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    return Compiler(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def two() -> list[str]:
+    return (list(library.INSTRUCTION_SETS) * 2)[:2]
+
+
+def test_processes_that_need_a_library_at_once_have_it_built_once(
+    compiler: Compiler, two: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(build.build, [two[:1]] * 4))
+    assert compiler.made() == [".o", ".o", ".so"]
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"Compiling the CPU kernels for {two[0]}: 2 files")
+    assert [line.split(":")[0] for line in others] == ["  1 of 2", "  2 of 2"]
+
+
+def test_what_is_built_already_stays_and_what_is_of_other_sources_goes(compiler: Compiler, two: list[str]) -> None:
+    build.build(two[:1])
+    (compiler.folder / "avx2-of-other-sources.so").touch()
+    build.build(two)
+    assert set(compiler.folder.glob("*.so")) == {library.library_path(name) for name in two}
+    assert compiler.made().count(".so") == len(set(two))
+
+
+def test_a_build_that_fails_says_why_and_leaves_no_library(compiler: Compiler, two: list[str]) -> None:
+    compiler.refuse("packing")
+    with pytest.raises(build.BuildError, match=rf"(?s)cannot read .*packing.cpp.*could not be built for {two[0]}"):
+        build.build(two[:1])
+    assert [path.name for path in compiler.folder.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize(("limit", "cores", "expected"), [("4000000000", 16, 2), ("max", 1, 1), ("1000", 16, 1)])
+def test_compilers_are_no_more_than_cores_and_memory_bear(
+    limit: str, cores: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "memory.max").write_text(limit + "\n")
+    (tmp_path / "memory.stat").write_text("anon 500000000\nfile 3000000000\n")
+    monkeypatch.setattr(build, "_CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert build.num_compilers() == expected
