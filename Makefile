@@ -3,38 +3,52 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/pagewire/v1/*.proto)
+PIP := $(BIN)/pip install --disable-pip-version-check --no-compile -c constraints.txt
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: setup proto demo test fuzz chaos soak test-gpu lint fmt up down bench bench-fidelity bench-gateway bench-forms bench-fleet bench-scheduler bench-simulate bench-speculation bench-adapters bench-embeddings bench-transcribe bench-packed bench-gpu \
+.PHONY: setup serving proto demo test fuzz chaos soak test-gpu lint fmt up down bench bench-fidelity bench-gateway bench-forms bench-fleet bench-scheduler bench-simulate bench-speculation bench-adapters bench-embeddings bench-transcribe bench-packed bench-gpu \
   demo-embed demo-transcribe
-setup: $(VENV)/installed $(VENV)/generated $(VENV)/kernels
+# Modules are compiled to bytecode when a process first imports them, since most of transformers' never are. No process
+# would keep the bytecode if the environment said so, and each would compile them anew.
+export PYTHONDONTWRITEBYTECODE :=
 
-$(VENV)/installed: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=…")'
+setup: serving $(VENV)/installed
+
+# What serves is installed first, which is all that a demo needs: it takes a third of the time.
+serving: $(VENV)/serving $(VENV)/generated $(VENV)/kernels
+
+$(VENV)/serving: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=…")'
+	@echo "Installing what serves into $(VENV)."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt \
-	  $$($(BIN)/python deploy/torch_index.py) -e '.[dev]'
-	touch $@
+	$(PIP) $$($(BIN)/python deploy/torch_index.py) -e '.[scheduler,worker,client,openai,proto]'
+	@touch $@
+
+$(VENV)/installed: $(VENV)/serving
+	@echo "Installing what checks and measures into $(VENV)."
+	$(PIP) $$($(BIN)/python deploy/torch_index.py) -e '.[dev]'
+	@touch $@
 
 # Without a compiler nothing is built, and the next `make` tries again.
-$(VENV)/kernels: $(VENV)/installed kernels/cpu/build.py kernels/cpu/library.py $(wildcard kernels/cpu/csrc/*)
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m kernels.cpu.build
-	! ls kernels/cpu/lib/*.so >/dev/null 2>&1 || touch $@
+$(VENV)/kernels: $(VENV)/serving kernels/cpu/build.py kernels/cpu/library.py $(wildcard kernels/cpu/csrc/*)
+	@$(BIN)/python -m kernels.cpu.build
+	@! ls kernels/cpu/lib/*.so >/dev/null 2>&1 || touch $@
 
 proto: $(VENV)/generated
 
-$(VENV)/generated: $(VENV)/installed $(PROTOS)
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=protos --pyi_out=protos \
+$(VENV)/generated: $(VENV)/serving $(PROTOS)
+	@echo "Generating code from protos/."
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=protos --pyi_out=protos \
 	  --grpc_python_out=protos --mypy_grpc_out=quiet:protos $(PROTOS)
-	touch $@
+	@touch $@
 
-demo: setup
+demo: serving
 	$(BIN)/python -m pagewire_client generate --chat "What is the capital of France? Answer in one sentence."
 	@echo "OpenAI's HTTP API: $(BIN)/python -m pagewire_client serve"
 
 # MODELS: a folder with all-minilm-l6-v2, which makes vectors, and reranker, which reads both texts as one.
 DOCUMENTS := "Paris is the capital of France." "Berlin is the capital of Germany." "France has good cheese."
-demo-embed: setup
+demo-embed: serving
 	$(BIN)/python -m pagewire_client score --model $(MODELS)/all-minilm-l6-v2 "What is the capital of France?" $(DOCUMENTS)
 	$(BIN)/python -m pagewire_client score --model $(MODELS)/reranker --pair-format "Query: {query} Sentence: {document}" \
 	  "What is the capital of France?" $(DOCUMENTS)
@@ -42,13 +56,12 @@ demo-embed: setup
 
 # MODELS: a folder with whisper-tiny, which writes down what is said. SOUND: a file.
 SOUND ?= $(MODELS)/whisper-tiny/a13.wav
-demo-transcribe: setup
+demo-transcribe: serving
 	$(BIN)/python -m pagewire_client transcribe --model $(MODELS)/whisper-tiny $(SOUND)
 
-# A process for each core: three for two cores took as long. Each of the many processes would compile modules anew if the
-# environment said that none may keep the bytecode.
+# A process for each core: three for two cores took as long.
 test: setup
-	PYTHONHASHSEED=0 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical
+	PYTHONHASHSEED=0 $(BIN)/python -m pytest -n logical
 
 # The tests of properties, again and again with new seeds, on all cores. What is found is kept in .hypothesis.
 MINUTES ?= 10

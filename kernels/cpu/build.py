@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def build(names: Sequence[str]) -> None:
-    """Build the libraries of these instruction sets that are not there yet, once, whoever else builds meanwhile.
+    """Build the libraries of these instruction sets that are not there yet; once, even if several processes do so.
 
     Libraries of other sources are removed afterwards. Raises BuildError.
     """
