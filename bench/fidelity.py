@@ -38,6 +38,7 @@ from kernels.float8 import FLOAT8
 from kernels.narrow_cache import narrowed, widened
 from pagewire_client import Client, LocalServer, SamplingParams, ServerError
 from pagewire_client.llm import collect
+from pagewire_common.channel import direct_opener
 from pagewire_common.settings import load_settings
 from pagewire_common.start_error import StartError
 from worker_service.loading.model_store import find_model
@@ -138,7 +139,7 @@ def vllm_scores(url: str, texts: Iterable[list[int]]) -> list[Scores]:
         request = urllib.request.Request(  # noqa: S310  # our own URL
             f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=300) as response:  # noqa: S310
+        with direct_opener().open(request, timeout=300) as response:
             (choice,) = json.load(response)["choices"]
         scores.append(scores_of(choice["prompt_logprobs"], text))
     return scores

@@ -6,13 +6,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Self
 
-import grpc
-
 from bench.drive import Stream
 from bench.load import CONTEXT
 from pagewire.v1.admin_service_pb2 import GetClusterStateRequest, StepSplit
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
 from pagewire_client import Client, LocalServer, SamplingParams
+from pagewire_common.channel import open_channel
 
 
 class Pagewire:
@@ -60,7 +59,7 @@ class Pagewire:
 
     async def step_split(self) -> StepSplit:
         """Where the time of the worker's steps went so far."""
-        async with grpc.aio.insecure_channel(self._server.admin_target) as channel:
+        async with open_channel(self._server.admin_target, None) as channel:
             response = await AdminServiceStub(channel).GetClusterState(GetClusterStateRequest())
         (worker,) = response.state.workers
         return worker.step_split

@@ -3,18 +3,20 @@ and empties the prefix cache."""
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 import grpc
 
 from pagewire.v1 import admin_service_pb2 as pb
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
-from pagewire_client.channel import connect, key_metadata
+from pagewire_client.channel import OPERATORS_PORT, connect, direction, key_metadata
 from pagewire_client.retry import PASSING, Backoff
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Admin:
     def __init__(self, target: str, *, api_key: str = "", tls: Path | None = None) -> None:
         self._metadata = key_metadata(api_key)
         self._channel = connect(target, tls)
+        self._explain = direction(target, tls, OPERATORS_PORT).explain
         self._stub = AdminServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -51,35 +54,39 @@ class Admin:
     ) -> None:
         await self._channel.close()
 
+    async def _call(self, method: Callable[..., Awaitable[T]], request: Any) -> T:
+        try:
+            return await method(request, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise await self._explain(error) from None
+
     async def state(self) -> Sample:
-        response = await self._stub.GetClusterState(pb.GetClusterStateRequest(), metadata=self._metadata)
+        response = await self._call(self._stub.GetClusterState, pb.GetClusterStateRequest())
         return Sample(time.monotonic(), response.state)
 
     async def finished_requests(self, limit: int = 100) -> list[pb.FinishedRequest]:
         """The requests that ended last, the last one first; limit is in [1, 1000]."""
-        response = await self._stub.ListFinishedRequests(
-            pb.ListFinishedRequestsRequest(limit=limit), metadata=self._metadata
-        )
+        response = await self._call(self._stub.ListFinishedRequests, pb.ListFinishedRequestsRequest(limit=limit))
         return list(response.requests)
 
     async def drain(self, address: str) -> None:
-        await self._stub.DrainWorker(pb.DrainWorkerRequest(address=address), metadata=self._metadata)
+        await self._call(self._stub.DrainWorker, pb.DrainWorkerRequest(address=address))
 
     async def undrain(self, address: str) -> None:
-        await self._stub.UndrainWorker(pb.UndrainWorkerRequest(address=address), metadata=self._metadata)
+        await self._call(self._stub.UndrainWorker, pb.UndrainWorkerRequest(address=address))
 
     async def load_adapter(self, name: str) -> pb.AdapterInfo:
         """Have requests name an adapter of the scheduler's --lora-dir."""
-        response = await self._stub.LoadAdapter(pb.LoadAdapterRequest(name=name), metadata=self._metadata)
+        response = await self._call(self._stub.LoadAdapter, pb.LoadAdapterRequest(name=name))
         return response.adapter
 
     async def unload_adapter(self, name: str) -> None:
         """Have no more requests name an adapter."""
-        await self._stub.UnloadAdapter(pb.UnloadAdapterRequest(name=name), metadata=self._metadata)
+        await self._call(self._stub.UnloadAdapter, pb.UnloadAdapterRequest(name=name))
 
     async def adapters(self) -> list[pb.AdapterInfo]:
         """Those that requests can name, by name."""
-        response = await self._stub.ListAdapters(pb.ListAdaptersRequest(), metadata=self._metadata)
+        response = await self._call(self._stub.ListAdapters, pb.ListAdaptersRequest())
         return list(response.adapters)
 
     async def reset_prefix_cache(self) -> int:
@@ -101,6 +108,7 @@ class Admin:
                     yield Sample(time.monotonic(), response.state)
                 pause = 0.0
             except grpc.aio.AioRpcError as error:
+                error = await self._explain(error)
                 pause = backoff.pause(error, PASSING)
                 if not is_lost:
                     is_lost = True

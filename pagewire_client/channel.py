@@ -5,6 +5,11 @@ from pathlib import Path
 
 import grpc
 
+from pagewire_common.channel import open_channel
+from pagewire_common.misdirected import Direction
+
+CLIENTS_PORT = "clients call the scheduler's --listen, which has port 50051 unless told otherwise"
+OPERATORS_PORT = "operators' commands call the scheduler's --admin-listen, which has port 50053 unless told otherwise"
 OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -19,6 +24,11 @@ OPTIONS = (
 Metadata = Sequence[tuple[str, str]] | None
 
 
+def direction(target: str, tls: Path | None, port_hint: str) -> Direction:
+    """What errors of calls on `connect`'s channel are explained by."""
+    return Direction(target, tls is not None, "--tls", port_hint, may_use_proxy=True)
+
+
 def connect(target: str, tls: Path | None = None) -> grpc.aio.Channel:
     """A channel, in plain text unless there is a folder of certificates.
 
@@ -26,13 +36,14 @@ def connect(target: str, tls: Path | None = None) -> grpc.aio.Channel:
     shown to servers that want a certificate. Raises OSError when they cannot be read.
     """
     if tls is None:
-        return grpc.aio.insecure_channel(target, options=OPTIONS)
+        return open_channel(target, None, OPTIONS, may_use_proxy=True)
     authority, key, certificate = (
         path.read_bytes() if (path := tls / name).exists() else None for name in ("ca.crt", "tls.key", "tls.crt")
     )
     if authority is None and certificate is None:
         raise FileNotFoundError(f"{tls} has neither ca.crt nor tls.crt")
-    return grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(authority, key, certificate), options=OPTIONS)
+    credentials = grpc.ssl_channel_credentials(authority, key, certificate)
+    return open_channel(target, credentials, OPTIONS, may_use_proxy=True)
 
 
 def key_metadata(api_key: str) -> Metadata:

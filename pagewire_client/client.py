@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
-from pagewire_client.channel import connect, key_metadata
+from pagewire_client.channel import CLIENTS_PORT, connect, direction, key_metadata
 from pagewire_client.embedding import Embedding
 from pagewire_client.resumable import ResumableStream
 from pagewire_client.retry import Backoff
@@ -76,6 +76,7 @@ class Client:
         self._metadata = key_metadata(api_key)
         self._streams: dict[tuple[str, str], ResumableStream] = {}  # by tenant and request_id
         self._channel = connect(target, tls)
+        self._explain = direction(target, tls, CLIENTS_PORT).explain
         self._stub = InferenceServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
@@ -110,7 +111,7 @@ class Client:
                     return True
             pause = 0.0
         except grpc.aio.AioRpcError as error:
-            pause = backoff.pause(error)
+            pause = backoff.pause(await self._explain(error))
         finally:
             watch.cancel()
         await asyncio.sleep(pause)
@@ -151,6 +152,7 @@ class Client:
             request,
             timeout=timeout,
             retry_for=self._retry_for if retry_for is None else retry_for,
+            explain=self._explain,
         )
         key = (tenant, request.request_id)
         self._streams.setdefault(key, stream)
@@ -273,6 +275,8 @@ class Client:
         try:
             async for response in stream:
                 yield response
+        except grpc.aio.AioRpcError as error:
+            raise await self._explain(error) from None
         finally:
             stream.cancel()
 
@@ -322,7 +326,7 @@ class Client:
             try:
                 return await method(request, metadata=self._metadata)
             except grpc.aio.AioRpcError as error:
-                pause = backoff.pause(error)
+                pause = backoff.pause(await self._explain(error))
             await asyncio.sleep(pause)
 
 

@@ -6,7 +6,7 @@ the same request again with these, and the server sends only what is missing.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import grpc
 
@@ -62,7 +62,8 @@ class ResumableStream:
     """One request, in as many calls as it takes.
 
     `start` makes a call from a request and the seconds until its deadline. `timeout` is for all calls together.
-    `retry_for` limits the time from the moment at which a call broke until another call brings a message.
+    `retry_for` limits the time from the moment at which a call broke until another call brings a message. `explain`
+    adds to an error what its reader is to know besides.
     """
 
     def __init__(
@@ -72,11 +73,13 @@ class ResumableStream:
         *,
         timeout: float | None,
         retry_for: float,
+        explain: Callable[[grpc.aio.AioRpcError], Awaitable[grpc.aio.AioRpcError]],
     ) -> None:
         self._start = start
         self._request = request
         self._timeout = timeout
         self._backoff = Backoff(retry_for)
+        self._explain = explain
         self._received = Received(request.sampling.n or 1)
         self._call: Call | None = None
         self._aborted = asyncio.Event()
@@ -98,7 +101,7 @@ class ResumableStream:
                 codes = PASSING_AGAIN if self._request.HasField("resume") else PASSING
                 if not self._received.open or (self._aborted.is_set() and passes(error, codes)):
                     break
-                pause = self._backoff.pause(error, codes)
+                pause = self._backoff.pause(await self._explain(error), codes)
                 if deadline is not None:
                     pause = min(pause, max(0.0, deadline - loop.time()))
             except asyncio.CancelledError:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection
 
 import grpc
 
+from pagewire_common.misdirected import MisdirectedError
+
 log = logging.getLogger("pagewire_client")
 
 FIRST_PAUSE_SECONDS = 0.1
@@ -51,7 +53,7 @@ class Backoff:
 
 def passes(error: grpc.aio.AioRpcError, codes: Collection[grpc.StatusCode] = PASSING) -> bool:
     """Whether another attempt may fare better."""
-    return error.code() in codes or _is_reset(error)
+    return not isinstance(error, MisdirectedError) and (error.code() in codes or _is_reset(error))
 
 
 def _is_reset(error: grpc.aio.AioRpcError) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import grpc
 import structlog
 
+from pagewire_common.channel import open_channel
 from pagewire_common.start_error import StartError
 
 log = structlog.get_logger()
@@ -160,16 +161,20 @@ OPEN = Security()
 
 
 def secure_channel(
-    target: str, tls: TlsFolder | None, options: Sequence[tuple[str, int]] = (), *, identity: str = ""
+    target: str,
+    tls: TlsFolder | None,
+    options: Sequence[tuple[str, int | str]] = (),
+    *,
+    identity: str = "",
+    may_use_proxy: bool = False,
 ) -> grpc.aio.Channel:
     """A channel to `target`, in plain text where there is no folder.
 
     The server's certificate must be for `identity`, or for the host in `target` if it is empty.
     """
-    if tls is None:
-        return grpc.aio.insecure_channel(target, options=options)
-    names = [("grpc.ssl_target_name_override", identity)] if identity else []
-    return grpc.aio.secure_channel(target, tls.channel_credentials(), options=[*options, *names])
+    names = [("grpc.ssl_target_name_override", identity)] if identity and tls is not None else []
+    credentials = None if tls is None else tls.channel_credentials()
+    return open_channel(target, credentials, [*options, *names], may_use_proxy=may_use_proxy)
 
 
 def peer_names(context: grpc.aio.ServicerContext[Any, Any]) -> set[str]:

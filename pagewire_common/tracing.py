@@ -11,10 +11,14 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Any
 from urllib.parse import urlsplit
 
+import structlog
 from opentelemetry.context import Context
 from opentelemetry.trace import Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from pagewire_common.channel import DIRECT, proxy_of
+
+log = structlog.get_logger()
 TRACE_PARENT = "traceparent"
 MOST_HEADER = 1024
 """Characters of a header that is looked at; a traceparent has 55."""
@@ -49,7 +53,11 @@ async def tracing(endpoint: str | None, service: str) -> AsyncIterator[Tracer | 
 
     provider = TracerProvider(resource=Resource.create({"service.name": service}), shutdown_on_exit=False)
     timeout = None if "OTEL_EXPORTER_OTLP_TIMEOUT" in os.environ else EXPORT_SECONDS
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=timeout)))
+    if proxy := proxy_of(urlsplit(endpoint).netloc):
+        log.info("spans are sent through a proxy", endpoint=endpoint, proxy=proxy)
+    route: Any = () if proxy else DIRECT
+    exporter = OTLPSpanExporter(endpoint=endpoint, timeout=timeout, channel_options=route)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
     try:
         yield provider.get_tracer("pagewire")
     finally:

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-import grpc
-
 from bench.drive import BenchError
 from pagewire.v1.admin_service_pb2 import (
     ClusterState,
@@ -18,6 +16,7 @@ from pagewire.v1.admin_service_pb2 import (
 )
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
 from pagewire_client.local import ADMIN, ServiceProcess
+from pagewire_common.channel import open_channel
 
 START_SECONDS = 300.0
 
@@ -84,17 +83,17 @@ class Fleet:
         return self._scheduler.process.pid
 
     async def state(self) -> ClusterState:
-        async with grpc.aio.insecure_channel(self.admin_target) as channel:
+        async with open_channel(self.admin_target, None) as channel:
             return (await AdminServiceStub(channel).GetClusterState(GetClusterStateRequest())).state
 
     async def give_nothing_to(self, address: str) -> None:
         """Drain a worker."""
-        async with grpc.aio.insecure_channel(self.admin_target) as channel:
+        async with open_channel(self.admin_target, None) as channel:
             await AdminServiceStub(channel).DrainWorker(DrainWorkerRequest(address=address))
 
     async def give_again_to(self, address: str) -> None:
         """Undrain a worker. Raises BenchError when it has not come back within a minute."""
-        async with grpc.aio.insecure_channel(self.admin_target) as channel:
+        async with open_channel(self.admin_target, None) as channel:
             await AdminServiceStub(channel).UndrainWorker(UndrainWorkerRequest(address=address))
         assert self._scheduler is not None
         for _ in range(600):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Self
 
 from pagewire_client.local import STOP_SECONDS, ServerError
+from pagewire_common.channel import direct_opener
 from pagewire_common.tls import TlsFolder
 
 SHUTDOWN_SECONDS = 5
@@ -103,7 +104,8 @@ def is_ready(url: str, tls: Path | None = None) -> bool:
     try:
         context = TlsFolder(tls).client_context() if tls else ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # whether it serves is no secret
-        with urllib.request.urlopen(f"{url}/readiness", timeout=5, context=context) as answer:  # noqa: S310
+        opener = direct_opener(urllib.request.HTTPSHandler(context=context))
+        with opener.open(f"{url}/readiness", timeout=5) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False

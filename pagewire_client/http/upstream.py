@@ -30,7 +30,7 @@ class Upstream:
 
     def _make(self) -> _Made:
         generation = self._generation()
-        return _Made(secure_channel(self._target, self._tls, OPTIONS), generation)
+        return _Made(secure_channel(self._target, self._tls, OPTIONS, may_use_proxy=True), generation)
 
     def _generation(self) -> int:
         return 0 if self._tls is None else self._tls.refresh()

@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
+from pagewire_common.misdirected import Direction
 from pagewire_common.tls import TlsFolder, secure_channel
 from scheduler_service.core import ModelOutput, SchedulerOutput
 from scheduler_service.engine.step_split import RoundTrips, StepSplit
@@ -41,6 +42,7 @@ TOKENIZER_FILES = frozenset(
 MAX_TOKENIZER_BYTES = 256 << 20
 ADAPTER_SECONDS = 300.0
 """For an adapter of gigabytes over a slow network."""
+_PORT = "--workers names the workers' --listen, which has port 50052 unless told otherwise"
 _REFUSALS = (
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -200,6 +202,7 @@ class WorkerClient:
     def __init__(self, address: str, tls: TlsFolder | None = None, identity: str = "") -> None:
         """With `tls`, the worker's certificate must have the name `identity`, or that in the address."""
         self.address = address
+        self._direction = Direction(address, tls is not None, "--worker-tls", _PORT)
         self._tls = tls
         self._identity = identity
         self._connect()
@@ -218,7 +221,7 @@ class WorkerClient:
         try:
             return decode_worker_info(await self._stub.GetWorkerInfo(worker_pb.GetWorkerInfoRequest(), timeout=5))
         except grpc.aio.AioRpcError as error:
-            raise _unreachable(error) from None
+            raise await self._unreachable(error) from None
 
     async def fetch_tokenizer(self) -> dict[str, bytes]:
         """The worker's tokenizer files by their names. Raises WorkerError on a file that is none."""
@@ -231,7 +234,7 @@ class WorkerClient:
                     raise WorkerError("the worker sent something that is not a tokenizer")
                 files.setdefault(piece.name, bytearray()).extend(piece.data)
         except grpc.aio.AioRpcError as error:
-            raise _unreachable(error) from None
+            raise await self._unreachable(error) from None
         return {name: bytes(data) for name, data in files.items()}
 
     async def load_adapter(self, pieces: AsyncIterator[worker_pb.TakeAdapterRequest]) -> None:
@@ -272,7 +275,9 @@ class WorkerClient:
         try:
             await self._stub.DropAdapter(worker_pb.DropAdapterRequest(fingerprint=fingerprint), timeout=5)
         except grpc.aio.AioRpcError as error:
-            raise AdapterCountError(f"the worker does not forget an adapter: {_unreachable(error)}") from None
+            raise AdapterCountError(
+                f"the worker does not forget an adapter: {await self._unreachable(error)}"
+            ) from None
 
     async def is_serving(self, timeout: float) -> bool:
         """The worker's health as it reports it; a worker without a health service is well."""
@@ -281,7 +286,7 @@ class WorkerClient:
         except grpc.aio.AioRpcError as error:
             if error.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):
                 return True
-            raise _unreachable(error) from None
+            raise await self._unreachable(error) from None
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def watch_serving(self) -> AsyncIterator[bool]:
@@ -294,6 +299,10 @@ class WorkerClient:
             return
         finally:
             call.cancel()
+
+    async def _unreachable(self, error: grpc.aio.AioRpcError) -> UnreachableError:
+        error = await self._direction.explain(error)
+        return UnreachableError(f"{error.code().name}: {error.details()}")
 
     def open_session(self, epoch: int, split: StepSplit) -> Session:
         return Session(self._stub.Execute(), epoch, split)
@@ -311,7 +320,3 @@ def _at_once(coroutine: Coroutine[Any, Any, T]) -> T:
         return result
     coroutine.close()
     raise RuntimeError("the coroutine waits for something")
-
-
-def _unreachable(error: grpc.aio.AioRpcError) -> UnreachableError:
-    return UnreachableError(f"{error.code().name}: {error.details()}")

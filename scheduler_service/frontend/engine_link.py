@@ -16,6 +16,7 @@ from opentelemetry.trace import Tracer
 
 from pagewire.v1 import engine_service_pb2 as pb
 from pagewire.v1.engine_service_pb2_grpc import EngineServiceStub
+from pagewire_common.channel import open_channel
 from pagewire_common.errors import RequestError, RequestLimits
 from scheduler_service.access.keys import Keyring
 from scheduler_service.frontend.gained import decode_gained
@@ -68,7 +69,7 @@ class EngineLink:
     """
 
     def __init__(self, target: str, tracer: Tracer | None = None) -> None:
-        self.channel = grpc.aio.insecure_channel(target, options=OPTIONS)
+        self.channel = open_channel(target, None, OPTIONS)
         loop = asyncio.get_running_loop()
         self.welcome: asyncio.Future[pb.Welcome] = loop.create_future()
         self._model: asyncio.Future[ServedModel] = loop.create_future()

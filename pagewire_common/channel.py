@@ -1,0 +1,82 @@
+"""Where channels are made, and whether a call goes through an HTTP proxy that the environment names.
+
+gRPC by itself sends every call to that proxy, those to this machine and to workers among them. Here calls between our
+services never use a proxy, and clients' calls do unless the server is on this machine.
+"""
+
+import ipaddress
+import os
+from collections.abc import Mapping, Sequence
+from urllib.parse import urlsplit
+from urllib.request import BaseHandler, OpenerDirector, ProxyHandler, build_opener
+
+import grpc
+
+DIRECT = (("grpc.enable_http_proxy", 0),)
+PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
+"""As gRPC reads them: the first that is set counts, for TLS and for plain text alike."""
+EXCEPTION_VARIABLES = ("no_grpc_proxy", "no_proxy")
+
+
+def open_channel(
+    target: str,
+    credentials: grpc.ChannelCredentials | None,
+    options: Sequence[tuple[str, int | str]] = (),
+    *,
+    may_use_proxy: bool = False,
+) -> grpc.aio.Channel:
+    """A channel to `target`, in plain text without `credentials`."""
+    route = () if may_use_proxy and proxy_of(target) else DIRECT
+    if credentials is None:
+        return grpc.aio.insecure_channel(target, options=[*options, *route])
+    return grpc.aio.secure_channel(target, credentials, options=[*options, *route])
+
+
+def direct_opener(*handlers: BaseHandler) -> OpenerDirector:
+    """Opens URLs of services on this machine: urllib would send such requests to a proxy as well."""
+    return build_opener(ProxyHandler({}), *handlers)
+
+
+def proxy_of(target: str, environment: Mapping[str, str] | None = None) -> str:
+    """The HOST:PORT of the proxy that a client's calls to `target` go through; empty if they go there directly."""
+    environment = os.environ if environment is None else environment
+    proxy = urlsplit(next((environment[name] for name in PROXY_VARIABLES if name in environment), ""))
+    if proxy.scheme != "http" or is_local(target):  # gRPC speaks to no other kind of proxy
+        return ""
+    exceptions = next((environment[name] for name in EXCEPTION_VARIABLES if name in environment), "")
+    host = split_target(target)[0].lower()
+    if any(_matches(host, entry.strip().lower()) for entry in exceptions.split(",")):
+        return ""
+    return proxy.netloc.rpartition("@")[2]  # without a password
+
+
+def _matches(host: str, exception: str) -> bool:
+    """As gRPC matches: the end of a name, or a network; and * for all, as others have it."""
+    if not exception:
+        return False
+    if exception == "*" or host.endswith(exception.removeprefix(".")):
+        return True
+    try:
+        return ipaddress.ip_address(host) in ipaddress.ip_network(exception, strict=False)
+    except ValueError:
+        return False
+
+
+def split_target(target: str) -> tuple[str, int | None]:
+    """The host, and the port if there is one, of HOST:PORT or of gRPC's longer form dns://[SERVER]/HOST:PORT."""
+    address = target.rpartition("/")[2]
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdecimal() and not (":" in host and not host.endswith("]")):
+        return host.strip("[]"), int(port)
+    return address.strip("[]"), None
+
+
+def is_local(target: str) -> bool:
+    """Whether it is on this machine for certain."""
+    if target.startswith(("unix:", "unix-abstract:")):
+        return True
+    host, _ = split_target(target)
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
