@@ -1,6 +1,11 @@
-"""Where the API keys come from: a file, which is read again when it changes, and a key of the environment."""
+"""Where the API keys come from: a file, which is read again when it changes, and a key of the environment.
+
+Many editors write a new file and rename it. A file that is mounted by itself, as Compose and a Kubernetes `subPath` can
+do, then stays the old one for this process, and a key that was revoked would stay valid: its folder is to be mounted.
+"""
 
 import asyncio
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +17,7 @@ from scheduler_service.access.keys import Keyring, read_keys
 log = structlog.get_logger()
 
 LOOK_SECONDS = 1.0
+_MOUNT = "mount its folder, and name the file in it"
 
 
 class KeyFile:
@@ -25,6 +31,8 @@ class KeyFile:
         self._plain = plain
         self._stamp = self._look()  # before it is read: a change in between is seen then
         self.keyring: Keyring | None = None
+        if file is not None and os.path.ismount(file):
+            log.warning("the file of API keys is mounted by itself: it may change unseen", file=str(file), do=_MOUNT)
         if file is not None or plain is not None:
             try:
                 self.keyring = read_keys(file, plain)
@@ -56,4 +64,22 @@ class KeyFile:
                 log.error("changed API keys cannot be used; the old ones stay", reason=reason)
                 continue
             tell(keyring)
-            log.info("API keys read again", keys=len(keyring.by_id))
+            self._log_change(keyring)
+
+    def _log_change(self, keyring: Keyring) -> None:
+        before, self.keyring = self.keyring, keyring
+        assert before is not None
+        old, new = before.by_id, keyring.by_id
+        changed = sorted(name for name in old.keys() & new.keys() if old[name] != new[name])
+        added, removed = sorted(new.keys() - old.keys()), sorted(old.keys() - new.keys())
+        log.info("API keys read again", keys=len(new), added=added, removed=removed, changed=changed)
+        if self._file is not None and self._is_replaced(self._file):
+            log.error("the file of API keys was replaced, and only the old one can be seen here", do=_MOUNT)
+
+    @staticmethod
+    def _is_replaced(file: Path) -> bool:
+        """Whether what is read there has no name in any folder any more: another file has taken it."""
+        try:
+            return file.stat().st_nlink == 0
+        except OSError:
+            return False

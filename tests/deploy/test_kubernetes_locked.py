@@ -55,3 +55,15 @@ def test_locked_and_with_the_gateway_both_have_certificates_of_one_authority_and
     mounts = {mount["mountPath"]: secrets.get(mount["name"]) for mount in container(deployment)["volumeMounts"]}
     assert mounts[folder] == certificate["secretName"]
     assert {container(deployment)[probe]["httpGet"]["scheme"] for probe in PROBES} == {"HTTPS"}
+
+
+def test_keys_are_mounted_with_their_folder(tmp_path: Path) -> None:
+    """A `subPath` stays the old file when the Secret changes."""
+    resources = render(write_overlay(tmp_path, "cpu", "locked", "openai", "openai-locked"))
+    mounts = {
+        one["metadata"]["name"]: container(one)["volumeMounts"] for one in resources if one["kind"] == "Deployment"
+    }
+    assert not [mount for of in mounts.values() for mount in of if "subPath" in mount or "subPathExpr" in mount]
+    arguments = container(find(resources, "Deployment", "scheduler"))["args"]
+    (file,) = (one.partition("=")[2] for one in arguments if one.startswith("--api-keys="))
+    assert str(Path(file).parent) in [mount["mountPath"] for mount in mounts["scheduler"]]

@@ -23,7 +23,7 @@ from pagewire_common.tracing import tracing
 
 CLOSED = "http://127.0.0.1:1"
 ELSEWHERE = "0.0.0.0:1"
-"""An address of this machine that nobody takes for one of the loopback, and that refuses at once."""
+"""This machine, though not its loopback; it refuses at once."""
 
 
 @pytest.fixture
