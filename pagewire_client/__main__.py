@@ -57,7 +57,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="SECONDS",
         type=float,
         default=RETRY_SECONDS,
-        help="how long to try to reach a --target again that is not there; 0 for not at all (default %(default)g)",
+        help="how long to wait for a --target that is not there or has no worker; 0 leaves it to the server "
+        "(default %(default)g)",
     )
 
     parser = argparse.ArgumentParser(prog="pagewire_client", description=__doc__)

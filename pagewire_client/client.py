@@ -73,7 +73,8 @@ class Client:
         self, target: str, *, retry_for: float = RETRY_SECONDS, api_key: str = "", tls: Path | None = None
     ) -> None:
         self._retry_for = retry_for
-        self._metadata = key_metadata(api_key)
+        self._metadata = tuple(key_metadata(api_key) or ())
+        self._target = target
         self._streams: dict[tuple[str, str], ResumableStream] = {}  # by tenant and request_id
         self._channel = connect(target, tls)
         self._explain = direction(target, tls, CLIENTS_PORT).explain
@@ -93,7 +94,7 @@ class Client:
 
     async def wait_until_serving(self, timeout: float | None = None) -> None:
         """Return once the server reports SERVING; raises TimeoutError after `timeout` seconds."""
-        backoff = Backoff(math.inf)
+        backoff = Backoff(math.inf, target=self._target)
         try:
             async with asyncio.timeout(timeout):
                 while not await self._is_serving(backoff):
@@ -148,10 +149,12 @@ class Client:
         )
         set_prompt(request, prompt)
         stream = ResumableStream(
-            lambda request, timeout: self._stub.Generate(request, timeout=timeout, metadata=self._metadata),
+            lambda request, timeout, more: self._stub.Generate(
+                request, timeout=timeout, metadata=(*self._metadata, *more)
+            ),
             request,
             timeout=timeout,
-            retry_for=self._retry_for if retry_for is None else retry_for,
+            backoff=Backoff(self._retry_for if retry_for is None else retry_for, target=self._target),
             explain=self._explain,
         )
         key = (tenant, request.request_id)
@@ -321,10 +324,10 @@ class Client:
 
     async def _retrying(self, method: Callable[..., Awaitable[T]], request: Any) -> T:
         """Call a method that may safely be called twice."""
-        backoff = Backoff(self._retry_for)
+        backoff = Backoff(self._retry_for, target=self._target)
         while True:
             try:
-                return await method(request, metadata=self._metadata)
+                return await method(request, metadata=(*self._metadata, *backoff.attempt()))
             except grpc.aio.AioRpcError as error:
                 pause = backoff.pause(await self._explain(error))
             await asyncio.sleep(pause)

@@ -7,12 +7,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import IO, Self
 
 STOP_SECONDS = 10.0
 ADMIN = ("--admin-listen", "127.0.0.1:0")
+SILENT_SECONDS = 2.0
+"""Without a sign of life, after which it is said what is waited for."""
 MAX_EVENTS = 1000
 
 
@@ -69,16 +72,27 @@ class ServiceProcess:
                 self._events.get_nowait()
 
     def wait_for(self, name: str, timeout: float) -> dict[str, object]:
-        """The next log event of this name. Raises ServerError when the process ends or stays silent."""
+        """The next log event of this name. Raises ServerError when the process ends, or after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        reason = said = ""
         while True:
+            left = deadline - time.monotonic()
             try:
-                event = self._events.get(timeout=timeout)
+                event = self._events.get(timeout=max(0.0, min(left, SILENT_SECONDS)))
             except queue.Empty:
-                raise ServerError(f"{self.module} was not ready within {timeout:g} s") from None
+                if left <= 0:
+                    why = f": {reason}" if reason else ""
+                    raise ServerError(f"{self.module} was not ready within {timeout:g} s{why}") from None
+                if reason != said:
+                    said = reason
+                    print(f"waiting for {self.module}: {reason}", file=sys.stderr, flush=True)  # noqa: T201
+                continue
             if event is None:
                 raise ServerError(self.last_words or f"{self.module} ended with status {self.process.wait()}")
             if event.get("event") == name:
                 return event
+            if event.get("event") == "worker unavailable":
+                reason = str(event.get("reason"))
 
     def stop(self) -> int:
         """SIGTERM, then SIGKILL if that does not help; returns the exit status."""

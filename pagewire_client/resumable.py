@@ -13,6 +13,7 @@ import grpc
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.retry import PASSING, Backoff, passes
 
+Metadata = tuple[tuple[str, str], ...]
 Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
 # The server may still be checking an attempt that broke early. And a server that has just started may get more resumed
 # requests at once than it takes, which is no reason to give up a request.
@@ -61,24 +62,24 @@ class Received:
 class ResumableStream:
     """One request, in as many calls as it takes.
 
-    `start` makes a call from a request and the seconds until its deadline. `timeout` is for all calls together.
-    `retry_for` limits the time from the moment at which a call broke until another call brings a message. `explain`
+    `start` makes a call from a request, the seconds until its deadline and further metadata. `timeout` is for all calls
+    together. `backoff` limits the time from the moment at which a call broke until another brings a message. `explain`
     adds to an error what its reader is to know besides.
     """
 
     def __init__(
         self,
-        start: Callable[[pb.GenerateRequest, float | None], Call],
+        start: Callable[[pb.GenerateRequest, float | None, Metadata], Call],
         request: pb.GenerateRequest,
         *,
         timeout: float | None,
-        retry_for: float,
+        backoff: Backoff,
         explain: Callable[[grpc.aio.AioRpcError], Awaitable[grpc.aio.AioRpcError]],
     ) -> None:
         self._start = start
         self._request = request
         self._timeout = timeout
-        self._backoff = Backoff(retry_for)
+        self._backoff = backoff
         self._explain = explain
         self._received = Received(request.sampling.n or 1)
         self._call: Call | None = None
@@ -90,7 +91,7 @@ class ResumableStream:
         deadline = None if self._timeout is None else loop.time() + self._timeout
         while self._received.open and not self._aborted.is_set():
             timeout = None if deadline is None else max(0.0, deadline - loop.time())
-            self._call = self._start(self._request, timeout)
+            self._call = self._start(self._request, timeout, self._backoff.attempt())
             try:
                 async for response in self._call:
                     self._backoff.succeeded()

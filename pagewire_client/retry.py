@@ -19,16 +19,39 @@ LAST_PAUSE_SECONDS = 2.0
 PASSING = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
 
 
+PATIENCE_HEADER = "pagewire-no-worker-timeout"
+FIRST_WAIT_SECONDS = 2.0
+"""That a server may hold a request without a worker before its user is told why."""
+
+
 class Backoff:
     """The pauses between attempts: each about twice the last, and random, so that clients do not return together.
 
-    `limit` is in seconds from the first failure on; a success in between begins it anew. 0 retries nothing.
+    `limit` is in seconds from the first failure on, and a server's wait for a worker counts; a success in between
+    begins it anew. 0 retries nothing, and leaves that wait to the server. `target` is named to the user.
     """
 
-    def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic, target: str = "") -> None:
         self._limit = limit
         self._clock = clock
+        self._target = target
+        self._said = ""
+        self._began = clock()  # the present attempt
+        self._offered = 0.0  # how long the server may wait in it
         self.succeeded()
+
+    def attempt(self) -> tuple[tuple[str, str], ...]:
+        """Metadata of the next call: how long the server may hold it while no worker takes requests."""
+        self._began, self._offered = self._clock(), 0.0
+        if self._limit <= 0:
+            return ()
+        if self._failed_at is None:
+            self._offered = min(self._limit, FIRST_WAIT_SECONDS)
+        elif math.isinf(self._limit):
+            return ()
+        else:
+            self._offered = max(0.0, self._failed_at + self._limit - self._began)
+        return ((PATIENCE_HEADER, f"{self._offered:.3f}"),)
 
     def succeeded(self) -> None:
         self._pause = FIRST_PAUSE_SECONDS
@@ -40,9 +63,11 @@ class Backoff:
         if self._limit <= 0 or not passes(error, codes):
             raise error
         if self._failed_at is None:
-            self._failed_at = now
+            self._failed_at = now - min(now - self._began, self._offered)
+        if (said := f"{error.code().name}: {error.details()}") != self._said:
+            self._said = said
             limit = "" if math.isinf(self._limit) else f" for {self._limit:g} s"
-            log.info("%s: %s; trying again%s", error.code().name, error.details(), limit)
+            log.info("waiting for %s: %s; trying again%s", self._target or "the server", said, limit)
         left = self._failed_at + self._limit - now
         if left <= 0:
             raise error

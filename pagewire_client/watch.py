@@ -103,7 +103,8 @@ class View:
         words = [time.strftime("%H:%M:%S"), *(f"{name}={value}" for name, value in fields.items())]
         news = f"{self._news}\n" if self._has_news else ""
         error = f"\n{state.front_end_error}" if state.front_end_error else ""
-        return news + " ".join([*words, *(["draining"] if state.draining else [])]) + error
+        lacking = "".join(f"\n{worker.address}: {worker.last_error}" for worker in state.workers if worker.last_error)
+        return news + " ".join([*words, *(["draining"] if state.draining else [])]) + error + lacking
 
     # ---- as a picture
 

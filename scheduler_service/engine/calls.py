@@ -28,6 +28,7 @@ class Call:
         "is_aborted",
         "key",
         "lora_name",
+        "no_worker_timeout",
         "num_bytes",
         "num_resumed",
         "number",
@@ -54,6 +55,7 @@ class Call:
         self.first_output = 0
         self.is_aborted = False  # while it was checked
         self.queued_seconds: float | None = None  # until a worker took it for the first time
+        self.no_worker_timeout: float | None = None  # where it waits for less than others
         self.expiry: asyncio.TimerHandle | None = None  # while no worker takes requests
         self.told: tuple[bool, int, int] | None = None  # where its request stands, if it is traced
 

@@ -10,7 +10,8 @@ import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from typing import Any
 
 import grpc
 import structlog
@@ -36,7 +37,7 @@ from scheduler_service.engine.calls import Call
 from scheduler_service.engine.discovery import Resolve, resolve_by_dns
 from scheduler_service.engine.limits import check_limits, model_limits, model_name, scheduler_config
 from scheduler_service.engine.membership import Departed, Membership
-from scheduler_service.engine.outage import Outage
+from scheduler_service.engine.outage import Outage, why_unserved
 from scheduler_service.engine.outbox import Outbox
 from scheduler_service.engine.worker_client import WorkerClient, WorkerError
 from scheduler_service.engine.worker_loop import WorkerLoop
@@ -53,6 +54,8 @@ log = structlog.get_logger()
 MAX_BLOCKS = 2**22
 """Blocks of one worker: many times what the largest devices hold, and as many as the scheduler has memory to manage."""
 
+UNSERVED_SECONDS = 2.5
+"""Without a worker, after which a shutdown waits no longer: attempts to connect are two seconds apart at most."""
 SHUTTING_DOWN = RequestError(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
 _RESUMED = RequestError(grpc.StatusCode.ABORTED, "another call goes on with this request")
 
@@ -91,7 +94,8 @@ class Engine:
         self._is_draining = False
         self._is_over = False
         self._is_empty = asyncio.Event()
-        self._outage = Outage(settings.no_worker_timeout)
+        self._outage = Outage(settings.no_worker_timeout)  # no worker takes requests
+        self._absence = Outage(UNSERVED_SECONDS)  # no worker has a session
 
     # ---- for front ends
 
@@ -127,6 +131,8 @@ class Engine:
         if submission.is_complete:
             return
         call.first_output = submission.first_output
+        if submission.HasField("no_worker_timeout"):
+            call.no_worker_timeout = submission.no_worker_timeout
         call.group = decode_group(call.key, submission, time.monotonic(), call.adapter)
         self.admission.submitted(call, goes_on=goes_on)
         if call.group.trace_parent:
@@ -281,17 +287,23 @@ class Engine:
         return self._outage.watch_health()
 
     async def drain(self, grace: float) -> None:
-        """Admit nothing more, wait until every call has been closed, and end those left after `grace` seconds."""
+        """Admit nothing more, wait until every call has been closed, and end those left after `grace` seconds.
+
+        Requests that no worker can take are ended sooner: clients can go on with them at another scheduler.
+        """
         self._is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace):
-                while self._has_unfinished:
-                    self._is_empty.clear()
-                    await self._is_empty.wait()
+                await _first_of(self._until_empty(), self._absence.lasts(UNSERVED_SECONDS))
         self._is_over = True
         for call in self.requests.values():
             self._finish(call, SequenceStatus.FINISHED_ABORTED)
             call.tell_error(SHUTTING_DOWN)
+
+    async def _until_empty(self) -> None:
+        while self._has_unfinished:
+            self._is_empty.clear()
+            await self._is_empty.wait()
 
     # ---- for operators
 
@@ -439,6 +451,7 @@ class Engine:
         """
         was_on = self._outage.is_on
         self._outage.set(not self.admits)
+        self._absence.set(not self.serving)
         if self._outage.is_on != was_on:
             for call in self.requests.values():
                 self._expire_later(call)
@@ -454,18 +467,37 @@ class Engine:
             call.expiry = None
         if self._outage.is_on:
             loop = asyncio.get_running_loop()
-            call.expiry = loop.call_later(self.settings.no_worker_timeout, self._expire, call)
+            call.expiry = loop.call_later(self._patience(call), self._expire, call)
+
+    def _patience(self, call: Call) -> float:
+        limit = self.settings.no_worker_timeout
+        return limit if call.no_worker_timeout is None else min(limit, call.no_worker_timeout)
 
     def _expire(self, call: Call) -> None:
         if call.key not in self.waiting:
             self._expire_later(call)  # a worker that is drained computes it, and may yet give it back
             return
         self._finish(call, SequenceStatus.FINISHED_ABORTED)
-        call.tell_error(
-            RequestError(
-                grpc.StatusCode.UNAVAILABLE, f"no worker took requests for {self.settings.no_worker_timeout:g} s"
-            )
-        )
+        call.tell_error(self._unserved(self._patience(call)))
+
+    def refuse_unserved(self, seconds: float) -> None:
+        """Raises UNAVAILABLE, with why no worker has told of the model in so many seconds."""
+        raise self._unserved(seconds)
+
+    def _unserved(self, seconds: float) -> RequestError:
+        reason = why_unserved(self.workers, self.settings.workers)
+        return RequestError(grpc.StatusCode.UNAVAILABLE, f"no worker took requests for {seconds:g} s: {reason}")
+
+
+async def _first_of(*coroutines: Coroutine[Any, Any, None]) -> None:
+    """Return when one has; the others are cancelled."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _tenant_weights(settings: SchedulerSettings, keyring: Keyring | None) -> dict[str, float]:

@@ -279,6 +279,9 @@ class Session:
                     self._calls[event.call] = Call(self.outbox, event.call, event.submit.key, parent=parent)
                 submitted = self._calls[event.call]
                 self._answer(submitted, lambda: self._engine.submit(submitted, event.submit))
+            case "unserved":
+                asking = Call(self.outbox, event.call, "")
+                self._answer(asking, lambda: self._engine.refuse_unserved(event.unserved.seconds))
             case "stop_output":
                 if (call := self._calls.get(event.call)) is not None:
                     self._engine.stop_output(call, event.stop_output.index)

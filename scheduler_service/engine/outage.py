@@ -6,7 +6,36 @@ errors. When waiting requests begin to end UNAVAILABLE, clients had better go el
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+MOST_WORKERS = 3
+"""Whose reasons an error has."""
+
+
+class Unserving(Protocol):
+    """A worker that takes no requests."""
+
+    @property
+    def client(self) -> Any: ...
+
+    @property
+    def draining(self) -> bool: ...
+
+    @property
+    def last_error(self) -> str: ...
+
+
+def why_unserved(workers: Sequence[Unserving], targets: Sequence[str]) -> str:
+    """Why none of the workers takes requests, for the client of one that waited."""
+    if not workers:
+        return f"none is found at {', '.join(targets)}"
+    reasons = [
+        f"{worker.client.address}: {'it is drained or shuts down' if worker.draining else worker.last_error}"
+        for worker in workers[:MOST_WORKERS]
+    ]
+    left = len(workers) - len(reasons)
+    return "; ".join([*reasons, *([f"and {left} more"] if left else [])])
 
 
 class Outage:
@@ -33,15 +62,20 @@ class Outage:
         while True:
             await self._ended.wait()
             yield True
-            while await self._ends_in_time():
+            while await self._ends_in_time(self._patience):
                 pass
             yield False
 
-    async def _ends_in_time(self) -> bool:
-        """Wait through the next outage; returns False when it lasts longer than requests wait."""
+    async def lasts(self, seconds: float) -> None:
+        """Return when an outage has gone on for so long, from now or its beginning."""
+        while await self._ends_in_time(seconds):
+            pass
+
+    async def _ends_in_time(self, seconds: float) -> bool:
+        """Wait through the next outage; returns False when it lasts longer."""
         await self._began.wait()
         try:
-            await asyncio.wait_for(self._ended.wait(), self._patience)
+            await asyncio.wait_for(self._ended.wait(), seconds)
         except TimeoutError:
             return False
         return True

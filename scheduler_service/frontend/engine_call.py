@@ -15,6 +15,7 @@ from scheduler_service.core import EncoderInput
 from scheduler_service.core.blocks.prefix_key import block_keys, key_of_adapter, root_behind, root_key
 from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
+from scheduler_service.frontend.patience import patience
 from scheduler_service.frontend.request import GenerationRequest, RequestState
 from scheduler_service.frontend.request_trace import RequestTrace
 from scheduler_service.wire.fields import encode_fields
@@ -117,6 +118,8 @@ class EngineCall:
             encode_fields(EncoderInput, request.encoder_input, submission.encoder_input)
         if part_of is not None:
             submission.part_of, submission.key = part_of.number, request.key
+        if (seconds := patience.get()) < welcome.no_worker_timeout:
+            submission.no_worker_timeout = seconds
         encode_sampling(request.sampling, submission)
         if welcome.prefix_caching and model.generates:
             first = key_of_adapter(root_behind(root, request.encoder_input), request.adapter)

@@ -21,6 +21,7 @@ from pagewire_common.errors import RequestError, RequestLimits
 from scheduler_service.access.keys import Keyring
 from scheduler_service.frontend.gained import decode_gained
 from scheduler_service.frontend.model import ServedModel
+from scheduler_service.frontend.patience import patience
 from scheduler_service.frontend.request import RequestState
 from scheduler_service.frontend.request_memory import UnreadOutput
 from scheduler_service.frontend.tokenization import without_panic
@@ -108,12 +109,12 @@ class EngineLink:
         """The served model; raises UNAVAILABLE when no worker tells of one in time, or it cannot be loaded."""
         if self._has_model:
             return self._model.result()
-        timeout = self.welcome.result().no_worker_timeout
+        timeout = min(self.welcome.result().no_worker_timeout, patience.get())
         try:
             return await asyncio.wait_for(self.wait_for_model(), timeout)
         except TimeoutError:
-            reason = f"no worker took requests for {timeout:g} s"
-            raise RequestError(grpc.StatusCode.UNAVAILABLE, reason) from None
+            await self.ask(self.new_number(), unserved=pb.Unserved(seconds=timeout))  # raises UNAVAILABLE, with reasons
+            raise AssertionError from None
         except Exception:
             raise RequestError(grpc.StatusCode.UNAVAILABLE, _NO_TOKENIZER) from None
 

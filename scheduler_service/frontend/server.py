@@ -5,6 +5,7 @@ import gc
 import os
 import time
 
+import grpc
 import structlog
 from smg_grpc_proto.generated import vllm_engine_pb2
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server
@@ -18,6 +19,7 @@ from pagewire_common.tracing import tracing
 from scheduler_service.access.audit import Audit
 from scheduler_service.access.caller import key_check
 from scheduler_service.frontend.engine_link import EngineLink
+from scheduler_service.frontend.patience import note_patience
 from scheduler_service.frontend.servicer import InferenceServicer
 from scheduler_service.frontend.vllm_engine_servicer import VllmEngine
 
@@ -40,13 +42,19 @@ def front_end_server(
     link: EngineLink, *, shares_port: bool, security: Security = OPEN, max_connections: int = MAX_CONNECTIONS
 ) -> GrpcServer:
     """The server of a front end, which is not started yet."""
+    check_key = key_check(lambda: link.keyring)
+
+    def check(details: grpc.HandlerCallDetails) -> None:
+        check_key(details)
+        note_patience(details)
+
     server = GrpcServer(
         SERVICES,
         max_receive_bytes=LONGEST_MESSAGE,
         request_limits=lambda: link.request_limits,
         shares_port=shares_port,
         security=security,
-        check=key_check(lambda: link.keyring),
+        check=check,
         max_connections=max_connections,
         outermost=[Audit()],
     )
