@@ -20,16 +20,18 @@ from typing import Any
 import grpc
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_client.admin import Admin
+from pagewire_client.admin import Admin, Lost
 from pagewire_client.client import RETRY_SECONDS, Client, EncoderPrompt, Prompt, Sound
 from pagewire_client.finished import print_requests
 from pagewire_client.local import LocalServer, ServerError
 from pagewire_client.request_options import request_options, request_parser, sampling_params, sampling_parser
 from pagewire_client.serve_options import add_serve
 from pagewire_client.watch import watch
+from pagewire_common.version import version_of
 
 DEFAULT_ADMIN_TARGET = "localhost:50053"
 POOLINGS = {"cls": pb.POOLING_CLS, "mean": pb.POOLING_MEAN, "last": pb.POOLING_LAST, "all": pb.POOLING_ALL}
+DRAIN_LOOK_SECONDS = 0.5
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -62,6 +64,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
 
     parser = argparse.ArgumentParser(prog="pagewire_client", description=__doc__)
+    parser.add_argument("--version", action="version", version=version_of("pagewire_client"))
     commands = parser.add_subparsers(dest="command", required=True)
     generate = commands.add_parser("generate", parents=[common], help="continue a prompt")
     generate.add_argument("prompt", help="the prompt; - reads it from stdin")
@@ -151,6 +154,8 @@ def _add_operators_commands(
     for command, text in (("drain", "give a worker no new work"), ("undrain", "give a worker work again")):
         parser = commands.add_parser(command, parents=[common], help=text)
         parser.add_argument("address", metavar="WORKER", help="HOST:PORT of the worker, as watch shows it")
+        if command == "drain":
+            parser.add_argument("--wait", action="store_true", help="return when the worker has nothing left")
     commands.add_parser("reset-prefix-cache", parents=[common], help="have requests find nothing of earlier prompts")
     commands.add_parser("adapters", parents=[common], help="the low-rank adapters that requests can name")
     for command, text in (
@@ -239,7 +244,32 @@ async def requests(arguments: argparse.Namespace, target: str) -> None:
 
 async def drain(arguments: argparse.Namespace, target: str) -> None:
     async with Admin(target, **access(arguments)) as admin:
-        await (admin.drain if arguments.command == "drain" else admin.undrain)(arguments.address)
+        if arguments.command == "undrain":
+            await admin.undrain(arguments.address)
+            sys.stdout.write(f"{arguments.address} is given requests again\n")
+            return
+        await admin.drain(arguments.address)
+        sys.stdout.write(f"{arguments.address} is given no more requests\n")
+        if arguments.wait:
+            await _until_drained(admin, arguments.address)
+
+
+async def _until_drained(admin: Admin, address: str) -> None:
+    """Return when the worker has no session any more, or is gone; say on stderr how many requests it still has."""
+    said = ""
+    async for event in admin.watch(DRAIN_LOOK_SECONDS):
+        if isinstance(event, Lost):
+            sys.stderr.write(f"connection lost, trying again: {event.reason}\n")
+            continue
+        worker = next((one for one in event.state.workers if one.address == address), None)
+        if worker is None or not worker.connected:
+            sys.stdout.write(f"{address} {'has left' if worker is None else 'is drained'}\n")
+            return
+        if not worker.draining:
+            raise ValueError(f"{address} was undrained meanwhile")
+        if (line := f"{worker.num_running} running and {worker.num_swapped} swapped out there") != said:
+            said = line
+            sys.stderr.write(f"{line}\n")
 
 
 async def adapters(arguments: argparse.Namespace, target: str) -> None:

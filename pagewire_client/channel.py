@@ -5,7 +5,7 @@ from pathlib import Path
 
 import grpc
 
-from pagewire_common.channel import open_channel
+from pagewire_common.channel import is_socket, open_channel, split_target
 from pagewire_common.misdirected import Direction
 
 CLIENTS_PORT = "clients call the scheduler's --listen, which has port 50051 unless told otherwise"
@@ -33,8 +33,12 @@ def connect(target: str, tls: Path | None = None) -> grpc.aio.Channel:
     """A channel, in plain text unless there is a folder of certificates.
 
     The server's must come from its ca.crt, or from an authority of the system if it has none; tls.crt and tls.key are
-    shown to servers that want a certificate. Raises OSError when they cannot be read.
+    shown to servers that want a certificate. Raises OSError when they cannot be read, and ValueError for a target
+    without a port.
     """
+    if "://" not in target and not is_socket(target) and split_target(target)[1] is None:
+        example = f"{target or 'localhost'}:50051"
+        raise ValueError(f"the target {target!r} has no port; give it as HOST:PORT, such as {example}")
     if tls is None:
         return open_channel(target, None, OPTIONS, may_use_proxy=True)
     authority, key, certificate = (

@@ -71,9 +71,13 @@ def split_target(target: str) -> tuple[str, int | None]:
     return address.strip("[]"), None
 
 
+def is_socket(target: str) -> bool:
+    return target.startswith(("unix:", "unix-abstract:"))
+
+
 def is_local(target: str) -> bool:
     """Whether it is on this machine for certain."""
-    if target.startswith(("unix:", "unix-abstract:")):
+    if is_socket(target):
         return True
     host, _ = split_target(target)
     try:

@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from pagewire_common.listening import cannot_listen
 from pagewire_common.start_error import StartError
 from pagewire_common.tls import OPEN, Security, TlsFolder
 
@@ -73,7 +74,7 @@ async def serve_metrics(
     try:
         server = await asyncio.to_thread(make_server, host.strip("[]"), int(port), app, server_class, _Handler)
     except OSError as error:
-        raise StartError(f"cannot serve metrics on {listen}: {error.strerror or error}") from error
+        raise cannot_listen(listen, "--metrics-listen") from error
     if security.tls is not None:
         server.speak_tls(security.tls, mutual=security.mutual)
     thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="metrics", daemon=True)

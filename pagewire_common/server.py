@@ -13,6 +13,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 
 from pagewire_common.errors import ErrorInterceptor, RequestLimits
 from pagewire_common.health import Health
+from pagewire_common.listening import cannot_listen
 from pagewire_common.lock import Check, Lock
 from pagewire_common.open_files import raise_open_files_limit
 from pagewire_common.reflection import add_reflection
@@ -83,10 +84,10 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         add_reflection((*service_names, health.SERVICE_NAME), self.server)
 
-    async def start(self, listen: str, event: str = "listening") -> str:
+    async def start(self, listen: str, event: str = "listening", setting: str = "--listen") -> str:
         """Bind, serve, and log the address as an `event`; returns HOST:PORT as bound.
 
-        Raises StartError when the address cannot be had.
+        Raises StartError, which names the `setting`, when the address cannot be had.
         """
         await self.set_serving(False)
         await self.set_alive(True)
@@ -97,7 +98,7 @@ class GrpcServer:
                 credentials = self._security.tls.server_credentials(mutual=self._security.mutual)
                 port = self.server.add_secure_port(listen, credentials)
         except RuntimeError as error:
-            raise StartError(f"cannot listen on {listen}: the port is in use, or the address is not ours") from error
+            raise cannot_listen(listen, setting) from error
         await self.server.start()
         address = f"{listen.rpartition(':')[0]}:{port}"
         log.info(event, address=address)

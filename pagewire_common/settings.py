@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 from pagewire_common.tls import Security, TlsFolder
 from pagewire_common.tracing import check_endpoint
+from pagewire_common.version import version_of
 
 
 def parse_address(address: str) -> str:
@@ -77,10 +78,14 @@ Settings = TypeVar("Settings", bound=ServiceSettings)
 
 
 def load_settings(cls: type[Settings], program: str, arguments: Sequence[str] | None = None) -> Settings:
-    """Read the settings of a service; a bad one ends the process with a sentence on stderr."""
+    """Read the settings of a service; a bad one ends the process with a sentence on stderr, --version with status 0."""
     cls.model_config["cli_prog_name"] = program
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if "--version" in given:
+        sys.stdout.write(f"{version_of(program)}\n")
+        sys.exit(0)
     try:
-        return CliApp.run(cls, list(sys.argv[1:] if arguments is None else arguments))
+        return CliApp.run(cls, given)
     except ValidationError as error:
         first = error.errors()[0]
         field = str(first["loc"][0]).replace("_", "-")

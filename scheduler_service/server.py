@@ -78,7 +78,7 @@ async def admin_server(admin: AdminServicer, listen: str, security: Security = O
         [ADMIN_SERVICE], max_receive_bytes=ADMIN_BYTES, security=security, check=check, outermost=[Audit()]
     )
     add_AdminServiceServicer_to_server(admin, server.server)
-    address = await server.start(listen, "admin listening")
+    address = await server.start(listen, "admin listening", "--admin-listen")
     await server.set_serving(True)
     try:
         yield address

@@ -1,15 +1,60 @@
-"""The bar that shows how far loading has come; nothing where stderr is not a terminal, so that logs stay logs."""
+"""How far loading has come: a bar on a terminal, and otherwise a line of the log every few seconds."""
 
-from typing import Never
+import sys
+import time
+from typing import Never, Self
 
+import structlog
 from tqdm import tqdm
 
+log = structlog.get_logger()
 
-def byte_progress(what: str, num_bytes: int | None = None) -> "tqdm[Never]":
-    """A bar over `num_bytes`, to be used as a context and told of bytes by its `update`, and of all by `reset`."""
-    return tqdm(desc=what, total=num_bytes, unit="B", unit_scale=True, unit_divisor=1024, disable=None)
+LOG_SECONDS = 5.0
+"""Between two lines of the log."""
 
 
-def count_progress(what: str, count: int) -> "tqdm[Never]":
-    """A bar over `count` items."""
-    return tqdm(desc=what, total=count, disable=None)
+def stage(name: str) -> None:
+    """Say what loading does now."""
+    log.info("loading", stage=name)
+
+
+class Progress:
+    """To be used as a context, and told of what is done by `update`."""
+
+    def __init__(self, what: str, total: int | None, unit: str) -> None:
+        self._what, self._total, self._done = what, total, 0
+        self._bar: tqdm[Never] | None = None
+        if sys.stderr.isatty():
+            self._bar = tqdm(desc=what, total=total, unit=unit, unit_scale=unit == "B", unit_divisor=1024)
+        self._due = time.monotonic() + LOG_SECONDS
+
+    def update(self, done: int = 1) -> None:
+        self._done += done
+        if self._bar is not None:
+            self._bar.update(done)
+        elif (now := time.monotonic()) >= self._due:
+            self._due = now + LOG_SECONDS
+            log.info("loading", stage=self._what, done=self._done, total=self._total)
+
+    def reset(self, total: int) -> None:
+        """Begin anew, with so much to do."""
+        self._done, self._total = 0, total
+        if self._bar is not None:
+            self._bar.reset(total)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def byte_progress(what: str, num_bytes: int | None = None) -> Progress:
+    """Over `num_bytes`, or as many as `reset` says."""
+    return Progress(what, num_bytes, "B")
+
+
+def count_progress(what: str, count: int) -> Progress:
+    """Over `count` items."""
+    return Progress(what, count, "it")

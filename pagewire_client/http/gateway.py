@@ -17,6 +17,7 @@ from typing import Self
 
 from pagewire_client.local import STOP_SECONDS, ServerError
 from pagewire_common.channel import direct_opener
+from pagewire_common.listening import cannot_listen
 from pagewire_common.tls import TlsFolder
 
 SHUTDOWN_SECONDS = 5
@@ -130,7 +131,7 @@ def check_free(listen: str) -> tuple[str, int]:
     try:
         socket.create_server((host, int(port)), family=family).close()
     except OSError:
-        raise ServerError(f"cannot listen on {listen}: the port is in use, or the address is not ours") from None
+        raise ServerError(str(cannot_listen(listen, "--listen"))) from None
     return host, int(port)
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from pagewire_common.start_error import StartError
+from pagewire_common.listening import cannot_listen
 
 PATIENCE_SECONDS = 2.0
 """The front ends of a scheduler that was killed end some milliseconds after it, and listen until then."""
@@ -33,8 +33,7 @@ def reserved(listen: str, patience: float = 0.0) -> Iterator[str]:
             break
         except OSError as error:
             if time.monotonic() > deadline:
-                reason = f"cannot listen on {listen}: the port is in use, or the address is not ours"
-                raise StartError(reason) from error
+                raise cannot_listen(listen, "--listen") from error
         time.sleep(LOOK_SECONDS)
     with stack:
         yield f"{host}:{port}"

@@ -319,7 +319,7 @@ async def test_without_an_address_nothing_is_served_and_one_in_use_is_an_error()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(StartError, match=r"cannot serve metrics on 127\.0\.0\.1:"):
+        with pytest.raises(StartError, match=r"--metrics-listen: cannot listen on 127\.0\.0\.1:.* in use"):
             async with serve_metrics(f"127.0.0.1:{taken.getsockname()[1]}", nothing):
                 pass
 

@@ -30,6 +30,7 @@ from worker_service.execution.network import Network
 from worker_service.execution.profiling import measure_encoder, measure_encoder_decoder, measure_prefill
 from worker_service.models.causal_model import ModelConfig
 from worker_service.parallel.ranks import Ranks, join_ranks
+from worker_service.progress import stage
 from worker_service.session.step import Limits, PoolingType, WorkerInfo
 from worker_service.settings import WorkerSettings
 from worker_service.speculation.drafter import Drafter
@@ -81,13 +82,17 @@ def load_worker(settings: WorkerSettings) -> Worker:
     try:
         # First without memory: errors in the weights are found before memory is allocated for them.
         room = AdapterRoom(settings.max_loras, settings.max_lora_rank, settings.max_cpu_loras)
+        stage("checking weights")
         sizes = target.check(room) + guesser.check()
         check_room_for_weights(device, target.dtype, sizes, ranks)
+        stage("fingerprinting weights")
         fingerprint = target.fingerprint() if ranks.rank == 0 else ""  # a draft model chooses no token
+        stage("loading weights")
         model, adapters = target.load(room)
         if settings.max_loras and not adapters.shapes:
             raise StartError(f"--max-loras: {target.model_id} has no projection that adapters can be applied to")
         guesser.load(model)
+        stage("measuring the largest step")
         if target.max_encoder_len:
             speed = measure_encoder_decoder(model, target.shape, device, settings.max_num_batched_tokens)
         else:
@@ -102,6 +107,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
         caches = [CacheEngine(shape, num_device_blocks, num_host_blocks, device) for shape in shapes]
         for cache in caches[1:]:
             guesser.attach(cache)
+        stage("making the cache ready")
         graphs = capture(config, model, caches[0], settings, max_model_len, has_adapters=bool(settings.max_loras))
         proposer = guesser.proposer() if ranks.rank == 0 else None
     except (MemoryError, RuntimeError) as error:
@@ -189,7 +195,9 @@ def _load_encoder(settings: WorkerSettings, target: Network, kernels: str) -> Wo
         )
     try:
         check_room_for_weights(device, target.dtype, target.check())
+        stage("fingerprinting weights")
         fingerprint = target.fingerprint()
+        stage("loading weights")
         model, adapters = target.load()
         num_labels = model.config.num_labels
         runner = EncoderRunner(model, device)

@@ -45,6 +45,7 @@ async def serve(settings: WorkerSettings) -> None:
                 await _load(settings, device_thread, server, servicer, stop, started)
                 await _first_of(stop, servicer.device_lost)
             finally:
+                log.info("stopping", in_session=servicer.in_session)
                 await server.stop(servicer.drain, 0.0 if servicer.device_lost.is_set() else settings.grace)
     if servicer.device_lost.is_set():
         log.error("the device takes no more work; this process ends, for another to take its place")
@@ -52,8 +53,10 @@ async def serve(settings: WorkerSettings) -> None:
         os._exit(1)  # CUDA's own clean-up may hang
     if not device_thread.idle:
         # A model that still loads, or a step that takes longer than the grace, cannot be interrupted: exit at once.
+        log.info("stopped", cut_off="a step, or the loading of the model")
         logging.shutdown()
         os._exit(0)
+    log.info("stopped")
 
 
 async def _first_of(*events: asyncio.Event) -> None:
@@ -74,6 +77,7 @@ async def _load(
     started: float,
 ) -> None:
     """Load the model and report SERVING, unless `stop` comes first."""
+    log.info("loading", model=settings.model)
     loading = asyncio.wrap_future(device_thread.submit(lambda: _import_and_load(settings)))
     stopping = asyncio.create_task(stop.wait())
     either: set[asyncio.Future[Any]] = {loading, stopping}

@@ -98,6 +98,11 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @property
+    def in_session(self) -> bool:
+        """Whether a scheduler has a session."""
+        return self._stream is not None
+
     def set_ready(self, worker: "Worker") -> None:
         """Have sessions opened from now on."""
         self._worker = worker
@@ -128,7 +133,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             worker.info,
             worker.limits,
             self._newest_epoch,
-            in_session=self._stream is not None,
+            in_session=self.in_session,
             instance_id=self._instance_id,
             adapters=worker.adapters.fingerprints,
         )

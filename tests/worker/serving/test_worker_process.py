@@ -165,7 +165,18 @@ def test_a_lost_device_ends_the_process_with_an_error_for_another_to_take_its_pl
 def test_sigterm_while_loading_ends_with_status_zero(start: Any, tiny_checkpoint: Path) -> None:
     worker = start("--model", str(tiny_checkpoint))
     worker.wait_for("listening")
-    assert worker.stop() == (0, "")
+    status, last_line = worker.stop()
+    assert (status, json.loads(last_line)["event"]) == (0, "stopped")
+
+
+def test_a_worker_says_what_it_does_from_its_start_to_its_end(start: Any, tiny_checkpoint: Path) -> None:
+    worker = start("--model", str(tiny_checkpoint))
+    said = [worker.wait_for("loading").get("stage") for _ in range(4)]
+    assert said == [None, "checking weights", "fingerprinting weights", "loading weights"]
+    worker.wait_for("ready")
+    worker.process.send_signal(signal.SIGTERM)
+    assert worker.wait_for("stopping")["in_session"] is False
+    assert json.loads(worker.end()[1])["event"] == "stopped"
 
 
 def test_a_port_in_use_is_one_sentence(start: Any, tiny_checkpoint: Path) -> None:
@@ -173,7 +184,11 @@ def test_a_port_in_use_is_one_sentence(start: Any, tiny_checkpoint: Path) -> Non
     address = first.wait_for("listening")["address"]
     status, sentence = start("--model", str(tiny_checkpoint), "--listen", address).end()
     assert status == 1
-    assert sentence.startswith(f"worker_service: cannot listen on {address}")
+    port = address.rpartition(":")[2]
+    assert sentence == (
+        f"worker_service: --listen: cannot listen on {address}: port {port} is in use by another process; "
+        "end that one, or give --listen another port"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,10 @@
+"""The version of this package, as pip has it."""
+
+from importlib.metadata import version
+
+DISTRIBUTION = "pagewire"
+
+
+def version_of(program: str) -> str:
+    """What --version shows."""
+    return f"{program} {version(DISTRIBUTION)}"
