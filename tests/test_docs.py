@@ -148,7 +148,9 @@ def test_every_flag_that_a_page_names_exists(page: Path, capsys: pytest.CaptureF
     known = {flag(name) for settings in SERVICES for name in settings.model_fields}
     known |= {flag(f"no_{name}") for settings in SERVICES for name, field in settings.model_fields.items()
               if field.annotation is bool}  # fmt: skip
-    known |= {"--help", "--no-"}.union(*(options(capsys, commands) for commands in (*COMMANDS.values(), BENCHMARKS)))
+    known |= {"--help", "--no-", "--version"}.union(
+        *(options(capsys, commands) for commands in (*COMMANDS.values(), BENCHMARKS))
+    )
     for text in code(page):
         own = re.sub(r"^(\w+=\S+ )*", "", text.strip())  # behind variables of its environment
         if own.split(" ")[0] not in OTHERS_PROGRAMS:

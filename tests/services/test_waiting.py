@@ -33,8 +33,11 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("soon")
-async def test_the_wait_is_bounded_and_its_reason_is_said(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_wait_is_bounded_and_its_reason_is_said(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The server by itself would wait for 1,000 seconds."""
+    monkeypatch.setattr(module.log, "disabled", False)  # libraries that configure logging disable loggers of others
     caplog.set_level(logging.INFO, logger="pagewire_client")
     async with scheduler(DEAD, no_worker_timeout=1000) as one, Client(one.target, retry_for=0.3) as client:
         began = time.monotonic()
