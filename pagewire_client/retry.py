@@ -64,13 +64,13 @@ class Backoff:
             raise error
         if self._failed_at is None:
             self._failed_at = now - min(now - self._began, self._offered)
+        left = self._failed_at + self._limit - now
+        if left <= 0:
+            raise error
         if (said := f"{error.code().name}: {error.details()}") != self._said:
             self._said = said
             limit = "" if math.isinf(self._limit) else f" for {self._limit:g} s"
             log.info("waiting for %s: %s; trying again%s", self._target or "the server", said, limit)
-        left = self._failed_at + self._limit - now
-        if left <= 0:
-            raise error
         pause = min(self._pause * random.uniform(0.5, 1.0), left)
         self._pause = min(2 * self._pause, LAST_PAUSE_SECONDS)
         return pause
