@@ -37,6 +37,7 @@ SAMPLING = {
     "allowed_token_ids": "only such tokens may be chosen; may be repeated",
     "bad_words": "text that may not appear in the output; may be repeated",
     "json_schema": "JSON schema that the output must fit; @FILE reads it from a file",
+    "strict": "JSON schema: no keys but those that it names, whatever the server's setting",
     "regex": "regular expression that the whole output must match",
     "choice": "text that the output must be, or be one of where it is repeated",
     "grammar": "grammar, in Lark's syntax or as GBNF, that the output must fit; @FILE reads it from a file",

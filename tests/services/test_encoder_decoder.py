@@ -137,7 +137,7 @@ async def test_outputs_are_the_same_where_urgent_requests_take_the_blocks_of_oth
         return [found[index] for index in sorted(found)]
 
     scheduling = {"policy": "priority", "preemption_mode": mode}
-    async with serving(model, scheduling, num_device_blocks=26) as (one, worker), Client(one.target) as client:
+    async with serving(model, scheduling, num_device_blocks=20) as (one, worker), Client(one.target) as client:
         async with held_until(worker, lambda: len(one.engine.requests) == len(ASKED)):
             found = await asyncio.gather(*(tokens(client, number) for number in range(len(ASKED))))
         assert found == [[token_ids for token_ids, _, _ in outputs] for outputs in alone]

@@ -28,6 +28,7 @@ from pagewire_client.llm import collect
 from pagewire_client.local import ServiceProcess
 from pagewire_common.errors import RequestError
 from pagewire_common.server import LIVENESS
+from pagewire_common.start_error import StartError
 from scheduler_service import server as engine_server
 from scheduler_service.engine import engine_servicer, front_end_processes
 from scheduler_service.engine.front_end_processes import FrontEndProcesses
@@ -38,6 +39,8 @@ from scheduler_service.frontend.request import RequestState
 from scheduler_service.frontend.streams import OutputDelta
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0)
+LONGEST = SamplingParams(max_tokens=490, ignore_eos=True, temperature=0)
+"""As long as the model and four such requests at once allow."""
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +65,10 @@ def true_schedulers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "start_process", start_process)
 
 
-def request(name: str, text: str = "a prompt", **fields: object) -> pb.GenerateRequest:
-    return pb.GenerateRequest(request_id=name, text=text, sampling=LONG, **fields)
+def request(
+    name: str, text: str = "a prompt", sampling: pb.SamplingParams = LONG, **fields: object
+) -> pb.GenerateRequest:
+    return pb.GenerateRequest(request_id=name, text=text, sampling=sampling, **fields)
 
 
 Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
@@ -333,17 +338,17 @@ async def _until_two_end(state: RequestState) -> AsyncIterator[OutputDelta]:
 async def test_request_ids_aborts_and_limits_are_of_the_whole(server: LocalServer) -> None:
     async with connected_to_each(server.target) as stubs:
         one, other = stubs.values()
-        calls = [one.Generate(request("first")), other.Generate(request("second"))]
+        calls = [one.Generate(request("first", sampling=LONGEST)), other.Generate(request("second", sampling=LONGEST))]
         for call in calls:
             await call.read()
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await other.Generate(request("first")).read()
         assert error.value.code() is grpc.StatusCode.ALREADY_EXISTS
-        calls += [one.Generate(request("third")), one.Generate(request("fourth"))]
+        calls += [one.Generate(request("third", sampling=LONGEST)), one.Generate(request("fourth", sampling=LONGEST))]
         for call in calls[2:]:
             await call.read()
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await other.Generate(request("fifth")).read()
+            await other.Generate(request("fifth", sampling=LONGEST)).read()
         assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert (await other.Abort(pb.AbortRequest(request_id="first"))).aborted
         assert not (await other.Abort(pb.AbortRequest(request_id="no such request"))).aborted
@@ -471,7 +476,7 @@ async def test_that_no_worker_takes_requests_is_told_also_while_no_front_end_can
     ):
         with capture_logs() as logs:
             announcing = asyncio.create_task(engine_server.announce(one.engine, one.front_ends))
-            with pytest.raises(json.JSONDecodeError):
+            with pytest.raises(StartError, match=r"tokenizer\.json cannot be read"):
                 await one.link.wait_for_model()
             await until(lambda: one.front_ends.is_serving)
             one.engine.workers[0].drain()

@@ -107,6 +107,8 @@ class DraftModel:
         # How many of each block's first slots hold keys and values of the tokens whose target's are there.
         self._filled = np.zeros(len(cache.device_blocks), dtype=np.int64)
         self._filled_on_host = np.zeros(len(cache.host_blocks), dtype=np.int64)
+        self._written = np.zeros(len(cache.device_blocks), dtype=np.bool_)
+        """Blocks in which the target computes tokens in the step that has begun."""
 
     def most_behind(self, num_tokens: int) -> int:
         """As many as have positions, the last of them none of its own."""
@@ -121,11 +123,13 @@ class DraftModel:
         if self._reads_next:  # what is copied goes on with another token
             copied = [*output.blocks_to_copy.sources, *output.blocks_to_copy.destinations]
             self._filled[copied] = np.maximum(self._filled[copied] - 1, 0)
+        self._written[:] = False
         for chunk in chunks:
             first, last = chunk.start // self._block_size, (chunk.stop - 1) // self._block_size
             block_id, *others = chunk.sequence.block_ids[first : last + 1]
             self._filled[block_id] = min(self._filled[block_id], chunk.start % self._block_size)
             self._filled[others] = 0
+            self._written[chunk.sequence.block_ids[first : last + 1]] = True
 
     def guess(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
         """One pass over what has not been computed of them, and one more for each further guess.
@@ -138,6 +142,8 @@ class DraftModel:
         left = self._max_num_batched_tokens
         for row, one in enumerate(beginnings):
             if one.num_tokens > self._max_model_len:
+                continue
+            if self._reads_next and self._awaits_states(one):
                 continue
             num_slots = one.num_tokens - self._reads_next
             start = self._num_filled(one.sequence, num_slots)
@@ -187,6 +193,11 @@ class DraftModel:
         """How many of the guesses that are wanted have a slot for all but the last of them, and a position."""
         slots = min(len(one.sequence.block_ids) * self._block_size, self._max_model_len)
         return max(0, min(one.number, slots - one.num_tokens + 1))
+
+    def _awaits_states(self, one: Beginning) -> bool:
+        """Whether the target computes some of the sequence's first tokens in this step, for another sequence that
+        shares their blocks: a head has no states of them before."""
+        return bool(self._written[one.sequence.block_ids[: (one.num_tokens - 1) // self._block_size]].any())
 
     def _num_filled(self, sequence: SequenceState, num_slots: int) -> int:
         """How many of the sequence's first slots the draft model has computed."""
