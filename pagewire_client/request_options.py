@@ -1,7 +1,7 @@
 """The command line's flags for the fields of requests.
 
-Every field of a request has a flag of its name, is what the command itself is about, or stands in `WITHOUT_FLAG` with
-the reason.
+Every field of a request has a flag of its name, or is the input of the command (such as the prompt), or stands in
+`WITHOUT_FLAG` with the reason.
 """
 
 import argparse

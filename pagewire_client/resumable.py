@@ -63,8 +63,8 @@ class ResumableStream:
     """One request, in as many calls as it takes.
 
     `start` makes a call from a request, the seconds until its deadline and further metadata. `timeout` is for all calls
-    together. `backoff` limits the time from the moment at which a call broke until another brings a message. `explain`
-    adds to an error what its reader is to know besides.
+    together. `backoff` limits the time between a broken call and the next message of a later call. `explain` adds
+    advice to an error.
     """
 
     def __init__(

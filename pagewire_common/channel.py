@@ -33,7 +33,7 @@ def open_channel(
 
 
 def direct_opener(*handlers: BaseHandler) -> OpenerDirector:
-    """Opens URLs of services on this machine: urllib would send such requests to a proxy as well."""
+    """Opens URLs of services on this machine without a proxy; urllib's default opener would use the proxy."""
     return build_opener(ProxyHandler({}), *handlers)
 
 

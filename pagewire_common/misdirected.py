@@ -1,5 +1,5 @@
-"""What a failed call's reader is told besides gRPC's own words: which proxy the call went through, and whether the port
-is another than the caller takes it for.
+"""Adds advice to the error of a failed call: that the call went through a proxy, or that the port is not what the
+caller expects (another service, with TLS or without it, or HTTP/1.1).
 """
 
 import asyncio

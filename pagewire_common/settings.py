@@ -78,7 +78,8 @@ Settings = TypeVar("Settings", bound=ServiceSettings)
 
 
 def load_settings(cls: type[Settings], program: str, arguments: Sequence[str] | None = None) -> Settings:
-    """Read the settings of a service; a bad one ends the process with a sentence on stderr, --version with status 0."""
+    """Read the settings of a service. A bad setting ends the process with a sentence on stderr; --version prints the
+    version and ends it with status 0."""
     cls.model_config["cli_prog_name"] = program
     given = list(sys.argv[1:] if arguments is None else arguments)
     if "--version" in given:

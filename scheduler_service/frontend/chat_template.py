@@ -78,7 +78,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """One whose attributes do not begin with an underscore, so that Python's own are not replaced."""
+    """Jinja's namespace, but no attribute may begin with an underscore: templates cannot replace Python's own."""
 
     def __init__(*args: Any, **items: Any) -> None:  # so that `namespace(self=…)` is possible
         self, args = args[0], args[1:]

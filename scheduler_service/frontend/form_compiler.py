@@ -59,10 +59,10 @@ _OF_THE_MODEL = re.compile(r"special token|token range|token id", re.IGNORECASE)
 
 
 def compile_form(kind: str, texts: Sequence[str], *, closes_objects: bool = False) -> tuple[str, str]:
-    """The grammar of a form, and what is wrong with it, "" for nothing. Where it `closes_objects`, JSON has no keys but
-    those that its schema names.
+    """The grammar of a form, and what is wrong with it, "" for nothing. With `closes_objects`, an object whose JSON
+    schema names keys has no other keys, unless the schema says otherwise.
 
-    It is tried as a worker will: what leaves llguidance's limits before the first token is found here.
+    The grammar is tried as a worker tries it: a form that exceeds llguidance's limits before the first token is found.
     """
     try:
         grammar = _schema_grammar(texts[0], closes_objects) if kind == "json_schema" else _grammar(kind, texts)

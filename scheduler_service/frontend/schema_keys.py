@@ -1,9 +1,10 @@
 """What llguidance does not see of objects' keys in a JSON schema.
 
-Where all keys of a pattern (`patternProperties`) are among an object's names, no other key is left, and an output could
-not go on behind a comma. So such keys are listed: `{"patternProperties": {"^score$": …}}` says the same as
-`{"properties": {"score": …}}`. Keys without a name may come twice, so at most one of them can be demanded. And such a
-key may be spelled \\u0061, which is a name when it is read; so where they may come, nothing is spelled so.
+If a pattern (`patternProperties`) matches only keys that an object names, no other key is left, and an output could
+not go on behind a comma. So such a pattern is replaced by its keys: `{"patternProperties": {"^score$": …}}` says the
+same as `{"properties": {"score": …}}`. An output may repeat a key that the schema does not name, so a schema can demand
+at most one such key. An output may also spell such a key with \\u, and \\u0061 reads as the key "a", which may be a
+name. So where such keys may come, texts have no \\u escapes.
 """
 
 import json

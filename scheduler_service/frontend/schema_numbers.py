@@ -1,10 +1,10 @@
 """Rewrites the numbers of a JSON schema so that what llguidance 1.9 makes of them is valid.
 
-llguidance reads numbers as doubles, writes an excluded whole bound where the other bound is less than 1 away (0 for
-above 0, at most 0.01), and reads no more than 64 bits. So bounds are rounded inward to what it does right. What cannot
-be said so is a `NumberError`, for which schema_grammar.py spells a grammar: a value without a double of its own, and a
-range of integers that would lose a part that counts. Each schema object is rewritten by itself. It holds for bounds
-that llguidance merges, too: of two ranges that are right, what both have is right.
+llguidance has three limits. It reads numbers as doubles. It reads no more than 64 bits. It writes an excluded integer
+bound if the other bound is less than 1 away (0 for above 0, at most 0.01). So bounds are rounded inward to numbers that
+llguidance handles correctly. What cannot be rounded raises `NumberError`: a value without a double of its own, or a
+range of integers that would lose too many. schema_grammar.py writes a grammar for these. Each schema object is
+rewritten by itself. Bounds that llguidance merges stay correct: the intersection of two correct ranges is correct.
 """
 
 import math

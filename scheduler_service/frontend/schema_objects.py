@@ -5,8 +5,9 @@ What holds for one value comes from several parts: a schema's own keywords, and 
 with the names of all. An object without named keys keeps any; so does one of which a part has `additionalProperties`.
 A closed schema allows less than the schema: what is valid for it is valid.
 
-A definition is closed, for values that it describes alone. Where it is a part among others, a copy of it stands that
-stays open. llguidance reads a `$ref` to itself only where nothing stands beside it, so none gets a neighbour here.
+A definition is closed for values that it describes alone. Where it is one of several parts, the `$ref` names a copy of
+the definition, which stays open. llguidance reads a recursive `$ref` only if no other keyword is beside it, so none is
+added here.
 """
 
 from collections.abc import Iterator

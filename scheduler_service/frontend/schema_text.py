@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import unquote
 
 MOST_DIGITS = 400
-"""Of a number: doubles end at 309 before the point."""
+"""The most digits of a number. The largest double has 309 digits before the point."""
 
 SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords with an object whose keys are names, and whose values are schemas."""

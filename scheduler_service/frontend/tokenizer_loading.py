@@ -29,9 +29,9 @@ _FIXED_SPLIT = r"\p{Lt}\p{Lm}\p{Lo}\p{M}]*"
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """`parsing` finds special tokens that a text spells out; to `plain` they are text, all of the `hidden` ones.
+    """`parsing` turns the text of a special token into that token. To `plain` the text of a `hidden` token is text.
 
-    Where it `truncates_left`, it is the beginning of a text that is cut.
+    With `truncates_left`, a text that is too long loses its beginning.
     """
 
     parsing: tokenizers.Tokenizer

@@ -1,4 +1,4 @@
-"""A prefix that is computed in the same step, which every backend must let other rows attend to."""
+"""A prefix that one sequence computes in a step. In every backend, other rows of that step must attend to it."""
 
 from types import ModuleType
 from typing import Any

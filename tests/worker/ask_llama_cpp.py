@@ -43,8 +43,8 @@ def logprobs(file: Path) -> list[float]:
 
 
 def token_ids(file: Path) -> list[list[list[int]]]:
-    """Of each text, with special tokens as text and as tokens."""
-    server = start(file)  # which ends with the object
+    """The token ids of each text: first with special tokens read as text, then as tokens."""
+    server = start(file)  # the server ends when this object is deleted
     address = server.listening_address
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 

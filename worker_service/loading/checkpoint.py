@@ -114,7 +114,8 @@ class Checkpoint:
         return self._weights.own(tied)
 
     def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Copy each named tensor, or the part that its cut says, to its place, in its type. Raises StartError."""
+        """Copy each named tensor, or the part that `cuts` gives for it, to its place, in the place's type. Raises
+        StartError."""
         self._weights.load_into(places, cuts)
 
 

@@ -14,7 +14,7 @@ from worker_service.loading.gguf_rope import Divisors, read_rope_parameters
 Json = dict[str, Any]
 
 _27B = {"gemma2": 46, "gemma3": 62}
-"""Numbers of layers by which llama.cpp knows models whose attention is scaled by other than the size of a head."""
+"""Layers of the 27B models. llama.cpp knows them by this number and scales their attention by hidden size / heads."""
 _GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 
 

@@ -152,7 +152,8 @@ def _rows(target: Target, tensor: GgufTensor) -> Iterator[npt.NDArray[np.uint8]]
 
 
 def _order(count: int, heads: int) -> npt.NDArray[np.intp]:
-    """Where the rows of heads lie in the file, whose pairs that turn together are neighbours there."""
+    """The file's row for each row. In the file the two rows of a rotary pair are neighbours; here they are half a head
+    apart."""
     return np.arange(count).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 

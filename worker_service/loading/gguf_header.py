@@ -210,7 +210,7 @@ class _TensorType(NamedTuple):
 
 @cache
 def _tensor_types() -> dict[int, _TensorType]:
-    """Types of tensors by number. The table is the library's, which widens them."""
+    """Types of tensors by number. The table comes from the gguf package, which also dequantises the tensors."""
     from gguf.constants import GGML_QUANT_SIZES
 
     return {int(number): _TensorType(number.name, *sizes) for number, sizes in GGML_QUANT_SIZES.items()}

@@ -39,7 +39,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "leading_dense_block_count": (0,),
     "nextn_predict_layers": (0,),
     "rope.scaling.yarn_attn_factor": (1,),
-    "rope.scaling.yarn_beta_fast": (32,),  # whatever it says, this is what llama.cpp takes
+    "rope.scaling.yarn_beta_fast": (32,),  # llama.cpp takes 32, whatever the file says
     "rope.scaling.yarn_beta_slow": (1,),
     "tensor_data_layout": ("Meta AI original pth",),
     "use_parallel_residual": (False,),
@@ -63,7 +63,7 @@ class GgufKeys:
         self.architecture = self.need("general.architecture", str)
 
     def get(self, key: str, kind: type[T]) -> T | None:
-        """A value, or None where there is none. A whole number is a number too."""
+        """The value of a key, or None if the key is missing. An integer is accepted as a float."""
         self._taken.add(key)
         value: Any = self._metadata.get(key)
         if value is None and key not in self._metadata:

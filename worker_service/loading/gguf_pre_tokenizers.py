@@ -19,8 +19,8 @@ _CASED_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """`patterns`: each cuts what those before it left. `whole_words`: whether a piece that is a token is one, whatever
-    the merges make of it. `adds_bos`: whether texts begin with that token if no key says so.
+    """`patterns`: each splits what the patterns before it left. `whole_words`: whether a piece that is in the
+    vocabulary is that token, without merges. `adds_bos`: whether texts begin with the BOS token if no key says so.
     """
 
     patterns: tuple[str, ...]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from worker_service.loading.gguf_keys import GgufKeys
 
 Divisors = Mapping[str, npt.NDArray[np.float32]]
-"""Of each pair, by the name of the tensor: FREQS, or LONG and SHORT for texts beyond the original context or not."""
+"""Divisors, one a pair, by tensor name: FREQS, or LONG for texts beyond the original context and SHORT for others."""
 FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 _TYPES = ("none", "linear", "yarn", "longrope")
 

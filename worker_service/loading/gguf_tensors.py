@@ -1,8 +1,8 @@
 """The tensors of a GGUF file under the names that Hugging Face's checkpoints have for them.
 
-A tensor there is a tensor of the file, or one expert's part of a stack; llama.cpp's converter has put the rows of a
-Llama's queries and keys into another order and has added 1 to Gemma's norms, both of which is undone. Where a file has
-some biases of a layer and not others, those are zeros.
+A checkpoint's tensor is a tensor of the file, or one expert's part of a stacked tensor. llama.cpp's converter permutes
+the rows of Llama's queries and keys, and adds 1 to Gemma's norms. Both changes are undone here. If a file has only some
+biases of a layer, the missing ones are zeros.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,9 +23,9 @@ _EXPERTS = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A tensor of a checkpoint. `source`: the name of the file's tensor, None for zeros; `first_row`: where in it the
-    rows begin, an expert's being one below the other; `heads`: in how many parts each of which has its rows in pairs;
-    `added`: what the file has added to all values.
+    """A tensor of a checkpoint. `source`: the name of the file's tensor, None for zeros; `first_row`: its first row in
+    that tensor, in which experts are stacked by rows; `heads`: how many heads have their rows permuted in the file, 0
+    for none; `added`: the number that the file's converter added to all values.
     """
 
     shape: tuple[int, ...]

@@ -32,7 +32,7 @@ _FIM_ENDS = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-"""Tokens that end an infilling and so every answer: by the name of their key, and known by their text without it."""
+"""Tokens that end an infilling, and so every answer. Without the key, the token is found by one of these texts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ _READ = frozenset({
     "quant_method", "sparsity_config", "transform_config", "version", "weight_block_size",
 })  # fmt: skip
 _WITHOUT_EFFECT = frozenset({
-    # Which layers are quantised, and in which order, their tensors say.
+    # The tensors themselves show which layers are quantised, and in which order.
     "block_name_to_quantize", "desc_act", "extra_config", "fmt", "ignore", "ignored_layers", "lm_head",
     "modules_in_block_to_quantize", "modules_to_not_convert", "pack_dtype", "quant_type", "scale_fmt", "static_groups",
     "sym", "to_quant_block_names", "zero_point",

@@ -1,7 +1,7 @@
 """Keys of a config.json that change nothing, each with the reason, and the refusal of unknown keys.
 
 A key of a config.json is read by its family's reader, or it is in one of these lists, or the model is refused. A key
-that changes the network of any family has no place here: that family's reader would never be missed.
+that changes the network of any family must not be listed here: a reader that forgets the key would not be noticed.
 """
 
 import re
@@ -62,7 +62,7 @@ _NEUTRAL: Mapping[str, object] = {
     "partial_rotary_factor": 1, "position_embedding_type": "absolute", "qkv_bias": False, "rope_interleaved": False,
     "tie_encoder_decoder": False, "use_bidirectional_attention": False, "use_mrope": False,
 }  # fmt: skip
-"""What every network does here that no reader asks. Other values would be another network."""
+"""The values that keys must have if the family's reader does not read them. Other values mean another network."""
 
 _MOST_SHOWN = 8
 _HEADLESS = re.compile(r"(?!.*(For|Reward|Classif|Score))\w*Model")

@@ -43,7 +43,8 @@ class EncoderConfig:
     has_types: bool
     """Whether it tells the two texts of a pair apart."""
     ignored_tensors: tuple[str, ...]
-    """Patterns for names: of the pooler that bodies come without, and of the head that fills gaps."""
+    """Patterns of tensors that a checkpoint may have and this network lacks: the pooler, and the masked-language-model
+    head."""
 
     num_layers = num_kv_heads = head_dim = 0
     sliding_window = None

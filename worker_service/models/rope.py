@@ -21,7 +21,7 @@ ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """What each type of positions is described by, besides `rope_theta` and, in some families, `partial_rotary_factor`."""
 NOTES = ("finetuned",)
-"""How a scaled model was made, which changes nothing."""
+"""Keys that tell how a scaled model was made. They change nothing."""
 _ORIGINAL = "original_max_position_embeddings"
 _LONGEST = 2**31
 

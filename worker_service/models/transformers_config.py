@@ -25,7 +25,7 @@ class TransformersConfig:
     vocabulary_size: int
     max_model_len: int
     own_tensors: frozenset[str] = frozenset()
-    """Those of the tensors that it ties which have values of their own."""
+    """Names of tied tensors that have values of their own in the checkpoint."""
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> "TransformersConfig":

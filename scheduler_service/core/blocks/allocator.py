@@ -138,7 +138,7 @@ class BlockAllocator:
         self._directory.add(key, self._bit)
 
     def unexpect(self, key: bytes) -> None:
-        """A sequence that was has done so, or does not any more."""
+        """A sequence that was going to compute a block of this key has planned it, or will not compute it."""
         if (others := self._expected[key] - 1) > 0:
             self._expected[key] = others
         else:
@@ -159,7 +159,7 @@ class BlockAllocator:
             self._forget(block)
 
     def withdraw_all(self) -> None:
-        """Have no block carry a key; held blocks stay held. 0.7 µs a block that carried one."""
+        """Remove the keys of all blocks; held blocks stay held. Takes 0.7 µs for each block with a key."""
         for block in range(self.num_blocks):
             self._forget(block)
         while self._evictor:

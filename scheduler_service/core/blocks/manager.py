@@ -3,9 +3,10 @@
 A table covers at least the computed tokens of its sequence. A block may stand in several tables while no sequence
 writes to it; a sequence that does gets a copy of a shared block first (copy on write).
 
-Full blocks of known tokens can be found from the moment when the chunk that fills them is planned: in the same step,
-because a worker stores the keys and values of all rows before any row reads them, and in later steps, because it keeps
-their order. So what shares them may not be copied or swapped out in that same step.
+Full blocks of known tokens can be found from the moment when the chunk that fills them is planned. In the same step
+this is safe because a worker stores the keys and values of all rows before any row reads them. In later steps it is
+safe because a worker does steps in order. In the step that fills such a block, a sequence that shares it may not be
+copied or swapped out.
 
 A sequence that is swapped out has a table of host blocks instead. Blocks keep their keys on the way out and on the way
 back: what the other pool already has under a key is shared there, and only the rest is copied. The copies can be found
@@ -127,10 +128,10 @@ class BlockManager:
         self.tables[encoder.id] = cached or [self.device.allocate() for _ in range(num_blocks)]
 
     def publish(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """Make the full blocks of a sequence's first tokens findable, on the device or where they were swapped out.
+        """Make the full blocks of a sequence's first tokens findable, on the device or, if swapped out, on the host.
 
-        These tokens must be known, and steps planned that compute them. Of what an encoder reads, which grows no more,
-        the last block counts as full. Nothing is published behind a block that was withdrawn. Returns the blocks.
+        These tokens must be known, and the steps that compute them planned. The last block of an encoder's input counts
+        as full, because that input does not grow. Nothing is published behind a withdrawn block. Returns the blocks.
         """
         num_full, start = num_tokens // self.block_size, sequence.num_published_blocks
         if sequence.is_encoder:
@@ -175,7 +176,7 @@ class BlockManager:
             sequence.num_expected_blocks = num_full
 
     def _unexpect(self, sequence: Sequence, end: int) -> None:
-        """A sequence has planned what was expected of its first `end` blocks, or all and does not go on."""
+        """Stop expecting the first `end` blocks of a sequence: it has planned them, or it will not compute them."""
         for key in sequence.block_keys[sequence.num_published_blocks : min(end, sequence.num_expected_blocks)]:
             self.device.unexpect(key)
         if end >= sequence.num_expected_blocks:
@@ -187,8 +188,8 @@ class BlockManager:
         return any(block in blocks and self.device.ref_count(block) > count for block, count in held.items())
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Take what the sequence's blocks hold out of the prefix cache, and its encoder's, and all that was built on
-        it: it is not sound."""
+        """Remove the sequence's blocks from the prefix cache, because their contents cannot be trusted. The blocks of
+        its encoder are removed too, and all cached blocks whose keys continue theirs."""
         encoder = sequence.group.encoder
         ids = [sequence.id] if encoder is None else [sequence.id, encoder.id]
         unsound = [] if encoder is None else [first_key(sequence.group)]

@@ -1,10 +1,11 @@
 """Lets requests share a prefix that is being computed.
 
 A block is published when the chunk that fills it is planned, so a request that is admitted later in the same step finds
-it. What a prompt has left is expected: a waiting request whose next block is expected looks on while the other request
-computes it, instead of computing the same tokens beside it. That costs the waiting request no time while the other one
-gets on, because it would come behind it in every step. So it waits for at most the time that computing those tokens
-would take, and that time begins anew only when fewer of them are left.
+it. The later blocks of a running request's prompt are expected. If the next block of a waiting request is expected, the
+waiting request is not admitted yet: the running request computes the block, and no tokens are computed twice. The wait
+costs no time while the running request makes progress, because the running request comes first in every step anyway. A
+request waits for at most the time that computing the expected tokens would take. That time begins anew only when fewer
+tokens are left.
 """
 
 from scheduler_service.core.groups.sequence import SequenceGroup
@@ -21,8 +22,10 @@ class SharedPrefixes:
         self._member = session.member
 
     def planned(self, chunk: Chunk, step: Step) -> None:
-        """A chunk of a step is planned, or has grown. A single token's block is published with the answer, as those of
-        steady decodes are."""
+        """Publish the blocks that a planned or grown chunk fills, and expect the rest of the sequence's known tokens.
+
+        The block of a single token is published when the step is answered, as in steady decodes.
+        """
         sequence = chunk.sequence
         if chunk.num_tokens > 1 or sequence.is_encoder:
             num_tokens = min(sequence.num_computed_tokens + chunk.num_tokens, sequence.num_tokens)

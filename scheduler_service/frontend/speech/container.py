@@ -23,7 +23,7 @@ _MOST_PACKETS = 1 << 19
 
 
 class Container:
-    """An opened file, as `Sound` reads one: from its beginning to its end. Raises SoundError.
+    """An opened file that `Sound` reads from beginning to end. Raises SoundError.
 
     `frames` is what the head says, or None where it says nothing of the sound alone.
     """

@@ -92,7 +92,7 @@ def test_a_head_is_the_one_that_is_there(family: str, ties: bool, has_head: bool
     """T5 scales states by what its config says of tying, and ties its head if there is none."""
     path = write_encoder_decoder(tmp_path / "model", family)
     config = json.loads((path / "config.json").read_text())
-    config.pop("scale_decoder_outputs", None)  # which newer files say beside it
+    config.pop("scale_decoder_outputs", None)  # a key of newer files, beside tie_word_embeddings
     (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": ties}))
     if has_head:
         tensors = load_file(path / "model.safetensors")

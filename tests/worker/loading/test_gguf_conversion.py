@@ -82,7 +82,8 @@ def test_token_ids_are_those_of_llama_cpp(name: str, convert: Convert) -> None:
         assert tokenizer.encode(text).ids == plain, text
         tokenizer.encode_special_tokens = False
         assert tokenizer.encode(text).ids == parsed, text
-        if "<" not in text and "  " not in text:  # what begins with spaces, as a text or behind a token, gets one more
+        # The text behind an added token, such as <tool> or two spaces, is decoded with one space more.
+        if "<" not in text and "  " not in text:
             assert tokenizer.decode(plain) == text
 
 
