@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 
 from pagewire_common.around import kind_of
 from pagewire_common.field_count import has_more_fields, num_opaque_bytes
+from pagewire_common.unknown_fields import unknown_field
 
 log = structlog.get_logger()
 
@@ -64,6 +65,8 @@ class RequestLimits(NamedTuple):
 
 _HEALTH = "/grpc.health."
 _SERVED = ("/pagewire.", "/vllm.", _HEALTH, "/grpc.reflection.")
+_CLIENTS = ("/pagewire.v1.InferenceService/", "/pagewire.v1.AdminService/")
+"""What clients of any release call. Services tell each other the version of their protocol."""
 MOST_HEALTH_BYTES = 256
 """Of the name of a service: health is open to every caller."""
 
@@ -94,6 +97,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         else:
             descriptor = parse.__self__.DESCRIPTOR  # it is a generated message's FromString
             parse = _readable(parse)
+            if handler_call_details.method.startswith(_CLIENTS):
+                parse = _known(parse)
             if handler_call_details.method.startswith(_HEALTH):
                 parse = _bounded(parse, descriptor, lambda: RequestLimits(MOST_HEALTH_BYTES))
             elif self._limits is not None:
@@ -129,6 +134,20 @@ def _readable(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
             return _Unparsed(_UNREADABLE)
 
     return readable
+
+
+def _known(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """What a client says and this server does not know is refused: an answer without it would be another one."""
+
+    def known(data: bytes) -> Any:
+        request = parse(data)
+        if not isinstance(request, _Unparsed) and (found := unknown_field(request)):
+            return _Unparsed(
+                f"the request has {found}, which this server does not know: leave it out, or ask a newer one"
+            )
+        return request
+
+    return known
 
 
 def _bounded(

@@ -133,3 +133,29 @@ async def test_so_are_those_in_a_stream_of_messages() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await method(b"\xff")
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def with_an_unknown_field(message: Any) -> bytes:
+    """Its bytes, and behind them a text in field 1023."""
+    return bytes(message.SerializeToString()) + bytes([0xFA, 0x3F, 1, 65])
+
+
+UNKNOWN = {
+    "GenerateRequest": with_an_unknown_field(pb.GenerateRequest(text="a")),
+    "SamplingParams": pb.GenerateRequest(text="a").SerializeToString()
+    + bytes([pb.GenerateRequest.SAMPLING_FIELD_NUMBER << 3 | 2, 4, 0xFA, 0x3F, 1, 65]),
+    "ChatMessage": pb.GenerateRequest(
+        chat=pb.Chat.FromString(bytes([pb.Chat.MESSAGES_FIELD_NUMBER << 3 | 2, 4, 0xFA, 0x3F, 1, 65]))
+    ).SerializeToString(),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+async def test_a_field_that_the_server_does_not_know_is_refused_by_its_number(name: str) -> None:
+    async with scheduler("127.0.0.1:1") as one, grpc.aio.insecure_channel(one.target) as channel:
+        generate = channel.unary_stream("/pagewire.v1.InferenceService/Generate")
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            async for _ in generate(UNKNOWN[name]):
+                pass
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert f"field 1023 of {name}" in (error.value.details() or "")
