@@ -486,6 +486,8 @@ class Engine:
 
     def _unserved(self, seconds: float) -> RequestError:
         reason = why_unserved(self.workers, self.settings.workers)
+        if self.settings.api_keys is not None:  # addresses of workers are not for every caller
+            reason = "an operator's watch says why"
         return RequestError(grpc.StatusCode.UNAVAILABLE, f"no worker took requests for {seconds:g} s: {reason}")
 
 

@@ -154,6 +154,14 @@ async def test_a_shutdown_waits_for_what_a_drained_worker_computes(
         await draining
 
 
+@pytest.mark.parametrize("is_locked", [False, True])
+async def test_clients_of_a_locked_server_are_told_no_workers_address(is_locked: bool, tmp_path: Path) -> None:
+    async with running(DEAD, api_keys=tmp_path / "keys" if is_locked else None) as engine:
+        with pytest.raises(RequestError, match=r"no worker took requests for 2 s: ") as error:
+            engine.engine.refuse_unserved(2)
+    assert (DEAD in str(error.value)) != is_locked
+
+
 def test_reasons_are_few_and_name_their_workers() -> None:
     class Worker:
         draining = False
