@@ -94,7 +94,7 @@ class SlowGroup:
         self.rank = (0, 0)
         self.number = 0  # in the order of arrival
         self.num_cached: int | None = None
-        self.num_awaited, self.waits_until = 10**9, 0.0  # tokens that it waits for, and until when
+        self.num_missing, self.waits_until = 10**9, 0.0  # tokens while it waits for others, and until when
         self.num_overtaken = 0
         self.beams = BeamSearch(sampling) if sampling.beam_width else None
         num_sequences = 1 if self.beams else sampling.n

@@ -328,13 +328,15 @@ class SlowScheduler(SlowBlocks):
     def admit(self) -> None:
         while self.is_next_waiting() and self.bytes_left > 0 and not self.has_preempted:
             group = self.next_waiting()
+            if self.awaits(group):
+                if len(self.sharing) == 256:
+                    return
+                self.sharing.append(group)
+                continue
             is_too_long = len(group.encoder_tokens) > self.config.max_num_encoder_tokens
             if group.num_seqs > self.config.max_num_seqs or is_too_long or self.never_fits(group):
                 self.queue.leave(group)
                 self.ignore(group)
-                continue
-            if self.awaits(group):
-                self.sharing.append(group)
                 continue
             has_room = self.fits(group, []) if self.slotless else self.make_room(group)
             if not has_room:
@@ -373,11 +375,12 @@ class SlowScheduler(SlowBlocks):
 
     def awaits(self, group: SlowGroup) -> bool:
         """Whether it waits for what others compute, for at most as long as it would take by itself."""
-        num_tokens = self.num_awaited(group.live[0])
-        if num_tokens and num_tokens < group.num_awaited:
+        leader = group.live[0]
+        num_missing = len(leader.token_ids) - len(self.cached(leader)) * self.config.block_size
+        if self.num_awaited(leader) and num_missing < group.num_missing:
             speed = self.config.prefill_tokens_per_second or 10_000
-            group.num_awaited, group.waits_until = num_tokens, self.now + 1 / speed * num_tokens
-        return num_tokens > 0 and self.now <= group.waits_until and len(self.sharing) < 256
+            group.num_missing, group.waits_until = num_missing, self.now + 1 / speed * num_missing
+        return self.num_awaited(leader) > 0 and self.now <= group.waits_until
 
     def hand_out_rest(self) -> None:
         """From the first to the last, each is planned anew with all that the others leave, if blocks are free."""

@@ -69,6 +69,7 @@ def with_vocabulary(model: CausalModel, vocabulary_size: int) -> CausalModel:
 
 
 _NOTHING_TO_MOVE = SchedulerOutput(epoch=0, step_id=0)
+_NO_SEQUENCE = -1
 _FEW = 64
 """Tokens of a pass that says what a decode costs; prompts are computed at another rate."""
 
@@ -107,8 +108,8 @@ class DraftModel:
         # How many of each block's first slots hold keys and values of the tokens whose target's are there.
         self._filled = np.zeros(len(cache.device_blocks), dtype=np.int64)
         self._filled_on_host = np.zeros(len(cache.host_blocks), dtype=np.int64)
-        self._written = np.zeros(len(cache.device_blocks), dtype=np.bool_)
-        """Blocks in which the target computes tokens in the step that has begun."""
+        # Of each block, the sequence of which the target computes tokens there in the step that has begun.
+        self._writers = np.full(len(cache.device_blocks), _NO_SEQUENCE, dtype=np.int64)
 
     def most_behind(self, num_tokens: int) -> int:
         """As many as have positions, the last of them none of its own."""
@@ -123,13 +124,13 @@ class DraftModel:
         if self._reads_next:  # what is copied goes on with another token
             copied = [*output.blocks_to_copy.sources, *output.blocks_to_copy.destinations]
             self._filled[copied] = np.maximum(self._filled[copied] - 1, 0)
-        self._written[:] = False
+        self._writers[:] = _NO_SEQUENCE
         for chunk in chunks:
             first, last = chunk.start // self._block_size, (chunk.stop - 1) // self._block_size
             block_id, *others = chunk.sequence.block_ids[first : last + 1]
             self._filled[block_id] = min(self._filled[block_id], chunk.start % self._block_size)
             self._filled[others] = 0
-            self._written[chunk.sequence.block_ids[first : last + 1]] = True
+            self._writers[chunk.sequence.block_ids[first : last + 1]] = chunk.sequence.sequence_id
 
     def guess(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
         """One pass over what has not been computed of them, and one more for each further guess.
@@ -197,7 +198,8 @@ class DraftModel:
     def _awaits_states(self, one: Beginning) -> bool:
         """Whether the target computes some of the sequence's first tokens in this step, for another sequence that
         shares their blocks: a head has no states of them before."""
-        return bool(self._written[one.sequence.block_ids[: (one.num_tokens - 1) // self._block_size]].any())
+        writers = self._writers[one.sequence.block_ids[: (one.num_tokens - 1) // self._block_size]]
+        return bool(((writers != _NO_SEQUENCE) & (writers != one.sequence.sequence_id)).any())
 
     def _num_filled(self, sequence: SequenceState, num_slots: int) -> int:
         """How many of the sequence's first slots the draft model has computed."""

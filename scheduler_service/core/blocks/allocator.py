@@ -146,6 +146,9 @@ class BlockAllocator:
             if key not in self._by_key:
                 self._directory.remove(key, self._bit)
 
+    def is_expected(self, key: bytes) -> bool:
+        return key in self._expected
+
     def num_expected(self, keys: Iterable[bytes]) -> int:
         """How many of these keys, from the first on, are expected, those included by which a block is found."""
         return sum(1 for _ in takewhile(lambda key: key in self._expected or key in self._by_key, keys))

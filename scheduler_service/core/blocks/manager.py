@@ -225,13 +225,22 @@ class BlockManager:
         return num_tokens
 
     def num_shared_tokens(self, sequence: Sequence) -> int:
-        """The same, and those that running sequences are going to compute."""
-        return self.num_cached_tokens(sequence) + self.num_awaited_tokens(sequence)
+        """The same, and the tokens behind them that running sequences are going to compute."""
+        num_tokens = self.num_cached_tokens(sequence)
+        if (first := self.first_awaited(sequence, 0)) is not None:
+            num_tokens += self.device.num_expected(self.keys.cacheable(sequence)[first:]) * self.block_size
+        return num_tokens
 
-    def num_awaited_tokens(self, sequence: Sequence) -> int:
-        """Tokens behind the cached ones that running sequences are going to compute."""
+    def first_awaited(self, sequence: Sequence, start: int) -> int | None:
+        """The number of a waiting sequence's first block that is not found, if that is expected.
+
+        start: the blocks before were found in an earlier look. If the last of them is gone, all are looked for again.
+        """
         keys = self.keys.cacheable(sequence)
-        return self.device.num_expected(keys[len(self.device.find_run(keys)) :]) * self.block_size
+        if start and self.device.find(keys[start - 1]) is None:
+            start = 0
+        first = start + len(self.device.find_run(itertools.islice(keys, start, None)))
+        return first if first < len(keys) and self.device.is_expected(keys[first]) else None
 
     def has_encoded(self, group: SequenceGroup) -> bool:
         """Whether a waiting group would find computed what its encoder reads."""

@@ -12,6 +12,7 @@ for guesses, the computed tokens are the most that they may come to be.
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 from scheduler_service.core.groups.beam_search import BeamSearch
 from scheduler_service.core.groups.encoder_input import EncoderInput
@@ -158,6 +159,17 @@ class EncoderSequence(Sequence):
         return self.num_computed_tokens == self.num_prompt_tokens
 
 
+class PrefixWait(NamedTuple):
+    """What a waiting group waits for that others compute."""
+
+    worker: str
+    first: int
+    """The number of the first of its blocks that cannot be found there yet."""
+    num_missing: int
+    """The fewest tokens that were missing so far."""
+    until: float
+
+
 class SequenceGroup:
     """One request: `sampling.n` sequences that start from the same prompt, or the running beams of a search.
 
@@ -171,9 +183,8 @@ class SequenceGroup:
     makes of a prompt depends on it, and with it the root of its cached prefixes.
 
     What the balancer keeps of a group while it waits: `num_overtaken` counts the later ones that were taken before it;
-    until `left_until` it may be left to a better worker. `prefix_wait` is how many tokens it waits for that others are
-    computing, and until when. While it is swapped out, `swapped_at` says since when, and
-    `num_moves` how often it has gone elsewhere.
+    until `left_until` it may be left to a better worker. `prefix_wait` is set while others compute its prefix. While it
+    is swapped out, `swapped_at` says since when, and `num_moves` how often it has gone elsewhere.
 
     For its client alone are counts of its preemptions, lost workers among the recomputes; the name of the `worker` that
     took it last, and how often that was another one than before. `trace_parent` is what its spans belong to, if it is
@@ -252,7 +263,7 @@ class SequenceGroup:
         self.suspicion: Suspicion | None = None
         self.num_overtaken = 0
         self.left_until: float | None = None
-        self.prefix_wait: tuple[int, float] | None = None
+        self.prefix_wait: PrefixWait | None = None
         self.swapped_at = 0.0
         self.num_moves = 0
         self.num_recomputes = 0

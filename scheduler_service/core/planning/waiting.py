@@ -105,13 +105,15 @@ class WaitingPlanner:
             group = step.queue.next
             if group is None or (suspect is None and (group.is_suspect or self._yields_to_swapped(group, step))):
                 return  # a suspect is admitted in a step of its own
+            if suspect is None and self._prefixes.awaits(group, step):
+                if step.queue.pass_sharing(group):
+                    continue
+                return
             status = self.status(group, step.budget)
             if status is AllocStatus.NEVER:
                 self._groups.ignore(group)
                 step.ignored.append(group)
                 step.queue.renew()
-                continue
-            if suspect is None and self._prefixes.awaits(group, step) and step.queue.pass_sharing(group):
                 continue
             placement = Placement(group, PlacementReason.ALONE if suspect is None else PlacementReason.SUSPECT)
             if status is AllocStatus.LATER:

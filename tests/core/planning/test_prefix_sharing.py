@@ -63,8 +63,8 @@ def test_a_request_waits_no_longer_than_computing_takes_while_nothing_comes_of_t
     for name in ("first", "second"):
         scheduler.add_request(make_group(name, 24))
     chunks = []
-    # The second step fills a block, and 16 tokens are left; the fourth fills another one, and 12 are.
-    for now in (0, 10, 25, 26, 39):
+    # The second step fills a block, so that 20 tokens are missing; the fourth fills another one, so that 16 are.
+    for now in (0, 10, 25, 26, 43):
         output = scheduler.schedule(now)
         scheduler.update_from_output(output, worker.execute(output))
         chunks.append([plan(output).get(name) for name in ("first", "second")])
