@@ -33,7 +33,7 @@ CODE = frozenset({"auto_map", "custom_generate", "custom_pipelines", "trust_remo
 TRAINING = frozenset({
     "activation_dropout", "attention_dropout", "attention_probs_dropout_prob", "aux_loss_alpha", "classif_dropout",
     "embd_pdrop", "embedding_dropout", "gradient_checkpointing", "hidden_dropout", "hidden_dropout_prob",
-    "initializer_factor", "initializer_range", "layerdrop", "output_router_logits", "resid_pdrop",
+    "initializer_factor", "initializer_range", "layerdrop", "output_router_logits", "replacing_rate", "resid_pdrop",
     "router_aux_loss_coef", "router_jitter_noise", "save_step",
 })  # fmt: skip
 """Used in training alone."""
