@@ -85,6 +85,8 @@ def compile_form(kind: str, texts: Sequence[str], *, closes_objects: bool = Fals
 
 def _schema_grammar(text: str, closes_objects: bool) -> str:
     schema = read_schema(text)
+    if isinstance(schema, bool):  # llguidance takes options with objects only
+        schema = {} if schema else {"not": {}}
     if isinstance(schema, dict) and "x-guidance" in schema:
         raise SchemaError("x-guidance is not obeyed here; leave it out")
     if closes_objects:

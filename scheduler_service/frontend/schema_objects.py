@@ -65,7 +65,8 @@ class _Closer:
         names["properties"] |= dict.fromkeys(required, True)
         if naming == [node]:
             for key in _NAMES:
-                found[key] = found.get(key, {}) | {name: True for name in names[key] if name not in node.get(key, {})}
+                if more := {name: True for name in names[key] if name not in node.get(key, {})}:
+                    found[key] = found.get(key, {}) | more
             return found | {"additionalProperties": False}
         found["allOf"] = [*found.get("allOf", []), names | {"additionalProperties": False}]  # keys come as they came
         return found

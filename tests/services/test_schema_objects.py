@@ -8,12 +8,23 @@ import jsonschema
 import pytest
 from schema_walks import grammar_of, may_be_written, texts_of, validate
 
+from scheduler_service.frontend.form_compiler import compile_form
+
 A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 B = {"type": "object", "properties": {"b": {"type": "integer"}}}
 TREE = {"type": "object", "properties": {"a": {"type": "integer"}, "more": {"$ref": "#/$defs/tree"}}}
 FEW = {"type": "integer", "minimum": 0, "maximum": 9}
 SCHEMAS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "plain": (A, ['{"a":1}'], ['{"a":1,"x":1}', "{}"]),
+    "an id of 64 bits": (
+        {
+            "type": "object",
+            "properties": {"id": {"type": "integer", "minimum": 0, "maximum": 2**64 - 1}},
+            "required": ["id"],
+        },
+        ['{"id":18446744073709551615}'],
+        ['{"id":18446744073709551616}', '{"id":1,"x":1}'],
+    ),
     "nested": (
         {"type": "object", "properties": {"in": A, "list": {"type": "array", "items": B}}},
         ['{"in":{"a":1},"list":[{"b":1},{}]}'],
@@ -92,3 +103,11 @@ def test_an_open_schema_has_any_keys(name: str) -> None:
 )
 def test_what_cannot_be_closed_is_refused(schema: dict[str, Any], words: str) -> None:
     assert re.search(words, grammar_of(schema, closes_objects=True)[1])
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_schema_that_is_true_allows_any_value_and_false_none(is_closed: bool) -> None:
+    grammar, error = compile_form("json_schema", ["true"], closes_objects=is_closed)
+    assert not error
+    assert may_be_written(grammar, '{"a":[1,null]}')
+    assert compile_form("json_schema", ["false"], closes_objects=is_closed)[1]
