@@ -34,6 +34,12 @@ POOLINGS = {"cls": pb.POOLING_CLS, "mean": pb.POOLING_MEAN, "last": pb.POOLING_L
 DRAIN_LOOK_SECONDS = 0.5
 
 
+def _seconds(text: str) -> float:
+    if not (seconds := float(text)) >= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from 0 on")
+    return seconds
+
+
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     tls = argparse.ArgumentParser(add_help=False)
     tls.add_argument(
@@ -57,7 +63,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     common.add_argument(
         "--retry-for",
         metavar="SECONDS",
-        type=float,
+        type=_seconds,
         default=RETRY_SECONDS,
         help="how long to wait for a --target that is not there or has no worker; 0 leaves it to the server "
         "(default %(default)g)",
@@ -377,13 +383,13 @@ def main() -> None:
             sys.stderr.write("starting a scheduler and a worker …\n")
             with LocalServer(arguments.model or "default") as server:
                 run(arguments, server.target)
-    except (ServerError, ValueError, FileNotFoundError, PermissionError) as error:
-        sys.exit(f"pagewire_client: {error}")
-    except grpc.aio.AioRpcError as error:
-        sys.exit(f"pagewire_client: {error.code().name}: {error.details()}")
     except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
+    except (ServerError, ValueError, OSError) as error:
+        sys.exit(f"pagewire_client: {error}")
+    except grpc.aio.AioRpcError as error:
+        sys.exit(f"pagewire_client: {error.code().name}: {error.details()}")
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -91,7 +91,7 @@ class Admin:
 
     async def reset_prefix_cache(self) -> int:
         """Have requests find nothing of what was computed so far; returns how many blocks could be found."""
-        response = await self._stub.ResetPrefixCache(pb.ResetPrefixCacheRequest(), metadata=self._metadata)
+        response = await self._call(self._stub.ResetPrefixCache, pb.ResetPrefixCacheRequest())
         return response.num_blocks
 
     async def watch(self, interval: float) -> AsyncGenerator[Sample | Lost, None]:

@@ -21,6 +21,9 @@ OPTIONS = (
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
 )
 
+_RESOLVERS = ("dns", "ipv4", "ipv6")
+"""gRPC's own names of how a target is looked up."""
+
 Metadata = Sequence[tuple[str, str]] | None
 
 
@@ -36,9 +39,7 @@ def connect(target: str, tls: Path | None = None) -> grpc.aio.Channel:
     shown to servers that want a certificate. Raises OSError when they cannot be read, and ValueError for a target
     without a port.
     """
-    if "://" not in target and not is_socket(target) and split_target(target)[1] is None:
-        example = f"{target or 'localhost'}:50051"
-        raise ValueError(f"the target {target!r} has no port; give it as HOST:PORT, such as {example}")
+    _check_target(target)
     if tls is None:
         return open_channel(target, None, OPTIONS, may_use_proxy=True)
     authority, key, certificate = (
@@ -46,8 +47,26 @@ def connect(target: str, tls: Path | None = None) -> grpc.aio.Channel:
     )
     if authority is None and certificate is None:
         raise FileNotFoundError(f"{tls} has neither ca.crt nor tls.crt")
+    if (key is None) != (certificate is None):  # gRPC would end the process
+        there, missing = ("tls.key", "tls.crt") if certificate is None else ("tls.crt", "tls.key")
+        raise FileNotFoundError(f"{tls} has {there} and no {missing}; a certificate is shown with its key")
     credentials = grpc.ssl_channel_credentials(authority, key, certificate)
     return open_channel(target, credentials, OPTIONS, may_use_proxy=True)
+
+
+def _check_target(target: str) -> None:
+    if target.startswith(("http://", "https://")):
+        raise ValueError(f"the target {target!r} is a URL; give it as HOST:PORT, such as localhost:50051")
+    if "://" in target or is_socket(target):
+        return
+    scheme, colon, rest = target.partition(":")
+    address = rest if colon and scheme in _RESOLVERS else target
+    port = split_target(address)[1]
+    if port is None:
+        example = f"{address or 'localhost'}:50051"
+        raise ValueError(f"the target {target!r} has no port; give it as HOST:PORT, such as {example}")
+    if not 0 < port < 1 << 16:
+        raise ValueError(f"the port of the target {target!r} must be in [1, 65535]")
 
 
 def key_metadata(api_key: str) -> Metadata:

@@ -93,7 +93,8 @@ class Client:
         await self._channel.close()
 
     async def wait_until_serving(self, timeout: float | None = None) -> None:
-        """Return once the server reports SERVING; raises TimeoutError after `timeout` seconds."""
+        """Return once the server reports SERVING; raises TimeoutError after `timeout` seconds, and AioRpcError where
+        waiting does not help, as at a port of another kind."""
         backoff = Backoff(math.inf, target=self._target)
         try:
             async with asyncio.timeout(timeout):
@@ -104,7 +105,7 @@ class Client:
 
     async def _is_serving(self, backoff: Backoff) -> bool:
         """Watch until the server serves, or the watch ends; then pause: a balancer without servers answers at once."""
-        watch = self._health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+        watch = self._health.Watch(health_pb2.HealthCheckRequest())
         try:
             async for response in watch:
                 backoff.succeeded()

@@ -26,8 +26,8 @@ _OF_TYPES = {
     "array": ("items", "minItems", "maxItems"),
     "object": ("properties", "required", "additionalProperties"),
 }
-_NOTES = ("$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "deprecated", "readOnly",
-          "writeOnly", *ANNOTATIONS)  # fmt: skip
+_NOTES = ("$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "example", "deprecated",
+          "readOnly", "writeOnly", *ANNOTATIONS)  # fmt: skip
 MOST_RULES = 20_000
 
 
@@ -74,7 +74,8 @@ class _Writer:
         types = node.get("type", _TYPES)
         types = [types] if isinstance(types, str) else list(types)
         notes = _NOTES if "string" in types else (*_NOTES, "format")
-        keywords = [key for key in node if key not in notes]
+        keywords = [key for key in node if not (key in notes or key.startswith("x-"))]
+        keywords = [key for key in keywords if key != "patternProperties" or node[key] != {}]
         if keywords == ["$ref"]:
             return self._reference(node["$ref"])
         if keywords == ["anyOf"] or (keywords == ["allOf"] and len(node["allOf"]) == 1):

@@ -10,6 +10,7 @@ the definition, which stays open. llguidance reads a recursive `$ref` only if no
 added here.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,6 +79,8 @@ class _Closer:
     def _with_children(self, node: dict[str, Any], *, is_closed: bool) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in node.items():
+            if key == "patternProperties" and value == {}:
+                continue  # it says nothing, and not everything can stand beside it
             if key in VALUES:
                 found[key] = value
             elif key in SCHEMAS_BY_NAME and isinstance(value, dict):
@@ -91,11 +94,8 @@ class _Closer:
         return found
 
     def _new_name(self) -> str:
-        definitions = self._root.get("$defs", {})
-        number = len(self._copies)
-        while (name := f"open-{number}") in definitions:
-            number += 1
-        return name
+        taken = {*self._root.get("$defs", {}), *self._copies.values()}
+        return next(name for number in itertools.count() if (name := f"open-{number}") not in taken)
 
     def _parts(self, node: Any, seen: set[str]) -> Iterator[dict[str, Any]]:
         """All schemas that hold for a schema's value, each once."""

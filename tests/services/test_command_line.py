@@ -58,3 +58,10 @@ def test_every_program_says_its_version(capsys: pytest.CaptureFixture[str]) -> N
             start()
         assert end.value.code == 0
         assert capsys.readouterr().out == f"{name} {version('pagewire')}\n"
+
+
+@pytest.mark.parametrize("seconds", ["nan", "-1", "soon"])
+def test_a_wait_is_a_number_of_seconds_from_0_on(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments("generate", "hi", "--retry-for", seconds)
+    assert "--retry-for" in capsys.readouterr().err

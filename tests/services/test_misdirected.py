@@ -30,6 +30,32 @@ async def test_a_target_needs_a_port(target: str) -> None:
             kind(target)
 
 
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [("http://127.0.0.1:50051", "is a URL"), ("127.0.0.1:99999", r"must be in \[1, 65535\]"), ("dns:a", "has no port")],
+)
+async def test_a_target_that_cannot_be_one_is_refused(target: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Client(target)
+
+
+@pytest.mark.parametrize("prefix", ["", "ipv4:", "ipv4:///"])
+async def test_a_target_may_have_grpcs_own_form(prefix: str) -> None:
+    async with (
+        scheduler("127.0.0.1:1", no_worker_timeout=0.05) as one,
+        Client(prefix + one.target, retry_for=0) as client,
+    ):
+        with pytest.raises(grpc.aio.AioRpcError, match="no worker took requests"):
+            await client.get_model()
+
+
+@pytest.mark.parametrize("missing", ["tls.key", "tls.crt"])
+async def test_a_certificate_without_its_key_is_refused_by_name(missing: str, tmp_path: Path) -> None:
+    (fill(tmp_path, trustme.CA(), "localhost") / missing).unlink()
+    with pytest.raises(FileNotFoundError, match=f"and no {missing}"):
+        Client("127.0.0.1:1", tls=tmp_path)
+
+
 @pytest.mark.parametrize("mutual", [False, True])
 async def test_plain_text_at_a_port_that_speaks_tls(mutual: bool, tmp_path: Path) -> None:
     security = Security(TlsFolder(fill(tmp_path, trustme.CA(), "localhost")), mutual)
@@ -41,6 +67,8 @@ async def test_plain_text_at_a_port_that_speaks_tls(mutual: bool, tmp_path: Path
             await client.get_model()
         with pytest.raises(grpc.aio.AioRpcError, match=sentence):
             await collect(client, "hello")
+        with pytest.raises(grpc.aio.AioRpcError, match=sentence):
+            await client.wait_until_serving()
     with pytest.raises(UnreachableError, match="give --worker-tls a folder"):
         await (worker := WorkerClient(target)).get_info()
     await worker.close()
@@ -64,8 +92,9 @@ async def test_the_port_of_another_service(byte_tokenizer_directory: Path) -> No
                 with pytest.raises(grpc.aio.AioRpcError, match="clients call the scheduler's --listen"):
                     await client.get_model()
         async with Admin(one.target) as admin:
-            with pytest.raises(grpc.aio.AioRpcError, match="call the scheduler's --admin-listen"):
-                await admin.state()
+            for call in (admin.state, admin.reset_prefix_cache):
+                with pytest.raises(grpc.aio.AioRpcError, match="call the scheduler's --admin-listen"):
+                    await call()
 
 
 async def test_an_operators_port_in_use_is_named_with_its_setting() -> None:

@@ -25,6 +25,25 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ['{"id":18446744073709551615}'],
         ['{"id":18446744073709551616}', '{"id":1,"x":1}'],
     ),
+    "parts of another, beside a definition of the name of a copy": (
+        {
+            "allOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/C"}],
+            "$defs": {"open-0": FEW, "A": A, "C": B | {"required": ["b"]}},
+        },
+        ['{"a":1,"b":1}'],
+        ['{"a":1}', '{"b":1}', '{"a":1,"b":1,"x":1}'],
+    ),
+    "an id of 64 bits beside a pattern of nothing": (
+        {
+            "type": "object",
+            "properties": {"id": {"const": 2**53 + 1}},
+            "patternProperties": {},
+            "x-note": 1,
+            "required": ["id"],
+        },
+        ['{"id":9007199254740993}'],
+        ['{"id":9007199254740992}'],
+    ),
     "nested": (
         {"type": "object", "properties": {"in": A, "list": {"type": "array", "items": B}}},
         ['{"in":{"a":1},"list":[{"b":1},{}]}'],
