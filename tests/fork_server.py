@@ -140,17 +140,17 @@ def main() -> None:
     arguments = parser.parse_args()
     control = _socket(arguments.control)
     before = dict(os.environ)
+    root = Path(__file__).parents[1]  # the services of this checkout, even if another one is installed
+    sys.path[:0] = [str(root), str(root / "protos")]
     if arguments.front_ends is not None:
         importlib.import_module("forked_front_ends").fork_front_ends(_socket(arguments.front_ends))
     sys.path.remove(str(Path(__file__).parent))
-    modules, path = arguments.modules, list(sys.path)
-    root = Path(__file__).parents[1]  # the services of this checkout, even if another one is installed
-    sys.path[:0] = [str(root), str(root / "protos")]
+    modules = arguments.modules
     for module in modules:
         importlib.import_module(module)
         if module.endswith(".__main__"):
             del sys.modules[module]  # it is to be run
-    sys.path[:] = path
+    del sys.path[:2]
     of_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
     num_threads = len(os.listdir("/proc/self/task"))
     assert num_threads == 1, f"imports of {modules} have started {num_threads - 1} threads, which children would lack"

@@ -153,7 +153,7 @@ async def test_with_a_cache_in_8_bits_outputs_are_the_same_through_swaps_recompu
         alone = [await shown(client, *asked) for asked in ASKED]
     for mode in ("swap", "recompute"):
         scheduling = {"preemption_mode": mode}
-        async with serving(model, scheduling, num_device_blocks=26, **narrow) as (one, worker):
+        async with serving(model, scheduling, num_device_blocks=20, **narrow) as (one, worker):
             async with Client(one.target) as client, held_until(worker, lambda: len(one.engine.requests) == len(ASKED)):
                 assert await all_together(client) == alone
             assert_preempted(one, mode)
