@@ -89,7 +89,7 @@ class SlowScheduler(SlowBlocks):
         self.slotless: list[SlowGroup] = []  # groups that are passed over, because their adapters have no slot
         self.awaiting: list[SlowGroup] = []  # or because those can still be brought here
         self.sharing: list[SlowGroup] = []  # or because others compute their prefixes
-        self.now = now
+        self.now, self.has_given_up, self.num_reserved_seqs = now, False, 0
         self.lacking: list[str] = []
         self.num_swapped_out = self.num_swapped_in = 0
         has_work = self.running or self.swapped or self.queue.groups or self.ended
@@ -122,7 +122,7 @@ class SlowScheduler(SlowBlocks):
                 self.resume("decodes")
         self.hand_out_rest()
         if self.sharing:
-            self.sharing = []
+            self.sharing, self.num_reserved_seqs = [], 0
             self.admit()
             self.hand_out_rest()
         self.hand_out_rooms()
@@ -259,7 +259,9 @@ class SlowScheduler(SlowBlocks):
 
     def has_slots(self, group: SlowGroup, running: list[SlowGroup]) -> bool:
         """Whether its sequences and its adapter can join those of the groups that run."""
-        num_seqs = group.num_seqs + sum(other.num_seqs for other in running if other is not group)
+        num_seqs = (
+            group.num_seqs + sum(other.num_seqs for other in running if other is not group) + self.num_reserved_seqs
+        )
         return num_seqs <= self.config.max_num_seqs and self.has_lora_slot(group, running)
 
     def fits(self, group: SlowGroup, victims: list[SlowGroup]) -> bool:
@@ -317,7 +319,8 @@ class SlowScheduler(SlowBlocks):
 
     def may_pass_over(self, group: SlowGroup) -> bool:
         """Whether others may go past a group without a slot, as far as there is room in the step for any others."""
-        if sum(other.num_seqs for other in self.running) == self.config.max_num_seqs or not self.tokens_left:
+        num_seqs = sum(other.num_seqs for other in self.running) + self.num_reserved_seqs
+        if num_seqs >= self.config.max_num_seqs or not self.tokens_left:
             return False
         has_adapter = self.loras.has(group.lora)
         if not has_adapter and group.lora not in self.lacking:
@@ -331,7 +334,10 @@ class SlowScheduler(SlowBlocks):
             if self.awaits(group):
                 if len(self.sharing) == 256:
                     return
-                self.sharing.append(group)
+                self.sharing.append(group)  # and those behind it take no place from it
+                left = self.config.max_num_seqs - sum(other.num_seqs for other in self.running)
+                most = min(left, self.config.max_num_seqs // 2) - self.num_reserved_seqs
+                self.num_reserved_seqs += min(group.num_seqs, most)
                 continue
             is_too_long = len(group.encoder_tokens) > self.config.max_num_encoder_tokens
             if group.num_seqs > self.config.max_num_seqs or is_too_long or self.never_fits(group):
@@ -349,6 +355,7 @@ class SlowScheduler(SlowBlocks):
             self.queue.leave(group)
             self.running.append(group)
             self.loras.came(group)
+            group.num_missing = 10**9
             for sequence in group.live:
                 most = min(len(group.prompt) + group.sampling.max_tokens, self.config.max_sequence_tokens)
                 sequence.max_num_tokens = max(most, len(group.prompt) + 1)
@@ -374,13 +381,18 @@ class SlowScheduler(SlowBlocks):
                 self.tell_of(sequence, num_tokens)
 
     def awaits(self, group: SlowGroup) -> bool:
-        """Whether it waits for what others compute, for at most as long as it would take by itself."""
+        """Whether it waits for what others compute, for at most as long as it would take by itself; one gives up."""
         leader = group.live[0]
         num_missing = len(leader.token_ids) - len(self.cached(leader)) * self.config.block_size
-        if self.num_awaited(leader) and num_missing < group.num_missing:
+        if not self.num_awaited(leader):
+            return False
+        if num_missing != group.num_missing:
             speed = self.config.prefill_tokens_per_second or 10_000
             group.num_missing, group.waits_until = num_missing, self.now + 1 / speed * num_missing
-        return self.num_awaited(leader) > 0 and self.now <= group.waits_until
+        if self.now <= group.waits_until or self.has_given_up:
+            return True
+        self.has_given_up = True
+        return False
 
     def hand_out_rest(self) -> None:
         """From the first to the last, each is planned anew with all that the others leave, if blocks are free."""

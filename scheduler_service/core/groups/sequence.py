@@ -160,13 +160,10 @@ class EncoderSequence(Sequence):
 
 
 class PrefixWait(NamedTuple):
-    """What a waiting group waits for that others compute."""
+    """A waiting group's wait for what others compute on one worker."""
 
-    worker: str
     first: int
     """The number of the first of its blocks that cannot be found there yet."""
-    num_missing: int
-    """The fewest tokens that were missing so far."""
     until: float
 
 
@@ -183,8 +180,8 @@ class SequenceGroup:
     makes of a prompt depends on it, and with it the root of its cached prefixes.
 
     What the balancer keeps of a group while it waits: `num_overtaken` counts the later ones that were taken before it;
-    until `left_until` it may be left to a better worker. `prefix_wait` is set while others compute its prefix. While it
-    is swapped out, `swapped_at` says since when, and `num_moves` how often it has gone elsewhere.
+    until `left_until` it may be left to a better worker. `prefix_waits` are its waits for a prefix, by
+    worker. While it is swapped out, `swapped_at` says since when, and `num_moves` how often it has gone elsewhere.
 
     For its client alone are counts of its preemptions, lost workers among the recomputes; the name of the `worker` that
     took it last, and how often that was another one than before. `trace_parent` is what its spans belong to, if it is
@@ -210,7 +207,7 @@ class SequenceGroup:
         "num_recomputes",
         "num_swaps",
         "num_worker_changes",
-        "prefix_wait",
+        "prefix_waits",
         "priority",
         "prompt_token_ids",
         "rank",
@@ -263,7 +260,7 @@ class SequenceGroup:
         self.suspicion: Suspicion | None = None
         self.num_overtaken = 0
         self.left_until: float | None = None
-        self.prefix_wait: PrefixWait | None = None
+        self.prefix_waits: dict[str, PrefixWait] = {}
         self.swapped_at = 0.0
         self.num_moves = 0
         self.num_recomputes = 0

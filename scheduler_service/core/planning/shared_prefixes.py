@@ -4,8 +4,9 @@ A block is published when the chunk that fills it is planned, so a request that 
 it. The later blocks of a running request's prompt are expected. If the next block of a waiting request is expected, the
 waiting request is not admitted yet: the running request computes the block, and no tokens are computed twice. The wait
 costs no time while the running request makes progress, because the running request comes first in every step anyway. A
-request waits for at most the time that computing the rest of its own prompt would take. That time begins anew only when
-fewer tokens are missing than ever before.
+request waits for at most the time that computing the rest of its own prompt would take. That time begins anew when
+another of its blocks is there. While it waits, its sequences count as if they ran, up to half of all, so that those
+behind it take no place from it.
 """
 
 from scheduler_service.core.groups.sequence import PrefixWait, SequenceGroup
@@ -45,17 +46,18 @@ class SharedPrefixes:
     def awaits(self, group: SequenceGroup, step: Step) -> bool:
         """Whether a waiting group is to wait for a block that another group is going to compute here.
 
+        Of those whose time is over one gives up in a step: it computes the prefix too, and the others wait for either.
         A look takes a few microseconds: blocks that were found in the last one are not looked for again.
         """
-        leader, wait = group.live[0], group.prefix_wait
-        start = wait.first if wait is not None and wait.worker == self._worker else 0
-        first = self._blocks.first_awaited(leader, start)
+        leader, wait = group.live[0], group.prefix_waits.get(self._worker)
+        first = self._blocks.first_awaited(leader, 0 if wait is None else wait.first)
         if first is None:
             return False
-        num_missing = leader.num_tokens - first * self._blocks.block_size
-        if wait is None or num_missing < wait.num_missing:
+        if wait is None or first != wait.first:  # it gets on, or what was found is gone
+            num_missing = leader.num_tokens - first * self._blocks.block_size
             seconds = self._balancer.times.seconds(num_missing) * 1000 / self._member.speed
-            group.prefix_wait = PrefixWait(self._worker, first, num_missing, step.now + seconds)
-        else:
-            group.prefix_wait = wait._replace(worker=self._worker, first=first)
-        return step.now <= group.prefix_wait.until
+            wait = group.prefix_waits[self._worker] = PrefixWait(first, step.now + seconds)
+        if step.now <= wait.until or step.has_given_up:
+            return True
+        step.has_given_up = True
+        return False

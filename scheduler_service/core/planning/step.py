@@ -25,11 +25,13 @@ class Step:
     """Either repeats the plan of the step before (`steady`) or not; new groups may join it with `chunks` both ways."""
 
     __slots__ = (
+        "_most_reserved",
         "_token_budget",
         "any_last",
         "budget",
         "chunks",
         "filled",
+        "has_given_up",
         "ignored",
         "lacking_loras",
         "moved",
@@ -37,6 +39,7 @@ class Step:
         "now",
         "num_long",
         "num_preempted",
+        "num_reserved",
         "placements",
         "prompts",
         "prompts_began",
@@ -51,10 +54,13 @@ class Step:
         self.budget = SchedulingBudget(
             config.max_num_batched_tokens, config.max_num_seqs, config.max_step_bytes, config.max_num_encoder_tokens
         )
+        self._most_reserved = config.max_num_seqs // 2
         self._token_budget = config.max_num_batched_tokens + config.max_num_encoder_tokens
         self.queue = queue
         self.now = now
         self.chunks: dict[SequenceGroup, list[Chunk]] = {}
+        self.has_given_up = False  # a group whose wait for a prefix was too long
+        self.num_reserved = 0  # sequences of groups that wait for a prefix
         self.filled: set[int] = set()  # blocks that it fills and that can be found
         self.ignored: list[SequenceGroup] = []
         self.lacking_loras: dict[str, None] = {}  # worth bringing here
@@ -93,6 +99,18 @@ class Step:
         self.num_long -= sum(chunk.is_long for chunk in chunks)
         self.budget.give_back(num_seqs=group.num_seqs, **_sizes(chunks))
         return chunks
+
+    def reserve(self, num_seqs: int) -> None:
+        """Keep so many sequences for a group that waits, as far as there are any left; half of all at most, so that
+        those behind it go on."""
+        num_seqs = min(num_seqs, self.budget.num_seqs, self._most_reserved - self.num_reserved)
+        self.budget.take(num_seqs=num_seqs)
+        self.num_reserved += num_seqs
+
+    def release(self) -> None:
+        """Keep none any more."""
+        self.budget.give_back(num_seqs=self.num_reserved)
+        self.num_reserved = 0
 
     def unfold(self) -> None:
         """Write a plan that was repeated as chunks, of which some can be taken out again."""

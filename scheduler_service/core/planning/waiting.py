@@ -88,6 +88,7 @@ class WaitingPlanner:
         if not step.queue.sharing:
             return False
         step.queue.look_again()
+        step.release()
         self.schedule(step)
         return True
 
@@ -106,9 +107,10 @@ class WaitingPlanner:
             if group is None or (suspect is None and (group.is_suspect or self._yields_to_swapped(group, step))):
                 return  # a suspect is admitted in a step of its own
             if suspect is None and self._prefixes.awaits(group, step):
-                if step.queue.pass_sharing(group):
-                    continue
-                return
+                if not step.queue.pass_sharing(group):
+                    return
+                step.reserve(group.num_seqs)
+                continue
             status = self.status(group, step.budget)
             if status is AllocStatus.NEVER:
                 self._groups.ignore(group)
@@ -184,6 +186,7 @@ class WaitingPlanner:
 
     def _admit(self, group: SequenceGroup, placement: Placement, step: Step) -> None:
         self._groups.admit(group)
+        group.prefix_waits.clear()
         group.num_worker_changes += group.worker not in (None, self._worker)
         group.worker = self._worker
         leader = group.live[0]
@@ -218,7 +221,7 @@ class WaitingPlanner:
                 for sequence in group.with_tables:
                     if sequence.id in self._blocks.tables:
                         backlog += max(0, sequence.num_tokens - sequence.num_computed_tokens)
-        self._report(backlog, self._config.max_num_seqs - step.budget.num_seqs)
+        self._report(backlog, self._config.max_num_seqs - step.budget.num_seqs - step.num_reserved)
 
     def _report(self, backlog: int, num_seqs: int) -> None:
         self._balancer.report(self._member, backlog, num_seqs, is_open=self.admits and not self._groups.swapped)

@@ -132,3 +132,52 @@ def test_a_request_is_drawn_to_the_worker_that_computes_its_prefix() -> None:
     assert left(output) == {"again": computing}
     assert reasons(output) == {"again": PlacementReason.AFFINITY}
     assert taken(computing.schedule()) == []  # it waits there
+
+
+def test_requests_wait_for_a_prefix_again_after_the_loss_of_a_worker() -> None:
+    """Their waits are of a worker's session: what was left to wait for there says nothing of the next one."""
+    scheduler = make_scheduler(worker="w", max_num_batched_tokens=8, num_device_blocks=64)
+    worker = FakeWorker(scheduler.config)
+    for number in range(3):
+        scheduler.add_request(make_group(str(number), 40, max_tokens=1))
+    for now in range(4):  # 32 tokens are there; steps take longer than computing should
+        output = scheduler.schedule(now)
+        scheduler.update_from_output(output, worker.execute(output))
+    scheduler.release_all()
+    again = make_scheduler(scheduler.waiting, "w", max_num_batched_tokens=8, num_device_blocks=64)
+    worker, num_tokens = FakeWorker(again.config), 0
+    while again.has_work:
+        output = again.schedule(100.0)
+        if not output.is_empty:
+            again.update_from_output(output, worker.execute(output), 100.0)
+        num_tokens += output.num_tokens
+    assert num_tokens == 40 + 2 * 4
+
+
+def test_a_request_that_waits_for_a_prefix_keeps_its_place_among_the_sequences() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8, max_num_seqs=4, num_device_blocks=64, max_prefill_chunk=4)
+    for name in ("first", "shares"):
+        scheduler.add_request(make_group(name, 40))
+    for number in range(4):
+        scheduler.add_request(make_group(f"behind {number}", 1, root=b"%d" % number, max_tokens=20))
+    worker = FakeWorker(scheduler.config)
+    output = step(scheduler, worker)
+    while "shares" not in plan(output):
+        assert len(plan(output)) <= 3
+        output = step(scheduler, worker)
+    assert "first" in {group.request_id for group in scheduler.running}
+
+
+def test_of_requests_that_have_waited_for_too_long_one_goes_on_in_a_step() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8, num_device_blocks=99, max_prefill_chunk=1)
+    worker = FakeWorker(scheduler.config)
+    for number in range(5):
+        scheduler.add_request(make_group(f"decode {number}", 1, root=b"%d" % number, max_tokens=50))
+    step(scheduler, worker)
+    for name in ("first", "a", "b"):
+        scheduler.add_request(make_group(name, 24))
+    output = scheduler.schedule(0.0)
+    assert "a" not in plan(output)
+    scheduler.update_from_output(output, worker.execute(output))
+    output = scheduler.schedule(1.0)
+    assert [name for name in ("a", "b") if name in plan(output)] == ["a"]
