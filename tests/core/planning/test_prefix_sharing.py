@@ -136,15 +136,15 @@ def test_a_request_is_drawn_to_the_worker_that_computes_its_prefix() -> None:
 
 def test_requests_wait_for_a_prefix_again_after_the_loss_of_a_worker() -> None:
     """Their waits are of a worker's session: what was left to wait for there says nothing of the next one."""
-    scheduler = make_scheduler(worker="w", max_num_batched_tokens=8, num_device_blocks=64)
+    scheduler = make_scheduler(worker="w", max_num_batched_tokens=16, num_device_blocks=64, max_prefill_chunk=4)
     worker = FakeWorker(scheduler.config)
     for number in range(3):
         scheduler.add_request(make_group(str(number), 40, max_tokens=1))
-    for now in range(4):  # 32 tokens are there; steps take longer than computing should
+    for now in range(2):  # 32 tokens are there; steps take longer than computing should
         output = scheduler.schedule(now)
         scheduler.update_from_output(output, worker.execute(output))
     scheduler.release_all()
-    again = make_scheduler(scheduler.waiting, "w", max_num_batched_tokens=8, num_device_blocks=64)
+    again = make_scheduler(scheduler.waiting, "w", max_num_batched_tokens=16, num_device_blocks=64, max_prefill_chunk=4)
     worker, num_tokens = FakeWorker(again.config), 0
     while again.has_work:
         output = again.schedule(100.0)
