@@ -103,6 +103,16 @@ MP3_WITHOUT_HEAD = MP3[MP3.index(MP3[:3], 3) :]
 """Its first frame has no sound, but says how many there are. Their bitrate changes."""
 AAC, WEBM = container_of(samples(20), "ipod", "aac"), container_of(samples(20), "webm", "libopus")
 OPUS = file_of(samples(20), "OGG", "OPUS")
+FRAGMENTS = container_of(samples(1), "mp4", "aac", movflags="frag_keyframe+empty_moov")
+
+
+def _claiming(num_samples: int) -> bytes:
+    """The head of its fragment says so many samples, and nothing of each."""
+    data, place = bytearray(FRAGMENTS), FRAGMENTS.index(b"trun")
+    data[place + 4 : place + 12] = (1).to_bytes(4, "big") + num_samples.to_bytes(4, "big")
+    return bytes(data)
+
+
 PAGES, OPUS_PAGES = ([b"OggS" + page for page in file.split(b"OggS")[1:]] for file in (OGG, OPUS))
 REFUSED = {
     "nothing": (b"", "data is empty"),
@@ -122,6 +132,7 @@ REFUSED = {
         "data is damaged or cut off after",
     ),
     "damaged, MP4": (AAC[:60_000] + bytes(20_000) + AAC[80_000:], "data is damaged or cut off after"),
+    "samples claimed by a fragment": (_claiming(1 << 26), "data has fragments of 67108864 samples, for which it has"),
     "head alone, WebM": (WEBM[:100], "data is no sound file that can be read"),
     "two sounds": (container_of(samples(1), "mp4", "aac", number=2), "data has 2 sounds in it; send a file with one"),
     "another codec": (container_of(samples(1), "matroska", "pcm_s16le"), "data has a sound in pcm_s16le; aac, opus"),
@@ -133,6 +144,10 @@ REFUSED = {
     "slow": (_head(rate=3000), "data has 3000 samples a second; 4000 to 192000 are allowed"),
     "wide": (_head(channels=9), "data has 9 channels; at most 8 are allowed"),
 }
+
+
+def test_a_file_in_fragments_is_heard() -> None:
+    assert Sound(FRAGMENTS, 30).window(0, WINDOW).any()
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -22,6 +22,23 @@ _MOST_PACKETS = 1 << 19
 """Of a file: an hour of AAC at 48,000 samples a second has 168,750, and 16 MiB may have millions of empty ones."""
 
 
+_LEAST_SAMPLE_BYTES = 8
+"""Of a file, for each sample of a fragment. FFmpeg reserves 36 bytes for each that a fragment's head claims: 2.4 GB for
+2^26 of them, in a file of 10 KB. A frame of AAC has a hundred bytes and more."""
+
+
+def _check_fragments(data: bytes) -> None:
+    """Refuse an MP4 file whose fragments claim more samples than it can hold, wherever FFmpeg may find the claim."""
+    if b"moof" not in data:
+        return
+    num_samples, place = 0, data.find(b"trun")
+    while place >= 0:
+        num_samples += int.from_bytes(data[place + 8 : place + 12], "big")
+        place = data.find(b"trun", place + 4)
+    if num_samples > len(data) // _LEAST_SAMPLE_BYTES:
+        raise SoundError(f"data has fragments of {num_samples} samples, for which it has too few bytes")
+
+
 class Container:
     """An opened file that `Sound` reads from beginning to end. Raises SoundError.
 
@@ -29,6 +46,7 @@ class Container:
     """
 
     def __init__(self, data: bytes, demuxer: str) -> None:
+        _check_fragments(data)
         try:
             self._container = av.open(
                 io.BytesIO(data),
