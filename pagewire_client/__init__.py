@@ -2,6 +2,7 @@
 
 from pagewire.v1.inference_service_pb2 import (
     FINISH_REASON_ABORT,
+    FINISH_REASON_ERROR,
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
     POOLING_ALL,
@@ -20,6 +21,7 @@ from pagewire_client.local import LocalServer, ServerError
 
 __all__ = [
     "FINISH_REASON_ABORT",
+    "FINISH_REASON_ERROR",
     "FINISH_REASON_LENGTH",
     "FINISH_REASON_STOP",
     "LLM",

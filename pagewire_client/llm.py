@@ -31,6 +31,8 @@ class Output:
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
     finish_reason: pb.FinishReason = pb.FINISH_REASON_UNSPECIFIED
     stop_reason: str | int | None = None
+    error: str = ""
+    """Why it failed, if its finish_reason is FINISH_REASON_ERROR; the other outputs are whole."""
 
 
 @dataclass(slots=True)
@@ -197,6 +199,7 @@ async def collect(
             output.finish_reason = response.finish_reason
             reason = response.WhichOneof("stop_reason")
             output.stop_reason = getattr(response, reason) if reason else None
+            output.error = response.error.message
             completion.prompt_tokens = response.usage.prompt_tokens
             completion.cached_tokens = response.usage.cached_tokens
         if response.HasField("metrics"):

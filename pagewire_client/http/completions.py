@@ -31,6 +31,7 @@ _REASONS = {
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",
     pb.FINISH_REASON_ABORT: "abort",
+    pb.FINISH_REASON_ERROR: "error",
 }
 
 
@@ -53,7 +54,7 @@ class _Choice:
         if message.finish_reason:
             self.reason = _REASONS[message.finish_reason]
             named = message.WhichOneof("stop_reason")
-            self.stop_reason = getattr(message, named) if named else None
+            self.stop_reason = getattr(message, named) if named else message.error.message or None
 
 
 @dataclass(slots=True)

@@ -114,6 +114,8 @@ class ModelOutput:
     """By sequence id, of each token that it gained."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     failed_sequence_ids: frozenset[int] = frozenset()
+    barred_sequence_ids: frozenset[int] = frozenset()
+    """Those of the failed ones whose logits were finite: their parameters or their form allow no token."""
     num_draft_tokens: list[int] = field(default_factory=list)
     num_draft_tokens_wanted: list[int] = field(default_factory=list)
     vectors: dict[int, bytes] = field(default_factory=dict)

@@ -74,7 +74,7 @@ class Call:
     def tell_gained(self, gained: SequenceOutput) -> None:
         """What an output gained, if it is more than a token."""
         group = gained.sequence.group
-        if group.beams is None:
+        if group.beams is None or gained.sequence.status.has_failed:
             self.outbox.tell_gained(self.number, gained)
         elif group.is_finished:
             found = [

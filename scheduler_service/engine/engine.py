@@ -409,9 +409,6 @@ class Engine:
             call = requests.get(group.request_id)
             if call is None or call.group is not group:
                 continue
-            if group.error is not None:
-                self.fail(group)
-                continue
             if group.beams is not None and group.is_finished:
                 num_tokens += sum(len(hypothesis.token_ids) for hypothesis in group.beams.hypotheses)
             num_tokens += token_id is not None
@@ -437,7 +434,7 @@ class Engine:
                 await outbox.room()
 
     def fail(self, group: SequenceGroup) -> None:
-        """End a request that the scheduler or the worker gave up on."""
+        """End a request that the scheduler gave up on."""
         if call := self.requests.get(group.request_id):
             self._finish(call, SequenceStatus.FINISHED_ABORTED)
             is_ignored = any(sequence.status is SequenceStatus.FINISHED_IGNORED for sequence in group.sequences)

@@ -36,6 +36,8 @@ REASONS = {
     SequenceStatus.FINISHED_STOPPED: "stop",
     SequenceStatus.FINISHED_LENGTH_CAPPED: "length",
     SequenceStatus.FINISHED_ABORTED: "abort",
+    SequenceStatus.FINISHED_FAILED: "error",
+    SequenceStatus.FINISHED_BARRED: "error",
 }
 
 _CLIENTS_OWN = (grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED)

@@ -7,8 +7,10 @@ from typing import Protocol
 from urllib.parse import quote
 
 from pagewire.v1.engine_service_pb2 import Hypothesis, Standing
+from pagewire_common.errors import RequestError
 from scheduler_service.core import EncoderInput, PoolingParams, PoolingType, SamplingParams, SequenceStatus
 from scheduler_service.frontend.gained import Gained
+from scheduler_service.frontend.output_failure import failure
 from scheduler_service.frontend.output_text import OutputText
 from scheduler_service.frontend.request_memory import STRING_BYTES, UnreadOutput
 from scheduler_service.frontend.streams import OutputDelta, OutputStream
@@ -241,6 +243,9 @@ class RequestState:
         index, token_id = gained.index, gained.token_id
         if self._has_ended[index]:
             return False
+        if (error := failure(self.request.sampling, gained.status)) is not None:
+            self._fail(index, gained.status, error)
+            return False
         if gained.prompt_logprobs:  # a preempted prompt is computed again; its positions count once
             new = gained.prompt_logprobs[max(0, self._num_prompt_logprobs + 1 - gained.prompt_start) :]
             self._num_prompt_logprobs += len(new)
@@ -268,6 +273,14 @@ class RequestState:
             delta.stop, delta.status = gained.stop_token_id, gained.status
         self._put(delta)
         return stop is not None
+
+    def _fail(self, index: int, status: SequenceStatus | None, error: RequestError) -> None:
+        """An output failed: it ends alone, unless its request is for nothing else."""
+        if (self.request.num_outputs == 1 and self._ranked is None) or self.request.sampling.beam_width:
+            self.stream.fail(error)
+        else:
+            text = self._outputs[index].flush()
+            self._put(OutputDelta(index, text, status=status, num_output_tokens=self._num_tokens[index]))
 
     def _gain_vectors(self, gained: Gained, pooling: PoolingParams, now: float) -> None:
         """Those of tokens come again when a preempted prompt is computed again; they count once."""
@@ -324,7 +337,11 @@ class RequestState:
         self.stream.count(delta.num_bytes + STRING_BYTES * len(delta.token_ids))
         self._ranked[delta.index].add(delta)
         if all(self._has_ended):
-            best = sorted(self._ranked, key=lambda output: -output.mean_logprob)[: self.request.num_outputs]
+            best = sorted(self._ranked, key=_Ranked.place)[: self.request.num_outputs]
+            error = failure(self.request.sampling, best[0].whole.status)
+            if error is not None and len(best) == 1:
+                self.stream.fail(error)
+                return
             for index, output in enumerate(best):
                 self._put_whole(index, output.whole)
 
@@ -355,6 +372,6 @@ class _Ranked:
         if delta.status is not None:
             self.whole.status, self.whole.stop = delta.status, delta.stop
 
-    @property
-    def mean_logprob(self) -> float:
-        return self.logprob / max(1, len(self.whole.token_ids))
+    def place(self) -> tuple[bool, float]:
+        """The likeliest comes first, by its mean log-probability; outputs that failed come last."""
+        return self.whole.status.has_failed, -self.logprob / max(1, len(self.whole.token_ids))

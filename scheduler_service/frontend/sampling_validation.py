@@ -10,7 +10,6 @@ from typing import Any
 
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.core import SamplingParams
-from scheduler_service.core.groups.sampling_params import NOTHING_ALLOWED
 from scheduler_service.frontend.checks import (
     IDS_AT_ONCE,
     check_length,
@@ -22,6 +21,7 @@ from scheduler_service.frontend.checks import (
 from scheduler_service.frontend.forms import FormError
 from scheduler_service.frontend.generation_defaults import BOUNDS, Bounds
 from scheduler_service.frontend.model import ServedModel
+from scheduler_service.frontend.output_failure import NOTHING_ALLOWED
 
 MAX_N = 128
 MAX_LOGPROBS = 20

@@ -14,6 +14,7 @@ from scheduler_service.frontend.engine_call import EngineCall
 from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.generation import Context, allowed_model, generate
 from scheduler_service.frontend.model import ServedModel
+from scheduler_service.frontend.output_failure import failure
 from scheduler_service.frontend.prompt import decode_tokens, encode_prompt
 from scheduler_service.frontend.request import RequestState, request_key
 from scheduler_service.frontend.request_trace import CHAT, TEXT_COMPLETION
@@ -29,6 +30,8 @@ _FINISH_REASONS = {
     SequenceStatus.FINISHED_STOPPED: pb.FINISH_REASON_STOP,
     SequenceStatus.FINISHED_LENGTH_CAPPED: pb.FINISH_REASON_LENGTH,
     SequenceStatus.FINISHED_ABORTED: pb.FINISH_REASON_ABORT,
+    SequenceStatus.FINISHED_FAILED: pb.FINISH_REASON_ERROR,
+    SequenceStatus.FINISHED_BARRED: pb.FINISH_REASON_ERROR,
 }
 
 
@@ -130,6 +133,8 @@ def encode_delta(state: RequestState, delta: OutputDelta) -> pb.GenerateResponse
         message.prompt_logprobs.extend(map(_encode_logprobs, delta.prompt_logprobs))
     if delta.status is not None:
         message.finish_reason = _FINISH_REASONS[delta.status]
+        if (error := failure(state.request.sampling, delta.status)) is not None:
+            message.error.code, message.error.message = error.code.value[0], str(error)
         if isinstance(delta.stop, str):
             message.stop_string = delta.stop
         elif delta.stop is not None:

@@ -31,7 +31,8 @@ class WholeOutput:
 
         Raises FAILED_PRECONDITION when the client has other tokens.
         """
-        has_ended = self.status is not SequenceStatus.FINISHED_ABORTED  # otherwise it may not have come as far again
+        # An output that was aborted, or failed, may not have come as far again.
+        has_ended = self.status in (SequenceStatus.FINISHED_STOPPED, SequenceStatus.FINISHED_LENGTH_CAPPED)
         if has_ended and self.token_ids[: len(begun)] != list(begun):
             raise RequestError(
                 grpc.StatusCode.FAILED_PRECONDITION,

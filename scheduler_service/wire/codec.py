@@ -180,10 +180,13 @@ def decode_model_output(message: pb.ModelOutput) -> ModelOutput:
         list(message.token_ids),
         list(message.num_tokens),
         failed_sequence_ids=frozenset((*message.failed_sequence_ids, *without)),
+        barred_sequence_ids=frozenset(message.barred_sequence_ids),
         num_draft_tokens=list(message.num_draft_tokens),
         num_draft_tokens_wanted=list(message.num_draft_tokens_wanted),
         vectors={vectors.sequence_id: vectors.data for vectors in message.vectors},
     )
+    if not output.barred_sequence_ids <= output.failed_sequence_ids:
+        raise ValueError("a sequence that no token is allowed of has not failed")
     if len(output.vectors) != len(message.vectors):
         raise ValueError("vectors of a sequence came twice")
     if output.num_tokens and not (min(output.num_tokens) >= 1 and sum(output.num_tokens) == len(output.token_ids)):

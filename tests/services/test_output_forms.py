@@ -166,6 +166,25 @@ async def test_what_cannot_be_followed_is_refused_with_the_reason(
     assert (await cluster_state(tiny_server.admin_target)).num_losses == before.num_losses
 
 
+async def test_an_output_that_fails_ends_alone_with_its_reason(tiny_server: LocalServer) -> None:
+    """Those that begin with a letter of the first half can have no X, and the others are whole."""
+    sampling = SamplingParams(max_tokens=50, n=8, seed=3, temperature=1.0, regex="[a-m]X|[n-z]{9}", bad_words=["X"])
+    async with Client(tiny_server.target) as client:
+        outputs = (await collect(client, "x", sampling)).outputs
+        sampling.n, sampling.best_of = 6, 8
+        best = (await collect(client, "x", sampling)).outputs
+    for output in outputs:
+        if re.fullmatch("[n-z]{9}", output.text):
+            assert (output.finish_reason, output.error) == (pb.FINISH_REASON_STOP, "")
+        else:
+            assert re.fullmatch("[a-m]", output.text)
+            assert output.finish_reason == pb.FINISH_REASON_ERROR
+            assert "no token could follow" in output.error
+    failed = [bool(output.error) for output in outputs]
+    assert set(failed) == {True, False}
+    assert [bool(output.error) for output in best] == sorted(failed)[:6]
+
+
 ANY_FORMS = Forms()
 
 

@@ -13,7 +13,7 @@ from fake_worker_service import FakeWorkerService, serving
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire_common.errors import RequestError
-from scheduler_service.core import SchedulerConfig, SchedulerOutput
+from scheduler_service.core import SamplingParams, SchedulerConfig, SchedulerOutput, SequenceStatus
 from scheduler_service.core.planning import scheduler as planner
 from scheduler_service.engine import worker_loop
 from scheduler_service.engine.engine import Engine
@@ -21,7 +21,7 @@ from scheduler_service.engine.limits import step_timeout
 from scheduler_service.engine.step_split import RoundTrips, StepSplit
 from scheduler_service.engine.worker_client import DrainedError, Session, WorkerClient, WorkerError
 from scheduler_service.engine.worker_loop import WorkerLoop, WorkerStatus
-from scheduler_service.frontend.request import RequestState
+from scheduler_service.frontend.request import GenerationRequest, RequestState
 from scheduler_service.settings import SchedulerSettings
 
 NEVER = 1000.0
@@ -185,8 +185,8 @@ async def test_an_answer_that_makes_no_sense_costs_its_worker_the_session_and_no
 
 
 @pytest.mark.parametrize("says", ["failed", "nan", "inf"])
-@pytest.mark.parametrize("sampling", [{}, {"beam_width": 2}, {"n": 2, "logprobs": 0}], ids=["one", "beams", "two"])
-async def test_a_prompt_without_log_probabilities_costs_its_request_alone(
+@pytest.mark.parametrize("sampling", [{}, {"beam_width": 2}, {"n": 2}], ids=["one", "beams", "two"])
+async def test_a_prompt_without_log_probabilities_costs_the_output_that_asked_for_them_alone(
     says: str, sampling: dict[str, Any], byte_tokenizer_directory: Path
 ) -> None:
     """The prompt takes two steps, and the answer to the first, before there is a token, already reports it."""
@@ -205,13 +205,48 @@ async def test_a_prompt_without_log_probabilities_costs_its_request_alone(
 
         worker.spoil = spoil
         state = await submit(engine, "spoilt", [6] * 200, prompt_logprobs=0, **sampling)
-        with pytest.raises(RequestError, match="the model's output was not finite") as error:
-            await text_of(engine, state)
-        assert error.value.code is grpc.StatusCode.INTERNAL
+        if "n" in sampling:  # the first asked for them; its prompt was not computed to the end for the second
+            ends = {
+                delta.index: (delta.status, delta.num_output_tokens) async for delta in state.stream if delta.status
+            }
+            assert ends == {0: (SequenceStatus.FINISHED_FAILED, 0), 1: (SequenceStatus.FINISHED_LENGTH_CAPPED, 5)}
+            await engine.close(state)
+        else:
+            with pytest.raises(RequestError, match="the model's output was not finite") as error:
+                await text_of(engine, state)
+            assert error.value.code is grpc.StatusCode.INTERNAL
         assert await streamed == "g" * 50
         assert worker.num_sessions == 1
         assert loop_of(engine, address).num_losses == 0
         await until(lambda: loop_of(engine, address).scheduler.blocks.device.num_free == 64)
+
+
+async def test_what_would_fail_behind_a_stop_string_never_counts(
+    byte_tokenizer_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine does not hear in time that an output ended by its stop string."""
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    async with serving(worker) as address, running(address) as engine:
+        await until(lambda: engine.admits)
+        say = engine.link.say
+        monkeypatch.setattr(
+            engine.link, "say", lambda call, **event: None if "stop_output" in event else say(call, **event)
+        )
+
+        def spoil(answer: pb.ModelOutput) -> pb.ModelOutput:
+            if worker.num_steps == 3:
+                answer.failed_sequence_ids.append(1)
+                answer.barred_sequence_ids.append(1)
+            return answer
+
+        worker.spoil = spoil
+        sampling = SamplingParams(max_tokens=40, n=2)
+        request = GenerationRequest(request_id="a", prompt_token_ids=[5], sampling=sampling, stop=("gg",))
+        state = await engine.submit(request)
+        ends = {delta.index: delta.stop async for delta in state.stream if delta.status}
+        assert ends == {0: "gg", 1: "gg"}
+        assert worker.num_steps >= 3
+        await engine.close(state)
 
 
 def _add_logprobs(answer: pb.ModelOutput) -> pb.ModelOutput:

@@ -17,7 +17,7 @@ from pagewire_common.start_error import StartError
 from worker_service.errors import is_out_of_memory
 from worker_service.execution.batch import build_batch
 from worker_service.execution.cache_engine import CacheEngine
-from worker_service.execution.sampler import FAILED, sample
+from worker_service.execution.sampler import sample
 from worker_service.models.decoder import Decoder
 from worker_service.models.head_layer import Head
 from worker_service.session.session import ScheduledChunk, SequenceState
@@ -79,5 +79,5 @@ class HeadRunner:
             rows, slots = upload(keeping, torch.int64, cache.device).T
             self._head.keep(states[rows], slots.contiguous(), cache)
         found = sample(self._head.compute_logits(states), [chunk.sequence for chunk in sampling]).tolist()
-        failed = [chunk.sequence.sequence_id for chunk, one in zip(sampling, found, strict=True) if one == FAILED]
+        failed = [chunk.sequence.sequence_id for chunk, one in zip(sampling, found, strict=True) if one < 0]
         return ModelOutput(found, StepTiming(0, 0, 0), failed_sequence_ids=failed)

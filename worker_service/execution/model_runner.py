@@ -21,7 +21,7 @@ from worker_service.execution.decode_inputs import UnseenTokens
 from worker_service.execution.forms import FormMasks, Forms
 from worker_service.execution.logprobs import check_finite, concatenate, gather_logprobs, sample_logprobs
 from worker_service.execution.pooling import encode, pool_all
-from worker_service.execution.sampler import FAILED, sample
+from worker_service.execution.sampler import BARRED, sample
 from worker_service.execution.step_clock import StepClock
 from worker_service.models.causal_model import CausalModel
 from worker_service.session.session import PLACEHOLDER, ScheduledChunk, SequenceState
@@ -90,18 +90,17 @@ class RunningStep:
         failed = (
             self._failed
             | without
-            | {
-                chunk.sequence.sequence_id
-                for chunk, share in zip(self._sampling, shares, strict=True)
-                if share[0] == FAILED
-            }
+            | {chunk.sequence.sequence_id for chunk, share in zip(self._sampling, shares, strict=True) if share[0] < 0}
         )
         reporting = [
             (chunk.sequence, rows[: len(share)])
             for chunk, rows, share in zip(self._sampling, rows_of, shares, strict=True)
             if chunk.sequence.sampling.logprobs is not None and chunk.sequence.sequence_id not in failed
         ]
+        barred = []
         for chunk, share in zip(self._sampling, shares, strict=True):
+            if share[0] == BARRED and chunk.sequence.sequence_id not in self._failed:
+                barred.append(chunk.sequence.sequence_id)
             if chunk.sequence.sequence_id in failed:
                 share[:] = [PLACEHOLDER]
         has_drafts = any(chunk.drafts for chunk in self._sampling)
@@ -115,6 +114,7 @@ class RunningStep:
             failed_sequence_ids=[
                 chunk.sequence.sequence_id for chunk in self.chunks if chunk.sequence.sequence_id in failed
             ],
+            barred_sequence_ids=barred,
             vectors=vectors,
         )
 
@@ -141,7 +141,7 @@ def accepted(found: list[int], drafts: Sequence[int]) -> list[int]:
     """
     gained = found[:1]
     for guess, token_id in zip(drafts, found[1:], strict=True):
-        if gained[-1] != guess or token_id == FAILED:
+        if gained[-1] != guess or token_id < 0:
             break
         gained.append(token_id)
     return gained

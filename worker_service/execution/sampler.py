@@ -20,16 +20,18 @@ from worker_service.execution.logit_edits import edit_logits
 from worker_service.session.session import SequenceState
 
 FAILED = -1
+"""In a token's place: the logits were not finite."""
+BARRED = -2
+"""In a token's place: the logits were finite, but the sequence's parameters or form leave none above -inf."""
 
 
 def sample(
     logits: Tensor, sequences: Sequence[SequenceState], masks: FormMasks | None = None, *, may_edit: bool = False
 ) -> Tensor:
-    """The new token of each row, [rows] int64 on the device of the logits; FAILED where its logits allow none.
+    """The new token of each row, [rows] int64 on the device of the logits; FAILED or BARRED where there is none.
 
     logits: [rows, vocabulary_size], any float type, left as they are unless it `may_edit` them, which saves a copy;
-    sequences: one a row; masks: of those that have a form. A row fails where a logit is NaN or +inf, or where its
-    parameters leave none above -inf.
+    sequences: one a row; masks: of those that have a form.
     """
     plain = [row for row, sequence in enumerate(sequences) if not sequence.sampling.edits_logits]
     token_ids, finite = _choose(logits, sequences, plain)
@@ -41,8 +43,8 @@ def sample(
             changed = logits.index_select(0, rows).to(torch.float32)  # by [rows] it took four times as long
         choosers = [sequences[row] for row in edited]
         edit_logits(changed, choosers, masks)
-        token_ids[rows], possible = _choose(changed, choosers, range(len(choosers)))
-        finite[rows] &= possible
+        chosen, possible = _choose(changed, choosers, range(len(choosers)))
+        token_ids[rows] = chosen.masked_fill_(~possible, BARRED)
     return token_ids.masked_fill_(~finite, FAILED)
 
 

@@ -112,6 +112,7 @@ def encode_model_output(epoch: int, step_id: int, output: ModelOutput) -> pb.Mod
             guess_us=output.timing.guess_us,
         ),
         failed_sequence_ids=output.failed_sequence_ids,
+        barred_sequence_ids=output.barred_sequence_ids,
         vectors=[pb.SequenceVectors(sequence_id=one.sequence_id, data=one.data) for one in output.vectors],
     )
 

@@ -264,7 +264,9 @@ class ModelOutput:
     logprobs: list[SampleLogprobs] = field(default_factory=list)
     prompt_logprobs: list[SampleLogprobs] = field(default_factory=list)
     failed_sequence_ids: list[int] = field(default_factory=list)
-    """Sequences whose logits were not finite where a token or log-probabilities were needed of them."""
+    """Sequences for which no token could be chosen, or whose prompt's log-probabilities were not finite."""
+    barred_sequence_ids: list[int] = field(default_factory=list)
+    """Those of them whose logits were finite: their parameters or their form allow no token."""
     num_tokens: list[int] = field(default_factory=list)
     """How many tokens each sequence gained that sampled, if not each gained one."""
     num_draft_tokens: list[int] = field(default_factory=list)

@@ -7,15 +7,6 @@ from dataclasses import dataclass, field, replace
 from scheduler_service.core.groups.pooling_params import PoolingParams
 from scheduler_service.core.groups.transcript_params import TranscriptParams
 
-NOTHING_ALLOWED = (
-    "sampling.allowed_token_ids, sampling.bad_words and sampling.min_tokens together leave nothing that may come next; "
-    "allow more tokens, or ban fewer"
-)
-FORM_FAILED = (
-    "no token could follow: the form that the request asked for, together with its other sampling parameters, leaves "
-    "none, or takes too long to follow, or the model's output was not finite"
-)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:

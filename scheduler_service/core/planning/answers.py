@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Sequence as SequenceOf
 
 from scheduler_service.core.groups.beam_search import Continuation
-from scheduler_service.core.groups.sampling_params import FORM_FAILED, NOTHING_ALLOWED
 from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
 from scheduler_service.core.groups.sequence_status import SequenceStatus
 from scheduler_service.core.outputs import ModelOutput, SchedulerOutput, SequenceOutput
@@ -52,7 +51,7 @@ class Answers:
             if sequence.is_encoder:
                 continue
             if failed and sequence.id in failed:
-                self._fail(sequence)
+                self._fail(sequence, is_barred=sequence.id in answer.barred_sequence_ids)
                 token_id = None
             elif token_id is not None and sequence.group.beams is not None:
                 sequence.candidates = _candidates(sequence, answer)
@@ -72,7 +71,7 @@ class Answers:
             else:
                 gained.append(SequenceOutput(sequence, token_id))
         for group in searches:
-            if group.error is None and all(beam.candidates is not None for beam in group.live):
+            if not group.is_finished and all(beam.candidates is not None for beam in group.live):
                 gained += self._advance_beams(group)
         return gained
 
@@ -125,21 +124,18 @@ class Answers:
         elif sequence.num_tokens >= sequence.max_num_tokens:
             self._groups.finish_sequence(sequence, SequenceStatus.FINISHED_LENGTH_CAPPED)
 
-    def _fail(self, sequence: Sequence) -> None:
-        """End a sequence for which no token could be chosen."""
-        self._blocks.withdraw(sequence)
-        if sequence.sampling.pooling is not None:
-            sequence.group.error = "the model's output was not finite"
-            self._groups.finish_sequence(sequence, SequenceStatus.FINISHED_ABORTED)
-        elif sequence.sampling.form:
-            sequence.group.error = FORM_FAILED
-            self._groups.finish_sequence(sequence, SequenceStatus.FINISHED_IGNORED)
-        elif sequence.sampling.allows_some(sequence.token_ids, sequence.num_output_tokens):
-            sequence.group.error = "no token could be chosen: the model's output was not finite"
-            self._groups.finish_sequence(sequence, SequenceStatus.FINISHED_ABORTED)
+    def _fail(self, sequence: Sequence, *, is_barred: bool) -> None:
+        """End a sequence for which no token could be chosen; the beams of a search end together.
+
+        Only logits that are not finite say that what the sequence stored cannot be trusted.
+        """
+        if not is_barred:
+            self._blocks.withdraw(sequence)
+        status = SequenceStatus.FINISHED_BARRED if is_barred else SequenceStatus.FINISHED_FAILED
+        if sequence.group.beams is not None:
+            self._groups.finish(sequence.group, status)
         else:
-            sequence.group.error = NOTHING_ALLOWED
-            self._groups.finish_sequence(sequence, SequenceStatus.FINISHED_IGNORED)
+            self._groups.finish_sequence(sequence, status)
 
     # ---- drafts
 

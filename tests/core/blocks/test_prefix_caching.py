@@ -63,6 +63,17 @@ def test_what_a_sequence_with_unsound_logits_stored_is_never_found() -> None:
     assert plan(scheduler.schedule()) == {"well": [8]}
 
 
+def test_what_a_sequence_stored_that_its_own_parameters_end_is_found() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    scheduler.add_request(make_group("barred", 11))
+    scheduler.update_from_output(scheduler.schedule(), ModelOutput(1, []))
+    second = scheduler.schedule()
+    barred = frozenset({second.scheduled[0].sequence.id})
+    scheduler.update_from_output(second, ModelOutput(2, [0], failed_sequence_ids=barred, barred_sequence_ids=barred))
+    scheduler.add_request(make_group("well", 11))
+    assert plan(scheduler.schedule()) == {"well": [3]}
+
+
 def test_what_was_built_on_unsound_blocks_is_not_found_either_and_is_published_no_more() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=8)
     scheduler.add_request(make_group("sick", 11))

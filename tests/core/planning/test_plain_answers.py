@@ -106,8 +106,6 @@ def history(seed: int, takes_part: list[bool]) -> list[Any]:
             gained = scheduler.update_from_output(first, answer(first, failing), now + 0.5)
             told.append([(item.sequence.group.request_id, item.sequence.index, *item[1:]) for item in gained])
             told.append([[state(sequence) for sequence in group.sequences] for group in groups])
-            failed = {item.sequence.group.request_id for item in gained if item.sequence.group.error is not None}
-            scheduler.finish_requests(sorted(failed), SequenceStatus.FINISHED_ABORTED)  # as the engine does
         scheduler.blocks.check()
     assert scheduler.blocks.device.num_free == config.num_device_blocks
     return told

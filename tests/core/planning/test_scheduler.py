@@ -336,23 +336,23 @@ def test_a_sequence_whose_logits_are_not_finite_ends_alone() -> None:
     output = scheduler.schedule()
     failed = frozenset({sick.sequences[0].id})
     scheduler.update_from_output(output, ModelOutput(1, [0, 7], failed_sequence_ids=failed))
-    assert sick.sequences[0].status is SequenceStatus.FINISHED_ABORTED
-    assert sick.error == "no token could be chosen: the model's output was not finite"
+    assert sick.sequences[0].status is SequenceStatus.FINISHED_FAILED
     assert output_of(sick) == []
     assert output_of(well) == [7]
 
 
-def test_a_sequence_whose_own_parameters_allow_no_token_is_ignored_with_their_names() -> None:
+def test_a_sequence_whose_own_parameters_allow_no_token_ends_alone_too() -> None:
     scheduler = make_scheduler()
-    group = make_group("a", 4, allowed_token_ids=(7,), bad_words=((7, 7),))
+    group = make_group("a", 4, n=2, max_tokens=2)
     scheduler.add_request(group)
     scheduler.update_from_output(scheduler.schedule(), ModelOutput(1, [7]))
-    failed = frozenset({group.sequences[0].id})
-    scheduler.update_from_output(scheduler.schedule(), ModelOutput(2, [0], failed_sequence_ids=failed))
-    assert group.sequences[0].status is SequenceStatus.FINISHED_IGNORED
-    assert group.error is not None
-    assert "allowed_token_ids" in group.error
-    assert output_of(group) == [7]
+    output = scheduler.schedule()
+    barred = frozenset({group.sequences[0].id})
+    scheduler.update_from_output(output, ModelOutput(2, [0, 8], failed_sequence_ids=barred, barred_sequence_ids=barred))
+    assert group.sequences[0].status is SequenceStatus.FINISHED_BARRED
+    scheduler.update_from_output(scheduler.schedule(), ModelOutput(3, [9]))
+    assert group.sequences[1].status is SequenceStatus.FINISHED_LENGTH_CAPPED
+    assert [list(sequence.output_token_ids) for sequence in group.sequences] == [[7], [8, 9]]
     scheduler.blocks.check()
 
 

@@ -107,7 +107,7 @@ sequences = st.builds(
 def sample(logits: torch.Tensor, batch: list[SequenceState]) -> tuple[list[int], list[bool]]:
     """The tokens, 0 for those that failed, and which did."""
     found = sampler.sample(logits, batch).tolist()
-    return [max(token_id, 0) for token_id in found], [token_id == sampler.FAILED for token_id in found]
+    return [max(token_id, 0) for token_id in found], [token_id < 0 for token_id in found]
 
 
 @settings(max_examples=60, deadline=None)
@@ -206,6 +206,15 @@ def test_a_row_without_any_possible_token_fails() -> None:
     logits[0] = -math.inf
     batch = [state([5]), state([5], allowed_token_ids=tokens((3,)), bad_words=((3,),), temperature=1.0)]
     assert sample(logits, batch) == ([0, 0], [True, True])
+
+
+def test_a_row_that_fails_says_whether_its_logits_or_its_parameters_are_the_reason() -> None:
+    logits = random_logits(4, 0)
+    logits[0, 5] = logits[2, 5] = math.nan
+    logits[1, 5] = math.inf
+    barred = state([5], allowed_token_ids=tokens((3,)), bad_words=((3,),))
+    found = sampler.sample(logits, [state([5]), state([5]), barred, barred]).tolist()
+    assert found == [sampler.FAILED, sampler.FAILED, sampler.FAILED, sampler.BARRED]
 
 
 def test_the_tiniest_temperature_is_greedy() -> None:
