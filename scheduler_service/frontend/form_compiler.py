@@ -1,24 +1,18 @@
-"""Compiles forms outside of the front end, which starts it with a socket as stdin: `compile_form` says what that is.
+"""Compiles forms outside of the front end, which starts it: `compile_form` says what that is.
 
-A form can be made to take hours and all memory, and the library cannot be told to stop. So the system ends the process
-that compiles, by a timer and a limit that this process sets for it: this one has imported the library, and forks
-another one when one has ended, which takes milliseconds. What one was ended by is the reason why its form is refused.
+A form can be made to take hours and all memory, and the library cannot be told to stop, so limited_work.py limits it.
 """
 
 import json
-import os
 import re
-import resource
-import signal
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from pagewire_common.child_process import end_with_the_parent, leave_signals_to_the_parent
-from pagewire_common.forms import MOST_SECONDS, parser_limits
+from pagewire_common.forms import parser_limits
+from scheduler_service.frontend.limited_work import connect_to_the_front_end, serve
 from scheduler_service.frontend.schema_grammar import schema_grammar
 from scheduler_service.frontend.schema_keys import KeyPatterns, json_escapes
 from scheduler_service.frontend.schema_numbers import NumberError, rewrite_numbers
@@ -28,15 +22,10 @@ from scheduler_service.frontend.schema_text import SchemaError, read_schema, wri
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-MOST_MEMORY = 256 << 20
-"""Bytes of data of a process that compiles, of which it has 13 MiB at its start. A schema of 50 KB with 1,800
-properties takes it to 34 MiB, and nothing was found that takes more than 90 within `MOST_SECONDS`."""
-MOST_KEPT_KIB = 32 << 10
-"""A process that has held more memory, of which it has 20 MiB at its start, gives it back by its end."""
+MOST_KEPT = 32 << 20
+"""Bytes of memory that a process may go on with, of which it has 20 MiB at its start."""
 MOST_GRAMMAR = 256 << 10
 """Characters of a schema as llguidance gets it: closed, it may be larger than what the client has sent."""
-_END, _ANOTHER = 0, 3
-"""Exit statuses of a process that compiles: no form will come, and another process should go on."""
 
 _JSON_OPTIONS: "JsonCompileOptions" = {
     # Without a bound, small models go on with spaces until the output is full.
@@ -44,13 +33,6 @@ _JSON_OPTIONS: "JsonCompileOptions" = {
     # A schema may set these otherwise, and its outputs would not always be valid then.
     "lenient": False,
     "coerce_one_of": False,
-}
-_TOO_MUCH_MEMORY = f"it takes more than {MOST_MEMORY >> 20} MiB of memory to compile"
-_NESTED = "it is nested too deeply to compile"
-_ENDED_BY: dict[int, str] = {
-    signal.SIGPROF: f"it takes more than {MOST_SECONDS:g} s of a processor to compile",
-    signal.SIGABRT: _TOO_MUCH_MEMORY,  # as Rust ends a process that is given none
-    signal.SIGSEGV: _NESTED,  # as the system ends one whose stack is full
 }
 _TOKENIZER = LLTokenizer("byte")
 """Of the bytes alone: a model's own takes seconds to read, and most memory of the process."""
@@ -63,6 +45,7 @@ def compile_form(kind: str, texts: Sequence[str], *, closes_objects: bool = Fals
     schema names keys has no other keys, unless the schema says otherwise.
 
     The grammar is tried as a worker tries it: a form that exceeds llguidance's limits before the first token is found.
+    Raises MemoryError, RecursionError.
     """
     try:
         grammar = _schema_grammar(texts[0], closes_objects) if kind == "json_schema" else _grammar(kind, texts)
@@ -72,10 +55,8 @@ def compile_form(kind: str, texts: Sequence[str], *, closes_objects: bool = Fals
         if _OF_THE_MODEL.search(error):
             error = LLMatcher.validate_grammar(grammar, limits=parser_limits())
             error = "" if error.startswith("WARNING") else error
-    except MemoryError:
-        return "", _TOO_MUCH_MEMORY
-    except RecursionError:
-        return "", _NESTED
+    except (MemoryError, RecursionError):
+        raise
     except (AttributeError, KeyError, TypeError):  # of the code that reads a schema
         return "", "a keyword in it has a value of another kind than it must have"
     except BaseException as failure:  # of the library's own kinds; a panic of Rust is no `Exception`
@@ -111,41 +92,10 @@ def _grammar(kind: str, texts: Sequence[str]) -> str:
     return LLMatcher.grammar_from_lark(any_to_lark(texts[0]))
 
 
-def _serve(connection: Connection) -> int:
-    """Compile what is asked for, within the limits, and return the exit status."""
-    resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, MOST_MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    while True:
-        try:
-            kind, closes_objects, *texts = json.loads(connection.recv_bytes())
-        except (EOFError, OSError):
-            return _END
-        signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
-        found = compile_form(kind, texts, closes_objects=closes_objects)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        connection.send_bytes(json.dumps(found).encode())
-        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > MOST_KEPT_KIB:
-            return _ANOTHER
-
-
-def main() -> None:
-    end_with_the_parent()
-    leave_signals_to_the_parent()
-    connection = Connection(0)
-    while True:
-        if not (process := os.fork()):
-            status = _END
-            try:
-                end_with_the_parent()
-                status = _serve(connection)
-            finally:
-                os._exit(status)
-        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        if (reason := _ENDED_BY.get(-status)) is not None:
-            connection.send_bytes(json.dumps(("", reason)).encode())
-        elif status != _ANOTHER:  # no form will come, or it was killed: the front end starts anew and asks again
-            return
+def _answer(message: bytes) -> bytes:
+    kind, closes_objects, *texts = json.loads(message)
+    return json.dumps(compile_form(kind, texts, closes_objects=closes_objects)).encode()
 
 
 if __name__ == "__main__":
-    main()
+    serve(connect_to_the_front_end(), _answer, MOST_KEPT)

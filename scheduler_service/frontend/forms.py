@@ -7,26 +7,15 @@ worker_service/execution/forms.py.
 """
 
 import asyncio
-import contextlib
 import hashlib
 import json
-import socket
-import struct
-import subprocess
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
-
-import grpc
-import structlog
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_common.child_process import start_child
-from pagewire_common.errors import RequestError
-
-log = structlog.get_logger()
+from pagewire_common.forms import MOST_SECONDS
+from scheduler_service.frontend.limited_process import LimitedProcess, LimitedProcesses, LimitError, Limits
 
 MAX_FORM_BYTES = 64 << 10
 MAX_CHOICES = 1024
@@ -35,11 +24,9 @@ MOST_KEPT_BYTES = 4 << 20
 MOST_REASON = 500
 """Characters of what is wrong with a form."""
 NUM_COMPILERS = 2
-MOST_STARTS = 2
-"""For one form. A process that is killed from outside is not the form's fault; one that is killed again may be."""
-DEAF_SECONDS = 30
-"""A process that does not answer for so long is stuck: it starts in 0.1 s, and a form ends it after 0.3, of a
-processor's time."""
+MOST_MEMORY = 256 << 20
+"""Bytes of data of a process that compiles, of which it has 13 MiB at its start. A schema of 50 KB with 1,800
+properties takes it to 34 MiB, and nothing was found that takes more than 90 within `MOST_SECONDS`."""
 
 
 class FormError(ValueError):
@@ -54,8 +41,7 @@ class Forms:
         self._grammars: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
         self._num_bytes = 0
         self._turns: weakref.WeakValueDictionary[bytes, asyncio.Lock] = weakref.WeakValueDictionary()
-        self._threads = ThreadPoolExecutor(NUM_COMPILERS, "forms")
-        self._idle = [FormCompiler() for _ in range(NUM_COMPILERS)]
+        self._compilers = LimitedProcesses(NUM_COMPILERS, "scheduler_service.frontend.form_compiler", "compiles forms")
 
     async def read(self, sampling: pb.SamplingParams, *, undeclared_keys: bool = True) -> str:
         """The grammar of a request's form, "" if it has none. Raises FormError, RequestError.
@@ -74,19 +60,11 @@ class Forms:
                 self._grammars.move_to_end(digest)
                 grammar, error = self._grammars[digest]
             else:
-                grammar, error = await asyncio.get_running_loop().run_in_executor(self._threads, self._compile, form)
+                grammar, error = await self._compilers.run(lambda compiler: _compile(compiler, form))
                 self._keep(digest, grammar, error)
         if error:
             raise FormError(f"sampling.{kind} cannot be followed: {error}")
         return grammar
-
-    def _compile(self, form: bytes) -> tuple[str, str]:
-        compiler = self._idle.pop()  # the one that was used last: the other may never be needed
-        try:
-            grammar, error = json.loads(compiler.compile(form))
-        finally:
-            self._idle.append(compiler)
-        return ("", _short(error)) if error else (grammar, "")
 
     def _keep(self, digest: bytes, grammar: str, error: str) -> None:
         self._grammars[digest] = grammar, error
@@ -96,48 +74,12 @@ class Forms:
             self._num_bytes -= sum(map(len, oldest))
 
 
-class FormCompiler:
-    """A process that compiles forms, from the first one on, and another one when it has ended. For one thread."""
-
-    def __init__(self) -> None:
-        self._connection: Connection | None = None
-        self._end: weakref.finalize[..., FormCompiler]
-
-    def compile(self, form: bytes) -> bytes:
-        """What form_compiler.py answers to a form. Raises RequestError."""
-        for _ in range(MOST_STARTS):
-            try:
-                connection = self._connection or self._start()
-                connection.send_bytes(form)
-                return connection.recv_bytes()
-            except (OSError, EOFError) as error:
-                log.warning("the process that compiles forms is started anew", reason=str(error) or "it was killed")
-                self.close()
-        raise RequestError(
-            grpc.StatusCode.UNAVAILABLE,
-            "the form could not be compiled: the process that compiles forms was killed or did not answer; try again",
-        )
-
-    def close(self) -> None:
-        """End the process, if there is one."""
-        if self._connection is not None:
-            self._connection = None
-            self._end()
-
-    def _start(self) -> Connection:
-        process, control = start_child("scheduler_service.frontend.form_compiler")
-        for direction in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            control.setsockopt(socket.SOL_SOCKET, direction, struct.pack("@ll", DEAF_SECONDS, 0))
-        self._connection = Connection(control.detach())
-        self._end = weakref.finalize(self, _end, process, self._connection)
-        return self._connection
-
-
-def _end(process: "subprocess.Popen[bytes]", connection: Connection) -> None:
-    connection.close()
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
-    process.wait()
+def _compile(compiler: LimitedProcess, form: bytes) -> tuple[str, str]:
+    try:
+        grammar, error = json.loads(compiler.ask(form, Limits(MOST_SECONDS, MOST_MEMORY)))
+    except LimitError as limit:
+        grammar, error = "", f"{limit} to compile"
+    return ("", _short(error)) if error else (grammar, "")
 
 
 def _texts(kind: str, sampling: pb.SamplingParams) -> Sequence[str]:

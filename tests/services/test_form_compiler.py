@@ -3,9 +3,7 @@
 import asyncio
 import contextlib
 import json
-import os
 import socket
-import struct
 import subprocess
 import threading
 import time
@@ -19,8 +17,10 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.child_process import start_child
 from pagewire_common.errors import RequestError
 from scheduler_service.frontend import forms as forms_module
+from scheduler_service.frontend import limited_process
 from scheduler_service.frontend.form_compiler import compile_form
-from scheduler_service.frontend.forms import FormCompiler, FormError, Forms
+from scheduler_service.frontend.forms import FormError, Forms
+from scheduler_service.frontend.limited_process import LimitedProcess, Limits
 
 BOMB = json.dumps({"type": "string", "allOf": [{"pattern": f"[a-z]*{number}[0-9]*"} for number in range(24)]})
 """Every pattern doubles what it takes."""
@@ -47,7 +47,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Compilers:
         started.append(psutil.Process(process.pid))
         return process, control
 
-    monkeypatch.setattr(forms_module, "start_child", noting)
+    monkeypatch.setattr(limited_process, "start_child", noting)
     return lambda: [
         process
         for template in started
@@ -67,9 +67,9 @@ def runs(process: psutil.Process) -> bool:
 def forms(own: Compilers) -> Iterator[Forms]:
     forms = Forms()
     yield forms
-    forms._threads.shutdown()
+    forms._compilers._threads.shutdown()
     found = own()
-    for compiler in forms._idle:
+    for compiler in forms._compilers._idle:
         compiler.close()
     end = time.monotonic() + DEADLINE
     while any(map(runs, found)):  # what was forked is killed by the system a moment later
@@ -96,13 +96,13 @@ class Asked:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    asked, compile_form = Asked(), FormCompiler.compile
+    asked, ask = Asked(), LimitedProcess.ask
 
-    def noting(compiler: FormCompiler, form: bytes) -> bytes:
+    def noting(compiler: LimitedProcess, form: bytes, limits: Limits) -> bytes:
         asked.note(form)
-        return compile_form(compiler, form)
+        return ask(compiler, form, limits)
 
-    monkeypatch.setattr(FormCompiler, "compile", noting)
+    monkeypatch.setattr(LimitedProcess, "ask", noting)
     return asked
 
 
@@ -168,16 +168,16 @@ async def test_a_form_that_takes_too_long_is_refused_and_the_process_that_replac
     assert own()[0] == template
 
 
-@pytest.mark.skipif(not hasattr(psutil.Process, "rlimit"), reason="limits of another process are set")
-async def test_a_form_that_takes_too_much_memory_is_refused(forms: Forms, own: Compilers) -> None:
+async def test_a_form_that_takes_too_much_memory_is_refused(
+    forms: Forms, own: Compilers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its process has 4 MiB here, because nothing was found that takes 256 in its time."""
     await forms.read(regex("a"))
-    child = own()[-1]
-    assert child.rlimit(psutil.RLIMIT_DATA) == (256 << 20, 256 << 20)
-    most = child.memory_info().data + (4 << 20)
-    child.rlimit(psutil.RLIMIT_DATA, (most, most))
-    with pytest.raises(FormError, match="it takes more than 256 MiB of memory to compile"):
-        await forms.read(regex(r"(?i)\p{L}" * 5000))
+    most = own()[-1].memory_info().data + (4 << 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(forms_module, "MOST_MEMORY", most)
+        with pytest.raises(FormError, match=rf"it takes more than {most >> 20} MiB of memory to compile"):
+            await forms.read(regex(r"(?i)\p{L}" * 5000))
     assert await forms.read(regex("b"))
 
 
@@ -192,13 +192,15 @@ async def test_a_process_that_has_held_much_memory_gives_it_back(forms: Forms, o
 @pytest.mark.parametrize("end", [psutil.Process.kill, psutil.Process.suspend], ids=["killed", "stopped"])
 @pytest.mark.parametrize("number", [-1, -2], ids=["the one that compiles", "the one that it was forked from"])
 async def test_a_form_is_compiled_by_another_process_when_one_is_ended(
-    forms: Forms, own: Compilers, end: Callable[[psutil.Process], None], number: int
+    forms: Forms,
+    own: Compilers,
+    end: Callable[[psutil.Process], None],
+    number: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if end is psutil.Process.suspend:
+        monkeypatch.setattr(limited_process, "DEAF_SECONDS", 1)
     await forms.read(regex("a"))
-    connection = forms._idle[-1]._connection
-    assert connection is not None
-    with socket.socket(fileno=os.dup(connection.fileno())) as control:
-        control.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 1, 0))  # of DEAF_SECONDS
     end(own()[number])
     async with asyncio.timeout(DEADLINE):
         assert await forms.read(regex("b"))
@@ -207,15 +209,15 @@ async def test_a_form_is_compiled_by_another_process_when_one_is_ended(
 async def test_where_processes_are_killed_again_and_again_the_request_may_be_tried_later(
     forms: Forms, own: Compilers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = FormCompiler._start
+    start = LimitedProcess._start
 
-    def killed(compiler: FormCompiler) -> object:
+    def killed(compiler: LimitedProcess) -> object:
         connection = start(compiler)
         own()[-1].kill()
         return connection
 
     with monkeypatch.context() as patch:
-        patch.setattr(FormCompiler, "_start", killed)
+        patch.setattr(LimitedProcess, "_start", killed)
         with pytest.raises(RequestError, match="was killed or did not answer; try again") as error:
             await forms.read(regex("a"))
     assert error.value.code is grpc.StatusCode.UNAVAILABLE
