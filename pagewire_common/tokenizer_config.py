@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -62,6 +62,13 @@ class Token:
     flags: Mapping[str, bool] = field(default_factory=dict)
 
 
+class ChatTemplateSource(NamedTuple):
+    """The text of a chat template, and the name of the file that has it."""
+
+    text: str
+    file: str
+
+
 @dataclass(frozen=True, slots=True)
 class TokenizerConfig:
     """`special` are the special tokens that have a name (such as eos_token), `other_special` those that have none.
@@ -78,7 +85,7 @@ class TokenizerConfig:
     truncates_left: bool = False
     has_mistral_fix: bool = False
     adds: Mapping[str, bool] = field(default_factory=dict)
-    chat_template: str | None = None
+    chat_template: ChatTemplateSource | None = None
 
     @classmethod
     def read(cls, files: Mapping[str, Path]) -> "TokenizerConfig":
@@ -157,14 +164,15 @@ def _added(config: Mapping[str, Any], files: Mapping[str, Path], special: set[st
     return {int(token_id): token for token_id, token in pairs}
 
 
-def _chat_template(config: Mapping[str, Any], files: Mapping[str, Path]) -> str | None:
+def _chat_template(config: Mapping[str, Any], files: Mapping[str, Path]) -> ChatTemplateSource | None:
     """A file of its own comes first, as in transformers. Of templates with names it is the one named "default":
     the others are for tools and documents, which a chat here does not have."""
-    if "chat_template.jinja" in files:
-        return files["chat_template.jinja"].read_text(encoding="utf-8")
-    found = config.get("chat_template")
+    if (name := "chat_template.jinja") in files:
+        return ChatTemplateSource(files[name].read_text(encoding="utf-8"), name)
+    name, found = FILE, config.get("chat_template")
     if found is None:
-        found = _object(files, "chat_template.json").get("chat_template")
+        name = "chat_template.json"
+        found = _object(files, name).get("chat_template")
     if isinstance(found, list) and all(isinstance(one, dict) and {"name", "template"} <= one.keys() for one in found):
         found = {one["name"]: one["template"] for one in found}
     if isinstance(found, dict):
@@ -172,8 +180,8 @@ def _chat_template(config: Mapping[str, Any], files: Mapping[str, Path]) -> str 
             log.warning("the model has no chat template named 'default', so it has no chats", names=list(found)[:20])
         found = found.get("default")
     if found is not None and not isinstance(found, str):
-        raise StartError(f"{FILE} has a chat_template that is neither a text nor a list of texts with names")
-    return found or None
+        raise StartError(f"{name} has a chat_template that is neither a text nor a list of texts with names")
+    return ChatTemplateSource(found, name) if found else None
 
 
 def _flag(config: Mapping[str, Any], key: str) -> bool:

@@ -1,6 +1,7 @@
 """A model's chat template: Jinja with the functions that transformers gives to templates, in its sandbox.
 
-The template comes with the model, and is not trusted: it can neither change what it is given nor reach Python.
+The template comes with the model, and is not trusted: it can neither change what it is given nor reach Python. What it
+may take of time and memory is bounded by the process that renders it: template_renderer.py.
 """
 
 import json
@@ -18,9 +19,7 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-
-class TemplateError(ValueError):
-    """The chat template refused the messages."""
+from scheduler_service.frontend.encoding_errors import TemplateError, TooManyTokensError
 
 
 class ChatTemplate:
@@ -30,11 +29,23 @@ class ChatTemplate:
         self._source = source
         self._variables = variables
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The conversation up to where the assistant speaks. Raises TemplateError."""
+    def render(self, messages: Sequence[Mapping[str, Any]], most: int) -> str:
+        """The conversation up to where the assistant speaks.
+
+        Raises TemplateError, TooManyTokensError if it has more than `most` characters, MemoryError and RecursionError.
+        """
         values = {**self._variables, "messages": messages, "tools": None, "documents": None}
+        pieces: list[str] = []
+        num_characters = 0
         try:
-            return self._compiled.render(**values, add_generation_prompt=True)
+            for piece in self._compiled.generate(**values, add_generation_prompt=True):
+                pieces.append(piece)
+                num_characters += len(piece)
+                if num_characters > most:
+                    raise TooManyTokensError
+            return "".join(pieces)
+        except (MemoryError, RecursionError, TooManyTokensError):
+            raise
         except Exception as error:  # whatever an author's expressions may raise
             raise TemplateError(f"the model's chat template refuses these messages: {error}") from error
 

@@ -3,9 +3,9 @@
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.core import EncoderInput
 from scheduler_service.frontend.checks import check_token_ids, invalid, require_tokenizer, take_token_ids
+from scheduler_service.frontend.encoding_errors import TooManyTokensError
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.sound_features import read_sound
-from scheduler_service.frontend.tokenization import TooManyTokensError
 
 
 async def read_encoder_prompt(message: pb.GenerateRequest, model: ServedModel) -> EncoderInput | None:

@@ -4,7 +4,6 @@ import asyncio
 from array import array
 
 from pagewire.v1 import inference_service_pb2 as pb
-from scheduler_service.frontend.chat_template import TemplateError
 from scheduler_service.frontend.checks import (
     check_context,
     check_length,
@@ -13,8 +12,9 @@ from scheduler_service.frontend.checks import (
     require_tokenizer,
     take_token_ids,
 )
+from scheduler_service.frontend.encoding_errors import TemplateError, TooManyTokensError
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.tokenization import Tokenizer, TooManyTokensError
+from scheduler_service.frontend.tokenization import Tokenizer
 
 MAX_TOKENIZE = 1 << 17
 """Or as many as the context has."""

@@ -5,8 +5,9 @@ from typing import TypeVar
 
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.frontend.checks import check_token_ids, invalid, require_tokenizer, take_token_ids
+from scheduler_service.frontend.encoding_errors import TooManyTokensError
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.tokenization import Text, TextItem, TooManyTokensError
+from scheduler_service.frontend.tokenization import Text, TextItem
 
 T = TypeVar("T")
 

@@ -8,7 +8,6 @@ work that holds the GIL is done in slices: a thread that runs Python gives it to
 
 import asyncio
 import os
-import secrets
 import unicodedata
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,9 @@ from typing import TypeVar
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from scheduler_service.frontend.chat_template import TemplateError
+from pagewire_common.start_error import StartError
+from scheduler_service.frontend.chat_marks import ChatMarks
+from scheduler_service.frontend.encoding_errors import TooManyTokensError
 from scheduler_service.frontend.tokenizer_loading import load_tokenizer
 from scheduler_service.frontend.word_finder import WordFinder
 
@@ -45,14 +46,9 @@ T = TypeVar("T")
 CHARACTERS_AT_ONCE = 1 << 12
 PIECES_AT_ONCE = 256
 
-# Of the mark that a special token in a chat's message is swapped for.
-END_OF_MARK = "\ue001"
-
 MOST_TOKENS = 1 << 20
-
-
-class TooManyTokensError(ValueError):
-    """A text has more tokens than the limit."""
+LARGEST_ID = (1 << 24) - 1
+"""There are tables of all ids. The largest vocabularies have some 300,000."""
 
 
 class PanicError(RuntimeError):
@@ -94,7 +90,7 @@ class Tokenizer:
     def __init__(self, directory: Path) -> None:
         files = load_tokenizer(directory)
         self._parsing, self._plain = files.parsing, files.plain
-        self._chat_template = files.chat_template
+        self._chats = files.chats
         self._truncates_left = files.truncates_left
         self._special = WordFinder(files.hidden)
         self.eos_token_id = files.eos_token_id
@@ -102,7 +98,13 @@ class Tokenizer:
         self._side_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-aside")
         vocabulary = self._parsing.get_vocab(with_added_tokens=True)
         self.longest_token = max(map(len, vocabulary), default=1)
-        self._known = bytearray(max(vocabulary.values(), default=-1) + 1)
+        largest = max(vocabulary, key=vocabulary.__getitem__, default="")
+        if vocabulary.get(largest, 0) > LARGEST_ID:
+            raise StartError(
+                f"the tokenizer gives the token {largest[:100]!r} the id {vocabulary[largest]}; the largest id can be "
+                f"{LARGEST_ID}"
+            )
+        self._known = bytearray(vocabulary.get(largest, -1) + 1)
         for token_id in vocabulary.values():
             self._known[token_id] = True
         self._not_special = self._known[:]
@@ -112,7 +114,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._chat_template is not None
+        return self._chats is not None
 
     async def encode(
         self, text: str, *, most: int = MOST_TOKENS, parse_special_tokens: bool = False, aside: bool = False
@@ -135,8 +137,14 @@ class Tokenizer:
     async def encode_chat(
         self, messages: Sequence[dict[str, str]], *, most: int = MOST_TOKENS, aside: bool = False
     ) -> list[int]:
-        """Token ids of a conversation up to where the assistant speaks. Raises TemplateError, TooManyTokensError."""
-        return await self._on_thread(lambda: self._encode_chat(messages, most), aside=aside)
+        """Token ids of a conversation up to where the assistant speaks.
+
+        Raises TemplateError, TooManyTokensError, RequestError.
+        """
+        assert self._chats is not None
+        marks = ChatMarks(self._special, most)
+        text = await self._chats.render(messages, marks, most, self.longest_token, aside=aside)
+        return await self._on_thread(lambda: self._encode_chat(text, marks, most), aside=aside)
 
     async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word's tokens at the start of a text and after a space, without any prefix."""
@@ -180,37 +188,9 @@ class Tokenizer:
         threads = self._side_thread if aside else self._threads
         return await asyncio.get_running_loop().run_in_executor(threads, without_panic, function)
 
-    def _encode_chat(self, messages: Sequence[dict[str, str]], most: int) -> list[int]:
-        # Special tokens in contents are swapped for marks that no text contains, and encoded as plain text where the
-        # marks come out of the template. Each mark has the number of its token, because a template may move, repeat and
-        # drop messages.
-        mark = f"\ue000{secrets.randbelow(10**18)}:"
-        marks: dict[str, str] = {}
-        num_found = 0
-
-        def hide(text: str) -> str:
-            nonlocal num_found
-            parts: list[str] = []
-            for before, word in self._special.find(text):
-                parts.append(before)
-                if word:
-                    parts.append(marks.setdefault(word, f"{mark}{len(marks)}{END_OF_MARK}"))
-                    num_found += 1
-                    if num_found > most:  # each is a token at least
-                        raise TooManyTokensError
-            return "".join(parts)
-
-        assert self._chat_template is not None
-        hidden = [{**message, "content": hide(message["content"])} for message in messages]
-        try:
-            text = self._chat_template.render(hidden)
-        except TemplateError as error:
-            reason = str(error)
-            for word, its_mark in marks.items():
-                reason = reason.replace(its_mark, word)
-            raise TemplateError(reason) from error
-        plain = [_encode(self._plain, word, most) for word in marks]
-        pieces = _pieces(text, mark, len(marks))
+    def _encode_chat(self, text: str, marks: ChatMarks, most: int) -> list[int]:
+        plain = [_encode(self._plain, word, most) for word in marks.words]
+        pieces = marks.pieces(text)
         ids: list[int] = []
         while some := list(islice(pieces, PIECES_AT_ONCE)):
             encoded = self._encode_pieces([piece for piece, _ in some], most)
@@ -280,22 +260,6 @@ def _excess(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, from_end: 
             if num_tokens > most + most // 8:  # cuts make a few more of them
                 return num_characters
     return None
-
-
-def _pieces(text: str, mark: str, num_marks: int) -> Iterator[tuple[str, int | None]]:
-    """A rendered chat cut at its marks: each piece with the number of the mark behind it, the last one with None.
-
-    A generator, because a hundred thousand strings take long to be made at once, and to be freed.
-    """
-    start = 0
-    while (found := text.find(mark, start)) >= 0:
-        end = text.find(END_OF_MARK, found)
-        number = text[found + len(mark) : max(end, 0)]
-        if not (number.isdecimal() and int(number) < num_marks):
-            raise TemplateError("the model's chat template cuts messages that spell out special tokens")
-        yield text[start:found], int(number)
-        start = end + len(END_OF_MARK)
-    yield text[start:], None
 
 
 def _most_tokens(tokenizer: tokenizers.Tokenizer, parts: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ from tokenizers import AddedToken
 
 from pagewire_common.start_error import StartError
 from pagewire_common.tokenizer_config import FLAGS, Token, TokenizerConfig
-from scheduler_service.frontend.chat_template import ChatTemplate
+from scheduler_service.frontend.chat_renderer import ChatRenderer
 
 log = structlog.get_logger()
 
@@ -37,7 +37,7 @@ class TokenizerFiles:
     parsing: tokenizers.Tokenizer
     plain: tokenizers.Tokenizer
     hidden: tuple[str, ...]
-    chat_template: ChatTemplate | None
+    chats: ChatRenderer | None
     eos_token_id: int | None
     truncates_left: bool
 
@@ -74,7 +74,7 @@ def load_tokenizer(directory: Path) -> TokenizerFiles:
         parsing=parsing,
         plain=plain,
         hidden=tuple(sorted(hidden)),
-        chat_template=None if config.chat_template is None else ChatTemplate(config.chat_template, variables),
+        chats=None if config.chat_template is None else ChatRenderer(*config.chat_template, variables),
         eos_token_id=config.token_id("eos_token", parsing.token_to_id),
         truncates_left=config.truncates_left,
     )

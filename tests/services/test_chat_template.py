@@ -4,8 +4,10 @@ import pytest
 from jinja2 import TemplateError as JinjaError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from scheduler_service.frontend.chat_template import ChatTemplate, TemplateError
+from scheduler_service.frontend.chat_template import ChatTemplate
+from scheduler_service.frontend.encoding_errors import TemplateError
 
+MOST = 10_000
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "image_token": "<image>"}
 CHATS: list[list[dict[str, str]]] = [
     [{"role": "user", "content": "héllo <b>\n & 'you' {{ x }}"}],
@@ -56,7 +58,7 @@ def test_a_template_renders_as_in_transformers(name: str) -> None:
         (expected,), _ = render_jinja_template(
             [chat], chat_template=TEMPLATES[name], add_generation_prompt=True, **TOKENS
         )
-        assert ChatTemplate(TEMPLATES[name], TOKENS).render(chat) == expected
+        assert ChatTemplate(TEMPLATES[name], TOKENS).render(chat, MOST) == expected
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -66,6 +68,6 @@ def test_what_transformers_refuses_is_refused(name: str) -> None:
         with pytest.raises((JinjaError, ArithmeticError, OverflowError)) as refusal:
             render_jinja_template([chat], chat_template=REFUSED[name], add_generation_prompt=True)
         with pytest.raises(TemplateError, match="the model's chat template refuses these messages: ") as error:
-            template.render(chat)
+            template.render(chat, MOST)
         if "own" in name:
             assert str(error.value).endswith(str(refusal.value))

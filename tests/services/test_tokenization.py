@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from scheduler_service.frontend.chat_template import TemplateError
+from scheduler_service.frontend.encoding_errors import TemplateError
 from scheduler_service.frontend.tokenization import MAX_PENDING_TOKENS, Tokenizer
 
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pagewire_common.start_error import StartError
 from pagewire_common.tokenizer_config import _LEFT_OUT, TokenizerConfig
+from scheduler_service.frontend.chat_template import ChatTemplate
 from scheduler_service.frontend.tokenization import Tokenizer
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -72,9 +73,19 @@ async def test_tokens_are_added_and_special_as_in_transformers(name: str, tmp_pa
     assert ours.eos_token_id == theirs.eos_token_id
     source = "{{ bos_token }},{{ eos_token }},{{ image_token }},{{ tool_token }}"
     (tmp_path / "chat_template.jinja").write_text(source)
-    template = Tokenizer(tmp_path)._chat_template
-    assert template is not None
-    assert template.render([]) == theirs.apply_chat_template([{"role": "user"}], chat_template=source, tokenize=False)
+    chats = Tokenizer(tmp_path)._chats
+    assert chats is not None
+    rendered = ChatTemplate(chats.source, chats.variables).render([], 1000)
+    assert rendered == theirs.apply_chat_template([{"role": "user"}], chat_template=source, tokenize=False)
+
+
+def test_an_id_for_which_no_table_has_room_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, {})
+    said = json.loads((tmp_path / "tokenizer.json").read_text())
+    said["model"]["vocab"]["far"] = 2**32 - 1
+    (tmp_path / "tokenizer.json").write_text(json.dumps(said))
+    with pytest.raises(StartError, match="the token 'far' the id 4294967295; the largest id can be 16777215"):
+        Tokenizer(tmp_path)
 
 
 async def test_older_folders_have_these_parts_in_files_of_their_own(tmp_path: Path) -> None:
@@ -145,8 +156,8 @@ def test_the_chat_template_is_taken_from_where_it_is(
     if of_file is not None:
         (tmp_path / "chat_template.jinja").write_text(of_file)
     with capture_logs() as logs:
-        template = Tokenizer(tmp_path)._chat_template
-    assert (template and template.render([])) == expected
+        chats = Tokenizer(tmp_path)._chats
+    assert (chats and chats.source) == expected
     assert [log["names"] for log in logs] == ([["rag"]] if of_config == NAMED[:1] else [])
 
 
