@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from worker_service.loading.gguf_keys import GgufKeys
+from worker_service.loading.gguf_kinds import COUNT, FLAG, NOT_NEGATIVE, POSITIVE, SIZE
 from worker_service.loading.gguf_rope import Divisors, read_rope_parameters
+from worker_service.wording import shown
 
 Json = dict[str, Any]
 
@@ -21,18 +23,24 @@ _GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_t
 def read_network(keys: GgufKeys, tensors: Collection[str], divisors: Divisors, vocabulary: int) -> Json:
     """A config.json without token ids. `tensors`: the names of all. Raises ValueError for what it cannot describe."""
     if (network := ARCHITECTURES.get(keys.architecture)) is None:
-        raise ValueError(f"its architecture is {keys.architecture!r}; supported are {', '.join(sorted(ARCHITECTURES))}")
-    num_experts = keys.own("expert_count", int) if network.model_type == "llama" else None
+        supported = ", ".join(sorted(ARCHITECTURES))
+        raise ValueError(f"its architecture is {shown(keys.architecture)}; supported are {supported}")
+    num_experts = keys.own("expert_count", SIZE) if network.model_type == "llama" else None
     if num_experts:
         network = _MIXTRAL
-    said = keys.own("vocab_size", int)
+    said = keys.own("vocab_size", COUNT)
     if said not in (None, vocabulary):
         raise ValueError(f"its {keys.architecture}.vocab_size is {said}, and it has {vocabulary} tokens")
-    hidden, heads = keys.need_own("embedding_length", int), keys.of_all_layers("attention.head_count")
-    if heads is None or heads < 1:
+    hidden, heads = keys.need_own("embedding_length", COUNT), keys.of_all_layers("attention.head_count", COUNT)
+    if heads is None:
         raise ValueError(f"it has no {keys.architecture}.attention.head_count")
-    head_dim = keys.own("attention.key_length", int) or hidden // heads
-    value_length = keys.own("attention.value_length", int)
+    kv_heads = keys.of_all_layers("attention.head_count_kv", COUNT) or heads
+    if heads % kv_heads:
+        raise ValueError(
+            f"its attention.head_count, {heads}, is no multiple of its attention.head_count_kv, {kv_heads}"
+        )
+    head_dim = keys.own("attention.key_length", COUNT) or hidden // heads
+    value_length = keys.own("attention.value_length", COUNT)
     if value_length not in (None, head_dim):
         raise ValueError(f"its attention.value_length is another than its attention.key_length, {head_dim}")
     base: Json = {
@@ -40,18 +48,18 @@ def read_network(keys: GgufKeys, tensors: Collection[str], divisors: Divisors, v
         "architectures": [network.class_name],
         "vocab_size": vocabulary,
         "hidden_size": hidden,
-        "intermediate_size": keys.of_all_layers("feed_forward_length"),
-        "num_hidden_layers": keys.need_own("block_count", int),
+        "intermediate_size": keys.of_all_layers("feed_forward_length", SIZE),
+        "num_hidden_layers": keys.need_own("block_count", COUNT),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.of_all_layers("attention.head_count_kv") or heads,
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "max_position_embeddings": keys.need_own("context_length", int),
-        "rms_norm_eps": keys.need_own("attention.layer_norm_rms_epsilon", float),
+        "max_position_embeddings": keys.need_own("context_length", COUNT),
+        "rms_norm_eps": keys.need_own("attention.layer_norm_rms_epsilon", NOT_NEGATIVE),
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in tensors,
         "dtype": "bfloat16",
     }
-    rotary_dim = keys.own("rope.dimension_count", int) or head_dim
+    rotary_dim = keys.own("rope.dimension_count", COUNT) or head_dim
     if rotary_dim != head_dim and keys.architecture != "phi3":
         raise ValueError(f"its rope.dimension_count is {rotary_dim}, and its heads have {head_dim} numbers")
     base["rope_parameters"] = read_rope_parameters(keys, divisors, rotary_dim, base["max_position_embeddings"])
@@ -64,28 +72,33 @@ def read_network(keys: GgufKeys, tensors: Collection[str], divisors: Divisors, v
 
 
 def _mixtral(keys: GgufKeys, base: Json) -> Json:  # noqa: ARG001 (others use it)
-    return {
-        "num_local_experts": keys.need_own("expert_count", int),
-        "num_experts_per_tok": keys.need_own("expert_used_count", int),
-        "sliding_window": None,
-    }
+    count, chosen = _read_experts(keys)
+    return {"num_local_experts": count, "num_experts_per_tok": chosen, "sliding_window": None}
 
 
 def _qwen3_moe(keys: GgufKeys, base: Json) -> Json:
-    chosen, inner = keys.need_own("expert_used_count", int), keys.own("expert_feed_forward_length", int)
-    if not inner and not (base["intermediate_size"] and chosen > 0):
+    (count, chosen), inner = _read_experts(keys), keys.own("expert_feed_forward_length", SIZE)
+    if not inner and not base["intermediate_size"]:
         raise ValueError("it has no qwen3moe.expert_feed_forward_length")
     inner = inner or base["intermediate_size"] // chosen
     return {
         "intermediate_size": base["intermediate_size"] or inner,  # of no layer: all have experts
         "moe_intermediate_size": inner,
-        "num_experts": keys.need_own("expert_count", int),
+        "num_experts": count,
         "num_experts_per_tok": chosen,
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "use_sliding_window": False,
     }
+
+
+def _read_experts(keys: GgufKeys) -> tuple[int, int]:
+    """How many experts a layer has, and how many of them a token has."""
+    count, chosen = keys.need_own("expert_count", COUNT), keys.need_own("expert_used_count", COUNT)
+    if chosen > count:
+        raise ValueError(f"its {keys.architecture}.expert_used_count is {chosen}, and its expert_count {count}")
+    return count, chosen
 
 
 def _smollm3(keys: GgufKeys, base: Json) -> Json:  # noqa: ARG001
@@ -96,20 +109,19 @@ def _smollm3(keys: GgufKeys, base: Json) -> Json:  # noqa: ARG001
 def _phi3(keys: GgufKeys, base: Json) -> Json:
     """llama.cpp leaves its window out, and warns that answers might suffer; here it is obeyed."""
     original = base["rope_parameters"].get("original_max_position_embeddings", base["max_position_embeddings"])
-    window = keys.own("attention.sliding_window", int) or None
+    window = keys.own("attention.sliding_window", SIZE) or None
     return {"sliding_window": window, "original_max_position_embeddings": original}
 
 
 def _gemma2(keys: GgufKeys, base: Json) -> Json:
     theta = base["rope_parameters"]["rope_theta"]
-    if keys.own("rope.freq_base_swa", float) not in (None, theta):
+    if keys.own("rope.freq_base_swa", POSITIVE) not in (None, theta):
         raise ValueError(f"its gemma2.rope.freq_base_swa is another than its rope.freq_base, {theta}")
-    window = keys.own("attention.sliding_window", int)
     return {
-        "attn_logit_softcapping": keys.own("attn_logit_softcapping", float) or 50.0,
-        "final_logit_softcapping": keys.own("final_logit_softcapping", float) or 30.0,
+        "attn_logit_softcapping": keys.own("attn_logit_softcapping", POSITIVE) or 50.0,
+        "final_logit_softcapping": keys.own("final_logit_softcapping", POSITIVE) or 30.0,
         "query_pre_attn_scalar": _attention_scalar(keys, base),
-        **_windows(keys, base, 4096 if window is None else window, 2),
+        **_windows(keys, base, keys.own("attention.sliding_window", COUNT) or 4096, 2),
         **_GELU,
     }
 
@@ -118,16 +130,16 @@ def _gemma3(keys: GgufKeys, base: Json) -> Json:
     far = base["rope_parameters"]
     if far["rope_type"] not in ("default", "linear"):
         raise ValueError(f"its positions are scaled as {far['rope_type']}, which is not supported for gemma3")
-    near = keys.own("rope.freq_base_swa", float) or 10_000.0
+    near = keys.own("rope.freq_base_swa", POSITIVE) or 10_000.0
     return {
-        "final_logit_softcapping": keys.own("final_logit_softcapping", float) or None,
+        "final_logit_softcapping": keys.own("final_logit_softcapping", NOT_NEGATIVE) or None,
         "attn_logit_softcapping": None,
         "query_pre_attn_scalar": _attention_scalar(keys, base),
         "rope_parameters": {
             "full_attention": far,
             "sliding_attention": {"rope_type": "default", "rope_theta": near},
         },
-        **_windows(keys, base, keys.own("attention.sliding_window", int) or 0, 6),
+        **_windows(keys, base, keys.own("attention.sliding_window", SIZE) or 0, 6),
         **_GELU,
     }
 
@@ -141,14 +153,14 @@ def _attention_scalar(keys: GgufKeys, base: Json) -> int:
 def _windows(keys: GgufKeys, base: Json, window: int, period: int) -> Json:
     """Which layers have the window: all but the last of each `period`, unless the file has another pattern."""
     number_of_layers, key = base["num_hidden_layers"], "attention.sliding_window_pattern"
-    try:
-        of_layers = [bool(value) for value in keys.numbers(f"{keys.architecture}.{key}")]
-    except ValueError:
-        said = keys.own(key, int)
-        period, of_layers = period if said is None else said, []
-    if of_layers and len(of_layers) != number_of_layers:
-        raise ValueError(f"its {key} has {len(of_layers)} entries, and it has {number_of_layers} layers")
-    of_layers = of_layers or [period == 0 or number % period < period - 1 for number in range(number_of_layers)]
+    if keys.is_array(f"{keys.architecture}.{key}"):
+        of_layers = [bool(value) for value in keys.numbers(f"{keys.architecture}.{key}", FLAG)]
+        if len(of_layers) != number_of_layers:
+            raise ValueError(f"its {key} has {len(of_layers)} entries, and it has {number_of_layers} layers")
+    else:
+        said = keys.own(key, SIZE)
+        period = period if said is None else said
+        of_layers = [period == 0 or number % period < period - 1 for number in range(number_of_layers)]
     kinds = ["sliding_attention" if slides and window else "full_attention" for slides in of_layers]
     return {"sliding_window": window or base["max_position_embeddings"], "layer_types": kinds}
 

@@ -26,13 +26,14 @@ from worker_service.loading.gguf_config import read_network
 from worker_service.loading.gguf_file import GgufFile, find_parts, read_gguf
 from worker_service.loading.gguf_header import GgufTensor
 from worker_service.loading.gguf_keys import GgufKeys
+from worker_service.loading.gguf_kinds import TEXT, WHOLE
 from worker_service.loading.gguf_rope import FREQS, LONG, SHORT
 from worker_service.loading.gguf_sampling import read_sampling
 from worker_service.loading.gguf_tensors import Target, map_tensors
 from worker_service.loading.safetensors_writer import WrittenTensor, write_safetensors
-from worker_service.wording import named, reason
+from worker_service.wording import named, reason, shown
 
-VERSION = 4
+VERSION = 5
 """Increased when the result of a conversion changes, so that folders converted earlier are not used."""
 _REFUSED = 2
 """The status of a conversion that has said why."""
@@ -74,8 +75,8 @@ def _convert(file: GgufFile, folder: Path) -> None:
     from worker_service.loading.gguf_tokenizer import convert_tokenizer
 
     keys, tensors = GgufKeys(file.metadata), file.tensors
-    if (kind := keys.get("general.type", str)) not in (None, "model"):
-        raise ValueError(f"it is no model but, by its general.type, {kind!r}")
+    if (kind := keys.get("general.type", TEXT)) not in (None, "model"):
+        raise ValueError(f"it is no model but, by its general.type, {shown(kind)}")
     if (embeddings := tensors.get("token_embd.weight")) is None:
         raise ValueError("it has no tensor token_embd.weight")
     vocabulary = embeddings.shape[-1] if embeddings.shape else 0
@@ -84,9 +85,9 @@ def _convert(file: GgufFile, folder: Path) -> None:
     config = read_network(keys, tensors, divisors, vocabulary)
     targets = map_tensors(config, tensors)
     if left := sorted(tensors.keys() - {target.source for target in targets.values()} - divisors.keys()):
-        shown = ", ".join(map(named, left[:_MOST_SHOWN]))
+        listed = ", ".join(map(named, left[:_MOST_SHOWN]))
         more = f" and {len(left) - _MOST_SHOWN} more" if len(left) > _MOST_SHOWN else ""
-        raise ValueError(f"no part of the architecture {keys.architecture} is made of its tensor {shown}{more}")
+        raise ValueError(f"no part of the architecture {keys.architecture} is made of its tensor {listed}{more}")
     ids = convert_tokenizer(keys, vocabulary, folder)
     token_ids = {"bos_token_id": ids.bos, "eos_token_id": list(ids.ends), "pad_token_id": ids.pad}
     _write_json(folder / "config.json", config | token_ids)
@@ -176,7 +177,7 @@ def _values(tensor: GgufTensor) -> Floats:
 
 def _write_pooling(keys: GgufKeys, folder: Path) -> None:
     """As sentence-transformers says how texts become vectors, if the file says it."""
-    if not (kind := keys.own("pooling_type", int)):
+    if not (kind := keys.own("pooling_type", WHOLE)):
         return
     if kind not in _POOLINGS:
         raise ValueError(f"its pooling_type is {kind}; supported are 0 (none) and {', '.join(map(str, _POOLINGS))}")

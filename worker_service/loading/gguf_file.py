@@ -73,14 +73,14 @@ def read_gguf(parts: Sequence[Path]) -> GgufFile:
 
 
 def _check_part(header: GgufHeader, number: int, count: int) -> None:
-    said_count = header.metadata.get("split.count") or 1
-    if said_count != count:
+    said_count = header.metadata.get("split.count", 0)
+    if type(said_count) is not int or (said_count or 1) != count:
         raise UnsoundFileError(
             f"it is one of {shown(said_count)} parts by its split.count, and one of {count} by its name; "
             "parts are named NAME-00001-of-00003.gguf and so on"
         )
-    said_number = header.metadata.get("split.no") or 0
-    if said_number != number:
+    said_number = header.metadata.get("split.no", 0)
+    if type(said_number) is not int or said_number != number:
         raise UnsoundFileError(f"its split.no is {shown(said_number)}, and its name says {number}")
 
 
@@ -93,12 +93,13 @@ def _join(metadata: dict[str, Value], of_part: Mapping[str, Value]) -> None:
 
 def _check_counts(metadata: Mapping[str, Value], tensors: Mapping[str, GgufTensor], said_tensors: Value) -> None:
     """Sizes that agree with the tensors, so that no reader makes room for more than there is."""
-    if said_tensors is not None and said_tensors != len(tensors):
+    if said_tensors is not None and not (type(said_tensors) is int and said_tensors == len(tensors)):
         raise UnsoundFileError(f"split.tensors.count is {shown(said_tensors)}, and the parts have {len(tensors)}")
     num_blocks = len({block[1] for name in tensors if (block := _BLOCK.match(name))})
     largest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
+    own = f"{metadata.get('general.architecture')}."
     for key, value in metadata.items():
-        if type(value) is not int:
+        if type(value) is not int or not key.startswith(own):
             continue
         if key.endswith(_POSITIVE) and value < 1:
             raise UnsoundFileError(f"{named(key)} is {value}")

@@ -132,7 +132,8 @@ def _read_array(reader: BoundedReader, what: str, depth: int = 0) -> Value:
         num_bytes = count * _smallest(inner)
         if num_bytes > _MAX_VALUE_BYTES:
             raise UnsoundFileError(f"{what} has {num_bytes} bytes; at most {_MAX_VALUE_BYTES} are read")
-        return np.frombuffer(reader.take(num_bytes, what), "<" + _SCALARS[inner])
+        values = np.frombuffer(reader.take(num_bytes, what), "<" + _SCALARS[inner])
+        return values != 0 if inner == _BOOLEAN else values
     if inner == _STRING:
         if count > _MAX_TEXTS:
             raise UnsoundFileError(f"{what} has {count} texts; at most {_MAX_TEXTS} are read")

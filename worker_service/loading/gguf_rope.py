@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from worker_service.loading.gguf_keys import GgufKeys
+from worker_service.loading.gguf_kinds import NOT_NEGATIVE, NUMBER, POSITIVE, SIZE, TEXT
+from worker_service.wording import shown
 
 Divisors = Mapping[str, npt.NDArray[np.float32]]
 """Divisors, one a pair, by tensor name: FREQS, or LONG for texts beyond the original context and SHORT for others."""
@@ -21,24 +23,18 @@ _TYPES = ("none", "linear", "yarn", "longrope")
 
 def read_rope_parameters(keys: GgufKeys, divisors: Divisors, rotary_dim: int, max_positions: int) -> dict[str, Any]:
     """`divisors`: those that the file has. Raises ValueError for positions that no config.json describes."""
-    theta = keys.own("rope.freq_base", float) or 10_000.0
-    kind = keys.own("rope.scaling.type", str) or "linear"
-    # The second is the name in older files.
-    factor = keys.own("rope.scaling.factor", float) or keys.own("rope.scale_linear", float) or 1.0
-    keys.own("rope.scale_linear", float)
-    original = keys.own("rope.scaling.original_context_length", int) or max_positions
-    scale = keys.own("rope.scaling.attn_factor", float)
-    scale = 1.0 if scale is None else scale
-    mixed = keys.own("rope.scaling.yarn_ext_factor", float)
+    theta = keys.own("rope.freq_base", POSITIVE) or 10_000.0
+    kind = keys.own("rope.scaling.type", TEXT)
+    kind = "linear" if kind is None else kind
+    factor, older = keys.own("rope.scaling.factor", NOT_NEGATIVE), keys.own("rope.scale_linear", NOT_NEGATIVE)
+    factor = (older if factor is None else factor) or 1.0  # 0 says in llama.cpp's files that nothing is scaled
+    original = keys.own("rope.scaling.original_context_length", SIZE) or max_positions  # 0 as there
+    scale = keys.own("rope.scaling.attn_factor", POSITIVE) or 1.0
+    mixed = keys.own("rope.scaling.yarn_ext_factor", NUMBER)
     if kind not in _TYPES:
-        raise ValueError(f"its rope.scaling.type is {kind!r}; supported are {', '.join(_TYPES)}")
+        raise ValueError(f"its rope.scaling.type is {shown(kind)}; supported are {', '.join(_TYPES)}")
     if kind == "none":
         factor = 1.0
-    if not (theta > 0 and factor > 0 and scale > 0 and original > 0):
-        raise ValueError(
-            f"its rope.freq_base is {theta}, rope.scaling.factor {factor}, rope.scaling.attn_factor {scale} and "
-            f"rope.scaling.original_context_length {original}; all must be above 0"
-        )
     if mixed is not None and mixed not in (-1.0, float(kind == "yarn")):
         raise ValueError(f"its rope.scaling.yarn_ext_factor is {mixed}, which is not supported with the type {kind}")
     if kind == "yarn" and factor != 1:

@@ -6,6 +6,7 @@ file marks it as a control token, because </s> is also a tag of HTML.
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,21 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from worker_service.loading.gguf_keys import GgufKeys
+from worker_service.loading.gguf_kinds import FLAG, NUMBER, TEXT, WHOLE, Kind
 from worker_service.loading.gguf_pre_tokenizers import find_pre_tokenizer
 from worker_service.wording import reason, shown
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _NO_TOKEN = 2**32 - 1
 _SPACE = "▁"
+_TOKEN_TYPE = Kind(int, "a type of tokens, from 0 to 6", 0, 6)
+
+_MAX_TOKEN_BYTES = 1_024
+"""Of a token. Byte-level vocabularies have runs of 128 spaces, each spelled in 2 bytes."""
+_MAX_VOCABULARY_BYTES = 1 << 23
+"""Of all tokens: 32 bytes each for 262,144. Pairs in tokens of 1,024 bytes are found in 7 s then."""
+_MAX_MERGE_BYTES = 1 << 27
+"""Of all pairs that SentencePiece merges: 256 bytes each for 524,288."""
 
 _ENDS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
@@ -46,16 +56,17 @@ class TokenIds:
 
 def convert_tokenizer(keys: GgufKeys, vocabulary: int, folder: Path) -> TokenIds:
     """Write both files. `vocabulary`: as the weights have it. Raises ValueError for a tokenizer that is not known."""
-    kind = keys.need("tokenizer.ggml.model", str)
+    kind = keys.need("tokenizer.ggml.model", TEXT)
     tokens = [token or f"[EMPTY_{number}]" for number, token in enumerate(keys.texts("tokenizer.ggml.tokens"))]
     if len(tokens) != vocabulary:
         raise ValueError(f"its tokenizer has {len(tokens)} tokens, and its embeddings {vocabulary}")
+    _check_lengths(tokens)
     ids = {token: number for number, token in enumerate(tokens)}
     if len(ids) < len(tokens):
         raise ValueError(
             f"its tokenizer has a token twice: {shown(next(t for n, t in enumerate(tokens) if ids[t] > n))}"
         )
-    types = [int(number) for number in keys.numbers("tokenizer.ggml.token_type")] or [_NORMAL] * len(tokens)
+    types = keys.numbers("tokenizer.ggml.token_type", _TOKEN_TYPE).tolist() or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise ValueError(f"its tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
     readers = {"llama": _sentence_piece, "gpt2": _byte_level}
@@ -75,10 +86,10 @@ def convert_tokenizer(keys: GgufKeys, vocabulary: int, folder: Path) -> TokenIds
         raise
     except Exception as error:  # the library raises Exception itself
         raise ValueError(f"its tokenizer is not sound: {reason(error)}") from error
-    added = keys.get("tokenizer.ggml.add_bos_token", bool)
+    added = keys.get("tokenizer.ggml.add_bos_token", FLAG)
     first = special["bos"] if (adds_bos if added is None else added) else None
-    last = special["eos"] if keys.get("tokenizer.ggml.add_eos_token", bool) else None
-    if (added and first is None) or (last is None and keys.get("tokenizer.ggml.add_eos_token", bool)):
+    last = special["eos"] if keys.get("tokenizer.ggml.add_eos_token", FLAG) else None
+    if (added and first is None) or (last is None and keys.get("tokenizer.ggml.add_eos_token", FLAG)):
         raise ValueError("its tokenizer adds a token at the beginning or the end of texts, and names none")
     _surround(tokenizer, tokens, first, last)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -92,6 +103,21 @@ def convert_tokenizer(keys: GgufKeys, vocabulary: int, folder: Path) -> TokenIds
     return TokenIds(special["bos"], special["pad"], ends)
 
 
+def _check_lengths(tokens: Sequence[str]) -> None:
+    """Raise ValueError for tokens of such lengths that their conversion might not end."""
+    lengths = [len(token.encode()) for token in tokens]
+    if (longest := max(lengths, default=0)) > _MAX_TOKEN_BYTES:
+        token = tokens[lengths.index(longest)]
+        raise ValueError(
+            f"its tokenizer.ggml.tokens has the token {shown(token)} of {longest} bytes; at most {_MAX_TOKEN_BYTES} "
+            "are supported"
+        )
+    if (total := sum(lengths)) > _MAX_VOCABULARY_BYTES:
+        raise ValueError(
+            f"its tokenizer.ggml.tokens have {total} bytes together; at most {_MAX_VOCABULARY_BYTES} are supported"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
     tokens: list[str]
@@ -102,7 +128,8 @@ class _Vocabulary:
 def _special_ids(keys: GgufKeys, ids: dict[str, int], first: int | None) -> dict[str, int | None]:
     """By the names of tokenizer_config.json. Without a key, `first` and its neighbours are what llama.cpp assumes."""
     defaults = {} if first is None else {"bos": first, "eos": first + 1, "unk": first - 1}
-    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
+    names |= {"mask": "mask", "cls": "cls"}
     found: dict[str, int | None] = {}
     for name, key in names.items():
         found[name] = _token_id(keys, key, ids)
@@ -112,7 +139,7 @@ def _special_ids(keys: GgufKeys, ids: dict[str, int], first: int | None) -> dict
 
 
 def _token_id(keys: GgufKeys, name: str, ids: dict[str, int]) -> int | None:
-    number = keys.get(f"tokenizer.ggml.{name}_token_id", int)
+    number = keys.get(f"tokenizer.ggml.{name}_token_id", WHOLE)
     if number is None or number in (-1, _NO_TOKEN):
         return None
     if not 0 <= number < len(ids):
@@ -132,7 +159,7 @@ def _ends(keys: GgufKeys, ids: dict[str, int], special: dict[str, int | None], c
 def _sentence_piece(keys: GgufKeys, vocab: _Vocabulary, unknown: int | None) -> tuple[Tokenizer, bool]:
     """Merges neighbours to the token of the highest score, as long as there is one."""
     keys.leave("tokenizer.ggml.merges", "tokenizer.ggml.pre")  # made from the scores; of byte-level tokenizers
-    scores = keys.numbers("tokenizer.ggml.scores")
+    scores = keys.numbers("tokenizer.ggml.scores", NUMBER)
     if len(scores) != len(vocab.tokens):
         raise ValueError(f"its tokenizer.ggml.scores has {len(scores)} entries for {len(vocab.tokens)} tokens")
     pieces = {
@@ -140,17 +167,10 @@ def _sentence_piece(keys: GgufKeys, vocab: _Vocabulary, unknown: int | None) -> 
         for token, score, kind in zip(vocab.tokens, scores, vocab.types, strict=True)
         if kind not in (_UNKNOWN, _CONTROL)
     }
-    merges = [
-        (rank, -place, (token[:place], token[place:]))
-        for token, rank in pieces.items()
-        for place in range(1, len(token))
-        if token[:place] in pieces and token[place:] in pieces
-    ]
-    merges.sort(key=lambda merge: merge[:2])
     tokenizer = Tokenizer(
         BPE(
             vocab=vocab.ids,
-            merges=[merge for _, _, merge in merges],
+            merges=_merges(pieces),
             unk_token=None if unknown is None else vocab.tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,
@@ -158,7 +178,7 @@ def _sentence_piece(keys: GgufKeys, vocab: _Vocabulary, unknown: int | None) -> 
     )
     spaces: list[Any] = [normalizers.Replace(" ", _SPACE)]
     texts: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if keys.get("tokenizer.ggml.add_space_prefix", bool) is not False:
+    if keys.get("tokenizer.ggml.add_space_prefix", FLAG) is not False:
         spaces.insert(0, normalizers.Prepend(_SPACE))
         texts.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer = normalizers.Sequence(spaces)
@@ -166,21 +186,42 @@ def _sentence_piece(keys: GgufKeys, vocab: _Vocabulary, unknown: int | None) -> 
     return tokenizer, True
 
 
+def _merges(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
+    """All pairs of pieces that make a piece, in the order of these numbers."""
+    found: list[tuple[float, int, tuple[str, str]]] = []
+    num_bytes = 0
+    for token, rank in pieces.items():
+        merges = [
+            (rank, -place, (token[:place], token[place:]))
+            for place in range(1, len(token))
+            if token[:place] in pieces and token[place:] in pieces
+        ]
+        num_bytes += len(merges) * len(token.encode())
+        if num_bytes > _MAX_MERGE_BYTES:
+            raise ValueError(
+                f"the tokens in its tokenizer.ggml.tokens are made of each other in so many ways that these have more "
+                f"than {_MAX_MERGE_BYTES} bytes, which is not supported"
+            )
+        found += merges
+    found.sort(key=lambda merge: merge[:2])
+    return [merge for _, _, merge in found]
+
+
 def _byte_level(keys: GgufKeys, vocab: _Vocabulary, unknown: int | None) -> tuple[Tokenizer, bool]:
     keys.leave("tokenizer.ggml.scores")  # its merges are in the order of a list
-    if keys.get("tokenizer.ggml.add_space_prefix", bool):
+    if keys.get("tokenizer.ggml.add_space_prefix", FLAG):
         raise ValueError("its tokenizer.ggml.add_space_prefix is true, which is not supported for the model gpt2")
-    splits = find_pre_tokenizer(keys.get("tokenizer.ggml.pre", str) or "default")
-    merges: list[tuple[str, str]] = []
+    splits = find_pre_tokenizer(keys.get("tokenizer.ggml.pre", TEXT) or "default")
+    merges: dict[tuple[str, str], None] = {}  # of a pair that is there twice, the first counts
     for merge in keys.texts("tokenizer.ggml.merges"):
         place = merge.find(" ", 1)
         if place < 0:
             raise ValueError(f"its tokenizer.ggml.merges has {shown(merge)}, which is no pair")
-        merges.append((merge[:place], merge[place + 1 :]))
+        merges[merge[:place], merge[place + 1 :]] = None
     tokenizer = Tokenizer(
         BPE(
             vocab=vocab.ids,
-            merges=merges,
+            merges=list(merges),
             unk_token=None if unknown is None else vocab.tokens[unknown],
             ignore_merges=splits.whole_words,
         )
@@ -194,7 +235,7 @@ def _byte_level(keys: GgufKeys, vocab: _Vocabulary, unknown: int | None) -> tupl
 
 def _strips_behind(keys: GgufKeys) -> bool:
     """Whether white space behind a control token belongs to it. llama.cpp knows such models by their names alone."""
-    name = (keys.get("general.name", str) or "").lower()
+    name = (keys.get("general.name", TEXT) or "").lower()
     return "phi-3" in name or "phi3" in name
 
 
@@ -225,8 +266,9 @@ def _surround(tokenizer: Tokenizer, tokens: list[str], first: int | None, last: 
 
 
 def _chat_templates(keys: GgufKeys) -> str | list[dict[str, str]] | None:
-    default = keys.get("tokenizer.chat_template", str)
-    named = {name: keys.need(f"tokenizer.chat_template.{name}", str) for name in keys.texts("tokenizer.chat_templates")}
+    default = keys.get("tokenizer.chat_template", TEXT)
+    names = [*keys.texts("tokenizer.chat_templates"), *keys.names("tokenizer.chat_template.")]
+    named = {name: keys.need(f"tokenizer.chat_template.{name}", TEXT) for name in names}
     if not named:
         return default
     if default is not None:

@@ -54,6 +54,7 @@ def pack(
     return header + bytes(-len(header) % alignment) + data
 
 
+OF_A = pair(b"general.architecture", STRING, text(b"a"))
 SOUND = pack(
     [
         pair(b"general.architecture", STRING, text(b"llama")),
@@ -166,22 +167,22 @@ UNSOUND = {
     "a product that wraps around 64 bits": (pack([], [tensor(b"t", [2**32, 2**31, 2])], bytes(99)), "tensor t, F32"),
     "an offset that wraps around 64 bits": (pack([], [tensor(b"t", [8], offset=2**64 - 32)], bytes(99)), "tensor t, F"),
     "more layers than there are": (
-        pack([pair(b"a.block_count", UINT32, number(2**32 - 1, 4))], [tensor(b"blk.0.t", [1])], bytes(99)),
+        pack([OF_A, pair(b"a.block_count", UINT32, number(2**32 - 1, 4))], [tensor(b"blk.0.t", [1])], bytes(99)),
         "a.block_count is 4294967295, and there are tensors of 1 blocks",
     ),
     "fewer layers than there are": (
         pack(
-            [pair(b"a.block_count", UINT32, number(1, 4))],
+            [OF_A, pair(b"a.block_count", UINT32, number(1, 4))],
             [tensor(b"blk.0.t", [1]), tensor(b"blk.1.t", [1], offset=32)],
             bytes(99),
         ),
         "a.block_count is 1, and there are tensors of 2 blocks",
     ),
     "more experts than there are": (
-        pack([pair(b"a.expert_count", UINT32, number(9, 4))], [tensor(b"t", [2, 3])], bytes(99)),
+        pack([OF_A, pair(b"a.expert_count", UINT32, number(9, 4))], [tensor(b"t", [2, 3])], bytes(99)),
         "a.expert_count is 9, and no tensor has so many parts",
     ),
-    "no heads": (pack([pair(b"a.attention.head_count", UINT32, number(0, 4))]), "a.attention.head_count is 0"),
+    "no heads": (pack([OF_A, pair(b"a.attention.head_count", UINT32, number(0, 4))]), "a.attention.head_count is 0"),
     "nothing beyond the end": (pack([], [tensor(b"t", [0], offset=2**63)]), "tensor t, F32"),
 }
 

@@ -1,0 +1,54 @@
+"""What a key of a GGUF file may have as its value: a type, and for numbers a range.
+
+A whole number is accepted where a number is expected, and true or false never as a number. NaN and infinity are of no
+kind.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+T = TypeVar("T", bool, int, float, str)
+
+_LARGEST = 2**31 - 1
+"""llama.cpp holds sizes and counts in 32 bits."""
+_SMALLEST = math.ulp(0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind(Generic[T]):
+    """`title`: what a value must be, as errors say it. Numbers are at least `least` and at most `most`."""
+
+    type: type[T]
+    title: str
+    least: float = -math.inf
+    most: float = math.inf
+
+    def read(self, value: object) -> T | None:
+        """The value as this type, or None if it is of another kind."""
+        found: Any = float(value) if self.type is float and type(value) is int else value
+        if type(found) is not self.type:
+            return None
+        if isinstance(found, int | float) and not (math.isfinite(found) and self.least <= found <= self.most):
+            return None
+        return found
+
+    def wrong(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Those of an array that are of another kind."""
+        if values.dtype.kind not in {bool: "b", int: "iu", float: "iuf", str: ""}[self.type]:
+            return values
+        is_wrong: npt.NDArray[np.bool_] = ~(np.isfinite(values) & (self.least <= values) & (values <= self.most))
+        return values[is_wrong]
+
+
+FLAG = Kind(bool, "true or false")
+TEXT = Kind(str, "a text")
+COUNT = Kind(int, f"a whole number from 1 to {_LARGEST}", 1, _LARGEST)
+SIZE = Kind(int, f"a whole number from 0 to {_LARGEST}", 0, _LARGEST)
+WHOLE = Kind(int, "a whole number")
+NUMBER = Kind(float, "a number")
+POSITIVE = Kind(float, "a number above 0", _SMALLEST)
+NOT_NEGATIVE = Kind(float, "a number of at least 0", 0)
