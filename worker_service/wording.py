@@ -3,7 +3,7 @@
 import reprlib
 
 _MAX_NAME = 200
-_MAX_REASON = 500
+_MAX_REASON = 1_000
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 _SHORT.maxlong = 30

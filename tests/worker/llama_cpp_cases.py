@@ -39,11 +39,13 @@ CASES: dict[str, dict[str, Any]] = {
     "rope_freqs of Llama 3.1": _case(more={"rope_freqs.weight": [1, 2, 4, 8]}),
     "rope_freqs with a factor": _case(own={"rope.scaling.factor": 2.0}, more={"rope_freqs.weight": [1, 2, 4, 8]}),
     "linear scaling": _case(own={"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),
+    "a factor of 0 beside its old name": _case(own={"rope.scaling.factor": 0.0, "rope.scale_linear": 4.0}),
     "linear scaling by its old name": _case(own={"rope.scale_linear": 4.0}),
     "a factor without a type": _case(own={"rope.scaling.factor": 4.0}),
     "a factor of no scaling": _case(own={"rope.scaling.type": "none", "rope.scaling.factor": 4.0}),
     "linear scaling with an attention factor": _case(own={"rope.scaling.factor": 4.0, "rope.scaling.attn_factor": 1.5}),
     "yarn": _case(own=_YARN),
+    "yarn with an original length of 0": _case(own=_YARN | {"rope.scaling.original_context_length": 0}),
     "yarn with an attention factor": _case(own=_YARN | {"rope.scaling.attn_factor": 1.5}),
     "another base and epsilon": _case(own={"rope.freq_base": 500.0, "attention.layer_norm_rms_epsilon": 0.25}),
     "biases of query, key and value": _case(more=_biases("llama", _QKV)),
@@ -82,24 +84,34 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma3 with a base for windows": _case("gemma3", {"attention.sliding_window": 4, "rope.freq_base_swa": 100.0}),
     "gemma3 without windows": _case("gemma3", {"attention.sliding_window": 0}),
     "gemma3 of 27 billion": _case("gemma3", {"attention.sliding_window": 4}, layers=62, head=16),
+    "gemma3 with a cap of 0": _case("gemma3", {"attention.sliding_window": 4, "final_logit_softcapping": 0.0}),
     "gemma3 with a cap": _case("gemma3", {"attention.sliding_window": 4, "final_logit_softcapping": 3.0}),
 }
 
 
-LETTERS = "aB1 .\n's"
+LETTERS = "aB1 .\n's\t-ú一あ가，"
 TEXTS = [
     "a", " a", "aa BB", "  a  B", "11 111", "1234", "a1.a", "B's a'S", "..\n\n a", "aB.\n1 ", "a\n  \n B",
     "Ba aB BB'sa", "", " ", "<|end|>a", "é.1", "a <tool> B", "<s>a", "aaaaa", "<tool>  a",
+    "1111111 11.1", "a一aああ 가가가1a", "a，一。 ，B", "\t\ta\n\n\n  a", "-a -a--B .a", "aú úBa ú1ú",
+    "a111\n111.111a", "a'sB  ",
+    "a u\u0301a\u0301 B", "a B a\r\n\r\nB.\n", "111\n\n\ta. \n  \n\n\nB", "    a     B        1",
 ]  # fmt: skip
-PRE_TOKENIZERS = ("default", "gpt-2", "smollm", "llama-bpe", "dbrx", "qwen2", "tekken", "gpt-4o", "deepseek-coder")
+PRE_TOKENIZERS = (
+    "default", "gpt-2", "smollm", "llama-bpe", "dbrx", "qwen2", "tekken", "gpt-4o", "deepseek-coder", "deepseek-llm",
+    "deepseek-v3", "spark2_5", "falcon", "jais-2", "qwen35", "minicpm5", "seed-coder", "bailingmoe",
+    "exaone-moe", "ufakzeka", "laguna", "bloom", "viking", "chameleon", "superbpe",
+)  # fmt: skip
 
 
 def _byte_level(pre: str) -> dict[str, Any]:
-    """All bytes, and all pairs of some letters, so that it shows where a text is cut."""
-    spelled = [{" ": "Ġ", "\n": "Ċ"}.get(letter, letter) for letter in LETTERS]
-    base = [*dict.fromkeys([*spelled, *map(chr, (*range(33, 127), *range(161, 173), *range(174, 324)))])][:256]
+    """All bytes, and all pairs of those of some letters, so that it shows where a text is cut."""
+    printable = (*range(33, 127), *range(161, 173), *range(174, 256))
+    others = [byte for byte in range(256) if byte not in printable]
+    spelling = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    spelled = sorted({spelling[byte] for byte in LETTERS.encode()})
     pairs = [(first, second) for first in spelled for second in spelled]
-    tokens = [*base, *(first + second for first, second in pairs), "<|end|>", "<tool>"]
+    tokens = [*spelling.values(), *(first + second for first, second in pairs), "<|end|>", "<tool>"]
     assert len({*tokens}) == len(tokens)
     return {
         "model": "gpt2",
