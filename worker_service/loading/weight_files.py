@@ -20,6 +20,7 @@ from worker_service.loading.left_tensors import check_none_left
 from worker_service.loading.pickled_weights import refuse_missing_weights
 from worker_service.loading.safetensors_header import SafetensorsHeader, StoredTensor, read_header
 from worker_service.loading.tensor_digests import tensor_digests
+from worker_service.loading.tensor_names import ZERO_IF_MISSING, spellings
 from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.wording import named, shown
 
@@ -45,6 +46,7 @@ class WeightFiles:
             if not os.access(file, os.R_OK):
                 raise StartError(f"{file} may not be read by this user")
         self._versions = [version_of(file) for file in self._files]
+        self._stand_ins: dict[str, str] = {}
 
     @cached_property
     def _headers(self) -> dict[Path, SafetensorsHeader]:
@@ -93,6 +95,8 @@ class WeightFiles:
             shape = cuts[name].shape if name in cuts else place.shape
             tensor = self._find(name)
             if tensor is None:
+                if name in ZERO_IF_MISSING:
+                    continue
                 where = self._index if self._shard_of else self._files[0]
                 raise StartError(f"{where}: the weights lack the tensor {name}, which config.json asks for")
             if tensor.shape != shape or tensor.dtype not in _DTYPES:
@@ -103,16 +107,21 @@ class WeightFiles:
 
     def check_none_left(self, taken: Collection[str], ignored: Collection[str] = ()) -> None:
         """As `Weights` has it."""
-        names = {name if name in self._tensors else name.partition(".")[2] for name in taken}
-        check_none_left(self._tensors, names, ignored, self.read)
+        stored = {found for name in taken if (found := self._stored_name(name))}
+        check_none_left(self._tensors, stored, ignored, self.read)
 
     def own(self, tied: Mapping[str, str]) -> frozenset[str]:
-        """As `Weights` has it."""
+        """As `Weights` has it. A tensor that is missing is from now on the first one that is tied to it."""
+        for name, other in tied.items():
+            if self._find(name) and not self._find(other):
+                self._stand_ins[other] = name
         return frozenset(name for name, other in tied.items() if self._find(name) and not self._are_equal(name, other))
 
     def _are_equal(self, name: str, other: str) -> bool:
         """Whether two tensors are the same bytes. Files that were written by torch have both of two tied ones."""
         one, two = self._find(name), self._find(other)
+        if one == two:
+            return True
         if one is None or two is None or (one.dtype, one.shape) != (two.dtype, two.shape):
             return False
         try:
@@ -132,6 +141,8 @@ class WeightFiles:
         """
         self.check(places, cuts)
         stored = {name: tensor for name in places if (tensor := self._find(name)) is not None}
+        for name in places.keys() - stored:
+            places[name].zero_()
         in_order = sorted(stored, key=lambda name: (stored[name].file, stored[name].begin))
         parts = {name: cuts.get(name) or _whole(tensor) for name, tensor in stored.items()}
         buffer = memoryview(bytearray(max([_PIECE_BYTES, *(tensor.row_bytes for tensor in stored.values())])))
@@ -150,8 +161,13 @@ class WeightFiles:
             check_unchanged(file, version)
 
     def _find(self, name: str) -> StoredTensor | None:
-        """Files of a network saved without its head, as GPT-2's, lack the first part of each name."""
-        return self._tensors.get(name) or self._tensors.get(name.partition(".")[2])
+        stored = self._stored_name(name)
+        return None if stored is None else self._tensors[stored]
+
+    def _stored_name(self, name: str) -> str | None:
+        """The tensor's name in the files, or None if they lack it."""
+        names = (*spellings(name), *spellings(self._stand_ins.get(name, "")))
+        return next((one for one in names if one in self._tensors), None)
 
 
 def read_tensor(tensor: StoredTensor, name: str, dtype: torch.dtype) -> Tensor:

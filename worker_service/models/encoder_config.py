@@ -15,6 +15,8 @@ from worker_service.read_keys import ReadKeys
 from worker_service.wording import named, shown
 
 _FILLS_GAPS = ("ForMaskedLM", "ForPreTraining")
+_HEADS = {"bert": "cls", "roberta": "lm_head", "xlm-roberta": "lm_head", "modernbert": "head|decoder"}
+"""The parts of each network that filled gaps in its first training."""
 _UNUSED = (
     "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head",
     "pooler_type", "sbert_ce_default_activation_function", "sentence_transformers",
@@ -32,7 +34,7 @@ class EncoderConfig:
     """The configuration as transformers has it."""
     network_class: Any
     prefix: str
-    """What the names of its body's tensors begin with in a checkpoint."""
+    """What the names of its body's tensors begin with in a checkpoint. One of the body alone may lack it."""
     vocabulary_size: int
     hidden_size: int
     max_model_len: int
@@ -75,18 +77,14 @@ class EncoderConfig:
         return cls(
             network=network,
             network_class=network_class,
-            # A checkpoint of the body alone has its tensors by their own names; one with any head has them in a part.
-            prefix="" if classifies or name in ("", body.__name__) else f"{body.base_model_prefix}.",
+            prefix="" if classifies else f"{body.base_model_prefix}.",  # a classifier's network has it in its names
             vocabulary_size=int(network.vocab_size),
             hidden_size=int(network.hidden_size),
             max_model_len=int(network.max_position_embeddings) - first,
             num_labels=int(network.num_labels) if classifies else 0,
             first_position=first,
             has_types=getattr(network, "type_vocab_size", 0) > 1,
-            ignored_tensors=(
-                *(() if classifies else (r"(^|\.)pooler\.",)),
-                *((rf"^(?!{body.base_model_prefix}\.)",) if name.endswith(_FILLS_GAPS) else ()),
-            ),
+            ignored_tensors=() if classifies else (r"(^|\.)pooler\.", rf"^({_HEADS[network.model_type]})\."),
         )
 
     tied: ClassVar[Mapping[str, str]] = MappingProxyType({})
