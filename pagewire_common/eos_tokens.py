@@ -3,30 +3,21 @@
 from collections.abc import Mapping
 from typing import Any
 
-import structlog
+from pagewire_common.generation_config import GenerationConfig
+from pagewire_common.generation_keys import ENDS
+from pagewire_common.shown import shown
+from pagewire_common.start_error import StartError
 
-log = structlog.get_logger()
 
-
-def eos_token_ids(
-    config: Mapping[str, Any], generation: Mapping[str, Any], of_tokenizer: int | None, vocabulary_size: int
-) -> tuple[int, ...]:
-    """From generation_config.json or, if it names none, from config.json; what is no token id is left out.
+def eos_token_ids(config: Mapping[str, Any], generation: GenerationConfig, of_tokenizer: int | None) -> tuple[int, ...]:
+    """From generation_config.json or, if it names none, from config.json. Raises StartError for what is no token id.
 
     The tokenizer's own end of sequence is one too, as in vLLM: base models are fine-tuned to end turns with another.
     """
-    also = () if of_tokenizer is None or of_tokenizer >= vocabulary_size else (of_tokenizer,)
-    for source in (generation, config):
-        found = source.get("eos_token_id")
-        token_ids = found if isinstance(found, list) else [] if found is None else [found]
-        known = tuple(token_id for token_id in token_ids if type(token_id) is int and 0 <= token_id < vocabulary_size)
-        if len(known) < len(token_ids):
-            log.warning(
-                "the model's default is left out",
-                name="eos_token_id",
-                value=repr(found)[:100],
-                expected=f"token ids below {vocabulary_size}",
-            )
-        if known:
-            return tuple(dict.fromkeys((*known, *also)))
-    return also
+    named = generation.tokens("eos_token_id")
+    if not named and (found := config.get("eos_token_id")) is not None:
+        if not ENDS.holds(found, generation.vocabulary_size):
+            raise StartError(f"config.json: eos_token_id is {shown(found)}; it must be {ENDS.expected}")
+        named = tuple(found) if isinstance(found, list) else (found,)
+    also = () if of_tokenizer is None or of_tokenizer >= generation.vocabulary_size else (of_tokenizer,)
+    return tuple(dict.fromkeys((*named, *also)))

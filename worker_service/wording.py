@@ -1,18 +1,9 @@
 """Words from untrusted files and from libraries, made fit for a sentence: on one line, and short."""
 
-import reprlib
+from pagewire_common.shown import shown as shown
 
 _MAX_NAME = 200
 _MAX_REASON = 1_000
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 80
-_SHORT.maxlong = 30
-_SHORT.maxlist = 8
-
-
-def shown(value: object) -> str:
-    """A value as Python writes it; a long one without its middle."""
-    return _SHORT.repr(value)
 
 
 def named(name: str) -> str:

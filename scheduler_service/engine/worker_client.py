@@ -31,7 +31,9 @@ OPTIONS = (
 )
 TOKENIZER_FILES = frozenset(
     (
+        "added_tokens.json",
         "chat_template.jinja",
+        "chat_template.json",
         "config.json",
         "generation_config.json",
         "special_tokens_map.json",

@@ -22,7 +22,7 @@ from scheduler_service.frontend.engine_call import EngineCall
 from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.request import GenerationRequest, RequestState, request_key
-from scheduler_service.frontend.request_memory import SOUND_BYTES, prompt_logprob_bytes, request_bytes
+from scheduler_service.frontend.request_memory import NUMBER_BYTES, SOUND_BYTES, prompt_logprob_bytes, request_bytes
 from scheduler_service.frontend.request_trace import CallTrace, RequestTrace
 from scheduler_service.frontend.resumption import check_resumption
 from scheduler_service.frontend.streams import OutputDelta
@@ -87,6 +87,7 @@ async def generate(
         checked = replace(await check_request(request, request_id, model), adapter=adapter, is_whole=is_whole)
         checked = await check_resumption(request, checked, model)
         more_bytes = prompt_logprob_bytes(checked.sampling.prompt_logprobs, len(checked.prompt_token_ids))
+        more_bytes += NUMBER_BYTES * model.defaults.num_listed
         state = await call.submit(checked, model, more_bytes, _described(trace, checked, model))
         if checked.is_complete:
             return

@@ -8,8 +8,11 @@ from typing import Any
 
 from pagewire.v1.engine_service_pb2 import ModelLimits
 from pagewire_common.eos_tokens import eos_token_ids
+from pagewire_common.generation_config import FILE, GenerationConfig, GenerationDefaults
+from pagewire_common.generation_keys import TOKEN
+from pagewire_common.shown import shown
+from pagewire_common.start_error import StartError
 from scheduler_service.frontend.forms import Forms
-from scheduler_service.frontend.generation_defaults import GenerationDefaults
 from scheduler_service.frontend.speech.speech_tokens import SpeechTokens
 from scheduler_service.frontend.tokenization import Tokenizer
 
@@ -80,15 +83,18 @@ class ServedModel:
     @classmethod
     def load(cls, limits: ModelLimits, directory: Path) -> "ServedModel":
         """Read the files that a worker sent. Takes about a second; call it on a thread."""
-        config = _read_json(directory / "config.json")
-        generation = _read_json(directory / "generation_config.json")
+        config = _read_json(directory / "config.json") or {}
+        generation = GenerationConfig.read(config, _read_json(directory / FILE), limits.vocabulary_size)
         tokenizer = Tokenizer(directory) if (directory / "tokenizer.json").exists() else None
         of_tokenizer = tokenizer.eos_token_id if tokenizer else None
-        ends = eos_token_ids(config, generation, of_tokenizer, limits.vocabulary_size)
-        starts = _decoder_start(config, generation, limits.vocabulary_size)
+        ends = eos_token_ids(config, generation, of_tokenizer)
+        starts = _decoder_start(config, generation) if limits.max_encoder_len else ()
         speech_tokens = None
         if limits.feature_bytes and starts and ends:
-            speech_tokens = SpeechTokens.read(generation, starts[0], min(ends), limits.vocabulary_size)
+            speech_tokens = SpeechTokens.read(generation, starts[0], min(ends))
+        defaults = GenerationDefaults.of(generation)
+        if defaults.stop and tokenizer is None:
+            raise StartError(f"{generation.file} says stop_strings, and there is no tokenizer to find them with")
         return cls(
             **{name: getattr(limits, name) for name in limits.DESCRIPTOR.fields_by_name},
             eos_token_ids=ends,
@@ -96,20 +102,23 @@ class ServedModel:
             scores_plainly=_scores_plainly(config),
             decoder_start_token_ids=starts,
             speech_tokens=speech_tokens,
-            defaults=GenerationDefaults.from_config(generation),
+            defaults=defaults,
             files={path.name: path.read_bytes() for path in directory.iterdir()},
         )
 
 
-def _decoder_start(config: Mapping[str, Any], generation: Mapping[str, Any], vocabulary_size: int) -> tuple[int, ...]:
+def _decoder_start(config: Mapping[str, Any], generation: GenerationConfig) -> tuple[int, ...]:
     """What a decoder goes on from where nothing is said: its start token, and the first that some are made to take.
 
     Empty if the files name none. As transformers has it, a text may begin with the token of any text's beginning.
     """
 
     def token(name: str) -> int | None:
-        token_id = generation.get(name, config.get(name))
-        return token_id if type(token_id) is int and 0 <= token_id < vocabulary_size else None
+        token_id: int | None = generation.keys.get(name, config.get(name))
+        if token_id is not None and not TOKEN.holds(token_id, generation.vocabulary_size):
+            file = generation.file if name in generation.keys else "config.json"
+            raise StartError(f"{file}: {name} is {shown(token_id)}; it must be {TOKEN.expected}")
+        return token_id
 
     start, first = token("decoder_start_token_id"), token("forced_bos_token_id")
     if start is None:
@@ -126,5 +135,5 @@ def _scores_plainly(config: Mapping[str, Any]) -> bool:
     return isinstance(name, str) and name.endswith(".Identity")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}
+def _read_json(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

@@ -6,8 +6,8 @@ from pagewire_common.errors import RequestError
 from scheduler_service.core import SamplingParams, SequenceStatus
 
 NOTHING_ALLOWED = (
-    "sampling.allowed_token_ids, sampling.bad_words and sampling.min_tokens together leave nothing that may come next; "
-    "allow more tokens, or ban fewer"
+    "sampling.allowed_token_ids, sampling.bad_words, sampling.min_tokens and the tokens that the model's generation "
+    "config bans together leave nothing that may come next; allow more tokens, or ban fewer"
 )
 _FORM_ENDED = (
     "no token could follow: the form that the request asked for, together with its other sampling parameters, leaves "

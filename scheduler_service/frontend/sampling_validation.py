@@ -9,7 +9,9 @@ from itertools import compress
 from typing import Any
 
 from pagewire.v1 import inference_service_pb2 as pb
-from scheduler_service.core import SamplingParams
+from pagewire_common.generation_config import GenerationDefaults
+from pagewire_common.generation_keys import BOUNDS, Bounds
+from scheduler_service.core import SamplingParams, TranscriptParams
 from scheduler_service.frontend.checks import (
     IDS_AT_ONCE,
     check_length,
@@ -19,7 +21,6 @@ from scheduler_service.frontend.checks import (
     take_token_ids,
 )
 from scheduler_service.frontend.forms import FormError
-from scheduler_service.frontend.generation_defaults import BOUNDS, Bounds
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output_failure import NOTHING_ALLOWED
 
@@ -64,7 +65,8 @@ async def read_sampling(sampling: pb.SamplingParams, prompt: Sequence[int], mode
     allowed = await take_token_ids(sampling.allowed_token_ids)
     check_token_ids("sampling.allowed_token_ids", allowed, model)
     form = await _read_form(sampling, model)
-    checked = _sampling_params(sampling, model, max_tokens, bad_words, await _distinct(allowed, model), form)
+    ends = _ends(sampling, model, len(prompt), max_tokens)
+    checked = _sampling_params(sampling, model, ends, bad_words, await _distinct(allowed, model), form)
     if not checked.allows_some(prompt, 0):
         invalid(NOTHING_ALLOWED)
     return checked
@@ -122,6 +124,8 @@ def _check_beams(sampling: pb.SamplingParams, most_sequences: int, model: Served
     given += [name for name in NOT_WITH_BEAMS_REPEATED if getattr(sampling, name)]
     if given:
         invalid(f"sampling.{given[0]} cannot be combined with sampling.beam_width")
+    if (key := model.defaults.not_with_beams) is not None:
+        invalid(f"sampling.beam_width cannot be combined with {key}, which the model's generation config sets")
 
 
 def _check_number(name: str, sampling: pb.SamplingParams, low: float, high: float) -> None:
@@ -190,16 +194,35 @@ def _max_tokens(sampling: pb.SamplingParams, num_prompt_tokens: int, model: Serv
             )
         max_tokens = sampling.max_tokens
     else:
-        max_tokens = min(room, model.defaults.max_new_tokens or room)
+        most = model.defaults.max_tokens(num_prompt_tokens)
+        if most is not None and most < 1:
+            invalid(
+                f"the prompt has {num_prompt_tokens} tokens, and the model's generation config ends prompt and output "
+                f"at max_length {model.defaults.max_length}; set sampling.max_tokens, or send fewer"
+            )
+        max_tokens = room if most is None else min(room, most)
     if sampling.min_tokens > max_tokens:
         invalid(f"sampling.min_tokens is {sampling.min_tokens}; it must be at most max_tokens ({max_tokens})")
     return max_tokens
 
 
+def _ends(sampling: pb.SamplingParams, model: ServedModel, num_prompt_tokens: int, max_tokens: int) -> dict[str, Any]:
+    """What ends outputs. The model's own least length is no reason to refuse a shorter output."""
+    least = sampling.min_tokens
+    if not sampling.HasField("min_tokens"):
+        least = min(model.defaults.min_tokens(num_prompt_tokens), max_tokens)
+    return {
+        "max_tokens": max_tokens,
+        "min_tokens": least,
+        "eos_token_ids": frozenset() if sampling.ignore_eos else frozenset(model.eos_token_ids),
+        "stop_token_ids": frozenset(sampling.stop_token_ids),
+    }
+
+
 def _sampling_params(
     sampling: pb.SamplingParams,
     model: ServedModel,
-    max_tokens: int,
+    ends: dict[str, Any],
     bad_words: tuple[Sequence[int], ...],
     allowed_token_ids: Sequence[int],
     form: str,
@@ -207,12 +230,6 @@ def _sampling_params(
     def optional(name: str, default: Any) -> Any:
         return getattr(sampling, name) if sampling.HasField(name) else default
 
-    ends: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "min_tokens": sampling.min_tokens,
-        "eos_token_ids": frozenset() if sampling.ignore_eos else frozenset(model.eos_token_ids),
-        "stop_token_ids": frozenset(sampling.stop_token_ids),
-    }
     if sampling.beam_width:
         return SamplingParams(
             n=sampling.n or 1,
@@ -234,10 +251,18 @@ def _sampling_params(
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(63),
         logprobs=optional("logprobs", 0 if sampling.best_of > (sampling.n or 1) else None),
         prompt_logprobs=optional("prompt_logprobs", None),
-        logit_bias=dict(sampling.logit_bias),
+        logit_bias=dict(sampling.logit_bias) or defaults.logit_bias,
         allowed_token_ids=allowed_token_ids,
-        bad_words=bad_words,
+        bad_words=bad_words or defaults.bad_words,
         form=form,
+        transcript=_bans(defaults),
         **ends,
         **given,
     )
+
+
+def _bans(defaults: GenerationDefaults) -> TranscriptParams | None:
+    """The model's bans of single tokens, as those of a transcript that marks no times."""
+    if not (defaults.suppressed or defaults.begin_suppressed):
+        return None
+    return TranscriptParams(suppressed=defaults.suppressed, begin_suppressed=defaults.begin_suppressed)

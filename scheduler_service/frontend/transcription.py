@@ -14,12 +14,12 @@ import grpc
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common import errors
 from pagewire_common.errors import RequestError
+from pagewire_common.generation_keys import BOUNDS
 from pagewire_common.patient_writer import PatientWriter
 from scheduler_service.core import EncoderInput, SamplingParams
 from scheduler_service.frontend.checks import check_context, invalid
 from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.generation import Context
-from scheduler_service.frontend.generation_defaults import BOUNDS
 from scheduler_service.frontend.parted_call import PartedCall
 from scheduler_service.frontend.request_memory import SOUND_BYTES, sound_bytes
 from scheduler_service.frontend.request_trace import TRANSCRIPTION
@@ -87,7 +87,7 @@ class _SpeechCall(PartedCall):
         await self._call.hold(SOUND_BYTES)
         sound = await open_sound(request.sound, MAX_SECONDS)
         before = await self._tokens_before()
-        language, start = code_of(request.language), 0
+        language, start = code_of(request.language) or tokens.language, 0
         while len(samples := await read_window(sound, start)) >= HOP:
             features = await read_features(samples, model)
             if not language and tokens.languages:

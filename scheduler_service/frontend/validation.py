@@ -78,7 +78,7 @@ async def check_request(message: pb.GenerateRequest, request_id: str, model: Ser
         sampling=await read_sampling(sampling, prompt, model),
         n=(sampling.n or 1) if sampling.best_of > (sampling.n or 1) else None,
         hides_logprobs=not sampling.HasField("logprobs"),
-        stop=tuple(sampling.stop),
+        stop=tuple(sampling.stop) or model.defaults.stop,
         include_stop_str_in_output=sampling.include_stop_str_in_output,
         cache_salt=message.cache_salt,
         tenant=message.tenant,

@@ -6,8 +6,8 @@ import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.errors import RequestError
-from scheduler_service.core import BlockManager, SamplingParams, SequenceGroup
-from scheduler_service.frontend.generation_defaults import GenerationDefaults
+from pagewire_common.generation_config import GenerationConfig, GenerationDefaults
+from scheduler_service.core import BlockManager, SamplingParams, SequenceGroup, TranscriptParams
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.prompt import decode_tokens, encode_prompt
 from scheduler_service.frontend.request import GenerationRequest
@@ -16,6 +16,10 @@ from scheduler_service.frontend.validation import check_names, check_request, ch
 
 def request(text: str = "hello", **sampling: object) -> pb.GenerateRequest:
     return pb.GenerateRequest(text=text, sampling=pb.SamplingParams(**sampling))  # type: ignore[arg-type]
+
+
+def defaults_of(generation: dict[str, object]) -> GenerationDefaults:
+    return GenerationDefaults.of(GenerationConfig.read({}, generation, 259))
 
 
 def chat(*messages: tuple[str, str]) -> pb.GenerateRequest:
@@ -146,11 +150,61 @@ async def test_forms_are_refused_where_workers_follow_none(byte_model: ServedMod
 
 async def test_what_is_not_set_is_the_models_own_generation_config(byte_model: ServedModel) -> None:
     config = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 40, "max_new_tokens": 7}
-    model = replace(byte_model, defaults=GenerationDefaults.from_config(config))
+    model = replace(byte_model, defaults=defaults_of(config))
     sampling = (await check(request(), model)).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.6, 0.9, 40, 7)
     sampling = (await check(request(temperature=0, top_p=1, top_k=0, max_tokens=9), model)).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.0, 1.0, 0, 9)
+
+
+async def test_lengths_of_the_generation_config_count_the_prompt_or_not_and_a_request_may_say_otherwise(
+    byte_model: ServedModel,
+) -> None:
+    """As transformers has them: "hello" has 5 tokens, `length` counts them, and `new_tokens` does not."""
+
+    async def lengths(config: dict[str, object], **sampling: object) -> tuple[int, int]:
+        checked = await check(request(**sampling), replace(byte_model, defaults=defaults_of(config)))
+        return checked.sampling.min_tokens, checked.sampling.max_tokens
+
+    assert await lengths({"min_length": 9, "max_length": 12}) == (4, 7)
+    assert await lengths({"min_length": 3, "max_length": 4096}) == (0, 95)
+    assert await lengths({"min_new_tokens": 2, "min_length": 9, "max_new_tokens": 3, "max_length": 9}) == (2, 3)
+    assert await lengths({"min_length": 9, "max_length": 12}, min_tokens=0, max_tokens=20) == (0, 20)
+    assert await lengths({"min_new_tokens": 9}, max_tokens=2) == (2, 2)
+    assert await lengths({"min_length": 9}, beam_width=2) == (4, 95)
+    with pytest.raises(RequestError, match=r"the prompt has 5 tokens, .* at max_length 5; set sampling.max_tokens"):
+        await lengths({"max_length": 5})
+
+
+async def test_bans_and_stops_of_the_generation_config_hold_unless_a_request_names_its_own(
+    byte_model: ServedModel,
+) -> None:
+    model = replace(
+        byte_model,
+        defaults=defaults_of(
+            {
+                "eos_token_id": 2,
+                "bad_words_ids": [[2], [5], [6, 7]],
+                "sequence_bias": [[[8], -1.5], [[9], 2]],
+                "stop_strings": "END",
+                "suppress_tokens": [10, 11],
+                "begin_suppress_tokens": [12],
+            }
+        ),
+    )
+    checked = await check(request(), model)
+    banned = TranscriptParams(suppressed=(10, 11), begin_suppressed=(12,))
+    assert (checked.sampling.bad_words, checked.sampling.transcript) == (((5,), (6, 7)), banned)
+    assert (checked.sampling.logit_bias, checked.stop) == ({8: -1.5, 9: 2}, ("END",))
+    own = await check(request(bad_words=["x"], logit_bias={3: 1}, stop=["."]), model)
+    assert not {*map(tuple, own.sampling.bad_words)} & {(5,), (6, 7)}
+    assert own.sampling.transcript == banned
+    assert (own.sampling.logit_bias, own.stop) == ({3: 1}, (".",))
+    with pytest.raises(RequestError, match="beam_width cannot be combined with suppress_tokens, which the model's gen"):
+        await check(request(beam_width=2), model)
+    for allowed in (10, 12, 5):
+        with pytest.raises(RequestError, match="the tokens that the model's generation config bans together leave no"):
+            await check(request(allowed_token_ids=[allowed]), model)
 
 
 async def test_a_model_without_a_generation_config_is_greedy_and_fills_the_context(byte_model: ServedModel) -> None:
@@ -189,7 +243,7 @@ async def test_beams_search_the_models_own_distribution_whatever_its_generation_
     byte_model: ServedModel,
 ) -> None:
     config = {"do_sample": True, "temperature": 0.6, "repetition_penalty": 1.2}
-    model = replace(byte_model, defaults=GenerationDefaults.from_config(config))
+    model = replace(byte_model, defaults=defaults_of(config))
     sampling = (await check(request(beam_width=4, n=2, length_penalty=0.5, max_tokens=5), model)).sampling
     assert sampling == SamplingParams(
         n=2, beam_width=4, length_penalty=0.5, max_tokens=5, eos_token_ids=frozenset({2}), seed=sampling.seed

@@ -13,7 +13,6 @@ a step: for its mask, for the masks after guesses, and once more where it fails 
 
 import contextlib
 import itertools
-import json
 import socket
 import time
 from array import array
@@ -33,7 +32,9 @@ import structlog
 from pagewire_common.child_process import start_child
 from pagewire_common.eos_tokens import eos_token_ids
 from pagewire_common.forms import MOST_SECONDS
+from pagewire_common.generation_config import FILE, GenerationConfig
 from worker_service.execution.form_process import FORK, MOST_REASON, READY, Work
+from worker_service.loading.json_file import read_json
 from worker_service.loading.tokenizer_files import eos_token_id
 from worker_service.session.session import NO_DRAFTS, ScheduledChunk, SequenceState
 
@@ -107,11 +108,9 @@ class Forms:
         by_name = {file.name: file for file in files}
         if "tokenizer.json" not in by_name:
             return None
-        configs = [
-            json.loads(by_name[name].read_text()) if name in by_name else {}
-            for name in ("config.json", "generation_config.json")
-        ]
-        ends = eos_token_ids(configs[0], configs[1], eos_token_id(list(files)), vocabulary_size)
+        config, said = (read_json(by_name[name]) if name in by_name else None for name in ("config.json", FILE))
+        generation = GenerationConfig.read(config or {}, said, vocabulary_size)
+        ends = eos_token_ids(config or {}, generation, eos_token_id(list(files)))
         return cls(by_name["tokenizer.json"].resolve(), vocabulary_size, ends) if ends else None
 
     def is_ready(self) -> bool:

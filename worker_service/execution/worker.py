@@ -15,6 +15,7 @@ import torch
 
 from kernels.backends import EAGER, backend_name
 from kernels.cpu.library import what_is_missing
+from pagewire_common.generation_config import GenerationConfig, GenerationDefaults
 from pagewire_common.start_error import StartError
 from worker_service.errors import is_out_of_memory
 from worker_service.execution.adapters import AdapterRoom, Adapters
@@ -68,6 +69,10 @@ def load_worker(settings: WorkerSettings) -> Worker:
     if target.is_encoder:
         return _load_encoder(settings, target, kernels)
     config, tokenizer_files = target.config, target.tokenizer_files
+    generation = GenerationConfig.read(target.checkpoint.config, target.checkpoint.generation, config.vocabulary_size)
+    GenerationDefaults.of(generation)  # schedulers take them; here contradictions are found
+    if ranks.rank == 0 and (chosen := generation.chosen_by_requests):
+        log.info(f"{generation.file} prefers a decoding method that requests have if they ask for it", **chosen)
     max_model_len = _choose_max_model_len(settings, config.max_model_len)
     max_num_encoder_tokens = (
         max(target.max_encoder_len, settings.max_num_batched_tokens) if target.max_encoder_len else 0

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pagewire_common.generation_config import FILE
 from pagewire_common.start_error import StartError
 from worker_service.loading.json_file import read_json
 from worker_service.loading.packed_weights import PackedFiles, PackedWeights
@@ -63,8 +64,8 @@ class Checkpoint:
         """Read config.json and find the weights, unless they are given. Raises StartError."""
         self.path = path
         self.config = _read_config(path / "config.json")
-        if (path / "generation_config.json").exists():
-            read_json(path / "generation_config.json")  # the scheduler reads its values; here only damage is found
+        self.generation = read_json(path / FILE) if (path / FILE).exists() else None
+        """What generation_config.json says, if there is one."""
         self.quantization = quantization = self.config.pop("quantization_config", None)
         """What config.json says of weights that are stored quantised."""
         self.packed: PackedWeights | None = None

@@ -17,7 +17,7 @@ class SamplingParams:
     named. `logprobs` None asks for none, 0 for the chosen token's alone. `beam_width` 0 is no beam search; with it
     nothing is sampled, and `n` of the `beam_width` outputs that the search ends with are wanted. `form` is the grammar
     that an output must follow, as the worker reads it. With `pooling` nothing is sampled, and vectors are wanted.
-    `transcript` says which tokens may follow each other where the output is one.
+    `transcript` says which tokens may follow each other where the output is one, and which are never chosen.
     """
 
     max_tokens: int
@@ -75,6 +75,8 @@ class SamplingParams:
         for *before, last in filter(None, self.bad_words):
             if not before or list(token_ids[-len(before) :]) == before:
                 banned.add(last)
+        if self.transcript is not None:
+            banned.update(self.transcript.suppressed, () if num_output_tokens else self.transcript.begin_suppressed)
         return any(token_id not in banned for token_id in self.allowed_token_ids)
 
     def for_index(self, index: int) -> "SamplingParams":

@@ -2,56 +2,75 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeGuard
+from typing import Self
 
+from pagewire_common.generation_config import GenerationConfig
+from pagewire_common.shown import shown
+from pagewire_common.start_error import StartError
 from scheduler_service.core import TranscriptParams
+from scheduler_service.frontend.speech.languages import code_of
 
 SECONDS_PER_TIMESTAMP = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class SpeechTokens:
-    """`languages` by their codes and `tasks` by their names; both are empty for a model of one language."""
+    """`languages` by their codes and `tasks` by their names; both are empty for a model of one language.
+
+    `language` is the code of the one that is spoken where a call names none, and "" if it is found out.
+    """
 
     start: int
     languages: Mapping[str, int]
     tasks: Mapping[str, int]
     transcript: TranscriptParams
+    language: str = ""
 
     @classmethod
-    def read(cls, generation: Mapping[str, Any], start: int, end: int, vocabulary_size: int) -> Self | None:
-        """None where the file does not say how times are marked. What makes no sense is left out.
+    def read(cls, generation: GenerationConfig, start: int, end: int) -> Self | None:
+        """None where the file does not say how times are marked. Raises StartError for what makes no sense.
 
         start, end: the tokens that outputs begin and end with.
         """
-
-        def is_token(value: object) -> TypeGuard[int]:
-            return type(value) is int and 0 <= value < vocabulary_size
-
-        def tokens(name: str) -> list[int]:
-            value = generation.get(name)
-            return list(filter(is_token, value)) if isinstance(value, list) else []
-
-        def named(name: str) -> dict[str, int]:
-            value = generation.get(name)
-            items = value.items() if isinstance(value, dict) else ()
-            return {str(key): token for key, token in items if is_token(token)}
-
-        silent, most = generation.get("no_timestamps_token_id"), generation.get("max_initial_timestamp_index")
-        if not is_token(silent) or not is_token(silent + 1):
+        keys, most = generation.keys, generation.vocabulary_size
+        silent = keys.get("no_timestamps_token_id")
+        if silent is None:
             return None
+        if silent + 1 >= most:
+            raise StartError(
+                f"{generation.file}: no_timestamps_token_id is {silent}; behind it must be the token of 0 s, and the "
+                f"model has {most} tokens"
+            )
         transcript = TranscriptParams(
             first_timestamp=silent + 1,
-            max_initial=most if is_token(most) else vocabulary_size,
+            max_initial=keys.get("max_initial_timestamp_index", most),
             num_text_tokens=end,
-            suppressed=(*tokens("suppress_tokens"), silent),
-            begin_suppressed=tuple(tokens("begin_suppress_tokens")),
+            suppressed=(*generation.tokens("suppress_tokens"), silent),
+            begin_suppressed=generation.tokens("begin_suppress_tokens"),
         )
-        languages = {code.strip("<|>"): token for code, token in named("lang_to_id").items()}
-        return cls(start, languages, named("task_to_id"), transcript)
+        languages = {code.strip("<|>"): token for code, token in keys.get("lang_to_id", {}).items()}
+        tasks = keys.get("task_to_id", {})
+        return cls(start, languages, tasks, transcript, _language(generation, languages, tasks, silent))
 
     def prompt(self, language: str, task: str, before: Sequence[int] = ()) -> tuple[int, ...]:
         """What a transcript begins with, and what it is told of the time before."""
         if not self.languages:
             return (*before, self.start)
         return (*before, self.start, self.languages[language], *((self.tasks[task],) if task in self.tasks else ()))
+
+
+def _language(generation: GenerationConfig, languages: Mapping[str, int], tasks: Mapping[str, int], silent: int) -> str:
+    """The code of the language that the file names, which older files do by the tokens that transcripts begin with."""
+    named = generation.keys.get("language", "")
+    forced = [token for _, token in generation.keys.get("forced_decoder_ids", []) if token is not None]
+    codes = {token: code for code, token in languages.items()}
+    if others := {*forced} - {*codes, tasks.get("transcribe"), silent}:
+        raise StartError(
+            f"{generation.file}: forced_decoder_ids has the token {min(others)}, which is none of a language, of "
+            "transcribing or of no times; a call of Transcribe says what else is wanted"
+        )
+    if not named:
+        return next((codes[token] for token in forced if token in codes), "")
+    if (code := code_of(named.strip("<|>"))) not in languages:
+        raise StartError(f"{generation.file}: language is {shown(named)}, which lang_to_id does not have")
+    return code

@@ -1,0 +1,237 @@
+"""The keys of a generation_config.json, and which values each may have: those that are obeyed, and the rest by reason.
+
+A key in no table is refused. A key that changes which tokens a decoding method chooses must not be among those that
+change nothing.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+MOST_LISTED = 1024
+"""Token ids or words in one list: each request carries them to its worker."""
+MOST_STOP_STRINGS = 16
+LONGEST_STOP_STRING = 256
+_LONGEST_WORD = 256
+"""Token ids of a word that is banned."""
+_MOST_BIAS = 100
+
+
+class Bounds(NamedTuple):
+    """The range of a value, in a request and in a model's file."""
+
+    low: float
+    high: float
+    excludes_low: bool = False
+
+    def hold(self, value: float) -> bool:
+        """Whether the value is finite and lies in the range; NaN lies in none."""
+        return -math.inf < value < math.inf and self.low <= value <= self.high and (
+            not self.excludes_low or value != self.low
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        if self.high == math.inf:
+            return f"at least {self.low:g}"
+        return f"in {'(' if self.excludes_low else '['}{self.low:g}, {self.high:g}]"
+
+
+BOUNDS = {
+    "temperature": Bounds(0, 100),
+    "top_k": Bounds(0, 2**31 - 1),
+    "top_p": Bounds(0, 1, excludes_low=True),
+    "min_p": Bounds(0, 1),
+    "repetition_penalty": Bounds(0.01, 10),
+    "max_new_tokens": Bounds(1, 2**31 - 1),
+}
+
+
+class Kind(NamedTuple):
+    """`expected` ends the sentence "it must be …"; `holds` is told a value and the size of the vocabulary."""
+
+    expected: str
+    holds: Callable[[Any, int], bool]
+
+
+def is_token(value: object, vocabulary_size: int) -> bool:
+    """Whether a value is the id of a token."""
+    return type(value) is int and 0 <= value < vocabulary_size
+
+
+def _are_tokens(value: object, vocabulary_size: int, most: int = MOST_LISTED) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) <= most
+        and all(is_token(token_id, vocabulary_size) for token_id in value)
+    )
+
+
+def _number(bounds: Bounds) -> Kind:
+    return Kind(f"a number {bounds}", lambda value, _: type(value) in (int, float) and bounds.hold(value))
+
+
+def _whole(bounds: Bounds) -> Kind:
+    return Kind(f"a whole number {bounds}", lambda value, _: type(value) is int and bounds.hold(value))
+
+
+def _one_of(*values: object) -> Kind:
+    """True is not 1 here, and 1.0 is 1."""
+
+    def holds(value: object, _: int) -> bool:
+        return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
+
+    return Kind(" or ".join(["null", *map(repr, values)]) + "; nothing here computes what others say", holds)
+
+
+def _are_texts(value: object, _: int) -> bool:
+    texts = value if isinstance(value, list) else [value]
+    return len(texts) <= MOST_STOP_STRINGS and all(
+        isinstance(text, str) and 1 <= len(text) <= LONGEST_STOP_STRING for text in texts
+    )
+
+
+def _are_words(value: object, vocabulary_size: int) -> bool:
+    return isinstance(value, list) and len(value) <= MOST_LISTED and all(
+        word != [] and _are_tokens(word, vocabulary_size, _LONGEST_WORD) for word in value
+    )  # fmt: skip
+
+
+def _are_biases(value: object, vocabulary_size: int) -> bool:
+    if not (isinstance(value, list) and len(value) <= MOST_LISTED):
+        return False
+    found = set()
+    for pair in value:
+        match pair:
+            case [[token_id], int() | float() as bias] if is_token(token_id, vocabulary_size):
+                if isinstance(bias, bool) or not -_MOST_BIAS <= bias <= _MOST_BIAS:
+                    return False
+                found.add(token_id)
+            case _:
+                return False
+    return len(found) == len(value)
+
+
+_ANYTHING = Kind("anything", lambda *_: True)
+_FLAG = Kind("true or false", lambda value, _: isinstance(value, bool))
+TOKEN = Kind("a token id of the model's vocabulary", is_token)
+_TOKENS = Kind(f"a list of at most {MOST_LISTED} token ids of the model's vocabulary", _are_tokens)
+ENDS = Kind(
+    "a token id of the model's vocabulary, or a list of some", lambda value, size: is_token(value, size)
+    or _are_tokens(value, size)
+)  # fmt: skip
+_BY_NAME = Kind(
+    "an object of token ids of the model's vocabulary",
+    lambda value, size: isinstance(value, dict) and all(is_token(token_id, size) for token_id in value.values()),
+)
+_TEXT = Kind("a text", lambda value, _: isinstance(value, str))
+_FORCED = Kind(
+    "a list of pairs of a position and a token id of the model's vocabulary, or null",
+    lambda value, size: isinstance(value, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int
+        and (pair[1] is None or is_token(pair[1], size)) for pair in value
+    ),
+)  # fmt: skip
+
+_OBEYED: Mapping[str, Kind] = {
+    "do_sample": _FLAG,
+    "temperature": _number(BOUNDS["temperature"]),
+    "top_k": _whole(BOUNDS["top_k"]),
+    "top_p": _number(BOUNDS["top_p"]),
+    "min_p": _number(BOUNDS["min_p"]),
+    "repetition_penalty": _number(BOUNDS["repetition_penalty"]),
+    "max_new_tokens": _whole(BOUNDS["max_new_tokens"]),
+    "max_length": _whole(Bounds(1, math.inf)),
+    "min_new_tokens": _whole(Bounds(0, 2**31 - 1)),
+    "min_length": _whole(Bounds(0, 2**31 - 1)),
+    "eos_token_id": ENDS,
+    "decoder_start_token_id": TOKEN,
+    "forced_bos_token_id": TOKEN,
+    "bos_token_id": Kind("a token id", lambda value, _: type(value) is int),  # most prompts begin as the tokenizer says
+    "suppress_tokens": _TOKENS,
+    "begin_suppress_tokens": _TOKENS,
+    "bad_words_ids": Kind(
+        f"a list of at most {MOST_LISTED} lists of token ids of the model's vocabulary, each of 1 to {_LONGEST_WORD}",
+        _are_words,
+    ),
+    "sequence_bias": Kind(
+        f"a list of at most {MOST_LISTED} pairs [[token id], bias], each of another single token of the model's "
+        f"vocabulary and a bias in [-{_MOST_BIAS}, {_MOST_BIAS}]",
+        _are_biases,
+    ),
+    "stop_strings": Kind(
+        f"a text, or a list of at most {MOST_STOP_STRINGS}, each of 1 to {LONGEST_STOP_STRING} characters", _are_texts
+    ),
+}
+
+_AT_LEAST_0, _AT_LEAST_1 = _whole(Bounds(0, math.inf)), _whole(Bounds(1, math.inf))
+CHOSEN_BY_REQUESTS: Mapping[str, tuple[Kind, object]] = {
+    "diversity_penalty": (_number(Bounds(0, math.inf)), 0),
+    "early_stopping": (Kind("true, false or 'never'", lambda value, _: value in ("never", True, False)), False),
+    "encoder_no_repeat_ngram_size": (_AT_LEAST_0, 0),
+    "forced_eos_token_id": (ENDS, None),
+    "length_penalty": (_number(Bounds(-1e9, 1e9)), 1),
+    "no_repeat_ngram_size": (_AT_LEAST_0, 0),
+    "num_beam_groups": (_AT_LEAST_1, 1),
+    "num_beams": (_AT_LEAST_1, 1),
+    "num_return_sequences": (_AT_LEAST_1, 1),
+}
+"""With the value that says nothing: the decoding method that the model's author prefers, beam search for the most part.
+A request chooses its method itself, because its answer has another shape and another price. As in vLLM, a model is
+served without it; the log says so once.
+"""
+
+_NEUTRAL: Mapping[str, Kind] = {
+    "assistant_ensemble_weight": _one_of(), "constraints": _one_of(), "dola_layers": _one_of(),
+    "encoder_repetition_penalty": _one_of(1), "epsilon_cutoff": _one_of(0), "eta_cutoff": _one_of(0),
+    "exponential_decay_length_penalty": _one_of(), "force_bos_token_to_be_generated": _one_of(False),
+    "force_words_ids": _one_of(), "guidance_scale": _one_of(1), "max_time": _one_of(), "penalty_alpha": _one_of(0),
+    "token_healing": _one_of(False), "top_h": _one_of(), "typical_p": _one_of(1), "watermarking_config": _one_of(),
+}  # fmt: skip
+"""Keys whose other values choose other tokens, in a way that nothing here computes."""
+
+_LEFT_OUT: Mapping[str, tuple[str, ...]] = {
+    "they say where the file comes from, and what wrote it": (
+        *("_commit_hash", "_from_model_config", "transformers_version", "unsloth_fixed", "unsloth_version"),
+    ),
+    "they say how transformers computes the same tokens": (
+        *("cache_config", "cache_implementation", "compile_config", "continuous_batching_config", "disable_compile"),
+        *("low_memory", "max_cache_len", "prefill_chunk_size", "use_cache"),
+    ),
+    "they say how transformers guesses tokens, which are verified; here --speculation does": (
+        *("assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind", "is_assistant"),
+        *("max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule"),
+        *("prompt_lookup_num_tokens", "speculation_type", "target_lookbehind", "use_mtp"),
+    ),
+    "they say what transformers returns besides tokens; here a request does": (
+        *("output_attentions", "output_hidden_states", "output_logits", "output_scores", "return_dict_in_generate"),
+    ),
+    "no batch is padded": ("pad_token_id",),
+    "logits that are not finite fail their request": ("remove_invalid_values",),
+    "a softmax is the same with it": ("renormalize_logits",),
+}
+
+_OF_TEXT: Mapping[str, Kind] = {
+    **_OBEYED,
+    **_NEUTRAL,
+    **{key: kind for key, (kind, _) in CHOSEN_BY_REQUESTS.items()},
+    **{key: _ANYTHING for keys in _LEFT_OUT.values() for key in keys},
+}
+
+_OF_SPEECH: Mapping[str, Kind] = {
+    "no_timestamps_token_id": TOKEN,
+    "max_initial_timestamp_index": _whole(Bounds(0, 2**31 - 1)),
+    "lang_to_id": _BY_NAME,
+    "task_to_id": _BY_NAME,
+    "language": _TEXT,
+    "task": _one_of("transcribe"),
+    "forced_decoder_ids": _FORCED,
+    "alignment_heads": _ANYTHING,  # times of single words, which no call returns
+    "is_multilingual": _ANYTHING,  # lang_to_id says which languages
+    "prev_sot_token_id": _ANYTHING,  # the tokenizer's <|startofprev|>
+    "return_timestamps": _ANYTHING,  # a transcript has times
+}
+
+
+def kinds(keys: Mapping[str, Any]) -> Mapping[str, Kind]:
+    """Of all keys that such a file may have. One that names `no_timestamps_token_id` is of a model that hears."""
+    return {**_OF_TEXT, **_OF_SPEECH} if "no_timestamps_token_id" in keys else _OF_TEXT

@@ -1,0 +1,13 @@
+"""A value from an untrusted file, as an error's sentence quotes it: on one line, and short."""
+
+import reprlib
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+_SHORT.maxlong = 30
+_SHORT.maxlist = 8
+
+
+def shown(value: object) -> str:
+    """A value as Python writes it; a long one without its middle."""
+    return _SHORT.repr(value)
