@@ -35,6 +35,7 @@ TOKENIZER_FILES = frozenset(
         "chat_template.jinja",
         "chat_template.json",
         "config.json",
+        "config_sentence_transformers.json",
         "generation_config.json",
         "special_tokens_map.json",
         "tokenizer.json",

@@ -10,6 +10,8 @@ from pagewire.v1.engine_service_pb2 import ModelLimits
 from pagewire_common.eos_tokens import eos_token_ids
 from pagewire_common.generation_config import FILE, GenerationConfig, GenerationDefaults
 from pagewire_common.generation_keys import TOKEN
+from pagewire_common.sentence_config import FILE as SENTENCES
+from pagewire_common.sentence_config import SentenceConfig
 from pagewire_common.shown import shown
 from pagewire_common.start_error import StartError
 from scheduler_service.frontend.forms import Forms
@@ -26,7 +28,8 @@ class ServedModel:
 
     Where it `generates`, tokens can be sampled. `embedding_size` is that of its vectors, 0 if it makes none;
     `pooling_type` and `normalizes` say how it was trained to be pooled. `num_labels` is how many classes it tells
-    apart, 0 if it tells none; where it `scores_plainly`, what it says of them is the score.
+    apart, 0 if it tells none; where it `scores_plainly`, what it says of them is the score. `similarity` compares
+    vectors, as sentence-transformers names it.
 
     `pool_tokens` is what all outputs of one request may take of a worker's KV cache, each with `num_lookahead_slots`
     behind it; `context_length` is without these.
@@ -64,6 +67,7 @@ class ServedModel:
     undeclared_keys: bool = False
     decoder_start_token_ids: tuple[int, ...] = ()
     speech_tokens: SpeechTokens | None = None
+    similarity: str = "cosine"
     scores_plainly: bool = False
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -93,13 +97,15 @@ class ServedModel:
         if limits.feature_bytes and starts and ends:
             speech_tokens = SpeechTokens.read(generation, starts[0], min(ends))
         defaults = GenerationDefaults.of(generation)
+        sentences = SentenceConfig.read(config, _read_json(directory / SENTENCES) or {}, limits.num_labels)
         if defaults.stop and tokenizer is None:
             raise StartError(f"{generation.file} says stop_strings, and there is no tokenizer to find them with")
         return cls(
             **{name: getattr(limits, name) for name in limits.DESCRIPTOR.fields_by_name},
             eos_token_ids=ends,
             tokenizer=tokenizer,
-            scores_plainly=_scores_plainly(config),
+            similarity=sentences.similarity,
+            scores_plainly=sentences.scores_plainly,
             decoder_start_token_ids=starts,
             speech_tokens=speech_tokens,
             defaults=defaults,
@@ -124,15 +130,6 @@ def _decoder_start(config: Mapping[str, Any], generation: GenerationConfig) -> t
     if start is None:
         start = token("bos_token_id")
     return () if start is None else (start,) if first is None else (start, first)
-
-
-def _scores_plainly(config: Mapping[str, Any]) -> bool:
-    """Whether scores are the outputs of the classifier as they are: sentence-transformers notes the function that it
-    was trained with, under one of two names."""
-    notes = config.get("sentence_transformers")
-    notes = notes if isinstance(notes, dict) else {}
-    name = notes.get("activation_fn") or config.get("sbert_ce_default_activation_function")
-    return isinstance(name, str) and name.endswith(".Identity")
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

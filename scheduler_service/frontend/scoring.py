@@ -1,8 +1,8 @@
 """Score: how well documents answer a query, by a cross-encoder or by the vectors of an encoder."""
 
 import math
-from collections.abc import Iterator, Sequence
-from operator import mul
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import mul, sub
 
 import grpc
 
@@ -85,11 +85,21 @@ def _score(outputs: Sequence[float], *, plain: bool) -> float:
 # ---- vectors
 
 
+_SIMILARITIES: Mapping[str, Callable[[Sequence[float], Sequence[float]], float]] = {
+    "cosine": lambda query, document: sum(map(mul, query, document)),  # of vectors that are 1 long
+    "dot": lambda query, document: sum(map(mul, query, document)),
+    "euclidean": lambda query, document: -math.dist(query, document),
+    "manhattan": lambda query, document: -sum(map(abs, map(sub, query, document))),
+}
+"""By the names of sentence-transformers; more alike is more, so distances are negative."""
+
+
 async def _similarities(call: TextCall, request: pb.ScoreRequest) -> list[float]:
     model, scores = call.model, [0.0] * len(request.documents)
     if request.pair_format:
         invalid("pair_format is for cross-encoders; this model makes a vector of each text")
-    pooling = read_pooling(pb.EmbedRequest(normalize=True), model)
+    similar = _SIMILARITIES[model.similarity]
+    pooling = read_pooling(pb.EmbedRequest(normalize=True if model.similarity == "cosine" else None), model)
     query: list[float] = []
 
     async def take(number: int, state: RequestState) -> None:
@@ -97,7 +107,7 @@ async def _similarities(call: TextCall, request: pb.ScoreRequest) -> list[float]
         if number == 0:
             query.extend(vector)
         else:
-            scores[number - 1] = sum(map(mul, query, vector))
+            scores[number - 1] = similar(query, vector)
 
     named = [("query", request.query), *((f"documents[{n}]", text) for n, text in enumerate(request.documents))]
     longest = max(most_tokens(len(request.query)), _longest(request, 0))

@@ -23,7 +23,6 @@ LOGPROB_BYTES = 9
 POSITION_BYTES = 16
 
 _AS_THEY_ARE = (
-    "min_tokens",
     "top_k",
     "min_p",
     "presence_penalty",
@@ -78,6 +77,10 @@ def _decode_sampling_params(params: vllm.SamplingParams) -> pb.SamplingParams:
             setattr(sampling, name, getattr(params, name))
     for name, default in _NOT_ZERO.items():
         setattr(sampling, name, getattr(params, name) or default)
+    if (
+        params.min_tokens
+    ):  # 0 is also what a gateway sends where nothing was said, and the model's own file may say more
+        sampling.min_tokens = params.min_tokens
     constraint = params.WhichOneof("constraint")
     if constraint in _FORMS:
         setattr(sampling, constraint, getattr(params, constraint))

@@ -1,6 +1,7 @@
 """Scores are those of transformers: of a cross-encoder's classes, or cosines of vectors; the best come first."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import grpc
 import pytest
 import torch
 from embedding_helpers import SlowEncoder, encoder_settings, serving
-from tiny_encoder import write_encoder
+from tiny_encoder import write_encoder, write_modules
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client
@@ -68,13 +69,18 @@ async def test_a_cross_encoder_may_read_both_as_one_text(tmp_path: Path) -> None
                 await client.score(QUERY, DOCUMENTS, pair_format=wrong)
 
 
-@pytest.mark.parametrize("note", ["sentence_transformers", "sbert_ce_default_activation_function"])
+@pytest.mark.parametrize(
+    "note", ["sentence_transformers", "sbert_ce_default_activation_function", "config_sentence_transformers.json"]
+)
 async def test_scores_are_as_the_classifier_has_them_where_its_configuration_says_so(note: str, tmp_path: Path) -> None:
     folder = write_encoder(tmp_path / "model", num_labels=1)
     (plain,) = slow_outputs(folder, (QUERY, DOCUMENTS[0]))
     config = json.loads((folder / "config.json").read_text())
     identity = "torch.nn.modules.linear.Identity"
-    config[note] = {"activation_fn": identity} if note == "sentence_transformers" else identity
+    if note.endswith(".json"):
+        (folder / note).write_text(json.dumps({"activation_fn": identity}))
+    else:
+        config[note] = {"activation_fn": identity} if note == "sentence_transformers" else identity
     (folder / "config.json").write_text(json.dumps(config))
     async with serving(folder, **encoder_settings()) as (one, _), Client(one.target) as client:
         assert await client.score(QUERY, DOCUMENTS[:1]) == [(0, pytest.approx(plain.item(), abs=1e-5))]
@@ -91,6 +97,28 @@ async def test_without_a_classifier_scores_are_cosines(kind: str, tiny_model_dir
         assert await client.score(QUERY, DOCUMENTS) == ranked(expected)
         with pytest.raises(grpc.aio.AioRpcError, match="pair_format is for cross-encoders"):
             await client.score(QUERY, DOCUMENTS, pair_format=FORMAT)
+
+
+@pytest.mark.parametrize(
+    ("similarity", "computed"),
+    [
+        ("dot", torch.dot),
+        ("euclidean", lambda query, document: -torch.dist(query, document)),
+        ("manhattan", lambda query, document: -torch.dist(query, document, p=1)),
+    ],
+)
+async def test_scores_of_vectors_are_by_the_similarity_that_the_model_was_trained_for(
+    similarity: str, computed: Callable[[Any, Any], Any], tmp_path: Path
+) -> None:
+    folder = write_modules(write_encoder(tmp_path / "model"), "mean_tokens")
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"similarity_fn_name": similarity}))
+    slow = SlowEncoder(folder)
+    query, *documents = (slow.vectors(text, pb.POOLING_MEAN, normalize=False)[0] for text in (QUERY, *DOCUMENTS))
+    expected = [float(computed(query, document)) for document in documents]
+    async with serving(folder, **encoder_settings()) as (one, _), Client(one.target) as client:
+        found = await client.score(QUERY, DOCUMENTS)
+    best_first = sorted(range(len(expected)), key=lambda n: -expected[n])
+    assert found == [(n, pytest.approx(expected[n], rel=1e-4)) for n in best_first]
 
 
 async def test_long_documents_are_refused_or_cut_and_the_query_is_whole(tmp_path: Path) -> None:

@@ -78,7 +78,6 @@ class Network:
         dtype = checkpoint.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
         num_kv_heads, cuts = part_of(config, ranks)
         otherwise = "LAST" if config.num_layers else "MEAN"
-        is_classifier = getattr(config, "num_labels", 0) > 0
         return cls(
             source.model_id,
             checkpoint,
@@ -96,8 +95,7 @@ class Network:
             device,
             ranks,
             settings.quantization,
-            # A classifier makes no vectors, whatever the files beside it say.
-            SentenceSettings(otherwise) if is_classifier else SentenceSettings.read(source.path, otherwise),
+            SentenceSettings.read(source.path, otherwise, checkpoint.config, getattr(config, "num_labels", 0)),
             settings.batch_invariant,
         )
 
@@ -105,6 +103,11 @@ class Network:
     def is_encoder(self) -> bool:
         """Whether it reads texts whole and keeps no keys and values."""
         return self.config.num_layers == 0
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest text by its files: those of a sentence-transformer may say fewer than config.json."""
+        return min(self.config.max_model_len, self.sentences.max_length or self.config.max_model_len)
 
     @property
     def unscaled_len(self) -> int:

@@ -73,7 +73,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
     GenerationDefaults.of(generation)  # schedulers take them; here contradictions are found
     if ranks.rank == 0 and (chosen := generation.chosen_by_requests):
         log.info(f"{generation.file} prefers a decoding method that requests have if they ask for it", **chosen)
-    max_model_len = _choose_max_model_len(settings, config.max_model_len)
+    max_model_len = _choose_max_model_len(settings, target.max_model_len)
     max_num_encoder_tokens = (
         max(target.max_encoder_len, settings.max_num_batched_tokens) if target.max_encoder_len else 0
     )
@@ -191,8 +191,7 @@ def _load_encoder(settings: WorkerSettings, target: Network, kernels: str) -> Wo
         if is_set:
             raise StartError(f"{name} is for models that generate text; {target.model_id} is an encoder")
     config, device, sentences = target.config, target.device, target.sentences
-    limits = [config.max_model_len, *filter(None, [sentences.max_length])]
-    max_model_len = _choose_max_model_len(settings, min(limits))
+    max_model_len = _choose_max_model_len(settings, target.max_model_len)
     if settings.max_num_batched_tokens < max_model_len:
         raise StartError(
             f"--max-num-batched-tokens is {settings.max_num_batched_tokens}; an encoder computes a text whole, and "

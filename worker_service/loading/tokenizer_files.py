@@ -17,6 +17,7 @@ NAMES = (
     "chat_template.jinja",
     "chat_template.json",
     "config.json",
+    "config_sentence_transformers.json",
     "generation_config.json",
 )
 _SLOW = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")

@@ -1,6 +1,7 @@
 """What an encoder's files may say, and which of it ends the start in a sentence."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,19 @@ def test_settings_that_change_no_state_do_no_harm(tmp_path: Path) -> None:
     assert load_worker(WorkerSettings(model=str(folder), threads=1, swap_space=0)).info.prefill_tokens_per_second
 
 
-def test_what_lies_beside_a_classifier_about_vectors_is_passed_over(tmp_path: Path) -> None:
-    folder = write_modules(write_encoder(tmp_path, num_labels=1), "max_tokens")
-    assert load_worker(WorkerSettings(model=str(folder), threads=1, swap_space=0)).limits.num_labels == 1
+def test_a_classifier_with_a_pooling_beside_it_is_refused(tmp_path: Path) -> None:
+    """It is one or the other: config.json names a classifier, and modules.json has vectors made."""
+    folder = write_modules(write_encoder(tmp_path, num_labels=1), "mean_tokens")
+    with pytest.raises(StartError, match="supported are Transformer alone, of a classifier"):
+        load_worker(WorkerSettings(model=str(folder), threads=1, swap_space=0))
+
+
+def test_a_model_that_generates_reads_no_more_than_its_sentence_transformer_does(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_checkpoint, tmp_path, dirs_exist_ok=True)
+    write_modules(tmp_path, "lasttoken", "Normalize", max_length=44)
+    settings = {"model": str(tmp_path), "threads": 1, "swap_space": 0, "num_device_blocks": 16, "forms": False}
+    assert load_worker(WorkerSettings(**settings)).limits.max_model_len == 44
+    with pytest.raises(StartError, match="--max-model-len is 45; the model's limit is 44"):
+        load_worker(WorkerSettings(**settings, max_model_len=45))
