@@ -193,6 +193,7 @@ _LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     "they say where the file comes from, and what wrote it": (
         *("_commit_hash", "_from_model_config", "transformers_version", "unsloth_fixed", "unsloth_version"),
     ),
+    "they name code, which is never run": ("auto_map", "custom_generate", "custom_pipelines", "trust_remote_code"),
     "they say how transformers computes the same tokens": (
         *("cache_config", "cache_implementation", "compile_config", "continuous_batching_config", "disable_compile"),
         *("low_memory", "max_cache_len", "prefill_chunk_size", "use_cache"),

@@ -5,7 +5,6 @@ added, chat templates. A key is obeyed, refused, or among those that may be left
 belong to classes that are unknown here; the log names them.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +12,15 @@ from typing import Any, NamedTuple
 
 import structlog
 
+from pagewire_common.json_text import loads
+from pagewire_common.shown import shown
 from pagewire_common.start_error import StartError
 
 log = structlog.get_logger()
 
 FILE = "tokenizer_config.json"
+MOST_MORE = 1 << 16
+"""Tokens that a tokenizer may know beyond those of its model, as some have a few: memory is taken by ids."""
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _STANDARD = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OBEYED = (
@@ -96,12 +99,16 @@ class TokenizerConfig:
         special = {key: _token(key, value) for key, value in config.items() if _names_a_token(key, value)}
         named = config.get("model_specific_special_tokens") or {}
         _check("model_specific_special_tokens", named, dict, "an object of tokens")
-        listed: Any = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-        if isinstance(listed, dict):
-            listed, named = [], named | listed
-        _check("extra_special_tokens", listed, list, "a list or an object of tokens")
         special |= {key: _token(key, value) for key, value in named.items()}
-        other_special = tuple(_token("extra_special_tokens", value) for value in listed)
+        others: dict[str, Token] = {}  # by their texts: two keys may list a token
+        for key in ("additional_special_tokens", "extra_special_tokens"):  # the latter is transformers' newer name
+            listed = config.get(key) or []
+            if isinstance(listed, dict):
+                special |= {name: _token(key, value) for name, value in listed.items()}
+            else:
+                _check(key, listed, list, "a list or an object of tokens")
+                others |= {token.content: token for token in (_token(key, value) for value in listed)}
+        other_special = tuple(others.values())
         if unknown := sorted(config.keys() - special.keys() - {*_STANDARD, *_OBEYED} - _MAY_BE_LEFT_OUT):
             log.warning(
                 f"unknown keys of {FILE} are left out; token ids are those of tokenizer.json",
@@ -109,7 +116,7 @@ class TokenizerConfig:
             )
         side = config.get("truncation_side", "right")
         if side not in ("left", "right"):
-            raise StartError(f"{FILE} has {side!r} as truncation_side; it must be 'left' or 'right'")
+            raise StartError(f"{FILE} has {shown(side)} as truncation_side; it must be 'left' or 'right'")
         control = config.get("chat_control_tokens") or []
         _check("chat_control_tokens", control, list, "a list of texts")
         return cls(
@@ -140,15 +147,20 @@ def _names_a_token(key: str, value: object) -> bool:
 
 def _token(key: str, value: object) -> Token:
     if isinstance(value, str):
+        _check_text(key, value)
         return Token(value)
     if isinstance(value, dict) and isinstance(content := value.get("content"), str):
+        _check_text(key, content)
         flags = {name: flag for name, flag in value.items() if name not in ("content", "__type")}
         if unknown := [name for name, flag in flags.items() if name not in FLAGS or not isinstance(flag, bool)]:
             raise StartError(
-                f"{FILE} says {unknown[0]!r} of the token {content!r} in {key}, which has no such property"
+                f"{FILE} says {shown(unknown[0])} of the token {shown(content)} in {shown(key)}, which has no such "
+                "property"
             )
         return Token(content, flags)
-    raise StartError(f"{FILE} has {str(value)[:100]!r} in {key}; it must be a token: a text, or an object with content")
+    raise StartError(
+        f"{FILE} has {shown(value)} in {shown(key)}; it must be a token: a text, or an object with content"
+    )
 
 
 def _added(config: Mapping[str, Any], files: Mapping[str, Path], special: set[str]) -> dict[int, Token]:
@@ -159,21 +171,41 @@ def _added(config: Mapping[str, Any], files: Mapping[str, Path], special: set[st
     else:
         by_content = _object(files, "added_tokens.json")
         pairs = [(token_id, Token(text, {"special": text in special})) for text, token_id in by_content.items()]
-    if wrong := [token_id for token_id, _ in pairs if not str(token_id).isdecimal()]:
-        raise StartError(f"the tokenizer's files have the added token id {str(wrong[0])[:100]!r}, which is no number")
-    return {int(token_id): token for token_id, token in pairs}
+    found_by_id: dict[int, Token] = {}
+    for written, token in pairs:
+        token_id = _id(written)
+        if token_id in found_by_id:
+            raise StartError(
+                f"the tokenizer's files give the id {token_id} to two tokens, {shown(found_by_id[token_id].content)} "
+                f"and {shown(token.content)}"
+            )
+        found_by_id[token_id] = token
+    return found_by_id
+
+
+def _id(written: object) -> int:
+    """An id, written one way only. None has more than 32 bits."""
+    digits = str(written) if isinstance(written, str | int) and not isinstance(written, bool) else ""
+    if not (digits.isascii() and digits.isdecimal() and len(digits) <= 10 and str(int(digits)) == digits):
+        raise StartError(f"the tokenizer's files have the added token id {shown(written)}, which is no token id")
+    return int(digits)
 
 
 def _chat_template(config: Mapping[str, Any], files: Mapping[str, Path]) -> ChatTemplateSource | None:
     """A file of its own comes first, as in transformers. Of templates with names it is the one named "default":
     the others are for tools and documents, which a chat here does not have."""
     if (name := "chat_template.jinja") in files:
-        return ChatTemplateSource(files[name].read_text(encoding="utf-8"), name)
+        return ChatTemplateSource(_text(files[name]), name)
     name, found = FILE, config.get("chat_template")
     if found is None:
         name = "chat_template.json"
         found = _object(files, name).get("chat_template")
     if isinstance(found, list) and all(isinstance(one, dict) and {"name", "template"} <= one.keys() for one in found):
+        names = [one["name"] for one in found]
+        if wrong := [name for name in names if not isinstance(name, str) or names.count(name) > 1]:
+            raise StartError(
+                f"{FILE} has a chat_template named {shown(wrong[0])}; names must be texts, and each of one template"
+            )
         found = {one["name"]: one["template"] for one in found}
     if isinstance(found, dict):
         if "default" not in found:
@@ -181,6 +213,8 @@ def _chat_template(config: Mapping[str, Any], files: Mapping[str, Path]) -> Chat
         found = found.get("default")
     if found is not None and not isinstance(found, str):
         raise StartError(f"{name} has a chat_template that is neither a text nor a list of texts with names")
+    if found is not None:
+        _check_text("chat_template", found)
     return ChatTemplateSource(found, name) if found else None
 
 
@@ -192,16 +226,41 @@ def _flag(config: Mapping[str, Any], key: str) -> bool:
 
 def _check(key: str, value: object, kind: type, expected: str) -> None:
     if not isinstance(value, kind):
-        raise StartError(f"{FILE} has {str(value)[:100]!r} in {key}; it must be {expected}")
+        raise StartError(f"{FILE} has {shown(value)} in {key}; it must be {expected}")
+
+
+def _check_text(key: str, text: str) -> None:
+    """JSON can spell halves of characters, which no text has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise StartError(f"{FILE} has half of a surrogate pair in {shown(key)}, {shown(text)}") from None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise StartError(f"{file.name} is not in UTF-8: {error.reason} at byte {error.start}") from None
 
 
 def _object(files: Mapping[str, Path], name: str) -> dict[str, Any]:
     if name not in files:
         return {}
     try:
-        found = json.loads(files[name].read_text(encoding="utf-8"))
+        found = loads(_text(files[name]))
     except (ValueError, RecursionError) as error:
         raise StartError(f"{name} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise StartError(f"{name} is not a JSON object")
     return found
+
+
+def check_ids(vocabulary: Mapping[str, int], num_tokens: int, whose: str) -> None:
+    """Raise StartError for an id far beyond the number of tokens that a model, or a file, has."""
+    token = max(vocabulary, key=vocabulary.__getitem__, default=None)
+    if token is not None and vocabulary[token] >= (most := num_tokens + MOST_MORE):
+        raise StartError(
+            f"the tokenizer's files give the token {shown(token)} the id {vocabulary[token]}; {whose} has {num_tokens} "
+            f"tokens, and ids must be below {most}"
+        )

@@ -1,6 +1,5 @@
 """The model that is served: its limits as the engine tells them, and what its own files say."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from pagewire.v1.engine_service_pb2 import ModelLimits
 from pagewire_common.eos_tokens import eos_token_ids
 from pagewire_common.generation_config import FILE, GenerationConfig, GenerationDefaults
 from pagewire_common.generation_keys import TOKEN
+from pagewire_common.json_text import loads
 from pagewire_common.sentence_config import FILE as SENTENCES
 from pagewire_common.sentence_config import SentenceConfig
 from pagewire_common.shown import shown
@@ -133,4 +133,4 @@ def _decoder_start(config: Mapping[str, Any], generation: GenerationConfig) -> t
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return loads(path.read_bytes()) if path.exists() else None

@@ -20,7 +20,6 @@ from typing import TypeVar
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from pagewire_common.start_error import StartError
 from scheduler_service.frontend.chat_marks import ChatMarks
 from scheduler_service.frontend.encoding_errors import TooManyTokensError
 from scheduler_service.frontend.tokenizer_loading import load_tokenizer
@@ -47,8 +46,6 @@ CHARACTERS_AT_ONCE = 1 << 12
 PIECES_AT_ONCE = 256
 
 MOST_TOKENS = 1 << 20
-LARGEST_ID = (1 << 24) - 1
-"""There are tables of all ids. The largest vocabularies have some 300,000."""
 
 
 class PanicError(RuntimeError):
@@ -98,13 +95,7 @@ class Tokenizer:
         self._side_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-aside")
         vocabulary = self._parsing.get_vocab(with_added_tokens=True)
         self.longest_token = max(map(len, vocabulary), default=1)
-        largest = max(vocabulary, key=vocabulary.__getitem__, default="")
-        if vocabulary.get(largest, 0) > LARGEST_ID:
-            raise StartError(
-                f"the tokenizer gives the token {largest[:100]!r} the id {vocabulary[largest]}; the largest id can be "
-                f"{LARGEST_ID}"
-            )
-        self._known = bytearray(vocabulary.get(largest, -1) + 1)
+        self._known = bytearray(max(vocabulary.values(), default=-1) + 1)
         for token_id in vocabulary.values():
             self._known[token_id] = True
         self._not_special = self._known[:]

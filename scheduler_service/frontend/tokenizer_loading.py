@@ -14,8 +14,10 @@ import structlog
 import tokenizers
 from tokenizers import AddedToken
 
+from pagewire_common.json_text import loads
+from pagewire_common.shown import shown
 from pagewire_common.start_error import StartError
-from pagewire_common.tokenizer_config import FLAGS, Token, TokenizerConfig
+from pagewire_common.tokenizer_config import FLAGS, Token, TokenizerConfig, check_ids
 from scheduler_service.frontend.chat_renderer import ChatRenderer
 
 log = structlog.get_logger()
@@ -45,12 +47,14 @@ class TokenizerFiles:
 def load_tokenizer(directory: Path) -> TokenizerFiles:
     """Raises StartError for files that say what cannot be obeyed."""
     config = TokenizerConfig.read({file.name: file for file in directory.iterdir()})
-    text = (directory / "tokenizer.json").read_text(encoding="utf-8")
     try:
+        text = (directory / "tokenizer.json").read_text(encoding="utf-8")
+        said = loads(text)
         parsing = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library's only class
+    except Exception as error:  # of the library, its only class
         raise StartError(f"tokenizer.json cannot be read: {error}") from None
-    said, read = json.loads(text), json.loads(parsing.to_str())
+    read = json.loads(parsing.to_str())
+    _check_ids(parsing, said)
     if left := next(_left_over(said, read), None):
         raise StartError(f"tokenizer.json has {left}, which this release of tokenizers does not know")
     if config.has_mistral_fix and _FIXED_SPLIT not in json.dumps(said.get("pre_tokenizer")).replace(r"\\", "\\"):
@@ -78,6 +82,26 @@ def load_tokenizer(directory: Path) -> TokenizerFiles:
         eos_token_id=config.token_id("eos_token", parsing.token_to_id),
         truncates_left=config.truncates_left,
     )
+
+
+def _check_ids(tokenizer: tokenizers.Tokenizer, said: Any) -> None:
+    """Raise StartError where an id is not the one that the file states, which the library would only warn of."""
+    known = tokenizer.get_vocab(with_added_tokens=True)
+    check_ids(known, len(known), "tokenizer.json")
+    for token in said.get("added_tokens") or []:
+        if (found := tokenizer.token_to_id(token["content"])) != token["id"]:
+            raise StartError(
+                f"tokenizer.json gives the added token {shown(token['content'])} the id {token['id']}, and elsewhere "
+                f"{found}, or it gives that id to two tokens"
+            )
+    vocabulary = said["model"].get("vocab")
+    if isinstance(vocabulary, dict) and len({*vocabulary.values()}) < len(vocabulary):
+        by_id: dict[int, str] = {}
+        for token, token_id in vocabulary.items():
+            if (other := by_id.setdefault(token_id, token)) != token:
+                raise StartError(
+                    f"tokenizer.json gives the id {token_id} to two tokens, {shown(other)} and {shown(token)}"
+                )
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, config: TokenizerConfig) -> None:

@@ -2,19 +2,24 @@
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from pagewire_common.start_error import StartError
-from pagewire_common.tokenizer_config import _LEFT_OUT, TokenizerConfig
+from pagewire_common.tokenizer_config import _LEFT_OUT, _OBEYED, _STANDARD, TokenizerConfig
 from scheduler_service.frontend.chat_template import ChatTemplate
 from scheduler_service.frontend.tokenization import Tokenizer
+from scheduler_service.frontend.tokenizer_loading import load_tokenizer
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 SIZE = 3 + len(ALPHABET)
@@ -77,15 +82,6 @@ async def test_tokens_are_added_and_special_as_in_transformers(name: str, tmp_pa
     assert chats is not None
     rendered = ChatTemplate(chats.source, chats.variables).render([], 1000)
     assert rendered == theirs.apply_chat_template([{"role": "user"}], chat_template=source, tokenize=False)
-
-
-def test_an_id_for_which_no_table_has_room_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, {})
-    said = json.loads((tmp_path / "tokenizer.json").read_text())
-    said["model"]["vocab"]["far"] = 2**32 - 1
-    (tmp_path / "tokenizer.json").write_text(json.dumps(said))
-    with pytest.raises(StartError, match="the token 'far' the id 4294967295; the largest id can be 16777215"):
-        Tokenizer(tmp_path)
 
 
 async def test_older_folders_have_these_parts_in_files_of_their_own(tmp_path: Path) -> None:
@@ -164,12 +160,28 @@ def test_the_chat_template_is_taken_from_where_it_is(
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"bos_token": 1}, r"'1' in bos_token; it must be a token"),
-        ({"eos_token": {"id": 1}}, r"in eos_token; it must be a token"),
-        ({"eos_token": {"content": "</s>", "glow": True}}, r"'glow' of the token '</s>' in eos_token"),
+        ({"bos_token": 1}, r"has 1 in 'bos_token'; it must be a token"),
+        ({"eos_token": {"id": 1}}, r"in 'eos_token'; it must be a token"),
+        ({"eos_token": {"content": "</s>", "glow": True}}, r"'glow' of the token '</s>' in 'eos_token'"),
         ({"extra_special_tokens": "<x>"}, r"in extra_special_tokens; it must be a list or an object"),
         ({"added_tokens_decoder": [1]}, r"in added_tokens_decoder; it must be an object"),
-        ({"added_tokens_decoder": {"x": {"content": "<x>"}}}, r"the added token id 'x', which is no number"),
+        ({"added_tokens_decoder": {"x": {"content": "<x>"}}}, r"the added token id 'x', which is no token id"),
+        ({"added_tokens_decoder": {"01": {"content": "</s>"}}}, r"the added token id '01', which is no token id"),
+        ({"added_tokens_decoder": {"\u0661": {"content": "</s>"}}}, r"the added token id '\u0661', which is no token"),
+        (
+            {"added_tokens_decoder": {"9" * 5_000: {"content": "<x>"}}},
+            r"the added token id '99.*99', which is",
+        ),
+        ({"bos_token": "a\ud800"}, r"half of a surrogate pair in 'bos_token', 'a\\ud800'"),
+        ({"added_tokens_decoder": {"1": {"content": "\udfff"}}}, r"half of a surrogate pair in 'added_tokens_decoder'"),
+        ({"extra_special_tokens": {"a_token": "\ud800"}}, r"half of a surrogate pair in 'extra_special_tokens'"),
+        ({"chat_template": "\ud800"}, r"half of a surrogate pair in 'chat_template'"),
+        ({"chat_template": [{"name": [], "template": "t"}]}, r"a chat_template named \[\]; names must be texts"),
+        (
+            {"chat_template": [NAMED[1], NAMED[1]]},
+            r"a chat_template named 'default'; names must be texts, and each",
+        ),
+        ({"bos_token": [[[[[[[[1]]]]]]]]}, r"has \[.*\] in 'bos_token'; it must be a token"),
         (
             {"added_tokens_decoder": {str(SIZE + 1): {"content": "<x>"}}},
             rf"gives the token '<x>' the id {SIZE + 1}, and in tokenizer\.json it is {SIZE}",
@@ -189,6 +201,89 @@ def test_the_chat_template_is_taken_from_where_it_is(
 def test_what_makes_no_sense_is_refused(config: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     with pytest.raises(StartError, match=sentence):
         Tokenizer(write(tmp_path, config))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        (
+            "tokenizer_config.json",
+            '{"bos_token": "a", "bos_token": "b"}',
+            "'bos_token' is there twice, as 'a' and as",
+        ),
+        ("added_tokens.json", '{"<s>": 0, "a": 0}', "give the id 0 to two tokens, '<s>' and 'a'"),
+        ("added_tokens.json", '{"<s>": true}', "the added token id True, which is no token id"),
+        ("chat_template.jinja", b"\xe9", "chat_template.jinja is not in UTF-8: unexpected end of data at byte 0"),
+        ("tokenizer_config.json", b"\xe9", "tokenizer_config.json is not in UTF-8"),
+    ],
+)
+def test_what_files_say_twice_or_not_in_unicode_is_refused(
+    name: str, text: str | bytes, sentence: str, tmp_path: Path
+) -> None:
+    (write(tmp_path) / name).write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(StartError, match=sentence):
+        Tokenizer(tmp_path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["content", "1", "a"]), inner),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*_STANDARD, *_OBEYED, "x_token", "other"]), JSON, max_size=4))
+def test_whatever_a_config_says_it_is_read_or_refused(config: dict[str, Any]) -> None:
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "tokenizer_config.json"
+        file.write_text(json.dumps(config))
+        with suppress(StartError):
+            TokenizerConfig.read({file.name: file})
+
+
+def test_what_a_file_says_twice_alike_is_read(tmp_path: Path) -> None:
+    (write(tmp_path) / "tokenizer_config.json").write_text('{"eos_token": "</s>", "eos_token": "</s>"}')
+    assert Tokenizer(tmp_path).eos_token_id == 1
+
+
+def test_special_tokens_of_both_lists_are_special(tmp_path: Path) -> None:
+    """transformers drops the older list where there is the newer one."""
+    for newer in (["a"], {"letter_token": "a"}):
+        config = {"extra_special_tokens": newer, "additional_special_tokens": ["<tool>", {"content": "a"}]}
+        assert {"a", "<tool>"} <= {*load_tokenizer(write(tmp_path, config)).hidden}
+
+
+def model(vocabulary: dict[str, int]) -> dict[str, Any]:
+    return {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"}
+
+
+ADDED: dict[str, Any] = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+
+
+@pytest.mark.parametrize(
+    ("parts", "sentence"),
+    [
+        (
+            {"model": model({"a": 2**32 - 1}), "added_tokens": []},
+            r"give the token 'a' the id 4294967295; tokenizer.json has 1 tokens, and ids must be below 65537",
+        ),
+        ({"model": model({"a": 0, "b": 0}), "added_tokens": []}, "gives the id 0 to two tokens, 'a' and 'b'"),
+        (
+            {"model": model({"a": 0}), "added_tokens": [{"id": 5, "content": "b", **ADDED}]},
+            "gives the added token 'b' the id 5, and elsewhere 1",
+        ),
+        (
+            {"model": model({"a": 0}), "added_tokens": [{"id": 1, "content": c, **ADDED} for c in "bc"]},
+            "gives the added token 'c' the id 1, and elsewhere 2",
+        ),
+    ],
+)
+def test_ids_that_are_not_what_the_file_states_or_far_beyond_its_tokens_are_refused(
+    parts: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    change(write(tmp_path), pre_tokenizer=None, decoder=None, **parts)
+    with pytest.raises(StartError, match=sentence):
+        Tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '"a"', "[" * 99_999])

@@ -10,6 +10,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from scheduler_service.frontend.tokenization import Tokenizer
+from worker_service.loading.tokenizer_files import vocabulary
 
 CORPUS = [
     "hello world, how are you? I'm fine: it's 2024, and 1234567 tokens aren't 100000.",
@@ -155,6 +156,7 @@ MODEL_TYPES = [
 async def test_ids_and_text_are_those_of_the_file_whatever_it_is_called(kind: str, tmp_path: Path) -> None:
     right = KINDS[kind]()
     right.save(str(tmp_path / "tokenizer.json"))
+    assert vocabulary([tmp_path / "tokenizer.json"]) == right.get_vocab(with_added_tokens=True)
     right.encode_special_tokens = False
     as_text = tokenizers.Tokenizer.from_str(right.to_str())
     as_text.encode_special_tokens = True

@@ -26,7 +26,7 @@ from worker_service.loading.gguf_blocks import GgufBlocks
 from worker_service.loading.model_store import find_model
 from worker_service.loading.packed_weights import PackedWeights
 from worker_service.loading.sentence_files import SentenceSettings
-from worker_service.loading.tokenizer_files import find_tokenizer_files
+from worker_service.loading.tokenizer_files import check_tokenizer, find_tokenizer_files
 from worker_service.models.causal_model import Fill, Loadable
 from worker_service.models.decoder_config import DecoderConfig
 from worker_service.models.linear import NONE_QUANTIZED, Quantization, Quantized, can_pack, head_quantization
@@ -78,10 +78,12 @@ class Network:
         dtype = checkpoint.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
         num_kv_heads, cuts = part_of(config, ranks)
         otherwise = "LAST" if config.num_layers else "MEAN"
+        tokenizer_files = find_tokenizer_files(source.path, cache, may_lack=is_dummy)
+        check_tokenizer(tokenizer_files, config.vocabulary_size)
         return cls(
             source.model_id,
             checkpoint,
-            find_tokenizer_files(source.path, cache, may_lack=is_dummy),
+            tokenizer_files,
             config,
             dtype,
             CacheShape(

@@ -1,9 +1,9 @@
 """JSON from files of a model's folder. Whatever is wrong with one ends in a StartError that names the file."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from pagewire_common.json_text import loads
 from pagewire_common.start_error import StartError
 
 _MAX_BYTES = 100 << 20
@@ -23,7 +23,7 @@ def read_any_json(file: Path, most: int = _MAX_BYTES) -> Any:
     try:
         if (size := file.stat().st_size) > most:
             raise StartError(f"{file} has {size} bytes; at most {most} are read")
-        return json.loads(file.read_bytes())
+        return loads(file.read_bytes())
     except OSError as error:
         raise StartError(f"cannot read {file}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
