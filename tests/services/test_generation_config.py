@@ -11,6 +11,7 @@ import torch
 from embedding_helpers import serving
 from hypothesis import given
 from hypothesis import strategies as st
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from structlog.testing import capture_logs
 from tiny_model import write_tiny_llama
 from transformers import AutoModelForCausalLM
@@ -26,6 +27,7 @@ from pagewire_common.start_error import StartError
 from scheduler_service.engine.worker_client import TOKENIZER_FILES
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.speech.speech_tokens import SpeechTokens
+from scheduler_service.frontend.vllm_engine_codec import decode_request
 from worker_service.loading.tokenizer_files import NAMES
 
 VOCABULARY = 60_000
@@ -310,6 +312,14 @@ def test_a_transcript_is_in_the_language_that_the_file_names(said: dict[str, Any
 def test_what_a_model_that_hears_cannot_be_told_is_refused(said: dict[str, Any], sentence: str) -> None:
     with pytest.raises(StartError, match=sentence):
         spoken(**said)
+
+
+def test_a_gateways_request_without_a_least_length_has_the_models_own() -> None:
+    """Its protocol sends 0 where nothing was said."""
+    message = vllm.GenerateRequest(text="a")
+    assert not decode_request(message).sampling.HasField("min_tokens")
+    message.sampling_params.min_tokens = 3
+    assert decode_request(message).sampling.min_tokens == 3
 
 
 def test_schedulers_take_every_file_that_workers_send() -> None:
