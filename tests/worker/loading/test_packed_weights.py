@@ -423,9 +423,8 @@ def test_zero_points_that_are_no_words_of_outputs_are_refused(tmp_path: Path) ->
 
 def test_a_family_with_transposed_layers_is_refused(tmp_path: Path) -> None:
     """GPTQ stores those of GPT-2 the other way around, and a square one would be taken as it is."""
-    GPT2LMHeadModel(GPT2Config(vocab_size=259, n_embd=64, n_layer=1, n_head=4, n_positions=64)).save_pretrained(
-        tmp_path
-    )
+    sizes = {"vocab_size": 259, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 64}
+    GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1)).save_pretrained(tmp_path)
     write_byte_tokenizer(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["transformer.h.0.attn.c_proj.weight"]
