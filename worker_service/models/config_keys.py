@@ -13,17 +13,19 @@ from worker_service.wording import named, shown
 
 BOOKKEEPING = frozenset({
     "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal", "_commit_hash",
-    "_experts_implementation", "_experts_implementation_internal", "_flash_attn_2_enabled", "_model_name_or_path",
-    "_name_or_path", "_sliding_window_pattern", "finetuning_task", "is_llama_config", "model_max_length",
-    "name_or_path", "revision", "tokenizer_class", "tokenizer_model_max_length", "tokenizer_padding_side",
-    "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version",
+    "_experts_implementation", "_experts_implementation_internal", "_flash_attn_2_enabled", "_from_model_config",
+    "_model_name_or_path", "_name_or_path", "_sliding_window_pattern", "export_model_type", "finetuning_task",
+    "is_llama_config", "model_max_length", "model_name", "name_or_path", "revision", "tokenizer_class",
+    "tokenizer_model_max_length", "tokenizer_padding_side", "transformers.js_config", "transformers_version",
+    "unsloth_fixed", "unsloth_training", "unsloth_version",
 })  # fmt: skip
 """Where the file comes from, and what wrote it. `_sliding_window_pattern` is only ever written beside `layer_types`."""
 
 EXECUTION = frozenset({
     "attn_implementation", "cache_implementation", "chunk_size_feed_forward", "dtype", "experts_implementation",
-    "fusion_config", "kernel_config", "pretraining_tp", "reference_compile", "repad_logits_with_grad", "return_dict",
-    "tf_legacy_loss", "torch_dtype", "torchscript", "transformers_weights", "use_bfloat16", "use_cache",
+    "fusion_config", "inference_runner", "kernel_config", "pad_key_length", "pre_allocate_kv_cache", "pretraining_tp",
+    "reference_compile", "repad_logits_with_grad", "return_dict", "tf_legacy_loss", "torch_dtype", "torchscript",
+    "transformers_weights", "use_bfloat16", "use_cache", "use_parallel_embedding", "validate_runner_input",
 })  # fmt: skip
 """How another program computes the same network, or where it finds it. `dtype` is what --dtype auto takes."""
 
@@ -51,7 +53,10 @@ GENERATION = frozenset({
 })  # fmt: skip
 """How text is generated, which is the scheduler's affair, not the network's."""
 
-LABELS = frozenset({"_num_labels", "id2label", "label2id", "num_labels", "problem_type"})
+LABELS = frozenset({
+    "_num_labels", "id2label", "label2id", "num_labels", "problem_type", "summary_activation", "summary_first_dropout",
+    "summary_proj_to_labels", "summary_type", "summary_use_proj",
+})  # fmt: skip
 """Of a classifier's head. `architectures` says whether there is one, and a head that is not read has tensors left."""
 
 HARMLESS = BOOKKEEPING | EXECUTION | CODE | TRAINING | GENERATION | LABELS
@@ -60,13 +65,14 @@ _NEUTRAL: Mapping[str, object] = {
     "add_cross_attention": False, "attention_bias": False, "bias": False, "full_attn_mod": 1, "interpolate_factor": 1,
     "is_decoder": False, "is_encoder_decoder": False, "lm_head_bias": False, "mlp_bias": False,
     "partial_rotary_factor": 1, "position_embedding_type": "absolute", "qkv_bias": False, "rope_interleaved": False,
-    "tie_encoder_decoder": False, "use_bidirectional_attention": False, "use_mrope": False,
+    "shared_expert_intermediate_size": 0, "tie_encoder_decoder": False, "use_bidirectional_attention": False,
+    "use_mrope": False,
 }  # fmt: skip
 """The values that keys must have if the family's reader does not read them. Other values mean another network."""
 
 _MOST_SHOWN = 8
-_HEADLESS = re.compile(r"(?!.*(For|Reward|Classif|Score))\w*Model")
-_GENERATES = re.compile(r"\w+(ForCausalLM|LMHeadModel)\w*")
+_GENERATES = re.compile("(forcausallm|lmheadmodel|model)$")
+"""What the names of networks that continue text end in, in small letters; the last is of a body without its head."""
 
 
 def check_all_read(keys: ReadKeys, family: object) -> None:
@@ -86,13 +92,16 @@ def refuse(keys: Mapping[str, Any], family: object) -> None:
         )
 
 
-def check_generates(json: Mapping[str, Any]) -> None:
-    """Raise ValueError where `architectures` names a network whose head does not make logits of the next token."""
+def check_generates(json: Mapping[str, Any], *own: str) -> None:
+    """Raise ValueError where `architectures` names a network that is not the family's, or whose head does not make
+    logits of the next token. own: names that do not follow from `model_type`."""
+    family = str(json.get("model_type"))
+    families = {name.replace("_", "").lower() for name in (family, family.removesuffix("_text"))}
     for name in architectures(json):
-        if not (_GENERATES.fullmatch(name) or _HEADLESS.fullmatch(name)):
+        if name not in own and _GENERATES.sub("", name.replace("_", "").lower()) not in families:
             raise ValueError(
-                f"architectures names {named(name)}, whose head does not continue text; classifiers, reward models and "
-                "other heads over a decoder are not supported"
+                f"architectures names {named(name)}, which is not the network of a model {family} that continues text; "
+                "networks of other families, and classifiers, reward models and other heads, are not supported"
             )
 
 

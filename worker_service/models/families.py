@@ -19,6 +19,8 @@ _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"
 
 def _llama(json: ReadKeys) -> DecoderConfig:
     """Touvron et al., 2023; SmolLM2 too."""
+    if json.plain.get("hidden_act", "silu") == "silu":
+        json.neutral(activation="swiglu")  # Falcon 3's files have both
     attention_bias = bool(json.get("attention_bias", False))
     return _read(json, qkv_bias=attention_bias, out_bias=attention_bias, mlp_bias=bool(json.get("mlp_bias", False)))
 
@@ -76,6 +78,7 @@ def _qwen3(json: ReadKeys) -> DecoderConfig:
 
 def _qwen3_moe(json: ReadKeys) -> DecoderConfig:
     """Qwen3 with experts in all layers, or in all but some. A window, if any, is in all layers. (Yang et al., 2025.)"""
+    json.neutral(use_qk_norm=True)
     num_layers, interval = int(json["num_hidden_layers"]), int(json.get("decoder_sparse_step", 1))
     if interval < 1:
         raise ValueError(f"decoder_sparse_step is {interval}; it must be at least 1")

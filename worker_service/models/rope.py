@@ -20,6 +20,8 @@ ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
     "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
 }  # fmt: skip
 """What each type of positions is described by, besides `rope_theta` and, in some families, `partial_rotary_factor`."""
+_YARN_FACTOR = "attn_factor"
+"""Of YaRN's first code: a further factor on cosines and sines. transformers knows none; vLLM has it as here."""
 NOTES = ("finetuned",)
 """Keys that tell how a scaled model was made. They change nothing."""
 _ORIGINAL = "original_max_position_embeddings"
@@ -88,6 +90,11 @@ def rope_of(
     if kind not in ROPE_KEYS:
         raise ValueError(f"rope type '{kind}' is not supported; supported are {', '.join(sorted(ROPE_KEYS))}")
     said = {name: parameters[name] for name in ROPE_KEYS[kind] if name in parameters}
+    more = parameters.get(_YARN_FACTOR, 1.0) if kind == "yarn" else 1.0
+    if type(more) not in (int, float) or not 0 < more < float("inf"):
+        raise ValueError(f"{_YARN_FACTOR} is {shown(more)}; it must be above 0")
+    if _YARN_FACTOR in parameters and said.get("attention_factor") is not None:
+        raise ValueError(f"{_YARN_FACTOR} is {more}, and attention_factor {said['attention_factor']}; say one of them")
     parameters.without_effect(*NOTES)
     parameters.neutral(partial_rotary_factor=1)
     # It may be beside other kinds, and says nothing there.
@@ -100,7 +107,7 @@ def rope_of(
         said[_ORIGINAL] = original
     frequencies, scale = _scaled(kind, said | {"rope_theta": theta, "partial_rotary_factor": share}, json, head_dim)
     length = int(json["max_position_embeddings"])
-    return Rope(frequencies, scale, scaled_length(kind, said, length, is_scaled=is_scaled_length))
+    return Rope(frequencies, scale * more, scaled_length(kind, said, length, is_scaled=is_scaled_length))
 
 
 def scaled_length(kind: str, parameters: Mapping[str, Any], length: int, *, is_scaled: bool = False) -> int:

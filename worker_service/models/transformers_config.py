@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from worker_service.models.config_keys import check_generates
@@ -30,11 +30,11 @@ class TransformersConfig:
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> "TransformersConfig":
         """Raises ValueError where it describes no network that can be run."""
-        check_generates(json)
         network = parse(json)
         network_class = AutoModelForCausalLM._model_mapping.get(type(network), None)
         if (reason := _why_not(network, network_class)) is not None:
             raise ValueError(f"a model {network.model_type} is not supported: {reason}")
+        check_generates(json, network_class.__name__, AutoModel._model_mapping[type(network)].__name__)
         check_known(json, network, network_class)
         try:
             needs = survey(network_class, network)

@@ -9,10 +9,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from worker_service.models.config_keys import BOOKKEEPING, CODE, EXECUTION
+from worker_service.models.transformers_values import check_sizes, check_values
 
 # The service has a log of its own for what matters.
 logging.set_verbosity_error()
 logging.disable_progress_bar()
+
+_PROPERTIES = frozenset({"model_type", "num_labels", "rope_scaling"})
+"""What every class takes without having it as a field."""
 
 
 def parse(json: Mapping[str, Any]) -> Any:
@@ -20,17 +24,23 @@ def parse(json: Mapping[str, Any]) -> Any:
     family = json.get("model_type", "of no stated type")
     if family not in CONFIG_MAPPING:
         raise ValueError(f"a model {family} is not supported: transformers does not know it")
-    # Some of these would have code fetched, or other files read, or set what transformers keeps to itself.
-    own = {field.name for field in fields(CONFIG_MAPPING[family])}
+    config_class = CONFIG_MAPPING[family]
+    check_values(json, config_class)
+    own = {field.name for field in fields(config_class)} | _PROPERTIES
     wanted = {
         name: value
         for name, value in json.items()
+        # Some of these would have code fetched, or other files read.
         if name not in BOOKKEEPING | CODE | EXECUTION
-        and (name in own or not name.startswith("_"))
-        and not (name == "rope_scaling" and value is None)  # transformers warns of it
+        # These would take the place of a method, or of what transformers keeps to itself.
+        and (name in own or not (name.startswith("_") or hasattr(config_class, name)))
+        # transformers warns of the first, and would have null for the name that these are other names of.
+        and not (value is None and (name == "rope_scaling" or name in config_class.attribute_map))
     }
     try:
-        return AutoConfig.for_model(**wanted)
+        network = AutoConfig.for_model(**wanted)
     except Exception as error:
         # Each family has checks of its own; a value that is not checked may raise any error.
         raise ValueError(f"it describes no model {family}: {' '.join(str(error).split())}") from error
+    check_sizes(network)
+    return network

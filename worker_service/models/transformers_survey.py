@@ -52,6 +52,8 @@ class _Observer:
                 f"its queries, keys and values have heads that are not alike: {_sizes(query)}, {_sizes(key)} and "
                 f"{_sizes(value)}"
             )
+        if window is not None and window < 1:
+            raise ValueError(f"its sliding_window is {window}; it must be at least 1")
         self.shapes.append((key.shape[1], key.shape[2]))
         self.windows.append(window)
         return torch.empty_like(query)

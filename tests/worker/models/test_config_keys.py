@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from worker_service.models.config_keys import GENERATION
+from worker_service.models.decoder_config import DecoderConfig
 from worker_service.models.registry import read_config
 from worker_service.read_keys import ReadKeys
 
@@ -90,6 +91,69 @@ ORDINARY: dict[str, dict[str, Any]] = {
         "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0], "pretraining_tp": 2, "rope_theta": 5000000.0,
         "sliding_window": None, "use_sliding_window": False, "attention_bias": False,
     },
+    "Qwen3-Coder": {
+        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 16, "qkv_bias": False,
+        "moe_intermediate_size": 24, "norm_topk_prob": True, "num_experts": 4, "num_experts_per_tok": 2,
+        "shared_expert_intermediate_size": 0, "use_qk_norm": True, "use_sliding_window": False, "sliding_window": None,
+    },
+    "Falcon 3": {"model_type": "llama", "activation": "swiglu", "hidden_act": "silu", "head_dim": 16},
+    "a base of unsloth's, named": {"model_type": "llama", "model_name": "unsloth/a", "unsloth_training": True,
+                                   "_from_model_config": True},
+    "Llama's first files": {"model_type": "llama", "architectures": ["LLaMAForCausalLM"], "max_sequence_length": 2048},
+    "DeepSeek-R1-0528-Qwen3": {
+        "model_type": "qwen3", "head_dim": 16, "rope_theta": 1000000, "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024,
+            "attn_factor": 0.8782488562869419},
+    },
+    "Command R7B": {
+        "model_type": "cohere2", "architectures": ["Cohere2ForCausalLM"], "cache_implementation": "hybrid",
+        "head_dim": 16, "layer_switch": 4, "logit_scale": 0.25, "order_of_interleaved_layers": "local_attn_first",
+        "position_embedding_type": "rope_gptj", "rope_theta": 50000, "rotary_pct": 1.0, "sliding_window": 4096,
+        "sliding_window_pattern": 4, "use_embedding_sharing": True, "use_gated_activation": True,
+        "use_parallel_block": True, "use_parallel_embedding": True,
+    },
+    "Command A": {
+        "model_type": "cohere2", "_sliding_window_pattern": 4, "layer_switch": 4, "rotary_pct": 1.0,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "position_embedding_type": "rope_gptj",
+        "use_embedding_sharing": True,
+    },
+    "Ernie 4.5": {"model_type": "ernie4_5", "architectures": ["Ernie4_5_ForCausalLM"], "compression_ratio": 1.0,
+                  "head_dim": 16, "use_bias": False},
+    "Exaone 4": {
+        "model_type": "exaone4", "architectures": ["Exaone4ForCausalLM"], "head_dim": 16, "sliding_window": 4096,
+        "sliding_window_pattern": "LLLG", "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    },
+    "Apertus": {"model_type": "apertus", "hidden_act": "xielu", "mlp_bias": False, "post_norm": False, "qk_norm": True},
+    "GLM-4.5": {
+        "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "first_k_dense_replace": 1, "head_dim": 16,
+        "moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 0.5, "use_qk_norm": False,
+    },
+    "StableLM": {
+        "model_type": "stablelm", "architectures": ["StableLmForCausalLM"], "layer_norm_eps": 1e-05, "norm_eps": 1e-05,
+        "partial_rotary_factor": 0.25, "rope_pct": 0.25, "rotary_scaling_factor": 1.0, "use_qkv_bias": False,
+    },
+    "StarCoder 2": {
+        "model_type": "starcoder2", "activation_function": "gelu", "attention_softmax_in_fp32": True,
+        "hidden_act": "gelu_pytorch_tanh", "layer_norm_epsilon": 1e-05, "mlp_type": "default", "norm_epsilon": 1e-05,
+        "norm_type": "layer_norm", "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True,
+    },
+    "Pythia": {
+        "model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], "hidden_act": "gelu",
+        "rotary_emb_base": 10000, "rotary_pct": 0.25, "use_parallel_residual": True,
+    },
+    "StarCoder": {
+        "model_type": "gpt_bigcode", "attention_softmax_in_fp32": True, "multi_query": True, "n_embd": 64, "n_head": 4,
+        "n_inner": 256, "n_layer": 2, "n_positions": 2048, "scale_attn_weights": True, "summary_type": "cls_index",
+        "summary_use_proj": True, "validate_runner_input": True, "inference_runner": 0, "pad_key_length": True,
+        "pre_allocate_kv_cache": False, "vocab_size": 99,
+    },
+    "GPT-2 medium": {
+        "model_type": "gpt2", "n_ctx": 1024, "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 1024,
+        "n_special": 0, "predict_special_tokens": True, "architectures": ["GPT2LMHeadModel"], "vocab_size": 99,
+    },
+    "E5": {"model_type": "bert", "architectures": ["BertModel"], "export_model_type": "transformer",
+           "type_vocab_size": 2},
     "GPT-2": {
         "model_type": "gpt2", "activation_function": "gelu_new", "n_ctx": 1024, "n_embd": 64, "n_head": 4, "n_layer": 2,
         "n_positions": 1024, "summary_type": "cls_index", "architectures": ["GPT2LMHeadModel"], "vocab_size": 99,
@@ -122,15 +186,16 @@ ORDINARY: dict[str, dict[str, Any]] = {
         "vocab_size": 99,
     },
 }  # fmt: skip
-ENCODER = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
-ENCODERS = ("BERT", "a reranker", "ModernBERT")
-OTHER_SIZES = ("GPT-2", "T5", "BART")
+WITHOUT_GROUPS = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
+UNGROUPED = ("BERT", "E5", "a reranker", "ModernBERT", "Pythia")
+"""Whose keys and values have as many heads as the queries."""
+OTHER_SIZES = ("GPT-2", "GPT-2 medium", "StarCoder", "T5", "BART")
 """Whose files have other names for them."""
 
 
 @pytest.mark.parametrize("name", ORDINARY)
 def test_files_as_they_are_published_are_read(name: str) -> None:
-    sizes = {} if name in OTHER_SIZES else ENCODER if name in ENCODERS else SIZES
+    sizes = {} if name in OTHER_SIZES else WITHOUT_GROUPS if name in UNGROUPED else SIZES
     config = read_config(PLAIN | sizes | ORDINARY[name])
     assert config.vocabulary_size in (99, 500)
 
@@ -172,9 +237,35 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "kinds of layers": ({"model_type": "mistral", "layer_types": ["full_attention"] * 4}, "it says layer_types = "),
     "caps that no code reads": ({"model_type": "gemma3_text", "attn_logit_softcapping": 5.0}, "attn_logit_softcapping"),
     "a classifier": ({"architectures": ["LlamaForSequenceClassification"]}, "names LlamaForSequenceClassification,"),
-    "a tagger": ({"architectures": ["LlamaForTokenClassification"]}, "names LlamaForTokenClassification, whose head"),
+    "a tagger": ({"architectures": ["LlamaForTokenClassification"]}, "names LlamaForTokenClassification, which is"),
     "a reward model": ({"architectures": ["Qwen2ForRewardModel"], "model_type": "qwen2"}, "names Qwen2ForRewardModel"),
-    "another reward model": ({"architectures": ["LlamaRewardModel"]}, "names LlamaRewardModel, whose head does not"),
+    "another reward model": ({"architectures": ["LlamaRewardModel"]}, "names LlamaRewardModel, which is not the"),
+    "a reward model of causal name": ({"architectures": ["LlamaForCausalLMRewardModel"]}, "CausalLMRewardModel, which"),
+    "an encoder of decoder's name": ({"architectures": ["LlamaEncoderModel"]}, "names LlamaEncoderModel, which is not"),
+    "a body without a mask": ({"architectures": ["LlamaBidirectionalModel"]}, "LlamaBidirectionalModel, which is not"),
+    "another family's network": ({"architectures": ["Qwen3ForCausalLM"]}, "Qwen3ForCausalLM, .* of a model llama that"),
+    "one of two networks": ({"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]}, "names MistralForCausalLM"),
+    "another family's, in transformers' code": (
+        {"model_type": "olmo2", "architectures": ["OlmoForCausalLM"]},
+        "names OlmoForCausalLM, which is not the network of a model olmo2",
+    ),
+    "Qwen3's heads without norms": ({"model_type": "qwen3_moe", "use_qk_norm": False}, "it says use_qk_norm = False"),
+    "a shared expert": ({"model_type": "qwen3_moe", "shared_expert_intermediate_size": 9}, "says shared_expert_interm"),
+    "Llama's heads with norms": ({"use_qk_norm": True}, "it says use_qk_norm = True"),
+    "two activations": ({"activation": "swiglu", "hidden_act": "gelu"}, "it says activation = 'swiglu'"),
+    "YaRN's two factors": (
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "attn_factor": 0.9, "attention_factor": 1.0}},
+        r"attn_factor is 0\.9, and attention_factor 1\.0",
+    ),
+    "YaRN's factor of nothing": ({"rope_scaling": {"type": "yarn", "factor": 4, "attn_factor": 0}}, "attn_factor is 0"),
+    "YaRN's factor beside another kind": (
+        {"rope_scaling": {"type": "linear", "factor": 4.0, "attn_factor": 0.9}},
+        r"it says rope_scaling\.attn_factor = 0\.9",
+    ),
+    "YaRN's factor, in transformers' code": (
+        {"model_type": "olmo2", "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.9}},
+        r"it says attn_factor = 0\.9",
+    ),
     "no architectures": ({"architectures": "LlamaForCausalLM"}, "architectures is not a list of names"),
     "in transformers' code": ({"model_type": "olmo2", "clip_qkv": 5.0}, "it says clip_qkv = 5.0, which is not"),
     "its positions": (
@@ -188,7 +279,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "its head": (
         {"model_type": "olmo2", "architectures": ["Olmo2ForSequenceClassification"]},
-        "names Olmo2ForSequenceClassification, whose head does not continue text",
+        "names Olmo2ForSequenceClassification, which is not the network of a model olmo2 that continues text",
     ),
     "a private name": ({"model_type": "olmo2", "_secret": 1}, "it says _secret = 1"),
     "an encoder": ({"model_type": "bert", "position_embedding_type": "relative_key"}, "it says position_embedding"),
@@ -251,3 +342,10 @@ SCALED: list[tuple[dict[str, Any], int]] = [
 def test_the_longest_text_is_what_positions_are_scaled_for(change: dict[str, Any], longest: int) -> None:
     """As vLLM has it, but for "dynamic", whose frequencies change with a text's length."""
     assert read_config({"model_type": "llama"} | SIZES | change).max_model_len == longest
+
+
+def test_a_factor_of_yarns_first_code_multiplies_the_usual_one() -> None:
+    """As vLLM has it; transformers drops the key. In DeepSeek's file the product is 1."""
+    config = read_config(PLAIN | SIZES | ORDINARY["DeepSeek-R1-0528-Qwen3"])
+    assert isinstance(config, DecoderConfig)
+    assert [layer.rope and layer.rope.scale for layer in config.layers] == [pytest.approx(1.0, abs=1e-6)] * 4
