@@ -142,7 +142,7 @@ class Network:
         """The bytes of each tensor as it is held, and of those of a layer while they are packed."""
         stored, floats = self._quantized(), defaultdict[str, list[int]](list)
         share = _INT4_SHARE if self.quantization == "int4" else _QUANTIZED_SHARE
-        block = None if self.checkpoint.packed is None else self.checkpoint.packed.block
+        block = None if self.checkpoint.packed is None else self.checkpoint.packed.config.block
         widens = (self.quantization == "fp8" or self._is_stored_in_fp8) and not self._has_float8
         sizes = []
         for name, tensor in blueprint.items():

@@ -17,6 +17,7 @@ from kernels.float8 import Float8Weight
 from kernels.ops import GroupedWeight, QuantizedWeight
 from pagewire_common.start_error import StartError
 from worker_service.loading import float8_weights
+from worker_service.loading.quantization_config import QuantizationConfig
 from worker_service.loading.weight_files import WeightFiles
 from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.wording import named, shown
@@ -31,27 +32,6 @@ _INPUT_SCALES = ("input_scale", "activation_scale")
 """What a layer's scale of its inputs is called, the second by transformers."""
 
 
-_READ = frozenset({
-    "activation_scheme", "bits", "checkpoint_format", "config_groups", "dynamic", "format", "group_size",
-    "quant_method", "sparsity_config", "transform_config", "version", "weight_block_size",
-})  # fmt: skip
-_WITHOUT_EFFECT = frozenset({
-    # The tensors themselves show which layers are quantised, and in which order.
-    "block_name_to_quantize", "desc_act", "extra_config", "fmt", "ignore", "ignored_layers", "lm_head",
-    "modules_in_block_to_quantize", "modules_to_not_convert", "pack_dtype", "quant_type", "scale_fmt", "static_groups",
-    "sym", "to_quant_block_names", "zero_point",
-    # How numbers were found.
-    "act_bits", "act_data_type", "act_dynamic", "act_group_size", "act_sym", "amp", "autoround_version", "batch_size",
-    "cache_block_outputs", "damp_auto_increment", "damp_percent", "data_type", "dataset", "enable_minmax_tuning",
-    "enable_norm_bias_tuning", "enable_quanted_input", "global_compression_ratio", "gradient_accumulate_steps",
-    "iters", "low_gpu_mem_usage", "lr", "meta", "minmax_lr", "model_file_base_name", "model_name_or_path",
-    "model_seqlen", "module_name_preceding_first_block", "mse", "nsamples", "offload_to_disk", "pad_token_id",
-    "quantization_status", "quantizer", "scale_dtype", "seqlen", "tokenizer", "train_bs", "true_sequential",
-    # How other programs multiply by them, and a cache in 8 bits, which --kv-cache-dtype asks for here.
-    "backend", "disable_exllama", "do_fuse", "exllama_config", "fuse_max_seq_len", "kv_cache_scheme",
-    "max_input_length", "modules_to_fuse", "run_compressed", "use_cuda_fp16", "use_exllama",
-})  # fmt: skip
-"""Keys of quantization_config that change nothing."""
 _TENSORS = (
     "qweight", "qzeros", "scales", "g_idx",
     "weight", "weight_packed", "weight_shape", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_g_idx",
@@ -66,35 +46,23 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
 
     def __init__(self, files: WeightFiles, config: Mapping[str, Any]) -> None:
         """config: quantization_config of config.json. Raises StartError where such weights are not read."""
-        self._files, self._config = files, config
-        method = config.get("quant_method")
+        self._files = files
+        try:
+            self.config = QuantizationConfig.from_json(config)
+        except ValueError as error:
+            raise StartError(f"config.json: quantization_config: {error}") from error
         readers: dict[str, Callable[[str], QuantizedWeight]] = {
             "gptq": self._gptq, "awq": self._awq, "compressed-tensors": self._compressed, "fp8": self._float8
         }  # fmt: skip
-        self._read = readers.get(str(method))
-        if self._read is None:
-            raise StartError(
-                f"config.json: weights quantised by {shown(method)} are not read; gptq, awq, compressed-tensors and "
-                "fp8 are"
-            )
-        for name, value in config.items():
-            if value and name not in _READ | _WITHOUT_EFFECT:
-                raise StartError(
-                    f"config.json: quantization_config says {named(name)} = {shown(value)}, which is not supported and "
-                    "may change what the weights mean; remove it if you know that it does not"
-                )
-        if (reason := _what_is_not_read(config)) is not None:
-            raise StartError(f"config.json: quantization_config: {reason}")
-        self.block = float8_weights.block_of(config) if method in ("fp8", "compressed-tensors") else None
-        """The outputs and inputs that share a scale, where weights in fp8 have blocks."""
+        self._read = readers[self.config.layout]
 
     @property
     def _parts(self) -> Collection[tuple[str, str]]:
         """What the tensors of numbers are called in place of "weight", and their types."""
         in_floats = ("weight", "F8_E4M3")
-        if self._config["quant_method"] == "compressed-tensors":
+        if self.config.layout == "compressed-tensors":
             return ("weight_packed", "I32"), ("weight", "I8"), in_floats
-        return [in_floats if self._config["quant_method"] == "fp8" else ("qweight", "I32")]
+        return [in_floats if self.config.layout == "fp8" else ("qweight", "I32")]
 
     @property
     def schemes(self) -> set[Literal["fp8", "gguf"]]:
@@ -105,7 +73,7 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
     def stores_input_scales(self) -> bool:
         """Whether inputs of some layers in fp8 are rounded with scales that are stored."""
         in_files = any(name.rpartition(".")[2] in _INPUT_SCALES for name in self._files.dtypes)
-        return "fp8" in self.schemes and (in_files or float8_weights.input_scales_are_stored(self._config))
+        return "fp8" in self.schemes and (in_files or self.config.stores_input_scales)
 
     def __iter__(self) -> Iterator[str]:
         for name, found in self._files.dtypes.items():
@@ -124,7 +92,6 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
         """Raises KeyError where the weight is not quantised, and StartError where it makes no sense."""
         if name not in self:
             raise KeyError(name)
-        assert self._read is not None
         try:
             return self._read(name.removesuffix("weight"))
         except (ValueError, TypeError, IndexError, RuntimeError) as error:  # shapes are whatever the file has
@@ -145,14 +112,16 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
     # ---- the layouts. All but the last find numbers [outputs, inputs], scales and zeros [outputs, groups]
 
     def _gptq(self, layer: str) -> GroupedWeight:
-        bits: int = self._config["bits"]
+        bits = self.config.bits
         words, scales = self._matrix(layer, "qweight"), self._matrix(layer, "scales")
-        if self._config.get("dynamic") and self._has(layer, "g_idx"):  # layers may differ
+        if self.config.is_ordered:
+            self._tensor(layer, "g_idx")  # which must be there
+        if self.config.layers_differ and self._has(layer, "g_idx"):
             bits = 8 if len(words) * 4 == len(self._tensor(layer, "g_idx")) else 4
         numbers = _unpacked(words, bits).permute(1, 0, 2).flatten(1)  # words hold neighbouring inputs
         zeros = self._matrix(layer, "qzeros")
-        if _layout(self._config) != "gptq_v2":
-            zeros = zeros + _ONES[bits]  # of each one less is stored, as gptqmodel does it with what is borrowed
+        if self.config.stores_one_less:
+            zeros = zeros + _ONES[bits]  # as gptqmodel does it with what is borrowed
         self._check_groups(numbers.shape[1], len(scales))
         weight = _grouped(numbers, scales.T, _unpacked(zeros, bits).flatten(1).T, bits)
         return self._in_order(weight, layer, "g_idx", len(scales))
@@ -187,19 +156,27 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
                 else:  # words hold neighbouring outputs here
                     zeros = _unpacked(zeros.T, bits).flatten(1)[:, :outputs].T
         scales = _of_outputs(scales, len(numbers))
+        if self.config.groups and not any(
+            group.fits(bits, numbers.shape[1], scales.shape[1], has_zeros=zeros is not None)
+            for group in self.config.groups
+        ):
+            raise ValueError(
+                f"{bits} bits and {scales.shape[1]} scales for the {numbers.shape[1]} inputs of an output, "
+                f"{'without' if zeros is None else 'with'} zero points, are not what a group of config_groups says"
+            )
         weight = _grouped(numbers, scales, torch.tensor(1 << bits - 1) if zeros is None else zeros, bits)
         return self._in_order(weight, layer, "weight_g_idx", scales.shape[1])
 
     def _float8(self, layer: str) -> Float8Weight:
         of_inputs = next((part for part in _INPUT_SCALES if self._has(layer, part)), None)
-        if of_inputs is None and float8_weights.input_scales_are_stored(self._config):
+        if of_inputs is None and self.config.stores_input_scales:
             of_inputs = _INPUT_SCALES[0]
         input_scale = None if of_inputs is None else self._tensor(layer, of_inputs)
         # Which transformers calls the inverse, and multiplies by.
         name = "weight_scale_inv" if self._has(layer, "weight_scale_inv") else "weight_scale"
         if self._has(layer, "weight_zero_point") and self._tensor(layer, "weight_zero_point").float().any():
             raise ValueError("zero points of floats are not read")
-        numbers, scales, block = self._matrix(layer, "weight"), self._tensor(layer, name), self.block
+        numbers, scales, block = self._matrix(layer, "weight"), self._tensor(layer, name), self.config.block
         return float8_weights.float8_weight(numbers, scales, input_scale, block)
 
     # ---- tensors
@@ -219,8 +196,8 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
 
     def _check_groups(self, inputs: int, groups: int) -> None:
         """Raises ValueError where groups are not of the size that config.json says; -1 is a whole row."""
-        size = None if self._config.get("dynamic") else self._config.get("group_size")
-        if type(size) is int and size * groups != inputs and not (groups == 1 and not 0 < size < inputs):
+        size = self.config.group_size
+        if size is not None and size * groups != inputs and not (groups == 1 and not 0 < size < inputs):
             raise ValueError(f"{groups} groups of {inputs} inputs are not of {size}")
 
     def _in_order(self, weight: GroupedWeight, layer: str, part: str, groups: int) -> GroupedWeight:
@@ -299,48 +276,6 @@ def widened(weight: QuantizedWeight) -> Tensor:
     else:
         found = weight.numbers * of_each(scales) - of_each(minimums)
     return found if weight.order is None else torch.empty_like(found).index_copy_(1, weight.order, found)
-
-
-def _what_is_not_read(config: Mapping[str, Any]) -> str | None:
-    """Why weights that this describes are not read, if they are not."""
-    method = config["quant_method"]
-    if method == "fp8":
-        return float8_weights.what_is_not_read(config)
-    if method == "compressed-tensors":
-        groups = config.get("config_groups")
-        found = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
-        formats = [group["format"] for group in found if group.get("format")]
-        for name in formats + [config.get("format")] * (not formats or config.get("format") != "mixed-precision"):
-            if name not in ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"):
-                return f"the format {shown(name)} is not read; pack-quantized, int-quantized and float-quantized are"
-        sparsity = config.get("sparsity_config") or {}
-        if (
-            config.get("transform_config")
-            or not isinstance(sparsity, dict)
-            or sparsity.get("format", "dense") != "dense"
-        ):
-            return "weights that are sparse, or rotated, are not read"
-        for group in [group for group in found if isinstance(group.get("weights"), dict)]:
-            kind = (group["weights"].get("num_bits"), group["weights"].get("type", "int"))
-            if kind == (8, "float"):
-                if (reason := float8_weights.what_of_group_is_not_read(group)) is not None:
-                    return reason
-            elif kind not in ((4, "int"), (8, "int")):
-                return f"weights of {shown(kind)} are not read; whole numbers of 4 and 8 bits, and floats of 8, are"
-        return float8_weights.what_is_not_read(config)
-    sizes, bits = (4,) if method == "awq" else (4, 8), config.get("bits")
-    if type(bits) is not int or bits not in sizes:
-        return f"bits is {shown(bits)}; {method} is read with {' or '.join(map(str, sizes))}"
-    if _layout(config) not in (("gemm",) if method == "awq" else ("gptq", "gptq_v2")):
-        return f"the layout {shown(_layout(config))} is not read"
-    return None
-
-
-def _layout(config: Mapping[str, Any]) -> str:
-    """Of GPTQ's and AWQ's words; the libraries have changed the name of its field."""
-    is_awq = config["quant_method"] == "awq"
-    names = ("version", "format", "checkpoint_format") if is_awq else ("checkpoint_format", "format")
-    return str(next(filter(None, map(config.get, names)), "gemm" if is_awq else "gptq")).lower()
 
 
 def _of_outputs(part: Tensor, outputs: int) -> Tensor:

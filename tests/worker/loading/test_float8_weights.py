@@ -184,7 +184,7 @@ REFUSED: dict[str, tuple[Config, str]] = {
     "groups of weights": (compressed({"strategy": "group"}, {}), "fp8 weights with scales by 'group' are not read"),
     "groups of inputs": (
         compressed({"strategy": "channel"}, {"strategy": "group"}),
-        "fp8 inputs with scales by 'group' are not read",
+        r"fp8 inputs with scales by 'group' \(strategy\) are not read",
     ),
     "inputs as they are": (compressed({"strategy": "channel"}, None), "whose inputs are not rounded to fp8"),
     "inputs in int8": (compressed({}, {"type": "int"}), "whose inputs are not rounded to fp8"),

@@ -126,6 +126,24 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Layer], Tensors], int, bool]]
     "gptq, 4 bits": (of_gptq(4), gptq, 4, False),
     "gptq, 8 bits": (of_gptq(8), gptq, 8, False),
     "gptq_v2": (of_gptq(4, "gptq_v2"), lambda layer: gptq(layer, stored=0), 4, False),
+    "AutoRound's words": (
+        {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round"},
+        lambda layer: gptq(layer, stored=0),
+        4,
+        False,
+    ),
+    "AutoRound in GPTQ's words": (
+        {"quant_method": "auto-round", "bits": 8, "packing_format": "auto_round:auto_gptq"},
+        gptq,
+        8,
+        False,
+    ),
+    "AutoRound in AWQ's words": (
+        {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_awq"},
+        awq,
+        4,
+        False,
+    ),
     "gptq_v2 in other words": (of_gptq(4, "GPTQ_V2", "format"), lambda layer: gptq(layer, stored=0), 4, False),
     "awq": (AWQ, awq, 4, False),
     "compressed, 4 bits": (PACKED, compressed, 4, False),
@@ -168,8 +186,8 @@ def test_layers_of_one_checkpoint_may_be_stored_in_different_ways(tmp_path: Path
     tensors["a.weight_zero_point"] = (torch.tensor(by_words.zeros) - 8).to(torch.int8)
     tensors |= {f"b.{part}": tensor for part, tensor in int_quantized(by_bytes).items()}
     groups = {
-        "words": {"weights": {"num_bits": 4}, "format": "pack-quantized"},
-        "bytes": {"weights": {"num_bits": 8, "type": "int"}, "format": "int-quantized"},
+        "words": {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32}, "format": "pack-quantized"},
+        "bytes": {"weights": {"num_bits": 8, "type": "int", "group_size": 64}, "format": "int-quantized"},
         "activations": {"weights": None},
     }
     found = write(tmp_path, PACKED | {"format": "mixed-precision", "config_groups": groups}, tensors)
@@ -342,17 +360,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another method": ({"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes' are not read; gptq, awq, "),
     "no method": ({}, "quantised by None are not read"),
     "bits": (of_gptq(3), "bits is 3; gptq is read with 4 or 8"),
-    "bits in words": ({"quant_method": "awq", "bits": "4"}, "bits is '4'; awq is read with 4"),
+    "bits in words": ({"quant_method": "awq", "bits": "4"}, "bits is '4'; it must be a whole number"),
     "a layout": (AWQ | {"version": "gemv"}, "the layout 'gemv' is not read"),
     "marlin": (of_gptq(4, "marlin"), "the layout 'marlin' is not read"),
     "a format": (PACKED | {"format": "nvfp4-pack-quantized"}, "the format 'nvfp4-pack-quantized' is not read"),
     "a group's format": (PACKED | {"config_groups": {"g": {"format": "marlin-24"}}}, "'marlin-24' is not"),
     "mixed": (PACKED | {"format": "mixed-precision"}, "the format 'mixed-precision' is not read"),
-    "rotated": (PACKED | {"transform_config": {"config_groups": {}}}, "sparse, or rotated"),
+    "rotated": (PACKED | {"transform_config": {"config_groups": {}}}, "that are rotated"),
     "other bits": (PACKED | {"config_groups": {"g": {"weights": {"num_bits": 7}}}}, r"weights of .*7.* are not read"),
     "floats": (INT | {"config_groups": {"g": {"weights": {"num_bits": 4, "type": "float"}}}}, "whole numbers of 4"),
-    "an unknown key": (AWQ | {"rotation": "hadamard"}, "quantization_config says rotation = 'hadamard', which is not"),
-    "sparse": (PACKED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse, or rotated"),
+    "an unknown key": (AWQ | {"rotation": "hadamard"}, "quantization_config: it says rotation = 'hadamard', which"),
+    "sparse": (PACKED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "that are sparse"),
 }
 
 
@@ -405,6 +423,37 @@ def test_groups_are_of_the_size_that_is_said(tmp_path: Path) -> None:
         found = write(tmp_path, of_gptq(4) | {"group_size": size}, tensors)
         with pytest.raises(StartError, match=rf"groups of 192 inputs are not of {size}|groups of 192"):
             found["a.weight"]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"num_bits": 8, "strategy": "group", "group_size": 32},
+        {"num_bits": 4, "strategy": "group", "group_size": 64},
+        {"num_bits": 4, "strategy": "channel"},
+        {"num_bits": 4},
+        {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False},
+    ],
+    ids=str,
+)
+def test_a_layer_is_stored_as_one_of_the_groups_says(said: dict[str, Any], tmp_path: Path) -> None:
+    """Of compressed-tensors; a group may be of other layers."""
+    tensors = {f"a.{part}": tensor for part, tensor in compressed(Layer.draw(24, 128, 4, 4).symmetric()).items()}
+    right = {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32}}
+    assert write(tmp_path, PACKED | {"config_groups": {"a": {"weights": said}, "b": right}}, tensors)["a.weight"]
+    found = write(tmp_path, PACKED | {"config_groups": {"a": {"weights": said}}}, tensors)
+    with pytest.raises(
+        StartError, match=r"4 bits and 4 scales for the 128 inputs .* without zero points, are not what"
+    ):
+        found["a.weight"]
+
+
+def test_a_layer_that_is_said_to_be_ordered_says_its_order(tmp_path: Path) -> None:
+    tensors = {f"a.{part}": tensor for part, tensor in gptq(Layer.draw(24, 128, 4, 4)).items()}
+    del tensors["a.g_idx"]
+    assert write(tmp_path, of_gptq(4) | {"desc_act": False}, tensors)["a.weight"].bits == 4
+    with pytest.raises(StartError, match=r"there is no a\.g_idx"):
+        _ = write(tmp_path, of_gptq(4) | {"desc_act": True}, tensors)["a.weight"]
 
 
 def test_packed_numbers_of_another_number_of_bits_are_refused(tmp_path: Path) -> None:
