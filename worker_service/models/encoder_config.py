@@ -62,8 +62,10 @@ class EncoderConfig:
         classifies = name.endswith("ForSequenceClassification")
         mapping = (AutoModelForSequenceClassification if classifies else AutoModel)._model_mapping
         network_class = mapping[type(network)]
-        if getattr(network, "is_decoder", False):
-            raise ValueError(f"a model {network.model_type} is not supported as a decoder")
+        if getattr(network, "is_decoder", False) or network.is_encoder_decoder:
+            raise ValueError(
+                f"a model {network.model_type} is not supported as a decoder (is_decoder, is_encoder_decoder)"
+            )
         body = AutoModel._model_mapping[type(network)]
         if not (classifies or name in ("", body.__name__) or name.endswith(_FILLS_GAPS)):
             raise ValueError(

@@ -63,6 +63,8 @@ class EncoderDecoderConfig:
         keys.neutral(**_NEUTRAL)
         keys.without_effect("n_positions")  # T5's, which `_t5` reads
         network = parse(json)
+        if not network.is_encoder_decoder:
+            raise ValueError(f"is_encoder_decoder is false; a model {network.model_type} is supported with both parts")
         sizes = _SIZES[network.model_type](network)
         for name, value in sizes.items():
             if type(value) is not int or not 1 <= value <= _LARGEST:

@@ -94,17 +94,14 @@ def _matches(pattern: re.Pattern[str], of_class: type) -> frozenset[str]:
 
 def _check_full_layers(keys: ReadKeys, network: Any) -> None:
     """Raise ValueError where a key means other kinds of layers than the network has."""
-    kinds = getattr(network, "layer_types", None)
+    kinds, own = getattr(network, "layer_types", None), {field.name for field in fields(network)}
     for name, first in _FULL_LAYERS.items():
         every = keys.plain.get(name)
-        if kinds is None or every is None:
+        if kinds is None or every is None or name in own:  # whose default stands beside other layer_types
             continue
-        if isinstance(every, str) and re.fullmatch("[LG]+", every):  # EXAONE's: local and global
-            are_full = [every[number % len(every)] == "G" for number in range(len(kinds))]
-        elif type(every) is int and every > 0:
-            are_full = [(number + first) % every == 0 for number in range(len(kinds))]
-        else:
+        if type(every) is not int or every < 1:
             raise ValueError(f"{name} is {shown(every)}; it must be a whole number from 1 on")
+        are_full = [(number + first) % every == 0 for number in range(len(kinds))]
         if are_full != [kind == "full_attention" for kind in kinds]:
             raise ValueError(f"{name} is {shown(every)}, and the layers with a window are others (layer_types)")
         keys.without_effect(name)

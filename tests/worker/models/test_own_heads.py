@@ -119,7 +119,7 @@ def test_a_classifier_with_tied_embeddings_is_refused(tmp_path: Path) -> None:
     config = LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=True, pad_token_id=0)
     LlamaForSequenceClassification(config).save_pretrained(tmp_path)
     write_byte_tokenizer(tmp_path)
-    with pytest.raises(StartError, match="architectures names LlamaForSequenceClassification, whose head"):
+    with pytest.raises(StartError, match="architectures names LlamaForSequenceClassification, which is not"):
         load_worker(settings(tmp_path))
     words = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(words | {"architectures": None}))

@@ -39,10 +39,6 @@ REPEATED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"sliding_window_pattern": 2},
     ),
     "kinds of layers, in private": ({"model_type": "cohere2"}, {"_sliding_window_pattern": 2}),
-    "kinds of layers, in letters": (
-        {"model_type": "exaone4", "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
-        {"sliding_window_pattern": "LG"},
-    ),
     "which layers come first": ({"model_type": "cohere2"}, {"order_of_interleaved_layers": "global_attn_first"}),
     "a head of its own": ({"model_type": "cohere2", "tie_word_embeddings": True}, {"use_embedding_sharing": False}),
     "how heads turn": ({"model_type": "cohere2"}, {"position_embedding_type": "rope_neox"}),
