@@ -20,9 +20,12 @@ from typing import Any
 import grpc
 
 from pagewire.v1 import inference_service_pb2 as pb
+from pagewire.v1.admin_service_pb2 import WorkerState
 from pagewire_client.admin import Admin, Lost
 from pagewire_client.client import RETRY_SECONDS, Client, EncoderPrompt, Prompt, Sound
+from pagewire_client.files import read_stdin
 from pagewire_client.finished import print_requests
+from pagewire_client.flag_values import folder, from_environment, given, integer_of, seconds, whole_number
 from pagewire_client.local import LocalServer, ServerError
 from pagewire_client.request_options import request_options, request_parser, sampling_params, sampling_parser
 from pagewire_client.serve_options import add_serve
@@ -34,10 +37,12 @@ POOLINGS = {"cls": pb.POOLING_CLS, "mean": pb.POOLING_MEAN, "last": pb.POOLING_L
 DRAIN_LOOK_SECONDS = 0.5
 
 
-def _seconds(text: str) -> float:
-    if not (seconds := float(text)) >= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from 0 on")
-    return seconds
+def _sound(text: str) -> Sound:
+    """Raises ArgumentTypeError for a file that cannot be read: before a server is started for it."""
+    try:
+        return Sound.read(Path(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -45,8 +50,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     tls.add_argument(
         "--tls",
         metavar="FOLDER",
-        type=Path,
-        default=os.environ.get("PAGEWIRE_TLS"),
+        type=folder,
+        default=from_environment("PAGEWIRE_TLS"),
         help="connect by TLS, with its ca.crt, and its tls.crt and tls.key where the server wants a certificate. An "
         "API key is taken from the environment: PAGEWIRE_API_KEY",
     )
@@ -54,7 +59,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     server.add_argument(
         "--target",
         metavar="HOST:PORT",
-        default=os.environ.get("PAGEWIRE_TARGET"),
+        type=given,
+        default=from_environment("PAGEWIRE_TARGET"),
         help="a running scheduler service; without one, both services are started here for this command",
     )
     server.add_argument("--model", help='what to serve when no --target is given (default "default")')
@@ -63,7 +69,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     common.add_argument(
         "--retry-for",
         metavar="SECONDS",
-        type=_seconds,
+        type=seconds(0),
         default=RETRY_SECONDS,
         help="how long to wait for a --target that is not there or has no worker; 0 leaves it to the server "
         "(default %(default)g)",
@@ -95,7 +101,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     embed.add_argument(
         "--normalize", action=argparse.BooleanOptionalAction, help="make vectors 1 long (default: the model's)"
     )
-    embed.add_argument("--dimensions", type=int, default=0, help="leading numbers of each vector to keep; 0 for all")
+    embed.add_argument(
+        "--dimensions",
+        type=integer_of(pb.EmbedRequest.DESCRIPTOR.fields_by_name["dimensions"]),
+        default=0,
+        help="leading numbers of each vector to keep; 0 for all",
+    )
     embed.add_argument("--truncate", action="store_true", help="cut texts that are too long for the model")
     score = commands.add_parser("score", parents=[request], help="how well documents answer a query, the best first")
     score.add_argument("query")
@@ -106,16 +117,27 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="TEXT",
         help="for models that were trained on single texts: the text of both, with {query} and {document} in it",
     )
-    score.add_argument("--top-n", type=int, default=0, help="how many of the best to show; 0 for all (default)")
+    score.add_argument(
+        "--top-n",
+        type=integer_of(pb.ScoreRequest.DESCRIPTOR.fields_by_name["top_n"]),
+        default=0,
+        help="how many of the best to show; 0 for all (default)",
+    )
     score.add_argument("--truncate", action="store_true", help="cut documents that are too long for the model")
     transcribe = commands.add_parser("transcribe", parents=[request], help="write down what is said in a sound file")
-    transcribe.add_argument("file", type=Path, help="WAV, FLAC, MP3, OGG, MP4 or WebM, whatever its name")
+    transcribe.add_argument(
+        "file", type=_sound, help="WAV, FLAC, MP3, OGG, MP4 or WebM, whatever its name; at most 16 MiB"
+    )
     transcribe.add_argument(
         "--language", default="", metavar="LANGUAGE", help='as "en" or "english"; found out if not given'
     )
     transcribe.add_argument("--prompt", default="", help="what was said before, or names and style to be expected")
     transcribe.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
-    transcribe.add_argument("--seed", type=int, help="makes sampling repeatable")
+    transcribe.add_argument(
+        "--seed",
+        type=integer_of(pb.TranscribeRequest.DESCRIPTOR.fields_by_name["seed"]),
+        help="makes sampling repeatable",
+    )
     transcribe.add_argument("--translate", action="store_true", help="write in English, whatever is spoken")
     _add_operators_commands(commands, tls)
     parsed = parser.parse_args(arguments)
@@ -147,16 +169,21 @@ def _add_operators_commands(
     common.add_argument(
         "--target",
         metavar="HOST:PORT",
-        default=os.environ.get("PAGEWIRE_ADMIN_TARGET", DEFAULT_ADMIN_TARGET),
+        type=given,
+        default=from_environment("PAGEWIRE_ADMIN_TARGET") or DEFAULT_ADMIN_TARGET,
         help=f"a running scheduler service, at its --admin-listen (default {DEFAULT_ADMIN_TARGET})",
     )
     watch = commands.add_parser("watch", parents=[common], help="queues, workers, blocks and rates, as they change")
     watch.add_argument(
-        "--interval", metavar="SECONDS", type=float, default=1.0, help="between two looks, 0.1 to 60 (default 1)"
+        "--interval",
+        metavar="SECONDS",
+        type=seconds(0.1, 60),
+        default=1.0,
+        help="between two looks, 0.1 to 60 (default 1)",
     )
     watch.add_argument("--once", action="store_true", help="look once")
     requests = commands.add_parser("requests", parents=[common], help="what the requests that ended last waited for")
-    requests.add_argument("--limit", type=int, default=20, help="how many, 1 to 1000 (default 20)")
+    requests.add_argument("--limit", type=whole_number(1, 1000), default=20, help="how many, 1 to 1000 (default 20)")
     for command, text in (("drain", "give a worker no new work"), ("undrain", "give a worker work again")):
         parser = commands.add_parser(command, parents=[common], help=text)
         parser.add_argument("address", metavar="WORKER", help="HOST:PORT of the worker, as watch shows it")
@@ -195,7 +222,7 @@ async def stream(client: Client, prompt: Prompt, sampling: pb.SamplingParams, **
 
 
 async def generate(arguments: argparse.Namespace, target: str) -> None:
-    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    text = read_stdin() if arguments.prompt == "-" else arguments.prompt
     prompt: Prompt = [{"role": "user", "content": text}] if arguments.chat else text
     if arguments.encoder:
         prompt = EncoderPrompt(text)
@@ -261,7 +288,7 @@ async def drain(arguments: argparse.Namespace, target: str) -> None:
 
 
 async def _until_drained(admin: Admin, address: str) -> None:
-    """Return when the worker has no session any more, or is gone; say on stderr how many requests it still has."""
+    """Return when the scheduler has no session with the worker; say why, and before that how many requests it has."""
     said = ""
     async for event in admin.watch(DRAIN_LOOK_SECONDS):
         if isinstance(event, Lost):
@@ -269,13 +296,21 @@ async def _until_drained(admin: Admin, address: str) -> None:
             continue
         worker = next((one for one in event.state.workers if one.address == address), None)
         if worker is None or not worker.connected:
-            sys.stdout.write(f"{address} {'has left' if worker is None else 'is drained'}\n")
+            sys.stdout.write(f"{_without_session(worker, address)}\n")
             return
         if not worker.draining:
             raise ValueError(f"{address} was undrained meanwhile")
         if (line := f"{worker.num_running} running and {worker.num_swapped} swapped out there") != said:
             said = line
             sys.stderr.write(f"{line}\n")
+
+
+def _without_session(worker: WorkerState | None, address: str) -> str:
+    """All that a scheduler knows of a worker that computes nothing for it."""
+    if worker is None:
+        return f"{address} has left: the scheduler's list of workers does not have it"
+    reason = worker.last_error or "none was opened since the scheduler started"
+    return f"{address} has no request of this scheduler, which has no session with it: {reason}"
 
 
 async def adapters(arguments: argparse.Namespace, target: str) -> None:
@@ -322,11 +357,10 @@ async def score(arguments: argparse.Namespace, target: str) -> None:
 
 
 async def transcribe(arguments: argparse.Namespace, target: str) -> None:
-    sound = Sound.read(arguments.file)
     async with Client(target, **access(arguments)) as client:
         names = ("language", "prompt", "translate", "temperature", "seed")
         options = request_options(arguments) | {name: getattr(arguments, name) for name in names}
-        async for event in client.transcribe(sound, **options):
+        async for event in client.transcribe(arguments.file, **options):
             if event.HasField("segment"):
                 segment = event.segment
                 times = f"{segment.start_seconds:7.2f} - {segment.end_seconds:7.2f}"

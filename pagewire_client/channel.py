@@ -7,6 +7,8 @@ import grpc
 
 from pagewire_common.channel import is_socket, open_channel, split_target
 from pagewire_common.misdirected import Direction
+from pagewire_common.start_error import StartError
+from pagewire_common.tls import TlsFolder
 
 CLIENTS_PORT = "clients call the scheduler's --listen, which has port 50051 unless told otherwise"
 OPERATORS_PORT = "operators' commands call the scheduler's --admin-listen, which has port 50053 unless told otherwise"
@@ -36,21 +38,16 @@ def connect(target: str, tls: Path | None = None) -> grpc.aio.Channel:
     """A channel, in plain text unless there is a folder of certificates.
 
     The server's must come from its ca.crt, or from an authority of the system if it has none; tls.crt and tls.key are
-    shown to servers that want a certificate. Raises OSError when they cannot be read, and ValueError for a target
-    without a port.
+    shown to servers that want a certificate. Raises ValueError when they cannot be used, or no such target or proxy can
+    be.
     """
     _check_target(target)
     if tls is None:
         return open_channel(target, None, OPTIONS, may_use_proxy=True)
-    authority, key, certificate = (
-        path.read_bytes() if (path := tls / name).exists() else None for name in ("ca.crt", "tls.key", "tls.crt")
-    )
-    if authority is None and certificate is None:
-        raise FileNotFoundError(f"{tls} has neither ca.crt nor tls.crt")
-    if (key is None) != (certificate is None):  # gRPC would end the process
-        there, missing = ("tls.key", "tls.crt") if certificate is None else ("tls.crt", "tls.key")
-        raise FileNotFoundError(f"{tls} has {there} and no {missing}; a certificate is shown with its key")
-    credentials = grpc.ssl_channel_credentials(authority, key, certificate)
+    try:
+        credentials = TlsFolder(tls).channel_credentials()
+    except StartError as error:
+        raise ValueError(str(error)) from None
     return open_channel(target, credentials, OPTIONS, may_use_proxy=True)
 
 

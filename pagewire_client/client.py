@@ -19,8 +19,12 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client.channel import CLIENTS_PORT, connect, direction, key_metadata
 from pagewire_client.embedding import Embedding
+from pagewire_client.files import read_file
 from pagewire_client.resumable import ResumableStream
 from pagewire_client.retry import Backoff
+
+MOST_SOUND_BYTES = 16 << 20
+"""Of a file: no server takes a longer message."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,8 @@ class Sound:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises OSError."""
-        return cls(path.read_bytes())
+        """Raises ValueError for a file that cannot be read, or has more bytes than a server takes."""
+        return cls(read_file(path, MOST_SOUND_BYTES))
 
 
 @dataclass(frozen=True)

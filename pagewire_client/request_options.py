@@ -12,6 +12,8 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 
 from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_client.files import read_text
+from pagewire_client.flag_values import integer_of
 
 MAX_TOKENS = 512
 
@@ -79,7 +81,10 @@ def request_parser(*parents: argparse.ArgumentParser) -> argparse.ArgumentParser
     parser.add_argument("--lora-name", metavar="NAME", default="", help="the low-rank adapter to apply")
     parser.add_argument("--tenant", metavar="NAME", default="", help="the tenant that the request belongs to")
     parser.add_argument(
-        "--priority", type=int, default=0, help="lower runs first; for a server with --policy priority (default 0)"
+        "--priority",
+        type=integer_of(pb.GenerateRequest.DESCRIPTOR.fields_by_name["priority"]),
+        default=0,
+        help="lower runs first; for a server with --policy priority (default 0)",
     )
     parser.add_argument(
         "--cache-salt",
@@ -151,7 +156,7 @@ def _parser(name: str) -> Any:
     if name == "logit_bias":
         return _bias
     if field.cpp_type in (FieldDescriptor.CPPTYPE_UINT32, FieldDescriptor.CPPTYPE_UINT64):
-        return int
+        return integer_of(field)
     return float if field.cpp_type == FieldDescriptor.CPPTYPE_FLOAT else str
 
 
@@ -160,9 +165,9 @@ def _text_or_file(text: str) -> str:
     if not text.startswith("@"):
         return text
     try:
-        return Path(text[1:]).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise argparse.ArgumentTypeError(f"cannot read {text[1:]}: {error}") from None
+        return read_text(Path(text[1:]))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _bias(text: str) -> tuple[int, float]:

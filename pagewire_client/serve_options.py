@@ -1,9 +1,9 @@
 """The options of `pagewire_client serve`, which the command line knows without the libraries that serving needs."""
 
 import argparse
-import contextlib
 import os
-from pathlib import Path
+
+from pagewire_client.flag_values import folder, from_environment, given, seconds, whole_number
 
 DEFAULT_HTTP_LISTEN = "127.0.0.1:8000"
 
@@ -13,14 +13,15 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", s
     serve.add_argument(
         "--listen",
         metavar="HOST:PORT",
-        default=os.environ.get("PAGEWIRE_HTTP_LISTEN", DEFAULT_HTTP_LISTEN),
+        type=given,
+        default=from_environment("PAGEWIRE_HTTP_LISTEN") or DEFAULT_HTTP_LISTEN,
         help=f"where HTTP is served (default {DEFAULT_HTTP_LISTEN})",
     )
     serve.add_argument(
         "--http-tls",
         metavar="FOLDER",
-        type=Path,
-        default=os.environ.get("PAGEWIRE_HTTP_TLS"),
+        type=folder,
+        default=from_environment("PAGEWIRE_HTTP_TLS"),
         help="serve HTTPS, with its tls.crt and tls.key",
     )
     serve.add_argument(
@@ -32,14 +33,14 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", s
     serve.add_argument(
         "--max-connections",
         metavar="NUMBER",
-        type=_number,
+        type=whole_number(1, 1 << 30),
         default=4096,
         help="connections of HTTP clients at once; those beyond it are closed (default %(default)d)",
     )
     serve.add_argument(
         "--receive-timeout",
         metavar="SECONDS",
-        type=_seconds,
+        type=seconds(0.001, 86_400),
         default=60.0,
         help="how long a connection may be open, or idle after an answer, until the head of a request has come, and "
         "how long the body may take that follows (default %(default)g)",
@@ -47,7 +48,7 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", s
     serve.add_argument(
         "--otlp-traces-endpoint",
         metavar="URL",
-        default=os.environ.get("PAGEWIRE_OTLP_TRACES_ENDPOINT"),
+        default=from_environment("PAGEWIRE_OTLP_TRACES_ENDPOINT"),
         help="http://HOST:PORT of an OpenTelemetry collector that the gateway sends its spans to",
     )
 
@@ -60,18 +61,3 @@ def _is_on(name: str) -> bool:
     if word in ("1", "true", "yes", "on", "y", "t"):
         return True
     raise SystemExit(f"{name} is {word!r}; it must be true or false")
-
-
-def _number(text: str) -> int:
-    """Raises ArgumentTypeError unless it is 1 or more."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    """Raises ArgumentTypeError unless it is a finite number above 0."""
-    with contextlib.suppress(ValueError):
-        if 0 < (seconds := float(text)) < float("inf"):
-            return seconds
-    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")

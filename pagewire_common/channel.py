@@ -38,16 +38,35 @@ def direct_opener(*handlers: BaseHandler) -> OpenerDirector:
 
 
 def proxy_of(target: str, environment: Mapping[str, str] | None = None) -> str:
-    """The HOST:PORT of the proxy that a client's calls to `target` go through; empty if they go there directly."""
-    environment = os.environ if environment is None else environment
-    proxy = urlsplit(next((environment[name] for name in PROXY_VARIABLES if name in environment), ""))
-    if proxy.scheme != "http" or is_local(target):  # gRPC speaks to no other kind of proxy
+    """The HOST:PORT of the proxy that a client's calls to `target` go through; empty if they go there directly.
+
+    Raises ValueError for a variable that is not a URL. The error does not quote it, as a password may be in it.
+    """
+    if is_local(target):
         return ""
+    environment = os.environ if environment is None else environment
+    variable = next((name for name in PROXY_VARIABLES if name in environment), "")
     exceptions = next((environment[name] for name in EXCEPTION_VARIABLES if name in environment), "")
     host = split_target(target)[0].lower()
-    if any(_matches(host, entry.strip().lower()) for entry in exceptions.split(",")):
+    if not variable or any(_matches(host, entry.strip().lower()) for entry in exceptions.split(",")):
         return ""
-    return proxy.netloc.rpartition("@")[2]  # without a password
+    return _http_address(variable, environment[variable])
+
+
+def _http_address(variable: str, url: str) -> str:
+    """The HOST:PORT in the URL of a proxy; empty for another scheme than http, which gRPC does not use."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme != "http":
+            return ""
+        if parts.hostname and parts.port != 0 and "@" not in parts.path + parts.query + parts.fragment:
+            return parts.netloc.rpartition("@")[2]  # without a password
+    except ValueError:
+        pass
+    raise ValueError(
+        f"{variable} in the environment is not http://HOST:PORT or http://USER:PASSWORD@HOST:PORT; "
+        "of a password / ? # [ ] @ are written %2F %3F %23 %5B %5D %40"
+    )
 
 
 def _matches(host: str, exception: str) -> bool:

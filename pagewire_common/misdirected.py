@@ -1,5 +1,5 @@
 """Adds advice to the error of a failed call: that the call went through a proxy, or that the port is not what the
-caller expects (another service, with TLS or without it, or HTTP/1.1).
+caller expects (another service, with TLS or without it, or HTTP/1.1), or its certificate is refused.
 """
 
 import asyncio
@@ -16,6 +16,8 @@ _CLOSED = ("Socket closed", "Connection reset", "Broken pipe")
 """How a connection in plain text ends at a port that speaks TLS; and at one whose server is leaving."""
 _OF_THE_CONNECTION = ("failed to connect", "errors resolving", *_CLOSED)
 _NO_TLS = "WRONG_VERSION_NUMBER"
+_NOT_VERIFIED = "CERTIFICATE_VERIFY_FAILED"
+_OTHER_NAME = "Hostname Verification Check failed"
 _HTTP_1 = "Trying to connect an http1.x server"
 _NO_METHOD = "Method not found!"
 
@@ -43,6 +45,11 @@ class Direction:
             return error
         if not any(words in details for words in _OF_THE_CONNECTION):
             return error  # it is the server's own
+        if _OTHER_NAME in details:
+            return _with(error, f"the certificate of {self.target} is not for {self._host}", MisdirectedError)
+        if _NOT_VERIFIED in details:
+            reason = f"has expired, or is of no authority in the ca.crt of {self.tls_option}"
+            return _with(error, f"the certificate of {self.target} {reason}", MisdirectedError)
         if self.may_use_proxy and (proxy := proxy_of(self.target)):
             return _with(error, f"the call went through the proxy {proxy}; no_proxy={self._host} makes it direct")
         if self.has_tls:

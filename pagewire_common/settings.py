@@ -1,6 +1,7 @@
 """Configuration by flags and PAGEWIRE_ environment variables, through one typed class a service.
 
-Flags win over the environment, the environment over defaults. A bad value ends the process with one sentence.
+Flags win over the environment, the environment over defaults. An empty variable counts as one that is not set. A bad
+value ends the process with one sentence.
 """
 
 import sys
@@ -32,6 +33,7 @@ class ServiceSettings(BaseSettings):
 
     model_config = SettingsConfigDict(
         env_prefix="PAGEWIRE_",
+        env_ignore_empty=True,
         cli_kebab_case=True,
         cli_implicit_flags=True,
         cli_avoid_json=True,

@@ -5,9 +5,10 @@ A server looks at the files when a connection comes, so that a renewed certifica
 that do not belong together, because they are being replaced, are passed over until they do.
 """
 
+import contextlib
 import ssl
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,15 +63,20 @@ class TlsFolder:
         return tuple(stamps)
 
     def _check(self) -> None:
-        """Raises OSError, of which ssl's errors are, or ValueError."""
+        """Raises OSError or ValueError."""
         own, authority = (self._folder / CERTIFICATE, self._folder / KEY), self._folder / AUTHORITY
         if not (has_own := any(path.exists() for path in own)) and not authority.exists():
             raise ValueError(f"it has neither {CERTIFICATE} and {KEY} nor {AUTHORITY}")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         if has_own:
-            context.load_cert_chain(*own)
+            for path in own:
+                if not path.exists():
+                    raise ValueError(f"it has no {path.name}; {CERTIFICATE} and {KEY} belong together")
+            with _naming(f"{CERTIFICATE} and {KEY}"):
+                context.load_cert_chain(*own)
         if authority.exists():
-            context.load_verify_locations(authority)
+            with _naming(AUTHORITY):
+                context.load_verify_locations(authority)
 
     def _read(self) -> _Files:
         paths = (self._folder / name for name in (CERTIFICATE, KEY, AUTHORITY))
@@ -145,6 +151,15 @@ class TlsFolder:
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_verify_locations(self._folder / AUTHORITY)
         return context
+
+
+@contextlib.contextmanager
+def _naming(files: str) -> Iterator[None]:
+    """Has errors of ssl, which leave out what was read, name the files. Raises ValueError."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{files} cannot be read as PEM: {error.strerror or error}") from None
 
 
 class Security(NamedTuple):

@@ -17,6 +17,7 @@ from opentelemetry.trace import Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from pagewire_common.channel import DIRECT, proxy_of
+from pagewire_common.start_error import StartError
 
 log = structlog.get_logger()
 TRACE_PARENT = "traceparent"
@@ -41,7 +42,10 @@ def check_endpoint(endpoint: str | None) -> str | None:
 
 @contextlib.asynccontextmanager
 async def tracing(endpoint: str | None, service: str) -> AsyncIterator[Tracer | None]:
-    """A tracer within the block, None without an endpoint. What is left is sent at the end, for some seconds."""
+    """A tracer within the block, None without an endpoint. What is left is sent at the end, for some seconds.
+
+    Raises StartError.
+    """
     if endpoint is None:
         yield None
         return
@@ -53,7 +57,11 @@ async def tracing(endpoint: str | None, service: str) -> AsyncIterator[Tracer | 
 
     provider = TracerProvider(resource=Resource.create({"service.name": service}), shutdown_on_exit=False)
     timeout = None if "OTEL_EXPORTER_OTLP_TIMEOUT" in os.environ else EXPORT_SECONDS
-    if proxy := proxy_of(urlsplit(endpoint).netloc):
+    try:
+        proxy = proxy_of(urlsplit(endpoint).netloc)
+    except ValueError as error:
+        raise StartError(str(error)) from None
+    if proxy:
         log.info("spans are sent through a proxy", endpoint=endpoint, proxy=proxy)
     route: Any = () if proxy else DIRECT
     exporter = OTLPSpanExporter(endpoint=endpoint, timeout=timeout, channel_options=route)

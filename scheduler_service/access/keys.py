@@ -133,7 +133,7 @@ class Keyring:
         """The key in a call's `authorization: Bearer …`. Raises UNAUTHENTICATED."""
         values = [value for name, value in metadata or () if name == "authorization"]
         if not values:
-            raise _unauthenticated("an API key is needed; send it as metadata, authorization: Bearer KEY")
+            raise _unauthenticated(_NO_KEY)
         if len(values) > 1 or not isinstance(values[0], str) or values[0][: len(_SCHEME)].lower() != _SCHEME:
             raise _unauthenticated("authorization must be given once, as Bearer KEY")
         if (key := self.find(values[0][len(_SCHEME) :].strip())) is None:
@@ -167,6 +167,12 @@ class Keyring:
             )
             for key in keys.keys
         )
+
+
+_NO_KEY = (
+    "an API key is needed: pagewire's commands take it from the environment, as PAGEWIRE_API_KEY; other clients send "
+    "authorization: Bearer KEY"
+)
 
 
 def _unauthenticated(reason: str) -> RequestError:

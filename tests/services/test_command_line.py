@@ -11,6 +11,8 @@ from fake_worker_service import FakeWorkerService, serving
 from scheduler_in_process import scheduler
 
 from pagewire_client import __main__ as command_line
+from pagewire_client.files import read_stdin
+from pagewire_client.serve_options import DEFAULT_HTTP_LISTEN
 from pagewire_common.settings import load_settings
 from scheduler_service.settings import SchedulerSettings
 from worker_service.settings import WorkerSettings
@@ -40,7 +42,8 @@ async def test_a_drain_that_waits_returns_when_the_worker_has_nothing_left(
         worker.runs.set()
         assert await text_of(one.engine, state) == "ggggg"
         await draining
-        assert capsys.readouterr().out.endswith(f"{address} is drained\n")
+        known = "has no request of this scheduler, which has no session with it"
+        assert capsys.readouterr().out.endswith(f"{address} {known}: drained by an operator\n")
         await command_line.drain(arguments("undrain", address), one.admin_target)
         assert capsys.readouterr().out.endswith(f"{address} is given requests again\n")
         await command_line.drain(arguments("drain", address), one.admin_target)
@@ -60,8 +63,71 @@ def test_every_program_says_its_version(capsys: pytest.CaptureFixture[str]) -> N
         assert capsys.readouterr().out == f"{name} {version('pagewire')}\n"
 
 
-@pytest.mark.parametrize("seconds", ["nan", "-1", "soon"])
-def test_a_wait_is_a_number_of_seconds_from_0_on(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_drain_that_waits_says_why_there_is_no_session(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command_line, "DRAIN_LOOK_SECONDS", 0.1)
+    async with scheduler("127.0.0.1:1") as one:
+        (loop,) = one.engine.workers
+        await until(lambda: loop.last_error != "")
+        await command_line.drain(arguments("drain", "--wait", "127.0.0.1:1"), one.admin_target)
+        assert "127.0.0.1:1 has no request of this scheduler" in (out := capsys.readouterr().out)
+        assert f"which has no session with it: {loop.last_error}\n" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("generate hi --retry-for nan", "--retry-for: nan is not in [0, inf]"),
+        ("generate hi --retry-for -1", "--retry-for: -1 is not in [0, inf]"),
+        ("generate hi --retry-for soon", "--retry-for: 'soon' is no number of seconds"),
+        ("watch --interval nan", "--interval: nan is not in [0.1, 60]"),
+        ("watch --interval 0", "--interval: 0 is not in [0.1, 60]"),
+        ("watch --interval -1", "--interval: -1 is not in [0.1, 60]"),
+        ("serve --receive-timeout inf", "--receive-timeout: inf is not in [0.001, 86400]"),
+        ("serve --max-connections 0", "--max-connections: 0 is not in [1, 1073741824]"),
+        ("requests --limit 99999999999", "--limit: 99999999999 is not in [1, 1000]"),
+        ("requests --limit 1.5", "--limit: '1.5' is no whole number"),
+        (f"requests --limit {'9' * 5000}", "is no whole number"),
+        ("embed a --dimensions -1", "--dimensions: -1 is not in [0, 4294967295]"),
+        ("score a b --top-n 4294967296", "--top-n: 4294967296 is not in [0, 4294967295]"),
+        ("generate a --priority 2147483648", "--priority: 2147483648 is not in [-2147483648, 2147483647]"),
+        ("generate a --seed -1", "--seed: -1 is not in [0, 18446744073709551615]"),
+        ("drain --target= a", "--target: it is empty"),
+        ("watch --tls=", "--tls: it is empty"),
+        ("transcribe /tmp", "file: cannot read /tmp: Is a directory"),
+        ("transcribe /dev/zero", "file: /dev/zero has more than 16777216 bytes, the most that are read"),
+        ("generate a --grammar @/dev/zero", "--grammar: /dev/zero has more than 16777216 bytes"),
+        ("generate a --json-schema @/nowhere", "--json-schema: cannot read /nowhere: No such file"),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_a_flag_that_cannot_be_followed_is_named_with_its_limit(
+    words: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        arguments("generate", "hi", "--retry-for", seconds)
-    assert "--retry-for" in capsys.readouterr().err
+        arguments(*words.split(" "))
+    assert sentence in capsys.readouterr().err
+
+
+def test_an_empty_variable_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("TLS", "TARGET", "ADMIN_TARGET", "HTTP_LISTEN", "HTTP_TLS", "OTLP_TRACES_ENDPOINT", "METRICS_LISTEN")
+    for name in (*names, "MAX_NUM_SEQS", "WORKERS"):
+        monkeypatch.setenv(f"PAGEWIRE_{name}", "")
+    found = arguments("watch")
+    assert (found.target, found.tls) == (command_line.DEFAULT_ADMIN_TARGET, None)
+    served = arguments("serve")
+    assert (served.listen, served.http_tls, served.target) == (DEFAULT_HTTP_LISTEN, None, None)
+    settings = load_settings(SchedulerSettings, "scheduler_service", ["--workers", "localhost:1"])
+    assert (settings.tls, settings.metrics_listen, settings.max_num_seqs) == (
+        None,
+        None,
+        SchedulerSettings.model_fields["max_num_seqs"].default,
+    )
+
+
+def test_a_prompt_from_stdin_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/zero") as zeros:
+        monkeypatch.setattr("sys.stdin", zeros)
+        with pytest.raises(ValueError, match="stdin has more than 16777216 bytes"):
+            read_stdin()

@@ -1,5 +1,6 @@
 """A client that calls the wrong port, or in the wrong way, is told what to do, and at once."""
 
+import math
 import socket
 from pathlib import Path
 
@@ -50,10 +51,40 @@ async def test_a_target_may_have_grpcs_own_form(prefix: str) -> None:
 
 
 @pytest.mark.parametrize("missing", ["tls.key", "tls.crt"])
-async def test_a_certificate_without_its_key_is_refused_by_name(missing: str, tmp_path: Path) -> None:
+def test_a_certificate_without_its_key_is_refused_by_name(missing: str, tmp_path: Path) -> None:
     (fill(tmp_path, trustme.CA(), "localhost") / missing).unlink()
-    with pytest.raises(FileNotFoundError, match=f"and no {missing}"):
+    with pytest.raises(ValueError, match=rf"{tmp_path}: it has no {missing}; tls\.crt and tls\.key belong together"):
         Client("127.0.0.1:1", tls=tmp_path)
+
+
+@pytest.mark.parametrize(("name", "said"), [("ca.crt", "ca.crt"), ("tls.crt", "tls.crt and tls.key")])
+def test_a_file_that_is_no_certificate_is_refused_by_name(name: str, said: str, tmp_path: Path) -> None:
+    (fill(tmp_path, trustme.CA(), "localhost") / name).write_text("garbage")
+    with pytest.raises(ValueError, match=f"{tmp_path}: {said} cannot be read as PEM"):
+        Client("127.0.0.1:1", tls=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_expired", "has_authority", "sentence"),
+    [
+        ("127.0.0.1", False, False, "has expired, or is of no authority in the ca.crt of --tls"),
+        ("127.0.0.1", True, True, "has expired, or is of no authority in the ca.crt of --tls"),
+        ("elsewhere", False, True, "is not for 127.0.0.1"),
+    ],
+)
+async def test_a_certificate_that_is_refused_is_said_at_once(
+    name: str, is_expired: bool, has_authority: bool, sentence: str, tmp_path: Path
+) -> None:
+    authority = trustme.CA()
+    served = TlsFolder(fill(tmp_path / "server", authority, name, is_expired=is_expired))
+    server = GrpcServer([], max_receive_bytes=1 << 20, security=Security(served))
+    target = await server.start("127.0.0.1:0")
+    trusted = fill(tmp_path / "client", authority, "client", trusts=authority if has_authority else trustme.CA())
+    async with Client(target, tls=trusted, retry_for=math.inf) as client:
+        for call in (client.get_model, client.wait_until_serving, lambda: collect(client, "hello")):
+            with pytest.raises(grpc.aio.AioRpcError, match=f"the certificate of {target} {sentence}"):
+                await call()
+    await server.server.stop(None)
 
 
 @pytest.mark.parametrize("mutual", [False, True])

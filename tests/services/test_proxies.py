@@ -163,3 +163,35 @@ async def test_what_is_said_of_a_proxy_is_what_grpc_does(
 def test_this_machine_and_exceptions_are_called_directly(target: str, exceptions: str, is_direct: bool) -> None:
     found = proxy_of(target, {"http_proxy": "http://me:secret@proxy:3128", "no_proxy": exceptions})
     assert found == ("" if is_direct else "proxy:3128")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://me:sec/ret@proxy:3128",
+        "http://me:31/ret@proxy:3128",
+        "http://me:sec#ret@proxy:3128",
+        "http://me:sec?ret@proxy:3128",
+        "http://me:sec[ret@proxy:3128",
+        "http://proxy:port",
+        "http:proxy:3128",
+        "http://",
+    ],
+)
+def test_a_proxy_that_is_no_url_is_refused_without_its_password(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_proxy(monkeypatch, http_proxy=url)
+    assert proxy_of("localhost:50051") == ""
+    with pytest.raises(ValueError, match="http_proxy in the environment is not http://HOST:PORT") as error:
+        Client("model.example.com:443")
+    assert "sec" not in str(error.value)
+    monkeypatch.setenv("no_proxy", "example.com")
+    assert proxy_of("model.example.com:443") == ""
+
+
+async def test_signs_in_a_password_may_be_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with connect_proxy(connects=False) as proxy:
+        set_proxy(monkeypatch, http_proxy=f"http://me:%2F%3F%23%5B%5D%40@{proxy.address}")
+        async with Client(ELSEWHERE, retry_for=0) as client:
+            with pytest.raises(grpc.aio.AioRpcError, match=f"through the proxy {proxy.address}"):
+                await client.get_model()
+        assert proxy.asked == [ELSEWHERE]

@@ -113,7 +113,7 @@ def test_every_field_of_a_request_has_a_flag_or_a_reason_to_have_none() -> None:
     renamed = {"inputs": "texts", "sound": "file", "text": "prompt", "chat": "chat", "encoder_text": "encoder"}
     for name, reasons in WITHOUT_FLAG.items():
         command = "generate" if name == "SamplingParams" else name.removesuffix("Request").lower()
-        texts = ["x", "x"] if command == "score" else ["x"]
+        texts = {"score": ["x", "x"], "transcribe": [__file__]}.get(command, ["x"])
         known = set(vars(parse_arguments([command, "--target", "t:1", *texts])))
         for field in pb.DESCRIPTOR.message_types_by_name[name].fields:
             has_flag = field.name == "sampling" or renamed.get(field.name, field.name) in known
@@ -143,7 +143,7 @@ def test_every_sampling_parameter_can_be_said(field: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--top-k", "-1"], "--top-k is -1, which its field cannot hold"),
+        (["--logit-bias", "4294967296=1"], "--logit-bias is [(4294967296, 1.0)], which its field cannot hold"),
         (["--regex", "a", "--choice", "b"], "--regex and --choice: an output has one form at most"),
         (["--logit-bias", "7"], "'7' is not TOKEN_ID=BIAS"),
         (["--grammar", "@/nowhere/at.all"], "cannot read /nowhere/at.all"),

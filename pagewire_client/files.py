@@ -1,0 +1,39 @@
+"""Reads files that a user names. A read is bounded, as /dev/zero has no end, and every error is a sentence."""
+
+import sys
+from pathlib import Path
+
+MOST_TEXT_BYTES = 16 << 20
+"""Of a prompt or a form: no server takes a longer message."""
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """Raises ValueError for a file that cannot be read, or that has more than `most` bytes."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(most + 1)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    if len(data) > most:
+        raise ValueError(f"{path} has more than {most} bytes, the most that are read")
+    return data
+
+
+def read_text(path: Path) -> str:
+    """Raises ValueError as `read_file` does, and for what is not UTF-8."""
+    return _decoded(read_file(path, MOST_TEXT_BYTES), str(path))
+
+
+def read_stdin() -> str:
+    """All of it. Raises ValueError if that is too much, or is not UTF-8."""
+    data = sys.stdin.buffer.read(MOST_TEXT_BYTES + 1)
+    if len(data) > MOST_TEXT_BYTES:
+        raise ValueError(f"stdin has more than {MOST_TEXT_BYTES} bytes, the most that are read")
+    return _decoded(data, "stdin")
+
+
+def _decoded(data: bytes, name: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8: {error}") from None
