@@ -103,7 +103,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     embed.add_argument(
         "--dimensions",
-        type=integer_of(pb.EmbedRequest.DESCRIPTOR.fields_by_name["dimensions"]),
+        type=integer_of(pb.EmbedRequest, "dimensions"),
         default=0,
         help="leading numbers of each vector to keep; 0 for all",
     )
@@ -119,7 +119,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     score.add_argument(
         "--top-n",
-        type=integer_of(pb.ScoreRequest.DESCRIPTOR.fields_by_name["top_n"]),
+        type=integer_of(pb.ScoreRequest, "top_n"),
         default=0,
         help="how many of the best to show; 0 for all (default)",
     )
@@ -135,7 +135,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     transcribe.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
     transcribe.add_argument(
         "--seed",
-        type=integer_of(pb.TranscribeRequest.DESCRIPTOR.fields_by_name["seed"]),
+        type=integer_of(pb.TranscribeRequest, "seed"),
         help="makes sampling repeatable",
     )
     transcribe.add_argument("--translate", action="store_true", help="write in English, whatever is spoken")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
 
 _INTEGERS = {
     FieldDescriptor.CPPTYPE_INT32: (-(1 << 31), (1 << 31) - 1),
@@ -46,9 +47,9 @@ def whole_number(least: int, most: int) -> Callable[[str], int]:
     return parse
 
 
-def integer_of(field: FieldDescriptor) -> Callable[[str], int]:
+def integer_of(message: type[Message], field: str) -> Callable[[str], int]:
     """The same for what a field of a message can hold."""
-    return whole_number(*_INTEGERS[field.cpp_type])
+    return whole_number(*_INTEGERS[message.DESCRIPTOR.fields_by_name[field].cpp_type])
 
 
 def seconds(least: float, most: float = float("inf")) -> Callable[[str], float]:

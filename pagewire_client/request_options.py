@@ -82,7 +82,7 @@ def request_parser(*parents: argparse.ArgumentParser) -> argparse.ArgumentParser
     parser.add_argument("--tenant", metavar="NAME", default="", help="the tenant that the request belongs to")
     parser.add_argument(
         "--priority",
-        type=integer_of(pb.GenerateRequest.DESCRIPTOR.fields_by_name["priority"]),
+        type=integer_of(pb.GenerateRequest, "priority"),
         default=0,
         help="lower runs first; for a server with --policy priority (default 0)",
     )
@@ -156,7 +156,7 @@ def _parser(name: str) -> Any:
     if name == "logit_bias":
         return _bias
     if field.cpp_type in (FieldDescriptor.CPPTYPE_UINT32, FieldDescriptor.CPPTYPE_UINT64):
-        return integer_of(field)
+        return integer_of(pb.SamplingParams, name)
     return float if field.cpp_type == FieldDescriptor.CPPTYPE_FLOAT else str
 
 

@@ -12,7 +12,7 @@ import av
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_service.frontend.speech.sound_error import SoundError
+from scheduler_service.frontend.speech.sound_error import SoundError, broken, unreadable
 
 CODECS = ("aac", "opus", "vorbis", "mp3float", "flac", "alac")
 _MOST_STREAMS = 16
@@ -60,16 +60,16 @@ class Container:
                 },
                 metadata_errors="ignore",
             )
-        except (av.FFmpegError, ValueError) as error:
-            raise SoundError(f"data is no sound file that can be read: {_reason(error)}") from None
+        except (av.FFmpegError, ValueError):
+            raise unreadable() from None
         sounds = self._container.streams.audio
         if len(sounds) != 1:
             raise SoundError(f"data has {len(sounds)} sounds in it; send a file with one")
         self._stream = stream = sounds[0]
         codec = stream.codec_context  # None for one that FFmpeg does not know
         if codec is None or codec.name not in CODECS:
-            name = "an unknown code" if codec is None else codec.name
-            raise SoundError(f"data has a sound in {name}; {', '.join(CODECS)} are heard")
+            name = "an unknown codec" if codec is None else codec.name
+            raise SoundError(f"data has a sound in {name}; {', '.join(CODECS).replace('mp3float', 'mp3')} are heard")
         codec.thread_count = 1
         codec.options = {"max_samples": str(_MOST_FRAME_SAMPLES), "err_detect": "explode"}
         self._num_read = 0
@@ -111,16 +111,11 @@ class Container:
                         raise SoundError("data is of several rates; send a file with one")
                     self.samplerate = frame.sample_rate
                     yield from self._samples(resampler, frame)
-        except (av.FFmpegError, ValueError) as error:
-            seconds = self._num_read / max(self.samplerate, 1)
-            raise SoundError(f"data is damaged or cut off after {seconds:.1f} s: {_reason(error)}") from None
+        except (av.FFmpegError, ValueError):
+            raise broken(self._num_read / max(self.samplerate, 1)) from None
 
     def _samples(self, resampler: Any, frame: Any) -> Iterator[npt.NDArray[np.float32]]:
         for plain in resampler.resample(frame):
             block = plain.to_ndarray().reshape(-1, plain.layout.nb_channels)
             self._num_read += len(block)
             yield block
-
-
-def _reason(error: Exception) -> str:
-    return str(getattr(error, "strerror", None) or error)

@@ -16,7 +16,7 @@ import soundfile
 import soxr
 
 from scheduler_service.frontend.speech import ogg
-from scheduler_service.frontend.speech.sound_error import SoundError
+from scheduler_service.frontend.speech.sound_error import HEARD, SoundError, broken, unreadable
 
 if TYPE_CHECKING:
     from scheduler_service.frontend.speech.container import Container
@@ -133,7 +133,7 @@ class Sound:
         try:
             block = self._file.read(self._block)
         except soundfile.LibsndfileError as error:
-            raise SoundError(f"data is damaged or cut off after {self.seconds:.1f} s: {error.error_string}") from error
+            raise broken(self.seconds) from error
         self._num_read += len(block)
         self._check_seconds(self.seconds)
         self._is_over = len(block) < self._block
@@ -171,9 +171,9 @@ def _open(data: bytes) -> "_Forwards | Container":
         if FORMATS.get(file.format) == "MP3":
             file = _Forwards(_Endless(data))
     except soundfile.LibsndfileError as error:
-        raise SoundError(f"data is no sound file that can be read: {error.error_string}") from error
+        raise unreadable() from error
     if (kind := FORMATS.get(file.format)) is None:
-        raise SoundError(f"data is {file.format}; {', '.join(dict.fromkeys(FORMATS.values()))}, MP4 and WebM are heard")
+        raise SoundError(f"data is {file.format}; {HEARD}")
     _check_whole(data, kind, file.extra_info)
     return file
 
