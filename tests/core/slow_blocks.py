@@ -138,22 +138,23 @@ class SlowBlocks:
             found = [self.find(self.key_of(group.encoder, index)) for index in range(num_blocks)]
         return [] if None in found else [block for block in found if block]
 
-    def num_awaited(self, sequence: SlowSequence) -> int:
-        """Tokens behind the cached ones that running sequences have said that they will compute."""
-        expected = {
+    def expected(self) -> set[Key]:
+        """Keys of blocks that running sequences have said that they will compute."""
+        return {
             self.key_of(other, index)
             for group in self.running
             for other in group.live
             for index in range(other.num_offered, other.num_expected)
         }
-        num_cached = num_known = len(self.cached(sequence))
-        if self.config.prefix_caching and not self.config.sliding_window:
-            while num_known < (len(sequence.token_ids) - 1) // self.config.block_size:
-                key = self.key_of(sequence, num_known)
-                if key not in expected and not self.find(key):
-                    break
-                num_known += 1
-        return (num_known - num_cached) * self.config.block_size
+
+    def awaited(self, sequence: SlowSequence, num_cached: int) -> Key | None:
+        """The key behind the cached ones, if its block is expected."""
+        if not self.config.prefix_caching or self.config.sliding_window:
+            return None
+        if num_cached >= (len(sequence.token_ids) - 1) // self.config.block_size:
+            return None
+        key = self.key_of(sequence, num_cached)
+        return key if key in self.expected() else None
 
     def offer(self, sequence: SlowSequence, num_tokens: int) -> None:
         """Make the full blocks of what steps compute findable, each once, unless another block has the same key."""

@@ -94,7 +94,8 @@ class SlowGroup:
         self.rank = (0, 0)
         self.number = 0  # in the order of arrival
         self.num_cached: int | None = None
-        self.num_missing, self.waits_until = 10**9, 0.0  # tokens while it waits for others, and until when
+        self.first_missing: int | None = None  # block, while it waits for others
+        self.waits_until = 0.0
         self.num_overtaken = 0
         self.beams = BeamSearch(sampling) if sampling.beam_width else None
         num_sequences = 1 if self.beams else sampling.n

@@ -8,10 +8,11 @@ oracle of its own.
 from dataclasses import dataclass
 
 from slow_blocks import SlowBlocks
-from slow_groups import Block, SlowGroup, SlowQueue, SlowSequence
+from slow_groups import Block, Key, SlowGroup, SlowQueue, SlowSequence
 from slow_loras import SlowLoras
 
 from scheduler_service.core import PhaseRule, PreemptionMode, SchedulerConfig, SequenceStatus
+from scheduler_service.core.planning import queue_view
 
 
 @dataclass
@@ -89,7 +90,9 @@ class SlowScheduler(SlowBlocks):
         self.slotless: list[SlowGroup] = []  # groups that are passed over, because their adapters have no slot
         self.awaiting: list[SlowGroup] = []  # or because those can still be brought here
         self.sharing: list[SlowGroup] = []  # or because others compute their prefixes
-        self.now, self.has_given_up, self.num_reserved_seqs = now, False, 0
+        self.now, self.num_reserved_seqs = now, 0
+        self.given_up: list[Key] = []
+        self.backlog: int | None = None
         self.lacking: list[str] = []
         self.num_swapped_out = self.num_swapped_in = 0
         has_work = self.running or self.swapped or self.queue.groups or self.ended
@@ -165,7 +168,7 @@ class SlowScheduler(SlowBlocks):
             self.offer(sequence, min(sequence.computed + num_tokens, len(sequence.token_ids)))
         self.filled += sequence.device[before : sequence.num_offered]
         is_found = sequence.num_offered == 0 or sequence.device[sequence.num_offered - 1].key is not None
-        if not sequence.is_encoder and is_found:
+        if not sequence.is_encoder and is_found and sequence.uncomputed > 1:
             sequence.num_expected = max(sequence.num_expected, len(sequence.token_ids) // self.config.block_size)
 
     def is_tied(self, group: SlowGroup) -> bool:
@@ -307,7 +310,13 @@ class SlowScheduler(SlowBlocks):
         if any(group.num_overtaken == 16 for group in self.slotless):
             return None
         passed = self.slotless + self.awaiting + self.sharing
-        return next((group for group in self.queue.in_order() if group not in passed), None)
+        groups = [group for group in self.queue.in_order() if group not in passed]
+        return next((group for group in groups if not self.is_lane_full(group)), None)
+
+    def is_lane_full(self, group: SlowGroup) -> bool:
+        """Whether so many wait for prefixes that it is not looked at: of its tenant, if tenants take turns."""
+        lane = [other for other in self.sharing if self.queue.policy != "fair" or other.tenant == group.tenant]
+        return len(lane) >= queue_view.MOST_SHARING
 
     def next_swapped(self) -> SlowGroup | None:
         return next((group for group in self.swapped if group not in self.slotless), None)
@@ -331,18 +340,16 @@ class SlowScheduler(SlowBlocks):
     def admit(self) -> None:
         while self.is_next_waiting() and self.bytes_left > 0 and not self.has_preempted:
             group = self.next_waiting()
-            if self.awaits(group):
-                if len(self.sharing) == 256:
-                    return
-                self.sharing.append(group)  # and those behind it take no place from it
-                left = self.config.max_num_seqs - sum(other.num_seqs for other in self.running)
-                most = min(left, self.config.max_num_seqs // 2) - self.num_reserved_seqs
-                self.num_reserved_seqs += min(group.num_seqs, most)
-                continue
             is_too_long = len(group.encoder_tokens) > self.config.max_num_encoder_tokens
             if group.num_seqs > self.config.max_num_seqs or is_too_long or self.never_fits(group):
                 self.queue.leave(group)
                 self.ignore(group)
+                continue
+            if self.awaits(group):
+                self.sharing.append(group)  # and those behind it take no place from it
+                left = self.config.max_num_seqs - sum(other.num_seqs for other in self.running)
+                most = min(left, self.config.max_num_seqs // 2) - self.num_reserved_seqs
+                self.num_reserved_seqs += min(group.num_seqs, most)
                 continue
             has_room = self.fits(group, []) if self.slotless else self.make_room(group)
             if not has_room:
@@ -355,7 +362,7 @@ class SlowScheduler(SlowBlocks):
             self.queue.leave(group)
             self.running.append(group)
             self.loras.came(group)
-            group.num_missing = 10**9
+            group.first_missing = None
             for sequence in group.live:
                 most = min(len(group.prompt) + group.sampling.max_tokens, self.config.max_sequence_tokens)
                 sequence.max_num_tokens = max(most, len(group.prompt) + 1)
@@ -381,17 +388,25 @@ class SlowScheduler(SlowBlocks):
                 self.tell_of(sequence, num_tokens)
 
     def awaits(self, group: SlowGroup) -> bool:
-        """Whether it waits for what others compute, for at most as long as it would take by itself; one gives up."""
-        leader = group.live[0]
-        num_missing = len(leader.token_ids) - len(self.cached(leader)) * self.config.block_size
-        if not self.num_awaited(leader):
+        """Whether it waits for what others compute, for at most as long as it would take behind all that runs. One
+        gives up for each block, and the time of the others begins anew."""
+        if not self.expected():
             return False
-        if num_missing != group.num_missing:
+        leader, known = group.live[0], group.first_missing
+        first = len(self.cached(leader))
+        if not (key := self.awaited(leader, first)):
+            return False
+        if known != first or key in self.given_up:
+            if self.backlog is None:
+                placed = [s for other in self.running for s in other.live if s.device is not None]
+                self.backlog = sum(max(0, len(s.token_ids) - s.computed) for s in placed)
+            num_missing = len(leader.token_ids) - first * self.config.block_size
             speed = self.config.prefill_tokens_per_second or 10_000
-            group.num_missing, group.waits_until = num_missing, self.now + 1 / speed * num_missing
-        if self.now <= group.waits_until or self.has_given_up:
+            group.first_missing = first
+            group.waits_until = self.now + 1 / speed * (self.backlog + num_missing)
+        if self.now <= group.waits_until or key in self.given_up:
             return True
-        self.has_given_up = True
+        self.given_up.append(key)
         return False
 
     def hand_out_rest(self) -> None:

@@ -8,7 +8,7 @@ A key can also be expected: a running sequence is going to compute a block of it
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 
 from scheduler_service.core.blocks.prefix_directory import PrefixDirectory
@@ -61,6 +61,7 @@ class BlockAllocator:
         self._by_key: dict[Content, int] = {}  # keys only, so that a number is never found
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is the warmest
         self._evictor = Evictor()
+        self.num_lost = 0  # blocks that could be found, and can no longer
 
     @property
     def num_free(self) -> int:
@@ -146,6 +147,10 @@ class BlockAllocator:
             if key not in self._by_key:
                 self._directory.remove(key, self._bit)
 
+    @property
+    def num_expected_keys(self) -> int:
+        return len(self._expected)
+
     def is_expected(self, key: bytes) -> bool:
         return key in self._expected
 
@@ -176,6 +181,7 @@ class BlockAllocator:
         key = self._keys[block]
         if key is not None and self._is_found(block):
             del self._by_key[key]
+            self.num_lost += 1
             if key not in self._expected:
                 self._directory.remove(key, self._bit)
             (children := self._children[self._parents[block]]).remove(key)
@@ -186,6 +192,13 @@ class BlockAllocator:
     def find(self, content: Content) -> int | None:
         """The block that is found by this key, held or free."""
         return self._by_key.get(content)
+
+    def end_of_run(self, keys: Sequence[bytes], start: int, end: int) -> int:
+        """The first place from `start` on whose key finds no block; `end` if there is none before."""
+        found = self._by_key
+        while start < end and keys[start] in found:
+            start += 1
+        return start
 
     def find_run(self, keys: Iterable[bytes]) -> list[int]:
         """The blocks that are found by the first of these keys, up to one by which none is found."""

@@ -29,10 +29,14 @@ class SequenceKeys:
 
         None where log-probabilities or vectors were asked for that need the states of all tokens.
         """
+        num_blocks = self.num_cacheable(sequence)
+        return self.leading(sequence, num_blocks)[:num_blocks]
+
+    def num_cacheable(self, sequence: Sequence) -> int:
+        """How many these are."""
         if not self._prefix_caching or sequence.sampling.needs_all_states:
-            return []
-        num_full = (sequence.num_tokens - 1) // self._sizes.block_size
-        return self.leading(sequence, num_full)[:num_full]
+            return 0
+        return (sequence.num_tokens - 1) // self._sizes.block_size
 
     def cacheable_of_encoder(self, encoder: EncoderSequence) -> list[bytes]:
         """Of all blocks of what an encoder reads, the last of which counts as full."""

@@ -6,6 +6,8 @@ suspect that must wait (`held`). Later groups may overtake it, within bounds. Fo
 needed: it comes no later for those that go ahead.
 """
 
+from collections import Counter
+
 from scheduler_service.core.groups.sequence import SequenceGroup
 from scheduler_service.core.placement.balancer import MAX_OVERTAKES
 from scheduler_service.core.placement.choice import Placement
@@ -14,13 +16,13 @@ from scheduler_service.core.queues.waiting_queue import WaitingQueue
 MOST_LEFT = 8  # groups left to other workers that a step looks past
 MOST_SLOTLESS = 32  # groups without a slot for their adapter that it looks past as well
 MOST_AWAITING = 256  # groups whose adapter is still to be brought that it looks past, which costs little
-MOST_SHARING = 256  # groups that wait for a prefix that it looks past: 3 µs each with 64 cached blocks
+MOST_SHARING = 256  # groups of one lane that wait for a prefix, which it looks past; the rest of the lane comes later
 
 
 class QueueView:
     """Made anew for every step. `slotless` may hold swapped groups too."""
 
-    __slots__ = ("_upcoming", "_waiting", "_worker", "awaiting", "held", "left", "sharing", "slotless")
+    __slots__ = ("_num_sharing", "_upcoming", "_waiting", "_worker", "awaiting", "held", "left", "sharing", "slotless")
 
     def __init__(self, waiting: WaitingQueue, worker: str) -> None:
         self._waiting = waiting
@@ -29,6 +31,7 @@ class QueueView:
         self.slotless: dict[SequenceGroup, None] = {}
         self.awaiting: dict[SequenceGroup, None] = {}
         self.sharing: dict[SequenceGroup, None] = {}
+        self._num_sharing: Counter[str] = Counter()  # how many of each lane share
         self.held: dict[SequenceGroup, float] = {}  # and until when
         self._upcoming: list[SequenceGroup] = []  # those that are next, as far as they are known, the first one last
 
@@ -45,7 +48,8 @@ class QueueView:
                 return None
             passed = {*self.left, *self.slotless, *self.awaiting, *self.sharing, *self.held}
             most = 2 * len(passed) + 1  # each refill asks for twice as many
-            groups = self._waiting.upcoming(most, equals=bool(self.left))
+            full = {lane for lane, number in self._num_sharing.items() if number >= MOST_SHARING}
+            groups = self._waiting.upcoming(most, equals=bool(self.left), without=full)
             self._upcoming = [group for group in reversed(groups) if group not in passed]
         return self._upcoming[-1] if self._upcoming else None
 
@@ -85,22 +89,30 @@ class QueueView:
         """Look past a group whose adapter is still to be brought here; returns whether that was done."""
         return self._pass_into(self.awaiting, group, MOST_AWAITING)
 
-    def pass_sharing(self, group: SequenceGroup) -> bool:
-        """Look past a group that waits for a prefix which others compute; returns whether that was done."""
-        return self._pass_into(self.sharing, group, MOST_SHARING)
+    def pass_sharing(self, group: SequenceGroup) -> None:
+        """Look past a group that waits for a prefix which others compute."""
+        self._pass(self.sharing, group)
+        lane = self._waiting.lane(group)
+        self._num_sharing[lane] += 1
+        if self._num_sharing[lane] == MOST_SHARING:
+            self.renew()
 
     def look_again(self) -> None:
         """Ask again for those that waited for a prefix."""
         self.sharing = {}
+        self._num_sharing.clear()
         self.renew()
 
     def _pass_into(self, passed: dict[SequenceGroup, None], group: SequenceGroup, most: int) -> bool:
         if group in self.left or len(passed) >= most:
             return False
+        self._pass(passed, group)
+        return True
+
+    def _pass(self, passed: dict[SequenceGroup, None], group: SequenceGroup) -> None:
         passed[group] = None
         if self._upcoming and self._upcoming[-1] is group:
             self._upcoming.pop()
-        return True
 
     def renew(self) -> None:
         """Ask the queue again for what is next, because it has changed."""

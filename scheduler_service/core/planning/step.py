@@ -1,5 +1,6 @@
 """A step while it is planned: what is left of its budget, and what has been decided of it so far."""
 
+from scheduler_service.core.blocks.found_runs import FoundRuns
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
 from scheduler_service.core.outputs import ScheduledSequence
@@ -28,16 +29,18 @@ class Step:
         "_most_reserved",
         "_token_budget",
         "any_last",
+        "backlog",
         "budget",
         "chunks",
         "filled",
-        "has_given_up",
+        "given_up",
         "ignored",
         "lacking_loras",
         "moved",
         "needy",
         "now",
         "num_long",
+        "num_looked_up",
         "num_preempted",
         "num_reserved",
         "placements",
@@ -45,6 +48,7 @@ class Step:
         "prompts_began",
         "queue",
         "rooms",
+        "runs",
         "steady",
         "swap_in",
         "swap_out",
@@ -59,7 +63,10 @@ class Step:
         self.queue = queue
         self.now = now
         self.chunks: dict[SequenceGroup, list[Chunk]] = {}
-        self.has_given_up = False  # a group whose wait for a prefix was too long
+        self.given_up: set[bytes] = set()  # keys of blocks for which a group has waited for too long
+        self.num_looked_up = 0  # hashes of blocks, for groups that wait
+        self.runs: FoundRuns | None = None  # of prefixes, once one was looked up
+        self.backlog: int | None = None  # tokens that running groups have yet to compute, once that was asked
         self.num_reserved = 0  # sequences of groups that wait for a prefix
         self.filled: set[int] = set()  # blocks that it fills and that can be found
         self.ignored: list[SequenceGroup] = []

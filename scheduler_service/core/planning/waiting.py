@@ -47,10 +47,8 @@ class WaitingPlanner:
 
     def status(self, group: SequenceGroup, budget: SchedulingBudget) -> AllocStatus:
         """Whether a waiting group fits the worker and what is left of a step."""
-        if group.num_seqs > self._config.max_num_seqs or self._blocks.sizes.never_fits(group):
+        if self._never_fits(group):
             return AllocStatus.NEVER  # before any group is preempted for it
-        if group.num_encoder_tokens > self._config.max_num_encoder_tokens:
-            return AllocStatus.NEVER
         if not budget.num_tokens or group.num_seqs > budget.num_seqs or not self._loras.has_slot(group):
             return AllocStatus.LATER
         if self._config.is_encoder and len(group.prompt_token_ids) > budget.num_tokens:
@@ -58,6 +56,13 @@ class WaitingPlanner:
         if not self._has_encoder_tokens(group, budget):
             return AllocStatus.LATER
         return self._blocks.can_allocate(group, leave_watermark=bool(self._groups.running))
+
+    def _never_fits(self, group: SequenceGroup) -> bool:
+        return (
+            group.num_seqs > self._config.max_num_seqs
+            or group.num_encoder_tokens > self._config.max_num_encoder_tokens
+            or self._blocks.sizes.never_fits(group)
+        )
 
     def _has_encoder_tokens(self, group: SequenceGroup, budget: SchedulingBudget) -> bool:
         """Whether a step has tokens left for what the group's encoder reads, if that is not cached."""
@@ -106,17 +111,19 @@ class WaitingPlanner:
             group = step.queue.next
             if group is None or (suspect is None and (group.is_suspect or self._yields_to_swapped(group, step))):
                 return  # a suspect is admitted in a step of its own
-            if suspect is None and self._prefixes.awaits(group, step):
-                if not step.queue.pass_sharing(group):
-                    return
-                step.reserve(group.num_seqs)
-                continue
-            status = self.status(group, step.budget)
-            if status is AllocStatus.NEVER:
+            if self._worker not in group.prefix_waits and self._never_fits(group):  # one that waits was asked before
                 self._groups.ignore(group)
                 step.ignored.append(group)
                 step.queue.renew()
                 continue
+            if suspect is None:
+                if not self._prefixes.may_look(step):
+                    return
+                if self._prefixes.awaits(group, step):
+                    step.queue.pass_sharing(group)
+                    step.reserve(group.num_seqs)
+                    continue
+            status = self.status(group, step.budget)
             placement = Placement(group, PlacementReason.ALONE if suspect is None else PlacementReason.SUSPECT)
             if status is AllocStatus.LATER:
                 if step.queue.is_at_head and self._make_room(group, step, has_choice=has_choice):

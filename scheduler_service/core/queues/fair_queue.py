@@ -9,7 +9,7 @@ that no tenant saves up service by being idle.
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as SequenceOf
 
 from scheduler_service.core.groups.sequence import SequenceGroup
@@ -52,7 +52,16 @@ class FairQueue(WaitingQueue):
     def head(self) -> SequenceGroup:
         return next(iter(self._tenants[self._next_tenant()].values()))
 
-    def upcoming(self, most: int, *, equals: bool = True) -> list[SequenceGroup]:  # noqa: ARG002
+    def lane(self, group: SequenceGroup) -> str:
+        return group.tenant
+
+    def upcoming(
+        self,
+        most: int,
+        *,
+        equals: bool = True,  # noqa: ARG002
+        without: Collection[str] = (),
+    ) -> list[SequenceGroup]:
         """A tenant after the other, the one served least first: a tenant that is passed over stays first."""
         tenants: list[str] = []
         groups: list[SequenceGroup] = []
@@ -60,7 +69,8 @@ class FairQueue(WaitingQueue):
             tenant = self._next_tenant()
             heapq.heappop(self._heap)
             tenants.append(tenant)
-            groups.extend(itertools.islice(self._tenants[tenant].values(), most - len(groups)))
+            if tenant not in without:
+                groups.extend(itertools.islice(self._tenants[tenant].values(), most - len(groups)))
         for tenant in tenants:
             heapq.heappush(self._heap, (self.counters[tenant], tenant))
         return groups

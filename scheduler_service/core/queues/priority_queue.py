@@ -5,6 +5,7 @@ for each level of difference it goes before the next one. All requests age alike
 changes, and one number fixed at arrival says it: priority x overtakes + arrival. Of equal ones the older goes first.
 """
 
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 
 from scheduler_service.core.groups.sequence import SequenceGroup
@@ -36,9 +37,11 @@ class PriorityQueue(WaitingQueue):
     def head(self) -> SequenceGroup:
         return self._ranks.first
 
-    def upcoming(self, most: int, *, equals: bool = True) -> list[SequenceGroup]:
+    def upcoming(self, most: int, *, equals: bool = True, without: Collection[str] = ()) -> list[SequenceGroup]:
         """With `equals` those of the head's own priority that come before all others."""
         groups: list[SequenceGroup] = []
+        if without:
+            return groups
         while len(groups) < min(most, len(self._groups)) and (
             not equals or not groups or self._ranks.first.priority == groups[0].priority
         ):

@@ -6,7 +6,7 @@ A policy is an order of this queue and a choice of victims. First come, first se
 
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 
 from scheduler_service.core.groups.sequence import SequenceGroup
@@ -89,9 +89,22 @@ class WaitingQueue:
         """The group that is next; the queue must not be empty."""
         return next(iter(self._groups.values()))
 
-    def upcoming(self, most: int, *, equals: bool = True) -> list[SequenceGroup]:  # noqa: ARG002
-        """The next groups in order, up to so many; with `equals` only those that rank as the first of them does."""
-        return list(itertools.islice(self._groups.values(), most))
+    def upcoming(
+        self,
+        most: int,
+        *,
+        equals: bool = True,  # noqa: ARG002
+        without: Collection[str] = (),
+    ) -> list[SequenceGroup]:
+        """The next groups in order, up to so many; with `equals` only those that rank as the first of them does.
+
+        without: lanes of which none is wanted.
+        """
+        return [] if without else list(itertools.islice(self._groups.values(), most))
+
+    def lane(self, group: SequenceGroup) -> str:  # noqa: ARG002
+        """The part of the queue in which a group waits. Only a group of another lane may go past a whole lane."""
+        return ""
 
     def get(self, request_id: str) -> SequenceGroup | None:
         return self._groups.get(request_id)

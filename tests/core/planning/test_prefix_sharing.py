@@ -1,10 +1,20 @@
 """A prefix that several requests need is computed once."""
 
+import pytest
 from fake_worker import FakeWorker, reference_output
 from placement_helpers import add, answer, left, make_fleet, reasons, taken
 from scheduler_helpers import make_group, make_scheduler, output_of, plan, run, run_ahead, step
 
-from scheduler_service.core import PlacementReason, PriorityQueue, SequenceStatus
+from scheduler_service.core import (
+    FairQueue,
+    PlacementReason,
+    PriorityQueue,
+    SamplingParams,
+    SequenceGroup,
+    SequenceStatus,
+    WaitingQueue,
+)
+from scheduler_service.core.planning import queue_view, shared_prefixes
 
 
 def test_a_prefix_is_shared_within_the_step_that_computes_it() -> None:
@@ -63,8 +73,9 @@ def test_a_request_waits_no_longer_than_computing_takes_while_nothing_comes_of_t
     for name in ("first", "second"):
         scheduler.add_request(make_group(name, 24))
     chunks = []
-    # The second step fills a block, so that 20 tokens are missing; the fourth fills another one, so that 16 are.
-    for now in (0, 10, 25, 26, 43):
+    # The second step fills a block: 20 tokens of "second" are missing then, behind 26 that run. The fourth fills
+    # another one: 16 are missing then, behind 22.
+    for now in (0, 10, 50, 51, 90):
         output = scheduler.schedule(now)
         scheduler.update_from_output(output, worker.execute(output))
         chunks.append([plan(output).get(name) for name in ("first", "second")])
@@ -168,16 +179,86 @@ def test_a_request_that_waits_for_a_prefix_keeps_its_place_among_the_sequences()
     assert "first" in {group.request_id for group in scheduler.running}
 
 
-def test_of_requests_that_have_waited_for_too_long_one_goes_on_in_a_step() -> None:
-    scheduler = make_scheduler(max_num_batched_tokens=8, num_device_blocks=99, max_prefill_chunk=1)
+def test_of_requests_that_have_waited_for_a_block_for_too_long_one_goes_on_and_the_time_of_others_begins_anew() -> None:
+    """Five decodes leave three tokens of each step, which fill no block."""
+    scheduler = make_scheduler(block_size=8, max_num_batched_tokens=8, num_device_blocks=99, max_prefill_chunk=1)
     worker = FakeWorker(scheduler.config)
     for number in range(5):
         scheduler.add_request(make_group(f"decode {number}", 1, root=b"%d" % number, max_tokens=50))
     step(scheduler, worker)
     for name in ("first", "a", "b"):
         scheduler.add_request(make_group(name, 24))
-    output = scheduler.schedule(0.0)
-    assert "a" not in plan(output)
-    scheduler.update_from_output(output, worker.execute(output))
-    output = scheduler.schedule(1.0)
-    assert [name for name in ("a", "b") if name in plan(output)] == ["a"]
+    admitted = []
+    for now in (0.0, 1.0, 1.0):
+        output = scheduler.schedule(now)
+        scheduler.update_from_output(output, worker.execute(output))
+        admitted.append([name for name in ("a", "b") if name not in scheduler.waiting])
+    assert admitted == [[], ["a"], ["a"]]
+
+
+def test_requests_behind_long_prompts_wait_for_their_prefix_to_be_computed_once() -> None:
+    """Of eight long chunks each is half as long as the one before it: the prefix takes much longer than alone."""
+    sizes = {"max_num_batched_tokens": 256, "max_prefill_chunk": 64, "num_device_blocks": 4000, "max_model_len": 2000}
+    scheduler = make_scheduler(**sizes, max_num_seqs=64)
+    worker = FakeWorker(scheduler.config)
+    for number in range(8):
+        scheduler.add_request(make_group(f"long {number}", 1000, root=b"%d" % number, max_tokens=1))
+    for number in range(6):
+        scheduler.add_request(make_group(f"shares {number}", 200, max_tokens=1))
+    now, num_tokens = 0.0, 0
+    while scheduler.has_work:
+        output = scheduler.schedule(now)
+        num_tokens += output.num_tokens
+        now += output.num_tokens / 10_000
+        scheduler.update_from_output(output, worker.execute(output), now)
+    assert num_tokens == 8 * 1000 + 200 + 5 * 4
+
+
+def test_a_tenant_whose_requests_wait_for_a_prefix_does_not_keep_others_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(queue_view, "MOST_SHARING", 2)
+    for waiting, names in ((FairQueue(), {"first", "other"}), (WaitingQueue(), {"first"})):
+        scheduler = make_scheduler(waiting, max_num_batched_tokens=16, max_prefill_chunk=8)
+        waiting.charge(make_group("before", 1, tenant="b"), 1000, 0)
+        for number, name in enumerate(("first", "second", "third", "fourth", "other")):
+            tenant, root = ("b", b"other") if name == "other" else ("a", b"")
+            scheduler.add_request(make_group(name, 24 - number, root=root, tenant=tenant))
+        assert set(plan(scheduler.schedule())) == names
+
+
+def test_a_request_that_never_fits_is_refused_though_it_could_wait_for_a_prefix() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8, max_prefill_chunk=4)
+    scheduler.add_request(make_group("first", 24))
+    scheduler.add_request(make_group("many", 24, n=9))
+    assert [group.request_id for group in scheduler.schedule().ignored] == ["many"]
+
+
+def test_a_step_looks_up_a_limited_number_of_blocks_for_requests_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of twenty requests, which find ten blocks at first and then one or two more in every step. They have two prompts,
+    which part behind the fifth block."""
+    most = 30
+    monkeypatch.setattr(shared_prefixes, "MOST_LOOKED_UP", most)
+    scheduler = make_scheduler(max_num_batched_tokens=8, max_prefill_chunk=4, num_device_blocks=99)
+    worker = FakeWorker(scheduler.config)
+    prompts = [range(60), [*range(20), *range(100, 140)]]
+    for number in range(2):
+        scheduler.add_request(SequenceGroup(f"first {number}", prompts[number], SamplingParams(max_tokens=1)))
+    for _ in range(8):
+        step(scheduler, worker)
+    groups = [SequenceGroup(str(number), prompts[number % 2], SamplingParams(max_tokens=1)) for number in range(20)]
+    for group in groups:
+        scheduler.add_request(group)
+    looked_up = []
+
+    class Heard(dict[object, int]):
+        def __contains__(self, key: object) -> bool:
+            looked_up[-1] += 1
+            return super().__contains__(key)
+
+    device = scheduler.blocks.device
+    device._by_key = Heard(device._by_key)
+    while not all(group.is_finished for group in groups):
+        looked_up.append(0)
+        step(scheduler, worker)
+    assert 10 < looked_up[0] <= max(looked_up) < most + 15

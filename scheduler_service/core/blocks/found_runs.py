@@ -1,0 +1,43 @@
+"""Runs of blocks that were found in a step, so that requests with the same prefix do not look them up again.
+
+A key stands for all tokens up to its block's end. If two prompts have equal keys at one place, all keys before are
+equal, too. So how far two prompts are alike is found by bisection.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from scheduler_service.core.blocks.allocator import BlockAllocator
+
+
+class Run(NamedTuple):
+    end: int
+    """The first place whose key finds no block."""
+    num_looked_up: int
+    """Keys that were looked up or compared."""
+
+
+class FoundRuns:
+    """For one step: the keys of a prompt may change between two. Whenever a block can no longer be found, the runs are
+    forgotten."""
+
+    def __init__(self, blocks: BlockAllocator) -> None:
+        self._blocks = blocks
+        self._num_lost = blocks.num_lost
+        self._runs: dict[bytes, tuple[Sequence[bytes], int]] = {}
+
+    def find(self, keys: Sequence[bytes], start: int, end: int) -> Run:
+        """The run of found blocks in the places from `start` to `end`."""
+        if self._num_lost != self._blocks.num_lost:
+            self._num_lost = self._blocks.num_lost
+            self._runs.clear()
+        if start >= end:
+            return Run(start, 0)
+        known, known_end = self._runs.get(keys[start], ((), start))
+        alike = range(start, min(end, known_end))
+        begin = start + bisect_left(alike, True, key=lambda place: keys[place] != known[place])
+        stop = self._blocks.end_of_run(keys, begin, end)
+        if stop > known_end:
+            self._runs[keys[start]] = keys, stop
+        return Run(stop, len(alike).bit_length() + stop - begin + 1)
