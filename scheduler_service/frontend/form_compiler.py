@@ -13,11 +13,14 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from pagewire_common.forms import parser_limits
 from scheduler_service.frontend.limited_work import connect_to_the_front_end, serve
+from scheduler_service.frontend.schema_counts import rewrite_counts
 from scheduler_service.frontend.schema_grammar import schema_grammar
 from scheduler_service.frontend.schema_keys import KeyPatterns, json_escapes
+from scheduler_service.frontend.schema_loops import check_ends
 from scheduler_service.frontend.schema_numbers import NumberError, rewrite_numbers
 from scheduler_service.frontend.schema_objects import close_objects
 from scheduler_service.frontend.schema_text import SchemaError, read_schema, write_schema
+from scheduler_service.frontend.schema_unions import tag_unions
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -36,6 +39,10 @@ _JSON_OPTIONS: "JsonCompileOptions" = {
 }
 _TOKENIZER = LLTokenizer("byte")
 """Of the bytes alone: a model's own takes seconds to read, and most memory of the process."""
+_ONE_OF = (
+    'its "oneOf" has alternatives that are not visibly different; they are if their types differ, or if each demands a '
+    'key with a "const" of its own. Or say "anyOf"'
+)
 _OF_THE_MODEL = re.compile(r"special token|token range|token id", re.IGNORECASE)
 """In errors about tokens that a grammar names: a worker knows them, and this process does not."""
 
@@ -60,8 +67,8 @@ def compile_form(kind: str, texts: Sequence[str], *, closes_objects: bool = Fals
     except (AttributeError, KeyError, TypeError):  # of the code that reads a schema
         return "", "a keyword in it has a value of another kind than it must have"
     except BaseException as failure:  # of the library's own kinds; a panic of Rust is no `Exception`
-        return "", str(failure) or type(failure).__name__
-    return grammar, error
+        grammar, error = "", str(failure) or type(failure).__name__
+    return grammar, _ONE_OF if "coerce_one_of" in error else error
 
 
 def _schema_grammar(text: str, closes_objects: bool) -> str:
@@ -70,6 +77,9 @@ def _schema_grammar(text: str, closes_objects: bool) -> str:
         schema = {} if schema else {"not": {}}
     if isinstance(schema, dict) and "x-guidance" in schema:
         raise SchemaError("x-guidance is not obeyed here; leave it out")
+    rewrite_counts(schema)
+    check_ends(schema)
+    tag_unions(schema)
     if closes_objects:
         schema = close_objects(schema)
     schema = KeyPatterns(_TOKENIZER).list_keys(schema)

@@ -13,35 +13,51 @@ def integers_between(first: int | None, last: int | None) -> str:
 
 def _between(first: int, last: int | None) -> str:
     """Of integers from 0."""
-    parts = []
+    low = str(first)
     if last is None:
-        last = 10 ** len(str(first)) - 1
-        parts.append(f"[1-9][0-9]{{{len(str(last))},}}")
-    for length in range(len(str(first)), len(str(last)) + 1):
-        low = max(first, 10 ** (length - 1) if length > 1 else 0)
-        parts.append(_of_length(str(low), str(min(last, 10**length - 1))))
+        return _any([*_from(low), f"[1-9][0-9]{{{len(low)},}}"])
+    high = str(last)
+    if len(low) == len(high):
+        return _of_length(low, high)
+    parts = [*_from(low), *_up_to(high)]
+    if len(high) - len(low) > 1:
+        parts.append(f"[1-9][0-9]{{{len(low)},{len(high) - 2}}}")
     return _any(parts)
 
 
 def _of_length(low: str, high: str) -> str:
     """Of texts of digits that are equally long: what they have in common, then what is between the first digits that
     differ, and the rest of either bound."""
-    if not low or low == high:
+    if low == high:
         return low
-    head, tail = low[0], len(low) - 1
-    if head == high[0]:
-        return head + _of_length(low[1:], high[1:])
-    parts = []
-    first, last = int(head), int(high[0])
-    if low[1:] != "0" * tail:
-        parts.append(head + _of_length(low[1:], "9" * tail))
-        first += 1
-    if high[1:] != "9" * tail:
-        parts.append(high[0] + _of_length("0" * tail, high[1:]))
-        last -= 1
+    place = next(place for place, (one, other) in enumerate(zip(low, high, strict=True)) if one != other)
+    head, rest = low[:place], len(low) - place - 1
+    first, last = int(low[place]) + 1, int(high[place]) - 1
+    parts = [*_from(low[place:], is_head=False), *_up_to(high[place:], is_head=False)]
     if first <= last:
-        parts.append(f"[{first}-{last}]" + (f"[0-9]{{{tail}}}" if tail else ""))
-    return _any(parts)
+        parts.append(f"[{first}-{last}]{_any_digits(rest)}")
+    return head + _any(parts)
+
+
+def _from(low: str, *, is_head: bool = True) -> list[str]:
+    """Of texts as long as this one, from it on; unless it `is_head`, with its first digit. Expressions side by side:
+    within each other, those of a hundred digits would be nested too deeply for llguidance."""
+    places = [place for place in range(not is_head, len(low)) if low[place] != "9"]
+    return [low, *(f"{low[:at]}[{int(low[at]) + 1}-9]{_any_digits(len(low) - at - 1)}" for at in places)]
+
+
+def _up_to(high: str, *, is_head: bool = True) -> list[str]:
+    """Of texts as long as this one, up to it, without a 0 in front; unless it `is_head`, with its first digit."""
+    least = [int(is_head and not place) for place in range(len(high))]
+    places = [place for place in range(not is_head, len(high)) if int(high[place]) > least[place]]
+    return [
+        high,
+        *(f"{high[:at]}[{least[at]}-{int(high[at]) - 1}]{_any_digits(len(high) - at - 1)}" for at in places),
+    ]
+
+
+def _any_digits(number: int) -> str:
+    return f"[0-9]{{{number}}}" if number else ""
 
 
 def _any(parts: list[str]) -> str:

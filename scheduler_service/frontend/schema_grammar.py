@@ -26,7 +26,7 @@ _OF_TYPES = {
     "array": ("items", "minItems", "maxItems"),
     "object": ("properties", "required", "additionalProperties"),
 }
-_NOTES = ("$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "example", "deprecated",
+_NOTES = ("$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "deprecated", "discriminator",
           "readOnly", "writeOnly", *ANNOTATIONS)  # fmt: skip
 MOST_RULES = 20_000
 

@@ -63,7 +63,7 @@ def _rewritten(node: Any, path: str) -> Any:
         elif keyword in ("const", "enum"):
             _check_values(value, path_to(path, keyword))
             found[keyword] = value
-        elif keyword not in ANNOTATIONS and keyword not in _BOUNDS:
+        elif keyword not in (*ANNOTATIONS, *_BOUNDS) and not keyword.startswith("x-"):
             found[keyword] = _rewritten(value, path_to(path, keyword))
     if "multipleOf" in node:
         _check_multiple(node["multipleOf"], path_to(path, "multipleOf"))

@@ -1,6 +1,7 @@
 """A JSON schema between its text and llguidance: read with exact numbers, and written for a reader of doubles."""
 
 import json
+import math
 from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
@@ -11,7 +12,7 @@ MOST_DIGITS = 400
 
 SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords with an object whose keys are names, and whose values are schemas."""
-ANNOTATIONS = ("default", "examples")
+ANNOTATIONS = ("default", "example", "examples")
 """Keywords with values that no output is checked against."""
 VALUES = ("const", "enum", *ANNOTATIONS)
 """Keywords with values, not schemas."""
@@ -39,10 +40,16 @@ def read_schema(text: str) -> Any:
 
 def write_schema(schema: Any) -> str:
     """The text of a schema all of whose decimals are doubles. Raises SchemaError."""
-    written = json.dumps(schema, default=float, ensure_ascii=False, allow_nan=False)
+    written = json.dumps(schema, default=_double, ensure_ascii=False)
     if any("\ud800" <= character <= "\udfff" for character in written):
         raise SchemaError("it has a text with half of a surrogate pair (\\ud800 to \\udfff)")
     return written
+
+
+def _double(value: Decimal) -> float:
+    if math.isinf(found := float(value)):
+        raise SchemaError(f"it has the number {value:.4g}, which is beyond the largest double")
+    return found
 
 
 def path_to(path: str, *names: object) -> str:
@@ -74,7 +81,7 @@ def schemas_in(node: Any, path: str = "#", *, is_schema: bool = True) -> Iterato
         if is_schema:
             yield node, path
         for key, part in node.items():
-            if key not in VALUES or not is_schema:
+            if not is_schema or not (key in VALUES or key.startswith("x-")):
                 yield from schemas_in(part, path_to(path, key), is_schema=not is_schema or key not in SCHEMAS_BY_NAME)
 
 
