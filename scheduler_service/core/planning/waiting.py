@@ -111,10 +111,8 @@ class WaitingPlanner:
             group = step.queue.next
             if group is None or (suspect is None and (group.is_suspect or self._yields_to_swapped(group, step))):
                 return  # a suspect is admitted in a step of its own
-            if self._worker not in group.prefix_waits and self._never_fits(group):  # one that waits was asked before
-                self._groups.ignore(group)
-                step.ignored.append(group)
-                step.queue.renew()
+            if self._worker not in group.prefix_waits and self._never_fits(group):  # a look at one that waits is short
+                self._ignore(group, step)
                 continue
             if suspect is None:
                 if not self._prefixes.may_look(step):
@@ -124,6 +122,9 @@ class WaitingPlanner:
                     step.reserve(group.num_seqs)
                     continue
             status = self.status(group, step.budget)
+            if status is AllocStatus.NEVER:  # it waited in the worker's last session, which had more room
+                self._ignore(group, step)
+                continue
             placement = Placement(group, PlacementReason.ALONE if suspect is None else PlacementReason.SUSPECT)
             if status is AllocStatus.LATER:
                 if step.queue.is_at_head and self._make_room(group, step, has_choice=has_choice):
@@ -142,6 +143,11 @@ class WaitingPlanner:
                         return  # there is too much to do here for those after it as well
                     continue
             self._admit(group, placement, step)
+
+    def _ignore(self, group: SequenceGroup, step: Step) -> None:
+        self._groups.ignore(group)
+        step.ignored.append(group)
+        step.queue.renew()
 
     def _yields_to_swapped(self, group: SequenceGroup, step: Step) -> bool:
         swapped = next((swapped for swapped in self._groups.swapped if swapped not in step.queue.slotless), None)

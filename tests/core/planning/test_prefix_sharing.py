@@ -234,6 +234,16 @@ def test_a_request_that_never_fits_is_refused_though_it_could_wait_for_a_prefix(
     assert [group.request_id for group in scheduler.schedule().ignored] == ["many"]
 
 
+def test_a_request_that_waited_is_refused_by_a_session_that_it_never_fits() -> None:
+    scheduler = make_scheduler(worker="w", max_num_batched_tokens=8, max_prefill_chunk=4, num_device_blocks=16)
+    for name in ("first", "second"):
+        scheduler.add_request(make_group(name, 24))
+    assert set(plan(scheduler.schedule())) == {"first"}
+    scheduler.release_all()
+    again = make_scheduler(scheduler.waiting, "w", max_num_batched_tokens=8, num_device_blocks=4)
+    assert [group.request_id for group in again.schedule().ignored] == ["first", "second"]
+
+
 def test_a_step_looks_up_a_limited_number_of_blocks_for_requests_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of twenty requests, which find ten blocks at first and then one or two more in every step. They have two prompts,
     which part behind the fifth block."""
