@@ -1,5 +1,7 @@
 """Where the API keys come from: a file, which is read again when it changes, and a key of the environment.
 
+A changed file is read once two looks in a row have found it the same: it may be half written.
+
 Many editors write a new file and rename it. A file that is mounted by itself, as Compose and a Kubernetes `subPath` can
 do, then stays the old one for this process, and a key that was revoked would stay valid: its folder is to be mounted.
 """
@@ -17,6 +19,7 @@ from scheduler_service.access.keys import Keyring, read_keys
 log = structlog.get_logger()
 
 LOOK_SECONDS = 1.0
+"""Between two looks at the file."""
 _MOUNT = "mount its folder, and name the file in it"
 
 
@@ -50,21 +53,28 @@ class KeyFile:
     async def watch(self, tell: Callable[[Keyring], None]) -> None:
         """Call `tell` with the keys whenever the file has changed, until cancelled.
 
-        A file that is wrong changes nothing.
+        A file that is wrong, or cannot be read, changes nothing.
         """
+        seen = self._stamp
         while self._file is not None:
             await asyncio.sleep(LOOK_SECONDS)
-            if (now := self._look()) == self._stamp:
+            before, seen = seen, self._look()
+            if seen == self._stamp or seen != before:
                 continue
-            self._stamp = now
+            found: Keyring | Exception
             try:
-                keyring = await asyncio.to_thread(read_keys, self._file, self._plain)
+                found = await asyncio.to_thread(read_keys, self._file, self._plain)
             except Exception as error:  # the file's reader may raise others than our own
-                reason = str(error) or type(error).__name__
-                log.error("changed API keys cannot be used; the old ones stay", reason=reason)
+                found = error
+            if self._look() != seen:
+                continue  # it was written to meanwhile
+            self._stamp = seen
+            if isinstance(found, Keyring):
+                tell(found)
+                self._log_change(found)
                 continue
-            tell(keyring)
-            self._log_change(keyring)
+            reason = str(found) or type(found).__name__
+            log.error("changed API keys cannot be used; the old ones stay", file=str(self._file), reason=reason)
 
     def _log_change(self, keyring: Keyring) -> None:
         before, self.keyring = self.keyring, keyring

@@ -59,7 +59,7 @@ class _Entry(BaseModel):
 class _File(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    key: list[_Entry] = []
+    key: list[_Entry] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +199,8 @@ def parse_keys(text: str) -> list[ApiKey]:
     """Raises ValueError that names the place."""
     try:
         entries = _File.model_validate(tomllib.loads(text)).key
+        if entries is None:  # as of a file that is being written
+            raise ValueError("it has no [[key]]; if no key is to open anything, write key = []")
     except ValidationError as error:
         first = error.errors()[0]
         place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])

@@ -20,12 +20,15 @@ class Bucket:
         self._used = 0.0
         self._at = 0.0
 
+    def used(self, per_minute: int, now: float) -> float:
+        """What has not come back yet."""
+        self._used = max(0.0, self._used - (now - self._at) * per_minute / 60)
+        self._at = now
+        return self._used
+
     def missing(self, per_minute: int, now: float) -> float:
         """Seconds until there is something left; 0 if there is."""
-        rate = per_minute / 60
-        self._used = max(0.0, self._used - (now - self._at) * rate)
-        self._at = now
-        return max(0.0, (self._used + 1 - per_minute) / rate)
+        return max(0.0, (self.used(per_minute, now) + 1 - per_minute) * 60 / per_minute)
 
     def use(self, number: int) -> None:
         self._used += number
@@ -33,22 +36,33 @@ class Bucket:
 
 @dataclass(slots=True)
 class _Use:
+    key: ApiKey
     requests: Bucket = field(default_factory=Bucket)
     tokens: Bucket = field(default_factory=Bucket)
     num_in_flight: int = 0
 
+    def is_over(self, now: float) -> bool:
+        """Whether nothing is in flight, and all that was used has come back."""
+        limits = (self.requests, self.key.requests_per_minute), (self.tokens, self.key.tokens_per_minute)
+        return not self.num_in_flight and not any(most is not None and one.used(most, now) for one, most in limits)
+
 
 class Quotas:
-    """What the keys have used. A key that is taken out of the ring and put back has used nothing."""
+    """What the keys have used.
+
+    A key that is taken out of the ring keeps what it has used until that has come back: it may be put in again.
+    """
 
     def __init__(self, keyring: Keyring | None) -> None:
         self._keyring = keyring
         self._uses: dict[str, _Use] = {}
 
-    def set_keys(self, keyring: Keyring) -> None:
+    def set_keys(self, keyring: Keyring, now: float) -> None:
         self._keyring = keyring
-        for key_id in self._uses.keys() - keyring.by_id.keys():
-            del self._uses[key_id]
+        for key_id, use in [*self._uses.items()]:
+            use.key = keyring.by_id.get(key_id, use.key)
+            if key_id not in keyring.by_id and use.is_over(now):
+                del self._uses[key_id]
 
     def admit(self, key_id: str, now: float, *, is_request: bool, takes_place: bool = False) -> None:
         """Count a call; if it `is_request`, until `leave`. One that `takes_place` of another may be one too many until
@@ -58,7 +72,7 @@ class Quotas:
             return
         if (key := self._keyring.by_id.get(key_id)) is None:
             raise RequestError(grpc.StatusCode.UNAUTHENTICATED, "the API key is not known any more")
-        use = self._uses.setdefault(key_id, _Use())
+        use = self._uses.setdefault(key_id, _Use(key))
         self._check(key, use, now, has_place=takes_place or not is_request)
         if key.requests_per_minute is not None:
             use.requests.use(1)
@@ -76,8 +90,7 @@ class Quotas:
 
     def use_tokens(self, key_id: str, number: int) -> None:
         """Nothing is kept of what has no limit: a limit that comes later begins with nothing used."""
-        key = self._keyring.by_id.get(key_id) if self._keyring is not None else None
-        if key is not None and key.tokens_per_minute is not None and (use := self._uses.get(key_id)) is not None:
+        if (use := self._uses.get(key_id)) is not None and use.key.tokens_per_minute is not None:
             use.tokens.use(number)
 
     def leave(self, key_id: str) -> None:

@@ -1,8 +1,9 @@
 """Places and memory of the calls in flight, of all front ends together: counted before any work is done for a call."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import grpc
+import numpy as np
 
 from pagewire_common.errors import RequestError
 from scheduler_service.access.keys import Keyring
@@ -99,17 +100,17 @@ class Admission:
         call.num_bytes = in_all
         self.num_bytes += num_bytes
 
-    def submitted(self, call: Call, *, goes_on: bool) -> None:
+    def submitted(self, call: Call, superseded: Call | None = None) -> None:
         """The call has been checked, and its request is in flight from now on.
 
-        Its API key is charged for what is computed anew: the prompt and what is resumed, unless it `goes_on` in place
-        of a request in flight.
+        Its API key is charged for the prompt and what is resumed, but for what it was charged for with the call that
+        this one has `superseded`.
         """
         group = call.group
         assert group is not None
         call.num_resumed = group.num_output_tokens
-        if not goes_on:
-            self.quotas.use_tokens(call.api_key_id, group.num_prompt_tokens + call.num_resumed)
+        num_charged = 0 if superseded is None else _num_charged(superseded, call)
+        self.quotas.use_tokens(call.api_key_id, group.num_prompt_tokens + call.num_resumed - num_charged)
         if call.parent is None:
             del self._being_checked[call.key]
         else:
@@ -139,3 +140,28 @@ class Admission:
                 self.quotas.leave(call.api_key_id)
             call.api_key_id = ""
         call.num_bytes = 0
+
+
+def _num_charged(before: Call, later: Call) -> int:
+    """Tokens of a resumption that the call which it supersedes was charged for: the prompt, and of each output the
+    leading tokens that this scheduler has in its own record, the group of the superseded call.
+
+    None for another API key or `cache_salt`, whose cached blocks are not found. None either where the earlier call was
+    computed and gained nothing: a request that is superseded again and again would be computed for nothing.
+    """
+    old, new = before.group, later.group
+    assert old is not None
+    assert new is not None
+    is_alike = before.api_key_id == later.api_key_id and old.cache_root == new.cache_root
+    is_progress = before.queued_seconds is None or old.num_output_tokens > before.num_resumed
+    if not (is_alike and is_progress):
+        return 0
+    outputs = zip(old.sequences, new.sequences, strict=False)
+    return new.num_prompt_tokens + sum(_num_alike(a.output_token_ids, b.output_token_ids) for a, b in outputs)
+
+
+def _num_alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many leading tokens two outputs share."""
+    most = min(len(one), len(other))
+    differing = np.flatnonzero(np.asarray(one[:most]) != np.asarray(other[:most]))
+    return int(differing[0]) if len(differing) else most

@@ -127,14 +127,14 @@ class Engine:
         self.admission.hold(call, submission.num_bytes)
         if call.adapter:
             self.adapters.check_held(call.adapter)
-        goes_on = submission.supersedes and self._supersede(call, submission)
+        superseded = self._supersede(call, submission) if submission.supersedes else None
         if submission.is_complete:
             return
         call.first_output = submission.first_output
         if submission.HasField("no_worker_timeout"):
             call.no_worker_timeout = submission.no_worker_timeout
         call.group = decode_group(call.key, submission, time.monotonic(), call.adapter)
-        self.admission.submitted(call, goes_on=goes_on)
+        self.admission.submitted(call, superseded)
         if call.group.trace_parent:
             self.traced.add(call)
         self.waiting.append(call.group)
@@ -203,15 +203,15 @@ class Engine:
         """Whether there are calls that were accepted and are not closed: requests, and calls of texts between two."""
         return bool(self.requests) or any(call.has_texts for call in self.admission.being_checked.values())
 
-    def _supersede(self, later: Call, submission: pb.Submit) -> bool:
-        """End what is left of the same request's broken stream, because another call goes on with it. Returns whether
-        there is any.
+    def _supersede(self, later: Call, submission: pb.Submit) -> Call | None:
+        """End what is left of the same request's broken stream, because another call goes on with it. Returns the
+        stream's call, if there is one.
 
         The stream's memory counts until its call is closed: its client may have left a message unread.
         """
         call = self.requests.get(later.key)
         if call is None:
-            return False
+            return None
         assert call.group is not None
         encoder_input = call.group.encoder_input
         digest = b"" if encoder_input is None else encoder_input.digest
@@ -224,7 +224,7 @@ class Engine:
             )
         self._leave(call)
         call.tell_error(_RESUMED, at_once=True)
-        return True
+        return call
 
     def _finish(self, call: Call, status: SequenceStatus) -> bool:
         group = call.group
@@ -242,7 +242,7 @@ class Engine:
     def set_keys(self, keyring: Keyring) -> None:
         """Have calls from now on need one of these keys. Weights stay as they are while a recording is made."""
         self.keyring = keyring
-        self.admission.quotas.set_keys(keyring)
+        self.admission.quotas.set_keys(keyring, time.monotonic())
         if self.settings.record is None:
             self._weights.clear()
             self._weights.update(_tenant_weights(self.settings, keyring))

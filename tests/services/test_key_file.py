@@ -4,7 +4,9 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, MutableMapping
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import structlog
 from engines import until
 from locked import KEYS, key_file
 
+from pagewire_common.start_error import StartError
 from scheduler_service.access import key_file as module
 from scheduler_service.access.key_file import KeyFile
 from scheduler_service.access.keys import Keyring
@@ -90,3 +93,68 @@ def test_a_file_that_is_mounted_by_itself_is_warned_of(tmp_path: Path, monkeypat
     with structlog.testing.capture_logs() as logs:
         KeyFile(file, None)
     assert [one["log_level"] for one in logs] == ["warning"]
+
+
+async def looked_at(
+    file: Path, patch: pytest.MonkeyPatch, *between: Callable[[], object]
+) -> tuple[list[list[str]], Logs]:
+    """The ids that are told, where one of these happens before each look, and the log."""
+    steps = iter(between)
+
+    async def sleep(_: float) -> None:
+        if (step := next(steps, None)) is None:
+            raise asyncio.CancelledError
+        step()
+
+    told: list[list[str]] = []
+    with structlog.testing.capture_logs() as logs:
+        keys = KeyFile(file, None)
+        patch.setattr(module, "asyncio", SimpleNamespace(sleep=sleep, to_thread=asyncio.to_thread))
+        with suppress(asyncio.CancelledError):
+            await keys.watch(lambda keyring: told.append(sorted(keyring.by_id)))
+    return told, logs
+
+
+def nothing() -> None: ...
+
+
+async def test_a_file_that_is_being_written_is_not_read_until_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = key_file(tmp_path / "keys.toml", "gold", "iron", "two")
+    text = file.read_text()
+    of_one, of_two = (text[: text.index("[[key]]", 8 + at)] for at in (0, text.index("[[key]]", 8)))
+    told, logs = await looked_at(
+        file,
+        monkeypatch,
+        *(partial(file.write_text, part) for part in ("", of_one, of_two, text + "# changed\n")),
+        nothing,
+        nothing,
+    )
+    assert told == [["gold", "iron", "two"]]
+    assert [one["log_level"] for one in logs] == ["info"]
+
+
+async def test_a_file_that_stays_empty_or_is_gone_changes_nothing_and_the_log_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = key_file(tmp_path / "keys.toml", "gold")
+    told, logs = await looked_at(
+        file,
+        monkeypatch,
+        *(partial(file.write_text, ""), nothing, file.unlink, nothing),
+        *(partial(replace, file, "iron"), nothing, partial(file.write_text, "key = []"), nothing),
+    )
+    assert told == [["iron"], []]
+    assert [(one["log_level"], one.get("file", str(file))) for one in logs] == [
+        *[("error", str(file))] * 2,
+        *[("info", str(file))] * 2,
+    ]
+    assert "it has no [[key]]" in logs[0]["reason"]
+    assert "No such file" in logs[1]["reason"]
+
+
+def test_a_file_without_keys_is_refused_at_the_start_too(tmp_path: Path) -> None:
+    (tmp_path / "keys.toml").touch()
+    with pytest.raises(StartError, match=r"it has no \[\[key\]\]; if no key is to open anything, write key = \[\]"):
+        KeyFile(tmp_path / "keys.toml", "plain")

@@ -178,14 +178,32 @@ def test_a_request_may_take_more_tokens_than_are_left_and_then_time_makes_up_for
     assert not refusal(one, 141.0)
 
 
-def test_a_key_that_is_gone_opens_nothing_and_leaves_nothing() -> None:
-    one = quotas(concurrency=1)
+def test_a_key_that_is_gone_opens_nothing_and_leaves_nothing_once_what_it_used_has_come_back() -> None:
+    one = quotas(concurrency=1, tokens_per_minute=60)
     assert not refusal(one, 0.0)
-    one.set_keys(Keyring([]))
+    one.set_keys(Keyring([]), 0.0)
     assert refusal(one, 0.0).startswith("UNAUTHENTICATED")
     one.leave("a")
     one.use_tokens("a", 5)
+    for now, num_kept in ((4.0, 1), (6.0, 0)):
+        one.set_keys(Keyring([]), now)
+        assert len(one._uses) == num_kept
+    one.use_tokens("a", 5)
     assert not one._uses
+
+
+def test_a_key_that_is_put_in_again_has_used_what_it_had_used() -> None:
+    one = quotas(concurrency=1, tokens_per_minute=60)
+    ring = one._keyring
+    assert ring is not None
+    assert not refusal(one, 0.0)
+    one.set_keys(Keyring([]), 1.0)
+    one.use_tokens("a", 200)  # a stream of before ends
+    one.set_keys(ring, 2.0)
+    assert "1 requests in flight" in refusal(one, 2.0)
+    one.leave("a")
+    assert "60 tokens a minute" in refusal(one, 139.0)
+    assert not refusal(one, 141.0)
 
 
 def test_a_limit_that_comes_later_begins_with_nothing_used() -> None:
@@ -194,7 +212,7 @@ def test_a_limit_that_comes_later_begins_with_nothing_used() -> None:
         assert not refusal(one, 0.0)
     one.use_tokens("a", 50_000_000)
     limited = ApiKey(id="a", digest=digest_of("a"), tenant="", requests_per_minute=5, tokens_per_minute=10)
-    one.set_keys(Keyring([limited]))
+    one.set_keys(Keyring([limited]), 0.0)
     assert not refusal(one, 1.0)
 
 

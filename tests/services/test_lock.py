@@ -9,9 +9,9 @@ import grpc
 import pytest
 from cluster import OWN
 from engines import running, until
-from fake_worker_service import FakeWorkerService, serving
+from fake_worker_service import TOKEN, FakeWorkerService, serving
 from locked import KEYRING, KEYS, LONG, OPEN, code_of, codes, locked_scheduler, refused
-from scheduler_in_process import InProcess
+from scheduler_in_process import InProcess, scheduler
 from test_processes import WORKER_SIZES, Start, start  # noqa: F401  # a fixture
 
 from pagewire.v1.inference_service_pb2 import AbortRequest, GenerateRequest
@@ -20,7 +20,13 @@ from pagewire_client import Client, SamplingParams
 from pagewire_client.channel import key_metadata
 from pagewire_client.llm import collect
 from scheduler_service.access.keys import ApiKey, Keyring, digest_of
+from scheduler_service.core import SamplingParams as CoreParams
+from scheduler_service.core import SequenceGroup
+from scheduler_service.engine.admission import Admission
+from scheduler_service.engine.calls import Call
+from scheduler_service.engine.outbox import Outbox
 from scheduler_service.frontend.server import front_end_server
+from scheduler_service.settings import SchedulerSettings
 
 
 @pytest.fixture
@@ -175,3 +181,65 @@ async def test_prompts_that_are_said_to_be_resumed_are_counted(locked: InProcess
         used = locked.engine.admission.quotas._uses["gold-1"].tokens
         assert set(codes) == {grpc.StatusCode.OK}
         assert used._used > 8 * 40
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "changes", "expected"),
+    [
+        ([], {}, 0),
+        ([TOKEN] * 3, {}, 0),
+        ([TOKEN, TOKEN, 5, 5], {}, 2),
+        ([5] * 200, {}, 200),
+        ([TOKEN] * 3, {"cache_salt": "another"}, 43),
+        ([TOKEN] * 3, {"key": "gold again"}, 43),
+    ],
+)
+async def test_a_resumption_of_a_request_in_flight_is_charged_for_what_was_not_streamed_to_its_key(
+    byte_tokenizer_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    token_ids: list[int],
+    changes: dict[str, str],
+    expected: int,
+) -> None:
+    both = [
+        ApiKey(id=name, digest=digest_of(name), tenant="gold", tokens_per_minute=1000)
+        for name in ("gold", "gold again")
+    ]
+    worker, charged = FakeWorkerService(byte_tokenizer_directory), []
+    async with serving(worker) as address, scheduler(address, keyring=Keyring(both)) as one:
+        requests = one.engine.requests
+        monkeypatch.setattr(one.engine.admission.quotas, "use_tokens", lambda _, number: charged.append(number))
+        async with grpc.aio.insecure_channel(one.target) as channel:
+            stub, sampling = InferenceServiceStub(channel), SamplingParams(max_tokens=400, ignore_eos=True, seed=1)
+            request = GenerateRequest(request_id="same", text="a" * 40, sampling=sampling)
+            async for message in stub.Generate(request, metadata=key_metadata("gold")):
+                worker.runs.clear()
+                (broken,) = requests.values()
+                if broken.group.num_output_tokens >= 3:
+                    break
+                worker.runs.set()
+            assert charged == [40]
+            request.resume.outputs.add(index=0, token_ids=token_ids)
+            request.cache_salt = changes.get("cache_salt", "")
+            again = stub.Generate(request, metadata=key_metadata(changes.get("key", "gold")))
+            await until(lambda: [*requests.values()] not in ([], [broken]))
+            assert charged[1] == expected
+            again.cancel()
+
+
+def test_a_request_that_is_superseded_before_it_gains_anything_is_charged_anew() -> None:
+    """Otherwise it would be computed again and again for nothing."""
+    limited = ApiKey(id="a", digest=digest_of("a"), tenant="", tokens_per_minute=1000)
+    charged, calls = [], [Call(Outbox(), number, "same", "a") for number in range(4)]
+    admission = Admission(SchedulerSettings(), {}, Keyring([limited]))
+    admission.quotas.use_tokens = lambda _, number: charged.append(number)  # type: ignore[method-assign]
+    before = None
+    for call in calls:
+        call.group = SequenceGroup("same", [5] * 40, CoreParams(max_tokens=400))
+        admission.admit(call, 0, resumes=before is not None)
+        admission.submitted(call, before)
+        before = call
+        call.queued_seconds = None if call is calls[0] else 0.1  # the first has not come to a worker
+        if call is calls[2]:
+            call.group.sequences[0].output_token_ids.append(5)
+    assert charged == [40, 0, 40, 0]
