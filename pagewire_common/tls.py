@@ -2,12 +2,14 @@
 certificates of the other side.
 
 A server looks at the files when a connection comes, so that a renewed certificate is used from the next one on. Files
-that do not belong together, because they are being replaced, are passed over until they do.
+that are being replaced are passed over until they are whole: nothing has changed for SETTLE_SECONDS, all that were in
+use are there, and they belong together.
 """
 
 import contextlib
 import ssl
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,12 +23,19 @@ from pagewire_common.start_error import StartError
 log = structlog.get_logger()
 
 CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
+SETTLE_SECONDS = 1.0
+"""Files that changed later may be half written: a list of authorities that was cut off is a list of fewer ones."""
 
 
 class _Files(NamedTuple):
     certificate: bytes | None
     key: bytes | None
     authority: bytes | None
+
+    @property
+    def names(self) -> set[str]:
+        """Of the files that are there."""
+        return {name for name, data in zip((CERTIFICATE, KEY, AUTHORITY), self, strict=True) if data is not None}
 
     @property
     def pairs(self) -> list[tuple[bytes, bytes]]:
@@ -42,13 +51,13 @@ class TlsFolder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        self._stamp = self._look()
+        self._stamp = self._look()  # of the files in use
         try:
-            self._check()
+            self._files = self._read()
         except (OSError, ValueError) as error:
             raise StartError(f"cannot use the certificates in {folder}: {error}") from None
-        self._files = self._read()
         self._generation = 0  # of the files in use
+        self._seen, self._seen_at = self._stamp, 0.0  # the last look, and when the first one had found the same
 
     def _look(self) -> tuple[object, ...]:
         """What changes with the files, or with the right to read them."""
@@ -62,25 +71,20 @@ class TlsFolder:
                 stamps.append((status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino))
         return tuple(stamps)
 
-    def _check(self) -> None:
-        """Raises OSError or ValueError."""
-        own, authority = (self._folder / CERTIFICATE, self._folder / KEY), self._folder / AUTHORITY
-        if not (has_own := any(path.exists() for path in own)) and not authority.exists():
+    def _read(self) -> _Files:
+        """Raises OSError, of which ssl's errors are, or ValueError, for files that cannot be used."""
+        paths = [self._folder / name for name in (CERTIFICATE, KEY, AUTHORITY)]
+        files = _Files(*(path.read_bytes() if path.exists() else None for path in paths))
+        if not files.names:
             raise ValueError(f"it has neither {CERTIFICATE} and {KEY} nor {AUTHORITY}")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        if has_own:
-            for path in own:
-                if not path.exists():
-                    raise ValueError(f"it has no {path.name}; {CERTIFICATE} and {KEY} belong together")
-            with _naming(f"{CERTIFICATE} and {KEY}"):
-                context.load_cert_chain(*own)
-        if authority.exists():
-            with _naming(AUTHORITY):
-                context.load_verify_locations(authority)
-
-    def _read(self) -> _Files:
-        paths = (self._folder / name for name in (CERTIFICATE, KEY, AUTHORITY))
-        return _Files(*(path.read_bytes() if path.exists() else None for path in paths))
+        if files.certificate is not None or files.key is not None:
+            with _named(f"{CERTIFICATE} and {KEY}"):
+                context.load_cert_chain(*paths[:2], password=_no_password)
+        if files.authority is not None:
+            with _named(AUTHORITY):
+                context.load_verify_locations(paths[2])
+        return files
 
     def refresh(self) -> int:
         """Take in files that have changed and can be used; returns the number of the files in use.
@@ -88,22 +92,37 @@ class TlsFolder:
         Each server compares it with the number of those that it has loaded: several of them may use a folder.
         """
         with self._lock:
-            if (stamp := self._look()) != self._stamp:
-                self._take(stamp)
+            stamp, now = self._look(), time.monotonic()
+            if stamp != self._seen:
+                self._seen, self._seen_at = stamp, now
+            if self._seen_at and (now - self._seen_at >= SETTLE_SECONDS or self._is_old()):
+                self._seen_at = 0.0  # said once for each change
+                if stamp != self._stamp:
+                    self._take(stamp)
             return self._generation
+
+    def _is_old(self) -> bool:
+        """Whether folder and files last changed long ago, so that one look is enough."""
+        paths = (self._folder, *(self._folder / name for name in (CERTIFICATE, KEY, AUTHORITY)))
+        try:
+            return time.time() - max(path.stat().st_ctime for path in paths if path.exists()) >= SETTLE_SECONDS
+        except (OSError, ValueError):
+            return False
 
     def _take(self, stamp: tuple[object, ...]) -> None:
         try:
-            self._check()
             files = self._read()
+            if missing := sorted(self._files.names - files.names):
+                raise ValueError(f"{' and '.join(missing)} is missing; a restart does without")
         except (OSError, ValueError) as error:
-            log.error("changed certificates cannot be used; the old ones stay", reason=str(error))
-            self._stamp = stamp  # said once for each change
+            if self._look() == stamp:
+                reason, folder = str(error), str(self._folder)
+                log.error("changed certificates cannot be used; the old ones stay", folder=folder, reason=reason)
             return
         if self._look() == stamp:  # otherwise they change at this moment
             self._stamp, self._files = stamp, files
             self._generation += 1
-            log.info("certificates read again")
+            log.info("certificates read again", folder=str(self._folder))
 
     def _need_own(self, *, mutual: bool) -> None:
         if not self._files.pairs:
@@ -135,31 +154,43 @@ class TlsFolder:
         return grpc.ssl_channel_credentials(self._files.authority, key, certificate)
 
     def client_context(self) -> ssl.SSLContext:
-        """The same for HTTP."""
-        authority = self._folder / AUTHORITY
-        context = ssl.create_default_context(cafile=authority if authority.exists() else None)
+        """The same for HTTP. Raises OSError while the files change."""
+        has_authority = self._files.authority is not None
+        context = ssl.create_default_context(cafile=self._folder / AUTHORITY if has_authority else None)
         if self._files.pairs:
-            context.load_cert_chain(self._folder / CERTIFICATE, self._folder / KEY)
+            context.load_cert_chain(self._folder / CERTIFICATE, self._folder / KEY, _no_password)
+        self._check_unchanged()
         return context
+
+    def _check_unchanged(self) -> None:
+        """Raises OSError where the files on the disk are not those in use, which alone were checked."""
+        if self._look() != self._stamp:
+            raise OSError(f"the files in {self._folder} are being replaced")
 
     def server_context(self, *, mutual: bool) -> ssl.SSLContext:
         """For an HTTP server, of the files as they are now. Raises StartError, or OSError while they change."""
         self._need_own(mutual=mutual)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(self._folder / CERTIFICATE, self._folder / KEY)
+        context.load_cert_chain(self._folder / CERTIFICATE, self._folder / KEY, _no_password)
         if mutual:
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_verify_locations(self._folder / AUTHORITY)
+        self._check_unchanged()
         return context
 
 
 @contextlib.contextmanager
-def _naming(files: str) -> Iterator[None]:
+def _named(files: str) -> Iterator[None]:
     """Has errors of ssl, which leave out what was read, name the files. Raises ValueError."""
     try:
         yield
-    except OSError as error:
-        raise ValueError(f"{files} cannot be read as PEM: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{files} cannot be read as PEM: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _no_password() -> str:
+    """Without it, ssl would ask for an encrypted key's password at the terminal, and wait."""
+    raise OSError("the key is encrypted; it must not be")
 
 
 class Security(NamedTuple):

@@ -7,6 +7,7 @@ from speculating import Plain, answers_of
 from tiny_model import write_byte_tokenizer, write_tiny_llama
 
 from pagewire_client import LocalServer
+from pagewire_common import tls
 from scheduler_service.core.suspects import suspicion
 from scheduler_service.engine import worker_loop
 from scheduler_service.frontend.model import ServedModel
@@ -98,3 +99,9 @@ def plain(tiny_server: LocalServer) -> Plain:
 def all_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """All guesses are made and verified, whether or not that is faster."""
     monkeypatch.setattr(drafter, "numbers_of_guesses", lambda _, mosts, *__, **___: list(mosts))
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Certificates are used as soon as they have changed, and not a second later."""
+    monkeypatch.setattr(tls, "SETTLE_SECONDS", 0.0)

@@ -146,6 +146,7 @@ async def test_with_mutual_tls_only_this_authoritys_certificates_open_the_port(t
         assert [await status(url, one) for one in (good, *bad, None)] == [503, 0, 0, 0, 0, 0]
 
 
+@pytest.mark.usefixtures("at_once")
 async def test_renewed_certificates_and_a_renewed_authority_hold_from_the_next_connection_on(tmp_path: Path) -> None:
     old, new = trustme.CA(), trustme.CA()
     folder = fill(tmp_path / "server", old, "localhost")
@@ -165,6 +166,7 @@ async def test_renewed_certificates_and_a_renewed_authority_hold_from_the_next_c
                 assert answer.status == 503
 
 
+@pytest.mark.usefixtures("at_once")
 async def test_serve_shows_the_scheduler_its_certificate_as_it_is_now(
     tmp_path: Path, byte_tokenizer_directory: Path
 ) -> None:
@@ -194,6 +196,7 @@ async def test_serve_shows_the_scheduler_its_certificate_as_it_is_now(
                 assert b"[DONE]" in await stream.content.read()
 
 
+@pytest.mark.usefixtures("at_once")
 async def test_a_scheduler_that_comes_back_with_another_authority_is_reached_with_certificates_of_it(
     tmp_path: Path,
 ) -> None:

@@ -212,7 +212,7 @@ async def test_a_resumption_of_a_request_in_flight_is_charged_for_what_was_not_s
         async with grpc.aio.insecure_channel(one.target) as channel:
             stub, sampling = InferenceServiceStub(channel), SamplingParams(max_tokens=400, ignore_eos=True, seed=1)
             request = GenerateRequest(request_id="same", text="a" * 40, sampling=sampling)
-            async for message in stub.Generate(request, metadata=key_metadata("gold")):
+            async for _ in stub.Generate(request, metadata=key_metadata("gold")):
                 worker.runs.clear()
                 (broken,) = requests.values()
                 if broken.group.num_output_tokens >= 3:

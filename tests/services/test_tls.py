@@ -2,18 +2,23 @@
 
 import asyncio
 import ssl
+import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
+import structlog
 import trustme
 from certificates import fill, strangers
 from cluster import OWN
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat
 from fake_worker_service import FakeWorkerService, serving
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from locked import KEYRING, KEYS, OPEN, code_of, codes, key_file, refused
@@ -26,9 +31,13 @@ from pagewire_client import Client, SamplingParams
 from pagewire_client.admin import Admin
 from pagewire_client.channel import connect, key_metadata
 from pagewire_client.llm import collect
+from pagewire_common import tls as tls_module
 from pagewire_common.healthcheck import is_serving
 from pagewire_common.start_error import StartError
 from pagewire_common.tls import Security, TlsFolder, secure_channel
+
+_KEY = rsa.generate_private_key(65537, 2048)
+ENCRYPTED = _KEY.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +72,7 @@ async def test_with_mutual_tls_only_this_authoritys_certificates_open_a_port(
                 assert set(ended) == {grpc.StatusCode.UNAVAILABLE}
 
 
+@pytest.mark.usefixtures("at_once")
 async def test_a_server_takes_up_a_renewed_certificate_and_keeps_the_old_one_while_it_is_half_written(
     tmp_path: Path, byte_tokenizer_directory: Path
 ) -> None:
@@ -102,6 +112,7 @@ def test_a_folder_that_cannot_be_used_is_a_sentence(authority: trustme.CA, tmp_p
         TlsFolder(folder).server_credentials(mutual=True)
 
 
+@pytest.mark.usefixtures("at_once")
 def test_all_that_use_a_folder_see_that_it_has_changed(authority: trustme.CA, tmp_path: Path) -> None:
     folder = fill(tmp_path, authority, "localhost")
     with (folder / "ca.crt").open("a") as file:
@@ -114,6 +125,74 @@ def test_all_that_use_a_folder_see_that_it_has_changed(authority: trustme.CA, tm
     assert tls.refresh() == tls.refresh() == first + 1
     (folder / "tls.key").chmod(0o600)
     assert tls.refresh() == first + 2  # whether it may be read has changed
+
+
+class Clock:
+    """Time as a folder sees it: in whole seconds, from its files' own time on."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.seconds = 0.0
+        clock = SimpleNamespace(time=lambda: 0.0, monotonic=lambda: 1.0 + self.seconds)
+        patch.setattr(tls_module, "time", clock, raising=False)
+
+
+def names_of(logs: Sequence[Any]) -> list[str]:
+    return [one.get("reason", one["event"]).split(":")[0] for one in logs]
+
+
+def test_files_that_are_being_replaced_are_used_once_they_are_whole(
+    authority: trustme.CA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list of authorities that is cut off between two of them can be read, and so is one that is not there."""
+    folder, clock, ca = fill(tmp_path, authority, "localhost"), Clock(monkeypatch), tmp_path / "ca.crt"
+    both = ca.read_bytes() + trustme.CA().cert_pem.bytes()
+    tls = TlsFolder(folder)
+    before = tls._files
+    with structlog.testing.capture_logs() as logs:
+        for content in (None, b"", both[: len(both) // 2], both[: both.index(b"-----BEGIN", 9)], both):
+            ca.unlink() if content is None else ca.write_bytes(content)
+            for _ in range(2):
+                assert tls.refresh() == 0
+                clock.seconds += 0.4
+        clock.seconds += 0.5
+        assert tls.refresh() == 1
+    assert (tls._files.authority, before.authority) == (both, authority.cert_pem.bytes())
+    assert names_of(logs) == ["certificates read again"]
+
+
+def test_a_reload_refuses_what_a_start_would_refuse_and_says_which(
+    authority: trustme.CA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, clock = fill(tmp_path, authority, "localhost"), Clock(monkeypatch)
+    tls, whole = TlsFolder(folder), {file.name: file.read_bytes() for file in folder.iterdir()}
+    other = trustme.CA().issue_cert("localhost").private_key_pem.bytes()
+    for name, content, reason in (
+        ("ca.crt", None, "ca.crt is missing; a restart does without"),
+        ("tls.key", None, "tls.crt and tls.key"),
+        ("ca.crt", b"", "ca.crt"),
+        ("tls.key", other, "tls.crt and tls.key"),
+        ("tls.key", ENCRYPTED, "tls.crt and tls.key"),
+    ):
+        (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
+        with structlog.testing.capture_logs() as logs:
+            for _ in range(4):
+                assert tls.refresh() == 0
+                clock.seconds += 1
+            with pytest.raises(OSError, match=r"are being replaced|No such file|SSL|X509|the key is encrypted"):
+                tls.server_context(mutual=True)
+        assert names_of(logs) == [reason]
+        assert logs[0]["folder"] == str(folder)
+        (folder / name).write_bytes(whole[name])
+    assert tls._files.authority == whole["ca.crt"]
+
+
+def test_files_that_changed_long_ago_are_used_at_the_first_look(authority: trustme.CA, tmp_path: Path) -> None:
+    """Else the first connection after an idle hour would be shown the old certificate."""
+    tls = TlsFolder(fill(tmp_path, authority, "localhost"))
+    fill(tmp_path, authority, "localhost")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tls_module, "time", SimpleNamespace(time=lambda: time.time() + 3600, monotonic=lambda: 1.0))
+        assert tls.refresh() == 1
 
 
 def scrape(address: str, authority: Path, key: str) -> int:
