@@ -205,6 +205,8 @@ class WorkerClient:
     def __init__(self, address: str, tls: TlsFolder | None = None, identity: str = "") -> None:
         """With `tls`, the worker's certificate must have the name `identity`, or that in the address."""
         self.address = address
+        self.epoch = 0
+        """Of the session that is open or about to be: calls about adapters carry it."""
         self._direction = Direction(address, tls is not None, "--worker-tls", _PORT)
         self._tls = tls
         self._identity = identity
@@ -249,8 +251,10 @@ class WorkerClient:
         failures: list[Exception] = []
 
         async def sent() -> AsyncIterator[worker_pb.TakeAdapterRequest]:
+            epoch = self.epoch  # in the first piece
             try:
                 async for piece in pieces:
+                    piece.epoch, epoch = epoch, 0
                     yield piece
             except Exception as error:  # gRPC would end the call with it, and not say what it was
                 failures.append(error)
@@ -276,7 +280,8 @@ class WorkerClient:
     async def unload_adapter(self, fingerprint: str) -> None:
         """Have the worker forget an adapter. Raises AdapterCountError."""
         try:
-            await self._stub.DropAdapter(worker_pb.DropAdapterRequest(fingerprint=fingerprint), timeout=5)
+            request = worker_pb.DropAdapterRequest(fingerprint=fingerprint, epoch=self.epoch)
+            await self._stub.DropAdapter(request, timeout=5)
         except grpc.aio.AioRpcError as error:
             raise AdapterCountError(
                 f"the worker does not forget an adapter: {await self._unreachable(error)}"

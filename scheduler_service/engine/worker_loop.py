@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import structlog
 
+from pagewire_common.epochs import next_epoch
 from scheduler_service.core import (
     PreemptionMode,
     Scheduler,
@@ -283,6 +284,7 @@ class WorkerLoop:
             if not await self.client.is_serving(timeout=5):
                 raise UnreachableError("the worker is not serving: it is starting or shutting down")
             self._check_is_available(info)
+            self.client.epoch = _next_epoch(info)
             held_adapters = await self._fleet.adapters.check(self.client, info)
         except UnreachableError:
             await self.client.reconnect()
@@ -290,7 +292,7 @@ class WorkerLoop:
         self._check_is_available(info)
         self.instance_id = info.instance_id
         self.guesses.proposer = proposer_of(info.features)
-        self.epoch = max(time.time_ns(), info.epoch + 1)
+        self.epoch = self.client.epoch
         self._is_superseded = False
         session = self.client.open_session(self.epoch, self.split)
         recorder = self._fleet.recorder
@@ -351,7 +353,8 @@ class WorkerLoop:
         """The session is over, for whatever reason: the requests that ran there go on elsewhere."""
         # A worker that was leaving is not lost, however its session ended: a step on its way may break the stream.
         is_lost = reason is not None and not self._is_leaving and not isinstance(reason, DrainedError)
-        blames_requests = is_lost and (not isinstance(reason, WorkerError) or reason.blames_requests)
+        # An error of this scheduler's own says nothing of the requests that the worker had.
+        blames_requests = is_lost and isinstance(reason, WorkerError) and reason.blames_requests
         self._is_lost_in_a_step = is_lost and bool(self._in_flight)
         self.num_losses += is_lost
         self._is_leaving = False
@@ -435,6 +438,13 @@ class WorkerLoop:
                 scheduler.blocks.check()
             self._wake.set()
             await self._fleet.room()
+
+
+def _next_epoch(info: WorkerInfo) -> int:
+    try:
+        return next_epoch(info.epoch, time.time_ns())
+    except ValueError as error:
+        raise WorkerError(f"{error}: restart the worker") from None
 
 
 async def _until_one_fails(*coroutines: Coroutine[Any, Any, None]) -> None:

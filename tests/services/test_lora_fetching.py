@@ -22,6 +22,7 @@ from scheduler_service.engine import adapters as engine_adapters
 from scheduler_service.engine.worker_client import WorkerError
 from scheduler_service.recording.replayer import Replayer
 from worker_service.serving import servicer
+from worker_service.serving.adapter_calls import AdapterCalls
 from worker_service.serving.adapters import load_adapter
 
 SHORT = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0)
@@ -61,6 +62,23 @@ async def test_requests_do_not_wait_for_adapters_that_they_do_not_name(
         assert said == 3 * [(await collect(client, "abc", SHORT, lora_name="two")).outputs[0].token_ids]
         await until(lambda: len(worker.worker.adapters.fingerprints) == 3)  # the others come by themselves
         assert one.engine.workers[0].num_losses == 0
+
+
+async def test_adapters_come_with_the_epoch_of_the_session_that_they_are_for(
+    tiny_model_directory: Path, adapters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, epochs = AdapterCalls.check, []
+
+    def note_and_check(calls: AdapterCalls, epoch: int) -> int:
+        epochs.append(epoch)
+        return check(calls, epoch)
+
+    monkeypatch.setattr(AdapterCalls, "check", note_and_check)
+    async with serving(tiny_model_directory, adapters, max_cpu_loras=1) as (one, _), Client(one.target) as client:
+        for name in ("one", "two"):  # which has the first one dropped
+            await collect(client, "abc", SHORT, lora_name=name)
+        assert len(epochs) >= 3
+        assert set(epochs) == {one.engine.workers[0].epoch}
 
 
 @pytest.mark.parametrize("places", [1, 2])

@@ -16,6 +16,7 @@ from pagewire_common.errors import RequestError
 from scheduler_service.core import SamplingParams, SchedulerConfig, SchedulerOutput, SequenceStatus
 from scheduler_service.core.planning import scheduler as planner
 from scheduler_service.engine import worker_loop
+from scheduler_service.engine.answer_check import check_answer
 from scheduler_service.engine.engine import Engine
 from scheduler_service.engine.limits import step_timeout
 from scheduler_service.engine.step_split import RoundTrips, StepSplit
@@ -376,6 +377,41 @@ async def test_an_error_in_one_workers_loop_is_that_workers_alone(
         assert await asyncio.gather(*(text_of(engine, state) for state in states)) == ["ggggg"] * 20
         await until(lambda: "internal error" in loop.last_error)
         await until(lambda: loop.admits)
+
+
+async def test_an_error_of_our_own_is_no_evidence_against_a_request(
+    byte_tokenizer_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = iter([TypeError("ours")])
+
+    def check(*arguments: Any) -> None:
+        for error in errors:
+            raise error
+        check_answer(*arguments)
+
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    monkeypatch.setattr(worker_loop, "FIRST_RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(worker_loop, "check_answer", check)
+    async with serving(worker) as address, running(address) as engine:
+        state = await submit(engine, "a", [5], max_tokens=2)
+        group = engine.group(state)
+        assert await text_of(engine, state) == "gg"
+        assert group.suspicion is None
+        assert worker.num_sessions == 2
+
+
+async def test_a_worker_whose_newest_epoch_is_the_last_gets_no_session(byte_tokenizer_directory: Path) -> None:
+    """And nothing is ready because of it."""
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    worker.info.epoch = 2**64 - 1
+    async with serving(worker) as address, running(address) as engine:
+        (loop,) = engine.workers
+        await until(lambda: "no session can be newer: restart the worker" in loop.last_error)
+        assert not engine.serving
+        assert not worker.num_sessions
+        worker.info.epoch = 2**63 + 5
+        await until(lambda: engine.serving)
+        assert loop.epoch == 2**63 + 6
 
 
 async def test_a_long_pause_does_not_outlive_its_reason(

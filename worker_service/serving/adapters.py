@@ -1,6 +1,7 @@
 """An adapter on its way from the scheduler into the host memory of every rank, and out of it again, beside steps."""
 
 import asyncio
+import contextlib
 import hashlib
 import tempfile
 from collections.abc import AsyncIterator
@@ -27,7 +28,7 @@ MAX_CONFIG_BYTES = 1 << 20
 async def load_adapter(
     worker: "Worker", device_thread: DeviceThread, pieces: AsyncIterator[TakeAdapterRequest]
 ) -> None:
-    """Receive an adapter, check it, and hold it. One at a time. Raises RequestError.
+    """Receive an adapter, check it, and hold it. One at a time, for which `AdapterCalls` sees. Raises RequestError.
 
     When it returns, steps that the device's thread is handed next may name it. Cancelled, it has changed nothing.
     """
@@ -36,8 +37,9 @@ async def load_adapter(
         await _receive(worker, device_thread, pieces)
     except RequestError as error:
         refusal = error
-    async for _ in pieces:  # a call that ends while it is written to may lose its status in gRPC
-        pass
+    with contextlib.suppress(RequestError):
+        async for _ in pieces:  # a call that ends while it is written to may lose its status in gRPC
+            pass
     if refusal is not None:
         raise refusal
 

@@ -31,9 +31,11 @@ from pagewire.v1.worker_service_pb2 import (
     TakeAdapterRequest,
     TakeAdapterResponse,
 )
+from pagewire_common.epochs import check_epoch
 from pagewire_common.errors import RequestError
 from worker_service.errors import DeviceLostError, FencingError, InvalidStepError, is_out_of_memory
 from worker_service.loading.tokenizer_files import read_pieces
+from worker_service.serving.adapter_calls import AdapterCalls
 from worker_service.serving.adapters import drop_adapter, load_adapter
 from worker_service.serving.codec import decode_scheduler_output, encode_worker_info
 from worker_service.serving.compute import Computation, plan
@@ -94,7 +96,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         self._stream: _Stream | None = None
         self._newest_epoch = 0
         self._draining = asyncio.Event()
-        self._loading_adapter = asyncio.Lock()
+        self._adapter_calls = AdapterCalls(lambda: self._newest_epoch)
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -146,12 +148,16 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         self, request_iterator: AsyncIterator[TakeAdapterRequest], context: Context
     ) -> TakeAdapterResponse:
         worker = self._ready_worker()
-        async with self._loading_adapter:  # one at a time is in memory twice, and under way to other ranks
-            await load_adapter(worker, self._device_thread, request_iterator)
+        # One at a time is in memory twice, and under way to other ranks.
+        await self._adapter_calls.take(
+            aiter(request_iterator), lambda pieces: load_adapter(worker, self._device_thread, pieces)
+        )
         return TakeAdapterResponse()
 
     async def DropAdapter(self, request: DropAdapterRequest, context: Context) -> DropAdapterResponse:
-        drop_adapter(self._ready_worker(), self._device_thread, request.fingerprint)
+        worker = self._ready_worker()
+        self._adapter_calls.check(request.epoch)
+        drop_adapter(worker, self._device_thread, request.fingerprint)
         return DropAdapterResponse()
 
     async def Execute(
@@ -203,16 +209,16 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
     def _begin(self, worker: "Worker", first: SchedulerOutput) -> _Stream:
         if self.device_lost.is_set():
             raise RequestError(grpc.StatusCode.UNAVAILABLE, "the worker's device failed")
-        if first.epoch <= self._newest_epoch:
-            raise RequestError(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"epoch {first.epoch} is not newer than epoch {self._newest_epoch}, which this worker has served",
-            )
+        try:
+            check_epoch(first.epoch, self._newest_epoch)
+        except ValueError as error:
+            raise RequestError(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from None
         if first.step_id != 1:
             raise RequestError(
                 grpc.StatusCode.FAILED_PRECONDITION, f"a session begins with step_id 1, not {first.step_id}"
             )
         self._newest_epoch = first.epoch
+        self._adapter_calls.end_older()
         if self._stream is not None:
             self._close(
                 self._stream,

@@ -59,6 +59,19 @@ async def test_an_old_epoch_is_refused_and_disturbs_no_session(old: int, service
     assert info.epoch == 5
 
 
+async def test_no_epoch_makes_a_worker_unusable(service: Service) -> None:
+    for epoch in (2**64 - 1, 2**63):
+        hostile = service.session(epoch=epoch)
+        await hostile.send()
+        code, details = await hostile.status()
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        assert details == f"epoch {epoch} is above {2**63 - 1}, and not the one after epoch 0"
+    for epoch in (5, 2**63 - 1, 2**63, 2**63 + 1):
+        client = service.session(epoch=epoch)
+        await client.step(**prompt_step(new_message(1, PROMPT, range(10))))
+        await client.close()
+
+
 async def test_a_newer_session_ends_the_older_one_and_forgets_its_sequences(service: Service) -> None:
     older = service.session(epoch=1)
     await older.step(**prompt_step(new_message(1, PROMPT, range(10))))

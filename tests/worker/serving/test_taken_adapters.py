@@ -25,6 +25,7 @@ from worker_service.execution.adapters import AdapterRoom, Adapters
 from worker_service.execution.model_runner import ModelRunner
 from worker_service.execution.worker import Worker
 from worker_service.parallel.ranks import ALONE, Ranks
+from worker_service.serving import adapter_calls
 from worker_service.serving.adapters import drop_adapter, load_adapter
 from worker_service.serving.device_thread import DeviceThread
 
@@ -273,3 +274,65 @@ async def test_an_adapter_that_is_dropped_serves_the_step_that_is_being_computed
     await session.send(sequence_ids=[1])
     code, details = await session.status()
     assert (code, "is not loaded" in details) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+
+
+class Stalled:
+    """A call whose scheduler sends the first piece, and then nothing more."""
+
+    def __init__(self, service: Service, epoch: int = 0) -> None:
+        self._first = TakeAdapterRequest(fingerprint=ONE, config=ADAPTERS[0][0].config, epoch=epoch)
+        self.call = service.stub.TakeAdapter(self._pieces())
+
+    async def _pieces(self) -> AsyncIterator[TakeAdapterRequest]:
+        yield self._first
+        await asyncio.Event().wait()
+
+    async def has_begun(self, service: Service) -> None:
+        while service.servicer._adapter_calls._handing is None:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+    async def end(self) -> tuple[grpc.StatusCode, str | None]:
+        async with asyncio.timeout(5):
+            return await self.call.code(), await self.call.details()
+
+
+async def test_a_call_that_stalls_keeps_no_other_from_its_adapter_and_ends(
+    service: Service, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = with_slots(worker)
+    service.servicer.set_ready(alone)
+    stalled = Stalled(service)
+    await stalled.has_begun(service)
+    await service.stub.TakeAdapter(messages(1), timeout=5)
+    assert alone.adapters.fingerprints == [TWO]
+    assert await stalled.end() == (grpc.StatusCode.ABORTED, "another call hands an adapter over")
+    monkeypatch.setattr(adapter_calls, "STALL_SECONDS", 0.01)
+    assert (await Stalled(service).end())[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+    empty = [TakeAdapterRequest(fingerprint=ONE), TakeAdapterRequest()]
+    with pytest.raises(grpc.aio.AioRpcError, match="data: a piece behind the first one has none") as error:
+        await service.stub.TakeAdapter(iter(empty))
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_calls_about_adapters_are_the_newest_sessions(service: Service, worker: Worker) -> None:
+    """What one hands over that is older than the session that begins is not taken any more."""
+    alone = with_slots(worker)
+    service.servicer.set_ready(alone)
+    older, newer = service.session(epoch=5), service.session(epoch=6)
+    await older.step()
+    stalled = Stalled(service, epoch=5)
+    await stalled.has_begun(service)
+    await newer.step()
+    assert await stalled.end() == (grpc.StatusCode.ABORTED, "superseded by epoch 6")
+    stale = [TakeAdapterRequest(fingerprint=ONE, config=ADAPTERS[0][0].config, epoch=5), *ADAPTERS[0][1:]]
+    await service.stub.TakeAdapter(messages(1))
+    drop_stale = DropAdapterRequest(fingerprint=TWO, epoch=5)
+    for call in (service.stub.TakeAdapter(iter(stale)), service.stub.DropAdapter(drop_stale)):
+        with pytest.raises(grpc.aio.AioRpcError, match="epoch 5 is over: this worker has served epoch 6") as error:
+            await call
+        assert error.value.code() is grpc.StatusCode.ABORTED
+    assert alone.adapters.fingerprints == [TWO]
+    for epoch in (6, 7):  # of the session that is open, and of one that is about to be
+        await service.stub.DropAdapter(DropAdapterRequest(fingerprint=TWO, epoch=epoch))
+    assert not alone.adapters.fingerprints
+    await newer.close()

@@ -1,0 +1,111 @@
+"""Which call may hand an adapter over: the newest one, of the newest session, and only while it makes progress.
+
+No lock is held while the scheduler's next piece is waited for: a call that stalls is ended by the next one, by a
+session of a newer epoch, or by its time.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from pagewire.v1.worker_service_pb2 import TakeAdapterRequest
+from pagewire_common.errors import RequestError
+
+STALL_SECONDS = 30.0
+"""For the next piece, which has at most some MiB."""
+MOST_SECONDS = 600.0
+"""For all of one call: twice the time that a scheduler gives it."""
+
+Pieces = AsyncIterator[TakeAdapterRequest]
+
+
+@dataclass(eq=False)
+class _Handing:
+    """The call that is under way."""
+
+    epoch: int
+    task: asyncio.Task[None]
+    end: RequestError | None = None
+
+
+class AdapterCalls:
+    """The adapter calls of one worker; `newest_epoch` is that of its sessions."""
+
+    def __init__(self, newest_epoch: Callable[[], int]) -> None:
+        self._newest_epoch = newest_epoch
+        self._handing: _Handing | None = None
+
+    def check(self, epoch: int) -> int:
+        """The epoch of a call; that of the newest session where it names none. Raises ABORTED for an older one."""
+        newest = self._newest_epoch()
+        if 0 < epoch < newest:
+            raise _aborted(f"epoch {epoch} is over: this worker has served epoch {newest}")
+        return epoch or newest
+
+    async def take(self, pieces: Pieces, load: Callable[[Pieces], Coroutine[Any, Any, None]]) -> None:
+        """Have the pieces of one call loaded. Raises RequestError, also where another call or session ends it."""
+        pieces = _in_time(pieces)
+        first = await anext(pieces, None)
+        epoch = self.check(first.epoch if first is not None else 0)
+        while self._handing is not None:
+            await self._end(self._handing, "another call hands an adapter over")
+        handing = _Handing(epoch, asyncio.create_task(load(_behind(first, pieces))))
+        self._handing = handing
+        try:
+            await asyncio.wait((handing.task,))
+        finally:
+            await self._end(handing, "the call is over")
+        if handing.end is not None and handing.task.cancelled():
+            raise handing.end
+        handing.task.result()
+
+    def end_older(self) -> None:
+        """A session has begun: what an older one hands over is not taken any more."""
+        if self._handing is not None and self._handing.epoch < (newest := self._newest_epoch()):
+            self._cancel(self._handing, f"superseded by epoch {newest}")
+
+    async def _end(self, handing: _Handing, reason: str) -> None:
+        self._cancel(handing, reason)
+        await asyncio.wait((handing.task,))
+
+    def _cancel(self, handing: _Handing, reason: str) -> None:
+        if self._handing is handing:
+            self._handing = None
+            handing.end = _aborted(reason)
+            handing.task.cancel()
+
+
+async def _in_time(pieces: Pieces) -> Pieces:
+    """The pieces as they come. Raises DEADLINE_EXCEEDED, and INVALID_ARGUMENT for one that is no progress."""
+    loop = asyncio.get_running_loop()
+    end, is_first = loop.time() + MOST_SECONDS, True
+    while True:
+        try:
+            async with asyncio.timeout_at(min(end, loop.time() + STALL_SECONDS)):
+                piece = await anext(pieces, None)
+        except TimeoutError:
+            raise RequestError(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                f"an adapter's next piece may take {STALL_SECONDS:g} s, and all of it {MOST_SECONDS:g} s",
+            ) from None
+        if piece is None:
+            return
+        if not (is_first or piece.data):
+            raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, "data: a piece behind the first one has none")
+        is_first = False
+        yield piece
+
+
+async def _behind(first: TakeAdapterRequest | None, pieces: Pieces) -> Pieces:
+    if first is not None:
+        yield first
+    async for piece in pieces:
+        yield piece
+
+
+def _aborted(reason: str) -> RequestError:
+    """The adapter may be brought again; nothing is wrong with it."""
+    return RequestError(grpc.StatusCode.ABORTED, reason)
