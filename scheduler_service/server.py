@@ -3,10 +3,7 @@
 import asyncio
 import contextlib
 import gc
-import socket
-import tempfile
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import grpc
 import structlog
@@ -18,6 +15,7 @@ from pagewire_common.errors import ErrorInterceptor
 from pagewire_common.metrics import serve_metrics
 from pagewire_common.server import GrpcServer, stop_event
 from pagewire_common.start_error import StartError
+from pagewire_common.temporary import TemporaryFolder, remove_dead_folders
 from pagewire_common.tls import OPEN, Security
 from scheduler_service.access.audit import Audit
 from scheduler_service.access.caller import key_check
@@ -33,22 +31,10 @@ from scheduler_service.settings import SchedulerSettings
 
 log = structlog.get_logger()
 
-_PREFIX = "pagewire-"
 ADMIN_SERVICE = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 ADMIN_BYTES = 64 << 10
 """Of a request of an operator."""
 OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20))
-
-
-def _remove_dead_sockets() -> None:
-    """Remove the sockets of engines that were killed: nothing else would."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/engine"):
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:  # another user's are passed over
-            try:
-                probe.connect(str(path))
-            except ConnectionRefusedError:
-                path.unlink()
-                path.parent.rmdir()
 
 
 @contextlib.asynccontextmanager
@@ -56,9 +42,8 @@ async def engine_server(front_ends: FrontEnds) -> AsyncIterator[str]:
     """Serve front ends on a socket that only this user can open; gives its target."""
     server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=OPTIONS)
     add_EngineServiceServicer_to_server(front_ends, server)
-    _remove_dead_sockets()
-    with tempfile.TemporaryDirectory(prefix=_PREFIX) as directory:  # only its owner may enter it
-        target = f"unix:{Path(directory) / 'engine'}"
+    with TemporaryFolder("engine") as directory:  # only its owner may enter it
+        target = f"unix:{directory / 'engine'}"
         try:
             server.add_insecure_port(target)
         except RuntimeError as error:  # its path has more than 107 bytes
@@ -89,6 +74,7 @@ async def admin_server(admin: AdminServicer, listen: str, security: Security = O
 async def serve(settings: SchedulerSettings) -> None:
     """Serve until SIGTERM or SIGINT: admit nothing more, let streams finish for the grace period, return."""
     stop = stop_event()
+    remove_dead_folders()
     keys = KeyFile(settings.api_keys, settings.api_key.get_secret_value() if settings.api_key is not None else None)
     engine = Engine(settings, keyring=keys.keyring)
     processes = FrontEndProcesses(settings.frontends)

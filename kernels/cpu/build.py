@@ -26,6 +26,7 @@ from kernels.cpu.library import FLAGS, FOLDER, INSTRUCTION_SETS, SOURCES, librar
 
 _COMPILER_BYTES = 1.25 * 2**30
 """What GCC 12 takes at most for one file: 1.1 GiB for bindings.cpp, 0.75 for packing.cpp."""
+_PARTIAL = "partial-"
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -58,8 +59,10 @@ def build(names: Sequence[str]) -> None:
     with _alone():
         places = {name: library_path(name) for name in INSTRUCTION_SETS}  # hashed before the sources are read
         absent = {name: places[name] for name in names if not places[name].exists()}
+        for dead in FOLDER.glob(f"{_PARTIAL}*"):  # of one that was killed: this one is alone here
+            shutil.rmtree(dead, ignore_errors=True)
         if absent:
-            with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+            with tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=FOLDER) as folder:
                 _compile(absent, Path(folder))
         for old in set(FOLDER.glob("*.so")) - set(places.values()):
             old.unlink()

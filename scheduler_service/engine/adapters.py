@@ -5,8 +5,6 @@ while requests of the old one still run, and are moved between workers.
 """
 
 import asyncio
-import shutil
-import tempfile
 import time
 import weakref
 from collections import Counter
@@ -20,6 +18,7 @@ import structlog
 from pagewire.v1.admin_service_pb2 import FinishedRequest
 from pagewire_common.errors import RequestError
 from pagewire_common.start_error import StartError
+from pagewire_common.temporary import TemporaryFolder
 from scheduler_service.engine.adapter_fetcher import LONG_FETCH_SECONDS, AdapterFetcher
 from scheduler_service.engine.adapter_files import Adapter, CopyLostError, configured_folders, hand_over, read_adapter
 from scheduler_service.engine.limits import num_places
@@ -81,7 +80,7 @@ class Adapters:
         self.when_changed: Callable[[], None] = lambda: None
         """Called after others can be named than before."""
         self.counts = AdapterCounts()
-        self._copies: Path | None = None
+        self._copies: TemporaryFolder | None = None
         self._named: dict[str, Adapter] = {}
         self._loading: dict[str, Adapter] = {}  # by name
         self._leaving: dict[str, Adapter] = {}  # by fingerprint: no name leads to them any more
@@ -163,11 +162,11 @@ class Adapters:
         """Where copies are kept until this object is gone. Raises ValueError."""
         if self._copies is None:
             try:
-                self._copies = Path(tempfile.mkdtemp(prefix="pagewire-adapters-"))
+                self._copies = TemporaryFolder("adapters")
             except OSError as error:
                 raise ValueError(f"there is no folder for temporary files to copy adapters to: {error}") from None
-            weakref.finalize(self, shutil.rmtree, self._copies, ignore_errors=True)
-        return self._copies
+            weakref.finalize(self, self._copies.close)
+        return self._copies.path
 
     async def _bring(self, adapter: Adapter) -> None:
         """Have all workers that serve check it, as far as they have a place.

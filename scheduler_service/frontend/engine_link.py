@@ -4,10 +4,8 @@ import asyncio
 import contextlib
 import itertools
 import re
-import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,6 +16,7 @@ from pagewire.v1 import engine_service_pb2 as pb
 from pagewire.v1.engine_service_pb2_grpc import EngineServiceStub
 from pagewire_common.channel import open_channel
 from pagewire_common.errors import RequestError, RequestLimits
+from pagewire_common.temporary import TemporaryFolder
 from scheduler_service.access.keys import Keyring
 from scheduler_service.frontend.gained import decode_gained
 from scheduler_service.frontend.model import ServedModel
@@ -339,10 +338,10 @@ class EngineLink:
 
     async def _load(self, limits: pb.ModelLimits) -> None:
         def load() -> ServedModel:
-            with tempfile.TemporaryDirectory(prefix="pagewire-") as directory:
+            with TemporaryFolder("tokenizer") as folder:
                 for name, data in self._files.items():
-                    (Path(directory) / name).write_bytes(data)
-                return ServedModel.load(limits, Path(directory))
+                    (folder / name).write_bytes(data)
+                return ServedModel.load(limits, folder)
 
         try:
             self._model.set_result(await asyncio.to_thread(without_panic, load))

@@ -3,10 +3,8 @@
 import asyncio
 import contextlib
 import hashlib
-import tempfile
 from collections.abc import AsyncIterator
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -14,6 +12,7 @@ import structlog
 
 from pagewire.v1.worker_service_pb2 import TakeAdapterRequest
 from pagewire_common.errors import RequestError
+from pagewire_common.temporary import TemporaryFolder
 from worker_service.serving.device_thread import DeviceThread
 
 if TYPE_CHECKING:
@@ -77,9 +76,9 @@ async def _receive(worker: "Worker", device_thread: DeviceThread, pieces: AsyncI
 
     from worker_service.loading.adapter import WEIGHTS, AdapterError, read_adapter
 
-    with tempfile.TemporaryDirectory(prefix="pagewire-adapter-") as folder:
+    with TemporaryFolder("adapter") as folder:
         digest, num_bytes = hashlib.sha256(), 0
-        with open(Path(folder) / WEIGHTS, "wb") as file:  # noqa: ASYNC230  # a thread's would stay open when cancelled
+        with open(folder / WEIGHTS, "wb") as file:  # noqa: ASYNC230  # a thread's would stay open when cancelled
             piece: TakeAdapterRequest | None = first
             while piece is not None:
                 num_bytes += len(piece.data)
@@ -99,7 +98,7 @@ async def _receive(worker: "Worker", device_thread: DeviceThread, pieces: AsyncI
             # Of this thread and of those that begin later: several threads would wait for those that compute steps. On
             # two busy cores 77 MiB of an adapter for a network of 7 billion weights took 4 to 17 s with two, and 0.6 s.
             torch.set_num_threads(1)
-            found = read_adapter(first.config, Path(folder), adapters.shapes, adapters.room.max_rank, adapters.dtype)
+            found = read_adapter(first.config, folder, adapters.shapes, adapters.room.max_rank, adapters.dtype)
             return found, found.part(adapters.cuts)
 
         try:

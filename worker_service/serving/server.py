@@ -12,6 +12,7 @@ from pagewire.v1 import worker_service_pb2, worker_service_pb2_grpc
 from pagewire_common.logs import configure_logging
 from pagewire_common.metrics import serve_metrics
 from pagewire_common.server import GrpcServer, stop_event
+from pagewire_common.temporary import remove_dead_folders
 from pagewire_common.tracing import tracing
 from worker_service.serving.device_thread import DeviceThread
 from worker_service.serving.servicer import WorkerServicer
@@ -33,6 +34,7 @@ async def serve(settings: WorkerSettings) -> None:
     started = time.monotonic()
     configure_logging(settings.log_level, settings.log_format)
     stop = stop_event()
+    remove_dead_folders()
     device_thread = DeviceThread()
     security = settings.security(settings.scheduler_identity or "")
     server = GrpcServer([SERVICE_NAME], max_receive_bytes=64 << 20, security=security)
