@@ -4,7 +4,6 @@ Decoding checks every value against the worker's limits, whatever the session: n
 equal length, parameters within their ranges. Decoded values are safe to index memory with.
 """
 
-import math
 from array import array
 from collections.abc import Collection, Sequence
 
@@ -31,6 +30,16 @@ from worker_service.session.step import (
 PROTOCOL_VERSION = 2
 TOKEN_BYTES = array(TOKENS).itemsize
 _PREFIX = "POOLING_TYPE_"
+_BOUNDS = (
+    ("temperature", 0.0, 100.0),
+    ("top_p", 1e-45, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("repetition_penalty", 0.0099, 10.0),
+)
+"""Those of requests, in 32 bits: beyond them logits are infinite, and no step is to fail for that."""
+_MOST_BIAS = 100.0
 
 
 def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> SchedulerOutput:
@@ -214,23 +223,16 @@ def _encoder_input(where: str, message: pb.NewSequence, limits: Limits) -> NewSe
 
 
 def _sampling(where: str, message: pb.SequenceSampling, limits: Limits) -> SamplingParams:
-    for name, value, valid, meaning in (
-        ("temperature", message.temperature, message.temperature >= 0, "at least 0"),
-        ("top_p", message.top_p, 0 < message.top_p <= 1, "above 0 and at most 1"),
-        ("min_p", message.min_p, 0 <= message.min_p <= 1, "from 0 to 1"),
-        ("presence_penalty", message.presence_penalty, True, "finite"),
-        ("frequency_penalty", message.frequency_penalty, True, "finite"),
-        ("repetition_penalty", message.repetition_penalty, message.repetition_penalty > 0, "above 0"),
-    ):
-        if not (valid and math.isfinite(value)):
-            raise InvalidStepError(f"{where}: {name} is {value} and must be {meaning}")
+    for name, least, most in _BOUNDS:
+        if not least <= (value := getattr(message, name)) <= most:  # also refuses NaN
+            raise InvalidStepError(f"{where}: {name} is {value:g} and must be from {least:g} to {most:g}")
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(message, name) > limits.vocabulary_size:
             raise InvalidStepError(
                 f"{where}: {name} is {getattr(message, name)}; the vocabulary has {limits.vocabulary_size} tokens"
             )
-    if not all(math.isfinite(bias) for bias in message.logit_bias.values()):
-        raise InvalidStepError(f"{where}: a logit_bias is not finite")
+    if not all(-_MOST_BIAS <= bias <= _MOST_BIAS for bias in message.logit_bias.values()):
+        raise InvalidStepError(f"{where}: a logit_bias is not from {-_MOST_BIAS:g} to {_MOST_BIAS:g}")
     if not all(word.token_ids for word in message.bad_words):
         raise InvalidStepError(f"{where}: a bad word has no tokens")
     return SamplingParams(
