@@ -80,7 +80,7 @@ class TlsFolder:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         if files.certificate is not None or files.key is not None:
             with _named(f"{CERTIFICATE} and {KEY}"):
-                context.load_cert_chain(*paths[:2], password=_no_password)
+                context.load_cert_chain(paths[0], paths[1], _no_password)
         if files.authority is not None:
             with _named(AUTHORITY):
                 context.load_verify_locations(paths[2])

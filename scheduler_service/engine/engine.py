@@ -54,6 +54,8 @@ log = structlog.get_logger()
 MAX_BLOCKS = 2**22
 """Blocks of one worker: many times what the largest devices hold, and as many as the scheduler has memory to manage."""
 
+LONG_FETCH_SECONDS = 5.0
+"""After which another worker is asked for the model's files."""
 UNSERVED_SECONDS = 2.5
 """Without a worker, after which a shutdown waits no longer: attempts to connect are two seconds apart at most."""
 SHUTTING_DOWN = RequestError(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
@@ -90,7 +92,7 @@ class Engine:
         self._model_name = model_name(settings.model)
         self.recorder = _recorder(settings, self._weights)
         self._limits: asyncio.Future[pb.ModelLimits] = asyncio.get_running_loop().create_future()
-        self._limits_lock = asyncio.Lock()
+        self._asked: asyncio.Event | None = None  # while a worker is asked for the model's files: to be set in the end
         self._is_draining = False
         self._is_over = False
         self._is_empty = asyncio.Event()
@@ -368,14 +370,32 @@ class Engine:
             scheduler_config(self.settings, info)
         except ValueError as error:
             raise WorkerError(f"it cannot be scheduled: {error}") from None
-        async with self._limits_lock:
-            if not self._limits.done():
-                self.model_files = await client.fetch_tokenizer()
-                self._limits.set_result(model_limits(self.settings, info))
+        await self._learn_model(client, info)
         try:
             check_limits(self._limits.result(), self.settings, info)
         except ValueError as error:
             raise WorkerError(str(error)) from None
+
+    async def _learn_model(self, client: WorkerClient, info: WorkerInfo) -> None:
+        """Have the model's files and limits from this worker, unless another one has told of them.
+
+        One worker is asked, and another one as well where that takes long. Raises WorkerError.
+        """
+        with contextlib.suppress(TimeoutError):
+            while not self._limits.done() and self._asked is not None:
+                await asyncio.wait_for(self._asked.wait(), LONG_FETCH_SECONDS)
+        if self._limits.done():
+            return
+        asked = self._asked = asyncio.Event()
+        try:
+            files = await client.fetch_tokenizer()
+            if not self._limits.done():
+                self.model_files = files
+                self._limits.set_result(model_limits(self.settings, info))
+        finally:
+            asked.set()
+            if self._asked is asked:
+                self._asked = None
 
     def admitted(self, output: SchedulerOutput) -> None:
         """Take note of the requests that came to a worker with this step."""

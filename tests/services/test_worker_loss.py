@@ -12,9 +12,11 @@ from engines import OneProcess, running, submit, text_of, until
 from fake_worker_service import FakeWorkerService, serving
 
 from pagewire.v1 import scheduler_output_pb2 as pb
+from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire_common.errors import RequestError
 from scheduler_service.core import SamplingParams, SchedulerConfig, SchedulerOutput, SequenceStatus
 from scheduler_service.core.planning import scheduler as planner
+from scheduler_service.engine import engine as engine_module
 from scheduler_service.engine import worker_loop
 from scheduler_service.engine.answer_check import check_answer
 from scheduler_service.engine.engine import Engine
@@ -398,6 +400,28 @@ async def test_an_error_of_our_own_is_no_evidence_against_a_request(
         assert await text_of(engine, state) == "gg"
         assert group.suspicion is None
         assert worker.num_sessions == 2
+
+
+async def test_a_worker_that_does_not_send_its_tokenizer_keeps_no_other_waiting(
+    byte_tokenizer_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_asked = asyncio.Event()
+
+    class Stalled(FakeWorkerService):
+        async def GetTokenizer(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+            is_asked.set()
+            await asyncio.Event().wait()
+            yield
+
+    class Second(FakeWorkerService):
+        async def GetWorkerInfo(self, request: Any, context: Any) -> worker_pb.GetWorkerInfoResponse:  # noqa: N802
+            await is_asked.wait()
+            return await super().GetWorkerInfo(request, context)
+
+    monkeypatch.setattr(engine_module, "LONG_FETCH_SECONDS", 0.01)
+    stalled, good = Stalled(byte_tokenizer_directory), Second(byte_tokenizer_directory)
+    async with serving(stalled) as first, serving(good) as second, running(first, second, time_limit=10) as engine:
+        assert await text_of(engine, await submit(engine, "a", [5])) == "ggggg"
 
 
 async def test_a_worker_whose_newest_epoch_is_the_last_gets_no_session(byte_tokenizer_directory: Path) -> None:
