@@ -80,7 +80,7 @@ def test_what_is_not_this_users_own_is_passed_over(shared: Path, monkeypatch: py
     assert names_in(precious) == ["file"]
 
 
-async def test_a_socket_that_answers_nobody_keeps_no_scheduler_from_starting(shared: Path) -> None:
+async def test_a_socket_whose_backlog_is_full_keeps_no_scheduler_from_starting(shared: Path) -> None:
     """Another user's, whose backlog is full: to connect to it would wait for ever."""
     for name in ("pagewire-other", "pagewire-tmp-other"):
         (shared / name).mkdir()
