@@ -1,36 +1,112 @@
-"""A JSON object that knows which of its keys were read, so that a reader cannot forget what a file says.
+"""A JSON object whose values have types and limits, and that knows which of its keys were read.
 
-A reader takes what it needs with `[]` and `get`. What `unread` names afterwards was not understood.
+A reader names the type of each value that it takes: there is no read without one, so no value is converted in silence.
+What `unread` names afterwards was not understood.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TypeVar
+
+from worker_service.wording import named, shown
+
+D = TypeVar("D")
+
+LARGEST = 2**31
+"""No count of a network is larger."""
+_SMALLEST, _GREATEST = 1e-30, 1e30
+"""Limits of positive numbers. float32 holds their square roots, and their inverses."""
+REFUSED: Any = object()
+"""The `default` of a key that must be there, and the `null` of one that must not be null."""
 
 
-class ReadKeys(Mapping[str, Any]):
-    """Objects within it are `ReadKeys` too. To look whether a key is there does not count as reading it."""
+class ReadKeys:
+    """Every read raises ValueError with the key's name where the value is of another type or outside its limits.
 
-    def __init__(self, json: Mapping[str, Any]) -> None:
+    default: for a key that is not there; without it, the key must be. null: for a key that is null; without it, null is
+    a value of another type. Objects within are `ReadKeys` too. To look whether a key is there does not count as reading
+    it.
+    """
+
+    def __init__(self, json: "Mapping[str, Any] | ReadKeys", where: str = "") -> None:
         self.plain: Mapping[str, Any] = json.plain if isinstance(json, ReadKeys) else json
         """The object itself: what is read from it counts as read nowhere."""
+        self._where = where
+        """What stands before a key's name in a sentence."""
         self._read: set[str] = set()
         self._within: dict[str, ReadKeys] = {}
-
-    def __getitem__(self, name: str) -> Any:
-        value = self.plain[name]
-        self._read.add(name)
-        if not isinstance(value, Mapping):
-            return value
-        return self._within.setdefault(name, ReadKeys(value))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.plain)
 
-    def __len__(self) -> int:
-        return len(self.plain)
-
     def __contains__(self, name: object) -> bool:
         return name in self.plain
+
+    def boolean(self, name: str, default: bool | D = REFUSED, *, null: bool | D = REFUSED) -> bool | D:
+        """True or false."""
+        found: bool | D = self._value(name, default, null, "true or false", lambda value: type(value) is bool)
+        return found
+
+    def integer(
+        self, name: str, default: int | D = REFUSED, *, null: int | D = REFUSED, least: int = 1, most: int = LARGEST
+    ) -> int | D:
+        """A whole number, written as one: 2.0 is none."""
+        wanted = f"a whole number from {least} to {most}"
+        found: int | D = self._value(
+            name, default, null, wanted, lambda value: type(value) is int and least <= value <= most
+        )
+        return found
+
+    def number(
+        self,
+        name: str,
+        default: float | D = REFUSED,
+        *,
+        null: float | D = REFUSED,
+        least: float = _SMALLEST,
+        most: float = _GREATEST,
+    ) -> float | D:
+        """A finite number."""
+        wanted = f"a number from {least:g} to {most:g}"
+        found: float | D = self._value(name, default, null, wanted, lambda value: _is_number(value, least, most))
+        return found
+
+    def choice(
+        self, name: str, options: Collection[str], default: str | D = REFUSED, *, null: str | D = REFUSED
+    ) -> str | D:
+        """One of some words."""
+        found: str | D = self._value(name, default, null, _one_of(options), lambda value: _is_of(value, options))
+        return found
+
+    def choices(self, name: str, options: Collection[str], count: int) -> list[str] | None:
+        """`count` of some words, in a list. None for a key that is not there or null."""
+        wanted = f"a list of {count}, each of which is {_one_of(options)}"
+        found: list[str] | None = self._list(name, wanted, lambda value: _is_of(value, options), count)
+        return found
+
+    def integers(self, name: str, count: int | None = None, *, least: int, most: int) -> list[int] | None:
+        """`count` whole numbers, or any number of them, in a list. None for a key that is not there or null."""
+        wanted = f"a list of {'' if count is None else f'{count} '}whole numbers from {least} to {most}"
+        found: list[int] | None = self._list(
+            name, wanted, lambda value: type(value) is int and least <= value <= most, count
+        )
+        return found
+
+    def numbers(self, name: str, count: int) -> list[float]:
+        """`count` finite numbers in a list."""
+        wanted = f"a list of {count} numbers from {_SMALLEST:g} to {_GREATEST:g}"
+        found: list[float] | None = self._list(
+            name, wanted, lambda value: _is_number(value, _SMALLEST, _GREATEST), count
+        )
+        if found is None:
+            raise self._other(name, wanted)
+        return found
+
+    def group(self, name: str) -> "ReadKeys":
+        """An object; an empty one for a key that is not there or null."""
+        found: Mapping[str, Any] | None = self._value(
+            name, None, None, "an object", lambda value: isinstance(value, Mapping)
+        )
+        return self._within.setdefault(name, ReadKeys(found or {}, f"{self._where}{named(name)}."))
 
     def without_effect(self, *names: str) -> None:
         """Count these keys as read: the reader knows that they change nothing."""
@@ -40,7 +116,7 @@ class ReadKeys(Mapping[str, Any]):
 
     def neutral(self, **values: object) -> None:
         """Count each key as read that has this value: the reader does what it says. Any other value stays unread."""
-        self.without_effect(*(name for name, value in values.items() if self.plain.get(name) == value))
+        self.without_effect(*(name for name, value in values.items() if _is_same(self.plain.get(name), value)))
 
     def unread(self) -> dict[str, Any]:
         """The keys that were not read, as "rope_scaling.factor", with their values. Null, {} and [] say nothing."""
@@ -48,3 +124,42 @@ class ReadKeys(Mapping[str, Any]):
         for name, within in self._within.items():
             found |= {f"{name}.{key}": value for key, value in within.unread().items()}
         return {name: value for name, value in found.items() if value not in (None, {}, [])}
+
+    def _value(self, name: str, default: Any, null: Any, wanted: str, fits: Callable[[Any], bool]) -> Any:
+        self._read.add(name)
+        if name not in self.plain:
+            if default is REFUSED:
+                raise ValueError(f"{self._where}{name} is missing; it must be {wanted}")
+            return default
+        value: Any = self.plain[name]
+        if value is None and null is not REFUSED:
+            return null
+        if not fits(value):
+            raise self._other(name, wanted)
+        return value
+
+    def _list(self, name: str, wanted: str, fits: Callable[[Any], bool], count: int | None) -> Any:
+        def all_fit(value: object) -> bool:
+            return isinstance(value, list) and count in (None, len(value)) and all(map(fits, value))
+
+        return self._value(name, None, None, wanted, all_fit)
+
+    def _other(self, name: str, wanted: str) -> ValueError:
+        return ValueError(f"{self._where}{name} is {shown(self.plain.get(name))}; it must be {wanted}")
+
+
+def _is_number(value: object, least: float, most: float) -> bool:
+    return isinstance(value, int | float) and type(value) is not bool and least <= value <= most
+
+
+def _one_of(options: Collection[str]) -> str:
+    return " or ".join(sorted(options))
+
+
+def _is_of(value: object, options: Collection[str]) -> bool:
+    return isinstance(value, str) and value in options
+
+
+def _is_same(found: object, value: object) -> bool:
+    """True and 1 are not."""
+    return (type(found) is bool) is (type(value) is bool) and found == value

@@ -188,8 +188,6 @@ class EagleFiles:
 def _read_config(checkpoint: Checkpoint, target: DecoderConfig, file: Path) -> EagleConfig:
     try:
         return EagleConfig.from_json(checkpoint.config, target)
-    except KeyError as error:
-        raise StartError(f"{file}: {error.args[0]} is missing") from error
     except Exception as error:  # a config is untrusted, and the code that reads it may raise anything
         raise StartError(f"{file}: {reason(error)}") from error
 

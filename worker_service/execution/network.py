@@ -335,7 +335,5 @@ def _read_config(checkpoint: Checkpoint) -> AnyConfig:
     file = checkpoint.path / "config.json"
     try:
         return read_config(checkpoint.config)
-    except KeyError as error:
-        raise StartError(f"{file}: {error.args[0]} is missing") from error
     except Exception as error:  # a config is untrusted, and the code that reads it may raise anything
         raise StartError(f"{file}: {str(error) or type(error).__name__}") from error

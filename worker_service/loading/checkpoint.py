@@ -6,7 +6,7 @@ Everything that can be wrong with a folder ends in a StartError that names the f
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,20 +20,6 @@ from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.wording import shown
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_LARGEST = {
-    "vocab_size": 2**31,
-    "hidden_size": 2**20,
-    "intermediate_size": 2**24,
-    "moe_intermediate_size": 2**24,
-    "num_experts": 2**12,
-    "num_local_experts": 2**12,
-    "num_hidden_layers": 10_000,
-    "num_attention_heads": 2**16,
-    "num_key_value_heads": 2**16,
-    "head_dim": 2**16,
-    "max_position_embeddings": 2**31,
-}
-"""Larger than any existing network, and small enough that such a model can be described without its memory."""
 
 
 class Weights(Protocol):
@@ -63,7 +49,7 @@ class Checkpoint:
     def __init__(self, path: Path, weights: Weights | None = None) -> None:
         """Read config.json and find the weights, unless they are given. Raises StartError."""
         self.path = path
-        self.config = _read_config(path / "config.json")
+        self.config = read_json(path / "config.json")
         self.generation = read_json(path / FILE) if (path / FILE).exists() else None
         """What generation_config.json says, if there is one."""
         self.quantization = quantization = self.config.pop("quantization_config", None)
@@ -118,17 +104,6 @@ class Checkpoint:
         """Copy each named tensor, or the part that `cuts` gives for it, to its place, in the place's type. Raises
         StartError."""
         self._weights.load_into(places, cuts)
-
-
-def _read_config(file: Path) -> dict[str, Any]:
-    config = read_json(file)
-    within = config.get("transformer_layer_config")  # of a head that guesses
-    for sizes in (config, within if isinstance(within, dict) else {}):
-        for name, largest in _LARGEST.items():
-            size = sizes.get(name)
-            if size is not None and not (type(size) is int and 0 <= size <= largest):
-                raise StartError(f"{file}: {name} is {shown(size)}; it must be a whole number up to {largest}")
-    return config
 
 
 def _read_packed(files: WeightFiles, quantization: object, file: Path) -> PackedWeights:

@@ -13,10 +13,10 @@ from worker_service.models.decoder_config import DecoderConfig
 from worker_service.models.families import FAMILIES
 from worker_service.models.head_layer import num_state_layers
 from worker_service.read_keys import ReadKeys
-from worker_service.wording import shown
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
 """Of the head's one layer, which attends and multiplies as theirs do."""
+_FEWEST_LAYERS = 3
 _MOST_STATE_LAYERS = 16
 """Published heads need one to four."""
 _NEUTRAL: Mapping[str, object] = {
@@ -44,46 +44,36 @@ class EagleConfig:
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any], target: DecoderConfig) -> "EagleConfig":
-        """Raises ValueError, KeyError or TypeError for a file that describes no head for this target."""
-        json = ReadKeys(json)
-        kind = json.get("speculators_model_type", "eagle3")
-        if kind != "eagle3":
-            raise ValueError(f"heads of type {shown(kind)} are not supported; supported is eagle3")
-        if json.get("norm_before_fc"):
+        """Raises ValueError for a file that describes no head for this target."""
+        keys = ReadKeys(json)
+        keys.choice("speculators_model_type", ("eagle3",), "eagle3")
+        if keys.boolean("norm_before_fc", False, null=False):
             raise ValueError("heads with norm_before_fc are not supported")
-        sizes = json.get("transformer_layer_config", json)
+        sizes = keys.group("transformer_layer_config") if "transformer_layer_config" in keys else keys
         layer = _layer(sizes)
-        if sizes is not json:
+        if sizes is not keys:
             check_all_read(sizes, "of EAGLE-3's heads")
-        if layer.vocabulary_size != target.vocabulary_size:
-            raise ValueError(f"it is for {layer.vocabulary_size} tokens, and the model has {target.vocabulary_size}")
-        num_guessable = json.get("draft_vocab_size")
-        if num_guessable is None:
-            num_guessable = layer.vocabulary_size
-        if type(num_guessable) is not int or not 1 <= num_guessable <= layer.vocabulary_size:
-            raise ValueError(
-                f"draft_vocab_size is {shown(num_guessable)}; it must be a whole number up to {layer.vocabulary_size}"
-            )
-        if (size := json.get("target_hidden_size")) not in (None, target.hidden_size):
-            raise ValueError(f"it reads states of {shown(size)}, and the model's have {target.hidden_size}")
-        normed = json.get("norm_before_residual")
-        if normed is not None and type(normed) is not bool:
-            raise ValueError(f"norm_before_residual is {shown(normed)}; it must be true or false")
-        states_before = _states_before(json, target.num_layers)
-        json.without_effect("architectures", "model_type", "transformer_layer_config", *_NOTES)
-        for part in (json, json.get("eagle_config") or ReadKeys({})):
+        vocabulary_size = layer.vocabulary_size
+        if vocabulary_size != target.vocabulary_size:
+            raise ValueError(f"vocab_size is {vocabulary_size}, and the model has {target.vocabulary_size} tokens")
+        num_guessable = keys.integer("draft_vocab_size", vocabulary_size, null=vocabulary_size, most=vocabulary_size)
+        size = keys.integer("target_hidden_size", target.hidden_size, null=target.hidden_size)
+        if size != target.hidden_size:
+            raise ValueError(f"target_hidden_size is {size}, and the model's states have {target.hidden_size} numbers")
+        normed = keys.boolean("norm_before_residual", False, null=False)
+        states_before = _states_before(keys, target.num_layers)
+        keys.without_effect("architectures", "model_type", "transformer_layer_config", *_NOTES)
+        for part in (keys, keys.group("eagle_config")):
             part.neutral(**_NEUTRAL)
-        check_all_read(json, "of EAGLE-3's heads")
-        return cls(layer, num_guessable, target.hidden_size, states_before, bool(normed))
+        check_all_read(keys, "of EAGLE-3's heads")
+        return cls(layer, num_guessable, target.hidden_size, states_before, normed)
 
 
 def _layer(sizes: ReadKeys) -> DecoderConfig:
-    if (family := sizes.get("model_type") or "llama") not in _FAMILIES:
-        raise ValueError(f"a layer of {shown(family)} is not supported; supported are {', '.join(_FAMILIES)}")
-    layer = FAMILIES[family](sizes)
+    layer = FAMILIES[sizes.choice("model_type", _FAMILIES, "llama", null="llama")](sizes)
     sizes.without_effect("architectures")
     if layer.num_layers != 1:
-        raise ValueError(f"heads of {layer.num_layers} layers are not supported; EAGLE-3's have one")
+        raise ValueError(f"num_hidden_layers is {layer.num_layers}; EAGLE-3's heads have one layer")
     if layer.layers[0].window is not None:
         raise ValueError("heads with a sliding window are not supported")
     if (room := num_state_layers(layer)) > _MOST_STATE_LAYERS:
@@ -91,20 +81,18 @@ def _layer(sizes: ReadKeys) -> DecoderConfig:
     return layer
 
 
-def _states_before(json: ReadKeys, num_layers: int) -> tuple[int, ...]:
+def _states_before(keys: ReadKeys, num_layers: int) -> tuple[int, ...]:
     """Where the numbers have a part of their own, they are of layers whose outputs are read (SGLang's SpecForge)."""
-    own = json.get("eagle_config") or ReadKeys({})
-    if own.get("use_aux_hidden_state") is False or json.get("use_aux_hidden_state") is False:
+    own, name = keys.group("eagle_config"), "eagle_aux_hidden_state_layer_ids"
+    if not all(part.boolean("use_aux_hidden_state", True, null=True) for part in (own, keys)):
         raise ValueError("heads with use_aux_hidden_state false, which read one state, are not supported")
-    name = "eagle_aux_hidden_state_layer_ids"
-    further = own.get(name) is not None
-    numbers = own.get(name) if further else json.get(name)
-    if numbers is None:
-        numbers = [2, num_layers // 2, num_layers - 3]
-    if (
-        not isinstance(numbers, list)
-        or len(numbers) != 3
-        or not all(type(number) is int and 0 <= number + further <= num_layers for number in numbers)
-    ):
-        raise ValueError(f"it reads the states of layers {shown(numbers)}; the model has {num_layers}")
-    return tuple(number + further for number in numbers)
+    outputs = own.integers(name, 3, least=-1, most=num_layers - 1)
+    inputs = keys.integers(name, 3, least=0, most=num_layers)
+    if outputs is not None:
+        after = tuple(number + 1 for number in outputs)
+        if inputs is not None and after != tuple(inputs):
+            raise ValueError(f"{name} is {inputs}, and {outputs} within eagle_config, which is {list(after)} here")
+        return after
+    if inputs is None and num_layers < _FEWEST_LAYERS:
+        raise ValueError(f"it says no {name}, and the model has {num_layers} layers; there are others from 3 on")
+    return tuple(inputs or (2, num_layers // 2, num_layers - 3))

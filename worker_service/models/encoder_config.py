@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from worker_service.models.config_keys import architectures
+from worker_service.models.config_limits import check_padding
 from worker_service.models.transformers_json import parse
 from worker_service.models.transformers_keys import check_known
 from worker_service.read_keys import ReadKeys
-from worker_service.wording import named, shown
+from worker_service.wording import named
 
 _FILLS_GAPS = ("ForMaskedLM", "ForPreTraining")
 _HEADS = {"bert": "cls", "roberta": "lm_head", "xlm-roberta": "lm_head", "modernbert": "head|decoder"}
@@ -54,9 +55,9 @@ class EncoderConfig:
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> "EncoderConfig":
         """Raises ValueError where it describes no network that can be run."""
-        names, num_labels = architectures(json) or [""], json.get("num_labels") or 1
-        if type(num_labels) is not int or not 1 <= num_labels <= MAX_LABELS:
-            raise ValueError(f"num_labels is {shown(num_labels)}; it must be a whole number from 1 to {MAX_LABELS}")
+        keys = ReadKeys(json)
+        keys.integer("num_labels", None, null=None, most=MAX_LABELS)
+        names = architectures(json) or [""]
         # Neither changes what a network computes; one refuses odd numbers of tokens, the other one gives no names.
         network, name = parse({**json, "chunk_size_feed_forward": 0, "return_dict": True}), names[0]
         classifies = name.endswith("ForSequenceClassification")
@@ -72,18 +73,22 @@ class EncoderConfig:
                 f"architectures names {named(name)}, whose head is not read; encoders are read alone, with a "
                 "classifier of whole texts, or with the head that filled gaps in their first training"
             )
-        keys = ReadKeys(json)
         keys.without_effect(*_UNUSED)
         check_known(keys.unread(), network, network_class)
-        first = network.pad_token_id + 1 if network.model_type in ("roberta", "xlm-roberta") else 0
+        check_padding(network)
+        if hasattr(network, "type_vocab_size"):
+            keys.integer("type_vocab_size", None)
+        longest, first = network.max_position_embeddings, 0
+        if network.model_type in ("roberta", "xlm-roberta"):
+            first = _first_position(network)
         return cls(
             network=network,
             network_class=network_class,
             prefix="" if classifies else f"{body.base_model_prefix}.",  # a classifier's network has it in its names
-            vocabulary_size=int(network.vocab_size),
-            hidden_size=int(network.hidden_size),
-            max_model_len=int(network.max_position_embeddings) - first,
-            num_labels=int(network.num_labels) if classifies else 0,
+            vocabulary_size=network.vocab_size,
+            hidden_size=network.hidden_size,
+            max_model_len=longest - first,
+            num_labels=network.num_labels if classifies else 0,
             first_position=first,
             has_types=getattr(network, "type_vocab_size", 0) > 1,
             ignored_tensors=() if classifies else (r"(^|\.)pooler\.", rf"^({_HEADS[network.model_type]})\."),
@@ -102,3 +107,14 @@ class EncoderConfig:
         """For the network's constructor: bodies come without the pooler that their first training had."""
         has_pooler = not self.num_labels and "add_pooling_layer" in signature(self.network_class.__init__).parameters
         return {"add_pooling_layer": False} if has_pooler else {}
+
+
+def _first_position(network: Any) -> int:
+    """RoBERTa's positions begin behind the number of the token that fills rows."""
+    token, longest = network.pad_token_id, network.max_position_embeddings
+    if token is None or not 0 <= token < longest - 1:
+        raise ValueError(
+            f"pad_token_id is {token}, and max_position_embeddings {longest}: positions begin behind the first and end "
+            "before the second"
+        )
+    return int(token) + 1

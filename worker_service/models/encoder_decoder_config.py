@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModel, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from worker_service.models.config_keys import architectures
+from worker_service.models.config_limits import check_padding
 from worker_service.models.transformers_json import parse
 from worker_service.models.transformers_keys import check_known
 from worker_service.models.transformers_weights import tied_tensors
@@ -66,9 +67,7 @@ class EncoderDecoderConfig:
         if not network.is_encoder_decoder:
             raise ValueError(f"is_encoder_decoder is false; a model {network.model_type} is supported with both parts")
         sizes = _SIZES[network.model_type](network)
-        for name, value in sizes.items():
-            if type(value) is not int or not 1 <= value <= _LARGEST:
-                raise ValueError(f"{name} is {shown(value)}; it must be a whole number from 1 to {_LARGEST}")
+        check_padding(network)
         mapping = AutoModelForSpeechSeq2Seq if "num_mel_bins" in sizes else AutoModelForSeq2SeqLM
         network_class = mapping._model_mapping[type(network)]
         without_head = AutoModel._model_mapping[type(network)].__name__
@@ -115,6 +114,13 @@ class EncoderDecoderConfig:
         return self.num_mel_bins * self.num_frames * 4
 
 
+def _size(network: Any, name: str, default: int | None = None) -> int:
+    value = getattr(network, name, default)
+    if type(value) is not int or not 1 <= value <= _LARGEST:
+        raise ValueError(f"{name} is {shown(value)}; it must be a whole number from 1 to {_LARGEST}")
+    return value
+
+
 def _t5(network: Any) -> dict[str, Any]:
     buckets, farthest = network.relative_attention_num_buckets, network.relative_attention_max_distance
     if not (type(buckets) is type(farthest) is int and 4 <= buckets <= farthest <= _FARTHEST):
@@ -123,24 +129,19 @@ def _t5(network: Any) -> dict[str, Any]:
             f"; the first must be a whole number from 4 on, and the second one from there to {_FARTHEST}"
         )
     # Nothing in the network bounds its lengths; this is what it was trained with.
-    longest = getattr(network, "n_positions", 512)
+    longest = _size(network, "n_positions", 512)
     return {
-        "num_layers": network.num_decoder_layers,
-        "num_kv_heads": network.num_heads,
-        "head_dim": network.d_kv,
+        "num_layers": _size(network, "num_decoder_layers"),
+        "num_kv_heads": _size(network, "num_heads"),
+        "head_dim": _size(network, "d_kv"),
         "max_model_len": longest,
         "max_encoder_len": longest,
     }
 
 
 def _bart(network: Any) -> dict[str, Any]:
-    return {
-        "num_layers": network.decoder_layers,
-        "num_kv_heads": network.decoder_attention_heads,
-        "head_dim": network.d_model // max(1, network.decoder_attention_heads),
-        "max_model_len": network.max_position_embeddings,
-        "max_encoder_len": network.max_position_embeddings,
-    }
+    longest = _size(network, "max_position_embeddings")
+    return {**_decoder(network), "max_model_len": longest, "max_encoder_len": longest}
 
 
 def _whisper(network: Any) -> dict[str, Any]:
@@ -150,12 +151,24 @@ def _whisper(network: Any) -> dict[str, Any]:
             f"{_SOUND_TOKENS}"
         )
     return {
-        "num_layers": network.decoder_layers,
-        "num_kv_heads": network.decoder_attention_heads,
-        "head_dim": network.d_model // max(1, network.decoder_attention_heads),
-        "max_model_len": network.max_target_positions,
-        "max_encoder_len": network.max_source_positions,
-        "num_mel_bins": network.num_mel_bins,
+        **_decoder(network),
+        "max_model_len": _size(network, "max_target_positions"),
+        "max_encoder_len": _SOUND_TOKENS,
+        "num_mel_bins": _size(network, "num_mel_bins"),
+    }
+
+
+def _decoder(network: Any) -> dict[str, Any]:
+    """BART's, and Whisper's."""
+    width = _size(network, "d_model")
+    for name in ("encoder_attention_heads", "decoder_attention_heads"):
+        if width % _size(network, name):
+            raise ValueError(f"d_model is {width}, and {name} {getattr(network, name)}, which must divide it")
+    heads = network.decoder_attention_heads
+    return {
+        "num_layers": _size(network, "decoder_layers"),
+        "num_kv_heads": heads,
+        "head_dim": width // heads,
     }
 
 

@@ -10,6 +10,7 @@ from worker_service.models.decoder import Decoder
 from worker_service.models.decoder_config import DecoderConfig
 from worker_service.models.families import FAMILIES, read_decoder
 from worker_service.parallel.ranks import ALONE, Ranks
+from worker_service.wording import shown
 
 if TYPE_CHECKING:
     # Otherwise imported only where it is needed: transformers takes two seconds.
@@ -29,8 +30,11 @@ ENCODER_DECODERS = ("t5", "bart", "whisper")
 
 
 def read_config(json: Mapping[str, Any]) -> AnyConfig:
-    """Read a config.json. Raises ValueError, KeyError or TypeError where it describes no network that can be run."""
-    if (family := json.get("model_type")) in FAMILIES:
+    """Read a config.json. Raises ValueError where it describes no network that can be run."""
+    family = json.get("model_type")
+    if family is not None and not isinstance(family, str):
+        raise ValueError(f"model_type is {shown(family)}; it must be the name of a family")
+    if family in FAMILIES:
         return read_decoder(json)
     if family in ENCODERS:
         from worker_service.models.encoder_config import EncoderConfig

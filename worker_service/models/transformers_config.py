@@ -91,10 +91,10 @@ class TransformersConfig:
 
 def _why_not(network: Any, network_class: Any) -> str | None:
     """The reason why a network cannot run, as far as its configuration tells; None if there is none."""
+    if network.is_encoder_decoder:
+        return "of networks with an encoder and a decoder, bart, t5 and whisper are supported"
     if network_class is None:
         return "it does not continue text"
-    if network.is_encoder_decoder:
-        return "it is an encoder and a decoder"
     if network.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         return "it is made to fill gaps in text"
     if network.get_text_config() is not network:

@@ -8,8 +8,9 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
-from worker_service.models.config_keys import BOOKKEEPING, CODE, EXECUTION
+from worker_service.models.config_keys import BOOKKEEPING, CODE, EXECUTION, HARMLESS
 from worker_service.models.transformers_values import check_sizes, check_values
+from worker_service.wording import named
 
 # The service has a log of its own for what matters.
 logging.set_verbosity_error()
@@ -41,6 +42,10 @@ def parse(json: Mapping[str, Any]) -> Any:
         network = AutoConfig.for_model(**wanted)
     except Exception as error:
         # Each family has checks of its own; a value that is not checked may raise any error.
-        raise ValueError(f"it describes no model {family}: {' '.join(str(error).split())}") from error
+        why = " ".join(str(error).split())
+        if isinstance(error, ZeroDivisionError):
+            zeros = [named(name) for name, value in wanted.items() if value == 0 and name not in HARMLESS]
+            why += f", where 0 is {' and '.join(zeros)}"
+        raise ValueError(f"it describes no model {family}: {why}") from error
     check_sizes(network)
     return network

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from worker_service.models.causal_model import widest
+from worker_service.models.config_limits import check_padding
 from worker_service.models.transformers_attention import NAME, within
 from worker_service.models.transformers_weights import checkpoint_places, tied_tensors
 
@@ -82,6 +83,8 @@ def survey(network_class: Any, config: Any) -> Survey:
     except ValueError:
         raise
     except Exception as error:
+        if "Padding_idx" in str(error):
+            check_padding(config)
         # Foreign code runs where it was not written for, and may raise any error.
         raise ValueError(f"its code does not run with our attention: {error or type(error).__name__}") from error
     if not observer.shapes:

@@ -22,7 +22,8 @@ _NO_COUNT = re.compile("dim|epsilon|eps|index|length|size|token|window")
 _NO_AMOUNT = re.compile("index|token_id")
 _AT_LEAST_ONE = ("hidden_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
                  "type_vocab_size", "vocab_size")  # fmt: skip
-_DIVISORS = ("logits_scaling",)
+_DIVISORS = re.compile(r".*(eps|epsilon|soft_?cap(ping)?|logits_scaling)")
+"""Keys of numbers that a network divides by, or takes the root of a sum with."""
 _OF_ROPE = (
     "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "long_factor", "low_freq_factor",
     "mscale", "mscale_all_dim", "original_max_position_embeddings", "partial_rotary_factor", "rope_theta",
@@ -37,8 +38,8 @@ def check_values(json: Mapping[str, Any], config_class: Any) -> None:
     for name, value in _numbers(json):
         if not math.isfinite(value):
             raise ValueError(f"{named(name)} is {value}; it must be a finite number")
-        if value == 0 and name in _DIVISORS:
-            raise ValueError(f"{name} is 0, and the network divides by it")
+        if value <= 0 and _DIVISORS.fullmatch(name):
+            raise ValueError(f"{named(name)} is {value}; it must be above 0, because the network divides by it")
         key = name.rpartition(".")[2]
         for word in (word for word in _COUNTED if word in key and not _NO_COUNT.search(key)):
             if value > _COUNTED[word]:

@@ -1,0 +1,34 @@
+"""How large the sizes of a natively read network may be."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from worker_service.read_keys import LARGEST
+
+MOST_LAYERS = 512
+"""Where a network runs once without its data, in transformers' code, a layer takes 15 ms."""
+MOST_EXPERTS = 2**12
+SIZES: Mapping[str, tuple[int, int]] = {
+    "vocab_size": (1, LARGEST),
+    "hidden_size": (1, 2**20),
+    "intermediate_size": (0, 2**24),
+    "moe_intermediate_size": (0, 2**24),
+    "num_experts": (0, MOST_EXPERTS),
+    "num_local_experts": (0, MOST_EXPERTS),
+    "num_experts_per_tok": (0, MOST_EXPERTS),
+    "num_hidden_layers": (1, MOST_LAYERS),
+    "num_attention_heads": (1, 2**16),
+    "num_key_value_heads": (1, 2**16),
+    "head_dim": (1, 2**16),
+    "max_position_embeddings": (1, LARGEST),
+}
+"""The least and the most. More than any existing network has, and little enough that such a model can be described
+without its memory."""
+
+
+def check_padding(network: Any) -> None:
+    """Raise ValueError where the token that fills rows is none of those that have embeddings. network: a configuration
+    of transformers."""
+    token, number = network.pad_token_id, network.vocab_size
+    if token is not None and not -number <= token < number:
+        raise ValueError(f"pad_token_id is {token}, and vocab_size is {number}; it must be below that")
