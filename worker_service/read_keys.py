@@ -13,8 +13,8 @@ D = TypeVar("D")
 
 LARGEST = 2**31
 """No count of a network is larger."""
-_SMALLEST, _GREATEST = 1e-30, 1e30
-"""Limits of positive numbers. float32 holds their square roots, and their inverses."""
+_SMALLEST, _GREATEST = 1e-15, 1e15
+"""Limits of numbers. float32 holds their squares, and the inverses of these."""
 REFUSED: Any = object()
 """The `default` of a key that must be there, and the `null` of one that must not be null."""
 

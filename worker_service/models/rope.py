@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from worker_service.read_keys import LARGEST, ReadKeys
-from worker_service.wording import shown
+from worker_service.wording import named, shown
 
 ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -83,8 +83,8 @@ def rope_of(
 
     is_scaled_length: whether the family's max_position_embeddings is the length that its scaling leads to.
     """
-    if any(isinstance(value, Mapping) for value in parameters.plain.values()):
-        raise ValueError("rope_parameters that differ between kinds of layers are not supported")
+    if kinds := [name for name in parameters if name.endswith("_attention")]:
+        raise ValueError(f"rope_parameters that differ between kinds of layers are not supported ({named(kinds[0])})")
     # Phi-3's first files have other names of longrope.
     others = ("su", "yarn") if json.plain.get("model_type") == "phi3" else ()
     name = "rope_type" if "rope_type" in parameters else "type"  # its older name

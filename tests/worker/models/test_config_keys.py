@@ -200,6 +200,8 @@ def test_files_as_they_are_published_are_read(name: str) -> None:
     assert config.vocabulary_size in (99, 500)
 
 
+NAMED_ALIKE = ("gemma3_text", "granite", "mistral", "olmo2", "phi3", "qwen2")
+"""Families whose files have llama's names for their sizes."""
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown key": ({"attention_multiplier": 0.5}, "it says attention_multiplier = 0.5, which is not sup"),
     "several": ({"logit_scale": 2, "qk_norm": True}, "it says logit_scale = 2, qk_norm = True, which"),
@@ -290,14 +292,49 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "bart", "architectures": ["BartForSequenceClassification"]},
         "names BartForSequenceClassification; supported is BartForConditionalGeneration",
     ),
+    "no name of a family": ({"model_type": ["llama"]}, r"model_type is \['llama'\]; it must be the name of a family"),
+    "two names of one number": (
+        {"model_type": "gpt2", "n_layer": 2, "num_hidden_layers": 3},
+        "num_hidden_layers is 3 and n_layer 2, which are two names of the same",
+    ),
+    "layers without end": ({"model_type": "gpt2", "n_layer": 10**6}, "n_layer is 1000000; .* from 1 to 512"),
+    "an encoder's": ({"model_type": "bert", "num_hidden_layers": 513}, "num_hidden_layers is 513; .* from 1 to 512"),
+    "a decoder's": ({"model_type": "bart", "decoder_layers": 10**6}, "decoder_layers is 1000000; .* from 0 to 512"),
+    "a factor that is no number": (
+        {"model_type": "granite", "attention_multiplier": float("nan")},
+        "attention_multiplier is nan; numbers must be finite",
+    ),
+    "logits that are divided by 0": ({"model_type": "granite", "logits_scaling": 0.0}, "logits_scaling is 0.0; it mus"),
+    "endless norms": ({"model_type": "bert", "layer_norm_eps": float("inf")}, "layer_norm_eps is inf; numbers must be"),
+    "roots of negative numbers": ({"model_type": "bert", "layer_norm_eps": -1.0}, "layer_norm_eps is -1.0; it must be"),
+    "positions that are divided by 0": (
+        {"model_type": "olmo2", "rope_scaling": {"rope_type": "linear", "factor": 0}},
+        "rope_scaling.factor is 0; it must be above 0",
+    ),
+    "layers that are divided by 0": (
+        {"model_type": "modernbert", "global_attn_every_n_layers": 0, "pad_token_id": 0},
+        "modulo by zero, where 0 is global_attn_every_n_layers",
+    ),
+    "padding of no token": ({"model_type": "olmo2", "pad_token_id": 500}, "pad_token_id is 500, and vocab_size is 500"),
+    "an encoder's padding": ({"model_type": "bert", "pad_token_id": 99}, "pad_token_id is 99, and vocab_size is 99"),
+    "padding behind all positions": (
+        {"model_type": "roberta", "pad_token_id": 98, "max_position_embeddings": 99},
+        "pad_token_id is 98, and max_position_embeddings 99: positions begin",
+    ),
+    "texts of no kind": ({"model_type": "bert", "type_vocab_size": 0}, "type_vocab_size is 0; it must be a whole"),
+    "heads that do not divide": (
+        {"model_type": "bart", "d_model": 64, "decoder_attention_heads": 3},
+        "d_model is 64, and decoder_attention_heads 3, which must divide it",
+    ),
+    "a length of another type": ({"model_type": "t5", "n_positions": True}, "n_positions is True; it must be a whole"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_read_is_refused_by_name(name: str) -> None:
+def test_what_is_not_obeyed_is_refused_by_name(name: str) -> None:
     change, sentence = REFUSED[name]
     family = change.get("model_type", "llama")
-    sizes = {"vocab_size": 99} if family in ("gpt2", "bart", "bert") else SIZES
+    sizes = SIZES if family in ("llama", *NAMED_ALIKE) else {"vocab_size": 99}
     with pytest.raises(ValueError, match=sentence):
         read_config({"model_type": "llama"} | sizes | change)
 
@@ -318,6 +355,12 @@ def test_what_was_not_read_is_known() -> None:
     keys.neutral(i={"j": 1})
     keys.without_effect("b")
     assert keys.unread() == {}
+
+
+def test_an_original_length_says_nothing_where_positions_are_not_scaled() -> None:
+    """Phi-3 has a default of its own for it."""
+    said = {"rope_scaling": {"original_max_position_embeddings": 8192}}
+    assert read_config({"model_type": "phi3"} | SIZES | said).max_model_len == 4096
 
 
 SCALED: list[tuple[dict[str, Any], int]] = [
