@@ -15,6 +15,8 @@ from worker_service.read_keys import ReadKeys
 ODD: tuple[Any, ...] = ("false", "", True, 0, -1, 2.9, float("nan"), 1e400, 2**63, [], {}, None)
 NULLS = {"num_key_value_heads": {"num_key_value_heads": SMALL["num_attention_heads"]}}
 """What null stands for where transformers' code says so, though its types do not have it everywhere."""
+OURS_ALONE = ("attn_factor",)
+"""Keys that transformers drops."""
 LIKE = {"mimo": "qwen2"}
 """Families that transformers does not know, each with one that it does, which they are like."""
 SCALED: tuple[dict[str, Any], ...] = (
@@ -89,6 +91,8 @@ def wrong(file: dict[str, Any], path: tuple[str, ...], value: Any) -> str | None
     if value is None:
         same = NULLS[path[-1]] if path[-1] in NULLS else without(file, path)
         return None if is_taken(json) or is_taken(file | same) else "transformers does not take it"
+    if path[-1] in OURS_ALONE:
+        return None
     if type(value) is int or len(path) > 1:
         # transformers' classes check no limits, and no values of positions.
         return compared(json, path[-1])
