@@ -9,6 +9,7 @@ worker_service/execution/forms.py.
 import asyncio
 import hashlib
 import json
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ MAX_FORM_BYTES = 64 << 10
 MAX_CHOICES = 1024
 MOST_KEPT_BYTES = 4 << 20
 """Of grammars that are kept, and of reasons why there are none."""
+REFUSAL_SECONDS = 60.0
+"""A form is compiled again after so long since it was refused: whether it took too long depends on the machine, too."""
 MOST_REASON = 500
 """Characters of what is wrong with a form."""
 NUM_COMPILERS = 2
@@ -37,8 +40,8 @@ class Forms:
     """Grammars of forms, those that were asked for lately at once."""
 
     def __init__(self) -> None:
-        # Each with what is wrong with it, by digests; the one that was used last is last.
-        self._grammars: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
+        # Each with what is wrong with it and when that was found, by digests; the one that was used last is last.
+        self._grammars: OrderedDict[bytes, tuple[str, str, float]] = OrderedDict()
         self._num_bytes = 0
         self._turns: weakref.WeakValueDictionary[bytes, asyncio.Lock] = weakref.WeakValueDictionary()
         self._compilers = LimitedProcesses(NUM_COMPILERS, "scheduler_service.frontend.form_compiler", "compiles forms")
@@ -56,9 +59,9 @@ class Forms:
         digest = hashlib.sha256(form).digest()
         turn = self._turns.setdefault(digest, asyncio.Lock())
         async with turn:  # requests with the same form find its grammar, or compile it if the client before has left
-            if digest in self._grammars:
+            grammar, error, found_at = self._grammars.get(digest, ("", "", 0.0))
+            if grammar or (error and time.monotonic() - found_at < REFUSAL_SECONDS):
                 self._grammars.move_to_end(digest)
-                grammar, error = self._grammars[digest]
             else:
                 grammar, error = await self._compilers.run(lambda compiler: _compile(compiler, form))
                 self._keep(digest, grammar, error)
@@ -67,11 +70,12 @@ class Forms:
         return grammar
 
     def _keep(self, digest: bytes, grammar: str, error: str) -> None:
-        self._grammars[digest] = grammar, error
-        self._num_bytes += len(grammar) + len(error)
+        _, old, _ = self._grammars.pop(digest, ("", "", 0.0))  # it was refused
+        self._grammars[digest] = grammar, error, time.monotonic()
+        self._num_bytes += len(grammar) + len(error) - len(old)
         while self._num_bytes > MOST_KEPT_BYTES:
-            _, oldest = self._grammars.popitem(last=False)
-            self._num_bytes -= sum(map(len, oldest))
+            _, (grammar, error, _) = self._grammars.popitem(last=False)
+            self._num_bytes -= len(grammar) + len(error)
 
 
 def _compile(compiler: LimitedProcess, form: bytes) -> tuple[str, str]:
