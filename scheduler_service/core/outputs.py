@@ -103,7 +103,8 @@ class ModelOutput:
     """The worker's answer: one token for each sequence that samples, in the order of `SchedulerOutput.scheduled`.
 
     `num_tokens`, where there are any, counts what each of them gained: guesses that were right come before the token
-    that was sampled after the last of them. `num_draft_tokens`, likewise, are those that were verified, and
+    that was sampled after the last of them. A sequence of which a worker has yet to read what it has written in its
+    form gained none, and computes its last token again. `num_draft_tokens`, likewise, are those that were verified, and
     `num_draft_tokens_wanted` those that steps should have room for from now on; without any that is as it was.
     """
 

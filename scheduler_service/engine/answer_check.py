@@ -32,6 +32,9 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
                 raise ValueError(f"the worker verified {num_guesses} guesses for sequence {sequence.id}, not {room}")
             has_left = sequence in output.dropped
             has_failed = not has_left and sequence.id in answer.failed_sequence_ids
+            is_late = not num_tokens and not has_left
+            if is_late and not (sequence.sampling.form and sequence.num_output_tokens):
+                raise ValueError(f"the worker returned no token for sequence {sequence.id}, which has no form to read")
             if num_tokens > (1 if has_failed else 1 + num_guesses):
                 raise ValueError(f"the worker returned {num_tokens} tokens for sequence {sequence.id}")
             if not has_left:
@@ -58,7 +61,7 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
                     f"the worker returned log-probabilities of {len(entries)} tokens for sequence {sequence.id}, "
                     f"which gained {most}"
                 )
-            for entry, token_id in zip(entries, said[sequence.id], strict=True):
+            for entry, token_id in zip(entries, said.get(sequence.id, ()), strict=True):
                 _check_entry(sequence, entry, token_id, width, vocabulary_size)
         entries = answer.prompt_logprobs.get(sequence.id, [])
         if sampling.prompt_logprobs is not None:

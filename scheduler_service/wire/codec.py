@@ -1,5 +1,6 @@
 """Between the core's types and the worker's protobufs; pure, and the only place where the two meet."""
 
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from scheduler_service.core.outputs import Fork, NewSequence, TokenLogprobs
 from scheduler_service.wire.columns import fill_column
 from scheduler_service.wire.fields import encode_fields
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class WorkerInfo(NamedTuple):
@@ -106,6 +107,8 @@ def _fill_new_sequence(message: pb.NewSequence, new: NewSequence) -> None:
     fill_column(message, "token_ids", sequence.tokens_between(0, sequence.num_tokens))
     message.num_prompt_tokens = sequence.num_prompt_tokens
     _fill_sampling(message.sampling, sequence.sampling, sequence.index)
+    if sequence.sampling.form:
+        message.sampling.form_owner = hashlib.blake2b(sequence.group.tenant.encode(), digest_size=8).digest()
     if sequence.group.encoder is not None:
         message.encoder_sequence_id = sequence.group.encoder.id
 
@@ -189,7 +192,7 @@ def decode_model_output(message: pb.ModelOutput) -> ModelOutput:
         raise ValueError("a sequence that no token is allowed of has not failed")
     if len(output.vectors) != len(message.vectors):
         raise ValueError("vectors of a sequence came twice")
-    if output.num_tokens and not (min(output.num_tokens) >= 1 and sum(output.num_tokens) == len(output.token_ids)):
+    if output.num_tokens and sum(output.num_tokens) != len(output.token_ids):
         raise ValueError(f"{len(output.token_ids)} tokens do not divide into {len(output.num_tokens)} shares")
     for columns in message.logprobs:
         output.logprobs[columns.sequence_id] = _decode_logprobs(columns)

@@ -131,6 +131,8 @@ class FakeWorker:
     last_step: int = 0
     guessing: Random | None = None
     """Draws how many guesses are made, which are right, and for how many there should be room."""
+    reading: Random | None = None
+    """Draws which outputs in a form are still being read, so that they gain no token."""
 
     def __post_init__(self) -> None:
         empty = [-1] * self.config.block_size
@@ -177,19 +179,19 @@ class FakeWorker:
                 self._store_encoder(self.mirrors[sequence.id], num_tokens)
             else:
                 self._store(self.mirrors[sequence.id], num_tokens, samples)
-        sampled = {
-            sequence: self._attend(self.mirrors[sequence.id], num_tokens, samples)
-            for sequence, num_tokens, samples in scheduled
-            if not sequence.is_encoder
-        }
+        sampled: dict[Sequence, list[int]] = {}
+        for sequence, num_tokens, samples in scheduled:
+            if not sequence.is_encoder:
+                self._attend(mirror := self.mirrors[sequence.id], num_tokens)
+                if samples:
+                    sampled[sequence] = self._sample(mirror, self._is_late(sequence))
         answer = ModelOutput(output.step_id, [token for tokens in sampled.values() for token in tokens])
         if output.num_draft_tokens:
-            answer.num_tokens = [len(tokens) for tokens in sampled.values() if tokens]
-            answer.num_draft_tokens = [
-                output.num_draft_tokens.get(s, 0) - num_unused.get(s.id, 0) for s, tokens in sampled.items() if tokens
-            ]
+            answer.num_draft_tokens = [output.num_draft_tokens.get(s, 0) - num_unused.get(s.id, 0) for s in sampled]
+        if output.num_draft_tokens or not all(sampled.values()):
+            answer.num_tokens = [len(tokens) for tokens in sampled.values()]
         if self.guessing is not None and self.guessing.random() < 0.5:
-            answer.num_draft_tokens_wanted = [self.guessing.randrange(7) for tokens in sampled.values() if tokens]
+            answer.num_draft_tokens_wanted = [self.guessing.randrange(7) for _ in sampled]
         for sequence, tokens in sampled.items():
             if tokens and (num_logprobs := sequence.sampling.num_logprobs) is not None:
                 prefixes = self.mirrors[sequence.id].prefixes(end := len(self.mirrors[sequence.id].tokens))
@@ -234,8 +236,12 @@ class FakeWorker:
         for position in range(mirror.num_computed, end):
             self._slot(mirror, position)[position % self.config.block_size] = prefixes[position]
 
-    def _attend(self, mirror: Mirror, num_tokens: int, samples: bool) -> list[int]:
-        """The sampled token, after those guesses that are what would have been sampled."""
+    def _is_late(self, sequence: Sequence) -> bool:
+        has_begun = len(self.mirrors[sequence.id].tokens) > sequence.num_prompt_tokens
+        return bool(sequence.sampling.form and has_begun and self.reading and self.reading.random() < 0.5)
+
+    def _attend(self, mirror: Mirror, num_tokens: int) -> None:
+        """Check what all tokens so far read."""
         end = mirror.num_computed + num_tokens
         if mirror.encoder is not None:
             positions = range(len(mirror.encoder.tokens))
@@ -251,10 +257,14 @@ class FakeWorker:
         stored = stored[start - first * block_size : end - first * block_size]
         assert stored == mirror.prefixes(end)[start:end], f"positions {start} to {end - 1} hold others' keys and values"
         mirror.num_computed = end
-        if not samples:
-            return []
+
+    def _sample(self, mirror: Mirror, is_late: bool) -> list[int]:
+        """The sampled token, after those guesses that are what would have been sampled."""
         num_draft, mirror.num_draft = mirror.num_draft, 0
-        draft = mirror.cut(end - num_draft)
+        draft = mirror.cut(mirror.num_computed - num_draft)
+        if is_late:
+            mirror.num_computed = len(mirror.tokens) - 1
+            return []
         sampled = [mirror.next_token()]
         while draft and draft.pop(0) == sampled[-1]:
             mirror.tokens.append(sampled[-1])

@@ -49,6 +49,25 @@ def test_an_answer_about_sequences_that_have_left_the_worker_is_no_lie() -> None
     check_answer(output, answer, 100)
 
 
+def test_only_an_output_that_has_begun_in_a_form_may_gain_no_token() -> None:
+    config = SchedulerConfig(
+        block_size=4, num_device_blocks=8, max_num_batched_tokens=16, max_num_seqs=2, max_model_len=16
+    )
+    for form, may_be_late in (("a form", True), ("", False)):
+        scheduler = Scheduler(config, WaitingQueue())
+        scheduler.add_request(SequenceGroup("a", range(1, 4), SamplingParams(max_tokens=9, form=form, logprobs=0)))
+        late = ModelOutput(1, [], [0])
+        with pytest.raises(ValueError, match="returned no token for sequence"):
+            check_answer(output := scheduler.schedule(), late, 100)
+        scheduler.update_from_output(output, ModelOutput(1, [5]))
+        output = scheduler.schedule()
+        if may_be_late:
+            check_answer(output, replace(late, step_id=2), 100)
+        else:
+            with pytest.raises(ValueError, match="returned no token for sequence"):
+                check_answer(output, replace(late, step_id=2), 100)
+
+
 def test_what_is_said_of_log_probabilities_that_are_none_names_no_tokens() -> None:
     """The error is logged, and the tokens may be a prompt's."""
     config = SchedulerConfig(

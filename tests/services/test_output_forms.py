@@ -221,19 +221,11 @@ async def test_a_server_writes_no_keys_without_a_name_unless_told_to(tiny_server
     assert json.loads(output.text) == {"a": None}
 
 
-async def test_a_form_that_takes_too_long_ends_its_request_and_no_other(tiny_server: LocalServer) -> None:
-    """What may follow its first character takes 15 s to find, which a front end does not try."""
-    plain = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+async def test_an_expression_is_followed_whose_first_mask_behind_tokens_would_take_15_s(
+    tiny_server: LocalServer,
+) -> None:
+    """The library limits what it takes for a mask only behind another one."""
     async with Client(tiny_server.target, retry_for=0) as client:
-        expected = (await collect(client, "a prompt", plain)).outputs[0].token_ids
-        before = await cluster_state(tiny_server.admin_target)
-        beside = asyncio.create_task(collect(client, "a prompt", plain))
-        slow = SamplingParams(max_tokens=20, regex="[0-9]" + "(a|aa|aaa){1,1000}" * 300)
-        for _ in range(2):
-            with pytest.raises(grpc.aio.AioRpcError, match="takes too long to follow") as error:
-                await collect(client, "another", slow)
-            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert (await beside).outputs[0].token_ids == expected
-        schema = SamplingParams(max_tokens=50, json_schema='{"type": "boolean"}', temperature=0)
-        assert (await collect(client, "a", schema)).outputs[0].text in ("true", "false")
-    assert (await cluster_state(tiny_server.admin_target)).num_losses == before.num_losses
+        asked = SamplingParams(max_tokens=8, regex="[0-9]" + "(a|aa|aaa){1,1000}" * 300)
+        (output,) = (await collect(client, "a prompt", asked)).outputs
+        assert re.fullmatch("[0-9]a{7}", output.text)

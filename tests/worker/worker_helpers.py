@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from worker_service.execution.form_process import HEAD, Follower, Work
 from worker_service.session.session import SequenceState
 from worker_service.session.step import TOKENS, Limits, NewSequence, SamplingParams
 
@@ -46,3 +47,10 @@ def new_sequence(
     return NewSequence(
         sequence_id, tokens(token_ids), prompt, num_computed_tokens, tokens(block_ids), SamplingParams(**sampling)
     )
+
+
+def mask_of(follower: Follower, work: Work) -> bytes:
+    """What may follow where nothing is guessed, and all is read at once."""
+    (answer,) = follower.do([work])
+    assert not HEAD.unpack_from(answer)[-1]
+    return answer[HEAD.size :]

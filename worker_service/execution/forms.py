@@ -6,9 +6,18 @@ again wherever the sequence is: after a preemption, on another worker, in a resu
 their own, form_process.py; a thread here speaks with it, and the device thread waits for that where it samples. The
 scheduler has checked the form.
 
-A form for which the process computes too long ends its own output: the process is killed, another one goes on with the
-others, and the form is not tried again. So a form keeps other outputs waiting for at most three times `MOST_SECONDS` in
-a step: for its mask, for the masks after guesses, and once more where it fails and is read anew, without guesses.
+What a form costs is charged to its own output, and may end that output alone:
+
+- For one token it may take `MOST_SECONDS`. After that the process is killed, and another one goes on with the other
+  outputs. For `BAN_SECONDS` the same owner's new outputs of the form end at once. The evidence is of the form alone:
+  one token or mask took that long, whatever was read before. Outputs that have begun go on.
+- For all of its tokens it may take `MOST_LEFT`, and `TOKEN_SECONDS` more for each token.
+- What it has written is read anew where its sequence is new, in slices beside other outputs' masks. Its answers are
+  late until then, and it gains no token in those steps. Reading is charged half: it costs no more than it did the
+  first time, so it ends no output that has come so far.
+
+So a form keeps other outputs waiting for at most three times `MOST_SECONDS` in a step: for its mask, for the masks
+after guesses, and once more where it fails and is read anew, without guesses; and for `TOKEN_SECONDS` on average.
 """
 
 import contextlib
@@ -17,9 +26,9 @@ import socket
 import time
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +42,7 @@ from pagewire_common.child_process import start_child
 from pagewire_common.eos_tokens import eos_token_ids
 from pagewire_common.forms import MOST_SECONDS
 from pagewire_common.generation_config import FILE, GenerationConfig
-from worker_service.execution.form_process import FORK, MOST_REASON, READY, Work
+from worker_service.execution.form_process import FORK, HEAD, MOST_REASON, READY, SLICE_SECONDS, Work
 from worker_service.loading.json_file import read_json
 from worker_service.loading.tokenizer_files import eos_token_id
 from worker_service.session.session import NO_DRAFTS, ScheduledChunk, SequenceState
@@ -44,22 +53,38 @@ LOOK_SECONDS = 0.05
 DEAF_SECONDS = 10.0
 """A process that neither computes nor answers for so long is stuck."""
 START_SECONDS = 60.0
-MOST_REFUSED = 1024
+MOST_LEFT = 3.0
+"""Seconds of a processor that an output's form may take before its tokens have paid for more."""
+TOKEN_SECONDS = 0.01
+"""Three times what any of 420 forms took for a token: see `MOST_SECONDS`."""
+BAN_SECONDS = 60.0
+MOST_BANS = 1024
+
+
+class _Found(NamedTuple):
+    masks: npt.NDArray[np.uint8]
+    """[rows, bytes]"""
+    late: Set[int]
+    """Ids of sequences."""
 
 
 class FormMasks:
     """The tokens that may come next in a step, of the sequences that have a form and sample, and after guesses."""
 
-    def __init__(self, rows: dict[tuple[int, int], int], masks: "Future[npt.NDArray[np.uint8]]") -> None:
+    def __init__(self, rows: dict[tuple[int, int], int], found: "Future[_Found]") -> None:
         self._rows = rows  # by sequence id and number of tokens
-        self._masks = masks  # [rows, bytes]
+        self._found = found
 
     def of(self, sequences: Sequence[SequenceState]) -> npt.NDArray[np.uint8]:
         """[sequences, bytes], a bit a token, the lowest of a byte first, once they are known.
 
-        A sequence whose form cannot go on has none.
+        A sequence whose form cannot go on has none, nor has one that is late.
         """
-        return self._masks.result()[[self._rows[one.sequence_id, len(one.token_ids)] for one in sequences]]
+        return self._found.result().masks[[self._rows[one.sequence_id, len(one.token_ids)] for one in sequences]]
+
+    def late(self) -> Set[int]:
+        """Ids of the sequences that sample later: what they have written before is still being read."""
+        return self._found.result().late if self._rows else frozenset()
 
 
 @dataclass(slots=True, eq=False)
@@ -70,18 +95,39 @@ class _Progress:
     gone: deque[int]
     reader: Connection | None = None
     num_tokens: int = 0
+    """That the process was sent."""
+    num_masks: int = 0
+    """That its matcher has found."""
+    left: float = field(default_factory=lambda: MOST_LEFT)
+    """Seconds of a processor that its form may still take."""
+    is_over: bool = False
+    """Whether its form took too long."""
     is_alone: bool = False
     """Whether its form is compiled for it, and nothing guessed: outputs of one form, and guesses, share limits of the
     library, and some have ended a reading of it."""
-    is_fresh: bool = False
-    """Whether it was so for all of its tokens, by a matcher that has found no masks but this one."""
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether what its matcher says follows from its tokens alone: it was made for it, and has found no mask."""
+        return self.is_alone and not self.num_masks
+
+    def begin(self, reader: Connection) -> None:
+        """Read it anew, by a new matcher."""
+        self.reader, self.num_tokens, self.num_masks, self.left = reader, 0, 0, MOST_LEFT
+
+    def charge(self, seconds: float, num_tokens: int) -> None:
+        """So many tokens took so long."""
+        cost = seconds if self.num_masks else seconds / 2
+        self.left = min(self.left - cost + num_tokens * TOKEN_SECONDS, MOST_LEFT)
 
     def __del__(self) -> None:
         self.gone.append(self.key)
 
 
 class _Item(NamedTuple):
+    sequence_id: int
     form: str
+    owner: bytes
     progress: _Progress
     token_ids: "array[int]"  # all of the output
     samples: bool
@@ -96,7 +142,7 @@ class Forms:
         self._vocabulary_size = vocabulary_size
         self._keys = itertools.count()
         self._gone: deque[int] = deque()
-        self._refused: OrderedDict[int, None] = OrderedDict()  # by hashes, see `_refuse`: a form may have 64 KiB
+        self._bans: OrderedDict[int, float] = OrderedDict()  # until when, by hashes of `_ban`: a form may have 64 KiB
         self._thread = ThreadPoolExecutor(1, "forms")
         self._reader: Connection | None = None
         self._process: psutil.Process  # which knows if its id is another process's by now
@@ -148,23 +194,26 @@ class Forms:
 
     def _item(self, chunk: ScheduledChunk) -> _Item:
         sequence = chunk.sequence
+        form, owner = sequence.sampling.form, sequence.sampling.form_owner
+        output = sequence.token_ids[sequence.num_prompt_tokens :]
         progress = sequence.form_progress
         if not isinstance(progress, _Progress):
             progress = sequence.form_progress = _Progress(next(self._keys), self._gone)
-        output = sequence.token_ids[sequence.num_prompt_tokens :]
-        return _Item(sequence.sampling.form, progress, output, chunk.samples, chunk.drafts)
+            progress.is_over = not output and self._is_banned(form, owner)
+        return _Item(sequence.sequence_id, form, owner, progress, output, chunk.samples, chunk.drafts)
 
     # ---- on the thread
 
-    def _find(self, items: Sequence[_Item], num_rows: int) -> npt.NDArray[np.uint8]:
+    def _find(self, items: Sequence[_Item], num_rows: int) -> _Found:
         """What `FormMasks` has."""
         masks = np.zeros((num_rows, -(-self._vocabulary_size // 32) * 4), np.uint8)
+        late: set[int] = set()
         ends = itertools.accumulate(item.samples + len(item.guesses) for item in items)
         left = deque(
             (item, masks[end - item.samples - len(item.guesses) : end]) for item, end in zip(items, ends, strict=True)
         )
         died: set[int] = set()  # what processes were at that have died
-        while left := deque(self._not_refused(left)):
+        while left := deque(self._followed(left)):
             again: list[tuple[_Item, npt.NDArray[np.uint8]]] = []
             try:
                 reader = self._living_reader()
@@ -176,74 +225,96 @@ class Forms:
                 self._send(reader, [item for item, _ in left])
                 while left:
                     item, rows = left[0]
+                    number, has_failed = 0, False
                     used, began = _processor_seconds(self._process) if item.guesses else 0.0, time.monotonic()
-                    has_failed = False
                     for number in range(1 + len(item.guesses)):
                         if number and time.monotonic() - began > MOST_SECONDS:
                             self._check_used(used)
                         answer = self._receive(reader)
-                        if item.samples and answer:
-                            rows[number] = np.frombuffer(answer, np.uint8)
+                        seconds, num_read, is_late = HEAD.unpack_from(answer)
+                        if number == 0:
+                            item.progress.charge(seconds, num_read)
+                        mask = np.frombuffer(answer, np.uint8, offset=HEAD.size)
+                        if is_late and item.samples:
+                            late.add(item.sequence_id)
+                        elif item.samples and len(mask):
+                            rows[number] = mask
                         elif item.samples and number == 0:
                             has_failed = True
                     left.popleft()  # from here on it is asked for again only if it is among those
-                    if has_failed and not item.progress.is_fresh:
+                    if item.progress.left < 0:
+                        self._end_output(item, f"its tokens take more than {TOKEN_SECONDS:g} s each")
+                        rows[:] = 0
+                        late.discard(item.sequence_id)
+                    elif has_failed and not item.progress.is_fresh:
                         item.progress.reader, item.progress.is_alone = None, True
                         again.append((item, rows))
+                    elif item.samples and item.sequence_id not in late:
+                        item.progress.num_masks += 1
             except (OSError, EOFError) as error:  # it takes too long, or has died: of too much memory, perhaps
                 self._end()
                 item = left[0][0]
-                if isinstance(error, TimeoutError) or item.progress.key in died:
-                    self._refuse(item.form, number > 0, error)
+                if isinstance(error, TimeoutError):
+                    self._ban(item, number > 0, str(error))
+                elif item.progress.key in died:
+                    if number:
+                        item.progress.is_alone = True
+                    else:
+                        self._end_output(item, "the process that follows it has died twice")
                 died.add(item.progress.key)
             left.extend(again)
-        return masks
+        return _Found(masks, late)
 
-    def _not_refused(
+    def _followed(
         self, items: Iterable[tuple[_Item, npt.NDArray[np.uint8]]]
     ) -> Iterator[tuple[_Item, npt.NDArray[np.uint8]]]:
-        """Those whose forms are followed, without guesses where what would follow these is not looked for."""
+        """Those that are not over, without guesses where what would follow these is not looked for."""
         for item, rows in items:
-            if hash((item.form, False)) not in self._refused:
-                without = item.progress.is_alone or hash((item.form, True)) in self._refused
+            if not item.progress.is_over:
+                without = item.progress.is_alone or self._is_banned(item.form, item.owner, is_guess=True)
                 yield item._replace(guesses=NO_DRAFTS) if without else item, rows
 
     def _send(self, reader: Connection, items: Sequence[_Item]) -> None:
         work = []
-        for form, progress, token_ids, samples, guesses in items:
-            if progress.reader is not reader:
-                progress.reader, progress.num_tokens = reader, 0
-            progress.is_fresh = progress.is_alone and not progress.num_tokens
+        for _, form, _, progress, token_ids, samples, guesses in items:
+            if is_new := progress.reader is not reader:
+                progress.begin(reader)
             unread = token_ids[progress.num_tokens :]
-            work.append(
-                Work(progress.key, "" if progress.num_tokens else form, unread, samples, guesses, progress.is_alone)
-            )
+            work.append(Work(progress.key, form if is_new else "", unread, samples, guesses, progress.is_alone))
             progress.num_tokens = len(token_ids)
         gone = [self._gone.popleft() for _ in range(len(self._gone))]
         reader.send((gone, work))
 
     def _receive(self, reader: Connection) -> bytes:
-        """The next answer. Raises TimeoutError when the process computes too long for it."""
+        """The next answer. Raises TimeoutError when the process computes too long for it, OSError when it is stuck."""
         if not reader.poll(LOOK_SECONDS):
             used, began = _processor_seconds(self._process), time.monotonic()
             while not reader.poll(LOOK_SECONDS):
                 self._check_used(used - LOOK_SECONDS)
                 if time.monotonic() - began > DEAF_SECONDS:
-                    raise TimeoutError(f"nothing was heard for {DEAF_SECONDS:g} s")
+                    raise OSError(f"nothing was heard for {DEAF_SECONDS:g} s")
         return reader.recv_bytes()
 
     def _check_used(self, seconds: float) -> None:
         """Raises TimeoutError when the process has used more than its share since it had used so many seconds."""
-        if _processor_seconds(self._process) - seconds > MOST_SECONDS:
+        if _processor_seconds(self._process) - seconds > MOST_SECONDS + SLICE_SECONDS:
             raise TimeoutError(f"it takes more than {MOST_SECONDS:g} s")
 
-    def _refuse(self, form: str, is_guess: bool, error: Exception) -> None:
-        """Not follow a form any more; if it `is_guess`, what was not chosen, only not beyond what is."""
-        what = "guesses within a form are" if is_guess else "a form is"
-        log.warning(f"{what} not followed any more", reason=str(error) or type(error).__name__)
-        self._refused[hash((form, is_guess))] = None
-        if len(self._refused) > MOST_REFUSED:
-            self._refused.popitem(last=False)
+    def _end_output(self, item: _Item, why: str) -> None:
+        item.progress.is_over = True
+        log.warning("an output has ended: its form cannot be followed", reason=why)
+
+    def _ban(self, item: _Item, is_guess: bool, why: str) -> None:
+        """For a while, not begin an output of this form and owner; if it `is_guess`, what was not chosen, only not
+        guess."""
+        if not is_guess:
+            self._end_output(item, why)
+        self._bans[hash((item.form, item.owner, is_guess))] = time.monotonic() + BAN_SECONDS
+        if len(self._bans) > MOST_BANS:
+            self._bans.popitem(last=False)
+
+    def _is_banned(self, form: str, owner: bytes, *, is_guess: bool = False) -> bool:
+        return bool(self._bans) and self._bans.get(hash((form, owner, is_guess)), 0.0) > time.monotonic()
 
     # ---- the processes
 

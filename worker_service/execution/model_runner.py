@@ -43,15 +43,18 @@ class RunningStep:
         prompt_logprobs: list[SampleLogprobs],
         failed: Set[int],
         vectors: Sequence[tuple[ScheduledChunk, Tensor]] = (),
+        masks: FormMasks | None = None,
     ) -> None:
         """logits: [rows, vocabulary_size], token_ids: [rows] int64, a row for each chunk that chooses a token, and one
         more for each of its guesses.
 
-        failed: ids of sequences whose prompt has no log-probabilities. vectors: what chunks completed.
+        failed: ids of sequences whose prompt has no log-probabilities. vectors: what chunks completed. masks: with
+        which tokens were chosen.
         """
         self.chunks = chunks
         self._sampling = [chunk for chunk in chunks if chunk.samples]
         self._vectors = vectors
+        self._masks = masks
         self._sequences = [
             chunk.sequence for chunk in self._sampling if chunk.chooses for _ in range(1 + len(chunk.drafts))
         ]
@@ -82,31 +85,40 @@ class RunningStep:
         logits, self._logits = self._logits, None
         numbers = [chunk.chooses + len(chunk.drafts) for chunk in self._sampling]
         rows_of = [range(stop - number, stop) for stop, number in zip(accumulate(numbers), numbers, strict=True)]
+        late: Set[int] = frozenset() if self._masks is None else self._masks.late()
         shares = [
-            accepted(found[rows.start : rows.stop], chunk.drafts) if rows else [PLACEHOLDER]
+            []
+            if chunk.sequence.sequence_id in late
+            else accepted(found[rows.start : rows.stop], chunk.drafts)
+            if rows
+            else [PLACEHOLDER]
             for chunk, rows in zip(self._sampling, rows_of, strict=True)
         ]
         vectors, without = self._read_vectors()
         failed = (
             self._failed
             | without
-            | {chunk.sequence.sequence_id for chunk, share in zip(self._sampling, shares, strict=True) if share[0] < 0}
+            | {
+                chunk.sequence.sequence_id
+                for chunk, share in zip(self._sampling, shares, strict=True)
+                if share and share[0] < 0
+            }
         )
         reporting = [
             (chunk.sequence, rows[: len(share)])
             for chunk, rows, share in zip(self._sampling, rows_of, shares, strict=True)
-            if chunk.sequence.sampling.logprobs is not None and chunk.sequence.sequence_id not in failed
+            if share and chunk.sequence.sampling.logprobs is not None and chunk.sequence.sequence_id not in failed
         ]
         barred = []
         for chunk, share in zip(self._sampling, shares, strict=True):
-            if share[0] == BARRED and chunk.sequence.sequence_id not in self._failed:
+            if share[:1] == [BARRED] and chunk.sequence.sequence_id not in self._failed:
                 barred.append(chunk.sequence.sequence_id)
             if chunk.sequence.sequence_id in failed:
                 share[:] = [PLACEHOLDER]
         has_drafts = any(chunk.drafts for chunk in self._sampling)
         return ModelOutput(
             token_ids=[token_id for share in shares for token_id in share],
-            num_tokens=[len(share) for share in shares] if has_drafts else [],
+            num_tokens=[len(share) for share in shares] if has_drafts or late else [],
             num_draft_tokens=[len(chunk.drafts) for chunk in self._sampling] if has_drafts else [],
             timing=StepTiming(*durations),
             logprobs=[] if logits is None else sample_logprobs(logits, found, reporting),
@@ -263,7 +275,7 @@ class ModelRunner(Runner):
             reports = any(chooser.sampling.logprobs is not None for chooser in choosers)
             token_ids = sample(logits, choosers, masks, may_edit=not reports)
         return RunningStep(
-            chunks, clock, logits, token_ids, prompt_logprobs, failed, pool_all(chunks, query_start, hidden)
+            chunks, clock, logits, token_ids, prompt_logprobs, failed, pool_all(chunks, query_start, hidden), masks
         )
 
     def _encode(self, chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:

@@ -27,7 +27,7 @@ from worker_service.session.step import (
     WorkerInfo,
 )
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 TOKEN_BYTES = array(TOKENS).itemsize
 _PREFIX = "POOLING_TYPE_"
 _BOUNDS = (
@@ -256,6 +256,7 @@ def _sampling(where: str, message: pb.SequenceSampling, limits: Limits) -> Sampl
         allowed_token_ids=array(TOKENS, _token_ids(f"{where}: allowed_token_ids", message.allowed_token_ids, limits)),
         bad_words=tuple(tuple(_token_ids(f"{where}: bad_words", word.token_ids, limits)) for word in message.bad_words),
         form=message.form,
+        form_owner=message.form_owner,
         pooling=_pooling(f"{where}: pooling", message.pooling, limits) if message.HasField("pooling") else None,
         transcript=_transcript(f"{where}: transcript", message, limits) if message.HasField("transcript") else None,
         is_beam=message.is_beam,

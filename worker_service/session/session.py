@@ -163,14 +163,15 @@ class Session:
     def fill_in(chunks: Iterable[ScheduledChunk], token_ids: Iterable[int], num_tokens: Iterable[int] = ()) -> None:
         """Put the tokens of the chunks that sampled, in order, into the places that `advance` left for them.
 
-        Each of these has one, unless `num_tokens` says how many.
+        Each of these has one, unless `num_tokens` says how many. One that has none computes its last token again.
         """
         tokens, numbers = iter(token_ids), iter(num_tokens)
         for sequence, _, stop, samples, drafts in chunks:
             if not samples:
                 continue
             gained = list(islice(tokens, next(numbers, 1)))
-            if drafts:
+            if drafts or not gained:
+                del sequence.token_ids[stop - len(drafts) :]
                 sequence.token_ids.extend(gained)
                 sequence.num_computed_tokens = len(sequence.token_ids) - 1
             else:

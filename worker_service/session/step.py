@@ -123,6 +123,8 @@ class SamplingParams:
     allowed_token_ids: "array[int]" = field(default_factory=lambda: array(TOKENS))
     bad_words: tuple[tuple[int, ...], ...] = ()
     form: str = ""
+    form_owner: bytes = b""
+    """Whose form it is: how long it takes is remembered for this owner alone."""
     pooling: PoolingParams | None = None
     """With it nothing is sampled."""
     transcript: TranscriptParams | None = None

@@ -238,7 +238,7 @@ def _num_known(chunk: ScheduledChunk) -> int:
     is there already."""
     if chunk.drafts:
         return len(chunk.sequence.token_ids)
-    return chunk.stop + chunk.samples
+    return min(chunk.stop + chunk.samples, len(chunk.sequence.token_ids))  # one that was late has no token
 
 
 def may_be_guessed_for(sequence: SequenceState) -> bool:

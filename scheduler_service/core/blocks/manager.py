@@ -296,6 +296,8 @@ class BlockManager:
         """Let go of the blocks that no token to come attends to; nothing happens without a sliding window."""
         if self.sizes.sliding_window and (table := self.tables.get(sequence.id)):
             num_certain = sequence.num_computed_tokens - sequence.num_draft_tokens  # guesses may be taken back
+            if sequence.sampling.form:
+                num_certain = sequence.num_stored_tokens  # where it is late, its last token is computed again
             end = max(0, num_certain - self.sizes.sliding_window + 1) // self.block_size
             for index in range(end - 1, -1, -1):
                 if table[index] == NO_BLOCK:

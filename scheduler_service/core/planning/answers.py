@@ -36,7 +36,8 @@ class Answers:
             self._make_room(output, answer)
         searches: dict[SequenceGroup, None] = {}
         gained: list[SequenceOutput] = []
-        sampled = iter(self._accept_drafts(output, answer, gained) if output.num_draft_tokens else answer.token_ids)
+        has_shares = output.num_draft_tokens or answer.num_tokens
+        sampled = iter(self._accept_drafts(output, answer, gained) if has_shares else answer.token_ids)
         block_size, dropped, failed = self._config.block_size, output.dropped, answer.failed_sequence_ids
         reports = bool(answer.logprobs or answer.prompt_logprobs or answer.vectors)
         for sequence, num_tokens, samples in output.scheduled:
@@ -46,6 +47,9 @@ class Answers:
                 continue
             start = sequence.num_stored_tokens + 1
             sequence.num_stored_tokens += num_tokens
+            if samples and token_id is None:  # it is late: its last token is computed again
+                sequence.num_stored_tokens -= 1
+                sequence.num_computed_tokens -= 1
             if not sequence.is_encoder and (num_tokens > 1 or sequence.num_stored_tokens % block_size == 0):
                 self._blocks.publish(sequence, sequence.num_stored_tokens)
             if sequence.is_encoder:
@@ -83,7 +87,7 @@ class Answers:
         groups = self._groups
         return (
             output.num_samples == len(output.scheduled) == output.num_tokens
-            and not (output.num_draft_tokens or output.dropped)
+            and not (output.num_draft_tokens or output.dropped or answer.num_tokens)
             and answer.has_tokens_alone
             and not answer.num_draft_tokens_wanted
             and not (groups.accused or groups.swapped or self._waiting.charges)
@@ -146,16 +150,19 @@ class Answers:
             if sequence not in output.dropped and sequence.group.beams is None:
                 sequence.num_draft_tokens_wanted = min(wanted, self._config.num_lookahead_slots)
 
-    def _accept_drafts(self, output: SchedulerOutput, answer: ModelOutput, gained: list[SequenceOutput]) -> list[int]:
-        """Append the guesses that were right, and return what was sampled after the last of each sequence."""
+    def _accept_drafts(
+        self, output: SchedulerOutput, answer: ModelOutput, gained: list[SequenceOutput]
+    ) -> list[int | None]:
+        """Append the guesses that were right, and return what was sampled after the last of each sequence: nothing of
+        one that is late."""
         num_gained = iter(answer.num_tokens or [1] * output.num_samples)
         token_ids = iter(answer.token_ids)
-        last: list[int] = []
+        last: list[int | None] = []
         for sequence, _, samples in output.scheduled:
             if not samples:
                 continue
-            *accepted, token_id = itertools.islice(token_ids, next(num_gained))
-            last.append(token_id)
+            accepted = list(itertools.islice(token_ids, next(num_gained)))
+            last.append(accepted.pop() if accepted else None)
             room = output.num_draft_tokens.get(sequence, 0)
             if not room or sequence in output.dropped or sequence.status.is_finished:
                 continue

@@ -185,7 +185,8 @@ class Scheduler:
         status. Sequences that were finished or preempted by recompute after the step was sent gain nothing. Answers
         come in the order of steps. Raises ValueError when the answer is not to this step.
         """
-        if any(sequence.num_computed_tokens + 1 >= sequence.max_num_tokens for sequence in output.num_draft_tokens):
+        guessing = output.num_draft_tokens
+        if 0 in answer.num_tokens or any(one.num_computed_tokens + 1 >= one.max_num_tokens for one in guessing):
             self._steady.forget()  # such a one left the plan, and may have more to compute after all
         return self._answers.take_in(output, answer, now)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from worker_helpers import mask_of
 
 from worker_service.execution.form_process import Follower, Work
 from worker_service.execution.form_tokenizer import form_tokenizer
@@ -97,7 +98,7 @@ def written(follower: Follower, grammar: str, ends: list[int], text: str) -> lis
     tokens = follower._tokenizer
     try:
         while True:
-            (mask,) = follower.do(Work(0, "" if token_ids else grammar, read, samples=True))
+            mask = mask_of(follower, Work(0, "" if token_ids else grammar, read, samples=True))
             may = [number for number in range(8 * len(mask)) if mask[number // 8] >> number % 8 & 1]
             if not rest:
                 assert set(may) == set(ends)
@@ -126,7 +127,7 @@ def test_text_that_spells_a_token_is_written_with_ordinary_ones(
 def test_a_grammar_has_special_tokens_by_their_names(follower: Follower, tokenizer: Tokenizer, ends: list[int]) -> None:
     for token in ("<tool_call>", "<|im_end|>", "<s>"):
         grammar = LLMatcher.grammar_from_lark(f'start: {token} "a"')
-        (mask,) = follower.do(Work(1, grammar, [], samples=True))
+        mask = mask_of(follower, Work(1, grammar, [], samples=True))
         assert [number for number in range(8 * len(mask)) if mask[number // 8] >> number % 8 & 1] == [
             tokenizer.token_to_id(token)
         ]

@@ -54,6 +54,18 @@ def test_sampled_tokens_are_appended_and_computed_next(scheduler: Scheduler) -> 
     assert list(scheduler.session.sequences[1].token_ids) == [5, 6, 7, 42, 43]
 
 
+def test_a_sequence_without_a_token_yet_computes_its_last_one_again(scheduler: Scheduler) -> None:
+    """Also by a step that was sent ahead, and after guesses."""
+    scheduler.step((1, 3, True), samples=(42,), new_sequences=(new_sequence(1, [5, 6, 7], [0, 1]),))
+    for drafts in ((), (8, 9)):
+        room = {"num_draft_tokens": (len(drafts),)} if drafts else {}
+        scheduler.step((1, 1 + len(drafts), True), samples=(), num_tokens=(0,), drafts=drafts, **room)
+        assert list(scheduler.session.sequences[1].token_ids) == [5, 6, 7, 42]
+    (chunk,) = scheduler.step((1, 1, True), samples=(43,))
+    assert (chunk.start, chunk.stop) == (3, 4)
+    assert list(scheduler.session.sequences[1].token_ids) == [5, 6, 7, 42, 43]
+
+
 def test_chunks_continue_where_the_last_one_stopped(scheduler: Scheduler) -> None:
     scheduler.step((1, 2, False), new_sequences=(new_sequence(1, range(5), [0, 1]),))
     (chunk,) = scheduler.step((1, 3, True), samples=(9,))

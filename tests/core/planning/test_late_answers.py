@@ -1,0 +1,80 @@
+"""A worker that still reads what an output has written in its form samples no token for it, and does so later."""
+
+from random import Random
+
+import pytest
+from fake_worker import FakeWorker, reference_output
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_helpers import make_group, make_scheduler, output_of, plan, run_ahead
+
+from scheduler_service.core import ModelOutput, PreemptionMode, SchedulerOutput, SequenceStatus
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.randoms(use_true_random=False),
+    st.integers(10, 20),
+    st.sampled_from(PreemptionMode),
+    st.integers(1, 4),
+    st.sampled_from([0, 0, 6]),
+    st.booleans(),
+)
+def test_late_answers_change_nothing_but_the_number_of_steps(
+    random: Random, num_blocks: int, mode: PreemptionMode, max_in_flight: int, window: int, guesses: bool
+) -> None:
+    scheduler = make_scheduler(
+        num_lookahead_slots=2 * guesses,
+        num_device_blocks=num_blocks,
+        num_host_blocks=8,
+        preemption_mode=mode,
+        max_num_batched_tokens=12,
+        sliding_window=window,
+    )
+    most = scheduler.config.max_sequence_tokens
+    groups = [
+        make_group(
+            str(i),
+            random.randint(1, 9),
+            root=bytes(i),
+            n=1 + i % 2,
+            max_tokens=random.randint(1, 15),
+            form="a form" if i < 3 else "",
+            logprobs=[None, 2][i // 2],
+        )
+        for i in range(4)
+    ]
+    worker = FakeWorker(scheduler.config, guessing=random if guesses else None, reading=random)
+    for group in groups:
+        scheduler.add_request(group)
+    in_flight: list[tuple[SchedulerOutput, ModelOutput]] = []
+    for _ in range(2_000):
+        if not scheduler.has_work and not in_flight:
+            break
+        output = scheduler.schedule()
+        if not output.is_empty:
+            in_flight.append((output, worker.execute(output)))
+        if in_flight and (output.is_empty or len(in_flight) == max_in_flight):
+            scheduler.update_from_output(*in_flight.pop(0))
+        scheduler.blocks.check()
+    assert scheduler.blocks.device.num_free == num_blocks
+    for group in groups:
+        for sequence in group.sequences:
+            expected = reference_output(group, sequence.index, most)
+            if sequence.status is SequenceStatus.FINISHED_IGNORED:
+                expected = expected[: sequence.num_output_tokens]
+            assert output_of(group, sequence.index) == expected
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1, 3])
+def test_others_gain_a_token_in_each_step_meanwhile(num_ahead: int) -> None:
+    scheduler = make_scheduler()
+    slow, other = make_group("slow", 3, form="a form"), make_group("other", 3, max_tokens=40)
+    for group in (slow, other):
+        scheduler.add_request(group)
+    worker = FakeWorker(scheduler.config, reading=Random(1))
+    steps = run_ahead(scheduler, worker, num_ahead)
+    assert sum("other" in plan(output) for output in steps) <= 40 + num_ahead
+    assert sum("slow" in plan(output) for output in steps) > 4
+    assert not any("slow" in plan(output) for output in steps[20:]), "it waits until the others have ended"
+    assert [output_of(group) for group in (slow, other)] == [reference_output(group, 0, 64) for group in (slow, other)]
