@@ -267,8 +267,6 @@ class ModelOutput:
     prompt_logprobs: list[SampleLogprobs] = field(default_factory=list)
     failed_sequence_ids: list[int] = field(default_factory=list)
     """Sequences for which no token could be chosen, or whose prompt's log-probabilities were not finite."""
-    barred_sequence_ids: list[int] = field(default_factory=list)
-    """Those of them whose logits were finite: their parameters or their form allow no token."""
     num_tokens: list[int] = field(default_factory=list)
     """How many tokens each sequence gained that sampled, if not each gained one."""
     num_draft_tokens: list[int] = field(default_factory=list)
@@ -276,3 +274,5 @@ class ModelOutput:
     num_draft_tokens_wanted: list[int] = field(default_factory=list)
     """For how many each of them should have room from now on, if that has changed for any."""
     vectors: list[SequenceVectors] = field(default_factory=list)
+    barred_sequence_ids: list[int] = field(default_factory=list)
+    """Those of the failed sequences whose logits were finite: their parameters or their form allow no token."""

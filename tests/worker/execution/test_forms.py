@@ -516,7 +516,7 @@ def test_without_a_tokenizer_or_an_end_there_are_no_forms(directory: Path, tmp_p
     assert not unreadable.is_ready()
     unreadable.close()
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(StartError, match=r"tokenizer\.json cannot be read"):
+    with pytest.raises(StartError, match=r"tokenizer\.json has no vocabulary"):
         Forms.load(sorted(tmp_path.iterdir()), VOCABULARY)
 
 
