@@ -106,24 +106,19 @@ def add_lora(y: Tensor, x: Tensor, slots: Tensor, weights: LoraWeights) -> None:
     _library.add_lora(y, x, slots, weights.a, weights.b, weights.ranks, weights.starts)
 
 
-def pack(weight: Tensor, wide: bool = False) -> Product | None:
-    return _pack_bf16(weight, wide) or reference.pack(weight, wide)
-
-
-def _pack_bf16(weight: Tensor, wide: bool) -> Product | None:
+def pack(weight: Tensor, wide: bool = False) -> Product:
+    # Products of packed weights sum up each row alone.
     outputs, inputs = weight.shape
-    if weight.dtype is not torch.bfloat16 or not _library.can_pack(inputs):
-        return None
+    if not _library.can_pack(inputs):
+        return reference.pack_alike(weight, wide)
     return _Packed(_library.pack(weight), outputs, inputs, wide)
 
 
-def pack_alike(weight: Tensor, wide: bool = False) -> Product:
-    # Products of packed weights sum up each row alone.
-    return _pack_bf16(weight, wide) or reference.pack_alike(weight, wide)
+pack_alike = pack
 
 
 def wide_itemsize(dtype: torch.dtype) -> int:
-    return dtype.itemsize if dtype is torch.bfloat16 else reference.wide_itemsize(dtype)
+    return dtype.itemsize
 
 
 def pack_int8(weight: Tensor, wide: bool = False) -> Product | None:

@@ -11,20 +11,27 @@ from cpu_libraries import load_cpu_libraries
 from kernels import reference
 from kernels.ops import GroupedWeight
 
+TYPES = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+"""Of floating-point weights, and the relative error of their products."""
 
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (31, 40), (32, 64), (75, 576), (576, 1536)])
 def test_packed_weights_give_the_product(
-    kernels: ModuleType, outputs: int, inputs: int, biased: bool, generator: torch.Generator
+    kernels: ModuleType, outputs: int, inputs: int, biased: bool, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
-    weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
-    bias = torch.randn(outputs, generator=generator).bfloat16() if biased else None
+    weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
+    bias = torch.randn(outputs, generator=generator).to(dtype) if biased else None
     product = kernels.pack(weight)
     assert product is not None
+    error = TYPES[dtype]
     for rows in (0, 1, 2, 11, 12, 13, 25, 192, 193, 400):
-        x = torch.randn(rows, inputs + 8, generator=generator).bfloat16()[:, :inputs]
+        x = torch.randn(rows, inputs + 8, generator=generator).to(dtype)[:, :inputs]
         expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
-        torch.testing.assert_close(product(x, bias).double(), expected, atol=0.02 * inputs**0.5, rtol=1e-2)
+        found = product(x, bias)
+        assert found.dtype is dtype
+        torch.testing.assert_close(found.double(), expected, atol=2 * error * inputs**0.5, rtol=error)
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -232,13 +239,13 @@ def test_parts_that_do_not_fit_are_refused(kernels: ModuleType, generator: torch
             kernels.pack_grouped(wrong)
 
 
-@pytest.mark.parametrize("kind", [None, *KINDS], ids=str)
+@pytest.mark.parametrize("kind", [*TYPES, *KINDS], ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 34), (75, 576), (33, 1010)])
 def test_rows_of_a_packed_weight_are_what_was_packed(
-    kernels: ModuleType, outputs: int, inputs: int, kind: Kind | None, generator: torch.Generator
+    kernels: ModuleType, outputs: int, inputs: int, kind: Kind | torch.dtype, generator: torch.Generator
 ) -> None:
-    if kind is None:
-        exact = torch.randn(outputs, inputs, generator=generator).bfloat16()
+    if isinstance(kind, torch.dtype):
+        exact = torch.randn(outputs, inputs, generator=generator).to(kind)
         table = kernels.pack(exact)
     else:
         weight = random_grouped(outputs, inputs, kind, generator)
@@ -270,6 +277,16 @@ def in_8_bits(x: torch.Tensor, size: int = 32) -> torch.Tensor:
         numbers = (group * (largest / most)).round().double() * (most / largest).double()
         rounded[:, start : start + size] = torch.where(most > 0, numbers, 0.0)
     return rounded
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_products_of_floats_are_the_same_to_the_bit_with_every_instruction_set(
+    dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    weight, x = (torch.randn(rows, 1000, generator=generator).to(dtype) for rows in (75, 14))
+    libraries = load_cpu_libraries()
+    first, *others = (built.linear(x, built.pack(weight), None, 75, True) for built in libraries)
+    assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -325,14 +342,18 @@ def test_a_wide_product_is_the_same_before_its_sums_are_rounded(
 
 
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("packing", ["pack", "pack_int8", "pack_w8a8", "pack_int4"])
+@pytest.mark.parametrize(
+    ("packing", "dtype"),
+    [*(("pack", dtype) for dtype in TYPES), *((n, torch.bfloat16) for n in ("pack_int8", "pack_w8a8", "pack_int4"))],
+    ids=str,
+)
 def test_a_row_of_a_product_is_the_same_alone_and_among_others(
-    kernels: ModuleType, packing: str, wide: bool, generator: torch.Generator
+    kernels: ModuleType, packing: str, dtype: torch.dtype, wide: bool, generator: torch.Generator
 ) -> None:
-    product = getattr(kernels, packing)(torch.randn(96, 128, generator=generator).bfloat16(), wide)
+    product = getattr(kernels, packing)(torch.randn(96, 128, generator=generator).to(dtype), wide)
     if product is None:
         pytest.skip("this machine has no bf16 dot products, which int8 weights need")
-    x = torch.randn(30, 128, generator=generator).bfloat16()
+    x = torch.randn(30, 128, generator=generator).to(dtype)
     for rows in (13, 30):
         together = product(x[:rows], None)
         assert all(torch.equal(product(x[row : row + 1], None), together[row : row + 1]) for row in range(rows))

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "checks.h"
+#include "floats.h"
 #include "grouped.h"
 #include "matmul.h"
 #include "team.h"
@@ -46,6 +47,46 @@ bool has_pairs(const Tensor& packed, int64_t inputs) {
   return packed.scalar_type() == at::kBFloat16 && packed.dim() == 4 && packed.size(1) == inputs / 2;
 }
 
+// Whether it is from `pack`, of float32 or float16, for so many inputs.
+bool has_floats(const Tensor& packed, int64_t inputs) {
+  return (packed.scalar_type() == at::kFloat || packed.scalar_type() == at::kHalf) && packed.dim() == 3 &&
+         packed.size(1) == inputs;
+}
+
+template <typename T>
+Tensor pack_floats(const Tensor& weight) {
+  const int64_t outputs = weight.size(0), inputs = weight.size(1);
+  auto packed = at::zeros({panels_of(outputs), inputs, kPanel}, weight.options());
+  const auto source = weight.contiguous();
+  const auto* from = source.const_data_ptr<T>();
+  auto* to = packed.data_ptr<T>();
+  parallel_for(panels_of(outputs), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t output = begin * kPanel; output < std::min(outputs, end * kPanel); ++output)
+      for (int64_t input = 0; input < inputs; ++input)
+        to[(output / kPanel * inputs + input) * kPanel + output % kPanel] = from[output * inputs + input];
+  });
+  return packed;
+}
+
+template <typename T>
+Tensor linear_of_floats(
+    const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t outputs, bool wide) {
+  const auto numbers = x.to(at::kFloat);
+  const Sizes sizes{x.size(0), x.size(1), outputs, numbers.stride(0)};
+  auto out = at::empty({sizes.rows, outputs}, wide ? numbers.options() : x.options());
+  const auto multiply_to = [&](auto* results) {
+    multiply_floats(
+        packed.const_data_ptr<T>(), numbers.const_data_ptr<float>(), sizes,
+        bias.has_value() ? bias->const_data_ptr<T>() : nullptr, results);
+  };
+  if (wide) {
+    multiply_to(out.data_ptr<float>());
+  } else {
+    multiply_to(out.data_ptr<T>());
+  }
+  return out;
+}
+
 }  // namespace
 
 bool can_pack(int64_t inputs) { return inputs % 2 == 0; }
@@ -59,9 +100,12 @@ bool can_pack_int8(int64_t inputs) {
 }
 
 Tensor pack(const Tensor& weight) {
+  const auto type = weight.scalar_type();
   TORCH_CHECK(weight.device().is_cpu() && weight.dim() == 2 && can_pack(weight.size(1)) &&
-                  weight.scalar_type() == at::kBFloat16,
+                  (type == at::kBFloat16 || type == at::kFloat || type == at::kHalf),
               "this weight cannot be packed");
+  if (type == at::kFloat) return pack_floats<float>(weight);
+  if (type == at::kHalf) return pack_floats<at::Half>(weight);
   const int64_t outputs = weight.size(0), inputs = weight.size(1);
   auto packed = at::empty({panels_of(outputs), inputs / 2, kPanel, 2}, weight.options());
   const auto source = weight.contiguous();
@@ -186,7 +230,8 @@ Tensor pack_w8a8(const Tensor& weight, const Tensor& scales) {
 
 Tensor packed_rows(const Tensor& packed, const Tensor& rows, int64_t outputs, int64_t inputs) {
   TORCH_CHECK(packed.dim() > 0 && packed.size(0) == panels_of(outputs) && can_pack(inputs) &&
-                  (has_blocks(packed, inputs) || has_long_blocks(packed, inputs) || has_pairs(packed, inputs)),
+                  (has_blocks(packed, inputs) || has_long_blocks(packed, inputs) || has_pairs(packed, inputs) ||
+                   has_floats(packed, inputs)),
               "the weight was not packed for ", inputs, " inputs and ", outputs, " outputs");
   TORCH_CHECK(rows.dim() == 1, "rows must be [rows]");
   check_numbers(rows, at::kLong, rows.numel(), "rows");
@@ -207,6 +252,17 @@ Tensor packed_rows(const Tensor& packed, const Tensor& rows, int64_t outputs, in
     read([&](int64_t input, int64_t panel, int64_t place) {
       return static_cast<float>(from[((panel * (inputs / 2) + input / 2) * kPanel + place) * 2 + input % 2]);
     });
+  } else if (has_floats(packed, inputs)) {
+    const auto read_from = [&](const auto* from) {
+      read([&](int64_t input, int64_t panel, int64_t place) {
+        return static_cast<float>(from[(panel * inputs + input) * kPanel + place]);
+      });
+    };
+    if (packed.scalar_type() == at::kFloat) {
+      read_from(packed.const_data_ptr<float>());
+    } else {
+      read_from(packed.const_data_ptr<at::Half>());
+    }
   } else if (has_long_blocks(packed, inputs)) {
     const auto* blocks = reinterpret_cast<const LongBlock*>(packed.const_data_ptr<uint8_t>());
     read([&](int64_t input, int64_t panel, int64_t place) {
@@ -224,20 +280,26 @@ Tensor packed_rows(const Tensor& packed, const Tensor& rows, int64_t outputs, in
 }
 
 Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t outputs, bool wide) {
-  TORCH_CHECK(x.device().is_cpu() && x.scalar_type() == at::kBFloat16, "x must be on the CPU and BFloat16");
   TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1 && can_pack(x.size(1)), "x must be [rows, inputs]");
   const int64_t inputs = x.size(1);
   const auto type = packed.scalar_type();
+  const bool is_float = has_floats(packed, inputs);
+  TORCH_CHECK(x.device().is_cpu() && x.scalar_type() == (is_float ? type : at::kBFloat16), "x must be on the CPU and ",
+              is_float ? type : at::kBFloat16);
   const bool is_int8 = type == at::kChar && packed.dim() == 3 && packed.size(1) == groups_of(inputs) &&
                        packed.size(2) == static_cast<int64_t>(sizeof(Int8Group));
   const bool is_w8a8 = has_long_blocks(packed, inputs);
   TORCH_CHECK(packed.dim() > 0 && packed.size(0) == panels_of(outputs) &&
-                  (is_int8 || is_w8a8 || has_blocks(packed, inputs) || has_pairs(packed, inputs)),
+                  (is_float || is_int8 || is_w8a8 || has_blocks(packed, inputs) || has_pairs(packed, inputs)),
               "the weight was not packed for ", inputs, " inputs and ", outputs, " outputs");
   if (bias.has_value()) {
     check_like(*bias, x, "bias");
     check_contiguous(*bias, "bias");
     TORCH_CHECK(bias->numel() == outputs, "bias must be [outputs]");
+  }
+  if (is_float) {
+    return type == at::kFloat ? linear_of_floats<float>(x, packed, bias, outputs, wide)
+                              : linear_of_floats<at::Half>(x, packed, bias, outputs, wide);
   }
   auto out = at::empty({x.size(0), outputs}, x.options().dtype(wide ? at::kFloat : at::kBFloat16));
   const Results results{wide ? nullptr : out.data_ptr<at::BFloat16>(), wide ? out.data_ptr<float>() : nullptr};

@@ -14,7 +14,8 @@ bool can_pack(int64_t inputs);
 // The same for int8 weights, which need bf16 dot products.
 bool can_pack_int8(int64_t inputs);
 
-// weight: [outputs, inputs] of bf16; returns [panels, inputs / 2, 32, 2].
+// weight: [outputs, inputs] of bf16, returns [panels, inputs / 2, 32, 2]; or of float32 or float16, returns
+// [panels, inputs, 32].
 at::Tensor pack(const at::Tensor& weight);
 
 // weight: [outputs, inputs] of int8; scales: [outputs, groups] of bf16; returns [panels, groups, bytes of a group]. The
@@ -37,7 +38,8 @@ at::Tensor pack_w8a8(const at::Tensor& weight, const at::Tensor& scales);
 // [rows, inputs] in float32.
 at::Tensor packed_rows(const at::Tensor& packed, const at::Tensor& rows, int64_t outputs, int64_t inputs);
 
-// packed: from `pack`, `pack_int8`, `pack_grouped` or `pack_w8a8`; wide: whether the result is float32.
+// x: [rows, inputs] of bf16, or of float32 or float16 as the packed weight; packed: from `pack`, `pack_int8`,
+// `pack_grouped` or `pack_w8a8`; wide: whether the result is float32.
 at::Tensor linear(
     const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs, bool wide);
 

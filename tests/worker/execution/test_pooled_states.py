@@ -17,6 +17,7 @@ from worker_helpers import new_sequence
 
 from worker_service.errors import InvalidStepError
 from worker_service.execution.model_runner import ModelRunner
+from worker_service.models.decoder import Decoder
 from worker_service.session.step import TOKENS, Fork, ModelOutput, PoolingParams, PoolingType
 
 SIZE = 48
@@ -113,10 +114,15 @@ def test_a_vector_is_cut_before_it_is_made_1_long_and_may_have_16_bits(states: T
     np.testing.assert_allclose(found, expected.numpy(), atol=1e-3)
 
 
-def test_a_sequence_without_finite_states_fails_alone(tiny_checkpoint: Path) -> None:
+def test_a_sequence_without_finite_states_fails_alone(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = load_runner(tiny_checkpoint)
-    places = runner.model.checkpoint_tensors()
-    places["model.embed_tokens.weight"][PROMPT[5]] = float("nan")
+    assert isinstance(runner.model, Decoder)
+    embedding = runner.model.embedding
+    monkeypatch.setattr(
+        runner.model,
+        "_embedding",
+        lambda tokens: embedding(tokens).masked_fill((tokens == PROMPT[5])[:, None], float("nan")),
+    )
     worker = SteppedWorker(runner)
     pooling = PoolingParams(PoolingType.MEAN, SIZE)
     sound = [token for token in range(20) if token != PROMPT[5]]
@@ -131,7 +137,7 @@ def test_a_sequence_without_finite_states_fails_alone(tiny_checkpoint: Path) -> 
     assert answer.failed_sequence_ids == [1]
     assert [one.sequence_id for one in answer.vectors] == [2]
     too_large = PoolingParams(PoolingType.LAST, SIZE, half=True)
-    places["model.norm.weight"].fill_(1e6)  # finite, but not in 16 bits
+    runner.model._norm.fill_(1e6)  # finite, but not in 16 bits
     answer = worker.step((3, len(sound), True), new_sequences=(new_sequence(3, sound, range(10), pooling=too_large),))
     assert answer.failed_sequence_ids == [3]
 
