@@ -1,9 +1,12 @@
 """Configuration by flags and PAGEWIRE_ environment variables, through one typed class a service.
 
-Flags win over the environment, the environment over defaults. An empty variable counts as one that is not set. A bad
-value ends the process with one sentence.
+Flags win over the environment, the environment over defaults. An empty variable counts as one that is not set, but for
+those that close a service: one of them that is empty by mistake would open it. A bad value ends the process with one
+sentence.
 """
 
+import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,6 +81,9 @@ class ServiceSettings(BaseSettings):
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
 
+_LOCKS = re.compile("(.*_)?(tls|identity|keys?)")
+"""Settings that close a service."""
+
 
 def load_settings(cls: type[Settings], program: str, arguments: Sequence[str] | None = None) -> Settings:
     """Read the settings of a service. A bad setting ends the process with a sentence on stderr; --version prints the
@@ -87,6 +93,11 @@ def load_settings(cls: type[Settings], program: str, arguments: Sequence[str] | 
     if "--version" in given:
         sys.stdout.write(f"{version_of(program)}\n")
         sys.exit(0)
+    for variable in (f"PAGEWIRE_{name.upper()}" for name in cls.model_fields if _LOCKS.fullmatch(name)):
+        if os.environ.get(variable) == "":
+            sys.exit(
+                f"{program}: {variable} is empty, which would leave the service open; unset it or fill it"
+            )
     try:
         return CliApp.run(cls, given)
     except ValidationError as error:

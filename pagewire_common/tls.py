@@ -77,8 +77,11 @@ class TlsFolder:
         files = _Files(*(path.read_bytes() if path.exists() else None for path in paths))
         if not files.names:
             raise ValueError(f"it has neither {CERTIFICATE} and {KEY} nor {AUTHORITY}")
+        if (files.certificate is None) != (files.key is None):
+            missing = CERTIFICATE if files.certificate is None else KEY
+            raise ValueError(f"it has no {missing}; {CERTIFICATE} and {KEY} belong together")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        if files.certificate is not None or files.key is not None:
+        if files.certificate is not None:
             with _named(f"{CERTIFICATE} and {KEY}"):
                 context.load_cert_chain(paths[0], paths[1], _no_password)
         if files.authority is not None:

@@ -104,10 +104,14 @@ def test_settings_come_from_the_environment_too() -> None:
     assert "--watermark: Input should be less than 1" in result.stderr
 
 
-def test_a_key_of_the_environment_that_is_empty_does_not_open_the_service() -> None:
-    result = run("scheduler_service", "--listen", "127.0.0.1:0", PAGEWIRE_API_KEY="")
+@pytest.mark.parametrize(
+    ("service", "variable"),
+    [("scheduler", "API_KEY"), ("scheduler", "API_KEYS"), ("scheduler", "TLS"), ("worker", "SCHEDULER_IDENTITY")],
+)
+def test_a_lock_of_the_environment_that_is_empty_does_not_open_the_service(service: str, variable: str) -> None:
+    result = run(f"{service}_service", "--listen", "127.0.0.1:0", **{f"PAGEWIRE_{variable}": ""})
     assert result.returncode == 1
-    assert "the key that the environment gives is empty" in result.stderr
+    assert f"PAGEWIRE_{variable} is empty, which would leave the service open" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -168,10 +168,10 @@ def test_a_reload_refuses_what_a_start_would_refuse_and_says_which(
     other = trustme.CA().issue_cert("localhost").private_key_pem.bytes()
     for name, content, reason in (
         ("ca.crt", None, "ca.crt is missing; a restart does without"),
-        ("tls.key", None, "tls.crt and tls.key"),
-        ("ca.crt", b"", "ca.crt"),
-        ("tls.key", other, "tls.crt and tls.key"),
-        ("tls.key", ENCRYPTED, "tls.crt and tls.key"),
+        ("tls.key", None, "it has no tls.key; tls.crt and tls.key belong together"),
+        ("ca.crt", b"", "ca.crt cannot be read as PEM"),
+        ("tls.key", other, "tls.crt and tls.key cannot be read as PEM"),
+        ("tls.key", ENCRYPTED, "tls.crt and tls.key cannot be read as PEM"),
     ):
         (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
         with structlog.testing.capture_logs() as logs:

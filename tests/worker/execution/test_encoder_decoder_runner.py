@@ -193,7 +193,7 @@ def test_encoders_read_no_more_in_a_step_than_there_is_room_for(worker: SteppedW
         ("t5", {"relative_attention_max_distance": 0}, "relative_attention_max_distance 0"),
         ("t5", {"relative_attention_max_distance": 10**9}, "relative_attention_max_distance 1000000000"),
         ("t5", {"relative_attention_num_buckets": 2}, "relative_attention_num_buckets is 2"),
-        ("t5", {"n_positions": 10**12}, "n_positions is 1000000000000; it must be a whole number from 0 to"),
+        ("t5", {"n_positions": 10**12}, "n_positions is 1000000000000; it must be a whole number from 1 to"),
         ("whisper", {"max_source_positions": 100}, "max_source_positions is 100; sounds are heard 30 s at a time"),
     ],
 )

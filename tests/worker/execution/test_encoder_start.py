@@ -18,7 +18,7 @@ HOSTILE: dict[str, tuple[dict[str, object], str]] = {
     "more classes than there are names": ({"num_labels": 10**9}, "num_labels is 1000000000; it must be"),
     "no heads": ({"num_attention_heads": 0}, "num_attention_heads is 0; it must be a whole number from 1"),
     "an unknown function": ({"hidden_act": "os.system"}, "describes no network: KeyError: 'os.system'"),
-    "positions that are not there": ({"model_type": "roberta", "pad_token_id": -5}, "cannot be computed"),
+    "positions that are not there": ({"model_type": "roberta", "pad_token_id": -5}, "pad_token_id is -5"),
 }
 
 
