@@ -95,9 +95,7 @@ def load_settings(cls: type[Settings], program: str, arguments: Sequence[str] | 
         sys.exit(0)
     for variable in (f"PAGEWIRE_{name.upper()}" for name in cls.model_fields if _LOCKS.fullmatch(name)):
         if os.environ.get(variable) == "":
-            sys.exit(
-                f"{program}: {variable} is empty, which would leave the service open; unset it or fill it"
-            )
+            sys.exit(f"{program}: {variable} is empty, which would leave the service open; unset it or fill it")
     try:
         return CliApp.run(cls, given)
     except ValidationError as error:
