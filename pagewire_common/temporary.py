@@ -18,17 +18,24 @@ import structlog
 log = structlog.get_logger()
 
 _PREFIX = "pagewire-tmp-"
+_MOST_TRIES = 5
 
 
 class TemporaryFolder:
     """A new folder that only its owner may enter, until it is closed, or the process is over. Raises OSError."""
 
     def __init__(self, kind: str) -> None:
-        while True:
+        for _ in range(_MOST_TRIES):
             self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-"))
             self._lock = _locked(self.path)
             if self._lock is not None:
                 return  # else one that starts has found it not locked yet, and removes it
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+        raise OSError(
+            f"no folder in {tempfile.gettempdir()} can be locked, or kept from other users; set TMPDIR to one on this "
+            "machine's own disk"
+        )
 
     def close(self) -> None:
         """Remove it. Doing so again does nothing."""

@@ -143,8 +143,8 @@ class Admission:
 
 
 def _num_charged(before: Call, later: Call) -> int:
-    """Tokens of a resumption that the call which it supersedes was charged for: the prompt, and of each output the
-    leading tokens that this scheduler has in its own record, the group of the superseded call.
+    """Tokens of a resumption that the call which it supersedes was charged for: the prompt, unless it is computed whole
+    again, and of each output the leading tokens that this scheduler has in its own record, the superseded group.
 
     None for another API key or `cache_salt`, whose cached blocks are not found. None either where the earlier call was
     computed and gained nothing: a request that is superseded again and again would be computed for nothing.
@@ -157,7 +157,8 @@ def _num_charged(before: Call, later: Call) -> int:
     if not (is_alike and is_progress):
         return 0
     outputs = zip(old.sequences, new.sequences, strict=False)
-    return new.num_prompt_tokens + sum(_num_alike(a.output_token_ids, b.output_token_ids) for a, b in outputs)
+    num_prompt_tokens = 0 if new.sampling.needs_all_states else new.num_prompt_tokens
+    return num_prompt_tokens + sum(_num_alike(a.output_token_ids, b.output_token_ids) for a, b in outputs)
 
 
 def _num_alike(one: Sequence[int], other: Sequence[int]) -> int:

@@ -1,5 +1,7 @@
 """Folders of processes that were killed are removed by the next start; those of others are not even looked into."""
 
+import errno
+import fcntl
 import os
 import signal
 import socket
@@ -80,6 +82,18 @@ def test_what_is_not_this_users_own_is_passed_over(shared: Path, monkeypatch: py
     remove_dead_folders()
     assert names_in(shared) == before
     assert names_in(precious) == ["file"]
+
+
+def test_where_no_folder_can_be_locked_that_is_said_and_none_is_left(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OSError, match=f"no folder in {shared} can be locked"):
+        TemporaryFolder("adapters")
+    assert not names_in(shared)
 
 
 async def test_a_socket_whose_backlog_is_full_keeps_no_scheduler_from_starting(shared: Path) -> None:

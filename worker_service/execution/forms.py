@@ -10,7 +10,7 @@ What a form costs is charged to its own output, and may end that output alone:
 
 - For one token it may take `MOST_SECONDS`. After that the process is killed, and another one goes on with the other
   outputs. For `BAN_SECONDS` the same owner's new outputs of the form end at once. The evidence is of the form alone:
-  one token or mask took that long, whatever was read before. Outputs that have begun go on.
+  one token or mask took that long, whatever was read before. Outputs that have begun go on, until it happens again.
 - For all of its tokens it may take `MOST_LEFT`, and `TOKEN_SECONDS` more for each token.
 - What it has written is read anew where its sequence is new, in slices beside other outputs' masks. Its answers are
   late until then, and it gains no token in those steps. Reading is charged half: it costs no more than it did the
@@ -18,6 +18,7 @@ What a form costs is charged to its own output, and may end that output alone:
 
 So a form keeps other outputs waiting for at most three times `MOST_SECONDS` in a step: for its mask, for the masks
 after guesses, and once more where it fails and is read anew, without guesses; and for `TOKEN_SECONDS` on average.
+Forms that are new to the process are compiled in the step that brings them, and that is charged to no output.
 """
 
 import contextlib
@@ -142,7 +143,8 @@ class Forms:
         self._vocabulary_size = vocabulary_size
         self._keys = itertools.count()
         self._gone: deque[int] = deque()
-        self._bans: OrderedDict[int, float] = OrderedDict()  # until when, by hashes of `_ban`: a form may have 64 KiB
+        # Until when, and how often, by hashes of `_ban`: a form may have 64 KiB.
+        self._bans: OrderedDict[int, tuple[float, int]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "forms")
         self._reader: Connection | None = None
         self._process: psutil.Process  # which knows if its id is another process's by now
@@ -270,6 +272,8 @@ class Forms:
     ) -> Iterator[tuple[_Item, npt.NDArray[np.uint8]]]:
         """Those that are not over, without guesses where what would follow these is not looked for."""
         for item, rows in items:
+            if not item.progress.is_over and self._is_banned(item.form, item.owner, times=2):
+                self._end_output(item, "other outputs of the form have taken too long twice in a minute")
             if not item.progress.is_over:
                 without = item.progress.is_alone or self._is_banned(item.form, item.owner, is_guess=True)
                 yield item._replace(guesses=NO_DRAFTS) if without else item, rows
@@ -305,16 +309,20 @@ class Forms:
         log.warning("an output has ended: its form cannot be followed", reason=why)
 
     def _ban(self, item: _Item, is_guess: bool, why: str) -> None:
-        """For a while, not begin an output of this form and owner; if it `is_guess`, what was not chosen, only not
-        guess."""
+        """For a while, not begin an output of this form and owner, and after the second time not go on with one; if it
+        `is_guess`, what was not chosen, only not guess."""
         if not is_guess:
             self._end_output(item, why)
-        self._bans[hash((item.form, item.owner, is_guess))] = time.monotonic() + BAN_SECONDS
+        times = 2 if self._is_banned(item.form, item.owner, is_guess=is_guess) else 1
+        self._bans[hash((item.form, item.owner, is_guess))] = time.monotonic() + BAN_SECONDS, times
         if len(self._bans) > MOST_BANS:
             self._bans.popitem(last=False)
 
-    def _is_banned(self, form: str, owner: bytes, *, is_guess: bool = False) -> bool:
-        return bool(self._bans) and self._bans.get(hash((form, owner, is_guess)), 0.0) > time.monotonic()
+    def _is_banned(self, form: str, owner: bytes, *, is_guess: bool = False, times: int = 1) -> bool:
+        if not self._bans:
+            return False
+        until, so_often = self._bans.get(hash((form, owner, is_guess)), (0.0, 0))
+        return so_often >= times and until > time.monotonic()
 
     # ---- the processes
 

@@ -177,10 +177,29 @@ def test_a_form_that_is_slow_is_not_begun_again_for_its_owner_for_a_while(
     alive = [new(), begun, other, new(owner=b"another"), new("yy")]
     assert followers(forms, tokenizer, alive) == ["", "y", "y", "yz", "y"]
     assert forms._process is process
-    for ban, until in forms._bans.items():
+    for ban, (until, times) in forms._bans.items():
         assert until - time.monotonic() <= forms_module.BAN_SECONDS
-        forms._bans[ban] = time.monotonic()  # it is over
+        forms._bans[ban] = time.monotonic(), times  # it is over
     assert followers(forms, tokenizer, [new()]) == ["yz"]
+
+
+@pytest.mark.usefixtures("hurried")
+def test_after_the_second_time_outputs_that_have_begun_end_too_in_the_same_step(
+    forms: Forms, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many outputs of one slow form in a step take no longer than two; those of another owner go on."""
+    receive, num_slow = forms._receive, itertools.count()
+
+    def received(reader: Connection) -> bytes:
+        if next(num_slow) < 2:
+            raise TimeoutError("it takes too long")
+        return receive(reader)
+
+    monkeypatch.setattr(forms, "_receive", received)
+    alive = [written(tokenizer, "y", number, CHOICE, b"its owner") for number in range(1, 7)]
+    alive.append(written(tokenizer, "y", 7, CHOICE, b"another"))
+    assert followers(forms, tokenizer, alive) == [""] * 6 + ["y"]
+    assert next(num_slow) == 3
 
 
 def test_what_a_forms_tokens_cost_together_ends_its_own_output(
