@@ -139,6 +139,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="makes sampling repeatable",
     )
     transcribe.add_argument("--translate", action="store_true", help="write in English, whatever is spoken")
+    transcribe.add_argument(
+        "--words", action="store_true", help="a line for each word, with its times, instead of one for each segment"
+    )
     _add_operators_commands(commands, tls)
     parsed = parser.parse_args(arguments)
     if parsed.command in ("generate", "chat"):
@@ -358,13 +361,13 @@ async def score(arguments: argparse.Namespace, target: str) -> None:
 
 async def transcribe(arguments: argparse.Namespace, target: str) -> None:
     async with Client(target, **access(arguments)) as client:
-        names = ("language", "prompt", "translate", "temperature", "seed")
+        names = ("language", "prompt", "translate", "temperature", "seed", "words")
         options = request_options(arguments) | {name: getattr(arguments, name) for name in names}
         async for event in client.transcribe(arguments.file, **options):
             if event.HasField("segment"):
-                segment = event.segment
-                times = f"{segment.start_seconds:7.2f} - {segment.end_seconds:7.2f}"
-                sys.stdout.write(f"{times}  {segment.text.strip()}\n")
+                for said in event.segment.words if arguments.words else [event.segment]:
+                    times = f"{said.start_seconds:7.2f} - {said.end_seconds:7.2f}"
+                    sys.stdout.write(f"{times}  {said.text.strip()}\n")
                 sys.stdout.flush()
 
 

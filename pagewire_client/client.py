@@ -254,6 +254,7 @@ class Client:
         temperature: float = 0.0,
         seed: int | None = None,
         scores: bool = False,
+        words: bool = False,
         tenant: str = "",
         lora_name: str = "",
         priority: int = 0,
@@ -262,7 +263,7 @@ class Client:
         """What is said in a sound, as it is understood: the language, segments of text with their times, the end.
 
         Without a `language`, which is an ISO 639 code or a name in English, it is found out. With `scores` segments say
-        how sure the model is. A `prompt` is what was said before, or a text
+        how sure the model is, and with `words` when each word is said. A `prompt` is what was said before, or a text
         with the names and the style that are to be expected. Leaving the loop early frees the call. It is
         not tried again.
         """
@@ -274,6 +275,7 @@ class Client:
             temperature=temperature,
             seed=seed,
             scores=scores,
+            words=words,
             tenant=tenant,
             lora_name=lora_name,
             priority=priority,

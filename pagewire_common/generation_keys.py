@@ -15,6 +15,7 @@ LONGEST_STOP_STRING = 256
 _LONGEST_WORD = 256
 """Token ids of a word that is banned."""
 _MOST_BIAS = 100
+_MOST_HEADS = 1024
 
 
 class Bounds(NamedTuple):
@@ -132,6 +133,14 @@ _FORCED = Kind(
     ),
 )  # fmt: skip
 
+_HEADS = Kind(
+    f"a list of at most {_MOST_HEADS} different pairs of a layer and a head, each counted from 0",
+    lambda value, _: isinstance(value, list) and len(value) <= _MOST_HEADS and all(
+        isinstance(pair, list) and len(pair) == 2 and all(type(number) is int and number >= 0 for number in pair)
+        for pair in value
+    ) and len({*map(tuple, value)}) == len(value),
+)  # fmt: skip
+
 _OBEYED: Mapping[str, Kind] = {
     "do_sample": _FLAG,
     "temperature": _number(BOUNDS["temperature"]),
@@ -226,7 +235,7 @@ _OF_SPEECH: Mapping[str, Kind] = {
     "language": _TEXT,
     "task": _one_of("transcribe"),
     "forced_decoder_ids": _FORCED,
-    "alignment_heads": _ANYTHING,  # times of single words, which no call returns
+    "alignment_heads": _HEADS,
     "is_multilingual": _ANYTHING,  # lang_to_id says which languages
     "prev_sot_token_id": _ANYTHING,  # the tokenizer's <|startofprev|>
     "return_timestamps": _ANYTHING,  # a transcript has times

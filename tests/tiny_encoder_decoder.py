@@ -62,7 +62,9 @@ SPEECH: dict[str, Any] = {
     "eos_token_id": SPEECH_END,
     "decoder_start_token_id": SPEECH_START,
 }
+ALIGNMENT_HEADS = [[1, 2], [0, 1], [1, 0]]
 GENERATION: dict[str, Any] = {
+    "alignment_heads": ALIGNMENT_HEADS,
     "decoder_start_token_id": SPEECH_START,
     "eos_token_id": SPEECH_END,
     "lang_to_id": {"<|en|>": ENGLISH, "<|de|>": GERMAN},

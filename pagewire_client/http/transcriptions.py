@@ -21,7 +21,9 @@ from pagewire_client.http.errors import HttpError, invalid, refused_by
 
 PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
-KNOWN = ("file", "language", "model", "prompt", "response_format", "stream", "temperature", "timestamp_granularities")
+KNOWN = ("file", "language", "model", "prompt", "response_format", "stream", "temperature")
+GRANULARITY = "timestamp_granularities"
+GRANULARITIES = frozenset(("segment", "word"))
 _STREAMS = {"": False, "0": False, "1": True, "false": False, "true": True}
 FRAMES_PER_SECOND = 100
 """Of a sound's features, in which OpenAI counts `seek`."""
@@ -37,21 +39,22 @@ class Form:
     asked: pb.TranscribeRequest
     format: str
     streams: bool
+    granularities: frozenset[str]
+    """Which of GRANULARITIES verbose_json has."""
 
 
 async def _read_form(call: Call) -> Form:
     """Raises HttpError."""
-    parts, sound = await _read_parts(call)
+    parts, granularities, sound = await _read_parts(call)
     name = parts.get("response_format", "json")
     if sound is None:
         raise invalid("file is missing: the form needs a sound file")
     if name not in FORMATS:
         raise invalid(f"response_format is {name[:32]!r}; it must be one of {', '.join(FORMATS)}")
-    if parts.get("timestamp_granularities", "segment") != "segment":
-        raise invalid(
-            "timestamp_granularities is not segment; times of words are not supported here, because workers do not "
-            "return what the decoder attends to"
-        )
+    if unknown := granularities - GRANULARITIES:
+        raise invalid(f"timestamp_granularities is {min(unknown)[:32]!r}; it may be word, segment or both")
+    if "word" in granularities and name != "verbose_json":
+        raise invalid(f"timestamp_granularities is 'word', and response_format {name!r}; verbose_json has words")
     streams = _STREAMS.get(parts.get("stream", "").lower())
     if streams is None:
         raise invalid("stream is neither true nor false")
@@ -68,24 +71,29 @@ async def _read_form(call: Call) -> Form:
         translate=_translates(call),
         temperature=temperature,
         scores=name == "verbose_json",
+        words="word" in granularities,
         lora_name=call.adapter(parts.get("model", "")),
     )
-    return Form(asked, name, streams)
+    return Form(asked, name, streams, granularities or frozenset(("segment",)))
 
 
-async def _read_parts(call: Call) -> tuple[dict[str, str], bytearray | None]:
-    """The texts of a form, and its file, which need have neither a name nor a type. Raises HttpError."""
+async def _read_parts(call: Call) -> tuple[dict[str, str], frozenset[str], bytearray | None]:
+    """The texts of a form, its granularities, and its file, which need have neither a name nor a type.
+
+    Raises HttpError.
+    """
     check_length(call.request, call.most_bytes)
     if not call.request.content_type.startswith("multipart/"):
         raise invalid("file is missing: the form needs a sound file, as multipart/form-data")
     texts: dict[str, str] = {}
+    granularities: set[str] = set()
     sound: bytearray | None = None
     try:
         async with asyncio.timeout(call.receive_seconds):
             reader = await call.request.multipart()
             for _ in range(MAX_PARTS + 1):
                 if (part := await reader.next()) is None:
-                    return texts, sound
+                    return texts, frozenset(granularities), sound
                 if not isinstance(part, aiohttp.BodyPartReader):
                     raise invalid("the form has a form in it")
                 parameter = (part.name or "").removesuffix("[]")
@@ -96,6 +104,9 @@ async def _read_parts(call: Call) -> tuple[dict[str, str], bytearray | None]:
                     content += piece
                     if len(content) > (call.most_bytes if is_file else MAX_TEXT_BYTES):
                         raise HttpError(413, "too_large", f"{part.name} is too large")
+                if parameter == GRANULARITY:
+                    granularities.add(content.decode())
+                    continue
                 is_twice = sound is not None if is_file else texts.get(parameter, content.decode()) != content.decode()
                 if is_twice:
                     raise invalid(f"{parameter[:64]} is given twice")
@@ -120,7 +131,7 @@ async def transcribe(call: Call) -> web.StreamResponse:
     """What is understood goes out as it comes, if the form says so: then an error may be the last event."""
     form = await _read_form(call)
     response: web.StreamResponse | None = None
-    found: dict[str, Any] = {"task": "translate" if _translates(call) else "transcribe", "segments": []}
+    found: dict[str, Any] = {"task": "translate" if _translates(call) else "transcribe", "segments": [], "words": []}
     text = ""
     events = call.stub.Transcribe(form.asked, metadata=call.metadata)
     try:
@@ -132,6 +143,15 @@ async def transcribe(call: Call) -> web.StreamResponse:
             else:
                 segment = event.segment
                 found["segments"].append(_segment(segment, len(found["segments"]), form.asked.temperature))
+                found["words"] += [
+                    {
+                        "word": word.text.strip(),
+                        "start": round(word.start_seconds, 2),
+                        "end": round(word.end_seconds, 2),
+                    }
+                    for word in segment.words
+                    if word.text.strip()
+                ]
                 delta = segment.text if text else segment.text.lstrip()
                 text += delta
                 if form.streams:
@@ -154,7 +174,10 @@ async def transcribe(call: Call) -> web.StreamResponse:
         return web.Response(text=text + "\n")
     if form.format in ("srt", "vtt"):
         return web.Response(text=_subtitles(found["segments"], is_vtt=form.format == "vtt"))
-    return web.json_response({"text": text} | (found if form.format == "verbose_json" else {}))
+    if form.format == "json":
+        return web.json_response({"text": text})
+    hidden = {f"{name}s" for name in GRANULARITIES - form.granularities}
+    return web.json_response({"text": text} | {name: value for name, value in found.items() if name not in hidden})
 
 
 def _segment(segment: pb.TranscriptSegment, number: int, temperature: float) -> dict[str, Any]:

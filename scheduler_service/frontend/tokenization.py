@@ -159,6 +159,15 @@ class Tokenizer:
 
         return await self._on_thread(decode, aside=True)
 
+    async def decode_prefixes(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of the first token, of the first two, and so on, without special tokens: of a few hundred tokens."""
+
+        def decode() -> list[str]:
+            prefixes = [list(token_ids[:stop]) for stop in range(1, len(token_ids) + 1)]
+            return [str(text) for text in self._parsing.decode_batch(prefixes, skip_special_tokens=True)]
+
+        return await self._on_thread(decode, aside=True)
+
     async def decode_each(self, token_ids: Sequence[int]) -> list[str]:
         """What each token says by itself, behind others, so that a space at its beginning is kept."""
 

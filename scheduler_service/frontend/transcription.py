@@ -10,13 +10,14 @@ from contextlib import aclosing
 from typing import Any
 
 import grpc
+import numpy as np
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common import errors
 from pagewire_common.errors import RequestError
 from pagewire_common.generation_keys import BOUNDS
 from pagewire_common.patient_writer import PatientWriter
-from scheduler_service.core import EncoderInput, SamplingParams
+from scheduler_service.core import EncoderInput, PoolingParams, PoolingType, SamplingParams
 from scheduler_service.frontend.checks import check_context, invalid
 from scheduler_service.frontend.engine_link import EngineLink
 from scheduler_service.frontend.generation import Context
@@ -27,12 +28,15 @@ from scheduler_service.frontend.sound_features import TOO_SHORT, open_sound, rea
 from scheduler_service.frontend.speech.languages import code_of
 from scheduler_service.frontend.speech.log_mel import HOP
 from scheduler_service.frontend.speech.sound import SAMPLE_RATE
-from scheduler_service.frontend.speech.speech_tokens import SpeechTokens
+from scheduler_service.frontend.speech.speech_tokens import SECONDS_PER_TIMESTAMP, SpeechTokens
 from scheduler_service.frontend.speech.transcript import Segment, Transcript
+from scheduler_service.frontend.speech.words import Word, timed_words
 from scheduler_service.frontend.validation import check_characters
 
 LEAST_STEP = SAMPLE_RATE
 """Samples from one window to the next: a text that ends sooner, before another that does not end, has been made up."""
+SAMPLES_PER_TOKEN = round(SAMPLE_RATE * SECONDS_PER_TIMESTAMP)
+"""Of what the encoder makes of a sound."""
 MAX_SECONDS = 3600.0
 """Of a sound."""
 MAX_PROMPT_CHARACTERS = 1 << 16
@@ -82,7 +86,7 @@ class _SpeechCall(PartedCall):
         if tokens is None:
             raise RequestError(grpc.StatusCode.UNIMPLEMENTED, f"{model.name} does not write down what it hears")
         task = "translate" if request.translate else "transcribe"
-        self._check_words(tokens, task)
+        self._check_asked(tokens, task)
         seed = request.seed if request.HasField("seed") else secrets.randbits(63)
         await self._call.hold(SOUND_BYTES)
         sound = await open_sound(request.sound, MAX_SECONDS)
@@ -108,15 +112,29 @@ class _SpeechCall(PartedCall):
                 logprobs=0 if request.scores else None,
                 transcript=tokens.transcript,
             )
+            kept: list[Segment] = []  # where words are timed, which is done of all together
             async with self.part(self._num_parts, prompt, sampling, features) as state:
                 state.stream.when_cut = writer.give_up
                 async for delta in state.stream:
                     logprobs: list[float | None] = [entry.logprobs[0] for entry in delta.logprobs]
                     logprobs = logprobs or [None] * len(delta.token_ids)
                     for segment in filter(None, map(transcript.gain, delta.token_ids, logprobs)):
-                        yield await self._encode(segment, begins, silence)
+                        if request.words:
+                            kept.append(segment)
+                        else:
+                            yield await self._encode(segment, begins, silence)
             if (rest := transcript.rest) is not None:
-                yield await self._encode(rest, begins, silence)
+                kept.append(rest)
+            times = None
+            if request.words and kept:
+                plain = tokens.plain_prompt(language, task)
+                times = await self._find_times(plain, kept, features, len(samples), writer)
+            for segment in kept:
+                words = []
+                if times is not None:
+                    own, times = times[: len(segment.token_ids) + 1], times[len(segment.token_ids) :]
+                    words = timed_words(segment, own, language, await self._prefixes(segment))
+                yield await self._encode(segment, begins, silence, words)
             start += max(round(transcript.next * SAMPLE_RATE), LEAST_STEP)
             self._seconds = sound.seconds
         if not start:
@@ -126,7 +144,7 @@ class _SpeechCall(PartedCall):
         )
         yield pb.TranscribeResponse(end=pb.TranscriptEnd(seconds=sound.seconds, usage=usage))
 
-    def _check_words(self, tokens: SpeechTokens, task: str) -> None:
+    def _check_asked(self, tokens: SpeechTokens, task: str) -> None:
         language = self._speech.language
         if language and code_of(language) not in tokens.languages:
             known = ", ".join(sorted(tokens.languages))
@@ -134,6 +152,13 @@ class _SpeechCall(PartedCall):
             invalid(f"language is {language[:32]!r}; with this model it may be {may_be}")
         if task != "transcribe" and task not in tokens.tasks:
             invalid("translate is set, and this model does not translate")
+        if self._speech.words and not tokens.aligns:
+            invalid(
+                f"words is set, and the generation_config.json of {self.model.name} names no alignment_heads, by which "
+                "times of words are found"
+            )
+        if self._speech.words and self.model.tokenizer is None:
+            invalid(f"words is set, and {self.model.name} has no tokenizer to tell words apart with")
 
     async def _tokens_before(self) -> Sequence[int]:
         """Those of the request's prompt, of which the last ones count."""
@@ -173,7 +198,41 @@ class _SpeechCall(PartedCall):
                     silence = math.exp(entry.logprobs[0])
         return silence
 
-    async def _encode(self, segment: Segment, begins: float, silence: float | None) -> pb.TranscribeResponse:
+    async def _find_times(
+        self,
+        plain: Sequence[int],
+        segments: Sequence[Segment],
+        features: EncoderInput,
+        num_samples: int,
+        writer: PatientWriter,
+    ) -> Sequence[float]:
+        """When each token of these segments begins, and the last one ends, in seconds of the window.
+
+        The model is asked for a transcript without times, which is what its heads that follow the sound are known for.
+        """
+        prompt = [*plain, *(token_id for segment in segments for token_id in segment.token_ids)]
+        check_context("a window's text, whose words are to be timed,", len(prompt), self.model)
+        pooling = PoolingParams(
+            type=PoolingType.ALIGNMENT,
+            dimensions=1 + len(prompt) - len(plain),
+            num_sound_tokens=max(1, num_samples // SAMPLES_PER_TOKEN),
+        )
+        found = b""
+        sampling = SamplingParams(max_tokens=1, pooling=pooling)
+        async with self.part(self._num_parts, prompt, sampling, features) as state:
+            state.stream.when_cut = writer.give_up
+            async for delta in state.stream:
+                found += delta.vectors
+        times: Sequence[float] = (np.frombuffer(found, "<f4").astype(float) * SECONDS_PER_TIMESTAMP).tolist()
+        return times
+
+    async def _prefixes(self, segment: Segment) -> Sequence[str]:
+        assert self.model.tokenizer is not None  # or the call was refused
+        return await self.model.tokenizer.decode_prefixes(segment.token_ids)
+
+    async def _encode(
+        self, segment: Segment, begins: float, silence: float | None, words: Sequence[Word] = ()
+    ) -> pb.TranscribeResponse:
         tokenizer = self.model.tokenizer
         text = "" if tokenizer is None else await tokenizer.decode(segment.token_ids, skip_special_tokens=True)
         return pb.TranscribeResponse(
@@ -185,5 +244,9 @@ class _SpeechCall(PartedCall):
                 window_start_seconds=begins,
                 mean_logprob=segment.mean_logprob,
                 no_speech_probability=silence,
+                words=[
+                    pb.TranscriptWord(text=text, start_seconds=begins + start, end_seconds=begins + end)
+                    for text, start, end in words
+                ],
             )
         )

@@ -10,6 +10,7 @@ from torch import Tensor
 from kernels.metadata import AttentionMetadata
 from kernels.upload import upload
 from worker_service.execution.adapters import Adapters
+from worker_service.execution.alignment import Aligner
 from worker_service.execution.batch import build_batch
 from worker_service.execution.cache_engine import CacheEngine
 from worker_service.execution.forms import Forms
@@ -30,9 +31,13 @@ class EncoderDecoderRunner(ModelRunner):
         cache_engine: CacheEngine,
         forms: Forms | None = None,
         adapters: Adapters | None = None,
+        aligner: Aligner | None = None,
     ) -> None:
+        """aligner: of a model that says when tokens are said; others pool nothing."""
         super().__init__(cast(CausalModel, model), cache_engine, forms=forms, adapters=adapters)
         self._model = model
+        self._aligner = aligner
+        self._queries: dict[int, Tensor] = {}  # of the step's cross attention by layer, if a chunk is to be aligned
 
     def _encode(self, chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:
         cache = self.cache_engine.device_blocks
@@ -70,4 +75,22 @@ class EncoderDecoderRunner(ModelRunner):
         )
         lora_slots = None if self.adapters is None else self.adapters.slots(chunks)
         inputs = (batch.token_ids, batch.positions, batch.slots, batch.attention)
-        return self._model.forward(*inputs, cache, cross, lora_slots), batch.query_start
+        self._queries = {}
+        queries = self._queries if any(chunk.sequence.sampling.pooling for chunk in chunks) else None
+        return self._model.forward(*inputs, cache, cross, lora_slots, queries), batch.query_start
+
+    def _pool(
+        self, chunks: Sequence[ScheduledChunk], query_start: Sequence[int], hidden: Tensor
+    ) -> list[tuple[ScheduledChunk, Tensor]]:
+        """As `ModelRunner` has it: of a prompt whose last chunk this is, when its tokens are said."""
+        del hidden
+        queries, self._queries = self._queries, {}
+        completed = []
+        for chunk, start, stop in zip(chunks, query_start, query_start[1:], strict=False):
+            if chunk.sequence.sampling.pooling is not None:
+                assert self._aligner is not None  # the limits say so
+                cache = self.cache_engine.device_blocks
+                times = self._aligner.take(chunk, {layer: of[start:stop] for layer, of in queries.items()}, cache)
+                if times is not None:
+                    completed.append((chunk, times))
+        return completed

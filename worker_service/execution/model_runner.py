@@ -274,9 +274,8 @@ class ModelRunner(Runner):
             choosers = [chooser for chunk in chunks if chunk.chooses for chooser in _choosers(chunk)]
             reports = any(chooser.sampling.logprobs is not None for chooser in choosers)
             token_ids = sample(logits, choosers, masks, may_edit=not reports)
-        return RunningStep(
-            chunks, clock, logits, token_ids, prompt_logprobs, failed, pool_all(chunks, query_start, hidden), masks
-        )
+        vectors = self._pool(chunks, query_start, hidden)
+        return RunningStep(chunks, clock, logits, token_ids, prompt_logprobs, failed, vectors, masks)
 
     def _encode(self, chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:
         """Have an encoder, if there is one, read what the step has for it; returns the other chunks."""
@@ -302,6 +301,12 @@ class ModelRunner(Runner):
         return self.model.forward(
             batch.token_ids, batch.positions, batch.slots, batch.attention, cache, lora_slots
         ), batch.query_start
+
+    def _pool(
+        self, chunks: Sequence[ScheduledChunk], query_start: Sequence[int], hidden: Tensor
+    ) -> list[tuple[ScheduledChunk, Tensor]]:
+        """What the chunks complete of sequences that are pooled. hidden, query_start: as `_forward` returns them."""
+        return pool_all(chunks, query_start, hidden)
 
     def _prompt_logprobs(self, chunk: ScheduledChunk, hidden: Tensor) -> list[SampleLogprobs]:
         """Log-probabilities of the prompt tokens that the chunk's rows predict: from its second to the one behind its

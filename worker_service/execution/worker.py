@@ -19,6 +19,7 @@ from pagewire_common.generation_config import GenerationConfig, GenerationDefaul
 from pagewire_common.start_error import StartError
 from worker_service.errors import is_out_of_memory
 from worker_service.execution.adapters import AdapterRoom, Adapters
+from worker_service.execution.alignment import Aligner
 from worker_service.execution.cache_engine import CacheEngine
 from worker_service.execution.capacity import check_room_for_weights, count_device_blocks
 from worker_service.execution.decode_graphs import capture
@@ -73,6 +74,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
     GenerationDefaults.of(generation)  # schedulers take them; here contradictions are found
     if ranks.rank == 0 and (chosen := generation.chosen_by_requests):
         log.info(f"{generation.file} prefers a decoding method that requests have if they ask for it", **chosen)
+    aligner = Aligner.read(generation, config) if target.max_encoder_len else None
     max_model_len = _choose_max_model_len(settings, target.max_model_len)
     max_num_encoder_tokens = (
         max(target.max_encoder_len, settings.max_num_batched_tokens) if target.max_encoder_len else 0
@@ -124,7 +126,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
     if forms is not None and not forms.is_ready():
         forms = None
     runner = (
-        EncoderDecoderRunner(model, caches[0], forms, adapters)
+        EncoderDecoderRunner(model, caches[0], forms, adapters, aligner)
         if target.max_encoder_len
         else ModelRunner(model, caches[0], graphs, forms, adapters)
     )
@@ -172,6 +174,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
             max_encoder_len=target.max_encoder_len,
             max_num_encoder_tokens=max_num_encoder_tokens,
             feature_bytes=getattr(config, "feature_bytes", 0),
+            aligns=aligner is not None,
         ),
         runner=runner,
         tokenizer_files=tokenizer_files,

@@ -127,10 +127,14 @@ class EncoderDecoder:
         cache: Tensor,
         cross: AttentionMetadata,
         lora_slots: Tensor | None = None,
+        queries: dict[int, Tensor] | None = None,
     ) -> Tensor:
-        """As `CausalModel` has it. cross: the same sequences, with the encoder's tokens as their contexts."""
+        """As `CausalModel` has it. cross: the same sequences, with the encoder's tokens as their contexts.
+
+        queries: takes the queries of each layer's cross attention, scaled, [num_tokens, num_heads, head_dim].
+        """
         nothing = torch.zeros((1, 1, self.config.hidden_size), dtype=self._dtype, device=self._device)
-        with _within(_Paged(self._layers, positions, slots, attention, cross, cache, self._bias), lora_slots):
+        with _within(_Paged(self._layers, positions, slots, attention, cross, cache, self._bias, queries), lora_slots):
             output = self._decoder(
                 input_ids=token_ids[None],
                 attention_mask=token_ids.new_ones((1, len(token_ids))),
@@ -178,15 +182,19 @@ class _Paged:
     cross: AttentionMetadata
     cache: Tensor
     bias: Tensor | None
+    queries: dict[int, Tensor] | None = None
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None
     ) -> Tensor:
         del bias  # that of a whole row of tokens, which is made for no step
         ops = ops_for(self.cache.device)
-        layer_cache = self.cache[:, self.layers[id(module)]]
+        layer = self.layers[id(module)]
+        layer_cache = self.cache[:, layer]
         query = query[0].transpose(0, 1)
         if not module.is_causal:
+            if self.queries is not None:
+                self.queries[layer] = query * scale
             return ops.paged_attention(query.contiguous(), layer_cache, self.cross, scale, causal=False)[None]
         keys, values = (part[0].transpose(0, 1).contiguous() for part in (key, value))
         ops.store_kv(keys, values, layer_cache, self.slots)

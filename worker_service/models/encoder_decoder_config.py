@@ -51,6 +51,8 @@ class EncoderDecoderConfig:
     """Tokens that the encoder reads of a text at most, and of a sound always."""
     num_mel_bins: int = 0
     """Numbers of a sound's frame; 0 for text."""
+    median_filter_width: int = 1
+    """Encoder's tokens over which weights of attention are smoothed where words are timed."""
     own_tensors: frozenset[str] = frozenset()
     """Those of the tensors that it ties which have values of their own. T5 ties its head in any case; its
     tie_word_embeddings says whether states are scaled before logits are made of them."""
@@ -150,8 +152,11 @@ def _whisper(network: Any) -> dict[str, Any]:
             f"max_source_positions is {shown(network.max_source_positions)}; sounds are heard 30 s at a time, which is "
             f"{_SOUND_TOKENS}"
         )
+    if (width := _size(network, "median_filter_width")) % 2 == 0:
+        raise ValueError(f"median_filter_width is {width}; it must be odd")
     return {
         **_decoder(network),
+        "median_filter_width": width,
         "max_model_len": _size(network, "max_target_positions"),
         "max_encoder_len": _SOUND_TOKENS,
         "num_mel_bins": _size(network, "num_mel_bins"),

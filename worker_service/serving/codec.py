@@ -187,7 +187,7 @@ def _new_sequence(message: pb.NewSequence, limits: Limits) -> NewSequence:
         message.num_prompt_tokens,
         message.num_computed_tokens,
         _block_ids(message.block_ids, limits),
-        _sampling(f"{where}: sampling", message.sampling, limits),
+        _sampling(f"{where}: sampling", message.sampling, limits, message.num_prompt_tokens),
         message.lora_name,
         encoder_id=message.encoder_sequence_id,
     )
@@ -222,7 +222,10 @@ def _encoder_input(where: str, message: pb.NewSequence, limits: Limits) -> NewSe
     )
 
 
-def _sampling(where: str, message: pb.SequenceSampling, limits: Limits) -> SamplingParams:
+def _sampling(where: str, message: pb.SequenceSampling, limits: Limits, num_prompt_tokens: int) -> SamplingParams:
+    pooling = None
+    if message.HasField("pooling"):
+        pooling = _pooling(f"{where}: pooling", message.pooling, limits, num_prompt_tokens)
     for name, least, most in _BOUNDS:
         if not least <= (value := getattr(message, name)) <= most:  # also refuses NaN
             raise InvalidStepError(f"{where}: {name} is {value:g} and must be from {least:g} to {most:g}")
@@ -257,17 +260,24 @@ def _sampling(where: str, message: pb.SequenceSampling, limits: Limits) -> Sampl
         bad_words=tuple(tuple(_token_ids(f"{where}: bad_words", word.token_ids, limits)) for word in message.bad_words),
         form=message.form,
         form_owner=message.form_owner,
-        pooling=_pooling(f"{where}: pooling", message.pooling, limits) if message.HasField("pooling") else None,
+        pooling=pooling,
         transcript=_transcript(f"{where}: transcript", message, limits) if message.HasField("transcript") else None,
         is_beam=message.is_beam,
     )
 
 
-def _pooling(where: str, message: pb.PoolingParams, limits: Limits) -> PoolingParams:
+def _pooling(where: str, message: pb.PoolingParams, limits: Limits, num_prompt_tokens: int) -> PoolingParams:
     if message.type == pb.POOLING_TYPE_UNSPECIFIED or message.type not in pb.PoolingType.values():
         raise InvalidStepError(f"{where}: type {message.type} is none that is known")
     kind = PoolingType[pb.PoolingType.Name(message.type).removeprefix(_PREFIX)]
-    most = limits.num_labels if kind is PoolingType.SCORE else limits.embedding_size
+    if kind is PoolingType.ALIGNMENT:
+        most = num_prompt_tokens if limits.aligns else 0
+        if most and not 1 <= message.num_sound_tokens <= limits.max_encoder_len:
+            raise InvalidStepError(
+                f"{where}: num_sound_tokens is {message.num_sound_tokens}; the encoder has {limits.max_encoder_len}"
+            )
+    else:
+        most = limits.num_labels if kind is PoolingType.SCORE else limits.embedding_size
     if not 1 <= message.dimensions <= most:
         raise InvalidStepError(f"{where}: dimensions is {message.dimensions}; this worker's vectors have {most}")
     return PoolingParams(
@@ -276,6 +286,7 @@ def _pooling(where: str, message: pb.PoolingParams, limits: Limits) -> PoolingPa
         normalize=message.normalize,
         half=message.half,
         num_first_tokens=message.num_first_tokens,
+        num_sound_tokens=message.num_sound_tokens,
     )
 
 

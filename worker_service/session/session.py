@@ -18,6 +18,7 @@ from worker_service.session.step import (
     Fork,
     Limits,
     NewSequence,
+    PoolingType,
     SamplingParams,
     SchedulerOutput,
 )
@@ -325,10 +326,10 @@ class Session:
 
     def _check_pooling(self, sequence: SequenceState, stop: int, drafts: "array[int]") -> None:
         """Raises InvalidStepError where more or less than the states of a prompt would be pooled."""
-        if self._limits.max_encoder_len and sequence.sampling.pooling is not None:
-            raise InvalidStepError(f"sequence {sequence.sequence_id} is pooled, and this worker generates text only")
         where = f"sequence {sequence.sequence_id}"
         pooling = sequence.sampling.pooling
+        if pooling is not None and self._limits.aligns is not (pooling.type is PoolingType.ALIGNMENT):
+            raise InvalidStepError(f"{where} is pooled in a way that is not this worker's")
         if pooling is None:
             if self._limits.is_encoder:
                 raise InvalidStepError(f"{where} is to sample tokens, and this worker holds an encoder")

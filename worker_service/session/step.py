@@ -40,6 +40,8 @@ class Limits:
     """Of all that encoders read in one step."""
     feature_bytes: int = 0
     """Of a sound's features; 0 where the encoder reads token ids."""
+    aligns: bool = False
+    """Whether it finds out when each token of a transcript is said."""
 
     @property
     def is_encoder(self) -> bool:
@@ -78,6 +80,8 @@ class PoolingType(enum.Enum):
     ALL = enum.auto()
     SCORE = enum.auto()
     """What the network's classifier makes of the text."""
+    ALIGNMENT = enum.auto()
+    """When each of the last tokens of a transcript is said."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ class PoolingParams:
     normalize: bool = False
     half: bool = False
     num_first_tokens: int = 0
+    num_sound_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ class PoolingType(enum.Enum):
     ALL = enum.auto()
     SCORE = enum.auto()
     """What the network's classifier makes of the text."""
+    ALIGNMENT = enum.auto()
+    """When each of the last tokens of a transcript is said, by what the decoder attends to in the sound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +26,8 @@ class PoolingParams:
     """The first `dimensions` numbers of each vector, which are then made 1 long if it is to `normalize`.
 
     Numbers have 16 bits if they are to be `half`, else 32. Of a pair of texts the first has `num_first_tokens`, 0 where
-    there is no pair.
+    there is no pair. An alignment has one vector, with a number for each of the last `dimensions` tokens of the prompt;
+    `num_sound_tokens` of what the encoder reads belong to the sound.
     """
 
     type: PoolingType
@@ -32,6 +35,7 @@ class PoolingParams:
     normalize: bool = False
     half: bool = False
     num_first_tokens: int = 0
+    num_sound_tokens: int = 0
 
     @property
     def vector_bytes(self) -> int:

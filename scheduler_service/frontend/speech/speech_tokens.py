@@ -17,7 +17,8 @@ SECONDS_PER_TIMESTAMP = 0.02
 class SpeechTokens:
     """`languages` by their codes and `tasks` by their names; both are empty for a model of one language.
 
-    `language` is the code of the one that is spoken where a call names none, and "" if it is found out.
+    `language` is the code of the one that is spoken where a call names none, and "" if it is found out. The model
+    `aligns` if it has heads that follow the sound, by which workers find out when words are said.
     """
 
     start: int
@@ -25,6 +26,7 @@ class SpeechTokens:
     tasks: Mapping[str, int]
     transcript: TranscriptParams
     language: str = ""
+    aligns: bool = False
 
     @classmethod
     def read(cls, generation: GenerationConfig, start: int, end: int) -> Self | None:
@@ -50,13 +52,18 @@ class SpeechTokens:
         )
         languages = {code.strip("<|>"): token for code, token in keys.get("lang_to_id", {}).items()}
         tasks = keys.get("task_to_id", {})
-        return cls(start, languages, tasks, transcript, _language(generation, languages, tasks, silent))
+        language, aligns = _language(generation, languages, tasks, silent), "alignment_heads" in keys
+        return cls(start, languages, tasks, transcript, language, aligns)
 
     def prompt(self, language: str, task: str, before: Sequence[int] = ()) -> tuple[int, ...]:
         """What a transcript begins with, and what it is told of the time before."""
         if not self.languages:
             return (*before, self.start)
         return (*before, self.start, self.languages[language], *((self.tasks[task],) if task in self.tasks else ()))
+
+    def plain_prompt(self, language: str, task: str) -> tuple[int, ...]:
+        """What a transcript without times begins with."""
+        return (*self.prompt(language, task), self.transcript.first_timestamp - 1)
 
 
 def _language(generation: GenerationConfig, languages: Mapping[str, int], tasks: Mapping[str, int], silent: int) -> str:
