@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from embedding_helpers import serving
 from http_edge import http_edge
-from openai.types.audio import TranscriptionSegment
+from openai.types.audio import TranscriptionSegment, TranscriptionWord
 from scheduler_in_process import InProcess
 from sounds import wav
 from tiny_encoder_decoder import write_whisper
@@ -54,6 +54,31 @@ def two_files() -> aiohttp.FormData:
 
 
 GRANULARITY = ("timestamp_granularities[]", "segment")
+WORDS = ("timestamp_granularities[]", "word")
+
+
+async def test_verbose_json_has_the_granularities_that_were_asked_for(server: tuple[InProcess, str]) -> None:
+    one, url = server
+    async with Client(one.target) as client:
+        sound = Sound(wav(8, 2), "audio/wav")
+        events = [event async for event in client.transcribe(sound, language="de", words=True)]
+    words = [word for event in events for word in event.segment.words if word.text.strip()]
+    assert words
+    async with aiohttp.ClientSession() as session:
+        for granularities in ([WORDS], [GRANULARITY], [WORDS, GRANULARITY], []):
+            body = form(wav(8, 2), more=granularities, language="de", response_format="verbose_json")
+            async with session.post(f"{url}/v1/audio/transcriptions", data=body) as response:
+                found = json.loads(await response.text())
+            assert ("words" in found) is (WORDS in granularities)
+            assert ("segments" in found) is (granularities != [WORDS])
+            for word, said in zip(found.get("words", words), words, strict=True):
+                if "words" in found:
+                    checked = TranscriptionWord.model_validate(word, strict=True)
+                    assert (checked.word, checked.start, checked.end) == (
+                        said.text.strip(),
+                        pytest.approx(said.start_seconds, abs=0.006),
+                        pytest.approx(said.end_seconds, abs=0.006),
+                    )
 
 
 async def test_a_sound_is_answered_in_each_format_with_what_transcribe_says(server: tuple[InProcess, str]) -> None:
@@ -114,14 +139,19 @@ async def test_a_sound_is_answered_in_each_format_with_what_transcribe_says(serv
         (form(wav(1), temperature="hot"), 400, "temperature is not a number"),
         (form(wav(1), include="logprobs"), 400, "include is not supported here"),
         (form(wav(1), prompt="x" * 65_537), 400, "prompt has 65537 characters"),
-        (form(wav(1), **{"timestamp_granularities[]": "word"}), 400, "times of words are not supported here"),
+        (form(wav(1), more=[WORDS]), 400, "timestamp_granularities is 'word', and response_format 'json'"),
+        (
+            form(wav(1), more=[("timestamp_granularities[]", "line")]),
+            400,
+            "timestamp_granularities is 'line'; it may be",
+        ),
         (form(wav(1), model="other"), 404, "there is no model or adapter of this name; the model is 'whisper'"),
         (aiohttp.FormData({"model": "whisper"}), 400, "file is missing"),
         (form(wav(1), more=[GRANULARITY] * 40), 400, "more than 32 parts"),
         (form(wav(1), vad_filter="true"), 400, "vad_filter is not supported here"),
         (form(wav(1), more=[("language", "en"), ("language", "de")]), 400, "language is given twice"),
-        (form(wav(1), timestamp_granularities="word"), 400, "times of words are not supported here"),
-        (form(wav(1), more=[GRANULARITY, (GRANULARITY[0], "word")]), 400, "timestamp_granularities is given twice"),
+        (form(wav(1), timestamp_granularities="word"), 400, "and response_format 'json'"),
+        (form(wav(1), more=[GRANULARITY, WORDS], response_format="srt"), 400, "and response_format 'srt'"),
         (form(wav(1), stream="yes"), 400, "stream is neither true nor false"),
         (form(wav(1), stream="true", response_format="srt"), 400, "stream gives events, and no srt"),
         (two_files(), 400, "file is given twice"),
@@ -136,7 +166,8 @@ async def test_a_sound_is_answered_in_each_format_with_what_transcribe_says(serv
         "temperature",
         "include",
         "prompt",
-        "words",
+        "words without verbose_json",
+        "an unknown granularity",
         "model",
         "no file",
         "parts",

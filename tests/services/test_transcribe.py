@@ -1,6 +1,7 @@
 """Transcribe, with a model that hears and understands nothing: what it writes down is random, and always the same."""
 
 import asyncio
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,37 @@ async def test_scores_are_those_of_transformers(model: Path) -> None:
         position += len(ids)
 
 
+async def test_words_are_said_one_after_the_other_within_their_segments(model: Path) -> None:
+    """Asking for their times changes nothing else, and counts."""
+    async with serving(model, **BLOCKS) as (one, _), Client(one.target) as client:
+        plain = await events(client, wav(33, 3), language="en")
+        found = await events(client, wav(33, 3), language="en", words=True)
+        await assert_nothing_is_left(one)
+    timed = segments(found)
+    assert [one.text for one in timed] == [one.text for one in segments(plain)]
+    assert {one.window_start_seconds > 0 for one in timed} == {True, False}
+    for segment in timed:
+        assert "".join(word.text for word in segment.words) == segment.text
+        times = [time for word in segment.words for time in (word.start_seconds, word.end_seconds)]
+        assert [segment.start_seconds, *times, segment.end_seconds] == sorted(
+            [segment.start_seconds, *times, segment.end_seconds]
+        )
+    assert len({word.start_seconds for segment in timed for word in segment.words}) > 2
+    assert found[-1].end.usage.prompt_tokens > plain[-1].end.usage.prompt_tokens + 1500
+
+
+async def test_a_model_without_alignment_heads_refuses_times_of_words_by_name(tmp_path: Path) -> None:
+    folder = write_whisper(tmp_path / "whisper")
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION | {"alignment_heads": None}))
+    async with serving(folder, **BLOCKS) as (one, _), Client(one.target) as client:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await events(client, wav(1), words=True)
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "the generation_config.json of whisper names no alignment_heads" in str(error.value.details())
+        assert segments(await events(client, wav(1)))
+        await assert_nothing_is_left(one)
+
+
 async def test_a_long_sound_is_heard_window_by_window_to_its_end(model: Path) -> None:
     async with serving(model, **BLOCKS) as (one, _), Client(one.target) as client:
         found = await events(client, wav(70), language="en")
@@ -174,17 +206,19 @@ async def test_a_long_sound_is_heard_window_by_window_to_its_end(model: Path) ->
 SOUNDS = [
     (wav(3, 1), {}),
     (wav(8, 2), {"language": "de"}),
-    (wav(31, 3), {}),
+    (wav(31, 3), {"words": True}),
     (wav(5, 4), {"temperature": 0.8, "seed": 3}),
 ]
 
 
-async def heard(client: Client, number: int) -> list[tuple[float, float, str]]:
+async def heard(client: Client, number: int) -> list[Any]:
+    """What is said when, words included."""
     data, options = SOUNDS[number]
-    return [(one.start_seconds, one.end_seconds, one.text) for one in segments(await events(client, data, **options))]
+    said = [of for one in segments(await events(client, data, **options)) for of in (one, *one.words)]
+    return [(one.start_seconds, one.end_seconds, one.text) for one in said]
 
 
-async def all_heard(client: Client) -> list[list[tuple[float, float, str]]]:
+async def all_heard(client: Client) -> list[list[Any]]:
     return await asyncio.gather(*(heard(client, number) for number in range(len(SOUNDS))))
 
 

@@ -59,6 +59,8 @@ def pool(chunk: ScheduledChunk, hidden: Tensor, classify: Classify | None = None
         case PoolingType.SCORE:
             assert classify is not None  # the limits say so
             vectors = classify(hidden)[None]
+        case PoolingType.ALIGNMENT:
+            raise AssertionError("an Aligner takes these")  # the session says so
     if not chunk.samples and pooling.type is not PoolingType.ALL:
         return None
     return finished(vectors, pooling)

@@ -328,8 +328,10 @@ class Session:
         """Raises InvalidStepError where more or less than the states of a prompt would be pooled."""
         where = f"sequence {sequence.sequence_id}"
         pooling = sequence.sampling.pooling
-        if pooling is not None and self._limits.aligns is not (pooling.type is PoolingType.ALIGNMENT):
-            raise InvalidStepError(f"{where} is pooled in a way that is not this worker's")
+        if pooling is not None:
+            aligns = pooling.type is PoolingType.ALIGNMENT
+            if not (self._limits.aligns if aligns else not self._limits.max_encoder_len):
+                raise InvalidStepError(f"{where} is pooled by {pooling.type.name}, which this worker does not do")
         if pooling is None:
             if self._limits.is_encoder:
                 raise InvalidStepError(f"{where} is to sample tokens, and this worker holds an encoder")
