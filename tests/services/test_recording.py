@@ -56,7 +56,9 @@ SAMPLING = SamplingParams(
     beam_width=4,
     length_penalty=-0.3,
     early_stopping=True,
-    pooling=PoolingParams(type=PoolingType.MEAN, dimensions=3, normalize=True, half=True, num_first_tokens=2),
+    pooling=PoolingParams(
+        type=PoolingType.MEAN, dimensions=3, normalize=True, half=True, num_first_tokens=2, num_sound_tokens=4
+    ),
     transcript=TranscriptParams(
         first_timestamp=9, max_initial=3, num_text_tokens=5, suppressed=(1, 2), begin_suppressed=(4,)
     ),

@@ -170,9 +170,9 @@ POOLS = replace(LIMITS, embedding_size=8, num_labels=2)
 
 
 def test_what_is_pooled_arrives_and_vectors_are_answered() -> None:
-    every = {"normalize": True, "half": True, "num_first_tokens": 1}
+    every = {"normalize": True, "half": True, "num_first_tokens": 1, "num_sound_tokens": 2}
     (new,) = decode_scheduler_output(pooling_message(**every), POOLS).new_sequences
-    assert new.sampling.pooling == PoolingParams(PoolingType.MEAN, 4, True, True, 1)
+    assert new.sampling.pooling == PoolingParams(PoolingType.MEAN, 4, True, True, 1, 2)
     answer = encode_model_output(1, 2, ModelOutput([0], StepTiming(1, 2, 3), vectors=[SequenceVectors(4, b"abcd")]))
     assert answer.vectors == [pb.SequenceVectors(sequence_id=4, data=b"abcd")]
 
