@@ -2,7 +2,9 @@
 
 Each core runs the tests in an order of its own, over and over. A test that fails is reported at once, with the example
 that Hypothesis shrank it to, and left out from there on; Hypothesis' database (.hypothesis/examples) keeps the example,
-and the line printed with it runs it again. The exit status is 1 if anything was found.
+and the line printed with it runs it again. One core compares whole systems instead: tests/fleet/differential.py draws
+requests, settings and disturbances from a seed, which is printed with what it finds; `--seed` runs one again. The exit
+status is 1 if anything was found.
 """
 
 import argparse
@@ -73,16 +75,34 @@ def explore(minutes: float, paths: list[str]) -> int:
     return pytest.main([*PYTEST, *QUIET, *paths], plugins=[explorer])
 
 
+def explore_systems(arguments: argparse.Namespace) -> int:
+    """On one core."""
+    sys.path.insert(0, str(ROOT / "tests" / "fleet"))
+    import differential
+
+    return differential.explore(arguments.minutes, arguments.seed, is_patient=arguments.patient)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--minutes", type=float, help="10, or once where there is a --seed")
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--systems", action="store_true", help="compare whole systems, and nothing else")
+    parser.add_argument("--seed", type=int, help="of --systems: this one, over and over")
+    parser.add_argument("--patient", action="store_true", help="of --systems: what stands still does so for up to 60 s")
     parser.add_argument("paths", nargs="*", help="tests, as pytest takes them; all, if none is named")
     arguments = parser.parse_args()
+    if arguments.minutes is None:
+        arguments.minutes = 10.0 if arguments.seed is None else 0.0
+    if arguments.systems or arguments.seed is not None:
+        sys.exit(explore_systems(arguments))
     if arguments.cores == 1:
         sys.exit(explore(arguments.minutes, arguments.paths))
     command = (sys.executable, __file__, "--cores", "1", "--minutes", str(arguments.minutes), *arguments.paths)
-    processes = [subprocess.Popen(command, cwd=ROOT) for _ in range(arguments.cores)]
+    commands = [command] * arguments.cores
+    if not arguments.paths:
+        commands[0] = (*command, "--systems")
+    processes = [subprocess.Popen(command, cwd=ROOT) for command in commands]
     try:
         statuses = [process.wait() for process in processes]
     except KeyboardInterrupt:

@@ -4,6 +4,9 @@ import enum
 import math
 from dataclasses import dataclass
 
+MAX_BLOCKS = 2**22
+"""Blocks of one worker: many times what the largest devices hold, and as many as the scheduler has memory to manage."""
+
 
 class PreemptionMode(enum.Enum):
     """What becomes of a group that has to make room.

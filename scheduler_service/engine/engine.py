@@ -29,6 +29,7 @@ from scheduler_service.core import (
     SequenceStatus,
     WorkerScheduler,
 )
+from scheduler_service.core.config import MAX_BLOCKS
 from scheduler_service.core.queues.policy import waiting_queue
 from scheduler_service.engine.adapter_fetcher import AdapterFetcher
 from scheduler_service.engine.adapters import Adapters
@@ -50,9 +51,6 @@ from scheduler_service.wire.codec import PROTOCOL_VERSION, WorkerInfo
 from scheduler_service.wire.submission import decode_group, pack
 
 log = structlog.get_logger()
-
-MAX_BLOCKS = 2**22
-"""Blocks of one worker: many times what the largest devices hold, and as many as the scheduler has memory to manage."""
 
 LONG_FETCH_SECONDS = 5.0
 """After which another worker is asked for the model's files."""

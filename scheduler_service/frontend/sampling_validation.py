@@ -12,6 +12,7 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.generation_config import GenerationDefaults
 from pagewire_common.generation_keys import BOUNDS, Bounds
 from scheduler_service.core import SamplingParams, TranscriptParams
+from scheduler_service.core.groups.sampling_params import MAX_N
 from scheduler_service.frontend.checks import (
     IDS_AT_ONCE,
     check_length,
@@ -24,7 +25,6 @@ from scheduler_service.frontend.forms import FormError
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output_failure import NOTHING_ALLOWED
 
-MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 64

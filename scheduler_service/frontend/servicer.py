@@ -8,6 +8,7 @@ from pagewire_common import errors
 from scheduler_service.access.audit import note
 from scheduler_service.access.caller import caller, tenant_of
 from scheduler_service.core import SequenceStatus
+from scheduler_service.core.groups.sampling_params import MAX_N
 from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.frontend.embedding import embed
 from scheduler_service.frontend.engine_call import EngineCall
@@ -19,7 +20,7 @@ from scheduler_service.frontend.prompt import decode_tokens, encode_prompt
 from scheduler_service.frontend.request import RequestState, request_key
 from scheduler_service.frontend.request_trace import CHAT, TEXT_COMPLETION
 from scheduler_service.frontend.resumption import served_fingerprint
-from scheduler_service.frontend.sampling_validation import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
+from scheduler_service.frontend.sampling_validation import MAX_LOGPROBS, MAX_STOP_STRINGS
 from scheduler_service.frontend.scoring import score
 from scheduler_service.frontend.streams import OutputDelta
 from scheduler_service.frontend.transcription import transcribe

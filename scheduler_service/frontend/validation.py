@@ -4,6 +4,7 @@ import grpc
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.errors import RequestError
+from scheduler_service.core.groups.sampling_params import MAX_N
 from scheduler_service.frontend.checks import check_context, check_length, invalid
 from scheduler_service.frontend.encoder_prompt import read_encoder_prompt
 from scheduler_service.frontend.model import ServedModel
@@ -12,7 +13,6 @@ from scheduler_service.frontend.request import GenerationRequest
 from scheduler_service.frontend.sampling_validation import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIASES,
-    MAX_N,
     MAX_STOP_TOKENS,
     MAX_STRING,
     check_sampling,

@@ -22,6 +22,8 @@ from scheduler_service.core import (
     SequenceStatus,
     WaitingQueue,
 )
+from scheduler_service.core.config import MAX_BLOCKS
+from scheduler_service.core.groups.sampling_params import MAX_N
 from scheduler_service.core.queues.policy import waiting_queue
 from scheduler_service.recording.format import ReadEvent, RecordingError, read_events
 from scheduler_service.recording.placements import compare_placements, encode_placements
@@ -31,6 +33,9 @@ from scheduler_service.wire.codec import decode_model_output, encode_scheduler_o
 from scheduler_service.wire.fields import decode_enum, decode_fields
 
 T = TypeVar("T")
+
+MAX_REPLAYED_BLOCKS = 4 * MAX_BLOCKS
+"""Of all workers at a time, which take 1.1 GB: a file's numbers are not trusted with more of this machine's memory."""
 
 
 class DifferenceError(Exception):
@@ -122,7 +127,11 @@ class Replayer:
         return Moment(at)
 
     def _arrival(self, arrival: pb.RecordedArrival, at: float) -> Moment:
+        if (number := max(arrival.sampling.n, arrival.sampling.beam_width)) > MAX_N:
+            raise ValueError(f"a request has {number} outputs; the most are {MAX_N}")
         group = decode_fields(SequenceGroup, arrival)
+        if group.is_finished:
+            raise ValueError(f"request {group.request_id!r} had ended when it arrived")
         self.waiting.append(group)
         self._groups[group.request_id] = group
         self.num_requests += 1
@@ -137,7 +146,12 @@ class Replayer:
         return Moment(at, groups=[group])
 
     def _session_start(self, start: pb.RecordedSessionStart, at: float) -> Moment:
-        scheduler = Scheduler(decode_fields(SchedulerConfig, start.config), self.waiting, start.worker, at)
+        config = decode_fields(SchedulerConfig, start.config)
+        others = (session.scheduler.config for session in self._sessions.values())
+        num_blocks = sum(one.num_device_blocks + one.num_host_blocks for one in (config, *others))
+        if num_blocks > MAX_REPLAYED_BLOCKS:
+            raise ValueError(f"its workers have {num_blocks} blocks; replayed are at most {MAX_REPLAYED_BLOCKS}")
+        scheduler = Scheduler(config, self.waiting, start.worker, at)
         session = Session(start.session, start.worker, start.epoch, scheduler)
         if start.session in self._sessions:
             raise ValueError(f"session {start.session} has begun already")

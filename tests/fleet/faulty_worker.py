@@ -4,6 +4,7 @@
 - PAGEWIRE_TEST_POISON: a step with a prompt that contains this token ends the process, as a fault in a kernel would,
   with the status POISONED.
 - PAGEWIRE_TEST_STEP_SECONDS: a step takes at least this long, until SIGUSR2 comes.
+- PAGEWIRE_TEST_GUESSES_ALWAYS: as many guesses are verified as there is room for, whether or not that is faster.
 """
 
 import os
@@ -18,6 +19,7 @@ from pagewire_common.settings import load_settings
 from worker_service.execution.model_runner import ModelRunner
 from worker_service.serving.server import serve
 from worker_service.settings import WorkerSettings
+from worker_service.speculation import drafter
 
 POISONED = 66
 _poison = int(os.environ.get("PAGEWIRE_TEST_POISON", "-1"))
@@ -53,5 +55,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, _run_out_of_memory)
     signal.signal(signal.SIGUSR2, _take_no_longer)
     ModelRunner.launch = _faulty  # type: ignore[method-assign]
+    if "PAGEWIRE_TEST_GUESSES_ALWAYS" in os.environ:
+        drafter.numbers_of_guesses = lambda _, mosts, *__, **___: list(mosts)
     settings = load_settings(WorkerSettings, "worker_service")
     run("worker_service", lambda: serve(settings))

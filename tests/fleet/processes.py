@@ -68,6 +68,11 @@ class Member:
             self._service.process.kill()
             self._service.stop()
 
+    def stop(self) -> int:
+        """SIGTERM, and SIGKILL when that does not help for ten seconds; returns the exit status."""
+        assert self._service is not None
+        return self._service.stop()
+
     def wait(self, timeout: float = 60.0) -> int:
         """Its exit status."""
         assert self._service is not None

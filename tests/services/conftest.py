@@ -85,7 +85,7 @@ def tiny_server(tiny_model_directory: Path) -> Iterator[LocalServer]:
 @pytest.fixture
 def adapters(tmp_path: Path) -> Path:
     """A folder of three low-rank adapters for the tiny model."""
-    from lora_helpers import write_three  # imports torch
+    from tiny_adapters import write_three
 
     return write_three(tmp_path / "adapters")
 

@@ -1,7 +1,6 @@
 """Low-rank adapters of the tiny model, a worker and a scheduler with them, and what requests that name them say."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import product
@@ -10,9 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-import torch
 from engines import until
-from safetensors.torch import save_file
 from scheduler_in_process import InProcess, scheduler
 from worker_in_process import ServedWorker, worker_in_process
 
@@ -28,28 +25,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "reported": {"temperature": 0, "logprobs": 2, "prompt_logprobs": 1},
     "beams": {"beam_width": 2, "n": 2},
 }
-SIZES = {"self_attn.q_proj": (64, 64), "self_attn.v_proj": (32, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96)}
-
-
-def write_adapter(folder: Path, seed: int, rank: int = 4) -> Path:
-    """For the tiny model, as PEFT writes one."""
-    folder.mkdir(parents=True)
-    draw = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for layer, (name, (outputs, inputs)) in product(range(2), SIZES.items()):
-        module = f"base_model.model.model.layers.{layer}.{name}"
-        tensors[f"{module}.lora_A.weight"] = torch.randn(rank, inputs, generator=draw) * 0.3
-        tensors[f"{module}.lora_B.weight"] = torch.randn(outputs, rank, generator=draw) * 0.3
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(SIZES)}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
-
-
-def write_three(folder: Path) -> Path:
-    for number, name in enumerate(("one", "two", "three")):
-        write_adapter(folder / name, number, rank=2 + 3 * number)
-    return folder
 
 
 @asynccontextmanager

@@ -19,8 +19,8 @@ from embedding_helpers import (
     tensor,
 )
 from engines import until
-from lora_helpers import write_adapter
 from scheduler_in_process import scheduler
+from tiny_adapters import write_adapter
 from tiny_encoder import FAMILIES, write_encoder, write_modules
 from worker_in_process import slow_down, worker_in_process
 

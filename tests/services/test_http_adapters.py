@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 from http_edge import http_edge
-from lora_helpers import write_three
+from tiny_adapters import write_three
 
 from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.http.errors import HttpError

@@ -15,8 +15,8 @@ from typing import Any
 import aiohttp
 import pytest
 from cluster import halted
-from lora_helpers import write_three
 from serve_command import serve_command
+from tiny_adapters import write_three
 
 from pagewire_client import LocalServer
 from pagewire_client.admin import Admin

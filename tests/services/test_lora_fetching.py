@@ -9,8 +9,9 @@ from typing import Any
 import grpc
 import pytest
 from engines import until
-from lora_helpers import LONG, refusal, serving, write_adapter, write_three
+from lora_helpers import LONG, refusal, serving
 from scheduler_in_process import scheduler
+from tiny_adapters import write_adapter, write_three
 from worker_in_process import slow_down, worker_in_process
 
 from pagewire_client import Client, SamplingParams

@@ -8,9 +8,10 @@ import grpc
 import pytest
 import torch
 from engines import until
-from lora_helpers import LONG, refusal, serving, write_adapter
+from lora_helpers import LONG, refusal, serving
 from ports import free_port
 from scheduler_in_process import scheduler
+from tiny_adapters import write_adapter
 from worker_in_process import slow_down, worker_in_process
 
 from pagewire.v1 import inference_service_pb2 as pb

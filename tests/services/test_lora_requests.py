@@ -8,22 +8,9 @@ from typing import Any
 import grpc
 import pytest
 from engines import until
-from lora_helpers import (
-    ASKED,
-    KINDS,
-    LONG,
-    NAMES,
-    PROMPTS,
-    Asked,
-    Shown,
-    all_together,
-    outputs,
-    refusal,
-    serving,
-    write_adapter,
-    write_three,
-)
+from lora_helpers import ASKED, KINDS, LONG, NAMES, PROMPTS, Asked, Shown, all_together, outputs, refusal, serving
 from scheduler_in_process import scheduler
+from tiny_adapters import write_adapter, write_three
 from worker_in_process import held_until, slow_down, worker_in_process
 
 from pagewire.v1 import inference_service_pb2 as pb

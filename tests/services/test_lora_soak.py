@@ -11,7 +11,8 @@ import grpc
 import psutil
 import pytest
 from engines import until
-from lora_helpers import Asked, outputs, serving, write_adapter
+from lora_helpers import Asked, outputs, serving
+from tiny_adapters import write_adapter
 
 from pagewire_client import Client
 from pagewire_client.admin import Admin

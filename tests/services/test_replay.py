@@ -6,14 +6,16 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
 import pytest
 from engines import running, submit, text_of, until
 from fake_worker_service import FakeWorkerService, serving
-from hypothesis import given, settings
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from recorded_workload import Clock, Connection, MemorySink, Worker, record
 
@@ -256,11 +258,64 @@ def test_choices_between_workers_are_recorded_with_what_they_were_made_of(tmp_pa
         ("arrival", lambda event: event.finish.SetInParent() or setattr(event.finish, "session", 1)),
         ("session_start", lambda event: setattr(event.session_start.config, "block_size", 0)),
         ("session_start", lambda event: event.header.SetInParent()),
+        ("session_start", lambda event: setattr(event.session_start.config, "num_device_blocks", 1 << 28)),
+        ("session_start", lambda event: setattr(event.session_start.config, "num_host_blocks", (1 << 64) - 1)),
+        ("arrival", lambda event: setattr(event.arrival.sampling, "n", 1 << 20)),
+        ("arrival", lambda event: setattr(event.arrival.sampling, "beam_width", 1 << 20)),
+        ("arrival", lambda event: event.arrival.ended.extend(range(128))),
     ],
 )
 def test_events_that_contradict_each_other_are_a_damaged_recording(small: Path, kind: str, change: Change) -> None:
     with pytest.raises(RecordingError, match=r"event \d+ at byte \d+ makes no sense"):
         replay(changed(small, kind, change))
+
+
+Field = tuple[Message, FieldDescriptor]
+
+
+def plain_fields(message: Message) -> Iterator[Field]:
+    """Those that hold no message, of a message and of all within it."""
+    for field, value in message.ListFields():
+        if field.message_type is None:
+            yield message, field
+        elif not field.message_type.GetOptions().map_entry:
+            for item in value if field.is_repeated else [value]:
+                yield from plain_fields(item)
+
+
+ODD: dict[int, st.SearchStrategy[object]] = {
+    FieldDescriptor.CPPTYPE_INT32: st.sampled_from([-(2**31), -1, 0, 1, 2**31 - 1]),
+    FieldDescriptor.CPPTYPE_UINT32: st.sampled_from([0, 1, 10**7, 2**31, 2**32 - 1]),
+    FieldDescriptor.CPPTYPE_INT64: st.sampled_from([-(2**63), -1, 0, 1, 2**63 - 1]),
+    FieldDescriptor.CPPTYPE_UINT64: st.sampled_from([0, 1, 2**24, 2**40, 2**64 - 1]),
+    FieldDescriptor.CPPTYPE_DOUBLE: st.floats(),
+    FieldDescriptor.CPPTYPE_FLOAT: st.floats(width=32),
+    FieldDescriptor.CPPTYPE_BOOL: st.booleans(),
+    FieldDescriptor.CPPTYPE_ENUM: st.sampled_from([0, 1, 2, 3]),
+    FieldDescriptor.CPPTYPE_STRING: st.sampled_from(["", "x", "x" * 1000]),
+}
+
+
+@given(data=st.data(), random=st.randoms(use_true_random=False))
+@settings(suppress_health_check=[HealthCheck.too_slow])
+def test_whatever_a_recording_says_its_replay_ends_with_a_sentence(
+    data: st.DataObject, random: Random, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Checksums are right, so that odd values come as far as the core. Time and memory are those of an honest file."""
+    path = tmp_path_factory.mktemp("odd") / "recording"
+    record(path, random, num_actions=30)
+    events = [read.event for read in read_events(path)]
+    message, field = data.draw(st.sampled_from(list(plain_fields(data.draw(st.sampled_from(events))))))
+    value = data.draw(ODD[field.cpp_type])
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        value = str(value).encode()
+    if field.is_repeated:
+        getattr(message, field.name).extend([value] * data.draw(st.sampled_from([1, 1000])))
+    else:
+        setattr(message, field.name, value)
+    path.write_bytes(b"".join(map(frame, events)))
+    with contextlib.suppress(DifferenceError, RecordingError):
+        replay(path)
 
 
 def test_a_core_that_decides_by_chance_is_found_out(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 from cluster import cluster_state
-from lora_helpers import KINDS, NAMES, Asked, all_together, write_adapter
+from lora_helpers import KINDS, NAMES, Asked, all_together
 from prompts import PROMPTS
+from tiny_adapters import write_adapter
 from tiny_model import write_tiny_llama
 
 from pagewire_client import Client, LocalServer, SamplingParams

@@ -97,7 +97,7 @@ def first_columns(costs: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
 
     costs: [rows, columns]. A step goes to the next row, the next column or both; where steps cost the same, the next
     column is taken, as transformers does. Sums are of float32, and are made for one diagonal after the other, because a
-    cell needs those of the two diagonals before it: 450 rows of 1,500 columns take 30 ms.
+    cell needs those of the two diagonals before it: 450 rows of 1,500 columns took 77 ms, beside other work.
     """
     num_rows, num_columns = costs.shape
     steps = np.full((num_rows + num_columns + 1, num_rows + 1), -1, dtype=np.int8)

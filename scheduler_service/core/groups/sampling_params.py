@@ -7,6 +7,9 @@ from dataclasses import dataclass, field, replace
 from scheduler_service.core.groups.pooling_params import PoolingParams
 from scheduler_service.core.groups.transcript_params import TranscriptParams
 
+MAX_N = 128
+"""Outputs of one request, or beams."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:

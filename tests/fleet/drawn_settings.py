@@ -1,0 +1,141 @@
+"""Models, and hostile settings drawn at random: everything is too small, and whatever can be shared or reused is."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from drawn_requests import MOST_OUTPUTS, Asked, Kind
+from tiny_adapters import write_three
+from tiny_encoder_decoder import write_encoder_decoder
+from tiny_model import write_byte_tokenizer, write_tiny_llama
+
+WINDOW = 24
+"""Tokens that a layer of the model with sliding windows sees."""
+
+MOST_ENCODER_TOKENS = 264
+
+
+def _llama(folder: Path) -> None:
+    write_byte_tokenizer(folder.with_name("bytes"))
+    write_tiny_llama(folder, folder.with_name("bytes"))
+    write_three(folder.with_name("adapters"))
+
+
+def _window(folder: Path) -> None:
+    import torch
+    from transformers import MistralConfig, MistralForCausalLM
+
+    write_byte_tokenizer(folder)
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    config = MistralConfig(
+        **sizes, **heads, sliding_window=WINDOW, bos_token_id=1, eos_token_id=2, initializer_range=0.2
+    )
+    MistralForCausalLM(config).save_pretrained(folder)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is served, and how many processes share it: sums over ranks are others than those of one process."""
+
+    name: str
+    write: Callable[[Path], object]
+    kind: Kind
+    dtypes: Sequence[str] = ("float32", "bfloat16")
+    num_ranks: int = 1
+
+
+MODELS = (
+    Model("llama", _llama, Kind()),
+    Model("window", _window, Kind(has_adapters=False)),
+    Model("llama", _llama, Kind(has_forms=False, has_adapters=False), ("float32",), num_ranks=2),
+    Model(
+        "t5",
+        lambda folder: write_encoder_decoder(folder, "t5"),
+        Kind(has_forms=False, has_encoder=True, has_vectors=False, has_adapters=False),
+        ("float32",),
+    ),
+    Model(
+        "bart",
+        lambda folder: write_encoder_decoder(folder, "bart"),
+        Kind(has_forms=False, has_encoder=True, has_vectors=False, has_adapters=False),
+        ("float32",),
+    ),
+)
+WEIGHTS = (6, 3, 1, 1, 1)
+"""How often each of MODELS is drawn."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A scheduler and its workers."""
+
+    worker: tuple[str, ...]
+    scheduler: tuple[str, ...]
+    num_workers: int
+    guesses: bool
+    has_priorities: bool
+
+
+def flags_of(model: Model, dtype: str) -> tuple[str, ...]:
+    """A worker's, on any server of this model."""
+    form = "--forms" if model.kind.has_forms else "--no-forms"
+    ranks = ("--tensor-parallel-size", str(model.num_ranks)) if model.num_ranks > 1 else ()
+    return ("--device", "cpu", "--dtype", dtype, "--threads", "1", form, *ranks)
+
+
+def roomy(model: Model, dtype: str, adapters: Path) -> Settings:
+    """Nothing is short, shared or guessed."""
+    sizes = ("--num-device-blocks", "1024", "--block-size", "16", "--swap-space", "0")
+    worker = (*flags_of(model, dtype), *sizes, *(("--max-loras", "4") if model.kind.has_adapters else ()))
+    scheduler = ("--no-prefix-caching", *_adapters(model, adapters))
+    return Settings(worker, scheduler, 1, guesses=False, has_priorities=False)
+
+
+def draw_settings(draw: Random, model: Model, dtype: str, adapters: Path, asked: Sequence[Asked]) -> Settings:
+    """Pools with room for the largest request, and for little besides."""
+    guesses = not model.kind.has_encoder and model.num_ranks == 1 and draw.random() < 0.4
+    lookahead = draw.choice([1, 3, 8]) if guesses else 0
+    block_size = draw.choice([1, 4, 8, 8, 16])
+    largest = max(one.num_blocks(block_size, lookahead) for one in asked)
+    num_blocks = int(largest * draw.choice([1.1, 1.3, 2.0])) + 2
+    if model.kind.has_encoder:  # for the longest input that an encoder may have, room is kept
+        num_blocks += MOST_ENCODER_TOKENS // block_size + 3
+    policy = draw.choice(["fcfs", "priority", "fair"])
+    worker = [
+        *flags_of(model, dtype),
+        *("--block-size", str(block_size), "--num-device-blocks", str(num_blocks)),
+        *("--max-num-seqs", str(draw.choice([MOST_OUTPUTS, 2 * MOST_OUTPUTS, 32]))),
+        *("--max-num-batched-tokens", str(draw.choice([128, 256] if model.kind.has_encoder else [16, 32, 64, 256]))),
+        *("--swap-space", draw.choice(["0", "0.0001", "0.002"])),
+    ]
+    if guesses:
+        worker += ["--speculate", "ngram", "--num-speculative-tokens", str(lookahead)]
+    if model.kind.has_adapters:
+        worker += ["--max-loras", str(draw.randint(1, 3)), "--max-cpu-loras", str(draw.choice([3, 8]))]
+    scheduler = [
+        *("--policy", policy, "--overtakes", str(draw.choice([1, 4, 64]))),
+        *("--phase-rule", phase := draw.choice(["chunked", "separate"])),
+        *("--preemption-mode", draw.choice(["recompute", "swap", "auto"])),
+        *("--max-in-flight-steps", str(draw.randint(1, 3))),
+        *("--max-prefill-chunk", str(draw.choice([0, 4, 32]))),
+        *("--watermark", draw.choice(["0", "0.01", "0.05"])),
+        *("--frontends", str(draw.randint(1, 2))),
+        *("--health-interval", "0.5", "--no-worker-timeout", "600"),
+        *_adapters(model, adapters),
+    ]
+    if policy == "fair":
+        scheduler += ["--tenant-weights", '{"gold": 3, "iron": 0.5}']
+    if phase == "separate":
+        scheduler += ["--delay-factor", draw.choice(["0", "1"])]
+    if draw.random() < 0.25:
+        scheduler.append("--no-prefix-caching")
+    return Settings(tuple(worker), tuple(scheduler), draw.randint(1, 3), guesses, policy == "priority")
+
+
+def _adapters(model: Model, adapters: Path) -> tuple[str, ...]:
+    if not model.kind.has_adapters:
+        return ()
+    return ("--lora", ",".join(f"{name}={adapters / name}" for name in ("one", "two", "three")))

@@ -1,0 +1,33 @@
+"""Nothing waits, expires or is limited by the time of day, which a machine's clock may change at any moment."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SHOWN = {
+    "pagewire_client/finished.py": "shows when requests ended",
+    "pagewire_client/http/completions.py": "`created` of an answer",
+    "pagewire_client/http/models.py": "`created` of a model",
+    "pagewire_client/http/vectors.py": "`created` of an answer",
+    "pagewire_client/watch.py": "shows when a state was read",
+    "scheduler_service/engine/worker_loop.py": "an epoch, which is newer than the last one whatever the clock says",
+    "scheduler_service/frontend/chat_template.py": "a template's strftime_now",
+    "scheduler_service/frontend/request_trace.py": "times of spans",
+    "scheduler_service/operations/metrics.py": "a gauge's time",
+    "scheduler_service/recording/perfetto.py": "shows when a recording began",
+    "scheduler_service/recording/recorder.py": "when a recording began",
+    "scheduler_service/simulation/trace.py": "times in the file of a trace",
+    "scheduler_service/statistics/counts.py": "when the scheduler started",
+    "scheduler_service/statistics/finished_requests.py": "when a request ended",
+    "worker_service/serving/traces.py": "times of spans",
+    "pagewire_common/tls.py": "ages of files; if the clock has jumped, a second look at them decides",
+}
+TIME_OF_DAY = re.compile(r"\btime\.(time|time_ns|localtime|gmtime)\(|\bdatetime\.\w+\(|CLOCK_REALTIME|system_clock")
+
+
+def test_the_time_of_day_is_read_only_where_it_is_shown() -> None:
+    folders = ("scheduler_service", "worker_service", "pagewire_client", "pagewire_common", "kernels")
+    files = [file for folder in folders for kind in ("*.py", "*.h", "*.cpp") for file in (ROOT / folder).rglob(kind)]
+    assert len(files) > 300
+    reading = {str(file.relative_to(ROOT)) for file in files if TIME_OF_DAY.search(file.read_text())}
+    assert reading == SHOWN.keys()
