@@ -193,7 +193,8 @@ _NEUTRAL: Mapping[str, Kind] = {
     "assistant_ensemble_weight": _one_of(), "constraints": _one_of(), "dola_layers": _one_of(),
     "encoder_repetition_penalty": _one_of(1), "epsilon_cutoff": _one_of(0), "eta_cutoff": _one_of(0),
     "exponential_decay_length_penalty": _one_of(), "force_bos_token_to_be_generated": _one_of(False),
-    "force_words_ids": _one_of(), "guidance_scale": _one_of(1), "max_time": _one_of(), "penalty_alpha": _one_of(0),
+    "force_words_ids": _one_of(), "frequency_penalty": _one_of(0), "guidance_scale": _one_of(1), "max_time": _one_of(),
+    "penalty_alpha": _one_of(0), "presence_penalty": _one_of(0),
     "token_healing": _one_of(False), "top_h": _one_of(), "typical_p": _one_of(1), "watermarking_config": _one_of(),
 }  # fmt: skip
 """Keys whose other values choose other tokens, in a way that nothing here computes."""

@@ -44,6 +44,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Llama 2": {"_from_model_config": True, "do_sample": True, "max_length": 4096, "pad_token_id": 0,
                 "temperature": 0.6, "top_p": 0.9, "bos_token_id": 1, "eos_token_id": 2},
     "Qwen2.5": {"repetition_penalty": 1.05, "top_k": 20, "top_p": 0.8, "eos_token_id": [5, 6], "do_sample": True},
+    "ERNIE 4.5": {"eos_token_id": 2, "top_p": 0.8, "frequency_penalty": 0.0, "presence_penalty": 0.0},
     "Gemma 3": {"cache_implementation": "hybrid", "top_k": 64, "top_p": 0.95, "eos_token_id": [1, 106]},
     "T5": {"_from_model_config": True, "decoder_start_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
            "transformers_version": "4.27.0.dev0"},

@@ -43,6 +43,7 @@ _NEUTRAL: Mapping[str, Mapping[str, object]] = {
     },
     "ernie4_5": {"compression_ratio": 1},
     "gpt2": {"n_special": 0, "predict_special_tokens": True},
+    "modernbert": {"position_embedding_type": "sans_pos"},
     # The first files say "gelu" for what hidden_act names exactly.
     "starcoder2": {"activation_function": "gelu", "mlp_type": "default", "norm_type": "layer_norm", **_IN_FLOAT32},
     "stablelm": {"rotary_scaling_factor": 1},

@@ -173,6 +173,7 @@ ORDINARY: dict[str, dict[str, Any]] = {
         "layer_norm_eps": 1e-05, "local_rope_theta": 10000.0, "position_embedding_type": "absolute", "pad_token_id": 0,
         "reference_compile": False, "repad_logits_with_grad": False,
     },
+    "mmBERT": {"model_type": "modernbert", "position_embedding_type": "sans_pos", "pad_token_id": 0},
     "T5": {
         "model_type": "t5", "d_model": 64, "d_ff": 64, "d_kv": 16, "num_layers": 2, "n_positions": 512,
         "output_past": True, "relative_attention_num_buckets": 32, "dense_act_fn": "relu", "is_gated_act": False,
@@ -187,7 +188,7 @@ ORDINARY: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 WITHOUT_GROUPS = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
-UNGROUPED = ("BERT", "E5", "a reranker", "ModernBERT", "Pythia")
+UNGROUPED = ("BERT", "E5", "a reranker", "ModernBERT", "mmBERT", "Pythia")
 """Whose keys and values have as many heads as the queries."""
 OTHER_SIZES = ("GPT-2", "GPT-2 medium", "StarCoder", "T5", "BART")
 """Whose files have other names for them."""
