@@ -83,7 +83,7 @@ def explore_systems(arguments: argparse.Namespace) -> int:
     return differential.explore(arguments.minutes, arguments.seed, is_patient=arguments.patient)
 
 
-def main() -> None:
+def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, help="10, or once where there is a --seed")
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
@@ -91,9 +91,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help="of --systems: this one, over and over")
     parser.add_argument("--patient", action="store_true", help="of --systems: what stands still does so for up to 60 s")
     parser.add_argument("paths", nargs="*", help="tests, as pytest takes them; all, if none is named")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     if arguments.minutes is None:
         arguments.minutes = 10.0 if arguments.seed is None else 0.0
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
     if arguments.systems or arguments.seed is not None:
         sys.exit(explore_systems(arguments))
     if arguments.cores == 1:

@@ -53,8 +53,8 @@ def load_tokenizer(directory: Path) -> TokenizerFiles:
         parsing = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # of the library, its only class
         raise StartError(f"tokenizer.json cannot be read: {error}") from None
+    _check_ids(parsing, said)  # before the library writes the vocabulary: it takes 4 bytes for each id that is missing
     read = json.loads(parsing.to_str())
-    _check_ids(parsing, said)
     if left := next(_left_over(said, read), None):
         raise StartError(f"tokenizer.json has {left}, which this release of tokenizers does not know")
     if config.has_mistral_fix and _FIXED_SPLIT not in json.dumps(said.get("pre_tokenizer")).replace(r"\\", "\\"):

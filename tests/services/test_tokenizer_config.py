@@ -267,6 +267,7 @@ ADDED: dict[str, Any] = {"lstrip": False, "rstrip": False, "normalized": False, 
             {"model": model({"a": 2**32 - 1}), "added_tokens": []},
             r"give the token 'a' the id 4294967295; tokenizer.json has 1 tokens, and ids must be below 65537",
         ),
+        ({"model": model({"a": 2**31}), "added_tokens": []}, "give the token 'a' the id 2147483648"),
         ({"model": model({"a": 0, "b": 0}), "added_tokens": []}, "gives the id 0 to two tokens, 'a' and 'b'"),
         (
             {"model": model({"a": 0}), "added_tokens": [{"id": 5, "content": "b", **ADDED}]},
