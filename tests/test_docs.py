@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
+from fuzz import parse_arguments as fuzz_arguments
 from persons import persons_in
 
 from bench.gpu.pack import parse_arguments as pack_arguments
@@ -50,7 +51,7 @@ COMMANDS = {
     "replay": [(replay_arguments, [])],
     "fit": [(fit_arguments, [])],
 }
-BENCHMARKS = [(serve_gpu_arguments, []), *((pack_arguments, [name]) for name in ("make", "join"))]
+PROGRAMS = [(serve_gpu_arguments, []), (fuzz_arguments, []), *((pack_arguments, [name]) for name in ("make", "join"))]
 OTHERS_PROGRAMS = ("curl", "docker", "docker-compose", "git", "grpcurl", "kubectl", "pip")
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -149,7 +150,7 @@ def test_every_flag_that_a_page_names_exists(page: Path, capsys: pytest.CaptureF
     known |= {flag(f"no_{name}") for settings in SERVICES for name, field in settings.model_fields.items()
               if field.annotation is bool}  # fmt: skip
     known |= {"--help", "--no-", "--version"}.union(
-        *(options(capsys, commands) for commands in (*COMMANDS.values(), BENCHMARKS))
+        *(options(capsys, commands) for commands in (*COMMANDS.values(), PROGRAMS))
     )
     for text in code(page):
         own = re.sub(r"^(\w+=\S+ )*", "", text.strip())  # behind variables of its environment
