@@ -53,8 +53,15 @@ def halted(service: ServiceProcess) -> Iterator[None]:
 def front_ends(target: str) -> list[psutil.Process]:
     """The processes that listen on the scheduler's port. (Its children are other ones: see forked_front_ends.py.)"""
     _, _, port = target.rpartition(":")
-    sockets = psutil.net_connections("tcp")
-    listening = {one.pid for one in sockets if one.status == psutil.CONN_LISTEN and one.laddr.port == int(port)}
+
+    def look() -> set[int | None]:
+        sockets = psutil.net_connections("tcp")
+        return {one.pid for one in sockets if one.status == psutil.CONN_LISTEN and one.laddr.port == int(port)}
+
+    # A child has its parent's sockets until it runs its own program, and may be found in the parent's place.
+    listening = look()
+    while (again := look()) != listening:
+        listening = again
     return [process for process in psutil.process_iter() if process.pid in listening]
 
 
