@@ -24,7 +24,7 @@ from pagewire_client.resumable import ResumableStream
 from pagewire_client.retry import Backoff
 
 MOST_SOUND_BYTES = 16 << 20
-"""Of a file: no server takes a longer message."""
+"""The most of a sound's file. No server takes a longer message."""
 
 
 @dataclass(frozen=True)

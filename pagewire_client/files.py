@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 MOST_TEXT_BYTES = 16 << 20
-"""Of a prompt or a form: no server takes a longer message."""
+"""The most of a prompt or a form. No server takes a longer message."""
 
 
 def read_file(path: Path, most: int) -> bytes:

@@ -1,4 +1,4 @@
-"""What flags and variables of the environment may hold. A variable that is empty counts as one that is not set."""
+"""Parsers for flags and environment variables. An empty variable counts as unset."""
 
 import argparse
 import os

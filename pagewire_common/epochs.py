@@ -5,9 +5,9 @@ no use after an epoch of 2^64 - 1. So an epoch may leave others out only up to M
 """
 
 MOST = 2**63 - 1
-"""Of clocks: nanoseconds since 1970 until the year 2262."""
+"""The largest epoch of a clock, whose nanoseconds since 1970 reach it in the year 2262."""
 LAST = 2**64 - 1
-"""Of the message's field."""
+"""The largest number that the message's field holds."""
 
 
 def next_epoch(newest: int, now: int) -> int:

@@ -175,7 +175,10 @@ _OBEYED: Mapping[str, Kind] = {
 _AT_LEAST_0, _AT_LEAST_1 = _whole(Bounds(0, math.inf)), _whole(Bounds(1, math.inf))
 CHOSEN_BY_REQUESTS: Mapping[str, tuple[Kind, object]] = {
     "diversity_penalty": (_number(Bounds(0, math.inf)), 0),
-    "early_stopping": (Kind("true, false or 'never'", lambda value, _: value in ("never", True, False)), False),
+    "early_stopping": (
+        Kind("true, false or 'never'", lambda value, _: value == "never" or isinstance(value, bool)),
+        False,
+    ),
     "encoder_no_repeat_ngram_size": (_AT_LEAST_0, 0),
     "forced_eos_token_id": (ENDS, None),
     "length_penalty": (_number(Bounds(-1e9, 1e9)), 1),

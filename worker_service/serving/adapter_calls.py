@@ -49,9 +49,10 @@ class AdapterCalls:
         """Have the pieces of one call loaded. Raises RequestError, also where another call or session ends it."""
         pieces = _in_time(pieces)
         first = await anext(pieces, None)
-        epoch = self.check(first.epoch if first is not None else 0)
+        epoch = self.check(first.epoch if first is not None else 0)  # an older call ends no other
         while self._handing is not None:
             await self._end(self._handing, "another call hands an adapter over")
+        epoch = self.check(epoch)  # a session may have begun meanwhile
         handing = _Handing(epoch, asyncio.create_task(load(_behind(first, pieces))))
         self._handing = handing
         try:

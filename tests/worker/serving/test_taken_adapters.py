@@ -1,6 +1,7 @@
 """A worker of two ranks that is handed adapters while it computes says what one process says."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 import queue
@@ -20,6 +21,7 @@ from torch import Tensor
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1.worker_service_pb2 import DropAdapterRequest, GetWorkerInfoRequest, TakeAdapterRequest
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
+from pagewire_common.errors import RequestError
 from worker_service.execution import rank_adapters
 from worker_service.execution.adapters import AdapterRoom, Adapters
 from worker_service.execution.model_runner import ModelRunner
@@ -312,6 +314,33 @@ async def test_a_call_that_stalls_keeps_no_other_from_its_adapter_and_ends(
     with pytest.raises(grpc.aio.AioRpcError, match="data: a piece behind the first one has none") as error:
         await service.stub.TakeAdapter(iter(empty))
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_call_that_waits_for_another_to_end_is_over_if_a_session_begins_meanwhile() -> None:
+    newest = 5
+    calls = adapter_calls.AdapterCalls(lambda: newest)
+    has_begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def pieces() -> AsyncIterator[TakeAdapterRequest]:
+        yield TakeAdapterRequest(fingerprint=ONE, epoch=5)
+
+    async def load(_: AsyncIterator[TakeAdapterRequest]) -> None:
+        has_begun.set()
+        while not may_end.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await may_end.wait()
+
+    first = asyncio.create_task(calls.take(pieces(), load))
+    await has_begun.wait()
+    second = asyncio.create_task(calls.take(pieces(), load))
+    while calls._handing is not None:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    newest = 6
+    calls.end_older()
+    may_end.set()
+    with pytest.raises(RequestError, match="epoch 5 is over: this worker has served epoch 6"):
+        await second
+    await first
 
 
 async def test_calls_about_adapters_are_the_newest_sessions(service: Service, worker: Worker) -> None:
