@@ -33,8 +33,8 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
             has_left = sequence in output.dropped
             has_failed = not has_left and sequence.id in answer.failed_sequence_ids
             is_late = not num_tokens and not has_left
-            if is_late and not (sequence.sampling.form and sequence.num_output_tokens):
-                raise ValueError(f"the worker returned no token for sequence {sequence.id}, which has no form to read")
+            if is_late and not sequence.sampling.form:
+                raise ValueError(f"the worker returned no token for sequence {sequence.id}, which has no form")
             if num_tokens > (1 if has_failed else 1 + num_guesses):
                 raise ValueError(f"the worker returned {num_tokens} tokens for sequence {sequence.id}")
             if not has_left:

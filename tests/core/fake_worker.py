@@ -237,8 +237,7 @@ class FakeWorker:
             self._slot(mirror, position)[position % self.config.block_size] = prefixes[position]
 
     def _is_late(self, sequence: Sequence) -> bool:
-        has_begun = len(self.mirrors[sequence.id].tokens) > sequence.num_prompt_tokens
-        return bool(sequence.sampling.form and has_begun and self.reading and self.reading.random() < 0.5)
+        return bool(sequence.sampling.form and self.reading and self.reading.random() < 0.5)
 
     def _attend(self, mirror: Mirror, num_tokens: int) -> None:
         """Check what all tokens so far read."""

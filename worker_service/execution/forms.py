@@ -18,7 +18,7 @@ What a form costs is charged to its own output, and may end that output alone:
 
 So a form keeps other outputs waiting for at most three times `MOST_SECONDS` in a step: for its mask, for the masks
 after guesses, and once more where it fails and is read anew, without guesses; and for `TOKEN_SECONDS` on average.
-Forms that are new to the process are compiled in the step that brings them, and that is charged to no output.
+Forms that are new to the process are compiled one or a few in a step, in half of the time at most; others are late.
 """
 
 import contextlib

@@ -13,7 +13,7 @@ from scheduler_service.core import ModelOutput, PreemptionMode, SchedulerOutput,
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.randoms(use_true_random=False),
+    st.integers(0, 2**32).map(Random),
     st.integers(10, 20),
     st.sampled_from(PreemptionMode),
     st.integers(1, 4),

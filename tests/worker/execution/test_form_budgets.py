@@ -202,15 +202,30 @@ def test_after_the_second_time_outputs_that_have_begun_end_too_in_the_same_step(
     assert next(num_slow) == 3
 
 
+def test_forms_that_come_together_are_compiled_in_several_steps(forms: Forms, tokenizer: Tokenizer) -> None:
+    """What each takes to compile is more than a slice, so that masks of others wait for one of them in a step."""
+    large = [LLMatcher.grammar_from_regex(r"(?i)\p{L}" * 300 + str(number)) for number in range(4)]
+    alive = [state([5], sequence_id=number, form=form) for number, form in enumerate(large, 1)]
+    running = state([5], sequence_id=9, form=CHOICE)
+    assert until_read(forms, tokenizer, running)[0] == "yz"
+    num_ready = [0]
+    while num_ready[-1] < len(alive):
+        found = followers(forms, tokenizer, [*alive, running])
+        assert found[-1] == "yz"
+        num_ready.append(sum(one is not None for one in found[:-1]))
+    assert {*num_ready} == {0, 1, 2, 3, 4}
+
+
 def test_what_a_forms_tokens_cost_together_ends_its_own_output(
     forms: Forms, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forms_module, "TOKEN_SECONDS", 0.0)
-    costly, other = (state([5], sequence_id=number, form=LIST) for number in (1, 2))
-    assert followers(forms, tokenizer, [costly, other]) == ["0123456789"] * 2
+    costly, other, third = (state([5], sequence_id=number, form=LIST) for number in (1, 2, 3))
+    for one in (costly, other, third):
+        assert until_read(forms, tokenizer, one)[0] == "0123456789"
     costly.form_progress.left = 0.0  # type: ignore[attr-defined]
     assert followers(forms, tokenizer, [costly, other]) == ["", "0123456789"]
-    assert followers(forms, tokenizer, [state([5], sequence_id=3, form=LIST), costly]) == ["0123456789", ""]
+    assert followers(forms, tokenizer, [third, costly]) == ["0123456789", ""]
 
 
 @given(st.lists(st.tuples(st.floats(0, 0.1), st.floats(0, 0.1)), min_size=1, max_size=60), st.randoms())
