@@ -3,7 +3,8 @@
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any
 
 import grpc
 import psutil
@@ -54,15 +55,20 @@ def front_ends(target: str) -> list[psutil.Process]:
     """The processes that listen on the scheduler's port. (Its children are other ones: see forked_front_ends.py.)"""
     _, _, port = target.rpartition(":")
 
-    def look() -> set[int | None]:
-        sockets = psutil.net_connections("tcp")
-        return {one.pid for one in sockets if one.status == psutil.CONN_LISTEN and one.laddr.port == int(port)}
+    def listens(one: Any) -> bool:
+        return bool(one.status == psutil.CONN_LISTEN and one.laddr.port == int(port))
 
-    # A child has its parent's sockets until it runs its own program, and may be found in the parent's place.
-    listening = look()
-    while (again := look()) != listening:
-        listening = again
-    return [process for process in psutil.process_iter() if process.pid in listening]
+    def owner(process: psutil.Process) -> psutil.Process:
+        """A child has its parent's sockets until it runs its own program, and may be found in the parent's place."""
+        parent = process.parent()
+        if parent is None or not any(map(listens, parent.net_connections("tcp"))):
+            return process
+        return owner(parent)
+
+    while True:
+        pids = {one.pid for one in psutil.net_connections("tcp") if listens(one)}
+        with suppress(psutil.NoSuchProcess):  # it has ended since
+            return list({one.pid: one for one in (owner(psutil.Process(pid)) for pid in pids)}.values())
 
 
 @asynccontextmanager
