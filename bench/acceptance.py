@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from bench.speculation import edits
-from worker_service.execution.sampler import sample
+from worker_service.execution.sampling.sampler import sample
 from worker_service.session.session import SequenceState
 from worker_service.session.step import TOKENS, SamplingParams
 

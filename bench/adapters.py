@@ -31,8 +31,8 @@ from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.llm import collect
 from worker_service.loading.checkpoint import Checkpoint
 from worker_service.loading.model_store import find_model
-from worker_service.models.decoder import Decoder
-from worker_service.models.decoder_config import DecoderConfig
+from worker_service.models.decoders.decoder import Decoder
+from worker_service.models.decoders.decoder_config import DecoderConfig
 from worker_service.models.registry import read_config
 
 OUTPUT_TOKENS = 128

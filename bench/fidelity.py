@@ -38,11 +38,11 @@ from kernels.float8 import FLOAT8
 from kernels.narrow_cache import narrowed, widened
 from pagewire_client import Client, LocalServer, SamplingParams, ServerError
 from pagewire_client.llm import collect
-from pagewire_common.channel import direct_opener
+from pagewire_common.connection.channel import direct_opener
 from pagewire_common.settings import load_settings
 from pagewire_common.start_error import StartError
 from worker_service.loading.model_store import find_model
-from worker_service.models.linear import Quantization, can_pack
+from worker_service.models.layers.linear import Quantization, can_pack
 from worker_service.settings import WorkerSettings
 
 TOPICS = ("types", "import", "formatstrings", "compound", "specialnames", "assert", "exprlists", "numbers")

@@ -11,7 +11,7 @@ from bench.load import CONTEXT
 from pagewire.v1.admin_service_pb2 import GetClusterStateRequest, StepSplit
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
 from pagewire_client import Client, LocalServer, SamplingParams
-from pagewire_common.channel import open_channel
+from pagewire_common.connection.channel import open_channel
 
 
 class Pagewire:

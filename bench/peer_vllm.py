@@ -24,7 +24,7 @@ import aiohttp
 
 from bench.drive import BenchError, Stream
 from bench.load import CONTEXT
-from pagewire_common.channel import direct_opener
+from pagewire_common.connection.channel import direct_opener
 
 START_SECONDS = 600
 STOP_SECONDS = 15

@@ -61,7 +61,7 @@ class Example:
 
 
 class Head(nn.Module):
-    """The network of `worker_service.models.eagle`, once more, to be trained."""
+    """The network of `worker_service.models.decoders.eagle`, once more, to be trained."""
 
     def __init__(self, target: Any, token_ids: Tensor) -> None:
         """target: a Llama of transformers; token_ids: [guessable], those that have a logit."""

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import grpc
 
-from pagewire_common.channel import is_socket, open_channel, split_target
-from pagewire_common.misdirected import Direction
+from pagewire_common.connection.channel import is_socket, open_channel, split_target
+from pagewire_common.connection.misdirected import Direction
+from pagewire_common.connection.tls import TlsFolder
 from pagewire_common.start_error import StartError
-from pagewire_common.tls import TlsFolder
 
 CLIENTS_PORT = "clients call the scheduler's --listen, which has port 50051 unless told otherwise"
 OPERATORS_PORT = "operators' commands call the scheduler's --admin-listen, which has port 50053 unless told otherwise"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 
 import grpc
 
-from pagewire_common.misdirected import MisdirectedError
+from pagewire_common.connection.misdirected import MisdirectedError
 
 log = logging.getLogger("pagewire_client")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pagewire_common.connection.tls import TlsFolder, secure_channel
 from pagewire_common.start_error import StartError
-from pagewire_common.tls import TlsFolder, secure_channel
 
 SECONDS = 3.0
 

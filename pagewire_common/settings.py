@@ -15,8 +15,8 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
-from pagewire_common.tls import Security, TlsFolder
-from pagewire_common.tracing import check_endpoint
+from pagewire_common.connection.tls import Security, TlsFolder
+from pagewire_common.telemetry.tracing import check_endpoint
 from pagewire_common.version import version_of
 
 

@@ -1,8 +1,8 @@
 """Run the scheduler service: python -m scheduler_service --help."""
 
-from pagewire_common.logs import configure_logging
-from pagewire_common.server import run
+from pagewire_common.serving.server import run
 from pagewire_common.settings import load_settings
+from pagewire_common.telemetry.logs import configure_logging
 from scheduler_service.settings import SchedulerSettings
 
 

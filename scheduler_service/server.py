@@ -11,20 +11,20 @@ import structlog
 from pagewire.v1 import admin_service_pb2
 from pagewire.v1.admin_service_pb2_grpc import add_AdminServiceServicer_to_server
 from pagewire.v1.engine_service_pb2_grpc import add_EngineServiceServicer_to_server
-from pagewire_common.errors import ErrorInterceptor
-from pagewire_common.metrics import serve_metrics
-from pagewire_common.server import GrpcServer, stop_event
+from pagewire_common.calls.errors import ErrorInterceptor
+from pagewire_common.connection.tls import OPEN, Security
+from pagewire_common.processes.temporary import TemporaryFolder, remove_dead_folders
+from pagewire_common.serving.server import GrpcServer, stop_event
 from pagewire_common.start_error import StartError
-from pagewire_common.temporary import TemporaryFolder, remove_dead_folders
-from pagewire_common.tls import OPEN, Security
+from pagewire_common.telemetry.metrics import serve_metrics
 from scheduler_service.access.audit import Audit
 from scheduler_service.access.caller import key_check
 from scheduler_service.access.key_file import KeyFile
 from scheduler_service.engine.engine import Engine
-from scheduler_service.engine.engine_servicer import FrontEnds
-from scheduler_service.engine.front_end_processes import FrontEndProcesses
-from scheduler_service.engine.limits import model_name
-from scheduler_service.engine.port import PATIENCE_SECONDS, reserved
+from scheduler_service.engine.front_ends.port import PATIENCE_SECONDS, reserved
+from scheduler_service.engine.front_ends.processes import FrontEndProcesses
+from scheduler_service.engine.front_ends.servicer import FrontEnds
+from scheduler_service.engine.worker_link.limits import model_name
 from scheduler_service.operations.admin_servicer import AdminServicer
 from scheduler_service.operations.metrics import SchedulerMetrics
 from scheduler_service.settings import SchedulerSettings

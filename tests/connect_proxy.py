@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from pagewire_common.channel import EXCEPTION_VARIABLES, PROXY_VARIABLES
+from pagewire_common.connection.channel import EXCEPTION_VARIABLES, PROXY_VARIABLES
 
 PASSWORD = "me:secret"
 

@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from worker_service.execution.decode_graphs import DecodeGraphs
-from worker_service.execution.model_runner import ModelRunner
+from worker_service.execution.steps.decode_graphs import DecodeGraphs
+from worker_service.execution.steps.model_runner import ModelRunner
 from worker_service.models.causal_model import CausalModel
 from worker_service.session.step import Limits
 

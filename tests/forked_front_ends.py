@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from fork_server import STATUS, Start, ask
 
-from scheduler_service.engine import front_end_processes
+from scheduler_service.engine.front_ends import processes as front_end_processes
 
 MODULE = "scheduler_service.frontend"
 

@@ -10,9 +10,9 @@ SHOWN = {
     "pagewire_client/http/models.py": "`created` of a model",
     "pagewire_client/http/vectors.py": "`created` of an answer",
     "pagewire_client/watch.py": "shows when a state was read",
-    "scheduler_service/engine/worker_loop.py": "an epoch, which is newer than the last one whatever the clock says",
-    "scheduler_service/frontend/chat_template.py": "a template's strftime_now",
-    "scheduler_service/frontend/request_trace.py": "times of spans",
+    "scheduler_service/engine/workers/worker_loop.py": "an epoch, newer than the last one whatever the clock says",
+    "scheduler_service/frontend/text/chat_template.py": "a template's strftime_now",
+    "scheduler_service/frontend/output/request_trace.py": "times of spans",
     "scheduler_service/operations/metrics.py": "a gauge's time",
     "scheduler_service/recording/perfetto.py": "shows when a recording began",
     "scheduler_service/recording/recorder.py": "when a recording began",
@@ -20,7 +20,7 @@ SHOWN = {
     "scheduler_service/statistics/counts.py": "when the scheduler started",
     "scheduler_service/statistics/finished_requests.py": "when a request ended",
     "worker_service/serving/traces.py": "times of spans",
-    "pagewire_common/tls.py": "ages of files; if the clock has jumped, a second look at them decides",
+    "pagewire_common/connection/tls.py": "ages of files; if the clock has jumped, a second look at them decides",
 }
 TIME_OF_DAY = re.compile(r"\btime\.(time|time_ns|localtime|gmtime)\(|\bdatetime\.\w+\(|CLOCK_REALTIME|system_clock")
 

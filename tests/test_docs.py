@@ -14,21 +14,21 @@ from persons import persons_in
 from bench.gpu.pack import parse_arguments as pack_arguments
 from bench.serve_gpu import parse_arguments as serve_gpu_arguments
 from pagewire_client.__main__ import parse_arguments as client_arguments
-from pagewire_common.errors import MOST_FIELDS
-from pagewire_common.server import OPTIONS
+from pagewire_common.calls.errors import MOST_FIELDS
+from pagewire_common.serving.server import OPTIONS
 from pagewire_common.settings import ServiceSettings
-from scheduler_service.engine.admission import MAX_SIDE_CALLS
+from scheduler_service.engine.calls.admission import MAX_SIDE_CALLS
 from scheduler_service.fit import parse_arguments as fit_arguments
-from scheduler_service.frontend.engine_link import BYTES_PER_TOKEN
-from scheduler_service.frontend.prompt import MAX_MESSAGES, MAX_TOKENIZE
-from scheduler_service.frontend.sampling_validation import (
+from scheduler_service.frontend.calls.text_calls import IN_FLIGHT, MAX_TEXTS
+from scheduler_service.frontend.checking.prompt import MAX_MESSAGES, MAX_TOKENIZE
+from scheduler_service.frontend.checking.sampling_validation import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIASES,
     MAX_N,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
 )
-from scheduler_service.frontend.text_calls import IN_FLIGHT, MAX_TEXTS
+from scheduler_service.frontend.link.engine_link import BYTES_PER_TOKEN
 from scheduler_service.operations.admin_servicer import MAX_WATCHES
 from scheduler_service.replay import parse_arguments as replay_arguments
 from scheduler_service.settings import SchedulerSettings

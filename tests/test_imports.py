@@ -34,4 +34,4 @@ def test_every_channel_is_made_where_proxies_are_decided_on() -> None:
     makers = re.compile(r"grpc\.(aio\.)?(in)?secure_channel\(|\burlopen\(")
     files = (file for package in packages for file in (root / package).rglob("*.py"))
     found = {str(file.relative_to(root)) for file in files if makers.search(file.read_text())}
-    assert found == {"pagewire_common/channel.py"}
+    assert found == {"pagewire_common/connection/channel.py"}

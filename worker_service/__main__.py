@@ -7,9 +7,9 @@ import sys
 # the scheduler may run on the same cores. The variable counts turns of some 15 ns, and is read when torch is loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-from pagewire_common.logs import configure_logging
-from pagewire_common.server import run
+from pagewire_common.serving.server import run
 from pagewire_common.settings import load_settings
+from pagewire_common.telemetry.logs import configure_logging
 from worker_service.parallel import is_rank
 from worker_service.serving.rank_process import run_rank
 from worker_service.serving.server import serve

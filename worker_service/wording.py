@@ -1,6 +1,6 @@
 """Words from untrusted files and from libraries, made fit for a sentence: on one line, and short."""
 
-from pagewire_common.shown import shown as shown
+from pagewire_common.model_files.shown import shown as shown
 
 _MAX_NAME = 200
 _MAX_REASON = 1_000

@@ -26,7 +26,7 @@ from rich.table import Table
 from bench.drive import BenchError
 from bench.fleet import bystanders, failover, feeding, front_ends, overhead, tracing
 from pagewire_client import ServerError
-from pagewire_common.open_files import raise_open_files_limit
+from pagewire_common.serving.open_files import raise_open_files_limit
 from pagewire_common.settings import load_settings
 from pagewire_common.start_error import StartError
 from worker_service.loading.model_store import find_model

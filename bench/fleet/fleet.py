@@ -16,7 +16,7 @@ from pagewire.v1.admin_service_pb2 import (
 )
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
 from pagewire_client.local import ADMIN, ServiceProcess
-from pagewire_common.channel import open_channel
+from pagewire_common.connection.channel import open_channel
 
 START_SECONDS = 300.0
 

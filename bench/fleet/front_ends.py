@@ -8,7 +8,7 @@ from pathlib import Path
 from bench.fleet import feeding
 from bench.fleet.sleeping_servicer import MAX_NUM_SEQS
 from pagewire.v1 import engine_service_pb2 as pb
-from scheduler_service.engine.outbox import Outbox
+from scheduler_service.engine.calls.outbox import Outbox
 
 NUM_ROUNDS = 300
 FIRST_TOKEN_ID, FIRST_OUTPUT = 30_000, 1_000_000

@@ -15,7 +15,7 @@ import grpc
 from bench.fleet.child import report
 from bench.fleet.sleeping_servicer import SleepingWorkerService
 from pagewire.v1.worker_service_pb2_grpc import add_WorkerServiceServicer_to_server
-from pagewire_common.server import OPTIONS
+from pagewire_common.serving.server import OPTIONS
 
 
 async def serve(count: int, directory: Path, step_seconds: float) -> None:

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, __version__
 
-from worker_service.models.decoder_config import DecoderConfig
+from worker_service.models.decoders.decoder_config import DecoderConfig
 from worker_service.models.registry import build_model, read_config
 
 END_OF_TEXT = "<|endoftext|>"

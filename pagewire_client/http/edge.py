@@ -38,7 +38,7 @@ from pagewire_client.http.token_texts import TokenTexts
 from pagewire_client.http.transcriptions import PATHS, transcribe
 from pagewire_client.http.unread import Unread, read_object, take_out, write_object
 from pagewire_client.http.upstream import Upstream
-from pagewire_common.tls import OPEN, Security
+from pagewire_common.connection.tls import OPEN, Security
 from pagewire_common.vllm_metadata import CHAT_ID
 
 log = structlog.get_logger()

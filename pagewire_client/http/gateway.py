@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Self
 
 from pagewire_client.local import STOP_SECONDS, ServerError
-from pagewire_common.channel import direct_opener
-from pagewire_common.listening import cannot_listen
-from pagewire_common.tls import TlsFolder
+from pagewire_common.connection.channel import direct_opener
+from pagewire_common.connection.tls import TlsFolder
+from pagewire_common.serving.listening import cannot_listen
 
 SHUTDOWN_SECONDS = 5
 """How long requests in flight may take to end after SIGTERM."""

@@ -12,8 +12,8 @@ from typing import Any
 
 from aiohttp import web
 
+from pagewire_common.connection.tls import Security
 from pagewire_common.start_error import StartError
-from pagewire_common.tls import Security
 
 LOOK_SECONDS = 1.0
 

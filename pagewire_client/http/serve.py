@@ -11,10 +11,10 @@ from pagewire_client.http.edge import Edge
 from pagewire_client.http.gateway import Gateway, check_free, free_address, url_of
 from pagewire_client.http.limits import Limits
 from pagewire_client.local import ServerError
-from pagewire_common.logs import configure_logging
-from pagewire_common.open_files import raise_open_files_limit
+from pagewire_common.connection.tls import Security, TlsFolder
+from pagewire_common.serving.open_files import raise_open_files_limit
 from pagewire_common.start_error import StartError
-from pagewire_common.tls import Security, TlsFolder
+from pagewire_common.telemetry.logs import configure_logging
 
 READY_SECONDS = 600.0
 SOUND_BODY_BYTES = 17 << 20

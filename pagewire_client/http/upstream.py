@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 
 from pagewire_client.channel import OPTIONS
-from pagewire_common.tls import TlsFolder, secure_channel
+from pagewire_common.connection.tls import TlsFolder, secure_channel
 
 
 @dataclass(slots=True)

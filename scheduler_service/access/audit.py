@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import structlog
 
-from pagewire_common.around import Context, put_around
+from pagewire_common.calls.around import Context, put_around
 from scheduler_service.access.caller import caller
 
 log = structlog.get_logger()

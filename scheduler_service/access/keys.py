@@ -28,7 +28,7 @@ import grpc
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pagewire.v1 import engine_service_pb2 as pb
-from pagewire_common.errors import RequestError
+from pagewire_common.calls.errors import RequestError
 
 MAX_NAME = 64
 MOST_BYTES = 4 << 20

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from pagewire_common.errors import RequestError
+from pagewire_common.calls.errors import RequestError
 from scheduler_service.access.keys import ApiKey, Keyring
 
 

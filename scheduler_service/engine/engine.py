@@ -18,8 +18,8 @@ import structlog
 
 from pagewire.v1 import engine_service_pb2 as pb
 from pagewire.v1.admin_service_pb2 import FinishedRequest
-from pagewire_common.errors import RequestError
-from pagewire_common.tls import TlsFolder
+from pagewire_common.calls.errors import RequestError
+from pagewire_common.connection.tls import TlsFolder
 from scheduler_service.access.keys import Keyring
 from scheduler_service.core import (
     Scheduler,
@@ -31,17 +31,17 @@ from scheduler_service.core import (
 )
 from scheduler_service.core.config import MAX_BLOCKS
 from scheduler_service.core.queues.policy import waiting_queue
-from scheduler_service.engine.adapter_fetcher import AdapterFetcher
-from scheduler_service.engine.adapters import Adapters
-from scheduler_service.engine.admission import Admission
-from scheduler_service.engine.calls import Call
-from scheduler_service.engine.discovery import Resolve, resolve_by_dns
-from scheduler_service.engine.limits import check_limits, model_limits, model_name, scheduler_config
-from scheduler_service.engine.membership import Departed, Membership
-from scheduler_service.engine.outage import Outage, why_unserved
-from scheduler_service.engine.outbox import Outbox
-from scheduler_service.engine.worker_client import WorkerClient, WorkerError
-from scheduler_service.engine.worker_loop import WorkerLoop
+from scheduler_service.engine.adapters.adapter_fetcher import AdapterFetcher
+from scheduler_service.engine.adapters.adapters import Adapters
+from scheduler_service.engine.calls.admission import Admission
+from scheduler_service.engine.calls.calls import Call
+from scheduler_service.engine.calls.outbox import Outbox
+from scheduler_service.engine.worker_link.client import WorkerClient, WorkerError
+from scheduler_service.engine.worker_link.limits import check_limits, model_limits, model_name, scheduler_config
+from scheduler_service.engine.workers.discovery import Resolve, resolve_by_dns
+from scheduler_service.engine.workers.membership import Departed, Membership
+from scheduler_service.engine.workers.outage import Outage, why_unserved
+from scheduler_service.engine.workers.worker_loop import WorkerLoop
 from scheduler_service.recording.recorder import NoRecorder, Recorder
 from scheduler_service.recording.writer import FileWriter
 from scheduler_service.settings import SchedulerSettings

@@ -5,10 +5,10 @@ import os
 import sys
 from pathlib import Path
 
-from pagewire_common.child_process import end_with_the_parent, leave_signals_to_the_parent
-from pagewire_common.logs import configure_logging
-from pagewire_common.server import MAX_CONNECTIONS, run
-from pagewire_common.tls import Security, TlsFolder
+from pagewire_common.connection.tls import Security, TlsFolder
+from pagewire_common.processes.child_process import end_with_the_parent, leave_signals_to_the_parent
+from pagewire_common.serving.server import MAX_CONNECTIONS, run
+from pagewire_common.telemetry.logs import configure_logging
 
 NICE = 5
 

@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.v1.engine_service_pb2 import ModelLimits
-from pagewire_common.eos_tokens import eos_token_ids
-from pagewire_common.generation_config import FILE, GenerationConfig, GenerationDefaults
-from pagewire_common.generation_keys import TOKEN
-from pagewire_common.json_text import loads
-from pagewire_common.sentence_config import FILE as SENTENCES
-from pagewire_common.sentence_config import SentenceConfig
-from pagewire_common.shown import shown
+from pagewire_common.model_files.eos_tokens import eos_token_ids
+from pagewire_common.model_files.generation_config import FILE, GenerationConfig, GenerationDefaults
+from pagewire_common.model_files.generation_keys import TOKEN
+from pagewire_common.model_files.json_text import loads
+from pagewire_common.model_files.sentence_config import FILE as SENTENCES
+from pagewire_common.model_files.sentence_config import SentenceConfig
+from pagewire_common.model_files.shown import shown
 from pagewire_common.start_error import StartError
-from scheduler_service.frontend.forms import Forms
+from scheduler_service.frontend.forms.forms import Forms
 from scheduler_service.frontend.speech.speech_tokens import SpeechTokens
-from scheduler_service.frontend.tokenization import Tokenizer
+from scheduler_service.frontend.text.tokenization import Tokenizer
 
 MOST_SCORED = 2
 """Classes among which one is the score."""

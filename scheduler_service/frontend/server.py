@@ -13,13 +13,13 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer
 from pagewire.v1 import engine_service_pb2 as pb
 from pagewire.v1 import inference_service_pb2
 from pagewire.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
-from pagewire_common.server import MAX_CONNECTIONS, GrpcServer
-from pagewire_common.tls import OPEN, Security
-from pagewire_common.tracing import tracing
+from pagewire_common.connection.tls import OPEN, Security
+from pagewire_common.serving.server import MAX_CONNECTIONS, GrpcServer
+from pagewire_common.telemetry.tracing import tracing
 from scheduler_service.access.audit import Audit
 from scheduler_service.access.caller import key_check
-from scheduler_service.frontend.engine_link import EngineLink
-from scheduler_service.frontend.patience import note_patience
+from scheduler_service.frontend.link.engine_link import EngineLink
+from scheduler_service.frontend.link.patience import note_patience
 from scheduler_service.frontend.servicer import InferenceServicer
 from scheduler_service.frontend.vllm_engine_servicer import VllmEngine
 

@@ -4,27 +4,27 @@ import time
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceServicer
-from pagewire_common import errors
+from pagewire_common.calls import errors
 from scheduler_service.access.audit import note
 from scheduler_service.access.caller import caller, tenant_of
 from scheduler_service.core import SequenceStatus
 from scheduler_service.core.groups.sampling_params import MAX_N
 from scheduler_service.core.outputs import TokenLogprobs
-from scheduler_service.frontend.embedding import embed
-from scheduler_service.frontend.engine_call import EngineCall
-from scheduler_service.frontend.engine_link import EngineLink
-from scheduler_service.frontend.generation import Context, allowed_model, generate
+from scheduler_service.frontend.calls.embedding import embed
+from scheduler_service.frontend.calls.generation import Context, allowed_model, generate
+from scheduler_service.frontend.calls.scoring import score
+from scheduler_service.frontend.calls.transcription import transcribe
+from scheduler_service.frontend.checking.prompt import decode_tokens, encode_prompt
+from scheduler_service.frontend.checking.resumption import served_fingerprint
+from scheduler_service.frontend.checking.sampling_validation import MAX_LOGPROBS, MAX_STOP_STRINGS
+from scheduler_service.frontend.checking.validation import check_names
+from scheduler_service.frontend.link.engine_call import EngineCall
+from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.output_failure import failure
-from scheduler_service.frontend.prompt import decode_tokens, encode_prompt
-from scheduler_service.frontend.request import RequestState, request_key
-from scheduler_service.frontend.request_trace import CHAT, TEXT_COMPLETION
-from scheduler_service.frontend.resumption import served_fingerprint
-from scheduler_service.frontend.sampling_validation import MAX_LOGPROBS, MAX_STOP_STRINGS
-from scheduler_service.frontend.scoring import score
-from scheduler_service.frontend.streams import OutputDelta
-from scheduler_service.frontend.transcription import transcribe
-from scheduler_service.frontend.validation import check_names
+from scheduler_service.frontend.output.output_failure import failure
+from scheduler_service.frontend.output.request import RequestState, request_key
+from scheduler_service.frontend.output.request_trace import CHAT, TEXT_COMPLETION
+from scheduler_service.frontend.output.streams import OutputDelta
 from scheduler_service.wire.columns import fill_column
 
 _FINISH_REASONS = {

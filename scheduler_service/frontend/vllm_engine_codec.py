@@ -11,10 +11,10 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.core import SequenceStatus
 from scheduler_service.core.outputs import TokenLogprobs
-from scheduler_service.frontend.checks import invalid
-from scheduler_service.frontend.generation import REASONS
-from scheduler_service.frontend.request import RequestState
-from scheduler_service.frontend.streams import OutputDelta
+from scheduler_service.frontend.calls.generation import REASONS
+from scheduler_service.frontend.checking.checks import invalid
+from scheduler_service.frontend.output.request import RequestState
+from scheduler_service.frontend.output.streams import OutputDelta
 
 MOST_BYTES = 4 << 20
 """Of an output that is sent as one message: gRPC libraries read no larger ones unless told to."""

@@ -13,18 +13,18 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineServicer
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_common import errors
-from pagewire_common.patient_writer import PatientWriter
+from pagewire_common.calls import errors
+from pagewire_common.calls.patient_writer import PatientWriter
 from pagewire_common.vllm_metadata import CHAT_ID, LORA_NAME
 from scheduler_service.access.audit import note
 from scheduler_service.access.caller import tenant_of
-from scheduler_service.frontend.checks import check_length, invalid
-from scheduler_service.frontend.embedding import embed_one
-from scheduler_service.frontend.engine_call import EngineCall
-from scheduler_service.frontend.engine_link import EngineLink
-from scheduler_service.frontend.generation import Context, allowed_model, generate
-from scheduler_service.frontend.request import request_key
-from scheduler_service.frontend.request_trace import CHAT, TEXT_COMPLETION
+from scheduler_service.frontend.calls.embedding import embed_one
+from scheduler_service.frontend.calls.generation import Context, allowed_model, generate
+from scheduler_service.frontend.checking.checks import check_length, invalid
+from scheduler_service.frontend.link.engine_call import EngineCall
+from scheduler_service.frontend.link.engine_link import EngineLink
+from scheduler_service.frontend.output.request import request_key
+from scheduler_service.frontend.output.request_trace import CHAT, TEXT_COMPLETION
 from scheduler_service.frontend.vllm_engine_codec import StreamedAnswers, WholeAnswers, decode_request
 from scheduler_service.wire.submission import floats
 

@@ -2,9 +2,9 @@
 
 from pagewire.v1 import admin_service_pb2 as pb
 from scheduler_service.core import Balancer
-from scheduler_service.engine.engine_servicer import FrontEnds
-from scheduler_service.engine.step_split import StepSplit
-from scheduler_service.engine.worker_loop import WorkerLoop
+from scheduler_service.engine.front_ends.servicer import FrontEnds
+from scheduler_service.engine.worker_link.step_split import StepSplit
+from scheduler_service.engine.workers.worker_loop import WorkerLoop
 
 
 def cluster_state(front_ends: FrontEnds) -> pb.ClusterState:

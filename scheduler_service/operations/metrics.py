@@ -12,9 +12,9 @@ from itertools import accumulate
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from pagewire.v1 import admin_service_pb2 as pb
-from scheduler_service.engine.adapters import MOST_COUNTED
+from scheduler_service.engine.adapters.adapters import MOST_COUNTED
 from scheduler_service.engine.engine import Engine
-from scheduler_service.engine.engine_servicer import FrontEnds
+from scheduler_service.engine.front_ends.servicer import FrontEnds
 from scheduler_service.operations.cluster_state import cluster_state
 from scheduler_service.statistics.counts import CountsByTenant, Histogram, RequestCounts
 

@@ -11,7 +11,7 @@ from kustomize import KUBERNETES, container, render
 from pagewire_client.__main__ import parse_arguments
 from pagewire_client.http.gateway import SHUTDOWN_SECONDS
 from pagewire_common.settings import ServiceSettings
-from scheduler_service.engine.admission import UNREAD_SHARE
+from scheduler_service.engine.calls.admission import UNREAD_SHARE
 from scheduler_service.settings import SchedulerSettings
 from worker_service.settings import WorkerSettings
 

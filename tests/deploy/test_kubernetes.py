@@ -14,7 +14,7 @@ from kustomize import EVERY_PEER, KUBERNETES, PROBES, Resource, allowed, contain
 
 from pagewire_common.settings import ServiceSettings, load_settings
 from scheduler_service.engine.engine import Engine
-from scheduler_service.engine.engine_servicer import FrontEnds
+from scheduler_service.engine.front_ends.servicer import FrontEnds
 from scheduler_service.operations.metrics import SchedulerMetrics
 from scheduler_service.settings import SchedulerSettings
 from worker_service.settings import WorkerSettings

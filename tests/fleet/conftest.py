@@ -13,7 +13,7 @@ from tiny_model import write_byte_tokenizer, write_tiny_llama
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client
-from pagewire_common.open_files import raise_open_files_limit
+from pagewire_common.serving.open_files import raise_open_files_limit
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -25,7 +25,7 @@ from forked import ForkServers
 from hostile_fleet import HostileFleet
 
 from pagewire_client import local
-from pagewire_common.open_files import raise_open_files_limit
+from pagewire_common.serving.open_files import raise_open_files_limit
 
 NUM_REQUESTS = 40
 ROUND_SECONDS = 400.0

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from pagewire_common.server import run
+from pagewire_common.serving.server import run
 from pagewire_common.settings import load_settings
-from worker_service.execution.model_runner import ModelRunner
+from worker_service.execution.steps.model_runner import ModelRunner
 from worker_service.serving.server import serve
 from worker_service.settings import WorkerSettings
 from worker_service.speculation import drafter

@@ -14,7 +14,7 @@ import grpc
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
-from pagewire_common.server import OPTIONS
+from pagewire_common.serving.server import OPTIONS
 
 SERVICE = worker_pb.DESCRIPTOR.services_by_name["WorkerService"].full_name
 

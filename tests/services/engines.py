@@ -7,13 +7,13 @@ from typing import Any
 
 from scheduler_service.access.keys import Keyring
 from scheduler_service.core import SamplingParams, SequenceGroup
-from scheduler_service.engine.discovery import resolve_by_dns
 from scheduler_service.engine.engine import Engine
-from scheduler_service.engine.engine_servicer import FrontEnds
-from scheduler_service.frontend.engine_call import EngineCall
-from scheduler_service.frontend.engine_link import EngineLink
+from scheduler_service.engine.front_ends.servicer import FrontEnds
+from scheduler_service.engine.workers.discovery import resolve_by_dns
+from scheduler_service.frontend.link.engine_call import EngineCall
+from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.request import GenerationRequest, RequestState
+from scheduler_service.frontend.output.request import GenerationRequest, RequestState
 from scheduler_service.operations.admin_servicer import AdminServicer
 from scheduler_service.server import engine_server
 from scheduler_service.settings import SchedulerSettings

@@ -10,7 +10,7 @@ from ports import free_address
 from pagewire_client.http.edge import DEFAULTS, Edge
 from pagewire_client.http.gateway import Gateway
 from pagewire_client.http.limits import Limits
-from pagewire_common.tls import OPEN, Security
+from pagewire_common.connection.tls import OPEN, Security
 
 
 @asynccontextmanager

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from engines import OneProcess, running
 
-from pagewire_common.tls import OPEN, Security
-from scheduler_service.frontend.engine_link import EngineLink
+from pagewire_common.connection.tls import OPEN, Security
+from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.server import front_end_server, show_health
 from scheduler_service.operations.admin_servicer import AdminServicer
 from scheduler_service.server import admin_server

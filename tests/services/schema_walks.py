@@ -11,7 +11,7 @@ import jsonschema
 from llguidance import LLMatcher, LLTokenizer
 
 from pagewire_common.forms import parser_limits
-from scheduler_service.frontend.form_compiler import compile_form
+from scheduler_service.frontend.forms.form_compiler import compile_form
 
 TOKENIZER = LLTokenizer("byte")
 WEIGHTS = [12.0 if chr(byte) in '",}]:' else 6.0 if chr(byte).isdigit() else 1.0 for byte in range(256)]

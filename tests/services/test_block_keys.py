@@ -8,8 +8,8 @@ from engines import running, submit, text_of
 from fake_worker_service import FakeWorkerService, serving
 
 from scheduler_service.core import SamplingParams
-from scheduler_service.frontend import engine_call
-from scheduler_service.frontend.request import GenerationRequest, Resumption
+from scheduler_service.frontend.link import engine_call
+from scheduler_service.frontend.output.request import GenerationRequest, Resumption
 from scheduler_service.wire.submission import KEY_BYTES
 
 

@@ -11,13 +11,13 @@ import pytest
 from structlog.testing import capture_logs
 from tiny_model import write_byte_tokenizer
 
-from scheduler_service.frontend import chat_renderer
-from scheduler_service.frontend.chat_marks import ChatMarks
-from scheduler_service.frontend.chat_renderer import MOST_REASON, ChatRenderer
-from scheduler_service.frontend.encoding_errors import TemplateError, TooManyTokensError
-from scheduler_service.frontend.limited_process import LimitedProcess, Limits
-from scheduler_service.frontend.tokenization import Tokenizer
-from scheduler_service.frontend.word_finder import WordFinder
+from scheduler_service.frontend.limited.limited_process import LimitedProcess, Limits
+from scheduler_service.frontend.text import chat_renderer
+from scheduler_service.frontend.text.chat_marks import ChatMarks
+from scheduler_service.frontend.text.chat_renderer import MOST_REASON, ChatRenderer
+from scheduler_service.frontend.text.encoding_errors import TemplateError, TooManyTokensError
+from scheduler_service.frontend.text.tokenization import Tokenizer
+from scheduler_service.frontend.text.word_finder import WordFinder
 
 DEADLINE = 60.0
 BRANCHES = {

@@ -4,8 +4,8 @@ import pytest
 from jinja2 import TemplateError as JinjaError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from scheduler_service.frontend.chat_template import ChatTemplate
-from scheduler_service.frontend.encoding_errors import TemplateError
+from scheduler_service.frontend.text.chat_template import ChatTemplate
+from scheduler_service.frontend.text.encoding_errors import TemplateError
 
 MOST = 10_000
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "image_token": "<image>"}

@@ -16,8 +16,8 @@ from structlog.testing import capture_logs
 from pagewire.v1 import admin_service_pb2 as pb
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
 from pagewire_common.settings import load_settings
-from scheduler_service.engine.discovery import resolve_by_dns, watch_name
-from scheduler_service.engine.worker_loop import WorkerStatus
+from scheduler_service.engine.workers.discovery import resolve_by_dns, watch_name
+from scheduler_service.engine.workers.worker_loop import WorkerStatus
 from scheduler_service.settings import SchedulerSettings
 
 SOON = 0.001

@@ -9,8 +9,8 @@ from engines import running, submit, text_of, until
 from fake_worker_service import FakeWorkerService, serving
 from grpc_health.v1 import health_pb2
 
-from pagewire_common.errors import RequestError
-from scheduler_service.engine.worker_loop import WorkerStatus
+from pagewire_common.calls.errors import RequestError
+from scheduler_service.engine.workers.worker_loop import WorkerStatus
 
 LEAVING = health_pb2.HealthCheckResponse.NOT_SERVING
 

@@ -11,13 +11,13 @@ from engines import running, submit, text_of, until
 from fake_worker_service import FakeWorkerService, serving
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_common.errors import RequestError
+from pagewire_common.calls.errors import RequestError
 from scheduler_service.core import SamplingParams
 from scheduler_service.engine import engine as engine_module
 from scheduler_service.engine.engine import Engine
-from scheduler_service.engine.worker_client import WorkerError
-from scheduler_service.frontend.engine_call import EngineCall
-from scheduler_service.frontend.request import GenerationRequest
+from scheduler_service.engine.worker_link.client import WorkerError
+from scheduler_service.frontend.link.engine_call import EngineCall
+from scheduler_service.frontend.output.request import GenerationRequest
 from scheduler_service.frontend.servicer import InferenceServicer
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.wire.codec import decode_worker_info

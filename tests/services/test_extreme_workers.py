@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
-from pagewire_common.errors import RequestError
+from pagewire_common.calls.errors import RequestError
 
 MOST: dict[int, tuple[float, ...]] = {
     FieldDescriptor.TYPE_UINT32: (2**32 - 1,),

@@ -121,7 +121,7 @@ async def test_forms_are_compiled_again_after_their_process_was_killed(
     await text_of(stub, max_tokens=20, regex="there is one[.!]")
     (front_end,) = front_ends(tiny_server.target)
     children = [child for child in front_end.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
-    compilers = [child for child in children if "scheduler_service.frontend.form_compiler" in child.cmdline()]
+    compilers = [child for child in children if "scheduler_service.frontend.forms.form_compiler" in child.cmdline()]
     assert len(compilers) > 1
     compilers[number].kill()
     async with asyncio.timeout(DEADLINE):

@@ -14,13 +14,13 @@ import psutil
 import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_common.child_process import start_child
-from pagewire_common.errors import RequestError
-from scheduler_service.frontend import forms as forms_module
-from scheduler_service.frontend import limited_process
-from scheduler_service.frontend.form_compiler import compile_form
-from scheduler_service.frontend.forms import FormError, Forms
-from scheduler_service.frontend.limited_process import LimitedProcess, Limits
+from pagewire_common.calls.errors import RequestError
+from pagewire_common.processes.child_process import start_child
+from scheduler_service.frontend.forms.form_compiler import compile_form
+from scheduler_service.frontend.forms.forms import FormError, Forms
+from scheduler_service.frontend.forms.forms import forms as forms_module
+from scheduler_service.frontend.limited import limited_process
+from scheduler_service.frontend.limited.limited_process import LimitedProcess, Limits
 
 BOMB = json.dumps({"type": "string", "allOf": [{"pattern": f"[a-z]*{number}[0-9]*"} for number in range(24)]})
 """Every pattern doubles what it takes."""

@@ -17,8 +17,8 @@ from worker_in_process import ServedWorker, worker_in_process
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client
-from worker_service.execution.form_process import HEAD
-from worker_service.execution.model_runner import ModelRunner
+from worker_service.execution.sampling.form_process import HEAD
+from worker_service.execution.steps.model_runner import ModelRunner
 
 FORM = 'start: "[" item ("," item)* "]"\nitem: "true" | "false" | /[0-9]{2}/'
 ASKED: list[dict[str, Any]] = [

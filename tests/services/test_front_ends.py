@@ -26,17 +26,18 @@ from pagewire_client import Client, LocalServer, SamplingParams, local
 from pagewire_client.admin import Admin, Sample
 from pagewire_client.llm import collect
 from pagewire_client.local import ServiceProcess
-from pagewire_common.errors import RequestError
-from pagewire_common.server import LIVENESS
+from pagewire_common.calls.errors import RequestError
+from pagewire_common.serving.server import LIVENESS
 from pagewire_common.start_error import StartError
 from scheduler_service import server as engine_server
-from scheduler_service.engine import engine_servicer, front_end_processes
-from scheduler_service.engine.front_end_processes import FrontEndProcesses
-from scheduler_service.engine.outbox import Outbox
+from scheduler_service.engine.calls.outbox import Outbox
+from scheduler_service.engine.front_ends import processes as front_end_processes
+from scheduler_service.engine.front_ends import servicer as engine_servicer
+from scheduler_service.engine.front_ends.processes import FrontEndProcesses
 from scheduler_service.frontend import server as front_end_server
-from scheduler_service.frontend.engine_link import EngineLink
-from scheduler_service.frontend.request import RequestState
-from scheduler_service.frontend.streams import OutputDelta
+from scheduler_service.frontend.link.engine_link import EngineLink
+from scheduler_service.frontend.output.request import RequestState
+from scheduler_service.frontend.output.streams import OutputDelta
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0)
 LONGEST = SamplingParams(max_tokens=490, ignore_eos=True, temperature=0)

@@ -7,8 +7,8 @@ import grpc
 import pytest
 
 from bench.fleet.http2 import Connection
-from pagewire_common import server as server_module
-from pagewire_common.server import GrpcServer
+from pagewire_common.serving import server as server_module
+from pagewire_common.serving.server import GrpcServer
 
 
 async def test_the_answer_that_a_frozen_client_does_not_read_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,11 +20,11 @@ from transformers import GenerationConfig as TheirConfig
 from pagewire.v1.engine_service_pb2 import ModelLimits
 from pagewire_client import Client
 from pagewire_client.llm import collect
-from pagewire_common.eos_tokens import eos_token_ids
-from pagewire_common.generation_config import GenerationConfig, GenerationDefaults
-from pagewire_common.generation_keys import MOST_LISTED, kinds
+from pagewire_common.model_files.eos_tokens import eos_token_ids
+from pagewire_common.model_files.generation_config import GenerationConfig, GenerationDefaults
+from pagewire_common.model_files.generation_keys import MOST_LISTED, kinds
 from pagewire_common.start_error import StartError
-from scheduler_service.engine.worker_client import TOKENIZER_FILES
+from scheduler_service.engine.worker_link.client import TOKENIZER_FILES
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.speech.speech_tokens import SpeechTokens
 from scheduler_service.frontend.vllm_engine_codec import decode_request

@@ -8,7 +8,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from bench.fleet.http2 import Connection
-from pagewire_common.server import GrpcServer
+from pagewire_common.serving.server import GrpcServer
 
 
 async def test_a_watcher_that_does_not_read_keeps_health_from_no_other() -> None:

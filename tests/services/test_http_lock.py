@@ -29,7 +29,7 @@ from pagewire.v1.admin_service_pb2 import ClusterState
 from pagewire_client import LocalServer
 from pagewire_client.admin import Admin
 from pagewire_client.http.edge import Edge
-from pagewire_common.tls import TlsFolder
+from pagewire_common.connection.tls import TlsFolder
 
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 MODEL = "tiny-llama"

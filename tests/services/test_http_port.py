@@ -22,9 +22,9 @@ from scheduler_in_process import scheduler
 
 from pagewire_client.http.limits import Limits
 from pagewire_client.http.upstream import Upstream
-from pagewire_common.server import GrpcServer
+from pagewire_common.connection.tls import Security, TlsFolder
+from pagewire_common.serving.server import GrpcServer
 from pagewire_common.start_error import StartError
-from pagewire_common.tls import Security, TlsFolder
 
 NOWHERE = "127.0.0.1:1"
 HEAD = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"

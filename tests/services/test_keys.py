@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewire_common.errors import RequestError
+from pagewire_common.calls.errors import RequestError
 from scheduler_service.access.keys import MOST_BYTES, ApiKey, Keyring, digest_of, parse_keys, read_keys
 from scheduler_service.access.quotas import Quotas
 

@@ -22,9 +22,9 @@ from pagewire_client.llm import collect
 from scheduler_service.access.keys import ApiKey, Keyring, digest_of
 from scheduler_service.core import SamplingParams as CoreParams
 from scheduler_service.core import SequenceGroup
-from scheduler_service.engine.admission import Admission
-from scheduler_service.engine.calls import Call
-from scheduler_service.engine.outbox import Outbox
+from scheduler_service.engine.calls.admission import Admission
+from scheduler_service.engine.calls.calls import Call
+from scheduler_service.engine.calls.outbox import Outbox
 from scheduler_service.frontend.server import front_end_server
 from scheduler_service.settings import SchedulerSettings
 

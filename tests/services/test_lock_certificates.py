@@ -25,7 +25,7 @@ from test_processes import WORKER_SIZES
 
 from pagewire_client.channel import connect, key_metadata
 from pagewire_client.local import ServiceProcess
-from pagewire_common.tls import TlsFolder, secure_channel
+from pagewire_common.connection.tls import TlsFolder, secure_channel
 
 KEY = "key of an operator"
 SERVERS = ("scheduler", "worker", "openai")

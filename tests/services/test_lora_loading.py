@@ -20,11 +20,11 @@ from pagewire_client.admin import Admin
 from pagewire_client.llm import collect
 from pagewire_common.start_error import StartError
 from scheduler_service.access.keys import ApiKey, Keyring, digest_of
-from scheduler_service.engine import worker_loop
-from scheduler_service.engine.adapter_files import hand_over, read_adapter
-from scheduler_service.engine.worker_client import AdapterFailedError, WorkerClient
-from scheduler_service.frontend import generation
-from scheduler_service.frontend.request import GenerationRequest
+from scheduler_service.engine.adapters.adapter_files import hand_over, read_adapter
+from scheduler_service.engine.worker_link.client import AdapterFailedError, WorkerClient
+from scheduler_service.engine.workers import worker_loop
+from scheduler_service.frontend.calls import generation
+from scheduler_service.frontend.output.request import GenerationRequest
 from scheduler_service.wire.codec import WorkerInfo
 from worker_service.serving import servicer
 from worker_service.serving.adapters import load_adapter

@@ -18,7 +18,7 @@ from pagewire.v1.admin_service_pb2 import FinishedRequest
 from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
 from scheduler_service.access.keys import ApiKey, Keyring, digest_of
-from scheduler_service.engine.adapters import MOST_COUNTED, OTHERS, AdapterCounts
+from scheduler_service.engine.adapters.adapters import MOST_COUNTED, OTHERS, AdapterCounts
 from scheduler_service.recording.replayer import Replayer
 from worker_service.speculation import drafter
 

@@ -14,17 +14,17 @@ from test_validation import request
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.engine_service_pb2 import Hypothesis
-from pagewire_common.errors import RequestError
+from pagewire_common.calls.errors import RequestError
 from scheduler_service.core import SequenceStatus
 from scheduler_service.core.outputs import TokenLogprobs
-from scheduler_service.frontend import streams, whole_output
-from scheduler_service.frontend.gained import Gained
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.request import RequestState
-from scheduler_service.frontend.request_memory import UnreadOutput
+from scheduler_service.frontend.output import streams, whole_output
+from scheduler_service.frontend.output.gained import Gained
+from scheduler_service.frontend.output.request import RequestState
+from scheduler_service.frontend.output.request_memory import UnreadOutput
+from scheduler_service.frontend.output.streams import OutputDelta, OutputStream
+from scheduler_service.frontend.output.turns import Turns
 from scheduler_service.frontend.servicer import encode_delta
-from scheduler_service.frontend.streams import OutputDelta, OutputStream
-from scheduler_service.frontend.turns import Turns
 from scheduler_service.frontend.vllm_engine_codec import MOST_BYTES, WholeAnswers
 from scheduler_service.statistics.counts import RequestCounts
 

@@ -21,10 +21,10 @@ from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
 from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
 from pagewire_client.local import ServiceProcess
-from pagewire_common.metrics import MOST_CONNECTIONS, MOST_HEAD_BYTES, serve_metrics
 from pagewire_common.start_error import StartError
+from pagewire_common.telemetry.metrics import MOST_CONNECTIONS, MOST_HEAD_BYTES, serve_metrics
 from scheduler_service.core import PlacementReason
-from scheduler_service.engine.guesses import proposer_of
+from scheduler_service.engine.workers.guesses import proposer_of
 from scheduler_service.operations.metrics import SchedulerMetrics
 from scheduler_service.statistics.counts import MOST_TENANTS, CountsByTenant, Histogram
 from worker_service.serving.metrics import WorkerStatistics

@@ -11,8 +11,8 @@ from certificates import fill
 from prometheus_client.core import Metric
 
 from pagewire_client.local import ServiceProcess
-from pagewire_common.metrics import serve_metrics
-from pagewire_common.tls import Security, TlsFolder
+from pagewire_common.connection.tls import Security, TlsFolder
+from pagewire_common.telemetry.metrics import serve_metrics
 from worker_service.settings import WorkerSettings
 
 

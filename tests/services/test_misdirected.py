@@ -15,10 +15,10 @@ from scheduler_in_process import scheduler
 from pagewire_client import Client
 from pagewire_client.admin import Admin
 from pagewire_client.llm import collect
-from pagewire_common.server import GrpcServer
+from pagewire_common.connection.tls import Security, TlsFolder
+from pagewire_common.serving.server import GrpcServer
 from pagewire_common.start_error import StartError
-from pagewire_common.tls import Security, TlsFolder
-from scheduler_service.engine.worker_client import UnreachableError, WorkerClient
+from scheduler_service.engine.worker_link.client import UnreachableError, WorkerClient
 from worker_service import progress
 
 pytestmark = pytest.mark.timeout(30)  # clients would try again for a minute

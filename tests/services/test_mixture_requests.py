@@ -9,7 +9,7 @@ import torch
 
 from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.llm import collect
-from worker_service.models.linear import can_pack
+from worker_service.models.layers.linear import can_pack
 
 CONFIG = {
     "model_type": "qwen3_moe",

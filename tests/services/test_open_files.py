@@ -2,7 +2,7 @@
 
 import resource
 
-from pagewire_common.server import run
+from pagewire_common.serving.server import run
 
 
 def test_a_service_raises_its_soft_limit_to_the_hard_one() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.llm import Completion, collect
-from scheduler_service.frontend.forms import MAX_CHOICES, MAX_FORM_BYTES, FormError, Forms
+from scheduler_service.frontend.forms.forms import MAX_CHOICES, MAX_FORM_BYTES, FormError, Forms
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -1,8 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_service.frontend.output_text import OutputText
-from scheduler_service.frontend.tokenization import Tokenizer
+from scheduler_service.frontend.text.output_text import OutputText
+from scheduler_service.frontend.text.tokenization import Tokenizer
 
 # Bytes of characters of one to four, some of which form none, and stop strings that are often there in part.
 TOKENS = st.lists(st.integers(0, 258), max_size=40) | st.lists(st.sampled_from([67, 68, 69, 131, 199]), max_size=40)

@@ -5,7 +5,7 @@ import asyncio
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pagewire_common.server import LIVENESS, GrpcServer
+from pagewire_common.serving.server import LIVENESS, GrpcServer
 
 NUM_CALLS = 4_000
 """gRPC by itself refuses some from the thousandth that waits, and all from the three thousandth."""

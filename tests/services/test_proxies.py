@@ -16,10 +16,10 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from pagewire_client import Client
 from pagewire_client.http.gateway import is_ready
-from pagewire_common.channel import proxy_of
+from pagewire_common.connection.channel import proxy_of
 from pagewire_common.healthcheck import is_serving
-from pagewire_common.server import GrpcServer
-from pagewire_common.tracing import tracing
+from pagewire_common.serving.server import GrpcServer
+from pagewire_common.telemetry.tracing import tracing
 
 CLOSED = "http://127.0.0.1:1"
 ELSEWHERE = "0.0.0.0:1"

@@ -23,7 +23,7 @@ from pagewire.v1 import recording_pb2 as pb
 from pagewire.v1 import scheduler_output_pb2 as wire
 from pagewire_client import Client, SamplingParams
 from pagewire_client.local import ServiceProcess
-from pagewire_common.errors import RequestError
+from pagewire_common.calls.errors import RequestError
 from scheduler_service import core
 from scheduler_service.core import PhaseRule, PreemptionMode, SchedulerConfig, SequenceGroup, WaitingQueue
 from scheduler_service.recording.format import RecordingError, frame, read_events
@@ -409,7 +409,7 @@ async def test_a_request_that_ends_while_no_worker_is_there_is_recorded_too(
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with running("127.0.0.1:1", record=path) as engine:
         async with serving(worker) as address:
-            from scheduler_service.engine.worker_client import WorkerClient
+            from scheduler_service.engine.worker_link.client import WorkerClient
 
             client = WorkerClient(address)
             await engine.accept(client, await client.get_info())

@@ -17,15 +17,15 @@ from scheduler_in_process import InProcess, scheduler
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
-from pagewire_common.errors import RequestError
+from pagewire_common.calls.errors import RequestError
 from scheduler_service.core import SamplingParams as CoreSamplingParams
 from scheduler_service.core.outputs import TokenLogprobs
-from scheduler_service.frontend.engine_call import EngineCall
-from scheduler_service.frontend.engine_link import MIN_WAITING, WAITING_SHARE
-from scheduler_service.frontend.request import GenerationRequest
-from scheduler_service.frontend.request_memory import UnreadOutput, request_bytes
-from scheduler_service.frontend.streams import OutputDelta, OutputStream
-from scheduler_service.frontend.turns import Turns
+from scheduler_service.frontend.link.engine_call import EngineCall
+from scheduler_service.frontend.link.engine_link import MIN_WAITING, WAITING_SHARE
+from scheduler_service.frontend.output.request import GenerationRequest
+from scheduler_service.frontend.output.request_memory import UnreadOutput, request_bytes
+from scheduler_service.frontend.output.streams import OutputDelta, OutputStream
+from scheduler_service.frontend.output.turns import Turns
 from scheduler_service.wire.submission import KEY_BYTES
 
 MIB = 1 << 20

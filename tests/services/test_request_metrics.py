@@ -21,17 +21,17 @@ from pagewire.v1.engine_service_pb2 import Standing
 from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.admin import Admin
 from pagewire_client.llm import collect
-from pagewire_common.errors import RequestError
+from pagewire_common.calls.errors import RequestError
 from scheduler_service import core
 from scheduler_service.core import SchedulerOutput
 from scheduler_service.core.outputs import NewSequence
 from scheduler_service.engine import engine as engine_module
-from scheduler_service.engine.calls import Call
+from scheduler_service.engine.calls.calls import Call
+from scheduler_service.engine.calls.outbox import Outbox
 from scheduler_service.engine.engine import Engine
-from scheduler_service.engine.outbox import Outbox
-from scheduler_service.frontend.request import GenerationRequest, RequestState, Resumption
-from scheduler_service.frontend.request_memory import UnreadOutput
-from scheduler_service.frontend.turns import Turns
+from scheduler_service.frontend.output.request import GenerationRequest, RequestState, Resumption
+from scheduler_service.frontend.output.request_memory import UnreadOutput
+from scheduler_service.frontend.output.turns import Turns
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.statistics.counts import RequestCounts
 from scheduler_service.statistics.finished_requests import FinishedRequests, RequestMetrics

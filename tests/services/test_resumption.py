@@ -15,15 +15,15 @@ from test_validation import request
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client import LocalServer, SamplingParams
-from pagewire_common.errors import RequestError
+from pagewire_common.calls.errors import RequestError
 from scheduler_service.core.outputs import TokenLogprobs
-from scheduler_service.frontend.gained import Gained
+from scheduler_service.frontend.checking.resumption import check_resumption
+from scheduler_service.frontend.checking.validation import check_request
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.request import GenerationRequest, RequestState
-from scheduler_service.frontend.request_memory import UnreadOutput
-from scheduler_service.frontend.resumption import check_resumption
-from scheduler_service.frontend.turns import Turns
-from scheduler_service.frontend.validation import check_request
+from scheduler_service.frontend.output.gained import Gained
+from scheduler_service.frontend.output.request import GenerationRequest, RequestState
+from scheduler_service.frontend.output.request_memory import UnreadOutput
+from scheduler_service.frontend.output.turns import Turns
 from scheduler_service.statistics.counts import RequestCounts
 
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schema_walks import grammar_of, may_be_written, texts_of, validate
 
-from scheduler_service.frontend.form_compiler import compile_form
-from scheduler_service.frontend.integer_ranges import integers_between
+from scheduler_service.frontend.forms.form_compiler import compile_form
+from scheduler_service.frontend.forms.integer_ranges import integers_between
 
 SEEDS = 4
 BIG = 2**60 + 1

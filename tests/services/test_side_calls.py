@@ -17,10 +17,10 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
 from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
-from pagewire_common.errors import RequestError
-from scheduler_service.engine import admission
-from scheduler_service.engine.side_calls import SideCalls
-from scheduler_service.frontend.engine_call import EngineCall
+from pagewire_common.calls.errors import RequestError
+from scheduler_service.engine.calls.calls import admission
+from scheduler_service.engine.calls.side_calls import SideCalls
+from scheduler_service.frontend.link.engine_call import EngineCall
 from scheduler_service.frontend.servicer import InferenceServicer
 from scheduler_service.operations.admin_servicer import MAX_WATCHES
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sounds import RATE, container_of, file_of, samples, two_hours, two_hours_of_matroska, wav, without_length
 
-from scheduler_service.frontend.request_memory import SOUND_BYTES
+from scheduler_service.frontend.output.request_memory import SOUND_BYTES
 from scheduler_service.frontend.speech import ogg
 from scheduler_service.frontend.speech.log_mel import WINDOW, log_mel
 from scheduler_service.frontend.speech.sound import Sound

@@ -29,9 +29,9 @@ from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
 from scheduler_service import core
 from scheduler_service.core import Scheduler, SequenceGroup, WaitingQueue
-from scheduler_service.engine.limits import check_limits, model_limits, scheduler_config
+from scheduler_service.engine.worker_link.limits import check_limits, model_limits, scheduler_config
+from scheduler_service.frontend.checking.sampling_validation import _max_tokens
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.sampling_validation import _max_tokens
 from scheduler_service.recording.replayer import Replayer
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.wire.codec import WorkerInfo, decode_worker_info

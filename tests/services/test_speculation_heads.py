@@ -22,7 +22,7 @@ from speculating import (
     speculating,
 )
 
-from worker_service.execution.draft_model import DraftModel
+from worker_service.execution.drafting.draft_model import DraftModel
 from worker_service.speculation.drafter import Beginning
 
 

@@ -19,7 +19,7 @@ from worker_in_process import ServedWorker, worker_in_process
 
 from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
-from worker_service.execution.model_runner import ModelRunner, RunningStep
+from worker_service.execution.steps.model_runner import ModelRunner, RunningStep
 from worker_service.session.session import ScheduledChunk
 from worker_service.session.step import SchedulerOutput
 

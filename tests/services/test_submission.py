@@ -6,7 +6,7 @@ from engines import running, submit
 from fake_worker_service import FakeWorkerService, serving
 
 from scheduler_service.core import SamplingParams
-from scheduler_service.frontend.request import GenerationRequest, Resumption
+from scheduler_service.frontend.output.request import GenerationRequest, Resumption
 
 SAMPLING = SamplingParams(
     max_tokens=30,

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from engines import running
 
-from pagewire_common.temporary import TemporaryFolder, remove_dead_folders
-from scheduler_service.engine.adapters import Adapters
+from pagewire_common.processes.temporary import TemporaryFolder, remove_dead_folders
+from scheduler_service.engine.adapters.adapters import Adapters
 from scheduler_service.settings import SchedulerSettings
 
 
@@ -35,7 +35,7 @@ def names_in(folder: Path) -> list[str]:
 
 def test_what_a_killed_process_left_is_removed_and_what_others_use_stays(shared: Path) -> None:
     killed = (
-        "import os, signal; from pagewire_common.temporary import TemporaryFolder; "
+        "import os, signal; from pagewire_common.processes.temporary import TemporaryFolder; "
         "folder = TemporaryFolder('adapters'); (folder.path / 'copy').write_bytes(bytes(9)); "
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

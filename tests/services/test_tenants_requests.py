@@ -16,7 +16,7 @@ from scheduler_in_process import InProcess, scheduler
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client import Client, SamplingParams
-from scheduler_service.frontend.request import request_key
+from scheduler_service.frontend.output.request import request_key
 
 LONG = SamplingParams(max_tokens=200)
 RESUMES = pb.ResumeState()

@@ -13,7 +13,7 @@ from worker_in_process import slow_down
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import POOLING_ALL, Client
 from scheduler_service.access.keys import ApiKey, Keyring, digest_of
-from scheduler_service.frontend.text_calls import IN_FLIGHT, IN_FLIGHT_BYTES
+from scheduler_service.frontend.calls.text_calls import IN_FLIGHT, IN_FLIGHT_BYTES
 
 
 @pytest.fixture(scope="module")

@@ -31,10 +31,10 @@ from pagewire_client import Client, SamplingParams
 from pagewire_client.admin import Admin
 from pagewire_client.channel import connect, key_metadata
 from pagewire_client.llm import collect
-from pagewire_common import tls as tls_module
+from pagewire_common.connection import tls as tls_module
+from pagewire_common.connection.tls import Security, TlsFolder, secure_channel
 from pagewire_common.healthcheck import is_serving
 from pagewire_common.start_error import StartError
-from pagewire_common.tls import Security, TlsFolder, secure_channel
 
 _KEY = rsa.generate_private_key(65537, 2048)
 ENCRYPTED = _KEY.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))

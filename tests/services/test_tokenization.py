@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from scheduler_service.frontend.encoding_errors import TemplateError
-from scheduler_service.frontend.tokenization import MAX_PENDING_TOKENS, Tokenizer
+from scheduler_service.frontend.text.encoding_errors import TemplateError
+from scheduler_service.frontend.text.tokenization import MAX_PENDING_TOKENS, Tokenizer
 
 
 @given(text=st.text(max_size=30).filter(lambda text: not text.endswith("\ufffd")))

@@ -15,11 +15,11 @@ from structlog.testing import capture_logs
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from pagewire_common.model_files.tokenizer_config import _LEFT_OUT, _OBEYED, _STANDARD, TokenizerConfig
 from pagewire_common.start_error import StartError
-from pagewire_common.tokenizer_config import _LEFT_OUT, _OBEYED, _STANDARD, TokenizerConfig
-from scheduler_service.frontend.chat_template import ChatTemplate
-from scheduler_service.frontend.tokenization import Tokenizer
-from scheduler_service.frontend.tokenizer_loading import load_tokenizer
+from scheduler_service.frontend.text.chat_template import ChatTemplate
+from scheduler_service.frontend.text.tokenization import Tokenizer
+from scheduler_service.frontend.text.tokenizer_loading import load_tokenizer
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 SIZE = 3 + len(ALPHABET)

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from scheduler_service.frontend.tokenization import Tokenizer
+from scheduler_service.frontend.text.tokenization import Tokenizer
 from worker_service.loading.tokenizer_files import vocabulary
 
 CORPUS = [

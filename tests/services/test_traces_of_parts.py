@@ -29,7 +29,7 @@ from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client import Client, LocalServer
 from pagewire_client.channel import connect
 from pagewire_client.http.gateway import is_ready
-from scheduler_service.frontend.request_trace import MOST_REQUESTS
+from scheduler_service.frontend.output.request_trace import MOST_REQUESTS
 
 SECRET = "what no span may tell"
 HEADERS = {"traceparent": caller()[0][1]}

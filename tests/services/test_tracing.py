@@ -25,10 +25,10 @@ from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.http.gateway import Gateway
 from pagewire_client.llm import collect
-from pagewire_common.tracing import check_endpoint, trace_parent
+from pagewire_common.telemetry.tracing import check_endpoint, trace_parent
 from scheduler_service import core
-from scheduler_service.frontend.request import GenerationRequest
-from scheduler_service.frontend.request_trace import MOST_PHASES, TEXT_COMPLETION, CallTrace, RequestTrace
+from scheduler_service.frontend.output.request import GenerationRequest
+from scheduler_service.frontend.output.request_trace import MOST_PHASES, TEXT_COMPLETION, CallTrace, RequestTrace
 from scheduler_service.recording.replayer import Replayer
 
 SECRET = "a secret that no span may tell"

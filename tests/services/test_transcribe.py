@@ -34,8 +34,8 @@ from pagewire_client import Client, EncoderPrompt, SamplingParams, Sound
 from pagewire_client.llm import collect
 from scheduler_service.access.keys import ApiKey, Keyring, digest_of
 from scheduler_service.core import TranscriptParams
-from scheduler_service.frontend import transcription
-from scheduler_service.frontend.sound_features import read_window
+from scheduler_service.frontend.calls import transcription
+from scheduler_service.frontend.checking.sound_features import read_window
 from scheduler_service.frontend.speech.log_mel import log_mel
 from scheduler_service.frontend.speech.transcript import Transcript
 

@@ -16,12 +16,12 @@ from bench.fleet.raw_load import PATH
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
-from pagewire_common.patient_writer import PatientWriter
+from pagewire_common.calls.patient_writer import PatientWriter
 from scheduler_service.core import Sequence, SequenceGroup
-from scheduler_service.engine.calls import Call
-from scheduler_service.frontend.engine_call import EngineCall
-from scheduler_service.frontend.request import RequestState
-from scheduler_service.frontend.streams import OutputDelta, OutputStream
+from scheduler_service.engine.calls.calls import Call
+from scheduler_service.frontend.link.engine_call import EngineCall
+from scheduler_service.frontend.output.request import RequestState
+from scheduler_service.frontend.output.streams import OutputDelta, OutputStream
 
 POISON = 99
 LONG = SamplingParams(max_tokens=400)

@@ -5,13 +5,13 @@ import grpc
 import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_common.errors import RequestError
-from pagewire_common.generation_config import GenerationConfig, GenerationDefaults
+from pagewire_common.calls.errors import RequestError
+from pagewire_common.model_files.generation_config import GenerationConfig, GenerationDefaults
 from scheduler_service.core import BlockManager, SamplingParams, SequenceGroup, TranscriptParams
+from scheduler_service.frontend.checking.prompt import decode_tokens, encode_prompt
+from scheduler_service.frontend.checking.validation import check_names, check_request, check_sizes
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.prompt import decode_tokens, encode_prompt
-from scheduler_service.frontend.request import GenerationRequest
-from scheduler_service.frontend.validation import check_names, check_request, check_sizes
+from scheduler_service.frontend.output.request import GenerationRequest
 
 
 def request(text: str = "hello", **sampling: object) -> pb.GenerateRequest:

@@ -18,7 +18,7 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.llm import Completion, collect
-from scheduler_service.frontend.streams import OutputDelta
+from scheduler_service.frontend.output.streams import OutputDelta
 from scheduler_service.frontend.vllm_engine_codec import StreamedAnswers
 
 PROMPT = [72, 101, 108, 108, 111]

@@ -19,9 +19,9 @@ from pagewire_client.admin import Admin
 from pagewire_client.llm import collect
 from pagewire_client.retry import PATIENCE_HEADER, Backoff
 from pagewire_client.watch import View
-from pagewire_common.errors import RequestError
-from scheduler_service.engine.outage import why_unserved
-from scheduler_service.frontend.patience import patience
+from pagewire_common.calls.errors import RequestError
+from scheduler_service.engine.workers.outage import why_unserved
+from scheduler_service.frontend.link.patience import patience
 
 DEAD = "127.0.0.1:1"
 REFUSED = r"no worker took requests for .* s: 127\.0\.0\.1:1: UNAVAILABLE: .*refused"

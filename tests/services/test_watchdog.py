@@ -31,13 +31,13 @@ from pagewire.v1 import scheduler_output_pb2 as pb_step
 from pagewire.v1.admin_service_pb2 import FinishedRequest
 from scheduler_service.core import SamplingParams, SequenceGroup, SequenceOutput, SequenceStatus
 from scheduler_service.core.groups.beam_search import Hypothesis
-from scheduler_service.engine.calls import Call
+from scheduler_service.engine.calls.calls import Call
+from scheduler_service.engine.calls.outbox import Outbox
 from scheduler_service.engine.engine import Engine
-from scheduler_service.engine.engine_servicer import FrontEnds, Session
-from scheduler_service.engine.outbox import Outbox
-from scheduler_service.frontend.engine_link import EngineLink
+from scheduler_service.engine.front_ends.servicer import FrontEnds, Session
+from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.request import RequestState
+from scheduler_service.frontend.output.request import RequestState
 from scheduler_service.frontend.servicer import encode_delta
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.wire.submission import encode_sampling, pack

@@ -13,18 +13,18 @@ from fake_worker_service import FakeWorkerService, serving
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
-from pagewire_common.errors import RequestError
+from pagewire_common.calls.errors import RequestError
 from scheduler_service.core import SamplingParams, SchedulerConfig, SchedulerOutput, SequenceStatus
 from scheduler_service.core.planning import scheduler as planner
 from scheduler_service.engine import engine as engine_module
-from scheduler_service.engine import worker_loop
-from scheduler_service.engine.answer_check import check_answer
 from scheduler_service.engine.engine import Engine
-from scheduler_service.engine.limits import step_timeout
-from scheduler_service.engine.step_split import RoundTrips, StepSplit
-from scheduler_service.engine.worker_client import DrainedError, Session, WorkerClient, WorkerError
-from scheduler_service.engine.worker_loop import WorkerLoop, WorkerStatus
-from scheduler_service.frontend.request import GenerationRequest, RequestState
+from scheduler_service.engine.worker_link.client import DrainedError, Session, WorkerClient, WorkerError
+from scheduler_service.engine.worker_link.limits import step_timeout
+from scheduler_service.engine.worker_link.step_split import RoundTrips, StepSplit
+from scheduler_service.engine.workers import worker_loop
+from scheduler_service.engine.workers.answer_check import check_answer
+from scheduler_service.engine.workers.worker_loop import WorkerLoop, WorkerStatus
+from scheduler_service.frontend.output.request import GenerationRequest, RequestState
 from scheduler_service.settings import SchedulerSettings
 
 NEVER = 1000.0

@@ -13,8 +13,8 @@ from test_processes import WORKER_SIZES, Start
 from test_processes import start as start
 
 from pagewire_client.local import ServiceProcess
-from scheduler_service.engine.worker_loop import WorkerLoop, WorkerStatus
-from scheduler_service.frontend.request import RequestState
+from scheduler_service.engine.workers.worker_loop import WorkerLoop, WorkerStatus
+from scheduler_service.frontend.output.request import RequestState
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -12,7 +12,7 @@ from typing import Any
 from engines import until
 
 from pagewire.v1.worker_service_pb2_grpc import add_WorkerServiceServicer_to_server
-from pagewire_common.server import GrpcServer
+from pagewire_common.serving.server import GrpcServer
 from worker_service.execution.worker import Worker, load_worker
 from worker_service.serving.device_thread import DeviceThread
 from worker_service.serving.servicer import WorkerServicer

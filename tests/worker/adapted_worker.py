@@ -15,8 +15,8 @@ from torch import Tensor
 from worker_helpers import new_sequence
 
 from pagewire.v1.worker_service_pb2 import TakeAdapterRequest
-from worker_service.execution.adapters import AdapterRoom, Adapters
-from worker_service.execution.model_runner import ModelRunner
+from worker_service.execution.adapters.adapters import AdapterRoom, Adapters
+from worker_service.execution.steps.model_runner import ModelRunner
 from worker_service.loading.adapter import WEIGHTS, read_adapter
 
 ROOM = AdapterRoom(num_slots=2, max_rank=64, max_loaded=8)

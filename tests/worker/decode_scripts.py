@@ -10,8 +10,8 @@ from stepped_worker import PROMPT, SteppedWorker, make_nan
 from torch import Tensor
 from worker_helpers import new_sequence, tokens
 
-from worker_service.execution.adapters import AdapterRoom
-from worker_service.execution.model_runner import ModelRunner
+from worker_service.execution.adapters.adapters import AdapterRoom
+from worker_service.execution.steps.model_runner import ModelRunner
 from worker_service.loading.adapter import Adapter
 from worker_service.session.step import BlockTableUpdate, NewSequence
 

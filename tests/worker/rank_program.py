@@ -20,9 +20,9 @@ from adapted_worker import ROOM, load, outputs
 from stepped_worker import PROMPT, SteppedWorker, load_runner
 from worker_helpers import new_sequence, tokens
 
-from worker_service.execution.model_runner import ModelRunner
-from worker_service.execution.network import NO_ADAPTERS
-from worker_service.models.linear import Quantization
+from worker_service.execution.startup.network import NO_ADAPTERS
+from worker_service.execution.steps.model_runner import ModelRunner
+from worker_service.models.layers.linear import Quantization
 from worker_service.parallel import is_rank
 from worker_service.parallel.ranks import ALONE, Ranks, join_ranks
 from worker_service.serving.launcher import launch

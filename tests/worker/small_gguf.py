@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from worker_service.loading import gguf_conversion
+from worker_service.loading.gguf import conversion as gguf_conversion
 
 QUANTIZED = {
     "token_embd": "Q8_0",

@@ -13,16 +13,16 @@ from fake_decode_graphs import MAX_NUM_ROWS
 from torch import Tensor
 from worker_helpers import LIMITS, new_sequence
 
-from worker_service.execution.adapters import AdapterRoom, Adapters
-from worker_service.execution.cache_engine import CacheEngine, CacheShape
-from worker_service.execution.decode_graphs import DecodeGraphs
-from worker_service.execution.model_runner import ModelRunner
-from worker_service.execution.network import NO_ADAPTERS
+from worker_service.execution.adapters.adapters import AdapterRoom, Adapters
+from worker_service.execution.cache.cache_engine import CacheEngine, CacheShape
+from worker_service.execution.startup.network import NO_ADAPTERS
+from worker_service.execution.steps.decode_graphs import DecodeGraphs
+from worker_service.execution.steps.model_runner import ModelRunner
 from worker_service.loading.checkpoint import Checkpoint
-from worker_service.models.decoder_config import DecoderConfig
-from worker_service.models.linear import Quantization
+from worker_service.models.decoders.decoder_config import DecoderConfig
+from worker_service.models.decoders.shard import part_of
+from worker_service.models.layers.linear import Quantization
 from worker_service.models.registry import build_model, read_config
-from worker_service.models.shard import part_of
 from worker_service.parallel.ranks import ALONE, Ranks
 from worker_service.session.session import ScheduledChunk, Session
 from worker_service.session.step import TOKENS, Limits, ModelOutput, NewSequence, SchedulerOutput

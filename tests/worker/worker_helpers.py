@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from worker_service.execution.form_process import HEAD, Follower, Work
+from worker_service.execution.sampling.form_process import HEAD, Follower, Work
 from worker_service.session.session import SequenceState
 from worker_service.session.step import TOKENS, Limits, NewSequence, SamplingParams
 

@@ -15,21 +15,21 @@ import torch
 
 from kernels.backends import EAGER, backend_name
 from kernels.cpu.library import what_is_missing
-from pagewire_common.generation_config import GenerationConfig, GenerationDefaults
+from pagewire_common.model_files.generation_config import GenerationConfig, GenerationDefaults
 from pagewire_common.start_error import StartError
 from worker_service.errors import is_out_of_memory
-from worker_service.execution.adapters import AdapterRoom, Adapters
-from worker_service.execution.alignment import Aligner
-from worker_service.execution.cache_engine import CacheEngine
-from worker_service.execution.capacity import check_room_for_weights, count_device_blocks
-from worker_service.execution.decode_graphs import capture
-from worker_service.execution.encoder_decoder_runner import EncoderDecoderRunner
-from worker_service.execution.encoder_runner import EncoderRunner
-from worker_service.execution.forms import Forms
-from worker_service.execution.guessing import open_guesser
-from worker_service.execution.model_runner import ModelRunner, Runner
-from worker_service.execution.network import Network
-from worker_service.execution.profiling import measure_encoder, measure_encoder_decoder, measure_prefill
+from worker_service.execution.adapters.adapters import AdapterRoom, Adapters
+from worker_service.execution.cache.cache_engine import CacheEngine
+from worker_service.execution.drafting.guessing import open_guesser
+from worker_service.execution.sampling.alignment import Aligner
+from worker_service.execution.sampling.forms import Forms
+from worker_service.execution.startup.capacity import check_room_for_weights, count_device_blocks
+from worker_service.execution.startup.network import Network
+from worker_service.execution.startup.profiling import measure_encoder, measure_encoder_decoder, measure_prefill
+from worker_service.execution.steps.decode_graphs import capture
+from worker_service.execution.steps.encoder_decoder_runner import EncoderDecoderRunner
+from worker_service.execution.steps.encoder_runner import EncoderRunner
+from worker_service.execution.steps.model_runner import ModelRunner, Runner
 from worker_service.models.causal_model import ModelConfig
 from worker_service.parallel.ranks import Ranks, join_ranks
 from worker_service.progress import stage

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from pagewire_common.start_error import StartError
-from worker_service.loading.safetensors_header import StoredTensor, read_header
-from worker_service.loading.weight_files import WeightFiles
+from worker_service.loading.files.safetensors_header import StoredTensor, read_header
+from worker_service.loading.files.weight_files import WeightFiles
 from worker_service.parallel.cut import Cut
 from worker_service.wording import shown
 

@@ -11,11 +11,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pagewire_common.generation_config import FILE
+from pagewire_common.model_files.generation_config import FILE
 from pagewire_common.start_error import StartError
-from worker_service.loading.json_file import read_json
-from worker_service.loading.packed_weights import PackedFiles, PackedWeights
-from worker_service.loading.weight_files import WeightFiles
+from worker_service.loading.files.json_file import read_json
+from worker_service.loading.files.weight_files import WeightFiles
+from worker_service.loading.quantized.packed_weights import PackedFiles, PackedWeights
 from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.wording import shown
 

@@ -15,7 +15,7 @@ import structlog
 from tqdm import tqdm
 
 from pagewire_common.start_error import StartError
-from worker_service.loading.gguf_conversion import convert_gguf
+from worker_service.loading.gguf.conversion import convert_gguf
 
 log = structlog.get_logger()
 

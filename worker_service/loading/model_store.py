@@ -15,9 +15,9 @@ import structlog
 from pagewire_common.start_error import StartError
 from worker_service.loading.build_once import build_once
 from worker_service.loading.default_model import GGUF_SHA256, build_default_model
-from worker_service.loading.file_version import check_unchanged, version_of
-from worker_service.loading.gguf_conversion import VERSION, convert_gguf
-from worker_service.loading.gguf_file import find_parts, model_name
+from worker_service.loading.files.file_version import check_unchanged, version_of
+from worker_service.loading.gguf.conversion import VERSION, convert_gguf
+from worker_service.loading.gguf.file import find_parts, model_name
 
 log = structlog.get_logger()
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagewire_common.sentence_config import FILE, SentenceConfig
+from pagewire_common.model_files.sentence_config import FILE, SentenceConfig
 from pagewire_common.start_error import StartError
-from worker_service.loading.json_file import read_any_json, read_json
+from worker_service.loading.files.json_file import read_any_json, read_json
 from worker_service.wording import shown
 
 _MODES = {"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST"}

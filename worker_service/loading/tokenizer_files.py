@@ -4,10 +4,10 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from pagewire_common.model_files.tokenizer_config import TokenizerConfig, check_ids
 from pagewire_common.start_error import StartError
-from pagewire_common.tokenizer_config import TokenizerConfig, check_ids
 from worker_service.loading.build_once import build_once
-from worker_service.loading.json_file import read_json
+from worker_service.loading.files.json_file import read_json
 from worker_service.wording import reason, shown
 
 NAMES = (

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.metadata import AttentionMetadata
 from kernels.ops import LoraWeights
-from worker_service.models.linear import NONE_QUANTIZED, Quantization, Quantized
+from worker_service.models.layers.linear import NONE_QUANTIZED, Quantization, Quantized
 
 
 def widest(windows: Iterable[int | None]) -> int | None:

@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from worker_service.models.causal_model import CausalModel, Fill
-from worker_service.models.decoder import Decoder
-from worker_service.models.decoder_config import DecoderConfig
-from worker_service.models.families import FAMILIES, read_decoder
+from worker_service.models.decoders.decoder import Decoder
+from worker_service.models.decoders.decoder_config import DecoderConfig
+from worker_service.models.decoders.families import FAMILIES, read_decoder
 from worker_service.parallel.ranks import ALONE, Ranks
 from worker_service.wording import shown
 
 if TYPE_CHECKING:
     # Otherwise imported only where it is needed: transformers takes two seconds.
-    from worker_service.models.encoder import Encoder
-    from worker_service.models.encoder_config import EncoderConfig
-    from worker_service.models.encoder_decoder import EncoderDecoder
-    from worker_service.models.encoder_decoder_config import EncoderDecoderConfig
-    from worker_service.models.transformers_config import TransformersConfig
+    from worker_service.models.borrowed.config import TransformersConfig
+    from worker_service.models.encoders.encoder import Encoder
+    from worker_service.models.encoders.encoder_config import EncoderConfig
+    from worker_service.models.encoders.encoder_decoder import EncoderDecoder
+    from worker_service.models.encoders.encoder_decoder_config import EncoderDecoderConfig
 
 AnyConfig: TypeAlias = "DecoderConfig | EncoderConfig | EncoderDecoderConfig | TransformersConfig"
 
@@ -37,14 +37,14 @@ def read_config(json: Mapping[str, Any]) -> AnyConfig:
     if family in FAMILIES:
         return read_decoder(json)
     if family in ENCODERS:
-        from worker_service.models.encoder_config import EncoderConfig
+        from worker_service.models.encoders.encoder_config import EncoderConfig
 
         return EncoderConfig.from_json(json)
     if family in ENCODER_DECODERS:
-        from worker_service.models.encoder_decoder_config import EncoderDecoderConfig
+        from worker_service.models.encoders.encoder_decoder_config import EncoderDecoderConfig
 
         return EncoderDecoderConfig.from_json(json)
-    from worker_service.models.transformers_config import TransformersConfig
+    from worker_service.models.borrowed.config import TransformersConfig
 
     return TransformersConfig.from_json(json)
 
@@ -62,20 +62,20 @@ def build_model(
     `batch_invariant`, as `ops_for` has it, and allocate some weights when they are packed, if there is `fill`."""
     if isinstance(config, DecoderConfig):
         return Decoder(config, dtype, device, ranks, batch_invariant=batch_invariant, fill=fill)
-    from worker_service.models.transformers_model import TransformersModel
+    from worker_service.models.borrowed.model import TransformersModel
 
     return TransformersModel(config, dtype, device)  # type: ignore[arg-type]
 
 
 def build_encoder(config: AnyConfig, dtype: torch.dtype, device: torch.device) -> "Encoder":
     """The same for an encoder."""
-    from worker_service.models.encoder import Encoder
+    from worker_service.models.encoders.encoder import Encoder
 
     return Encoder(config, dtype, device)  # type: ignore[arg-type]
 
 
 def build_encoder_decoder(config: AnyConfig, dtype: torch.dtype, device: torch.device) -> "EncoderDecoder":
     """The same for an encoder and a decoder."""
-    from worker_service.models.encoder_decoder import EncoderDecoder
+    from worker_service.models.encoders.encoder_decoder import EncoderDecoder
 
     return EncoderDecoder(config, dtype, device)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from pagewire.v1.worker_service_pb2 import TakeAdapterRequest
-from pagewire_common.errors import RequestError
+from pagewire_common.calls.errors import RequestError
 
 STALL_SECONDS = 30.0
 """For the next piece, which has at most some MiB."""

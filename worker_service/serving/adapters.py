@@ -11,8 +11,8 @@ import grpc
 import structlog
 
 from pagewire.v1.worker_service_pb2 import TakeAdapterRequest
-from pagewire_common.errors import RequestError
-from pagewire_common.temporary import TemporaryFolder
+from pagewire_common.calls.errors import RequestError
+from pagewire_common.processes.temporary import TemporaryFolder
 from worker_service.serving.device_thread import DeviceThread
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ async def load_adapter(
 
 def drop_adapter(worker: "Worker", device_thread: DeviceThread, fingerprint: str) -> None:
     """Cease to hold an adapter, behind the steps that the device's thread has been handed."""
-    from worker_service.execution.rank_adapters import drop
+    from worker_service.execution.adapters.rank_adapters import drop
 
     if fingerprint in worker.adapters.fingerprints:
         worker.adapters.fingerprints.remove(fingerprint)
@@ -113,7 +113,7 @@ async def _hold(
     worker: "Worker", device_thread: DeviceThread, fingerprint: str, adapter: "Adapter", own: "Adapter"
 ) -> None:
     """Have all ranks hold their parts of an adapter. own: the first rank's."""
-    from worker_service.execution.rank_adapters import PIECE_BYTES, abandon, hand_over, hold
+    from worker_service.execution.adapters.rank_adapters import PIECE_BYTES, abandon, hand_over, hold
 
     if worker.ranks.size > 1:
         try:

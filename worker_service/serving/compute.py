@@ -17,7 +17,7 @@ from worker_service.session.session import NO_DRAFTS, ScheduledChunk, Session
 from worker_service.session.step import SchedulerOutput
 
 if TYPE_CHECKING:
-    from worker_service.execution.model_runner import RunningStep
+    from worker_service.execution.steps.model_runner import RunningStep
     from worker_service.execution.worker import Worker  # imports torch, which the server does after its port is bound
 
 

@@ -15,8 +15,8 @@ import threading
 import structlog
 
 from pagewire.v1.scheduler_output_pb2 import SchedulerOutput
-from pagewire_common.logs import configure_logging
 from pagewire_common.start_error import StartError
+from pagewire_common.telemetry.logs import configure_logging
 from worker_service.parallel import LAUNCHER
 from worker_service.serving.server import serve
 from worker_service.settings import WorkerSettings
@@ -56,7 +56,7 @@ def _follow(settings: WorkerSettings) -> None:
         signal.signal(number, signal.SIG_IGN)  # the first rank drains, and needs the others for it
 
     from worker_service.errors import FencingError, InvalidStepError
-    from worker_service.execution.rank_adapters import AdapterFollower
+    from worker_service.execution.adapters.rank_adapters import AdapterFollower
     from worker_service.execution.worker import load_worker
     from worker_service.parallel.ranks import BETWEEN_STEPS
     from worker_service.serving.codec import decode_scheduler_output  # torch takes a second to import

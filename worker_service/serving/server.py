@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from pagewire.v1 import worker_service_pb2, worker_service_pb2_grpc
-from pagewire_common.logs import configure_logging
-from pagewire_common.metrics import serve_metrics
-from pagewire_common.server import GrpcServer, stop_event
-from pagewire_common.temporary import remove_dead_folders
-from pagewire_common.tracing import tracing
+from pagewire_common.processes.temporary import remove_dead_folders
+from pagewire_common.serving.server import GrpcServer, stop_event
+from pagewire_common.telemetry.logs import configure_logging
+from pagewire_common.telemetry.metrics import serve_metrics
+from pagewire_common.telemetry.tracing import tracing
 from worker_service.serving.device_thread import DeviceThread
 from worker_service.serving.servicer import WorkerServicer
 from worker_service.settings import WorkerSettings

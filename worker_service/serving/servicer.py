@@ -31,8 +31,8 @@ from pagewire.v1.worker_service_pb2 import (
     TakeAdapterRequest,
     TakeAdapterResponse,
 )
+from pagewire_common.calls.errors import RequestError
 from pagewire_common.epochs import check_epoch
-from pagewire_common.errors import RequestError
 from worker_service.errors import DeviceLostError, FencingError, InvalidStepError, is_out_of_memory
 from worker_service.loading.tokenizer_files import read_pieces
 from worker_service.serving.adapter_calls import AdapterCalls
@@ -46,7 +46,7 @@ from worker_service.session.session import Session
 
 if TYPE_CHECKING:
     # These import torch, which the server does after its port is bound.
-    from worker_service.execution.model_runner import RunningStep
+    from worker_service.execution.steps.model_runner import RunningStep
     from worker_service.execution.worker import Worker
 
 log = structlog.get_logger()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from opentelemetry.trace import Span, Tracer
 
 from pagewire.v1.scheduler_output_pb2 import ModelOutput, SchedulerOutput
-from pagewire_common.tracing import TRACE_PARENT, parent_of
+from pagewire_common.telemetry.tracing import TRACE_PARENT, parent_of
 
 
 @dataclass(slots=True)

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from pagewire_common.generation_config import GenerationConfig
-from pagewire_common.shown import shown
+from pagewire_common.model_files.generation_config import GenerationConfig
+from pagewire_common.model_files.shown import shown
 from pagewire_common.start_error import StartError
 from scheduler_service.core import TranscriptParams
 from scheduler_service.frontend.speech.languages import code_of

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from bench.gpu.shapes import SHAPES, step_bytes, write_model
-from worker_service.models.decoder_config import DecoderConfig
+from worker_service.models.decoders.decoder_config import DecoderConfig
 from worker_service.models.registry import read_config
 
 

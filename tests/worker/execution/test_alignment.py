@@ -15,12 +15,12 @@ from stepped_worker import DEVICE, SteppedWorker, make_nan
 from tiny_encoder_decoder import ALIGNMENT_HEADS, GENERATION, SILENT, SPEECH, SPEECH_START, write_whisper
 from worker_helpers import tokens
 
-from pagewire_common.generation_config import GenerationConfig
+from pagewire_common.model_files.generation_config import GenerationConfig
 from pagewire_common.start_error import StartError
 from worker_service.errors import InvalidStepError
-from worker_service.execution.alignment import Aligner, first_columns
-from worker_service.execution.cache_engine import CacheEngine, CacheShape
-from worker_service.execution.encoder_decoder_runner import EncoderDecoderRunner
+from worker_service.execution.cache.cache_engine import CacheEngine, CacheShape
+from worker_service.execution.sampling.alignment import Aligner, first_columns
+from worker_service.execution.steps.encoder_decoder_runner import EncoderDecoderRunner
 from worker_service.loading.checkpoint import Checkpoint
 from worker_service.models.registry import build_encoder_decoder, read_config
 from worker_service.session.step import Limits, NewSequence, PoolingParams, PoolingType, SamplingParams

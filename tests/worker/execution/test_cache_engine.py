@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from worker_service.execution.cache_engine import CacheEngine, CacheShape
+from worker_service.execution.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.session.step import BlockMapping, SchedulerOutput
 
 SHAPE = CacheShape(num_layers=2, block_size=3, num_kv_heads=2, head_dim=4, dtype=torch.float32)

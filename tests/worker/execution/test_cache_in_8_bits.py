@@ -13,7 +13,7 @@ from worker_helpers import new_sequence, tokens
 from kernels import backends
 from kernels.float8 import FLOAT8
 from pagewire_common.start_error import StartError
-from worker_service.execution.network import Network
+from worker_service.execution.startup.network import Network
 from worker_service.execution.worker import load_worker
 from worker_service.parallel.ranks import ALONE
 from worker_service.session.step import BlockMapping, BlockTableUpdate

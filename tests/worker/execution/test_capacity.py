@@ -14,9 +14,13 @@ from kernels import reference
 from kernels.backends import ops_for
 from kernels.ops import Ops
 from pagewire_common.start_error import StartError
-from worker_service.execution import capacity
-from worker_service.execution.cache_engine import CacheShape
-from worker_service.execution.capacity import check_room_for_weights, count_device_blocks, give_freed_memory_back
+from worker_service.execution.cache.cache_engine import CacheShape
+from worker_service.execution.startup import capacity
+from worker_service.execution.startup.capacity import (
+    check_room_for_weights,
+    count_device_blocks,
+    give_freed_memory_back,
+)
 from worker_service.execution.worker import load_worker
 from worker_service.parallel.ranks import ALONE, Ranks
 from worker_service.settings import WorkerSettings

@@ -18,12 +18,14 @@ from stepped_worker import DEVICE, PROMPT, SteppedWorker, load_runner, make_nan
 from torch import Tensor
 from worker_helpers import LIMITS, new_sequence, state, tokens
 
-from worker_service.execution import decode_graphs, guessing, shared_prefixes
 from worker_service.execution import worker as loading
-from worker_service.execution.decode_graphs import DecodeGraphs
-from worker_service.execution.model_runner import ModelRunner
+from worker_service.execution.cache import shared_prefixes
+from worker_service.execution.drafting import guessing
+from worker_service.execution.steps import decode_graphs
+from worker_service.execution.steps.decode_graphs import DecodeGraphs
+from worker_service.execution.steps.model_runner import ModelRunner
 from worker_service.models.causal_model import CausalModel
-from worker_service.models.linear import Linear
+from worker_service.models.layers.linear import Linear
 from worker_service.parallel.ranks import Ranks
 from worker_service.session.session import ScheduledChunk
 from worker_service.session.step import BlockTableUpdate, SchedulerOutput

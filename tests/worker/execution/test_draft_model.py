@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from worker_helpers import state
 
 from pagewire_common.start_error import StartError
-from worker_service.execution.draft_model import DraftModel, with_vocabulary
+from worker_service.execution.drafting.draft_model import DraftModel, with_vocabulary
 from worker_service.execution.worker import load_worker
 from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import TOKENS, BlockMapping, ModelOutput, SchedulerOutput, StepTiming

@@ -15,8 +15,8 @@ from tiny_encoder_decoder import SPEECH, START, SlowEncoderDecoder, write_encode
 from worker_helpers import tokens
 
 from worker_service.errors import InvalidStepError
-from worker_service.execution.cache_engine import CacheEngine, CacheShape
-from worker_service.execution.encoder_decoder_runner import EncoderDecoderRunner
+from worker_service.execution.cache.cache_engine import CacheEngine, CacheShape
+from worker_service.execution.steps.encoder_decoder_runner import EncoderDecoderRunner
 from worker_service.loading.checkpoint import Checkpoint
 from worker_service.models.registry import build_encoder_decoder, read_config
 from worker_service.session.step import BlockMapping, BlockTableUpdate, Fork, Limits, NewSequence, SamplingParams

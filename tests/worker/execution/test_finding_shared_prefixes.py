@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from stepped_worker import PROMPT, SteppedWorker, load_runner
 from worker_helpers import LIMITS, new_sequence, tokens
 
-from worker_service.execution import decode_graphs, shared_prefixes
-from worker_service.execution.decode_graphs import DecodeGraphs
-from worker_service.execution.model_runner import ModelRunner
-from worker_service.execution.shared_prefixes import SharedInputs, find_shared
+from worker_service.execution.cache import shared_prefixes
+from worker_service.execution.cache.shared_prefixes import SharedInputs, find_shared
+from worker_service.execution.steps import decode_graphs
+from worker_service.execution.steps.decode_graphs import DecodeGraphs
+from worker_service.execution.steps.model_runner import ModelRunner
 
 BLOCK, PART = 16, 512
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ from tiny_model import write_byte_tokenizer
 from tokenizers import Tokenizer
 from worker_helpers import state
 
-from worker_service.execution import forms as forms_module
-from worker_service.execution.forms import Forms
+from worker_service.execution.sampling import forms as forms_module
+from worker_service.execution.sampling.forms import Forms
 from worker_service.session.session import ScheduledChunk, SequenceState
 
 END, VOCABULARY = 2, 259

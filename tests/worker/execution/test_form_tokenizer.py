@@ -9,8 +9,8 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from worker_helpers import mask_of
 
-from worker_service.execution.form_process import Follower, Work
-from worker_service.execution.form_tokenizer import form_tokenizer
+from worker_service.execution.sampling.form_process import Follower, Work
+from worker_service.execution.sampling.form_tokenizer import form_tokenizer
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_end|>", "[INST]", "<｜end▁of▁text｜>"]
 NOT_SPECIAL = ["<tool_call>", "</think>", "<0>"]

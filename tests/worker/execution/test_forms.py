@@ -27,11 +27,11 @@ from worker_helpers import mask_of, state, tokens
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.start_error import StartError
-from scheduler_service.frontend import forms as frontend
-from worker_service.execution import forms as forms_module
-from worker_service.execution.form_process import HEAD, MOST_KEPT, Follower, Work
-from worker_service.execution.forms import FormMasks, Forms
-from worker_service.execution.sampler import BARRED, sample
+from scheduler_service.frontend.forms.forms import forms as frontend
+from worker_service.execution.sampling import forms as forms_module
+from worker_service.execution.sampling.form_process import HEAD, MOST_KEPT, Follower, Work
+from worker_service.execution.sampling.forms import FormMasks, Forms
+from worker_service.execution.sampling.sampler import BARRED, sample
 from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import SamplingParams
 

@@ -11,10 +11,10 @@ from slow_heads import SlowEagle, SlowMtp, write_head, write_mtp
 from worker_helpers import state, tokens
 
 from pagewire_common.start_error import StartError
-from worker_service.execution.draft_model import DraftModel
-from worker_service.execution.sampler import sample
+from worker_service.execution.drafting.draft_model import DraftModel
+from worker_service.execution.sampling.sampler import sample
 from worker_service.execution.worker import load_worker
-from worker_service.models.eagle import EagleHead
+from worker_service.models.decoders.eagle import EagleHead
 from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import BlockMapping, SchedulerOutput
 from worker_service.settings import WorkerSettings

@@ -4,7 +4,7 @@ import pytest
 import torch
 from worker_helpers import state
 
-from worker_service.execution.logprobs import check_finite, concatenate, gather_logprobs, sample_logprobs
+from worker_service.execution.sampling.logprobs import check_finite, concatenate, gather_logprobs, sample_logprobs
 
 
 def test_columns_hold_the_token_then_the_likeliest() -> None:

@@ -16,8 +16,8 @@ from torch.nn import functional
 from worker_helpers import new_sequence
 
 from worker_service.errors import InvalidStepError
-from worker_service.execution.model_runner import ModelRunner
-from worker_service.models.decoder import Decoder
+from worker_service.execution.steps.model_runner import ModelRunner
+from worker_service.models.decoders.decoder import Decoder
 from worker_service.session.step import TOKENS, Fork, ModelOutput, PoolingParams, PoolingType
 
 SIZE = 48

@@ -13,12 +13,12 @@ from torch import Tensor
 from worker_helpers import state
 
 from worker_service.errors import InvalidStepError
-from worker_service.execution.adapters import AdapterRoom, Adapters
-from worker_service.execution.rank_adapters import AdapterFollower, abandon, drop, hand_over, hold
+from worker_service.execution.adapters.adapters import AdapterRoom, Adapters
+from worker_service.execution.adapters.rank_adapters import AdapterFollower, abandon, drop, hand_over, hold
 from worker_service.loading.adapter import Adapter
-from worker_service.models.decoder import Decoder
-from worker_service.models.families import read_decoder
-from worker_service.models.shard import Shard
+from worker_service.models.decoders.decoder import Decoder
+from worker_service.models.decoders.families import read_decoder
+from worker_service.models.decoders.shard import Shard
 from worker_service.parallel.ranks import BETWEEN_STEPS, Ranks
 from worker_service.session.session import ScheduledChunk
 

@@ -15,8 +15,8 @@ from worker_helpers import state, tokens
 from kernels import filters
 from kernels.filters import filter_thresholds
 from kernels.noise import gumbel_noise, row_keys
-from worker_service.execution import sampler
-from worker_service.execution.logit_edits import edit_logits
+from worker_service.execution.sampling import sampler
+from worker_service.execution.sampling.logit_edits import edit_logits
 from worker_service.session.session import SequenceState
 
 VOCABULARY = 40

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worker_helpers import state
 
-from worker_service.execution.logit_edits import edit_logits
+from worker_service.execution.sampling.logit_edits import edit_logits
 from worker_service.session.step import TranscriptParams
 
 VOCABULARY, END, FIRST = 40, 20, 25

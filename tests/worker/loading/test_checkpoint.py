@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from pagewire_common.start_error import StartError
 from worker_service.execution.worker import load_worker
 from worker_service.loading.checkpoint import Checkpoint
-from worker_service.loading.safetensors_header import read_header
+from worker_service.loading.files.safetensors_header import read_header
 from worker_service.models.registry import build_model, read_config
 from worker_service.settings import WorkerSettings
 
@@ -116,7 +116,7 @@ def test_weights_of_other_values_have_another_fingerprint(path: Path) -> None:
 
 
 def test_any_byte_of_any_weight_makes_another_fingerprint(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker_service.loading.tensor_digests._PIECE_BYTES", 1000)
+    monkeypatch.setattr("worker_service.loading.files.tensor_digests._PIECE_BYTES", 1000)
     file = path / "model.safetensors"
     content, found = file.read_bytes(), {fingerprint(path)}
     begin = len(content) - sum(tensor.num_bytes for tensor in read_header(file).tensors.values())

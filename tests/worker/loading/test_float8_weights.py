@@ -17,8 +17,8 @@ from torch.nn import functional
 from kernels.float8 import FLOAT8, Float8Weight, quantize_float8
 from pagewire_common.start_error import StartError
 from worker_service.execution.worker import load_worker
-from worker_service.loading.packed_weights import PackedWeights, widened
-from worker_service.loading.weight_files import WeightFiles
+from worker_service.loading.files.weight_files import WeightFiles
+from worker_service.loading.quantized.packed_weights import PackedWeights, widened
 
 Tensors = dict[str, Tensor]
 Config = dict[str, Any]

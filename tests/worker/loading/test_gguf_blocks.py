@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from pagewire_common.start_error import StartError
 from worker_service.execution.worker import load_worker
-from worker_service.loading.gguf_blocks import FILE, TYPES, GgufBlocks, grouped_weight
+from worker_service.loading.gguf.blocks import FILE, TYPES, GgufBlocks, grouped_weight
 from worker_service.loading.model_store import find_model
-from worker_service.loading.packed_weights import widened
-from worker_service.models.linear import can_pack
+from worker_service.loading.quantized.packed_weights import widened
+from worker_service.models.layers.linear import can_pack
 
 gguf = pytest.importorskip("gguf")
 

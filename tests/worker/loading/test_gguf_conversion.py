@@ -16,8 +16,8 @@ from small_gguf import EXPERTS, HIDDEN, INNER, convert_in_this_process, write_gg
 from tokenizers import Tokenizer
 
 from pagewire_common.start_error import StartError
-from worker_service.loading.gguf_conversion import convert_gguf
-from worker_service.loading.gguf_keys import LEFT_OUT
+from worker_service.loading.gguf.conversion import convert_gguf
+from worker_service.loading.gguf.keys import LEFT_OUT
 
 gguf = pytest.importorskip("gguf")
 

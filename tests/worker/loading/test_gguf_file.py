@@ -7,7 +7,7 @@ import pytest
 from small_gguf import convert_in_this_process, write_gguf
 
 from pagewire_common.start_error import StartError
-from worker_service.loading.gguf_file import find_parts, model_name, read_gguf
+from worker_service.loading.gguf.file import find_parts, model_name, read_gguf
 from worker_service.loading.model_store import find_model
 
 pytest.importorskip("gguf")

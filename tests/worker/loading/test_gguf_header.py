@@ -11,9 +11,9 @@ from small_gguf import write_gguf
 from untrusted_bytes import read_untrusted
 
 from pagewire_common.start_error import StartError
-from worker_service.loading import gguf_header
-from worker_service.loading.gguf_file import find_parts, read_gguf
-from worker_service.loading.gguf_header import GgufTensor, read_gguf_header
+from worker_service.loading.gguf import header as gguf_header
+from worker_service.loading.gguf.file import find_parts, read_gguf
+from worker_service.loading.gguf.header import GgufTensor, read_gguf_header
 
 F32, Q4_0 = 0, 2
 UINT32, FLOAT32, STRING, ARRAY = 4, 6, 8, 9

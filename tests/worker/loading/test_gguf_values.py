@@ -14,10 +14,10 @@ from small_gguf import EXPERTS, HEAD, INNER, keys_of, number_of_layers, shapes_o
 
 pytest.importorskip("gguf")
 
-from worker_service.loading.gguf_config import read_network
-from worker_service.loading.gguf_keys import GgufKeys
-from worker_service.loading.gguf_sampling import read_sampling
-from worker_service.loading.gguf_tokenizer import convert_tokenizer
+from worker_service.loading.gguf.config import read_network
+from worker_service.loading.gguf.keys import GgufKeys
+from worker_service.loading.gguf.sampling import read_sampling
+from worker_service.loading.gguf.tokenizer import convert_tokenizer
 
 Json = dict[str, Any]
 

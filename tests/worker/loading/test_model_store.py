@@ -17,9 +17,10 @@ import pytest
 from small_gguf import convert_in_this_process, write_gguf
 
 from pagewire_common.start_error import StartError
-from worker_service.loading import default_model, gguf_conversion, model_store
+from worker_service.loading import default_model, model_store
 from worker_service.loading.build_once import build_once
 from worker_service.loading.checkpoint import Checkpoint
+from worker_service.loading.gguf import conversion as gguf_conversion
 from worker_service.loading.model_store import find_model
 from worker_service.loading.tokenizer_files import find_tokenizer_files, read_pieces
 from worker_service.models.registry import read_config

@@ -16,9 +16,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from pagewire_common.start_error import StartError
 from worker_service.execution.worker import load_worker
-from worker_service.loading.packed_weights import PackedWeights, widened
-from worker_service.loading.weight_files import WeightFiles
-from worker_service.models.linear import can_pack
+from worker_service.loading.files.weight_files import WeightFiles
+from worker_service.loading.quantized.packed_weights import PackedWeights, widened
+from worker_service.models.layers.linear import can_pack
 
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 Tensors = dict[str, Tensor]
@@ -547,5 +547,5 @@ def test_a_worker_that_rounds_inputs_otherwise_has_another_fingerprint(
     stored, _ = quantise(plain, tmp_path, "int8")
     fingerprint = load_worker(worker_settings(stored)).info.model_fingerprint
     assert load_worker(worker_settings(stored)).info.model_fingerprint == fingerprint
-    monkeypatch.setattr(f"worker_service.execution.network.{group}", 256)
+    monkeypatch.setattr(f"worker_service.execution.startup.network.{group}", 256)
     assert load_worker(worker_settings(stored)).info.model_fingerprint != fingerprint

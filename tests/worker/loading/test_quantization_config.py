@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from worker_service.loading.quantization_config import QuantizationConfig
+from worker_service.loading.quantized.quantization_config import QuantizationConfig
 
 Json = dict[str, Any]
 GPTQ: Json = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}

@@ -27,7 +27,7 @@ import gc
 import sys
 from pathlib import Path
 import structlog
-from scheduler_service.frontend.tokenization import Tokenizer
+from scheduler_service.frontend.text.tokenization import Tokenizer
 from worker_service.settings import WorkerSettings
 from worker_service.execution.worker import load_worker
 
@@ -45,7 +45,11 @@ print("tokenized", file=sys.stderr)
 """
 
 
-IMPORTS = ("worker_service.execution.worker", "scheduler_service.frontend.tokenization", "transformers.modeling_utils")
+IMPORTS = (
+    "worker_service.execution.worker",
+    "scheduler_service.frontend.text.tokenization",
+    "transformers.modeling_utils",
+)
 """Of all but the first test; the last is what transformers imports for a tokenizer where there is torch."""
 Load = Callable[[Path, Path], str]
 

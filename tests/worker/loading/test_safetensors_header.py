@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from untrusted_bytes import read_untrusted
 
 from pagewire_common.start_error import StartError
-from worker_service.loading.safetensors_header import MAX_HEADER_BYTES, read_header
+from worker_service.loading.files.safetensors_header import MAX_HEADER_BYTES, read_header
 
 
 def pack(header: object, data: bytes = bytes(24)) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tiny_encoder import write_modules
 
-from pagewire_common.sentence_config import SentenceConfig
+from pagewire_common.model_files.sentence_config import SentenceConfig
 from pagewire_common.start_error import StartError
 from worker_service.loading.sentence_files import SentenceSettings
 

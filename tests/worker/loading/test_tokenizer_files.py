@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from pagewire_common.model_files.tokenizer_config import MOST_MORE
 from pagewire_common.start_error import StartError
-from pagewire_common.tokenizer_config import MOST_MORE
 from worker_service.execution.worker import load_worker
-from worker_service.loading.json_file import read_json
+from worker_service.loading.files.json_file import read_json
 from worker_service.loading.tokenizer_files import check_tokenizer
 from worker_service.settings import WorkerSettings
 

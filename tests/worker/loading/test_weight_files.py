@@ -13,15 +13,15 @@ import torch
 from safetensors.torch import save_file
 
 from pagewire_common.start_error import StartError
-from worker_service.loading import weight_files
-from worker_service.loading.weight_files import WeightFiles
+from worker_service.loading.files import weight_files
+from worker_service.loading.files.weight_files import WeightFiles
 from worker_service.parallel.cut import Cut
 
 MEASURE = """
 import sys
 from pathlib import Path
 import torch
-from worker_service.loading.weight_files import WeightFiles
+from worker_service.loading.files.weight_files import WeightFiles
 
 def peak():
     status = Path("/proc/self/status").read_text()

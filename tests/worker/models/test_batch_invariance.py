@@ -14,8 +14,8 @@ from worker_helpers import new_sequence
 
 from kernels import backends
 from pagewire_common.start_error import StartError
-from worker_service.execution import network
-from worker_service.execution.model_runner import ModelRunner
+from worker_service.execution.startup import network
+from worker_service.execution.steps.model_runner import ModelRunner
 from worker_service.execution.worker import load_worker
 from worker_service.settings import WorkerSettings
 

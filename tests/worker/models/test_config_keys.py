@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from worker_service.models.config_keys import GENERATION
-from worker_service.models.decoder_config import DecoderConfig
+from worker_service.models.config.config_keys import GENERATION
+from worker_service.models.decoders.decoder_config import DecoderConfig
 from worker_service.models.registry import read_config
 from worker_service.read_keys import ReadKeys
 

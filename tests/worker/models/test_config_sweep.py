@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.metadata import AttentionMetadata
-from worker_service.models import families
-from worker_service.models.decoder import Decoder
-from worker_service.models.decoder_config import DecoderConfig
-from worker_service.models.families import FAMILIES
+from worker_service.models.config.rope import ROPE_KEYS
+from worker_service.models.decoders import families
+from worker_service.models.decoders.decoder import Decoder
+from worker_service.models.decoders.decoder_config import DecoderConfig
+from worker_service.models.decoders.families import FAMILIES
 from worker_service.models.registry import read_config
-from worker_service.models.rope import ROPE_KEYS
 from worker_service.read_keys import ReadKeys
 
 CPU = torch.device("cpu")
@@ -161,7 +161,7 @@ def theirs_of(json: dict[str, Any]) -> tuple[Any, Tensor] | None:
 
 def ours_of(json: dict[str, Any], network: Any) -> Tensor:
     """Our logits with the same weights. Raises RefusedError."""
-    from worker_service.models.transformers_weights import checkpoint_places
+    from worker_service.models.borrowed.weights import checkpoint_places
 
     try:
         config = read_config(json)

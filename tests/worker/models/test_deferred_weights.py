@@ -13,13 +13,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from worker_helpers import LIMITS, new_sequence
 
 from kernels import composed, reference
-from worker_service.execution.cache_engine import CacheEngine, CacheShape
-from worker_service.execution.model_runner import ModelRunner
-from worker_service.execution.network import Network
+from worker_service.execution.cache.cache_engine import CacheEngine, CacheShape
+from worker_service.execution.startup.network import Network
+from worker_service.execution.steps.model_runner import ModelRunner
 from worker_service.loading.checkpoint import Checkpoint
-from worker_service.models import decoder
 from worker_service.models.causal_model import CausalModel, Fill
-from worker_service.models.linear import Linear, Quantization, can_pack
+from worker_service.models.decoders import decoder
+from worker_service.models.layers.linear import Linear, Quantization, can_pack
 from worker_service.models.registry import build_model, read_config
 from worker_service.parallel.ranks import ALONE
 from worker_service.settings import WorkerSettings

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.backends import ops_for
 from worker_service.loading.checkpoint import Checkpoint
-from worker_service.models.encoder import Encoder
+from worker_service.models.encoders.encoder import Encoder
 from worker_service.models.registry import build_encoder, read_config
 
 CPU = torch.device("cpu")

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from worker_service.models.decoder_config import DecoderConfig
-from worker_service.models.families import FAMILIES
+from worker_service.models.decoders.decoder_config import DecoderConfig
+from worker_service.models.decoders.families import FAMILIES
 from worker_service.models.registry import read_config
 
 SIZES: dict[str, Any] = {

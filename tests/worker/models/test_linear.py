@@ -12,9 +12,9 @@ from torch.nn import functional
 from kernels.float8 import Float8Weight, quantize_float8
 from kernels.reference import quantize_int4
 from pagewire_common.start_error import StartError
-from worker_service.execution.network import Network
+from worker_service.execution.startup.network import Network
 from worker_service.execution.worker import load_worker
-from worker_service.models.linear import Linear, Quantization, can_pack, head_quantization
+from worker_service.models.layers.linear import Linear, Quantization, can_pack, head_quantization
 from worker_service.parallel.ranks import ALONE
 from worker_service.settings import WorkerSettings
 
@@ -83,7 +83,7 @@ def test_weights_rounded_in_another_way_have_another_fingerprint(
     fingerprint = load_worker(settings).info.model_fingerprint
     assert load_worker(settings).info.model_fingerprint == fingerprint
     for name in ("WEIGHT_GROUP", "W8A8_GROUP"):
-        monkeypatch.setattr(f"worker_service.execution.network.{name}", 256)
+        monkeypatch.setattr(f"worker_service.execution.startup.network.{name}", 256)
     assert load_worker(settings).info.model_fingerprint != fingerprint
 
 

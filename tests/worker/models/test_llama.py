@@ -9,7 +9,7 @@ import torch
 from stepped_worker import PROMPT, Oracle, SteppedWorker, load_runner
 from worker_helpers import new_sequence, tokens
 
-from worker_service.execution.model_runner import ModelRunner
+from worker_service.execution.steps.model_runner import ModelRunner
 from worker_service.session.step import BlockMapping, BlockTableUpdate
 
 VARIANTS: dict[str, dict[str, Any]] = {

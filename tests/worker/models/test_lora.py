@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from worker_helpers import tokens
 
 from worker_service.errors import InvalidStepError
-from worker_service.execution.model_runner import ModelRunner
+from worker_service.execution.steps.model_runner import ModelRunner
 from worker_service.loading.adapter import AdapterError
 from worker_service.session.step import BlockTableUpdate
 

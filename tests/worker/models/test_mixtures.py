@@ -13,9 +13,9 @@ from stepped_worker import DEVICE, PROMPT, SteppedWorker, load_runner
 from test_architectures import NATIVE
 from worker_helpers import LIMITS, new_sequence
 
-from worker_service.execution.model_runner import ModelRunner
+from worker_service.execution.steps.model_runner import ModelRunner
 from worker_service.execution.worker import load_worker
-from worker_service.models.linear import Quantization, can_pack
+from worker_service.models.layers.linear import Quantization, can_pack
 from worker_service.session.session import Session
 from worker_service.session.step import SchedulerOutput
 from worker_service.settings import WorkerSettings

@@ -10,12 +10,12 @@ from torch.nn import functional
 
 from kernels import reference
 from kernels.float8 import Float8Weight, quantize_float8
-from worker_service.models import expert_linear
-from worker_service.models.decoder_config import DecoderConfig
-from worker_service.models.expert_linear import ExpertLinear
-from worker_service.models.families import read_decoder
-from worker_service.models.linear import Linear, Quantization, can_pack
-from worker_service.models.mlp import MixtureMlp
+from worker_service.models.decoders.decoder_config import DecoderConfig
+from worker_service.models.decoders.families import read_decoder
+from worker_service.models.decoders.mlp import MixtureMlp
+from worker_service.models.layers import expert_linear
+from worker_service.models.layers.expert_linear import ExpertLinear
+from worker_service.models.layers.linear import Linear, Quantization, can_pack
 
 CPU = torch.device("cpu")
 

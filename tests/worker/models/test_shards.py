@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from pagewire_common.start_error import StartError
-from worker_service.execution.adapters import AdapterRoom, Adapters
+from worker_service.execution.adapters.adapters import AdapterRoom, Adapters
 from worker_service.loading.adapter import Adapter
 from worker_service.loading.dummy_weights import DummyWeights
-from worker_service.models.decoder import Decoder
-from worker_service.models.decoder_config import DecoderConfig
-from worker_service.models.families import read_decoder
-from worker_service.models.shard import Shard
+from worker_service.models.decoders.decoder import Decoder
+from worker_service.models.decoders.decoder_config import DecoderConfig
+from worker_service.models.decoders.families import read_decoder
+from worker_service.models.decoders.shard import Shard
 from worker_service.parallel.cut import Cut
 from worker_service.parallel.ranks import Ranks
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from kernels.ops import GroupedWeight
 from kernels.reference import quantize_int4
 from worker_service.loading.checkpoint import Checkpoint
-from worker_service.loading.packed_weights import widened
-from worker_service.models.decoder import Decoder
-from worker_service.models.embedding import Embedding
-from worker_service.models.linear import Linear, Quantization, can_pack
+from worker_service.loading.quantized.packed_weights import widened
+from worker_service.models.decoders.decoder import Decoder
+from worker_service.models.decoders.embedding import Embedding
+from worker_service.models.layers.linear import Linear, Quantization, can_pack
 from worker_service.models.registry import build_model, read_config
 from worker_service.parallel.ranks import ALONE
 

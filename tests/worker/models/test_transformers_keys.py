@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedConfig
 
-from worker_service.models.config_keys import HARMLESS
+from worker_service.models.config.config_keys import HARMLESS
 from worker_service.models.registry import read_config
 
 SMALL: dict[str, Any] = {

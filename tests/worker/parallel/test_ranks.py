@@ -15,7 +15,7 @@ from stepped_worker import DEVICE, PROMPT, Oracle
 from test_architectures import NATIVE
 from test_lora import PeftOracle, save_adapter
 
-from worker_service.models.linear import Quantization, can_pack
+from worker_service.models.layers.linear import Quantization, can_pack
 
 # peft asks transformers for something by an older name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

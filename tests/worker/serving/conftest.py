@@ -9,8 +9,8 @@ from fake_decode_graphs import with_fake_graphs
 from served_worker import Gate, Service
 
 from pagewire.v1 import worker_service_pb2_grpc
-from pagewire_common.server import GrpcServer
-from worker_service.execution.model_runner import ModelRunner
+from pagewire_common.serving.server import GrpcServer
+from worker_service.execution.steps.model_runner import ModelRunner
 from worker_service.execution.worker import Worker, load_worker
 from worker_service.serving.device_thread import DeviceThread
 from worker_service.serving.server import SERVICE_NAME

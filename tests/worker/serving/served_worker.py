@@ -11,7 +11,7 @@ import pytest
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import worker_service_pb2_grpc
-from pagewire_common.server import GrpcServer
+from pagewire_common.serving.server import GrpcServer
 from worker_service.execution.worker import Worker
 from worker_service.serving.servicer import WorkerServicer
 

@@ -20,8 +20,8 @@ from pagewire.v1.worker_service_pb2 import GetWorkerInfoRequest, GetWorkerInfoRe
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from pagewire_common.start_error import StartError
 from worker_service.errors import InvalidStepError
+from worker_service.models.decoders.shard import part_of
 from worker_service.models.registry import read_config
-from worker_service.models.shard import part_of
 from worker_service.parallel.cut import UNCUT
 from worker_service.parallel.ranks import ALONE, Ranks
 from worker_service.serving.launcher import wait_for_end

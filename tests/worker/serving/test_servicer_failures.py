@@ -11,7 +11,7 @@ from served_worker import PROMPT, Service, prompt_step
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from worker_service.errors import DeviceLostError
-from worker_service.execution.model_runner import RunningStep
+from worker_service.execution.steps.model_runner import RunningStep
 from worker_service.execution.worker import Worker
 from worker_service.serving import servicer
 

@@ -12,7 +12,7 @@ from message_helpers import new_message
 from served_worker import PROMPT, Gate, Service, prompt_step
 
 from pagewire.v1 import worker_service_pb2
-from pagewire_common.errors import RequestError
+from pagewire_common.calls.errors import RequestError
 from worker_service.execution.worker import Worker
 from worker_service.parallel.ranks import Ranks
 from worker_service.serving.device_thread import DeviceThread

@@ -19,7 +19,7 @@ from message_helpers import new_message
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import worker_service_pb2, worker_service_pb2_grpc
 from pagewire_client import local
-from pagewire_common.server import LIVENESS
+from pagewire_common.serving.server import LIVENESS
 from worker_service.serving.server import SERVICE_NAME
 
 
@@ -133,7 +133,7 @@ def test_sigterm_lets_the_live_sequences_finish_and_leaves_no_process(
 LOSES_ITS_DEVICE = """
 import runpy
 from worker_service.errors import DeviceLostError
-from worker_service.execution.model_runner import ModelRunner
+from worker_service.execution.steps.model_runner import ModelRunner
 from worker_service.session.session import Session
 
 def fail(self, *_):

@@ -1,0 +1,1 @@
+"""gRPC calls: errors, unknown fields, slow readers."""

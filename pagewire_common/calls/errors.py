@@ -1,0 +1,231 @@
+"""The kind of error that a client is meant to read, and the interceptor that keeps every other kind inside."""
+
+import asyncio
+import inspect
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from contextvars import ContextVar
+from typing import Any, NamedTuple, NoReturn
+from urllib.parse import quote
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+
+from pagewire_common.calls.around import kind_of
+from pagewire_common.calls.field_count import has_more_fields, num_opaque_bytes
+from pagewire_common.calls.unknown_fields import unknown_field
+
+log = structlog.get_logger()
+
+MOST_STATUS_BYTES = 4096
+"""Bytes of an error's sentence, encoded for the header that it travels in."""
+
+
+class RequestError(Exception):
+    """A call ends with this gRPC status and this sentence."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+Behavior = Callable[[Any, grpc.aio.ServicerContext[Any, Any]], Any]
+
+
+MOST_FIELDS = 6 << 10
+"""Fields of a request: more than all its lists together may have, and few enough to be counted and parsed quickly."""
+
+
+request_size: ContextVar[int] = ContextVar("request_size", default=0)
+"""Bytes of this call's request as it came. The parsed message may show fewer: of a field that comes twice protobuf
+shows the last value only, and the first stays in memory for as long as the call is open.
+"""
+
+
+class _Unparsed(NamedTuple):
+    """In place of a request that would take too long to be parsed."""
+
+    reason: str
+    code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT
+
+    def refuse(self) -> NoReturn:
+        raise RequestError(self.code, self.reason)
+
+
+class RequestLimits(NamedTuple):
+    """What a request's message may have for the time being."""
+
+    num_bytes: int
+    num_opaque_bytes: int = 0
+    """Besides, in fields that are not parsed, such as a sound."""
+    will_grow: str = ""
+    """Why a larger request may be taken later; otherwise it never is."""
+
+
+_HEALTH = "/grpc.health."
+_SERVED = ("/pagewire.", "/vllm.", _HEALTH, "/grpc.reflection.")
+_CLIENTS = ("/pagewire.v1.InferenceService/", "/pagewire.v1.AdminService/")
+"""What clients of any release call. Services tell each other the version of their protocol."""
+MOST_HEALTH_BYTES = 256
+"""Of the name of a service: health is open to every caller."""
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns RequestError into its status and anything else uncaught into INTERNAL without details.
+
+    gRPC would show an uncaught exception's text to the client. With `limits`, a request beyond them or of too many
+    fields is refused before it is parsed, because the interpreter can do nothing else during parsing.
+    """
+
+    def __init__(self, limits: Callable[[], RequestLimits] | None = None) -> None:
+        self._limits = limits
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(_SERVED):
+            return handler
+        kind = kind_of(handler)
+        if (parse := handler.request_deserializer) is None:
+            pass
+        elif handler.request_streaming:
+            handler = handler._replace(request_deserializer=_readable_in_a_stream(parse))
+        else:
+            descriptor = parse.__self__.DESCRIPTOR  # it is a generated message's FromString
+            parse = _readable(parse)
+            if handler_call_details.method.startswith(_CLIENTS):
+                parse = _known(parse)
+            if handler_call_details.method.startswith(_HEALTH):
+                parse = _bounded(parse, descriptor, lambda: RequestLimits(MOST_HEALTH_BYTES))
+            elif self._limits is not None:
+                parse = _bounded(parse, descriptor, self._limits)
+            handler = handler._replace(request_deserializer=parse)
+        behavior = getattr(handler, kind)
+        guard = _guard_generator if inspect.isasyncgenfunction(behavior) else _guard_coroutine
+        return handler._replace(**{kind: guard(behavior)})
+
+
+_UNREADABLE = "the request's bytes are no message of this method"
+
+
+def _readable_in_a_stream(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """The method itself reads, and is where it is raised."""
+
+    def readable(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError:
+            raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, _UNREADABLE) from None
+
+    return readable
+
+
+def _readable(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """gRPC would show the parser's own words, as UNKNOWN."""
+
+    def readable(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError:
+            return _Unparsed(_UNREADABLE)
+
+    return readable
+
+
+def _known(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """What a client says and this server does not know is refused: an answer without it would be another one."""
+
+    def known(data: bytes) -> Any:
+        request = parse(data)
+        if not isinstance(request, _Unparsed) and (found := unknown_field(request)):
+            return _Unparsed(
+                f"the request has {found}, which this server does not know: leave it out, or ask a newer one"
+            )
+        return request
+
+    return known
+
+
+def _bounded(
+    parse: Callable[[bytes], Any], descriptor: Any, limits: Callable[[], RequestLimits]
+) -> Callable[[bytes], Any]:
+    def bounded(data: bytes) -> Any:
+        most, most_opaque, will_grow = limits()
+        if len(data) > most and len(data) - min(num_opaque_bytes(data, descriptor), most_opaque) > most:
+            reason = f"the request has {len(data)} bytes; at most {most} are allowed here"
+            if will_grow:
+                return _Unparsed(f"{reason} {will_grow}", grpc.StatusCode.UNAVAILABLE)
+            return _Unparsed(reason)
+        if has_more_fields(data, descriptor, MOST_FIELDS):
+            return _Unparsed(
+                f"the request has more than {MOST_FIELDS} fields, entries of lists such as chat.messages among them; "
+                "send shorter lists, and packed ones of numbers"
+            )
+        request_size.set(len(data))
+        return parse(data)
+
+    return bounded
+
+
+def _guard_coroutine(behavior: Behavior) -> Behavior:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            if isinstance(request, _Unparsed):
+                request.refuse()
+            return await behavior(request, context)
+        except Exception as error:
+            del request
+            await _abort(context, error)
+
+    return call
+
+
+def _guard_generator(behavior: Behavior) -> Behavior:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any, None]:
+        try:
+            if isinstance(request, _Unparsed):
+                request.refuse()
+            async with aclosing(behavior(request, context)) as responses:
+                async for response in responses:
+                    yield response
+        except Exception as error:
+            await _abort(context, error)
+
+    return call
+
+
+def _short(sentence: str) -> str:
+    """As much of a sentence as fits into a status. It may quote what a client sent or what a model's author wrote.
+
+    It travels in a header, percent-encoded, and gRPC libraries drop calls whose headers are larger than 8 KiB.
+    """
+    short = sentence[:MOST_STATUS_BYTES]
+    while len(quote(short)) > MOST_STATUS_BYTES:
+        short = short[: len(short) // 2]
+    return sentence if short == sentence else f"{short}…"
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
+    """Ends a call. gRPC's own exception refers to itself: it stays in memory until Python's collector runs.
+
+    All objects that it refers to stay as well. They must not include the request, nor the frames that `error` came
+    through.
+    """
+    if isinstance(error, RequestError):
+        error.__traceback__ = error.__context__ = None
+        try:
+            await context.abort(error.code, _short(str(error)))
+        except grpc.aio.InternalError:  # the client is gone, or a message that it does not read is in the way
+            log.info("call cancelled", code=error.code.name, reason=str(error))
+            raise asyncio.CancelledError from None  # the only end that gRPC accepts now
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if isinstance(error, NotImplementedError):  # a method of the contract that the servicer leaves to its base class
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server does not implement the method")
+    log.error("call failed", exc_info=error)
+    error.__traceback__ = error.__context__ = None
+    await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")

@@ -1,0 +1,60 @@
+"""Writes to one client, for as long as it reads: a write that takes too long, or is given up, ends the call.
+
+One timer a call watches its writes: a timeout around each write took a tenth of the time of sending a message.
+"""
+
+import asyncio
+from typing import Any
+
+import grpc
+
+from pagewire_common.calls.errors import RequestError
+
+
+class PatientWriter:
+    """Belongs to the task that makes it, and writes for it until `close`."""
+
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], limit: float) -> None:
+        """`limit`: seconds that a message may go unread."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._context = context
+        self._limit = limit
+        self._task = task
+        self._loop = asyncio.get_running_loop()
+        self._began: float | None = None  # the write under way
+        self._error: RequestError | None = None  # why the write under way is given up
+        self._timer = self._loop.call_later(limit, self._check)
+
+    async def write(self, message: Any) -> None:
+        """Raises RESOURCE_EXHAUSTED when the client does not read in time, CANCELLED when it has gone meanwhile, or the
+        error of `give_up`.
+        """
+        self._began = self._loop.time()
+        try:
+            await self._context.write(message)
+        except asyncio.CancelledError:
+            if self._error is None or self._task.uncancel():
+                raise
+            raise RequestError(self._error.code, str(self._error)) from None
+        except grpc.aio.InternalError:  # what gRPC makes of a write that meets the end of its call
+            raise RequestError(grpc.StatusCode.CANCELLED, "the client is gone") from None
+        self._began = None
+
+    def _check(self) -> None:
+        now = self._loop.time()
+        due = (now if self._began is None else self._began) + self._limit
+        if due > now:
+            self._timer = self._loop.call_at(due, self._check)
+        else:
+            reason = f"the client read nothing for {self._limit:g} s"
+            self.give_up(RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, reason))
+
+    def give_up(self, error: RequestError) -> None:
+        """End the write under way with this error, if there is one."""
+        if self._began is not None and self._error is None:
+            self._error = error
+            self._task.cancel()
+
+    def close(self) -> None:
+        self._timer.cancel()

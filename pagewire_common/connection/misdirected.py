@@ -1,0 +1,95 @@
+"""Adds advice to the error of a failed call: that the call went through a proxy, or that the port is not what the
+caller expects (another service, with TLS or without it, or HTTP/1.1), or its certificate is refused.
+"""
+
+import asyncio
+import ssl
+from dataclasses import dataclass
+
+import grpc
+
+from pagewire_common.connection.channel import proxy_of, split_target
+
+PROBE_SECONDS = 2.0
+"""For a TLS handshake with a port that closes connections in plain text."""
+_CLOSED = ("Socket closed", "Connection reset", "Broken pipe")
+"""How a connection in plain text ends at a port that speaks TLS; and at one whose server is leaving."""
+_OF_THE_CONNECTION = ("failed to connect", "errors resolving", *_CLOSED)
+_NO_TLS = "WRONG_VERSION_NUMBER"
+_NOT_VERIFIED = "CERTIFICATE_VERIFY_FAILED"
+_OTHER_NAME = "Hostname Verification Check failed"
+_HTTP_1 = "Trying to connect an http1.x server"
+_NO_METHOD = "Method not found!"
+
+
+class MisdirectedError(grpc.aio.AioRpcError):
+    """Another attempt cannot fare better: the call must be made in another way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Direction:
+    """How a server is called. `tls_option` and `port_hint` say to the reader how it would be called otherwise."""
+
+    target: str
+    has_tls: bool
+    tls_option: str
+    port_hint: str
+    may_use_proxy: bool = False
+
+    async def explain(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
+        """The error with what its reader is to know besides; a MisdirectedError if it is the call that is wrong."""
+        code, details = error.code(), error.details() or ""
+        if code is grpc.StatusCode.UNIMPLEMENTED and details == _NO_METHOD:
+            return _with(error, f"{self.target} does not have this call: {self.port_hint}")
+        if code is not grpc.StatusCode.UNAVAILABLE:
+            return error
+        if not any(words in details for words in _OF_THE_CONNECTION):
+            return error  # it is the server's own
+        if _OTHER_NAME in details:
+            return _with(error, f"the certificate of {self.target} is not for {self._host}", MisdirectedError)
+        if _NOT_VERIFIED in details:
+            reason = f"has expired, or is of no authority in the ca.crt of {self.tls_option}"
+            return _with(error, f"the certificate of {self.target} {reason}", MisdirectedError)
+        if self.may_use_proxy and (proxy := proxy_of(self.target)):
+            return _with(error, f"the call went through the proxy {proxy}; no_proxy={self._host} makes it direct")
+        if self.has_tls:
+            if _NO_TLS in details:
+                reason = f"{self.target} does not speak TLS: leave {self.tls_option} out, or {self.port_hint}"
+                return _with(error, reason, MisdirectedError)
+        elif any(words in details for words in _CLOSED) and await self._speaks_tls():
+            reason = f"{self.target} speaks TLS: give {self.tls_option} a folder with the ca.crt of its certificate"
+            return _with(error, reason, MisdirectedError)
+        if _HTTP_1 in details:
+            return _with(error, f"{self.target} speaks HTTP/1.1 and no gRPC: {self.port_hint}", MisdirectedError)
+        return error
+
+    @property
+    def _host(self) -> str:
+        return split_target(self.target)[0]
+
+    async def _speaks_tls(self) -> bool:
+        host, port = split_target(self.target)
+        if port is None:
+            return False
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is said to it
+        context.set_alpn_protocols(["h2"])
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                _, writer = await asyncio.open_connection(host, port, ssl=context)
+        except (OSError, TimeoutError):
+            return False
+        writer.transport.abort()
+        return True
+
+
+def _with(
+    error: grpc.aio.AioRpcError, advice: str, kind: type[grpc.aio.AioRpcError] = grpc.aio.AioRpcError
+) -> grpc.aio.AioRpcError:
+    return kind(
+        error.code(),
+        error.initial_metadata(),
+        error.trailing_metadata(),
+        f"{advice} ({error.details()})",
+        error.debug_error_string(),
+    )

@@ -1,0 +1,232 @@
+"""TLS from a folder with the names that cert-manager writes: tls.crt and tls.key are one's own, ca.crt is for the
+certificates of the other side.
+
+A server looks at the files when a connection comes, so that a renewed certificate is used from the next one on. Files
+that are being replaced are passed over until they are whole: nothing has changed for SETTLE_SECONDS, all that were in
+use are there, and they belong together.
+"""
+
+import contextlib
+import ssl
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+import structlog
+
+from pagewire_common.connection.channel import open_channel
+from pagewire_common.start_error import StartError
+
+log = structlog.get_logger()
+
+CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
+SETTLE_SECONDS = 1.0
+"""Files that changed later may be half written: a list of authorities that was cut off is a list of fewer ones."""
+
+
+class _Files(NamedTuple):
+    certificate: bytes | None
+    key: bytes | None
+    authority: bytes | None
+
+    @property
+    def names(self) -> set[str]:
+        """Of the files that are there."""
+        return {name for name, data in zip((CERTIFICATE, KEY, AUTHORITY), self, strict=True) if data is not None}
+
+    @property
+    def pairs(self) -> list[tuple[bytes, bytes]]:
+        return [] if self.certificate is None or self.key is None else [(self.key, self.certificate)]
+
+
+class TlsFolder:
+    """The folder of one side. Raises StartError when what is in it is no certificate, or there is none at all.
+
+    Any thread may use it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._stamp = self._look()  # of the files in use
+        try:
+            self._files = self._read()
+        except (OSError, ValueError) as error:
+            raise StartError(f"cannot use the certificates in {folder}: {error}") from None
+        self._generation = 0  # of the files in use
+        self._seen, self._seen_at = self._stamp, 0.0  # the last look, and when the first one had found the same
+
+    def _look(self) -> tuple[object, ...]:
+        """What changes with the files, or with the right to read them."""
+        stamps: list[object] = []
+        for name in (CERTIFICATE, KEY, AUTHORITY):
+            try:
+                status = (self._folder / name).stat()
+            except OSError:
+                stamps.append(None)
+            else:
+                stamps.append((status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino))
+        return tuple(stamps)
+
+    def _read(self) -> _Files:
+        """Raises OSError, of which ssl's errors are, or ValueError, for files that cannot be used."""
+        paths = [self._folder / name for name in (CERTIFICATE, KEY, AUTHORITY)]
+        files = _Files(*(path.read_bytes() if path.exists() else None for path in paths))
+        if not files.names:
+            raise ValueError(f"it has neither {CERTIFICATE} and {KEY} nor {AUTHORITY}")
+        if (files.certificate is None) != (files.key is None):
+            missing = CERTIFICATE if files.certificate is None else KEY
+            raise ValueError(f"it has no {missing}; {CERTIFICATE} and {KEY} belong together")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        if files.certificate is not None:
+            with _named(f"{CERTIFICATE} and {KEY}"):
+                context.load_cert_chain(paths[0], paths[1], _no_password)
+        if files.authority is not None:
+            with _named(AUTHORITY):
+                context.load_verify_locations(paths[2])
+        return files
+
+    def refresh(self) -> int:
+        """Take in files that have changed and can be used; returns the number of the files in use.
+
+        Each server compares it with the number of those that it has loaded: several of them may use a folder.
+        """
+        with self._lock:
+            stamp, now = self._look(), time.monotonic()
+            if stamp != self._seen:
+                self._seen, self._seen_at = stamp, now
+            if self._seen_at and (now - self._seen_at >= SETTLE_SECONDS or self._is_old()):
+                self._seen_at = 0.0  # said once for each change
+                if stamp != self._stamp:
+                    self._take(stamp)
+            return self._generation
+
+    def _is_old(self) -> bool:
+        """Whether folder and files last changed long ago, so that one look is enough."""
+        paths = (self._folder, *(self._folder / name for name in (CERTIFICATE, KEY, AUTHORITY)))
+        try:
+            return time.time() - max(path.stat().st_ctime for path in paths if path.exists()) >= SETTLE_SECONDS
+        except (OSError, ValueError):
+            return False
+
+    def _take(self, stamp: tuple[object, ...]) -> None:
+        try:
+            files = self._read()
+            if missing := sorted(self._files.names - files.names):
+                raise ValueError(f"{' and '.join(missing)} is missing; a restart does without")
+        except (OSError, ValueError) as error:
+            if self._look() == stamp:
+                reason, folder = str(error), str(self._folder)
+                log.error("changed certificates cannot be used; the old ones stay", folder=folder, reason=reason)
+            return
+        if self._look() == stamp:  # otherwise they change at this moment
+            self._stamp, self._files = stamp, files
+            self._generation += 1
+            log.info("certificates read again", folder=str(self._folder))
+
+    def _need_own(self, *, mutual: bool) -> None:
+        if not self._files.pairs:
+            raise StartError(f"a server needs {CERTIFICATE} and {KEY}, which {self._folder} has not")
+        if mutual and self._files.authority is None:
+            raise StartError(f"clients' certificates are checked with {AUTHORITY}, which {self._folder} has not")
+
+    def server_credentials(self, *, mutual: bool) -> grpc.ServerCredentials:
+        """For a gRPC server; with `mutual`, clients need certificates as well. Raises StartError."""
+        self._need_own(mutual=mutual)
+        loaded = self.refresh()
+
+        def configuration() -> Any:
+            return grpc.ssl_server_certificate_configuration(self._files.pairs, self._files.authority)
+
+        def if_changed() -> Any:  # gRPC asks at each handshake, on a thread of its own
+            nonlocal loaded
+            if (generation := self.refresh()) == loaded:
+                return None
+            loaded = generation
+            return configuration()
+
+        return grpc.dynamic_ssl_server_credentials(configuration(), if_changed, mutual)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """For a gRPC client, from the files as they are now. Without ca.crt the system's authorities count."""
+        self.refresh()
+        key, certificate = self._files.pairs[0] if self._files.pairs else (None, None)
+        return grpc.ssl_channel_credentials(self._files.authority, key, certificate)
+
+    def client_context(self) -> ssl.SSLContext:
+        """The same for HTTP. Raises OSError while the files change."""
+        has_authority = self._files.authority is not None
+        context = ssl.create_default_context(cafile=self._folder / AUTHORITY if has_authority else None)
+        if self._files.pairs:
+            context.load_cert_chain(self._folder / CERTIFICATE, self._folder / KEY, _no_password)
+        self._check_unchanged()
+        return context
+
+    def _check_unchanged(self) -> None:
+        """Raises OSError where the files on the disk are not those in use, which alone were checked."""
+        if self._look() != self._stamp:
+            raise OSError(f"the files in {self._folder} are being replaced")
+
+    def server_context(self, *, mutual: bool) -> ssl.SSLContext:
+        """For an HTTP server, of the files as they are now. Raises StartError, or OSError while they change."""
+        self._need_own(mutual=mutual)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self._folder / CERTIFICATE, self._folder / KEY, _no_password)
+        if mutual:
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(self._folder / AUTHORITY)
+        self._check_unchanged()
+        return context
+
+
+@contextlib.contextmanager
+def _named(files: str) -> Iterator[None]:
+    """Has errors of ssl, which leave out what was read, name the files. Raises ValueError."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{files} cannot be read as PEM: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _no_password() -> str:
+    """Without it, ssl would ask for an encrypted key's password at the terminal, and wait."""
+    raise OSError("the key is encrypted; it must not be")
+
+
+class Security(NamedTuple):
+    """What the callers of a server need: TLS if there is a folder, a certificate of their own if it is `mutual`, and
+    one that has the name `identity` if that is not empty.
+    """
+
+    tls: TlsFolder | None = None
+    mutual: bool = False
+    identity: str = ""
+
+
+OPEN = Security()
+
+
+def secure_channel(
+    target: str,
+    tls: TlsFolder | None,
+    options: Sequence[tuple[str, int | str]] = (),
+    *,
+    identity: str = "",
+    may_use_proxy: bool = False,
+) -> grpc.aio.Channel:
+    """A channel to `target`, in plain text where there is no folder.
+
+    The server's certificate must be for `identity`, or for the host in `target` if it is empty.
+    """
+    names = [("grpc.ssl_target_name_override", identity)] if identity and tls is not None else []
+    credentials = None if tls is None else tls.channel_credentials()
+    return open_channel(target, credentials, [*options, *names], may_use_proxy=may_use_proxy)
+
+
+def peer_names(context: grpc.aio.ServicerContext[Any, Any]) -> set[str]:
+    """The names in the certificate of a call's other side; none where it has shown no certificate."""
+    names = context.auth_context().get("x509_subject_alternative_name", ())
+    return {name.decode(errors="replace") for name in names}

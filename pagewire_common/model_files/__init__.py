@@ -1,0 +1,1 @@
+"""Files of a model that both services read."""

@@ -1,0 +1,162 @@
+"""The defaults of sampling parameters that a request leaves out: from the model's generation_config.json.
+
+Workers read the file to refuse at start what is not obeyed, and front ends for its values.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pagewire_common.model_files.generation_keys import CHOSEN_BY_REQUESTS, kinds
+from pagewire_common.model_files.shown import shown
+from pagewire_common.start_error import StartError
+
+FILE = "generation_config.json"
+_MOST_SHOWN = 8
+_AS_THEY_ARE = (
+    *("top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "max_length", "min_new_tokens", "min_length"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationConfig:
+    """What a model's files say of generation, each value sound; `file` is the one that says so.
+
+    Keys that say nothing (null, an empty list, object or text) are left out.
+    """
+
+    file: str
+    keys: Mapping[str, Any]
+    vocabulary_size: int
+
+    @classmethod
+    def read(
+        cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None, vocabulary_size: int
+    ) -> "GenerationConfig":
+        """From generation_config.json or, where there is none, from those keys of config.json that belong there, as in
+        older folders and in transformers. Raises StartError for a key that is not known, and for a value that no
+        request might set."""
+        if generation is None:
+            file, said = "config.json", {key: config[key] for key in config.keys() & kinds({}).keys()}
+        else:
+            file, said = FILE, dict(generation)
+        said = {key: value for key, value in said.items() if value is not None and value not in ([], {}, "")}
+        known = kinds(said)
+        if unknown := [key for key in said if key not in known]:
+            what = ", ".join(f"{shown(key)} = {shown(said[key])}" for key in unknown[:_MOST_SHOWN])
+            more = f" and {len(unknown) - _MOST_SHOWN} more" if len(unknown) > _MOST_SHOWN else ""
+            raise StartError(
+                f"{file} says {what}{more}, which is not known and may change which tokens are chosen; remove what you "
+                "know to change nothing"
+            )
+        for key, value in said.items():
+            if not known[key].holds(value, vocabulary_size):
+                raise StartError(f"{file}: {key} is {shown(value)}; it must be {known[key].expected}")
+        return cls(file, said, vocabulary_size)
+
+    @property
+    def chosen_by_requests(self) -> dict[str, Any]:
+        """The decoding method that the file prefers, and that no request has unless it asks for it."""
+        return {
+            key: self.keys[key]
+            for key, (_, nothing) in CHOSEN_BY_REQUESTS.items()
+            if key in self.keys and self.keys[key] != nothing
+        }
+
+    def tokens(self, key: str) -> tuple[int, ...]:
+        """The token ids that a key names: one, or a list of some."""
+        value = self.keys.get(key, [])
+        return tuple(dict.fromkeys(value if isinstance(value, list) else [value]))
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """Values for fields that a request leaves out, read as the authors' own library reads them.
+
+    Without do_sample, decoding is greedy whatever the other fields say. `max_length` and `min_length` count the prompt,
+    and apply where `max_new_tokens` and `min_new_tokens` say nothing. Of each of `bad_words` the last token may not
+    follow the others. `suppressed` tokens are never chosen, and `begin_suppressed` ones not first: no request has a
+    field that says otherwise.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_new_tokens: int | None = None
+    max_length: int | None = None
+    min_new_tokens: int | None = None
+    min_length: int = 0
+    stop: tuple[str, ...] = ()
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[Sequence[int], ...] = ()
+    suppressed: tuple[int, ...] = ()
+    begin_suppressed: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, config: GenerationConfig) -> "GenerationDefaults":
+        """Raises StartError for values that contradict each other."""
+        _check_agreement(config)
+        keys, stop, ends = config.keys, config.keys.get("stop_strings", []), config.tokens("eos_token_id")
+        return cls(
+            **{name: keys[name] for name in _AS_THEY_ARE if name in keys},
+            temperature=keys.get("temperature", 1.0) if keys.get("do_sample") else 0.0,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            logit_bias={token_id: bias for (token_id,), bias in keys.get("sequence_bias", [])},
+            # transformers does not ban the end of an output so
+            bad_words=tuple(
+                tuple(word) for word in keys.get("bad_words_ids", []) if word not in [[end] for end in ends]
+            ),
+            suppressed=config.tokens("suppress_tokens"),
+            begin_suppressed=config.tokens("begin_suppress_tokens"),
+        )
+
+    @property
+    def not_with_beams(self) -> str | None:
+        """A key that bends the model's distribution or cuts outputs short, which beam search does not allow."""
+        says = {
+            "suppress_tokens": self.suppressed,
+            "begin_suppress_tokens": self.begin_suppressed,
+            "bad_words_ids": self.bad_words,
+            "sequence_bias": self.logit_bias,
+            "stop_strings": self.stop,
+        }
+        return next((key for key, value in says.items() if value), None)
+
+    @property
+    def num_listed(self) -> int:
+        """The numbers in lists that each request carries."""
+        words = sum(map(len, self.bad_words)) + len(self.bad_words)
+        return words + 2 * len(self.logit_bias) + len(self.suppressed) + len(self.begin_suppressed)
+
+    def max_tokens(self, num_prompt_tokens: int) -> int | None:
+        """The most output tokens behind a prompt; None if nothing is said, below 1 if the prompt is too long."""
+        if self.max_new_tokens is not None or self.max_length is None:
+            return self.max_new_tokens
+        return self.max_length - num_prompt_tokens
+
+    def min_tokens(self, num_prompt_tokens: int) -> int:
+        """The output tokens behind a prompt before which none is an end."""
+        return max(0, self.min_length - num_prompt_tokens) if self.min_new_tokens is None else self.min_new_tokens
+
+    def sampling_params(self) -> dict[str, float]:
+        """As vLLM's engine protocol names them."""
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        values = {name: getattr(self, name) for name in names}
+        return values if self.max_new_tokens is None else values | {"max_tokens": self.max_new_tokens}
+
+
+def _check_agreement(config: GenerationConfig) -> None:
+    keys = config.keys
+    for least, most in (("min_new_tokens", "max_new_tokens"), ("min_length", "max_length")):
+        if least in keys and most in keys and keys[least] > keys[most]:
+            raise StartError(f"{config.file}: {least} is {keys[least]}, above {most}, which is {keys[most]}")
+    suppressed = {*config.tokens("suppress_tokens")}
+    for key in ("forced_bos_token_id", "forced_eos_token_id"):
+        if (forced := {*config.tokens(key)}) and forced <= suppressed:
+            raise StartError(f"{config.file}: {key} is {shown(keys[key])}, which suppress_tokens bans")
+    banned = suppressed | {*config.tokens("begin_suppress_tokens"), *config.tokens("eos_token_id")}
+    banned |= {word[0] for word in keys.get("bad_words_ids", []) if len(word) == 1}
+    if len(banned) >= config.vocabulary_size:
+        raise StartError(f"{config.file} bans every token of the vocabulary, of {config.vocabulary_size} tokens")

@@ -1,0 +1,20 @@
+"""JSON of a model's files, in which no name may have two values: a reader would drop one of them."""
+
+import json
+from typing import Any
+
+from pagewire_common.model_files.shown import shown
+
+
+def loads(content: str | bytes) -> Any:
+    """Raises ValueError for what is not JSON, or says two things at once, and RecursionError for deep nesting."""
+    return json.loads(content, object_pairs_hook=_once)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        for key, value in pairs:
+            if repr(found[key]) != repr(value):  # NaN is not equal to itself, and 1 is equal to true
+                raise ValueError(f"{shown(key)} is there twice, as {shown(value)} and as {shown(found[key])}")
+    return found

@@ -1,0 +1,105 @@
+"""What the files of sentence-transformers say of scores: config_sentence_transformers.json, and notes in config.json.
+
+Workers read them to refuse at start what is not obeyed, and front ends for their values.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pagewire_common.model_files.shown import shown
+from pagewire_common.start_error import StartError
+
+FILE = "config_sentence_transformers.json"
+SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
+_ACTIVATIONS = ("Identity", "Sigmoid")
+_WITHOUT_EFFECT = (
+    "__version__",  # what wrote the file
+    "requirements",  # packages of Python
+)
+_NEUTRAL = {
+    "truncate_dim": "a request says `dimensions`",
+    "keep_in_fp32_modules": "a worker computes all of a network in one type, and --dtype says which",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceConfig:
+    """`similarity` compares vectors. Where `scores_plainly`, a classifier's output is the score as it is."""
+
+    similarity: str = "cosine"
+    scores_plainly: bool = False
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], sentences: Mapping[str, Any], num_labels: int) -> "SentenceConfig":
+        """From config.json and config_sentence_transformers.json, of which the latter may be empty. Raises StartError.
+
+        num_labels: the classes that the network tells apart, 0 if it is no classifier.
+        """
+        known = {"model_type", "prompts", "default_prompt_name", "similarity_fn_name", "activation_fn"}
+        if unknown := sorted(sentences.keys() - known - _NEUTRAL.keys() - {*_WITHOUT_EFFECT}):
+            key = unknown[0]
+            raise StartError(
+                f"{FILE} says {shown(key)} = {shown(sentences[key])}, which is not known and may change vectors or "
+                "scores; remove it if you know that it does not"
+            )
+        kinds = ("CrossEncoder",) if num_labels else ("SentenceTransformer",)
+        if (kind := sentences.get("model_type")) not in (None, *kinds):
+            raise StartError(f"{FILE}: model_type is {shown(kind)}; this network can be a {kinds[0]}")
+        for key, reason in _NEUTRAL.items():
+            if (value := sentences.get(key)) not in (None, [], {}):
+                raise StartError(f"{FILE}: {key} is {shown(value)}, which is not supported: {reason}")
+        _check_prompts(sentences)
+        similarity = sentences.get("similarity_fn_name")
+        if similarity is not None and similarity not in SIMILARITIES:
+            raise StartError(f"{FILE}: similarity_fn_name is {shown(similarity)}; it must be {_listed(SIMILARITIES)}")
+        return cls(similarity or "cosine", _activation(config, sentences, num_labels) == "Identity")
+
+
+def _check_prompts(sentences: Mapping[str, Any]) -> None:
+    """Prompts are for callers to write before their texts. One that goes before all of them is not written here."""
+    prompts, default = sentences.get("prompts") or {}, sentences.get("default_prompt_name")
+    if not (isinstance(prompts, dict) and all(isinstance(text, str) for text in prompts.values())):
+        raise StartError(f"{FILE}: prompts is {shown(prompts)}; it must be an object of texts")
+    if default is None:
+        return
+    if not isinstance(default, str) or default not in prompts:
+        raise StartError(f"{FILE}: default_prompt_name is {shown(default)}, which is not among its prompts")
+    if prompts[default]:
+        raise StartError(
+            f"{FILE}: default_prompt_name is {shown(default)}, so that every text would begin with "
+            f"{shown(prompts[default])}; here callers write prompts before their texts: set it to null, and tell them"
+        )
+
+
+def _activation(config: Mapping[str, Any], sentences: Mapping[str, Any], num_labels: int) -> str | None:
+    """The function that a classifier was trained with, by the name of its class in torch. sentence-transformers has
+    noted it in three places; the same is said in all that are there."""
+    notes = config.get("sentence_transformers")
+    if notes is not None and not isinstance(notes, dict):
+        raise StartError(f"config.json: sentence_transformers is {shown(notes)}; it must be an object")
+    said = {
+        f"{FILE}: activation_fn": sentences.get("activation_fn"),
+        "config.json: sentence_transformers.activation_fn": (notes or {}).get("activation_fn"),
+        "config.json: sbert_ce_default_activation_function": config.get("sbert_ce_default_activation_function"),
+    }
+    found: dict[str, str] = {}
+    for place, name in said.items():
+        if name is None or not num_labels:
+            continue
+        package, _, kind = name.rpartition(".") if isinstance(name, str) else ("", "", "")
+        if package.partition(".")[0] != "torch" or kind not in _ACTIVATIONS:
+            raise StartError(f"{place} is {shown(name)}; supported are torch.nn.Identity and torch.nn.Sigmoid")
+        if kind == "Sigmoid" and num_labels == 2:  # of more there is no score
+            raise StartError(
+                f"{place} is {shown(name)} over two classes; the score of two classes is the second one's "
+                "share of a softmax"
+            )
+        found[place] = kind
+    if len({*found.values()}) > 1:
+        raise StartError(" and ".join(f"{place} is {kind}" for place, kind in found.items()) + "; remove the wrong one")
+    return next(iter(found.values()), None)
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"

@@ -1,0 +1,1 @@
+"""A gRPC server: its address, health, reflection and locks."""

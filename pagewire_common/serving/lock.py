@@ -1,0 +1,57 @@
+"""The lock on a server's port: every call but health's is checked, before its request is read."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from pagewire_common.calls.around import Context, put_around
+from pagewire_common.calls.errors import RequestError
+from pagewire_common.connection.tls import peer_names
+
+_OPEN = "/grpc.health.v1.Health/"
+"""Probes have neither keys nor certificates of ours."""
+
+Check = Callable[[grpc.HandlerCallDetails], None]
+"""Of a call by its method and metadata; raises RequestError."""
+
+
+class Lock(grpc.aio.ServerInterceptor):
+    """Refuses calls that `check` refuses, and calls of a peer whose certificate does not have the name `identity`."""
+
+    def __init__(self, check: Check | None = None, identity: str = "") -> None:
+        self._check = check
+        self._identity = identity
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        if handler_call_details.method.startswith(_OPEN):
+            return await continuation(handler_call_details)
+        if self._check is not None:
+            try:
+                self._check(handler_call_details)
+            except RequestError as error:
+                return _refusing(error)
+        handler = await continuation(handler_call_details)
+        return handler if handler is None or not self._identity else put_around(handler, self._of_identity)
+
+    @asynccontextmanager
+    async def _of_identity(self, context: Context) -> AsyncIterator[None]:
+        if self._identity not in peer_names(context):
+            reason = "this server takes calls of another identity than your certificate's"
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
+        yield
+
+
+def _refusing(error: RequestError) -> Any:
+    """Ends a call of any kind at once; one that streams its request may not have sent it yet."""
+    code, reason = error.code, str(error)
+
+    async def refuse(_: Any, context: Context) -> None:
+        await context.abort(code, reason)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)

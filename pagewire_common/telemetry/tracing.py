@@ -1,0 +1,89 @@
+"""Traces of requests by OpenTelemetry, sent to a collector by OTLP over gRPC. Off unless an endpoint is given.
+
+What the SDK reads from the environment counts as well: OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS and others.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+from urllib.parse import urlsplit
+
+import structlog
+from opentelemetry.context import Context
+from opentelemetry.trace import Tracer
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from pagewire_common.connection.channel import DIRECT, proxy_of
+from pagewire_common.start_error import StartError
+
+log = structlog.get_logger()
+TRACE_PARENT = "traceparent"
+MOST_HEADER = 1024
+"""Characters of a header that is looked at; a traceparent has 55."""
+_HEADERS = (TRACE_PARENT, "tracestate")
+_PROPAGATOR = TraceContextTextMapPropagator()
+logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)  # it warns of a tracestate with its text
+EXPORT_SECONDS = 3.0
+"""For one batch. Services took 1.2 and 1.0 s to end where nothing listened at the endpoint."""
+
+
+def check_endpoint(endpoint: str | None) -> str | None:
+    """Check that it is http://HOST:PORT, or https:// for TLS; raises ValueError otherwise. An empty one is none."""
+    if not endpoint:
+        return None
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
+        raise ValueError(f"'{endpoint}' is not http://HOST:PORT or https://HOST:PORT")
+    return endpoint
+
+
+@contextlib.asynccontextmanager
+async def tracing(endpoint: str | None, service: str) -> AsyncIterator[Tracer | None]:
+    """A tracer within the block, None without an endpoint. What is left is sent at the end, for some seconds.
+
+    Raises StartError.
+    """
+    if endpoint is None:
+        yield None
+        return
+    # The SDK takes 0.3 s to import.
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    provider = TracerProvider(resource=Resource.create({"service.name": service}), shutdown_on_exit=False)
+    timeout = None if "OTEL_EXPORTER_OTLP_TIMEOUT" in os.environ else EXPORT_SECONDS
+    try:
+        proxy = proxy_of(urlsplit(endpoint).netloc)
+    except ValueError as error:
+        raise StartError(str(error)) from None
+    if proxy:
+        log.info("spans are sent through a proxy", endpoint=endpoint, proxy=proxy)
+    route: Any = () if proxy else DIRECT
+    exporter = OTLPSpanExporter(endpoint=endpoint, timeout=timeout, channel_options=route)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    try:
+        yield provider.get_tracer("pagewire")
+    finally:
+        await asyncio.to_thread(provider.shutdown)
+
+
+def parent_of(metadata: Iterable[tuple[str, Any]]) -> Context:
+    """The context that a caller gives in its metadata, as W3C's trace context; an empty one where it gives none."""
+    carrier = {
+        name: value
+        for name, value in metadata
+        if name in _HEADERS and isinstance(value, str) and len(value) <= MOST_HEADER
+    }
+    return _PROPAGATOR.extract(carrier, Context()) if carrier else Context()
+
+
+def trace_parent(context: Context) -> str:
+    """A context's traceparent, for the next process."""
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier, context)
+    return carrier.get(TRACE_PARENT, "")

@@ -1,0 +1,1 @@
+"""LoRA adapters: their files, and the copies that workers fetch."""

@@ -1,0 +1,289 @@
+"""Brings adapters to one worker, one after the other beside its steps, and has it forget others.
+
+Which adapter comes next, and which gives way to it, the session's scheduler chooses. First come those that an operator
+loads, then those that waiting requests lack, then, while there are places, the others that have names. An adapter is
+forgotten once the steps that the worker has been sent are answered. What a worker does not take it is brought again
+later, ever more rarely; its requests go on meanwhile, and those of the adapter wait.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import structlog
+
+from scheduler_service.core import Scheduler, SchedulerOutput
+from scheduler_service.core.planning.loras import LoraFetch
+from scheduler_service.engine.adapters.adapter_files import Adapter, CopyLostError, hand_over
+from scheduler_service.engine.worker_link.client import (
+    AdapterFailedError,
+    AdapterRefusedError,
+    UnreachableError,
+    WorkerClient,
+    WorkerError,
+)
+
+log = structlog.get_logger()
+
+FIRST_RETRY_SECONDS = 1.0
+LAST_RETRY_SECONDS = 60.0
+LONG_FETCH_SECONDS = 5.0
+"""After which a worker is brought an adapter although it is on its way to another one."""
+
+
+class Wanted(Protocol):
+    """The adapters of the whole fleet."""
+
+    @property
+    def wanted(self) -> Mapping[str, Adapter]:
+        """Those that a worker may be brought, by fingerprint."""
+
+    @property
+    def named(self) -> Sequence[str]:
+        """The fingerprints of those that requests can name."""
+
+    def may_be_brought(self, fingerprint: str) -> bool:
+        """Whether a worker that lacks an adapter should be brought it now, and does not wait for another worker."""
+
+    def give_up(self, adapter: Adapter, reason: str) -> None:
+        """End the requests of an adapter that no worker can be brought, and have no more name it."""
+
+    def fetched(self) -> None:
+        """A worker has been brought an adapter, or has turned out to be unable to use it."""
+
+
+class FetchCounts:
+    """Adapters that a worker was brought, their bytes, and the seconds that it took."""
+
+    def __init__(self) -> None:
+        self.num_adapters = 0
+        self.num_bytes = 0
+        self.seconds = 0.0
+
+
+class AdapterFetcher:
+    """Of one session. `in_flight` are the steps that the worker has been sent and has not answered."""
+
+    def __init__(
+        self,
+        adapters: Wanted,
+        client: WorkerClient,
+        scheduler: Scheduler,
+        in_flight: Sequence[SchedulerOutput],
+        counts: FetchCounts,
+    ) -> None:
+        self._adapters = adapters
+        self._client = client
+        self._scheduler = scheduler
+        self._in_flight = in_flight
+        self._counts = counts
+        self.fetching = ""
+        """The adapter that is on its way."""
+        self.fetching_since = 0.0
+        self.refused: dict[str, str] = {}
+        """Those that the worker cannot use, and why."""
+        self._lacking: Sequence[str] = ()
+        self._asked: dict[str, asyncio.Future[bool]] = {}  # by an operator
+        self._to_try: dict[str, None] = {}  # because another worker cannot use them
+        self._retries: dict[str, tuple[float, float]] = {}  # what has failed: when it is tried again, and the pause
+        self._to_forget: deque[str] = deque()
+        self._handing: asyncio.Future[None] | None = None
+        self._failure: WorkerError | None = None
+        self._is_over = False
+        self._wake = asyncio.Event()
+        self._answered = asyncio.Event()
+
+    def begin(self, held: Iterable[str]) -> None:
+        """Take note of what the worker held before the session; it is to forget what nothing names any more."""
+        wanted = self._adapters.wanted
+        for fingerprint in held:
+            if fingerprint in wanted:
+                self._scheduler.hold_lora(fingerprint)
+            else:
+                self._to_forget.append(fingerprint)
+
+    def holds(self, fingerprint: str) -> bool:
+        """Whether the worker has an adapter."""
+        return self._scheduler.loras.holds(fingerprint)
+
+    def look_again(self) -> None:
+        """Others can be named, or are needed, than before."""
+        if self._handing is not None and self.fetching not in self._adapters.wanted:
+            self._handing.cancel()
+        self._wake.set()
+
+    def lack(self, fingerprints: Sequence[str]) -> None:
+        """Hear which adapters waiting requests lack here."""
+        if fingerprints or self._lacking:
+            self._lacking = fingerprints
+            self._wake.set()
+
+    async def take(self, fingerprint: str) -> bool:
+        """Have the worker hold a wanted adapter; returns whether it does, or has no place for it at the moment.
+
+        Raises AdapterRefusedError, and UnreachableError where the session ends meanwhile.
+        """
+        if self._is_over:
+            raise _over()
+        if not self._scheduler.config.max_held_loras:
+            raise AdapterRefusedError("the worker takes no adapters; start it with --max-loras")
+        if self.holds(fingerprint):
+            return True
+        future = self._asked.setdefault(fingerprint, asyncio.get_running_loop().create_future())
+        self._wake.set()
+        return await asyncio.shield(future)
+
+    def attempt(self, fingerprint: str) -> None:
+        """Find out whether the worker can use an adapter, once it has a place for it."""
+        if fingerprint not in self._to_try:
+            self._to_try[fingerprint] = None
+            self._wake.set()
+
+    def drop(self, fingerprint: str) -> None:
+        """Have the worker forget an adapter that no request needs."""
+        self.refused.pop(fingerprint, None)
+        self._retries.pop(fingerprint, None)
+        self._to_try.pop(fingerprint, None)
+        if self._scheduler.drop_lora(fingerprint):
+            self._to_forget.append(fingerprint)
+            self._wake.set()
+
+    def end(self, failure: WorkerError) -> None:
+        """Give the session up."""
+        self._failure = failure
+        if self._handing is not None:
+            self._handing.cancel()
+        self._wake.set()
+
+    def step_answered(self) -> None:
+        self._answered.set()
+
+    async def run(self) -> None:
+        """Serve until cancelled. Raises WorkerError where the worker is not to be used any more."""
+        try:
+            while True:
+                self._wake.clear()
+                if self._failure is not None:
+                    raise self._failure
+                if self._to_forget:
+                    await self._forget(self._to_forget.popleft())
+                elif (fetch := self._next()) is not None:
+                    await self._bring(fetch)
+                else:
+                    for fingerprint in list(self._asked):
+                        self._answer(fingerprint, self.holds(fingerprint))  # there is no place for it, if not
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(self._pause()):
+                            await self._wake.wait()
+        finally:
+            self._is_over = True
+            for future in self._asked.values():
+                future.set_exception(_over())
+                future.exception()  # as in `_answer`
+
+    def _next(self) -> LoraFetch | None:
+        now = time.monotonic()
+
+        def may_be_tried(fingerprint: str) -> bool:
+            return fingerprint not in self.refused and self._retries.get(fingerprint, (0.0,))[0] <= now
+
+        may_be_brought = self._adapters.may_be_brought
+        wanted = [*self._to_try, *(one for one in self._lacking if may_be_brought(one))]
+        preloads = filter(may_be_tried, self._adapters.named)
+        return self._scheduler.begin_fetch([*self._asked, *filter(may_be_tried, wanted)], preloads)
+
+    def _pause(self) -> float | None:
+        """Seconds after which to look again, though nothing has changed."""
+        now = time.monotonic()
+        # One whose time has come waits for a place.
+        pauses = [again_at - now for again_at, _ in self._retries.values() if again_at > now]
+        if any(one not in self.refused and one not in self._retries for one in self._lacking):
+            pauses.append(LONG_FETCH_SECONDS)  # it may be on its way to another worker
+        return min(pauses, default=None)
+
+    def _answer(self, fingerprint: str, result: bool | WorkerError) -> bool:
+        """Tell an operator that waits for it what became of an adapter; returns whether there is one."""
+        future = self._asked.pop(fingerprint, None)
+        if future is None:
+            return False
+        if isinstance(result, WorkerError):
+            future.set_exception(result)
+            future.exception()  # the operator's call may be gone
+        else:
+            future.set_result(result)
+        return True
+
+    async def _bring(self, fetch: LoraFetch) -> None:
+        fingerprint, seconds = fetch.lora_name, None
+        self.fetching, self.fetching_since = fingerprint, time.monotonic()
+        try:
+            if fetch.dropped:
+                await self._forget(fetch.dropped)
+            seconds = await self._hand_over(fingerprint)
+            self.refused.pop(fingerprint, None)
+            self._retries.pop(fingerprint, None)
+        except AdapterRefusedError as error:
+            if not self._answer(fingerprint, error):
+                self.refused[fingerprint] = str(error)
+        except AdapterFailedError as error:
+            self._retry_later(fingerprint, str(error))
+            self._answer(fingerprint, error)
+        finally:
+            self.fetching = ""
+            self._to_try.pop(fingerprint, None)
+            self._scheduler.end_fetch(seconds)
+        self._answer(fingerprint, seconds is not None)
+        if fingerprint not in self._adapters.wanted:
+            self.drop(fingerprint)  # it was unloaded meanwhile
+        self._adapters.fetched()
+
+    def _retry_later(self, fingerprint: str, reason: str) -> None:
+        pause = min(LAST_RETRY_SECONDS, 2 * self._retries.get(fingerprint, (0.0, FIRST_RETRY_SECONDS / 2))[1])
+        self._retries[fingerprint] = time.monotonic() + pause, pause
+        self._to_forget.append(fingerprint)  # it may have come all the same
+        log.warning("adapter not taken", worker=self._client.address, fingerprint=fingerprint, reason=reason)
+
+    async def _hand_over(self, fingerprint: str) -> float | None:
+        """Returns the seconds that it took; None for one that is not wanted any more."""
+        adapter = self._adapters.wanted.get(fingerprint)
+        if adapter is None:
+            return None
+        began = time.monotonic()
+        self._handing = asyncio.ensure_future(hand_over(self._client, adapter))
+        try:
+            await self._handing
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            if self._failure is not None:
+                raise self._failure from None
+            self._to_forget.append(fingerprint)  # it was not wanted any more, and may have come all the same
+            return None
+        except CopyLostError as error:
+            self._to_forget.append(fingerprint)
+            if fingerprint in self._adapters.wanted:
+                self._adapters.give_up(adapter, str(error))
+            return None
+        finally:
+            self._handing = None
+        seconds = time.monotonic() - began
+        self._counts.num_adapters += 1
+        self._counts.num_bytes += adapter.num_bytes
+        self._counts.seconds += seconds
+        return seconds
+
+    async def _forget(self, fingerprint: str) -> None:
+        """Have the worker forget an adapter once no step in flight can need it."""
+        last = self._in_flight[-1].step_id if self._in_flight else 0
+        while self._in_flight and self._in_flight[0].step_id <= last:
+            self._answered.clear()
+            await self._answered.wait()
+        await self._client.unload_adapter(fingerprint)
+
+
+def _over() -> UnreachableError:
+    return UnreachableError("the session with the worker has ended")

@@ -1,0 +1,1 @@
+"""Requests in flight: admission, their outputs, calls beside the steps."""

@@ -1,0 +1,168 @@
+"""Places and memory of the calls in flight, of all front ends together: counted before any work is done for a call."""
+
+from collections.abc import Mapping, Sequence
+
+import grpc
+import numpy as np
+
+from pagewire_common.calls.errors import RequestError
+from scheduler_service.access.keys import Keyring
+from scheduler_service.access.quotas import Quotas
+from scheduler_service.engine.calls.calls import Call
+from scheduler_service.engine.calls.side_calls import SideCalls
+from scheduler_service.settings import SchedulerSettings
+
+MAX_SIDE_CALLS = 256
+MAX_SIDE_BYTES = 16 << 20
+"""Bytes of calls other than Generate: some seconds of tokenizing."""
+UNREAD_SHARE = 4
+"""The part of the memory that unread output may take besides is a quarter: 60 s of 50 streams that each gain 50 tokens
+a second, with 20 likeliest tokens beside each of these."""
+
+
+def unread_bytes(settings: SchedulerSettings) -> int:
+    """What all output that no client has read may take, of all front ends together."""
+    return int(settings.request_memory * 2**30) // UNREAD_SHARE
+
+
+class Admission:
+    """What is in flight: requests that are being checked, and those that were submitted (`requests`, by their keys).
+
+    A request that is resumed may be both, in two calls. The memory of a call counts until the call is closed. A call of
+    many texts is being checked until it is closed; its texts are submitted, take no places, and what memory they take
+    the call has held.
+    """
+
+    def __init__(self, settings: SchedulerSettings, requests: dict[str, Call], keyring: Keyring | None = None) -> None:
+        self._requests = requests
+        self.quotas = Quotas(keyring)
+        self._max_num_requests = settings.max_num_requests
+        self._memory = int(settings.request_memory * 2**30)
+        self._being_checked: dict[str, Call] = {}
+        self._side_calls = SideCalls(
+            "Tokenize, Detokenize and GetModel", max_calls=MAX_SIDE_CALLS, max_bytes=MAX_SIDE_BYTES
+        )
+        self.num_bytes = 0
+        """Of all requests, also after they were superseded."""
+        self._num_texts = 0  # of calls, among the requests
+
+    @property
+    def being_checked(self) -> Mapping[str, Call]:
+        return self._being_checked
+
+    def admit(self, call: Call, num_bytes: int, *, resumes: bool, now: float = 0.0) -> None:
+        """Hold a place. A request that resumes a request in flight takes its place. Raises RequestError.
+
+        `now`: seconds of a clock that goes on. What is refused counts as a request of its API key only if the key's
+        own limits allowed it.
+        """
+        key = call.key
+        mine = self._requests.get(key) if resumes else None
+        takes_place = mine is not None and mine.api_key_id == call.api_key_id
+        self.quotas.admit(call.api_key_id, now, is_request=bool(key), takes_place=takes_place)
+        try:
+            self._admit(call, num_bytes, resumes=resumes)
+        except RequestError:
+            if key:
+                self.quotas.leave(call.api_key_id)
+            raise
+
+    def _admit(self, call: Call, num_bytes: int, *, resumes: bool) -> None:
+        key = call.key
+        if not key:
+            self._side_calls.enter(num_bytes)
+            call.num_bytes = num_bytes
+            return
+        has_place = resumes and key in self._requests
+        in_flight = len(self._requests) - self._num_texts + len(self._being_checked)
+        if in_flight >= self._max_num_requests and not has_place:
+            raise RequestError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{in_flight} requests are in flight; try again later"
+            )
+        if key in self._being_checked or (key in self._requests and not has_place):
+            raise RequestError(
+                grpc.StatusCode.ALREADY_EXISTS,
+                "request_id is in flight already; choose another one, or set resume to go on with a broken stream",
+            )
+        self.hold(call, num_bytes)
+        self._being_checked[key] = call
+
+    def hold(self, call: Call, num_bytes: int) -> None:
+        """Count memory of a request, in addition to what it holds. Raises RequestError."""
+        in_all, most = call.num_bytes + num_bytes, self._memory
+        sizes = f"this request takes {in_all / 2**20:.1f} MiB of memory, and --request-memory allows all together "
+        sizes += f"{most / 2**20:.1f} MiB"
+        if in_all > most:
+            raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, f"{sizes}; send a smaller one")
+        if num_bytes > most - self.num_bytes:
+            held = f"requests in flight hold {self.num_bytes / 2**20:.1f} MiB"
+            raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{sizes}, of which {held}; try again later")
+        call.num_bytes = in_all
+        self.num_bytes += num_bytes
+
+    def submitted(self, call: Call, superseded: Call | None = None) -> None:
+        """The call has been checked, and its request is in flight from now on.
+
+        Its API key is charged for the prompt and what is resumed, but for what it was charged for with the call that
+        this one has `superseded`.
+        """
+        group = call.group
+        assert group is not None
+        call.num_resumed = group.num_output_tokens
+        num_charged = 0 if superseded is None else _num_charged(superseded, call)
+        self.quotas.use_tokens(call.api_key_id, group.num_prompt_tokens + call.num_resumed - num_charged)
+        if call.parent is None:
+            del self._being_checked[call.key]
+        else:
+            self._num_texts += 1
+        self._requests[call.key] = call
+
+    def abort(self, key: str) -> bool:
+        """Have a request end as soon as it is submitted. Returns whether one of this key is being checked."""
+        if (call := self._being_checked.get(key)) is None:
+            return False
+        call.is_aborted = True
+        return True
+
+    def release(self, call: Call) -> None:
+        """The call is over. Releasing it again does nothing."""
+        if not call.key:
+            self._side_calls.leave(call.num_bytes)
+        else:
+            if self._being_checked.get(call.key) is call:
+                del self._being_checked[call.key]
+            self.num_bytes -= call.num_bytes
+            if call.group is not None and call.group.sampling.pooling is None:
+                self.quotas.use_tokens(call.api_key_id, call.group.num_output_tokens - call.num_resumed)
+            if call.parent is not None:
+                self._num_texts -= call.group is not None
+            else:
+                self.quotas.leave(call.api_key_id)
+            call.api_key_id = ""
+        call.num_bytes = 0
+
+
+def _num_charged(before: Call, later: Call) -> int:
+    """Tokens of a resumption that the call which it supersedes was charged for: the prompt, unless it is computed whole
+    again, and of each output the leading tokens that this scheduler has in its own record, the superseded group.
+
+    None for another API key or `cache_salt`, whose cached blocks are not found. None either where the earlier call was
+    computed and gained nothing: a request that is superseded again and again would be computed for nothing.
+    """
+    old, new = before.group, later.group
+    assert old is not None
+    assert new is not None
+    is_alike = before.api_key_id == later.api_key_id and old.cache_root == new.cache_root
+    is_progress = before.queued_seconds is None or old.num_output_tokens > before.num_resumed
+    if not (is_alike and is_progress):
+        return 0
+    outputs = zip(old.sequences, new.sequences, strict=False)
+    num_prompt_tokens = 0 if new.sampling.needs_all_states else new.num_prompt_tokens
+    return num_prompt_tokens + sum(_num_alike(a.output_token_ids, b.output_token_ids) for a, b in outputs)
+
+
+def _num_alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many leading tokens two outputs share."""
+    most = min(len(one), len(other))
+    differing = np.flatnonzero(np.asarray(one[:most]) != np.asarray(other[:most]))
+    return int(differing[0]) if len(differing) else most

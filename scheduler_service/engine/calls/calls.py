@@ -1,0 +1,112 @@
+"""Calls of clients as the engine knows them: by which front end, with what memory, and with which group once queued."""
+
+import asyncio
+import time
+from typing import Any
+
+from pagewire.v1 import engine_service_pb2 as pb
+from pagewire_common.calls.errors import RequestError
+from scheduler_service.core import SequenceGroup, SequenceOutput, SequenceStatus
+from scheduler_service.engine.calls.outbox import Outbox
+
+
+class Call:
+    """One call of a front end, from its admission until it is closed.
+
+    `number` is its name between the two, `first_output` that of its first output. `key` is empty for calls other than
+    Generate. `api_key_id` is empty where no API keys are wanted. One of many texts of a call is a call with a `parent`,
+    which has been admitted for all of them.
+    """
+
+    __slots__ = (
+        "adapter",
+        "api_key_id",
+        "expiry",
+        "first_output",
+        "group",
+        "has_texts",
+        "is_aborted",
+        "key",
+        "lora_name",
+        "no_worker_timeout",
+        "num_bytes",
+        "num_resumed",
+        "number",
+        "outbox",
+        "parent",
+        "queued_seconds",
+        "told",
+    )
+
+    def __init__(
+        self, outbox: Outbox, number: int, key: str, api_key_id: str = "", *, parent: "Call | None" = None
+    ) -> None:
+        self.outbox = outbox
+        self.number = number
+        self.key = key
+        self.api_key_id: str = api_key_id if parent is None else parent.api_key_id
+        self.parent = parent
+        self.has_texts = False  # as calls of their own
+        self.lora_name = ""
+        self.adapter: str = "" if parent is None else parent.adapter  # the fingerprint that the name led to
+        self.num_bytes = 0  # of the server's memory
+        self.num_resumed = 0  # tokens of outputs that came with the request
+        self.group: SequenceGroup | None = None
+        self.first_output = 0
+        self.is_aborted = False  # while it was checked
+        self.queued_seconds: float | None = None  # until a worker took it for the first time
+        self.no_worker_timeout: float | None = None  # where it waits for less than others
+        self.expiry: asyncio.TimerHandle | None = None  # while no worker takes requests
+        self.told: tuple[bool, int, int] | None = None  # where its request stands, if it is traced
+
+    def tell(self, **event: Any) -> None:
+        self.outbox.tell(self.number, **event)
+
+    def tell_error(self, error: RequestError, *, at_once: bool = False) -> None:
+        """End its stream with an error: after what its client has not read yet, or `at_once`.
+
+        A request that ends so may have been preempted, or have lost its worker, since it was told where it stands.
+        """
+        if self.group is not None:
+            self.tell_standing()
+        self.tell(failed=pb.Failed(code=error.code.value[0], message=str(error), at_once=at_once))
+
+    def tell_gained(self, gained: SequenceOutput) -> None:
+        """What an output gained, if it is more than a token."""
+        group = gained.sequence.group
+        if group.beams is None or gained.sequence.status.has_failed:
+            self.outbox.tell_gained(self.number, gained)
+        elif group.is_finished:
+            found = [
+                pb.Hypothesis(token_ids=h.token_ids, is_stopped=h.is_stopped, stop_token_id=h.stop_token_id)
+                for h in group.beams.hypotheses
+            ]
+            self.tell(hypotheses=pb.Hypotheses(hypotheses=found))
+
+    def tell_standing(self) -> None:
+        """Where the request stands, for its client."""
+        group = self.group
+        assert group is not None
+        standing = pb.Standing(
+            queued_seconds=self.queued_seconds,
+            cached_tokens=group.num_cached_tokens or 0,
+            num_recomputes=group.num_recomputes,
+            num_swaps=group.num_swaps,
+            num_worker_changes=group.num_worker_changes,
+        )
+        if group.trace_parent:
+            self.told = self._stands()
+            place = standing.place
+            place.at, place.runs, place.worker = time.monotonic(), self.told[0], group.worker or ""
+        self.tell(standing=standing)
+
+    def tell_change(self) -> None:
+        """Where a traced request stands, if that is not what was told last."""
+        if self._stands() != self.told:
+            self.tell_standing()
+
+    def _stands(self) -> tuple[bool, int, int]:
+        group = self.group
+        assert group is not None
+        runs = any(sequence.status is SequenceStatus.RUNNING for sequence in group.sequences)
+        return runs, group.num_recomputes, group.num_swaps

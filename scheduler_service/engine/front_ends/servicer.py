@@ -1,0 +1,322 @@
+"""The engine's end of the wire to its front ends: a session each, and what all of them show and have counted."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import structlog
+
+from pagewire.v1 import engine_service_pb2 as pb
+from pagewire.v1.engine_service_pb2_grpc import EngineServiceServicer
+from pagewire_common.calls.errors import RequestError
+from scheduler_service.access.keys import Keyring
+from scheduler_service.engine.calls.admission import unread_bytes
+from scheduler_service.engine.calls.calls import Call
+from scheduler_service.engine.calls.outbox import Outbox
+from scheduler_service.engine.engine import Engine
+from scheduler_service.statistics.counts import CountsByTenant
+from scheduler_service.wire.pace import Pace
+
+log = structlog.get_logger()
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+FILE_BYTES = 1 << 20
+EVENTS_AT_ONCE = 64
+"""Events that are taken in in one turn of the event loop, at 10 to 100 µs each."""
+_INTERNAL = RequestError(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
+STATISTICS_SECONDS = 1.0
+"""How long a scrape waits for what front ends have counted."""
+SHOW_SECONDS = 10.0
+"""How long the service waits to call itself ready until every front end shows it."""
+BEAT_SECONDS = 5.0
+MOST_SILENT_SECONDS = 30.0
+"""A front end is asked that often for what it has counted, so that little is lost if it is killed; one that does not
+answer for so long hangs, and nothing else would tell: new connections go to it as well."""
+
+
+class FrontEnds(EngineServiceServicer):
+    """All front ends that are attached. `num_expected` of them share what the memory's limits allow.
+
+    `kill` ends the process of one that hangs.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        num_expected: int,
+        kill: Callable[[int], None] = lambda process_id: None,  # noqa: ARG005
+    ) -> None:
+        self.engine = engine
+        engine.adapters.when_changed = self._tell_adapters
+        self.kill = kill
+        self.num_expected = num_expected
+        self.sessions: set[Session] = set()
+        self.is_serving = False
+        self.is_over = False
+        self._changed = asyncio.Event()
+        self._tenants: set[str] = set()  # that are counted by themselves
+        self._gone = CountsByTenant(self._tenants)  # what those counted that are not attached any more
+        self.error = ""
+        """Why one of them shows NOT_SERVING, in words, from when it says so until all have loaded the model."""
+
+    async def Attach(  # type: ignore[override]  # it writes itself
+        self, request_iterator: AsyncIterator[pb.AttachRequest], context: Context
+    ) -> None:
+        session = Session(self)
+        self.sessions.add(session)
+        self.engine.outboxes.add(session.outbox)
+        tasks = [
+            asyncio.create_task(session.read(request_iterator)),
+            asyncio.create_task(session.write(context)),
+            asyncio.create_task(session.watch()),
+            asyncio.create_task(session.watch_backlog()),
+            asyncio.create_task(session.tell_model()),
+        ]
+        try:
+            await asyncio.wait(tasks[:4], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.sessions.discard(session)
+            self.engine.outboxes.discard(session.outbox)
+            session.close()
+            self._gone.add(session.counts)
+            self.note_change()
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(result, Exception):
+                    log.error("front end failed", exc_info=result)
+
+    def note_change(self) -> None:
+        """A front end came, went, or shows something else."""
+        self._changed.set()
+
+    def note_loaded(self) -> None:
+        """A front end has loaded the model."""
+        if len(self.sessions) >= self.num_expected and all(session.has_loaded for session in self.sessions):
+            self.error = ""
+
+    async def until_serving(self) -> None:
+        """Wait until every front end shows SERVING. Where one of them takes too long, the others are enough."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SHOW_SECONDS):
+                await self._until(lambda session: session.shows_serving)
+        if not self._shows_serving:
+            log.error("not ready: no front end shows SERVING", reason=self.error)
+        while not self._shows_serving:
+            self._changed.clear()
+            await self._changed.wait()
+
+    @property
+    def _shows_serving(self) -> bool:
+        return any(session.shows_serving for session in self.sessions)
+
+    def tell_serving(self, *, serving: bool) -> None:
+        """Have every front end show SERVING, or not, in a moment."""
+        self.is_serving = serving
+        for session in self.sessions:
+            session.outbox.tell(0, health=pb.Health(serving=serving))
+
+    def set_keys(self, keyring: Keyring) -> None:
+        """Have calls from now on need one of these keys."""
+        self.engine.set_keys(keyring)
+        keys = keyring.encode()
+        for session in self.sessions:
+            session.outbox.tell(0, keys=keys)
+
+    def _tell_adapters(self) -> None:
+        for session in self.sessions:
+            session.tell_adapters()
+
+    async def wait_until_listening(self) -> str:
+        """Wait until all that are expected listen; returns the address."""
+        await self._until(lambda session: bool(session.address))
+        return next(iter(self.sessions)).address
+
+    def listens(self, process_id: int) -> bool:
+        """Whether the front end of this process listens; whether it hangs by now, its session finds out."""
+        return any(session.process_id == process_id for session in self.sessions)
+
+    async def _until(self, holds: Any) -> None:
+        while len(self.sessions) < self.num_expected or not all(map(holds, self.sessions)):
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def counts(self) -> CountsByTenant:
+        """What all of them have counted since the start. One that does not answer in time is counted as it was."""
+        asked = list(self.sessions)
+        await asyncio.gather(*(session.ask_counts(STATISTICS_SECONDS) for session in asked))
+        total = CountsByTenant(self._tenants)
+        for counts in (self._gone, *(session.counts for session in self.sessions)):
+            total.add(counts)
+        return total
+
+    def say_goodbye(self) -> set[int]:
+        """The service shuts down: have the front ends end. Returns the process ids of those that are told."""
+        self.is_over = True
+        for session in self.sessions:
+            session.outbox.tell(0, goodbye=pb.Goodbye())
+        return {session.process_id for session in self.sessions}
+
+
+class Session:
+    """One front end, from when it attaches until its stream ends."""
+
+    def __init__(self, front_ends: FrontEnds) -> None:
+        self._front_ends = front_ends
+        self._engine = engine = front_ends.engine
+        most_bytes = unread_bytes(engine.settings) // front_ends.num_expected
+        self.outbox = Outbox(most_bytes)
+        self.address = ""
+        self.process_id = 0
+        self.has_loaded = False
+        self.shows_serving = False
+        self.counts = CountsByTenant()
+        self._counts_came = asyncio.Event()
+        self._calls: dict[int, Call] = {}  # by their numbers
+        self.outbox.tell(
+            0,
+            welcome=pb.Welcome(
+                no_worker_timeout=engine.settings.no_worker_timeout,
+                stall_timeout=engine.settings.stall_timeout,
+                unread_bytes=most_bytes,
+                cache_secret=engine.cache_secret,
+                prefix_caching=engine.settings.prefix_caching,
+                keys=None if engine.keyring is None else engine.keyring.encode(),
+            ),
+        )
+        self.tell_adapters()
+        if front_ends.is_over:
+            self.outbox.tell(0, goodbye=pb.Goodbye())
+
+    def tell_adapters(self) -> None:
+        """Send the names of those that requests can name."""
+        self.outbox.tell(0, adapters=pb.Names(names=[adapter.name for adapter in self._engine.adapters.listed]))
+
+    def close(self) -> None:
+        """The front end is gone, and the clients of its calls with it."""
+        for call in self._calls.values():
+            self._engine.close(call)
+        self._calls.clear()
+
+    async def ask_counts(self, seconds: float) -> bool:
+        """Have `counts` be those of now; returns whether they came in so many seconds."""
+        self._counts_came.clear()
+        self.outbox.tell(0, statistics_wanted=pb.StatisticsWanted())
+        try:
+            await asyncio.wait_for(self._counts_came.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True  # whether or not they are asked for again by now
+
+    async def watch(self) -> None:
+        """Return when the front end hangs, and end its process."""
+        while await self.ask_counts(MOST_SILENT_SECONDS):  # noqa: ASYNC110
+            await asyncio.sleep(BEAT_SECONDS)
+        log.error("front end hangs and is ended", seconds=MOST_SILENT_SECONDS)
+        self._front_ends.kill(self.process_id)
+
+    async def watch_backlog(self) -> None:
+        """Return when the front end has left too much untaken, and end its process."""
+        await self.outbox.is_overfull.wait()
+        log.error("front end takes nothing and is ended", waiting=len(self.outbox))
+        self._front_ends.kill(self.process_id)
+
+    # ---- what the engine tells
+
+    async def write(self, context: Context) -> None:
+        """Write what is to be told until the front end is gone, or reads no more."""
+        outbox, pace = self.outbox, Pace()
+        while True:
+            await outbox.has_some.wait()
+            await pace.wait()
+            try:
+                while len(outbox):
+                    await context.write(outbox.take())
+            except grpc.aio.InternalError:  # what gRPC makes of a write that meets the end of its call
+                return
+
+    async def tell_model(self) -> None:
+        """Send the model once it is known, and whether requests are worth sending."""
+        model = await self._engine.wait_for_model()
+        for name, data in self._engine.model_files.items():
+            for start in range(0, len(data), FILE_BYTES):
+                part = pb.ModelFile(name=name, data=data[start : start + FILE_BYTES])
+                self.outbox.tell(0, model_file=part)
+        self.outbox.tell(0, model=model)
+        self.outbox.tell(0, health=pb.Health(serving=self._front_ends.is_serving))
+
+    # ---- what the front end says
+
+    async def read(self, messages: AsyncIterator[pb.AttachRequest]) -> None:
+        """Do what the front end says until its stream ends."""
+        async for message in messages:
+            for number, event in enumerate(message.events, 1):
+                self._do(event)
+                if number % EVENTS_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+
+    def _do(self, event: pb.FrontendEvent) -> None:
+        match event.WhichOneof("event"):
+            case "admit":
+                admit = event.admit
+                admitted = Call(self.outbox, event.call, admit.key, admit.api_key_id)
+                if self._answer(
+                    admitted,
+                    lambda: self._engine.admit(
+                        admitted, admit.num_bytes, resumes=admit.resumes, lora_name=admit.lora_name
+                    ),
+                ):
+                    self._calls[event.call] = admitted
+            case "hold":
+                holding = self._calls[event.call]
+                self._answer(holding, lambda: self._engine.hold(holding, event.hold.num_bytes))
+            case "submit":
+                if event.submit.part_of:
+                    parent = self._calls[event.submit.part_of]
+                    self._calls[event.call] = Call(self.outbox, event.call, event.submit.key, parent=parent)
+                submitted = self._calls[event.call]
+                self._answer(submitted, lambda: self._engine.submit(submitted, event.submit))
+            case "unserved":
+                asking = Call(self.outbox, event.call, "")
+                self._answer(asking, lambda: self._engine.refuse_unserved(event.unserved.seconds))
+            case "stop_output":
+                if (call := self._calls.get(event.call)) is not None:
+                    self._engine.stop_output(call, event.stop_output.index)
+            case "abort":
+                found = self._engine.abort(event.abort.key)
+                self.outbox.tell(event.call, answer=pb.Answer(found=found))
+            case "close":
+                if (closed := self._calls.pop(event.call, None)) is not None:
+                    self._engine.close(closed, event.close.finished if event.close.HasField("finished") else None)
+                if event.close.is_answered:
+                    self.outbox.tell(event.call, answer=pb.Answer())
+            case "listening":
+                self.address, self.process_id = event.listening.address, event.listening.process_id
+                self._front_ends.note_change()
+            case "health_shown":
+                self.has_loaded, self.shows_serving = True, event.health_shown.serving
+                self._front_ends.note_loaded()
+                self._front_ends.note_change()
+            case "load_failed":
+                reason = event.load_failed.reason
+                self._front_ends.error = f"a front end cannot load the model's tokenizer, and tries again: {reason}"
+            case "statistics":
+                self.counts = CountsByTenant.decode(event.statistics)
+                self._counts_came.set()
+
+    def _answer(self, call: Call, do: Any) -> bool:
+        """Do it, and answer; returns whether it was done."""
+        try:
+            do()
+        except RequestError as error:
+            call.tell(answer=pb.Answer(code=error.code.value[0], message=str(error)))
+            return False
+        except Exception as error:  # one request must not cost the front end its session, and all others their streams
+            log.error("request could not be queued", key=call.key, exc_info=error)
+            call.tell(answer=pb.Answer(code=_INTERNAL.code.value[0], message=str(_INTERNAL)))
+            return False
+        call.tell(answer=pb.Answer(lora_fingerprint=call.adapter))
+        return True

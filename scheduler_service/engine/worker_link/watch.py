@@ -1,0 +1,61 @@
+"""Looks after a worker while a session with it is open: whether it still answers, and whether it is leaving.
+
+A worker that answers steps is alive, and is not asked. A worker that answers none, because it has none or is stuck in
+one, is asked for its health, and answers that within milliseconds even in the middle of a step.
+"""
+
+import asyncio
+from collections.abc import Callable
+from time import perf_counter
+from typing import Never
+
+from scheduler_service.engine.worker_link.client import Session, UnreachableError, WorkerClient, WorkerError
+
+MAX_FAILED_CHECKS = 3
+
+
+async def watch_health(client: WorkerClient, num_steps: Callable[[], int], interval: float) -> Never:
+    """Raises WorkerError when the worker neither answers steps, which `num_steps` counts, nor reports its health.
+
+    `interval` is in seconds, between checks and for each of them.
+    """
+    while True:
+        num_before = num_steps()
+        await asyncio.sleep(interval)
+        for _ in range(MAX_FAILED_CHECKS):
+            if num_steps() != num_before or await _answers(client, interval):
+                break
+        else:
+            raise WorkerError(f"the worker failed {MAX_FAILED_CHECKS} health checks in a row, of {interval:g} s each")
+
+
+async def _answers(client: WorkerClient, timeout: float) -> bool:
+    began = perf_counter()
+    try:
+        await client.is_serving(timeout)
+    except UnreachableError:
+        await asyncio.sleep(began + timeout - perf_counter())  # however quickly it failed
+        return False
+    return True
+
+
+async def watch_steps(session: Session, timeout: float) -> Never:
+    """Raises WorkerError when a step takes more than `timeout` seconds, and at most a quarter of that later.
+
+    The time counts from the moment at which the worker could begin with the step: it had been sent, and the step before
+    it was answered.
+    """
+    while True:
+        since = session.waiting_since
+        left = timeout if since is None else since + timeout - perf_counter()
+        if left <= 0:
+            raise WorkerError(f"the worker has not answered a step for {timeout:g} s")
+        await asyncio.sleep(min(left, timeout / 4))
+
+
+async def watch_leaving(client: WorkerClient, tell: Callable[[bool], None]) -> Never:
+    """Call `tell` with whether the worker is shutting down, now and whenever that changes."""
+    async for is_serving in client.watch_serving():
+        tell(not is_serving)
+    await asyncio.Event().wait()  # the connection broke; the other watches decide whether the worker is lost
+    raise AssertionError

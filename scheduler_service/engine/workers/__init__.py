@@ -1,0 +1,1 @@
+"""The fleet: which workers there are, and the step loop of each."""

@@ -1,0 +1,1 @@
+"""The calls of a client: one file for each kind of call."""

@@ -1,0 +1,207 @@
+"""A Generate call, in whatever protocol it came: a place, checks, the engine, and its outputs in that protocol."""
+
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any, Protocol
+
+import grpc
+import structlog
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire.v1.admin_service_pb2 import FinishedRequest
+from pagewire_common.calls import errors
+from pagewire_common.calls.errors import RequestError
+from pagewire_common.calls.patient_writer import PatientWriter
+from scheduler_service.access.caller import caller, tenant_of
+from scheduler_service.core import SequenceStatus
+from scheduler_service.frontend.calls.call_end import recorded
+from scheduler_service.frontend.checking.resumption import check_resumption
+from scheduler_service.frontend.checking.validation import check_names, check_request, check_sizes
+from scheduler_service.frontend.link.engine_call import EngineCall
+from scheduler_service.frontend.link.engine_link import EngineLink
+from scheduler_service.frontend.model import ServedModel
+from scheduler_service.frontend.output.request import GenerationRequest, RequestState, request_key
+from scheduler_service.frontend.output.request_memory import (
+    NUMBER_BYTES,
+    SOUND_BYTES,
+    prompt_logprob_bytes,
+    request_bytes,
+)
+from scheduler_service.frontend.output.request_trace import CallTrace, RequestTrace
+from scheduler_service.frontend.output.streams import OutputDelta
+from scheduler_service.statistics.counts import RequestCounts
+from scheduler_service.statistics.finished_requests import RequestMetrics
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+REASONS = {
+    SequenceStatus.FINISHED_STOPPED: "stop",
+    SequenceStatus.FINISHED_LENGTH_CAPPED: "length",
+    SequenceStatus.FINISHED_ABORTED: "abort",
+    SequenceStatus.FINISHED_FAILED: "error",
+    SequenceStatus.FINISHED_BARRED: "error",
+}
+
+_CLIENTS_OWN = (grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED)
+"""Statuses of streams that the client left, or went on with in another call."""
+
+
+class Answers(Protocol):
+    """Makes a protocol's messages of what the outputs of one request gain."""
+
+    def encode(self, delta: OutputDelta) -> Iterable[Any]:
+        """The messages that this delta completes, in order; may raise RequestError."""
+
+
+async def generate(
+    link: EngineLink,
+    request: pb.GenerateRequest,
+    context: Context,
+    make_answers: Callable[[RequestState, ServedModel], Answers],
+    *,
+    operation: str,
+    is_whole: bool = False,
+    num_bytes: int = 0,
+) -> None:
+    """Serve a request to its end, or raise RequestError.
+
+    With `is_whole` the client is sent each output once it has ended. `num_bytes`: memory of the call besides `request`.
+    `operation`: what traces call it, CHAT or TEXT_COMPLETION.
+    """
+    record = _Record()
+    with (
+        recorded("request closed", operation, request, context, link.tracer, record.figures) as trace,
+        EngineCall(link) as call,
+    ):
+        check_names(request)
+        check_sizes(request)
+        request.tenant = tenant_of(request.tenant)
+        request_id = request.request_id or uuid.uuid4().hex
+        structlog.contextvars.bind_contextvars(request_id=request_id)
+        admitted_bytes = request_bytes(request, errors.request_size.get()) + num_bytes
+        key = request_key(request.tenant, request_id)
+        if (api_key := caller.get()) is not None:
+            api_key.check_adapter(request.lora_name)
+        adapter = await call.admit(key, admitted_bytes, resumes=request.HasField("resume"), lora_name=request.lora_name)
+        model = await allowed_model(link)
+        if request.HasField("encoder_sound"):
+            await call.hold(SOUND_BYTES)
+        checked = replace(await check_request(request, request_id, model), adapter=adapter, is_whole=is_whole)
+        checked = await check_resumption(request, checked, model)
+        more_bytes = prompt_logprob_bytes(checked.sampling.prompt_logprobs, len(checked.prompt_token_ids))
+        more_bytes += NUMBER_BYTES * model.defaults.num_listed
+        state = await call.submit(checked, model, more_bytes, _described(trace, checked, model))
+        if checked.is_complete:
+            return
+        record.state = state
+        try:
+            with _counting(state, record.ended):
+                await _write(
+                    state, make_answers(state, model), record.ended, PatientWriter(context, link.stall_timeout)
+                )
+        finally:
+            call.finished = record.finished()
+        await call.close()
+
+
+def _described(trace: CallTrace | None, request: GenerationRequest, model: ServedModel) -> RequestTrace | None:
+    """For the spans of the request, if it is to have any."""
+    if trace is None:
+        return None
+    trace.describe(model.name, request.tenant, request.priority)
+    trace.describe_sampling(request)
+    return trace.request()
+
+
+async def allowed_model(link: EngineLink) -> ServedModel:
+    """The served model. Raises PERMISSION_DENIED when the call's API key may not use it, and UNAVAILABLE."""
+    model = await link.model()
+    if (key := caller.get()) is not None:
+        key.check_model(model.name)
+    return model
+
+
+async def _write(state: RequestState, answers: Answers, ended: list[str], writer: PatientWriter) -> None:
+    """Write the outputs to their ends, and why each ended into `ended`."""
+    state.stream.when_cut = writer.give_up
+    try:
+        async for delta in state.stream:
+            for message in answers.encode(delta):
+                await writer.write(message)
+            if delta.status is not None:
+                ended.append(REASONS[delta.status])
+    finally:
+        writer.close()
+
+
+@contextlib.contextmanager
+def _counting(state: RequestState, ended: list[str]) -> Iterator[None]:
+    """Counts the reasons why outputs ended; an output that its call cut off counts as an error or an abort."""
+    counts, num_outputs = state.counts, state.stream.num_open
+    try:
+        yield
+        _count_ended(state, counts)
+    except BaseException as error:
+        failed = isinstance(error, RequestError) and error.code not in _CLIENTS_OWN
+        ended += ["error" if failed else "abort"] * (num_outputs - len(ended))
+        raise
+    finally:
+        counts.num_outputs.update(ended)
+        counts.finished(state.request.num_prompt_tokens, sum(state.num_output_tokens))
+
+
+def _count_ended(state: RequestState, counts: RequestCounts) -> None:
+    """A request has ended by itself."""
+    request, figures = state.request, state.metrics(time.monotonic())
+    counts.request_seconds.observe(figures.total_seconds)
+    counts.prompt_tokens.observe(request.num_prompt_tokens)
+    counts.params_n.observe(request.num_outputs)
+    counts.params_max_tokens.observe(request.sampling.max_tokens)
+    for num_tokens in state.num_output_tokens:
+        counts.output_tokens.observe(num_tokens)
+    queued, first = figures.queued_seconds, figures.first_token_seconds
+    if queued is not None and first is not None:
+        last = max(first, state.last_token_seconds)
+        counts.prefill_seconds.observe(max(0.0, first - queued))
+        counts.decode_seconds.observe(last - first)
+        counts.inference_seconds.observe(max(0.0, last - queued))
+    if figures.mean_pause_seconds is not None:
+        counts.mean_token_seconds.observe(figures.mean_pause_seconds)
+
+
+class _Record:
+    """What became of a request: why its outputs `ended`, and its `state` from its submission on."""
+
+    def __init__(self) -> None:
+        self.state: RequestState | None = None
+        self.ended: list[str] = []
+        self._metrics: RequestMetrics | None = None
+
+    def finished(self) -> FinishedRequest:
+        """For operators, at the end of its stream."""
+        state = self.state
+        assert state is not None
+        self._metrics = state.metrics(time.monotonic())
+        return FinishedRequest(
+            request_id=state.request.request_id,
+            tenant=state.request.tenant,
+            finish_reasons=self.ended,
+            prompt_tokens=state.request.num_prompt_tokens,
+            output_tokens=sum(state.num_output_tokens),
+            metrics=self._metrics.encode(),
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """For the log; nothing of what was asked or answered."""
+        if self.state is None or self._metrics is None:
+            return {}
+        return {
+            "request_id": self.state.request.request_id,
+            "prompt_tokens": self.state.request.num_prompt_tokens,
+            "output_tokens": self.state.num_output_tokens,
+            "finish_reasons": self.ended,
+            **self._metrics.known(),
+        }

@@ -1,0 +1,119 @@
+"""A call whose work is cut into parts, each of which goes through the engine as a request of its own.
+
+The call is admitted as one request: the place, the quota, the API key and the adapter are its own, and so is the memory
+that its parts take.
+"""
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Self
+
+from pagewire.v1 import inference_service_pb2 as pb
+from scheduler_service.access.caller import caller, tenant_of
+from scheduler_service.core import EncoderInput, SamplingParams
+from scheduler_service.frontend.calls.call_end import recorded
+from scheduler_service.frontend.calls.generation import Context, allowed_model
+from scheduler_service.frontend.checking.validation import check_characters, check_place
+from scheduler_service.frontend.link.engine_call import EngineCall
+from scheduler_service.frontend.link.engine_link import EngineLink
+from scheduler_service.frontend.model import ServedModel
+from scheduler_service.frontend.output.request import GenerationRequest, RequestState, request_key
+
+Request = pb.EmbedRequest | pb.ScoreRequest | pb.TranscribeRequest
+
+
+class PartedCall:
+    """One call, from its admission to its end, as an `async with` block, which raises RequestError where it is refused.
+
+    `model` is the one that is served; `num_tokens` and `num_cached_tokens` are of the prompts of parts that are done.
+    """
+
+    model: ServedModel
+    event = ""
+    """Of the line that is logged when it ends."""
+    operation = ""
+    """What traces call it."""
+
+    def __init__(self, link: EngineLink, request: Request, context: Context, num_bytes: int) -> None:
+        """num_bytes: memory that it takes without its parts."""
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_output_tokens = 0
+        self._num_parts = 0
+        self._link = link
+        self._request = request
+        self._context = context
+        self._num_bytes = num_bytes
+        self._id = uuid.uuid4().hex
+        self._open = contextlib.ExitStack()
+
+    async def __aenter__(self) -> Self:
+        request = self._request
+        with contextlib.ExitStack() as stack:
+            self._trace = stack.enter_context(
+                recorded(self.event, self.operation, request, self._context, self._link.tracer, self._known)
+            )
+            check_characters("tenant", request.tenant)
+            check_characters("lora_name", request.lora_name)
+            self._check()
+            request.tenant = tenant_of(request.tenant)
+            if (api_key := caller.get()) is not None:
+                api_key.check_adapter(request.lora_name)
+            self._call = stack.enter_context(EngineCall(self._link))
+            key = request_key(request.tenant, self._id)
+            self._adapter = await self._call.admit(key, self._num_bytes, lora_name=request.lora_name)
+            self.model = await allowed_model(self._link)
+            check_place(request, self.model)
+            if self._trace is not None:
+                self._trace.describe(self.model.name, request.tenant, request.priority)
+            self._open = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
+
+    def _check(self) -> None:
+        """Refuse what costs little to see, before there is a model. Raises RequestError."""
+
+    @contextlib.asynccontextmanager
+    async def part(
+        self,
+        number: int,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        encoder_input: EncoderInput | None = None,
+    ) -> AsyncIterator[RequestState]:
+        """Have a part computed; its stream is to be read within the block. Raises RequestError."""
+        request = self._request
+        checked = GenerationRequest(
+            request_id=f"{self._id}-{number}",
+            prompt_token_ids=prompt_token_ids,
+            sampling=sampling,
+            cache_salt=request.cache_salt,
+            tenant=request.tenant,
+            priority=request.priority,
+            adapter=self._adapter,
+            encoder_input=encoder_input,
+        )
+        with EngineCall(self._link) as call:
+            trace = self._trace.request(part=number) if self._trace is not None else None
+            state = await call.submit(checked, self.model, trace=trace, part_of=self._call)
+            yield state
+        if trace is not None:
+            trace.end(time.monotonic())
+        num_tokens, num_output_tokens = checked.num_prompt_tokens, sum(state.num_output_tokens)
+        self._num_parts += 1
+        self.num_tokens += num_tokens
+        self.num_cached_tokens += state.num_cached_tokens
+        self.num_output_tokens += num_output_tokens
+        state.counts.finished(num_tokens, num_output_tokens)
+
+    def _known(self) -> dict[str, Any]:
+        """For the line in the log."""
+        return {"request_id": self._id, "prompt_tokens": self.num_tokens, **self._figures()}
+
+    def _figures(self) -> dict[str, Any]:
+        """Of its parts, for that line."""
+        return {}

@@ -1,0 +1,146 @@
+"""Calls of many texts, each of which goes through the engine as a request of its own.
+
+Once admitted, a call holds memory for some of its texts, as much as there is; so no text is refused for others of its
+call. What comes of them is taken in their order: memory depends on what is in flight, and a
+client that reads slowly slows its own call alone.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_common.calls import errors
+from pagewire_common.calls.errors import RequestError
+from scheduler_service.core import PoolingParams, PoolingType, SamplingParams
+from scheduler_service.frontend.calls.generation import Context
+from scheduler_service.frontend.calls.parted_call import PartedCall
+from scheduler_service.frontend.checking.checks import check_length, invalid
+from scheduler_service.frontend.link.engine_call import EngineCall
+from scheduler_service.frontend.link.engine_link import EngineLink
+from scheduler_service.frontend.output.request import RequestState
+from scheduler_service.frontend.output.request_memory import text_bytes, texts_bytes
+from scheduler_service.frontend.output.request_trace import EMBEDDINGS, SCORE
+from scheduler_service.frontend.text.tokenization import TextItem
+
+MAX_TEXTS = 2048
+IN_FLIGHT = 256
+"""Texts of one call that are with the engine at a time: two steps of 2,048 tokens with texts of 16, so that those of
+the next step are there while one is computed. With 128 MiniLM gave 176 of them a second on two cores, with 256 225.
+"""
+IN_FLIGHT_BYTES = 32 << 20
+"""Of memory that a call holds for these, if there are several: with a vector for each token one may take more."""
+
+Take = Callable[[int, RequestState], Awaitable[None]]
+"""Takes what comes of the text of this number."""
+
+
+class TextCall(PartedCall):
+    """Its texts are its parts."""
+
+    event = "texts closed"
+
+    def __init__(self, link: EngineLink, request: pb.EmbedRequest | pb.ScoreRequest, context: Context) -> None:
+        super().__init__(link, request, context, texts_bytes(request, errors.request_size.get()))
+        self.operation = EMBEDDINGS if isinstance(request, pb.EmbedRequest) else SCORE
+        self._named = (
+            ("inputs", request.inputs) if isinstance(request, pb.EmbedRequest) else ("documents", request.documents)
+        )
+
+    def _check(self) -> None:
+        name, texts = self._named
+        check_length(name, len(texts), MAX_TEXTS)
+        if not texts:
+            invalid(f"{name} is empty; at least one text is needed")
+
+    def _figures(self) -> dict[str, Any]:
+        return {"num_texts": self._num_parts}
+
+    async def run(self, items: AsyncIterator[TextItem], pooling: PoolingParams, take: Take, longest: int) -> None:
+        """Have every text computed, and what came of each taken, in their order. Raises RequestError.
+
+        longest: the tokens of the longest one at most.
+        """
+        room = _Room(self._call, _bytes_of(min(longest, self.model.context_length), pooling))
+        number, before = 0, asyncio.Event()
+        before.set()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                async for item in items:
+                    num_bytes, after = _bytes_of(len(item.token_ids), pooling), asyncio.Event()
+                    await room.enter(num_bytes)
+                    task = tasks.create_task(self._one(number, item, pooling, take, before, after))
+                    task.add_done_callback(partial(room.leave, num_bytes))
+                    number, before = number + 1, after
+        except BaseExceptionGroup as group:
+            refusals = (error for error in group.exceptions if isinstance(error, RequestError))
+            raise next(refusals, group.exceptions[0]) from None
+
+    async def _one(
+        self,
+        number: int,
+        item: TextItem,
+        pooling: PoolingParams,
+        take: Take,
+        before: asyncio.Event,
+        after: asyncio.Event,
+    ) -> None:
+        """before: set when the texts before this one were taken; after: to be set when this one was."""
+        pooled = replace(pooling, num_first_tokens=item.num_first_tokens)
+        async with self.part(number, item.token_ids, SamplingParams(max_tokens=1, pooling=pooled)) as state:
+            await before.wait()
+            await take(number, state)
+            after.set()
+
+
+def _bytes_of(num_tokens: int, pooling: PoolingParams) -> int:
+    """Of a text's memory, with its vectors."""
+    num_vectors = num_tokens if pooling.type is PoolingType.ALL else 1
+    return text_bytes(num_tokens, num_vectors * pooling.vector_bytes)
+
+
+class _Room:
+    """For texts that are with the engine: by number, and by the memory that their call holds.
+
+    That is `least` or more from the beginning, so that the longest text needs no more when its turn comes.
+    """
+
+    def __init__(self, call: EngineCall, least: int) -> None:
+        self._call = call
+        self._least = least
+        self._held = 0
+        self._num_texts = 0
+        self._num_bytes = 0
+        self._left = asyncio.Event()
+
+    async def enter(self, num_bytes: int) -> None:
+        """Wait for room. Raises RequestError where there is no memory even for a single text."""
+        while self._num_texts >= IN_FLIGHT or self._num_bytes + num_bytes > self._held:
+            if self._num_texts >= IN_FLIGHT or not await self._grow(self._num_bytes + num_bytes - self._held):
+                self._left.clear()
+                await self._left.wait()
+        self._num_texts += 1
+        self._num_bytes += num_bytes
+
+    async def _grow(self, missing: int) -> bool:
+        """Hold more memory, to twice as much if there are texts to wait for otherwise; returns whether there is any."""
+        more, allowed = max(missing, self._least - self._held), IN_FLIGHT_BYTES - self._held
+        if self._num_texts:
+            if missing > allowed:
+                return False
+            more = max(missing, min(self._held, allowed))
+        try:
+            await self._call.hold(more)
+        except RequestError:
+            if not self._num_texts:
+                raise
+            return False
+        self._held += more
+        return True
+
+    def leave(self, num_bytes: int, _: object) -> None:
+        self._num_texts -= 1
+        self._num_bytes -= num_bytes
+        self._left.set()

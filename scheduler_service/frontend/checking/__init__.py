@@ -1,0 +1,1 @@
+"""Checks of a request before the engine sees it: prompts, sampling parameters, resumptions, inputs of encoders."""

@@ -1,0 +1,268 @@
+"""How a request wants its tokens chosen: checked against the model's limits, with every default filled in."""
+
+import asyncio
+import math
+import secrets
+from array import array
+from collections.abc import Sequence
+from itertools import compress
+from typing import Any
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_common.model_files.generation_config import GenerationDefaults
+from pagewire_common.model_files.generation_keys import BOUNDS, Bounds
+from scheduler_service.core import SamplingParams, TranscriptParams
+from scheduler_service.core.groups.sampling_params import MAX_N
+from scheduler_service.frontend.checking.checks import (
+    IDS_AT_ONCE,
+    check_length,
+    check_token_ids,
+    invalid,
+    require_tokenizer,
+    take_token_ids,
+)
+from scheduler_service.frontend.forms.forms import FormError
+from scheduler_service.frontend.model import ServedModel
+from scheduler_service.frontend.output.output_failure import NOTHING_ALLOWED
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_TOKENS = 64
+MAX_LOGIT_BIASES = 1024
+MAX_BAD_WORDS = 64
+MAX_STRING = 256
+
+# Lower positive temperatures count as this one: dividing logits by less overflows without changing the choice.
+MIN_TEMPERATURE = 0.01
+
+# Beam search takes the likeliest continuations of the model's own distribution; nothing may bend it or cut it short.
+NOT_WITH_BEAMS = (
+    "best_of",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logprobs",
+    "prompt_logprobs",
+)
+NOT_WITH_BEAMS_REPEATED = ("stop", "logit_bias", "allowed_token_ids", "bad_words")
+
+
+async def read_sampling(sampling: pb.SamplingParams, prompt: Sequence[int], model: ServedModel) -> SamplingParams:
+    """What is asked for after this prompt, where `check_sampling` has found nothing. Raises RequestError."""
+    max_tokens = _max_tokens(sampling, len(prompt), model)
+    if sampling.stop:
+        require_tokenizer("sampling.stop", model)
+    bad_words: tuple[Sequence[int], ...] = ()
+    if sampling.bad_words:
+        words = await require_tokenizer("sampling.bad_words", model).encode_words(sampling.bad_words)
+        bad_words = tuple(array("I", word) for word in words)
+    for word in bad_words:
+        check_token_ids("sampling.bad_words", word, model)
+    allowed = await take_token_ids(sampling.allowed_token_ids)
+    check_token_ids("sampling.allowed_token_ids", allowed, model)
+    form = await _read_form(sampling, model)
+    ends = _ends(sampling, model, len(prompt), max_tokens)
+    checked = _sampling_params(sampling, model, ends, bad_words, await _distinct(allowed, model), form)
+    if not checked.allows_some(prompt, 0):
+        invalid(NOTHING_ALLOWED)
+    return checked
+
+
+def check_sampling(sampling: pb.SamplingParams, model: ServedModel) -> None:
+    most_sequences = min(MAX_N, model.max_num_seqs)
+    _check_number("n", sampling, 1, most_sequences)
+    _check_number("best_of", sampling, sampling.n or 1, most_sequences)
+    _check_form(sampling, model)
+    _check_beams(sampling, most_sequences, model)
+    _check_number("max_tokens", sampling, 1, math.inf)
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        _check_bounds(name, sampling, BOUNDS[name])
+    _check_number("presence_penalty", sampling, -2, 2)
+    _check_number("frequency_penalty", sampling, -2, 2)
+    _check_number("logprobs", sampling, 0, min(MAX_LOGPROBS, model.vocabulary_size))
+    _check_number("prompt_logprobs", sampling, 0, min(MAX_LOGPROBS, model.vocabulary_size))
+    _check_strings("stop", sampling.stop, MAX_STOP_STRINGS)
+    _check_strings("bad_words", sampling.bad_words, MAX_BAD_WORDS)
+    check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids, model)
+    check_token_ids("sampling.logit_bias", sampling.logit_bias, model)
+    check_length("sampling.allowed_token_ids", len(sampling.allowed_token_ids), model.vocabulary_size)
+    for token_id, bias in sampling.logit_bias.items():
+        if not -100 <= bias <= 100:  # also refuses NaN
+            invalid(f"sampling.logit_bias[{token_id}] is {bias:g}; it must be in [-100, 100]")
+
+
+def _check_form(sampling: pb.SamplingParams, model: ServedModel) -> None:
+    kind = sampling.WhichOneof("constraint")
+    if sampling.strict and kind != "json_schema":
+        invalid("sampling.strict is for JSON; it needs sampling.json_schema")
+    if kind is None:
+        return
+    if not model.has_forms:
+        invalid(
+            f"sampling.{kind} is not possible here: workers were started without --forms, or the model has no "
+            "tokenizer of bytes or no end-of-sequence token"
+        )
+    for name in ("beam_width", "ignore_eos"):
+        if getattr(sampling, name):
+            invalid(f"sampling.{kind} cannot be combined with sampling.{name}")
+
+
+def _check_beams(sampling: pb.SamplingParams, most_sequences: int, model: ServedModel) -> None:
+    if not sampling.HasField("beam_width"):
+        for name in ("length_penalty", "early_stopping"):
+            if sampling.HasField(name):
+                invalid(f"sampling.{name} is for beam search; it needs sampling.beam_width")
+        return
+    num_ends = len({*model.eos_token_ids, *sampling.stop_token_ids})  # each beam needs tokens that are no end
+    _check_number("beam_width", sampling, sampling.n or 1, min(most_sequences, model.vocabulary_size - num_ends))
+    _check_number("length_penalty", sampling, -10, 10)
+    given = [name for name in NOT_WITH_BEAMS if sampling.HasField(name) and getattr(sampling, name)]
+    given += [name for name in NOT_WITH_BEAMS_REPEATED if getattr(sampling, name)]
+    if given:
+        invalid(f"sampling.{given[0]} cannot be combined with sampling.beam_width")
+    if (key := model.defaults.not_with_beams) is not None:
+        invalid(f"sampling.beam_width cannot be combined with {key}, which the model's generation config sets")
+
+
+def _check_number(name: str, sampling: pb.SamplingParams, low: float, high: float) -> None:
+    _check_bounds(name, sampling, Bounds(low, high))
+
+
+def _check_bounds(name: str, sampling: pb.SamplingParams, bounds: Bounds) -> None:
+    if sampling.HasField(name) and not bounds.hold(value := getattr(sampling, name)):
+        invalid(f"sampling.{name} is {value:g}; it must be {bounds}")
+
+
+def _check_strings(name: str, strings: Sequence[str], most: int) -> None:
+    check_length(f"sampling.{name}", len(strings), most)
+    for position, string in enumerate(strings):
+        if not 1 <= len(string) <= MAX_STRING:
+            invalid(
+                f"sampling.{name}[{position}] has {len(string)} characters; it must have between 1 and {MAX_STRING}"
+            )
+
+
+async def _read_form(sampling: pb.SamplingParams, model: ServedModel) -> str:
+    """The grammar of the form that is asked for, "" for none. Raises RequestError."""
+    try:
+        return await model.forms.read(sampling, undeclared_keys=model.undeclared_keys)
+    except FormError as error:
+        invalid(str(error))
+
+
+async def _distinct(token_ids: "array[int]", model: ServedModel) -> "array[int]":
+    """Token ids that have been checked, in order and once each; sorting many would keep the event loop waiting."""
+    if len(token_ids) <= IDS_AT_ONCE:
+        return array("I", sorted(set(token_ids)))
+    is_there = bytearray(model.vocabulary_size)
+    for start in range(0, len(token_ids), IDS_AT_ONCE):
+        for token_id in token_ids[start : start + IDS_AT_ONCE]:
+            is_there[token_id] = True
+        await asyncio.sleep(0)
+    distinct = array("I")
+    for start in range(0, len(is_there), IDS_AT_ONCE):
+        distinct.extend(compress(range(start, len(is_there)), is_there[start : start + IDS_AT_ONCE]))
+        await asyncio.sleep(0)
+    return distinct
+
+
+def _max_tokens(sampling: pb.SamplingParams, num_prompt_tokens: int, model: ServedModel) -> int:
+    room = model.context_length - num_prompt_tokens
+    name = max(("n", "best_of", "beam_width"), key=lambda name: getattr(sampling, name))
+    if (n := getattr(sampling, name)) > 1:
+        # Full blocks of the prompt are shared, what follows is not; nor is what ends with the prompt, except by beams:
+        # every other output computes the last prompt token itself. The last token of an output is never stored.
+        shared = (num_prompt_tokens - (not sampling.beam_width)) // model.block_size
+        blocks_each = (model.pool_tokens // model.block_size - shared) // n
+        in_pool = (shared + blocks_each) * model.block_size - model.num_lookahead_slots + 1 - num_prompt_tokens
+        if (sampling.max_tokens or 1) > in_pool:
+            invalid(
+                f"the prompt has {num_prompt_tokens} tokens, sampling.{name} is {n} and sampling.max_tokens "
+                f"{sampling.max_tokens or 1}; together they exceed the {model.pool_tokens} tokens of cache "
+                "that a request may take"
+            )
+        room = min(room, in_pool)
+    if sampling.HasField("max_tokens"):
+        if sampling.max_tokens > room:
+            invalid(
+                f"the prompt has {num_prompt_tokens} tokens and sampling.max_tokens is {sampling.max_tokens}; "
+                f"together they exceed the context of {model.context_length} tokens"
+            )
+        max_tokens = sampling.max_tokens
+    else:
+        most = model.defaults.max_tokens(num_prompt_tokens)
+        if most is not None and most < 1:
+            invalid(
+                f"the prompt has {num_prompt_tokens} tokens, and the model's generation config ends prompt and output "
+                f"at max_length {model.defaults.max_length}; set sampling.max_tokens, or send fewer"
+            )
+        max_tokens = room if most is None else min(room, most)
+    if sampling.min_tokens > max_tokens:
+        invalid(f"sampling.min_tokens is {sampling.min_tokens}; it must be at most max_tokens ({max_tokens})")
+    return max_tokens
+
+
+def _ends(sampling: pb.SamplingParams, model: ServedModel, num_prompt_tokens: int, max_tokens: int) -> dict[str, Any]:
+    """What ends outputs. The model's own least length is no reason to refuse a shorter output."""
+    least = sampling.min_tokens
+    if not sampling.HasField("min_tokens"):
+        least = min(model.defaults.min_tokens(num_prompt_tokens), max_tokens)
+    return {
+        "max_tokens": max_tokens,
+        "min_tokens": least,
+        "eos_token_ids": frozenset() if sampling.ignore_eos else frozenset(model.eos_token_ids),
+        "stop_token_ids": frozenset(sampling.stop_token_ids),
+    }
+
+
+def _sampling_params(
+    sampling: pb.SamplingParams,
+    model: ServedModel,
+    ends: dict[str, Any],
+    bad_words: tuple[Sequence[int], ...],
+    allowed_token_ids: Sequence[int],
+    form: str,
+) -> SamplingParams:
+    def optional(name: str, default: Any) -> Any:
+        return getattr(sampling, name) if sampling.HasField(name) else default
+
+    if sampling.beam_width:
+        return SamplingParams(
+            n=sampling.n or 1,
+            beam_width=sampling.beam_width,
+            length_penalty=optional("length_penalty", 1.0),
+            early_stopping=sampling.early_stopping,
+            **ends,
+        )
+    defaults = model.defaults
+    given = {
+        name: optional(name, getattr(defaults, name)) for name in ("top_k", "top_p", "min_p", "repetition_penalty")
+    }
+    temperature = optional("temperature", defaults.temperature) or 0.0
+    return SamplingParams(
+        n=max(sampling.n, sampling.best_of, 1),
+        temperature=max(temperature, MIN_TEMPERATURE) if temperature else 0.0,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(63),
+        logprobs=optional("logprobs", 0 if sampling.best_of > (sampling.n or 1) else None),
+        prompt_logprobs=optional("prompt_logprobs", None),
+        logit_bias=dict(sampling.logit_bias) or defaults.logit_bias,
+        allowed_token_ids=allowed_token_ids,
+        bad_words=bad_words or defaults.bad_words,
+        form=form,
+        transcript=_bans(defaults),
+        **ends,
+        **given,
+    )
+
+
+def _bans(defaults: GenerationDefaults) -> TranscriptParams | None:
+    """The model's bans of single tokens, as those of a transcript that marks no times."""
+    if not (defaults.suppressed or defaults.begin_suppressed):
+        return None
+    return TranscriptParams(suppressed=defaults.suppressed, begin_suppressed=defaults.begin_suppressed)

@@ -1,0 +1,102 @@
+"""The texts of a call as token ids, encoded a few at a time. Every error names the text and the limit."""
+
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from pagewire.v1 import inference_service_pb2 as pb
+from scheduler_service.frontend.checking.checks import check_token_ids, invalid, require_tokenizer, take_token_ids
+from scheduler_service.frontend.model import ServedModel
+from scheduler_service.frontend.text.encoding_errors import TooManyTokensError
+from scheduler_service.frontend.text.tokenization import Text, TextItem
+
+T = TypeVar("T")
+
+TEXTS_AT_ONCE = 16
+TOKENS_OF_CHARACTER = 4
+TOKENS_AROUND = 8
+"""That the model expects besides a text's own."""
+CHARACTERS_AT_ONCE = 1 << 16
+"""Of several texts that are encoded at once."""
+
+
+def longest_input(request: pb.EmbedRequest) -> int:
+    """The tokens of the longest input at most."""
+    return max(len(item.token_ids.ids) or most_tokens(len(item.text)) for item in request.inputs)
+
+
+def most_tokens(num_characters: int) -> int:
+    """Tokens that a text of so many characters has at most, but where a tokenizer makes more characters of one."""
+    return TOKENS_OF_CHARACTER * num_characters + TOKENS_AROUND
+
+
+async def encode_inputs(request: pb.EmbedRequest, model: ServedModel) -> AsyncIterator[TextItem]:
+    """The inputs in order. Raises RequestError."""
+    for some in _batches(enumerate(request.inputs), lambda numbered: len(numbered[1].text)):
+        names = [f"inputs[{number}]" for number, item in some if item.HasField("text")]
+        texts = [item.text for _, item in some if item.HasField("text")]
+        encoded = iter(await _encode(texts, names, model, request.truncate))
+        for number, item in some:
+            if item.HasField("text"):
+                yield next(encoded)
+            elif item.HasField("token_ids"):
+                yield await _take(f"inputs[{number}].token_ids", item.token_ids.ids, model, request.truncate)
+            else:
+                invalid(f"inputs[{number}] is missing: set one of text or token_ids")
+
+
+async def encode_texts(
+    named: Iterable[tuple[str, Text]], model: ServedModel, *, truncate: bool
+) -> AsyncIterator[TextItem]:
+    """Texts in order, each with a name for errors. Raises RequestError."""
+    for some in _batches(named, lambda pair: _length(pair[1])):
+        for item in await _encode([text for _, text in some], [name for name, _ in some], model, truncate):
+            yield item
+
+
+def _batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """As many items as are encoded at once; `size` tells an item's characters."""
+    batch: list[T] = []
+    num_characters = 0
+    for item in items:
+        if batch and (len(batch) == TEXTS_AT_ONCE or num_characters + size(item) > CHARACTERS_AT_ONCE):
+            yield batch
+            batch, num_characters = [], 0
+        batch.append(item)
+        num_characters += size(item)
+    if batch:
+        yield batch
+
+
+def _length(text: Text) -> int:
+    return len(text) if isinstance(text, str) else sum(map(len, text))
+
+
+async def _encode(texts: Sequence[Text], names: Sequence[str], model: ServedModel, truncate: bool) -> list[TextItem]:
+    if not texts:
+        return []
+    tokenizer, most = require_tokenizer("text", model), model.context_length
+    try:
+        encoded = await tokenizer.encode_texts(texts, most=most, truncate=truncate)
+    except TooManyTokensError as error:
+        # Of a pair the second text alone is cut.
+        advice = "the query fills them, and is not cut: shorten it" if truncate else "set truncate to cut it"
+        invalid(f"{names[error.args[0]]} has more tokens than the {most} that this model reads; {advice}")
+    for name, item in zip(names, encoded, strict=True):
+        _check(name, item.token_ids, item.largest_id, model)
+    return encoded
+
+
+async def _take(name: str, ids: Sequence[int], model: ServedModel, truncate: bool) -> TextItem:
+    most = model.context_length
+    if len(ids) > most and not truncate:
+        invalid(f"{name} has {len(ids)} tokens; this model reads {most} at most; set truncate to cut it")
+    token_ids = await take_token_ids(ids[:most])
+    largest = max(token_ids, default=0)
+    _check(name, token_ids, largest, model)
+    return TextItem(token_ids, largest)
+
+
+def _check(name: str, token_ids: Sequence[int], largest: int, model: ServedModel) -> None:
+    if not token_ids:
+        invalid(f"{name} is empty; at least one token is needed")
+    check_token_ids(name, (largest,), model)

@@ -1,0 +1,111 @@
+"""Compiles forms outside of the front end, which starts it: `compile_form` says what that is.
+
+A form can be made to take hours and all memory, and the library cannot be told to stop, so limited_work.py limits it.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+from pagewire_common.forms import parser_limits
+from scheduler_service.frontend.forms.schema_counts import rewrite_counts
+from scheduler_service.frontend.forms.schema_grammar import schema_grammar
+from scheduler_service.frontend.forms.schema_keys import KeyPatterns, json_escapes
+from scheduler_service.frontend.forms.schema_loops import check_ends
+from scheduler_service.frontend.forms.schema_numbers import NumberError, rewrite_numbers
+from scheduler_service.frontend.forms.schema_objects import close_objects
+from scheduler_service.frontend.forms.schema_text import SchemaError, read_schema, write_schema
+from scheduler_service.frontend.forms.schema_unions import tag_unions
+from scheduler_service.frontend.limited.limited_work import connect_to_the_front_end, serve
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+MOST_KEPT = 32 << 20
+"""Bytes of memory that a process may go on with, of which it has 20 MiB at its start."""
+MOST_GRAMMAR = 256 << 10
+"""Characters of a schema as llguidance gets it: closed, it may be larger than what the client has sent."""
+
+_JSON_OPTIONS: "JsonCompileOptions" = {
+    # Without a bound, small models go on with spaces until the output is full.
+    "whitespace_pattern": r"[ \n\r\t]{1,32}",
+    # A schema may set these otherwise, and its outputs would not always be valid then.
+    "lenient": False,
+    "coerce_one_of": False,
+}
+_TOKENIZER = LLTokenizer("byte")
+"""Of the bytes alone: a model's own takes seconds to read, and most memory of the process."""
+_ONE_OF = (
+    'its "oneOf" has alternatives that are not visibly different; they are if their types differ, or if each demands a '
+    'key with a "const" of its own. Or say "anyOf"'
+)
+_OF_THE_MODEL = re.compile(r"special token|token range|token id", re.IGNORECASE)
+"""In errors about tokens that a grammar names: a worker knows them, and this process does not."""
+
+
+def compile_form(kind: str, texts: Sequence[str], *, closes_objects: bool = False) -> tuple[str, str]:
+    """The grammar of a form, and what is wrong with it, "" for nothing. With `closes_objects`, an object whose JSON
+    schema names keys has no other keys, unless the schema says otherwise.
+
+    The grammar is tried as a worker tries it: a form that exceeds llguidance's limits before the first token is found.
+    Raises MemoryError, RecursionError.
+    """
+    try:
+        grammar = _schema_grammar(texts[0], closes_objects) if kind == "json_schema" else _grammar(kind, texts)
+        matcher = LLMatcher(_TOKENIZER, grammar, log_level=0, limits=parser_limits())
+        matcher.compute_bitmask()
+        error = matcher.get_error()
+        if _OF_THE_MODEL.search(error):
+            error = LLMatcher.validate_grammar(grammar, limits=parser_limits())
+            error = "" if error.startswith("WARNING") else error
+    except (MemoryError, RecursionError):
+        raise
+    except (AttributeError, KeyError, TypeError):  # of the code that reads a schema
+        return "", "a keyword in it has a value of another kind than it must have"
+    except BaseException as failure:  # of the library's own kinds; a panic of Rust is no `Exception`
+        grammar, error = "", str(failure) or type(failure).__name__
+    return grammar, _ONE_OF if "coerce_one_of" in error else error
+
+
+def _schema_grammar(text: str, closes_objects: bool) -> str:
+    schema = read_schema(text)
+    if isinstance(schema, bool):  # llguidance takes options with objects only
+        schema = {} if schema else {"not": {}}
+    if isinstance(schema, dict) and "x-guidance" in schema:
+        raise SchemaError("x-guidance is not obeyed here; leave it out")
+    rewrite_counts(schema)
+    check_ends(schema)
+    tag_unions(schema)
+    if closes_objects:
+        schema = close_objects(schema)
+    schema = KeyPatterns(_TOKENIZER).list_keys(schema)
+    options: JsonCompileOptions = {**_JSON_OPTIONS, "json_allowed_escapes": json_escapes(schema)}
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(write_schema(rewrite_numbers(schema)), overrides=options)
+    except NumberError:
+        grammar = LLMatcher.grammar_from_lark(schema_grammar(schema, options))
+    if len(grammar) > MOST_GRAMMAR:
+        raise SchemaError(f"its grammar has {len(grammar)} characters; at most {MOST_GRAMMAR} can be followed")
+    return grammar
+
+
+def _grammar(kind: str, texts: Sequence[str]) -> str:
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(texts[0])
+    if kind == "choice":
+        options = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+        return LLMatcher.grammar_from_lark(f"start: {options}")
+    return LLMatcher.grammar_from_lark(any_to_lark(texts[0]))
+
+
+def _answer(message: bytes) -> bytes:
+    kind, closes_objects, *texts = json.loads(message)
+    return json.dumps(compile_form(kind, texts, closes_objects=closes_objects)).encode()
+
+
+if __name__ == "__main__":
+    serve(connect_to_the_front_end(), _answer, MOST_KEPT)

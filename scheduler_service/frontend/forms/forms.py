@@ -1,0 +1,108 @@
+"""The form that a request's output must have: read, and checked as the worker will read it, before a worker is asked.
+
+llguidance compiles forms to grammars, in processes that are ended when they take too long: form_compiler.py. There are
+two, so that a form waits for the one that is compiled before it only if there is another one. Each text is compiled
+once, also where several requests bring it at the same time. The worker, which knows the tokens, follows the grammar:
+worker_service/execution/sampling/forms.py.
+"""
+
+import asyncio
+import hashlib
+import json
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_common.forms import MOST_SECONDS
+from scheduler_service.frontend.limited.limited_process import LimitedProcess, LimitedProcesses, LimitError, Limits
+
+MAX_FORM_BYTES = 64 << 10
+MAX_CHOICES = 1024
+MOST_KEPT_BYTES = 4 << 20
+"""Of grammars that are kept, and of reasons why there are none."""
+REFUSAL_SECONDS = 60.0
+"""A form is compiled again after so long since it was refused: whether it took too long depends on the machine, too."""
+MOST_REASON = 500
+"""Characters of what is wrong with a form."""
+NUM_COMPILERS = 2
+MOST_MEMORY = 256 << 20
+"""Bytes of data of a process that compiles, of which it has 13 MiB at its start. A schema of 50 KB with 1,800
+properties takes it to 34 MiB, and nothing was found that takes more than 90 within `MOST_SECONDS`."""
+
+
+class FormError(ValueError):
+    """The form cannot be followed; names the field and what is wrong with it, and where."""
+
+
+class Forms:
+    """Grammars of forms, those that were asked for lately at once."""
+
+    def __init__(self) -> None:
+        # Each with what is wrong with it and when that was found, by digests; the one that was used last is last.
+        self._grammars: OrderedDict[bytes, tuple[str, str, float]] = OrderedDict()
+        self._num_bytes = 0
+        self._turns: weakref.WeakValueDictionary[bytes, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._compilers = LimitedProcesses(
+            NUM_COMPILERS, "scheduler_service.frontend.forms.form_compiler", "compiles forms"
+        )
+
+    async def read(self, sampling: pb.SamplingParams, *, undeclared_keys: bool = True) -> str:
+        """The grammar of a request's form, "" if it has none. Raises FormError, RequestError.
+
+        Unless the form is strict, `undeclared_keys` says whether JSON may have keys that its schema does not name.
+        """
+        kind = sampling.WhichOneof("constraint")
+        if kind is None:
+            return ""
+        closes_objects = kind == "json_schema" and (sampling.strict or not undeclared_keys)
+        form = json.dumps([kind, closes_objects, *_texts(kind, sampling)]).encode()
+        digest = hashlib.sha256(form).digest()
+        turn = self._turns.setdefault(digest, asyncio.Lock())
+        async with turn:  # requests with the same form find its grammar, or compile it if the client before has left
+            grammar, error, found_at = self._grammars.get(digest, ("", "", 0.0))
+            if grammar or (error and time.monotonic() - found_at < REFUSAL_SECONDS):
+                self._grammars.move_to_end(digest)
+            else:
+                grammar, error = await self._compilers.run(lambda compiler: _compile(compiler, form))
+                self._keep(digest, grammar, error)
+        if error:
+            raise FormError(f"sampling.{kind} cannot be followed: {error}")
+        return grammar
+
+    def _keep(self, digest: bytes, grammar: str, error: str) -> None:
+        _, old, _ = self._grammars.pop(digest, ("", "", 0.0))  # it was refused
+        self._grammars[digest] = grammar, error, time.monotonic()
+        self._num_bytes += len(grammar) + len(error) - len(old)
+        while self._num_bytes > MOST_KEPT_BYTES:
+            _, (grammar, error, _) = self._grammars.popitem(last=False)
+            self._num_bytes -= len(grammar) + len(error)
+
+
+def _compile(compiler: LimitedProcess, form: bytes) -> tuple[str, str]:
+    try:
+        grammar, error = json.loads(compiler.ask(form, Limits(MOST_SECONDS, MOST_MEMORY)))
+    except LimitError as limit:
+        grammar, error = "", f"{limit} to compile"
+    return ("", _short(error)) if error else (grammar, "")
+
+
+def _texts(kind: str, sampling: pb.SamplingParams) -> Sequence[str]:
+    """What was said of the form. Raises FormError if there is too much of it, or nothing."""
+    if kind == "choice":
+        name, texts = "sampling.choice.options", list(sampling.choice.options)
+        if not 1 <= len(texts) <= MAX_CHOICES:
+            raise FormError(f"{name} has {len(texts)} entries; it must have between 1 and {MAX_CHOICES}")
+    else:
+        name, texts = f"sampling.{kind}", [getattr(sampling, kind)]
+    if not all(texts):
+        raise FormError(f"{name} is empty" if kind != "choice" else f"{name}[{texts.index('')}] is empty")
+    if (size := sum(len(text.encode()) for text in texts)) > MAX_FORM_BYTES:
+        raise FormError(f"{name} has {size} bytes; at most {MAX_FORM_BYTES} are allowed")
+    return texts
+
+
+def _short(reason: str) -> str:
+    line = " ".join(reason.split())
+    return line if len(line) <= MOST_REASON else f"{line[:MOST_REASON]}…"

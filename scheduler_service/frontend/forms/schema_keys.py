@@ -1,0 +1,132 @@
+"""What llguidance does not see of objects' keys in a JSON schema.
+
+If a pattern (`patternProperties`) matches only keys that an object names, no other key is left, and an output could
+not go on behind a comma. So such a pattern is replaced by its keys: `{"patternProperties": {"^score$": …}}` says the
+same as `{"properties": {"score": …}}`. An output may repeat a key that the schema does not name, so a schema can demand
+at most one such key. An output may also spell such a key with \\u, and \\u0061 reads as the key "a", which may be a
+name. So where such keys may come, texts have no \\u escapes.
+"""
+
+import json
+import re
+from collections.abc import Collection
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer
+
+from pagewire_common.forms import parser_limits
+from scheduler_service.frontend.forms.schema_text import SCHEMAS_BY_NAME, VALUES, SchemaError, path_to, schemas_in
+
+ESCAPES = 'nrbtf\\"'
+"""Letters that may follow a backslash in a text of JSON, but for u."""
+_CONTROL = re.compile(r"\\u00[01]|\x7f")
+"""In JSON text: control characters for which there is no shorter escape."""
+_MAY_BE_CONTROL = re.compile(rf"{_CONTROL.pattern}|\\\\[xuUcav0-9pP]")
+"""The same in an expression, which has many ways to say them."""
+_NAMING = ("properties", "patternProperties", "required")
+
+Trie = dict[int, "Trie"]
+_END = -1
+
+
+class KeyPatterns:
+    """Reads patterns with the tokenizer of bytes."""
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def list_keys(self, schema: Any) -> Any:
+        """The schema without patterns all of whose keys are names somewhere in it. Raises SchemaError."""
+        _check_counts(schema)
+        parts = [part for part, _ in schemas_in(schema)]
+        if not any("patternProperties" in part for part in parts):
+            return schema
+        maps = [part["properties"] for part in parts if isinstance(part.get("properties"), dict)]
+        return self._rewritten(schema, {name for properties in maps for name in properties})
+
+    def _rewritten(self, node: Any, names: Collection[str], *, is_schema: bool = True) -> Any:
+        if isinstance(node, list):
+            return [self._rewritten(part, names) for part in node]
+        if not isinstance(node, dict):
+            return node
+        found = {
+            key: part
+            if key in VALUES and is_schema
+            else self._rewritten(part, names, is_schema=not is_schema or key not in SCHEMAS_BY_NAME)
+            for key, part in node.items()
+        }
+        if not is_schema:
+            return found
+        patterns, properties = found.get("patternProperties"), found.get("properties", {})
+        if not isinstance(patterns, dict) or not isinstance(properties, dict):
+            return found
+        found["patternProperties"], found["properties"] = patterns, properties = dict(patterns), dict(properties)
+        for pattern, schema in list(patterns.items()):
+            if keys := self._keys(pattern, names):
+                del patterns[pattern]
+                for key in keys:
+                    properties[key] = {"allOf": [properties[key], schema]} if key in properties else schema
+        return found
+
+    def _keys(self, pattern: str, names: Collection[str]) -> list[str]:
+        """All that match it, in order; none if others do than these names."""
+        grammar = LLMatcher.grammar_from_json_schema({"type": "string", "pattern": pattern})
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
+        trie: Trie = {}
+        for name in names:
+            node = trie
+            for byte in json.dumps(name, ensure_ascii=False).encode():
+                node = node.setdefault(byte, {})
+            node[_END] = {}
+        keys: list[str] = []
+        prefix = bytearray()
+
+        def follow(matcher: LLMatcher, node: Trie) -> bool:
+            """Whether nothing may follow but what the names have."""
+            if matcher.is_stopped():
+                keys.append(json.loads(prefix))
+                return _END in node and not matcher.is_error()
+            mask = matcher.compute_bitmask()
+            for byte in range(256):
+                if mask[byte // 8] >> byte % 8 & 1:
+                    if byte not in node:
+                        return False
+                    after = matcher.deep_copy()
+                    after.consume_token(byte)
+                    prefix.append(byte)
+                    if not follow(after, node[byte]):
+                        return False
+                    prefix.pop()
+            return not matcher.is_error()
+
+        return keys if follow(matcher, trie) else []
+
+
+def _check_counts(schema: Any) -> None:
+    """Raises SchemaError for an object that must have several keys beside those that it must have."""
+    for part, path in schemas_in(schema):
+        least, required = part.get("minProperties", 0), part.get("required", [])
+        if isinstance(least, int) and isinstance(required, list) and least > len(required) + 1:
+            raise SchemaError(
+                f'{path_to(path, "minProperties")} is {least}, and keys that are not "required" may come twice: '
+                "at most one of them can be demanded"
+            )
+
+
+def json_escapes(schema: Any) -> str:
+    """The escapes of texts in JSON of this schema. Raises SchemaError if they are not enough for it.
+
+    Without \\u, llguidance leaves out what only \\u can say of a text that the schema spells.
+    """
+    parts = [part for part, _ in schemas_in(schema)]
+    if not any(key in part for part in parts for key in _NAMING if part.get("additionalProperties") is not False):
+        return f"{ESCAPES}u"
+    for part, path in schemas_in(schema):
+        for key in ("const", "enum", "pattern", "patternProperties"):
+            spelled = json.dumps(part.get(key), ensure_ascii=False, default=str)
+            if key in part and (_CONTROL if key in VALUES else _MAY_BE_CONTROL).search(spelled):
+                raise SchemaError(
+                    f"{path_to(path, key)} may have control characters, beside objects that may have other keys than "
+                    'those they name; say "additionalProperties": false in each'
+                )
+    return ESCAPES

@@ -1,0 +1,217 @@
+"""Rewrites the numbers of a JSON schema so that what llguidance 1.9 makes of them is valid.
+
+llguidance has three limits. It reads numbers as doubles. It reads no more than 64 bits. It writes an excluded integer
+bound if the other bound is less than 1 away (0 for above 0, at most 0.01). So bounds are rounded inward to numbers that
+llguidance handles correctly. What cannot be rounded raises `NumberError`: a value without a double of its own, or a
+range of integers that would lose too many. schema_grammar.py writes a grammar for these. Each schema object is
+rewritten by itself. Bounds that llguidance merges stay correct: the intersection of two correct ranges is correct.
+"""
+
+import math
+from collections.abc import Iterator
+from decimal import ROUND_CEILING, Context, Decimal
+from typing import Any, NamedTuple, TypeGuard, TypeVar
+
+from scheduler_service.frontend.forms.schema_text import ANNOTATIONS, SCHEMAS_BY_NAME, SchemaError, path_to
+
+MOST_INTEGER = (1 << 63) - 1024
+"""The largest double below 2^63."""
+DIGITS, DECIMALS = 15, 18
+"""Significant digits that every double holds, and decimals that llguidance reads of a bound."""
+MOST_NUMBER = Decimal("9.2e18")
+"""Of a bound of numbers: their digits before the point are read as 64 bits."""
+FULL = 10**18
+"""From here on a number may have more digits than 64 bits."""
+MOST_LOST = 1 << 10
+"""One of so many integers, at most, may be lost where bounds are rounded to doubles."""
+MOST_MULTIPLE = 1 << 32
+
+_MERGING = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties")
+_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+
+
+class NumberError(SchemaError):
+    """A number cannot be said to llguidance in a schema."""
+
+
+_N = TypeVar("_N", int, Decimal)
+
+
+class _Bound(NamedTuple):
+    """Of numbers from below; from above it is that of the negative numbers."""
+
+    value: int | Decimal
+    is_excluded: bool
+
+
+def rewrite_numbers(schema: Any) -> Any:
+    """The schema with other bounds, and without annotations. Raises SchemaError."""
+    found = _rewritten(schema, "#")
+    _check_multiples(schema)
+    return found
+
+
+def _rewritten(node: Any, path: str) -> Any:
+    if isinstance(node, list):
+        return [_rewritten(part, path_to(path, number)) for number, part in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    found: dict[str, Any] = {}
+    for keyword, value in node.items():
+        if keyword in SCHEMAS_BY_NAME and isinstance(value, dict):
+            found[keyword] = {name: _rewritten(part, path_to(path, keyword, name)) for name, part in value.items()}
+        elif keyword in ("const", "enum"):
+            _check_values(value, path_to(path, keyword))
+            found[keyword] = value
+        elif keyword not in (*ANNOTATIONS, *_BOUNDS) and not keyword.startswith("x-"):
+            found[keyword] = _rewritten(value, path_to(path, keyword))
+    if "multipleOf" in node:
+        _check_multiple(node["multipleOf"], path_to(path, "multipleOf"))
+    low = _bound(node, "minimum", "exclusiveMinimum", 1, path)
+    high = _bound(node, "maximum", "exclusiveMaximum", -1, path)
+    if low or high:
+        is_integer = _is_integer(node.get("type"))
+        ends = (_integers if is_integer else _numbers)(low, high, path)
+        found |= {name: end for name, end in zip(("minimum", "maximum"), ends, strict=True) if end is not None}
+    return found
+
+
+def _is_integer(types: Any) -> bool:
+    return types == "integer" or (isinstance(types, list) and "integer" in types and "number" not in types)
+
+
+def _bound(node: dict[str, Any], plain: str, excluding: str, sign: int, path: str) -> _Bound | None:
+    """The tighter of a bound and an excluded one; those from above, of sign -1, are negated."""
+    value, excluded = node.get(plain), node.get(excluding)
+    if isinstance(excluded, bool):  # as draft 4 has it
+        value, excluded = (None, value) if excluded else (value, None)
+    bounds = []
+    for keyword, number in ((plain, value), (excluding, excluded)):
+        if number is not None:
+            if not _is_number(number):
+                raise SchemaError(f"{path_to(path, keyword)} is not a number")
+            bounds.append(_Bound(number if sign > 0 else _negative(number), keyword == excluding))
+    return max(bounds, default=None)
+
+
+def _negative(value: int | Decimal) -> int | Decimal:
+    return value.copy_negate() if isinstance(value, Decimal) else -value  # a minus of Decimal would round
+
+
+def _is_number(value: Any) -> TypeGuard[int | Decimal]:
+    return isinstance(value, int | Decimal) and not isinstance(value, bool)
+
+
+def _integers(low: _Bound | None, high: _Bound | None, path: str) -> tuple[int | None, int | None]:
+    """The first and the last integer within the bounds, of those that are doubles."""
+    wanted = [None if end is None else _first_integer(end) for end in (low, high)]
+    ends = [None if end is None else _next_double(max(end, -MOST_INTEGER)) for end in wanted]
+    _close(ends, MOST_INTEGER, path)
+    first, last = ends
+    if first is not None and last is not None:
+        lost = sum(new - old for new, old in zip(ends, wanted, strict=True) if new is not None and old is not None)
+        if lost * MOST_LOST > 1 - last - first:
+            raise NumberError(
+                f"{path} has bounds beyond 2^53 (minimum, maximum) between which too few integers can be written"
+            )
+    return first, None if last is None else -last
+
+
+def _first_integer(bound: _Bound) -> int:
+    first = math.ceil(bound.value)
+    return first + 1 if bound.is_excluded and first == bound.value else first
+
+
+def _next_double(value: int) -> int:
+    """The least integer from here on that is a double."""
+    unit = 1 << max(abs(value).bit_length() - 53, 0)
+    return -(-value // unit) * unit
+
+
+def _numbers(low: _Bound | None, high: _Bound | None, path: str) -> tuple[Decimal | None, Decimal | None]:
+    """Bounds that are not excluded, of so many digits that llguidance reads them as they are."""
+    ends = [None if end is None else _first_number(end) for end in (low, high)]
+    _close(ends, MOST_NUMBER, path)
+    first, last = ends
+    return first, None if last is None else -last + 0  # not -0
+
+
+def _first_number(bound: _Bound) -> Decimal:
+    value = max(Decimal(bound.value), -MOST_NUMBER)
+    rounded = Context(prec=DIGITS, rounding=ROUND_CEILING).plus(value)
+    if rounded.adjusted() - len(rounded.as_tuple().digits) + 1 < -DECIMALS:
+        rounded = rounded.quantize(Decimal(1).scaleb(-DECIMALS), rounding=ROUND_CEILING)
+    if bound.is_excluded and rounded == value:
+        rounded += Decimal(1).scaleb(max(rounded.adjusted() - DIGITS + 1 if rounded else -DIGITS, -DECIMALS))
+    return rounded + 0
+
+
+def _close(ends: "list[_N | None]", most: "_N", path: str) -> None:
+    """Where one end has as many digits as 64 bits, llguidance needs both."""
+    for number, end in enumerate(ends):
+        if end is not None and end > most:
+            raise NumberError(f"{path} has a bound beyond {most:.4g}, behind which no number can be written")
+        if end is not None and end >= FULL and ends[1 - number] is None:
+            ends[1 - number] = -most
+
+
+def _check_values(value: Any, path: str) -> None:
+    """Of `const` and `enum`: llguidance writes integers as 64 bits, others with the shortest digits of their double."""
+    for number, where in _numbers_in(value, path):
+        if number != int(number):
+            is_exact = Decimal(repr(float(number))) == number
+        else:
+            is_exact = abs(int(number)) <= MOST_INTEGER and int(float(number)) == number
+        if not is_exact:
+            raise NumberError(f"{where} is {number}, which has more digits than can be followed; a string holds them")
+
+
+def _numbers_in(value: Any, path: str) -> Iterator[tuple[int | Decimal, str]]:
+    if _is_number(value):
+        yield value, path
+    elif isinstance(value, dict | list):
+        for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _numbers_in(part, path_to(path, name))
+
+
+def _check_multiple(value: Any, path: str) -> None:
+    """As llguidance reads it: a double is multiplied by 10 until it is whole, and must have 32 bits then."""
+    if not _is_number(value) or value <= 0:
+        raise SchemaError(f"{path} is not a number above 0")
+    if _multiple(value) is None:
+        raise SchemaError(f"{path} is {value}, which cannot be followed: too many digits, or no double of its own")
+
+
+def _multiple(value: int | Decimal) -> tuple[int, int] | None:
+    """The integer and the power of 10 that it is divided by, as llguidance has them; None if they are not the value."""
+    if value >= MOST_MULTIPLE:
+        return None
+    read, exponent = float(value), 0
+    while read % 1:
+        read, exponent = read * 10, exponent + 1
+    if read >= MOST_MULTIPLE or Decimal(int(read)).scaleb(-exponent) != value:
+        return None
+    return int(read), exponent
+
+
+def _check_multiples(schema: Any) -> None:
+    """Where llguidance merges several, their product must have 32 bits, too: it does not look."""
+    keywords = {*_keywords_in(schema)}
+    found = (_multiple(value) for keyword, value in keywords if keyword == "multipleOf" and value is not None)
+    multiples = [multiple for multiple in found if multiple]
+    decimals = max((exponent for _, exponent in multiples), default=0)
+    numbers = [number * 10 ** (decimals - exponent) for number, exponent in multiples]
+    may_merge = any(keyword in _MERGING for keyword, _ in keywords)
+    if may_merge and math.lcm(*numbers) * max(numbers, default=1) >= MOST_MULTIPLE:
+        raise SchemaError(f"its multiples (multipleOf) are too large to be followed beside {', '.join(_MERGING)}")
+
+
+def _keywords_in(node: Any) -> Iterator[tuple[str, int | Decimal | None]]:
+    """Keys of all objects, with the numbers that they have."""
+    if isinstance(node, dict):
+        for keyword, value in node.items():
+            yield keyword, value if _is_number(value) else None
+            yield from _keywords_in(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _keywords_in(value)

@@ -1,0 +1,111 @@
+"""Closes the objects of a JSON schema: no keys may be written but those that it names.
+
+What holds for one value comes from several parts: a schema's own keywords, and through `allOf`, `anyOf`, `oneOf` and
+`$ref` those of others. If one part alone names keys, that part is closed. If several do, the value's schema is closed
+with the names of all. An object without named keys keeps any; so does one of which a part has `additionalProperties`.
+A closed schema allows less than the schema: what is valid for it is valid.
+
+A definition is closed for values that it describes alone. Where it is one of several parts, the `$ref` names a copy of
+the definition, which stays open. llguidance reads a recursive `$ref` only if no other keyword is beside it, so none is
+added here.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from scheduler_service.frontend.forms.schema_text import SCHEMAS_BY_NAME, VALUES, SchemaError, schemas_in, target_of
+
+_PARTS = ("allOf", "anyOf", "oneOf")
+_NAMES = ("properties", "patternProperties")
+_SAYS_ITSELF = ("additionalProperties", "unevaluatedProperties")
+
+
+def close_objects(schema: Any) -> Any:
+    """The schema with its objects closed. Raises SchemaError."""
+    return _Closer(schema).closed() if isinstance(schema, dict) else schema
+
+
+class _Closer:
+    def __init__(self, schema: dict[str, Any]) -> None:
+        self._root = schema
+        self._has_ids = any("$id" in part for part, path in schemas_in(schema) if path != "#")
+        self._copies: dict[str, str] = {}  # names of definitions that stay open, by references to their originals
+
+    def closed(self) -> dict[str, Any]:
+        found = self._value(self._root)
+        if self._has_ids:  # nothing was to be closed
+            return self._root
+        definitions: dict[str, Any] = {}
+        while left := [reference for reference in self._copies if self._copies[reference] not in definitions]:
+            for reference in left:
+                definitions[self._copies[reference]] = self._part(target_of(self._root, reference))
+        if definitions:
+            found["$defs"] = found.get("$defs", {}) | definitions
+        return found  # type: ignore[no-any-return]
+
+    def _value(self, node: Any) -> Any:
+        """The schema of a value, closed."""
+        if isinstance(node, list):
+            return [self._value(part) for part in node]
+        if not isinstance(node, dict):
+            return node
+        groups = [key for key in (*_PARTS, "$ref") if key in node]
+        has_own = any(key in node for key in (*_NAMES, *_SAYS_ITSELF))
+        if not has_own and (len(groups) == 1 and (groups != ["allOf"] or len(node["allOf"]) == 1)):
+            return self._with_children(node, is_closed=True)
+        parts = [*self._parts(node, set())]
+        naming = [part for part in parts if any(isinstance(part.get(key), dict) for key in _NAMES)]
+        found = self._part(node)
+        if not naming or any(key in part for part in parts for key in _SAYS_ITSELF):
+            return found
+        if self._has_ids:  # by which references in it are read
+            raise SchemaError('its objects cannot be closed, as a part has a "$id": say "additionalProperties" in each')
+        required = [name for part in parts for name in part.get("required", ()) if isinstance(name, str)]
+        names = {key: {name: True for part in naming for name in part.get(key, ())} for key in _NAMES}
+        names["properties"] |= dict.fromkeys(required, True)
+        if naming == [node]:
+            for key in _NAMES:
+                if more := {name: True for name in names[key] if name not in node.get(key, {})}:
+                    found[key] = found.get(key, {}) | more
+            return found | {"additionalProperties": False}
+        found["allOf"] = [*found.get("allOf", []), names | {"additionalProperties": False}]  # keys come as they came
+        return found
+
+    def _part(self, node: Any) -> Any:
+        """A schema of a value that has others beside it: open itself, while the values inside are closed."""
+        return self._with_children(node, is_closed=False) if isinstance(node, dict) else node
+
+    def _with_children(self, node: dict[str, Any], *, is_closed: bool) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in node.items():
+            if key == "patternProperties" and value == {}:
+                continue  # it says nothing, and not everything can stand beside it
+            if key in VALUES:
+                found[key] = value
+            elif key in SCHEMAS_BY_NAME and isinstance(value, dict):
+                found[key] = {name: self._value(part) for name, part in value.items()}
+            elif key in _PARTS and isinstance(value, list) and not is_closed:
+                found[key] = [self._part(part) for part in value]
+            elif key == "$ref" and isinstance(value, str) and not is_closed:
+                found[key] = f"#/$defs/{self._copies.setdefault(value, self._new_name())}"
+            else:
+                found[key] = self._value(value)
+        return found
+
+    def _new_name(self) -> str:
+        taken = {*self._root.get("$defs", {}), *self._copies.values()}
+        return next(name for number in itertools.count() if (name := f"open-{number}") not in taken)
+
+    def _parts(self, node: Any, seen: set[str]) -> Iterator[dict[str, Any]]:
+        """All schemas that hold for a schema's value, each once."""
+        if not isinstance(node, dict):
+            return
+        yield node
+        for key in _PARTS:
+            for part in node.get(key, ()):
+                yield from self._parts(part, seen)
+        reference = node.get("$ref")
+        if isinstance(reference, str) and reference not in seen:
+            seen.add(reference)
+            yield from self._parts(target_of(self._root, reference), seen)

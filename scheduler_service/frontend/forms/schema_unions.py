@@ -1,0 +1,63 @@
+"""Alternatives of a JSON schema that a tag tells apart, as pydantic writes a union with a discriminator.
+
+A tag is a key of which each alternative has other values (`const`, `enum`). An object with that key is valid for one
+alternative at most. So the key is required in each, and `oneOf` becomes `anyOf`. The new schema allows less: pydantic
+does not require a tag that has a default, and llguidance then cannot tell that the alternatives differ.
+"""
+
+from typing import Any
+
+from scheduler_service.frontend.forms.schema_text import SchemaError, schemas_in, target_of
+
+_NOTES = ("title", "description", "discriminator", "default", "$comment")
+
+
+def tag_unions(schema: Any) -> None:
+    """Changes the schema."""
+    for part, _ in schemas_in(schema):
+        if not isinstance(part.get("oneOf"), list) or "anyOf" in part:
+            continue
+        alternatives = [_objects(schema, alternative, ()) for alternative in part["oneOf"]]
+        if (tag := _tag(alternatives)) is not None:
+            for found in alternatives:
+                for described in found:
+                    described["required"] = list(dict.fromkeys([*described.get("required", []), tag]))
+            part["anyOf"] = part.pop("oneOf")
+
+
+def _objects(schema: Any, node: Any, seen: tuple[int, ...]) -> list[dict[str, Any]]:
+    """The descriptions of objects that an alternative is made of; none if it may be anything else."""
+    if not isinstance(node, dict) or id(node) in seen:
+        return []
+    keywords = [key for key in node if key not in _NOTES]
+    if keywords == ["$ref"]:
+        try:
+            return _objects(schema, target_of(schema, node["$ref"]), (*seen, id(node)))
+        except SchemaError:
+            return []
+    if len(keywords) == 1 and keywords[0] in ("oneOf", "anyOf") and isinstance(node[keywords[0]], list):
+        parts = [_objects(schema, part, (*seen, id(node))) for part in node[keywords[0]]]
+        return [described for part in parts for described in part] if all(parts) else []
+    is_object = node.get("type") == "object" and isinstance(node.get("properties"), dict)
+    return [node] if is_object and isinstance(node.get("required", []), list) else []
+
+
+def _tag(alternatives: list[list[dict[str, Any]]]) -> str | None:
+    """A key of which no two alternatives share a value, if all of them limit its values."""
+    if not alternatives or not all(alternatives):
+        return None
+    for key in alternatives[0][0]["properties"]:
+        values = [{value for described in found for value in _values(described, key)} for found in alternatives]
+        has_all = all(_values(described, key) for found in alternatives for described in found)
+        if has_all and sum(map(len, values)) == len(set().union(*values)):
+            return str(key)
+    return None
+
+
+def _values(described: dict[str, Any], key: str) -> list[str]:
+    """Texts that a key may have as its value; none if it may have another value."""
+    part = described["properties"].get(key)
+    if not isinstance(part, dict):
+        return []
+    values = [part["const"]] if "const" in part else part.get("enum", [])
+    return values if isinstance(values, list) and all(isinstance(value, str) for value in values) else []

@@ -1,0 +1,125 @@
+"""Work that may take too much, done by a process that the system ends then: the front end's half.
+
+limited_work.py is the half in the process.
+"""
+
+import asyncio
+import contextlib
+import socket
+import struct
+import subprocess
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import NamedTuple, TypeVar
+
+import grpc
+import structlog
+
+from pagewire_common.calls.errors import RequestError
+from pagewire_common.processes.child_process import start_child
+from scheduler_service.frontend.limited.limited_work import LIMITS, Outcome
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+MOST_STARTS = 2
+"""For one piece of work. A process that is killed from outside is not its fault; one that is killed again may be."""
+DEAF_SECONDS = 30
+"""Seconds without an answer after which a process counts as stuck. It starts in 0.1 s, and work ends by its limit."""
+
+
+class Limits(NamedTuple):
+    """Seconds of a processor for one piece of work, and bytes of data of the process that does it."""
+
+    seconds: float
+    num_bytes: int
+
+
+class LimitError(ValueError):
+    """The work was ended at a limit; says at which, as the beginning of a sentence that ends in what the work is."""
+
+
+class LimitedProcess:
+    """`python -m MODULE`, from the first work on, and another one when it was killed. For one thread at a time.
+
+    `setup` is sent first, unless it is empty. What it `does` is for errors, such as "compiles forms".
+    """
+
+    def __init__(self, module: str, does: str, setup: bytes = b"") -> None:
+        self._module, self._does, self._setup = module, does, setup
+        self._connection: Connection | None = None
+        self._end: weakref.finalize[..., LimitedProcess]
+
+    def ask(self, message: bytes, limits: Limits) -> bytes:
+        """The answer to a message. Raises LimitError, RequestError."""
+        for _ in range(MOST_STARTS):
+            try:
+                connection = self._connection or self._start()
+                connection.send_bytes(LIMITS.pack(*limits) + message)
+                reply = connection.recv_bytes()
+                break
+            except (OSError, EOFError) as error:
+                log.warning(f"the process that {self._does} is started anew", reason=str(error) or "it was killed")
+                self.close()
+        else:
+            raise RequestError(
+                grpc.StatusCode.UNAVAILABLE,
+                f"the process that {self._does} was killed or did not answer; try again",
+            )
+        match Outcome(reply[0]):
+            case Outcome.TOO_LONG:
+                raise LimitError(f"it takes more than {limits.seconds:.2g} s of a processor")
+            case Outcome.TOO_MUCH_MEMORY:
+                raise LimitError(f"it takes more than {limits.num_bytes >> 20} MiB of memory")
+            case Outcome.TOO_DEEP:
+                raise LimitError("it is nested too deeply")
+        return reply[1:]
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        if self._connection is not None:
+            self._connection = None
+            self._end()
+
+    def _start(self) -> Connection:
+        process, control = start_child(self._module)
+        for direction in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            control.setsockopt(socket.SOL_SOCKET, direction, struct.pack("@ll", DEAF_SECONDS, 0))
+        self._connection = Connection(control.detach())
+        self._end = weakref.finalize(self, _end, process, self._connection)
+        if self._setup:
+            self._connection.send_bytes(self._setup)
+        return self._connection
+
+
+class LimitedProcesses:
+    """Some that do the same work, and as many threads that wait for them: more work waits for its turn."""
+
+    def __init__(self, number: int, module: str, does: str, setup: bytes = b"") -> None:
+        self._threads = ThreadPoolExecutor(number, module.rpartition(".")[2])
+        self._idle = [LimitedProcess(module, does, setup) for _ in range(number)]
+
+    async def run(self, work: Callable[[LimitedProcess], T]) -> T:
+        """Call `work` on a thread, with a process that it may ask."""
+        waiting = [work]
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, waiting)
+        finally:
+            waiting.clear()  # or the threads' queue would hold what a call that was cancelled has brought
+
+    def _run(self, waiting: list[Callable[[LimitedProcess], T]]) -> T:
+        process = self._idle.pop()  # the one that was used last: the others may never be needed
+        try:
+            return waiting.pop()(process)
+        finally:
+            self._idle.append(process)
+
+
+def _end(process: "subprocess.Popen[bytes]", connection: Connection) -> None:
+    connection.close()
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    process.wait()

@@ -1,0 +1,1 @@
+"""The stream from a front end to the engine."""

@@ -1,0 +1,141 @@
+"""One call of a client on its way through the engine: a place, then a request, then the end."""
+
+import asyncio
+import contextlib
+from array import array
+from itertools import islice
+from typing import Self
+
+from pagewire.v1 import engine_service_pb2 as pb
+from pagewire.v1 import scheduler_output_pb2 as wire
+from pagewire.v1.admin_service_pb2 import FinishedRequest
+from pagewire_common.calls.errors import RequestError
+from scheduler_service.access.caller import caller
+from scheduler_service.core import EncoderInput
+from scheduler_service.core.blocks.prefix_key import block_keys, key_of_adapter, root_behind, root_key
+from scheduler_service.frontend.link.engine_link import EngineLink
+from scheduler_service.frontend.link.patience import patience
+from scheduler_service.frontend.model import ServedModel
+from scheduler_service.frontend.output.request import GenerationRequest, RequestState
+from scheduler_service.frontend.output.request_trace import RequestTrace
+from scheduler_service.wire.fields import encode_fields
+from scheduler_service.wire.submission import encode_sampling, pack
+
+KEYS_AT_ONCE = 1024
+"""Keys that are hashed in one turn of the event loop, at 1 µs each. Without this limit a prompt of 131,000 tokens took
+24 ms."""
+
+
+class EngineCall:
+    """One call of a client, within a `with` block: its place, and its request once it is submitted.
+
+    `finished` tells operators what became of the request.
+    """
+
+    def __init__(self, link: EngineLink) -> None:
+        self.finished: FinishedRequest | None = None
+        self._is_closed = False
+        self._state: RequestState | None = None
+        self._link = link
+        self.number = link.new_number()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._link.forget(self.number)
+        if self._state is not None:
+            self._state.stream.leave()
+        if not self._is_closed:
+            self._link.say(self.number, close=pb.CloseCall(finished=self.finished))
+
+    async def close(self) -> None:
+        """Return when the place is free, so that a client that has the status may use its request id again at once.
+
+        A call that ends in another way is closed with the block, and nothing waits for that.
+        """
+        self._is_closed = True
+        with contextlib.suppress(RequestError):  # the engine is gone, and the place with it
+            await self._link.ask(self.number, close=pb.CloseCall(finished=self.finished, is_answered=True))
+
+    async def admit(self, key: str, num_bytes: int, *, resumes: bool = False, lora_name: str = "") -> str:
+        """Have a place held, so that a flood is refused before any work is done. Returns the fingerprint of the adapter
+        that is named. Raises RequestError.
+        """
+        api_key = caller.get()
+        admit = pb.Admit(
+            key=key,
+            num_bytes=num_bytes,
+            resumes=resumes,
+            api_key_id=api_key.id if api_key else "",
+            lora_name=lora_name,
+        )
+        with self._link.waiting(num_bytes):
+            answer = await self._link.ask(self.number, admit=admit)
+        return answer.lora_fingerprint
+
+    async def hold(self, num_bytes: int) -> None:
+        """Take so much more memory, for texts of this call. Raises RequestError."""
+        await self._link.ask(self.number, hold=pb.Hold(num_bytes=num_bytes))
+
+    async def admit_side_call(self, num_bytes: int = 0) -> None:
+        """The same for a call other than Generate, which has no key; they have limits of their own."""
+        await self.admit("", num_bytes)
+
+    async def submit(
+        self,
+        request: GenerationRequest,
+        model: ServedModel,
+        num_bytes: int = 0,
+        trace: RequestTrace | None = None,
+        part_of: "EngineCall | None" = None,
+    ) -> RequestState:
+        """Queue the request, in place of one that it goes on with. `num_bytes` is further memory that it takes. A text
+        that is `part_of` a call needs no place of its own. Raises RequestError.
+        """
+        link, welcome = self._link, self._link.welcome.result()
+        counts = link.counts.of(request.tenant)
+        state = RequestState(request, model.tokenizer, counts, link.turns, link.unread)
+        state.trace = trace
+        link.register(self.number, state)
+        self._state = state
+        resumption = request.resumption
+        root = root_key(welcome.cache_secret, request.tenant.encode(), request.cache_salt.encode())
+        submission = pb.Submit(
+            prompt_token_ids=pack(request.prompt_token_ids),
+            cache_root=root,
+            tenant=request.tenant,
+            priority=request.priority,
+            output_token_ids=[wire.TokenSequence(token_ids=tokens) for tokens in resumption.token_ids],
+            ended=() if request.comes_whole else sorted(resumption.finished),
+            first_output=state.first_output,
+            num_bytes=num_bytes,
+            supersedes=request.resumes,
+            is_complete=request.is_complete,
+            trace_parent=trace.submitted(request, state.arrived_at) if trace is not None else "",
+        )
+        if request.encoder_input is not None:
+            encode_fields(EncoderInput, request.encoder_input, submission.encoder_input)
+        if part_of is not None:
+            submission.part_of, submission.key = part_of.number, request.key
+        if (seconds := patience.get()) < welcome.no_worker_timeout:
+            submission.no_worker_timeout = seconds
+        encode_sampling(request.sampling, submission)
+        if welcome.prefix_caching and model.generates:
+            first = key_of_adapter(root_behind(root, request.encoder_input), request.adapter)
+            submission.block_keys = await _block_keys(first, request, model.block_size)
+        await link.ask(self.number, submit=submission)
+        return state
+
+
+async def _block_keys(first: bytes, request: GenerationRequest, block_size: int) -> bytes:
+    """The keys of a request's full blocks in the prefix cache, made here because the engine is one and we are many."""
+    token_ids = array("I", request.prompt_token_ids)
+    for output in request.resumption.token_ids[:1]:
+        token_ids.extend(output)
+    keys, remaining = bytearray(), block_keys(first, token_ids, block_size)
+    while some := list(islice(remaining, KEYS_AT_ONCE)):
+        keys += b"".join(some)
+        if len(some) == KEYS_AT_ONCE:
+            await asyncio.sleep(0)
+    return bytes(keys)

@@ -1,0 +1,1 @@
+"""Tokens from the engine, until they are messages of a client's stream."""

@@ -1,0 +1,57 @@
+"""Outputs of best_of and of beam search: known when all have ended, and cut into deltas as their reader takes them.
+
+A client may already have the beginning of an output from a stream that broke. Then the search is run again, and the
+tokens that the client has are left out. Their text is made all the same, because the text of later tokens depends on
+it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+
+from pagewire_common.calls.errors import RequestError
+from scheduler_service.core import SequenceStatus
+from scheduler_service.core.outputs import TokenLogprobs
+from scheduler_service.frontend.output.streams import MAX_TOKENS, OutputDelta
+
+
+@dataclass(slots=True)
+class WholeOutput:
+    """`texts` has the text of each token, and may be a generator; `logprobs` may be empty."""
+
+    token_ids: list[int] = field(default_factory=list)
+    texts: Iterable[str] = ()
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    status: SequenceStatus = SequenceStatus.FINISHED_ABORTED
+    stop: str | int | None = None
+
+    def deltas(self, index: int, begun: Sequence[int]) -> Iterator[OutputDelta | None]:
+        """The deltas behind the tokens that the client has; None after a part of the work, to let other tasks run.
+
+        Raises FAILED_PRECONDITION when the client has other tokens.
+        """
+        # An output that was aborted, or failed, may not have come as far again.
+        has_ended = self.status in (SequenceStatus.FINISHED_STOPPED, SequenceStatus.FINISHED_LENGTH_CAPPED)
+        if has_ended and self.token_ids[: len(begun)] != list(begun):
+            raise RequestError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"resume has {len(begun)} tokens of output {index}, but this server's search found another output; "
+                "begin anew, without resume",
+            )
+        delta = OutputDelta(index)
+        for position, (token_id, text) in enumerate(zip(self.token_ids, self.texts, strict=True)):
+            if position < len(begun):
+                if position % MAX_TOKENS == MAX_TOKENS - 1:
+                    yield None
+                continue
+            if delta.is_full:
+                yield delta
+                delta = OutputDelta(index)
+            delta.token_ids.append(token_id)
+            delta.text += text
+            if self.logprobs:
+                delta.logprobs.append(self.logprobs[position])
+        delta.status, delta.stop = self.status, self.stop
+        delta.num_output_tokens = max(len(begun), len(self.token_ids))
+        yield delta

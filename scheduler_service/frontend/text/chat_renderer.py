@@ -1,0 +1,99 @@
+"""Renders chats through the model's template, in processes that end when that takes too much: template_renderer.py.
+
+A template is a program of the model's author, and may loop over what clients write. Its limits grow with the messages:
+a template that takes time and memory in proportion to them is never near the limits. The threads of the tokenizer never
+wait for a template.
+"""
+
+import marshal
+from collections.abc import Mapping, Sequence
+
+import structlog
+
+from scheduler_service.frontend.limited.limited_process import LimitedProcess, LimitedProcesses, LimitError, Limits
+from scheduler_service.frontend.text.chat_marks import ChatMarks
+from scheduler_service.frontend.text.encoding_errors import TEXT, TOO_MANY, TemplateError, TooManyTokensError
+
+log = structlog.get_logger()
+
+NUM_RENDERERS = 2
+MOST_REASON = 1000
+"""Characters of what a template says against messages."""
+SECONDS, MOST_SECONDS = 0.3, 10.0
+"""Of a processor for a render, and at most with what is added below."""
+SECONDS_OF_TEMPLATE = 3e-5
+"""For a character of the template, which is compiled where its process is new. That takes 2.9 µs a character."""
+SECONDS_OF_MESSAGE = 2e-4
+"""The templates of SmolLM2, TinyLlama and Qwen2.5 take 2.2 to 3.9 µs a message."""
+SECONDS_OF_BYTE = 2e-7
+"""A loop over the characters of a message takes 0.1 µs each."""
+MEMORY, MOST_MEMORY = 128 << 20, 1 << 30
+"""Bytes of data of a process that renders, of which it has 12 MiB at its start, and at most. Compiling takes 140 bytes
+for a character of the template."""
+MEMORY_OF_BYTE = 48
+"""Of the messages. One character outside the BMP makes its whole message 4 bytes a character in Python, and each filter
+and each `+` of a template copies that."""
+
+
+class ChatRenderer:
+    """Of one template, which comes from `file`. `variables` are what it knows beside the messages: the texts of special
+    tokens, by their names.
+    """
+
+    def __init__(self, source: str, file: str, variables: Mapping[str, str]) -> None:
+        self.source, self.variables = source, variables
+        self._file = file
+        setup = marshal.dumps((source, dict(variables)))
+        self._of_prompts, self._aside = (
+            LimitedProcesses(number, "scheduler_service.frontend.text.template_renderer", "renders chats", setup)
+            for number in (NUM_RENDERERS, 1)
+        )
+
+    async def render(
+        self, messages: Sequence[Mapping[str, str]], marks: ChatMarks, most: int, longest: int, *, aside: bool = False
+    ) -> str:
+        """The conversation up to where the assistant speaks, with marks in it.
+
+        Raises TemplateError, RequestError, and TooManyTokensError if it has more characters than `most` tokens, of
+        which the longest has `longest`.
+        """
+        processes = self._aside if aside else self._of_prompts
+        return await processes.run(lambda process: self._render(process, messages, marks, most, longest))
+
+    def _render(
+        self,
+        process: LimitedProcess,
+        messages: Sequence[Mapping[str, str]],
+        marks: ChatMarks,
+        most: int,
+        longest: int,
+    ) -> str:
+        hidden = [{**message, "content": marks.hide(message["content"])} for message in messages]
+        # JSON would hold the interpreter's lock for 3 ms a MB, and marshal holds it for 0.04.
+        message = marshal.dumps((hidden, most * max(longest, marks.longest)))
+        del hidden
+        limits = self._limits(len(messages), len(message))
+        try:
+            reply = process.ask(message, limits)
+        except LimitError as limit:
+            reason = f"{limit} to render"
+            log.error(
+                "the model's chat template takes too much",
+                file=self._file,
+                reason=reason,
+                messages=len(messages),
+                bytes=len(message),
+            )
+            raise TemplateError(f"the model's chat template cannot be followed for these messages: {reason}") from None
+        kind, text = reply[:1], reply[1:].decode()
+        if kind == TEXT:
+            return text
+        if kind == TOO_MANY:
+            raise TooManyTokensError
+        text = marks.show(text)
+        raise TemplateError(text if len(text) <= MOST_REASON else f"{text[:MOST_REASON]}…")
+
+    def _limits(self, num_messages: int, num_bytes: int) -> Limits:
+        seconds = SECONDS + SECONDS_OF_TEMPLATE * len(self.source)
+        seconds += SECONDS_OF_MESSAGE * num_messages + SECONDS_OF_BYTE * num_bytes
+        return Limits(min(seconds, MOST_SECONDS), min(MEMORY + MEMORY_OF_BYTE * num_bytes, MOST_MEMORY))

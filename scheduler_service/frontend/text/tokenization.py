@@ -1,0 +1,340 @@
+"""Text to token ids and back, with the tokenizer that the worker's weights were trained with.
+
+Text that a user wrote is data: special tokens spelled out in it are encoded as ordinary characters, so that a message
+cannot close its chat turn. Encoding runs on threads, through the library's batch calls, because its single calls keep
+the GIL (630,000 characters: 239 ms of it, against 6). Decoding a token takes 1.3 µs and stays on the event loop. Other
+work that holds the GIL is done in slices: a thread that runs Python gives it to others every 5 ms.
+"""
+
+import asyncio
+import os
+import unicodedata
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from scheduler_service.frontend.text.chat_marks import ChatMarks
+from scheduler_service.frontend.text.encoding_errors import TooManyTokensError
+from scheduler_service.frontend.text.tokenizer_loading import load_tokenizer
+from scheduler_service.frontend.text.word_finder import WordFinder
+
+# A detokenizer is primed with the end of the prompt, because some tokenizers drop a leading space at the beginning.
+# Only tokens with a text are used, and only so many tokens are searched for them.
+NUM_CONTEXT_TOKENS = 6
+MOST_SEARCHED_TOKENS = 256
+# A character takes at most four tokens; more tokens without a character are bytes that form none.
+MAX_PENDING_TOKENS = 8
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+# A call works on its own thread. Otherwise all calls share as many threads as there are cores, and wait for them.
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+T = TypeVar("T")
+
+
+# Work of one call into C or Rust that may hold the interpreter's lock: a millisecond or two of it. A character
+# has four tokens at most, or 33 when NFKC has made it longer.
+CHARACTERS_AT_ONCE = 1 << 12
+PIECES_AT_ONCE = 256
+
+MOST_TOKENS = 1 << 20
+
+
+class PanicError(RuntimeError):
+    """The tokenizer's library has failed inside."""
+
+
+def without_panic(function: Callable[[], T]) -> T:
+    """Call a function of Rust. Where that panics it raises an exception that is no `Exception`, and that would end
+    whatever takes care of one request's errors."""
+    try:
+        return function()
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":  # a class that cannot be imported
+            raise PanicError(f"the tokenizer's library has failed inside: {error}") from None
+        raise
+
+
+Text = str | tuple[str, str]
+"""A text, or a pair."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextItem:
+    """A text, or a pair, of whose tokens `num_first_tokens` are of the first text, 0 where the model does not tell the
+    two apart. `largest_id` is 0 where there is none.
+    """
+
+    token_ids: "array[int]"
+    largest_id: int
+    num_first_tokens: int = 0
+
+
+class Tokenizer:
+    """Encodes prompts off the event loop and makes incremental detokenizers.
+
+    Work that is done `aside` does not delay prompts: it has a thread of its own.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        files = load_tokenizer(directory)
+        self._parsing, self._plain = files.parsing, files.plain
+        self._chats = files.chats
+        self._truncates_left = files.truncates_left
+        self._special = WordFinder(files.hidden)
+        self.eos_token_id = files.eos_token_id
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
+        self._side_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-aside")
+        vocabulary = self._parsing.get_vocab(with_added_tokens=True)
+        self.longest_token = max(map(len, vocabulary), default=1)
+        self._known = bytearray(max(vocabulary.values(), default=-1) + 1)
+        for token_id in vocabulary.values():
+            self._known[token_id] = True
+        self._not_special = self._known[:]
+        for token_id, token in self._parsing.get_added_tokens_decoder().items():
+            self._not_special[token_id] = not token.special
+        self._anchor = _anchor(self._parsing)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chats is not None
+
+    async def encode(
+        self, text: str, *, most: int = MOST_TOKENS, parse_special_tokens: bool = False, aside: bool = False
+    ) -> list[int]:
+        """Token ids of a text, with the prefix (such as a beginning-of-sequence token) that the model expects.
+
+        Raises TooManyTokensError if the text clearly has more than `most`.
+        """
+        tokenizer = self._parsing if parse_special_tokens else self._plain
+        return await self._on_thread(lambda: _encode(tokenizer, text, most, add_special_tokens=True), aside=aside)
+
+    async def encode_texts(self, texts: Sequence[Text], *, most: int, truncate: bool = False) -> list[TextItem]:
+        """Token ids of texts, or of pairs of texts, with what the model expects around them.
+
+        Raises TooManyTokensError, with the number of the text, if one clearly has more than `most`; with `truncate` it
+        is cut instead, and of a pair the second.
+        """
+        return await self._on_thread(lambda: [self._encode_text(*item, most, truncate) for item in enumerate(texts)])
+
+    async def encode_chat(
+        self, messages: Sequence[dict[str, str]], *, most: int = MOST_TOKENS, aside: bool = False
+    ) -> list[int]:
+        """Token ids of a conversation up to where the assistant speaks.
+
+        Raises TemplateError, TooManyTokensError, RequestError.
+        """
+        assert self._chats is not None
+        marks = ChatMarks(self._special, most)
+        text = await self._chats.render(messages, marks, most, self.longest_token, aside=aside)
+        return await self._on_thread(lambda: self._encode_chat(text, marks, most), aside=aside)
+
+    async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word's tokens at the start of a text and after a space, without any prefix."""
+        return await self._on_thread(lambda: self._encode_words(words))
+
+    async def encode_alone(self, text: str) -> list[int]:
+        """Token ids of a text without what the model expects around it."""
+        return await self._on_thread(lambda: _encode(self._plain, text, len(text.encode())))
+
+    def token_id(self, token: str) -> int | None:
+        """None where the tokenizer has no such token."""
+        found: int | None = self._parsing.token_to_id(token)
+        return found
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of tokens, on the thread for work aside."""
+
+        def decode() -> str:
+            (text,) = self._parsing.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
+            return str(text)
+
+        return await self._on_thread(decode, aside=True)
+
+    async def decode_prefixes(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of the first token, of the first two, and so on, without special tokens: of a few hundred tokens."""
+
+        def decode() -> list[str]:
+            prefixes = [list(token_ids[:stop]) for stop in range(1, len(token_ids) + 1)]
+            return [str(text) for text in self._parsing.decode_batch(prefixes, skip_special_tokens=True)]
+
+        return await self._on_thread(decode, aside=True)
+
+    async def decode_each(self, token_ids: Sequence[int]) -> list[str]:
+        """What each token says by itself, behind others, so that a space at its beginning is kept."""
+
+        def decode() -> list[str]:
+            alone = [[*self._anchor, token_id] for token_id in token_ids]
+            anchor, *texts = self._parsing.decode_batch([self._anchor, *alone], skip_special_tokens=False)
+            return [str(text).removeprefix(anchor) for text in texts]
+
+        return await self._on_thread(decode, aside=True)
+
+    def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> "Detokenizer":
+        shown = self._not_special if skip_special_tokens else self._known
+        end = prompt_token_ids[-MOST_SEARCHED_TOKENS:]
+        context = [token_id for token_id in end if token_id < len(shown) and shown[token_id]][-NUM_CONTEXT_TOKENS:]
+        return Detokenizer(self._parsing, context, shown, self._anchor, skip_special_tokens)
+
+    async def _on_thread(self, function: Callable[[], T], *, aside: bool = False) -> T:
+        threads = self._side_thread if aside else self._threads
+        return await asyncio.get_running_loop().run_in_executor(threads, without_panic, function)
+
+    def _encode_chat(self, text: str, marks: ChatMarks, most: int) -> list[int]:
+        plain = [_encode(self._plain, word, most) for word in marks.words]
+        pieces = marks.pieces(text)
+        ids: list[int] = []
+        while some := list(islice(pieces, PIECES_AT_ONCE)):
+            encoded = self._encode_pieces([piece for piece, _ in some], most)
+            for (_, number), piece_ids in zip(some, encoded, strict=True):
+                ids += piece_ids
+                if number is not None:
+                    ids += plain[number]
+                if len(ids) > 2 * most:
+                    raise TooManyTokensError
+        return ids
+
+    def _encode_text(self, number: int, text: Text, most: int, truncate: bool) -> TextItem:
+        tokenizer, (first, second) = self._plain, (text, None) if isinstance(text, str) else text
+        if second is not None and _excess(tokenizer, first, most) is not None:
+            raise TooManyTokensError(number)
+        last = first if second is None else second
+        if (excess := _excess(tokenizer, last, most, from_end=self._truncates_left)) is not None:
+            if not truncate:
+                raise TooManyTokensError(number)
+            last = last[-excess:] if self._truncates_left else last[:excess]
+        parts = [last] if second is None else [first, last]
+        (encoding,) = tokenizer.encode_batch_fast([last if second is None else (first, last)])
+        if len(encoding) > most and truncate:
+            encodings = tokenizer.encode_batch_fast(parts, add_special_tokens=False)
+            room = most - tokenizer.num_special_tokens_to_add(second is not None) - sum(map(len, encodings[:-1]))
+            encodings[-1].truncate(max(1, room), direction="left" if self._truncates_left else "right")
+            encoding = tokenizer.post_process(*encodings)  # type: ignore[arg-type]  # the stub has no pair
+        if len(encoding) > most:
+            raise TooManyTokensError(number)
+        types, token_ids = encoding.type_ids, array("I", encoding.ids)
+        return TextItem(token_ids, max(token_ids, default=0), types.index(1) if 1 in types else 0)
+
+    def _encode_pieces(self, pieces: list[str], most: int) -> Iterator[list[int]]:
+        """The token ids of pieces of a rendered chat. Raises TooManyTokensError."""
+        if sum(map(len, pieces)) > CHARACTERS_AT_ONCE:
+            for piece in pieces:
+                yield _encode(self._parsing, piece, most)
+        else:
+            for encoding in self._parsing.encode_batch_fast(pieces, add_special_tokens=False):
+                yield encoding.ids
+
+    def _encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        variants = dict.fromkeys(variant for word in words for variant in (word, f" {word.lstrip()}"))
+        return tuple(filter(None, (tuple(_encode(self._plain, text, len(text))) for text in variants)))
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, add_special_tokens: bool = False) -> list[int]:
+    """Raises TooManyTokensError if the text clearly has more than `most`.
+
+    The library releases the interpreter's lock while it encodes, but not while the result is read or freed, at 35 ns a
+    token. So a text that may have many more tokens is first encoded in parts.
+    """
+    if _excess(tokenizer, text, most) is not None:
+        raise TooManyTokensError
+    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return list(encoding.ids)
+
+
+def _excess(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, from_end: bool = False) -> int | None:
+    """After how many characters a text clearly has more than `most` tokens; None where that is not so."""
+    parts = [text[start : start + CHARACTERS_AT_ONCE] for start in range(0, len(text), CHARACTERS_AT_ONCE)]
+    if len(parts) > 1 and _most_tokens(tokenizer, parts) > most:
+        num_tokens = num_characters = 0
+        for part in reversed(parts) if from_end else parts:
+            num_tokens += len(tokenizer.encode_batch_fast([part], add_special_tokens=False)[0])
+            num_characters += len(part)
+            if num_tokens > most + most // 8:  # cuts make a few more of them
+                return num_characters
+    return None
+
+
+def _most_tokens(tokenizer: tokenizers.Tokenizer, parts: Sequence[str]) -> int:
+    """At most one token a byte, of the longest form into which the normalizers, if any, turn a text."""
+    if tokenizer.normalizer is not None:
+        parts = [unicodedata.normalize("NFKD", part) for part in parts]
+    return sum(len(part.encode()) for part in parts)
+
+
+def _anchor(tokenizer: tokenizers.Tokenizer) -> list[int]:
+    """A token that is put before others, so that they are decoded as the middle of a text; none if there is none."""
+    for letter in "aAeE0":
+        token_id = tokenizer.token_to_id(letter)
+        if token_id is not None and tokenizer.decode([token_id]) == letter:
+            return [token_id]
+    return []
+
+
+class Detokenizer:
+    """Text of one output, a token at a time, in whole characters only.
+
+    `shown` says of every token id whether it is part of the text. Other ids, of special tokens or unknown to the
+    tokenizer, are skipped.
+    """
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        context: Sequence[int],
+        shown: Sequence[int],
+        anchor: list[int],
+        skip_special_tokens: bool,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._shown = shown
+        self._anchor = anchor
+        self._skip_special_tokens = skip_special_tokens
+        # A context that ends inside a character would come out again as output.
+        ends_whole = not self._decode(context).endswith(REPLACEMENT)
+        self._stream = DecodeStream(list(context) if ends_whole else list(anchor), skip_special_tokens)
+        self._pending: list[int] = []
+
+    def step(self, token_id: int) -> str:
+        """The characters that this token completes; empty while one is incomplete."""
+        if token_id >= len(self._shown) or not self._shown[token_id]:
+            return ""
+        self._pending.append(token_id)
+        try:
+            text = without_panic(lambda: self._stream.step(self._tokenizer, token_id))
+        except Exception:  # of the library's own type: the context decodes differently with what follows it
+            return self._begin_again()
+        if text is not None:
+            self._pending.clear()
+        elif len(self._pending) >= MAX_PENDING_TOKENS:
+            return self._begin_again()
+        return text or ""
+
+    def _begin_again(self) -> str:
+        """Give up on bytes that form no character, so that waiting for the rest of it never becomes expensive.
+
+        Up to three bytes at the end may still be the beginning of one, and stay.
+        """
+        whole = self._decode(self._pending)
+        for kept in range(min(3, len(self._pending) - 1), 0, -1):
+            head, tail = self._pending[:-kept], self._pending[-kept:]
+            if self._decode(head) + self._decode(tail) == whole:
+                break
+        else:
+            head, tail = self._pending, []
+        self._stream = DecodeStream(list(self._anchor), self._skip_special_tokens)
+        self._pending = []
+        return self._decode(head) + "".join(map(self.step, tail))
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens in the middle of a text."""
+        ids = [*self._anchor, *token_ids]
+        text = without_panic(lambda: self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens))
+        return str(text[len(self._anchor) :])

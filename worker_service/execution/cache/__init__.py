@@ -1,0 +1,1 @@
+"""KV cache: its memory, and prefixes that sequences of a step share."""

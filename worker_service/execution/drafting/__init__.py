@@ -1,0 +1,1 @@
+"""Draft tokens from a draft model or from heads of the target."""

@@ -1,0 +1,231 @@
+"""Guesses by a smaller model with the same vocabulary, which draws with the target's random numbers.
+
+Its keys and values lie beside the target's, in pools of its own under the same block numbers: a block is swapped,
+copied, shared and found again as one, and the scheduler need not know. What the draft model has not computed, it
+catches up with when guesses are next worth making, so it costs nothing while they are not.
+
+The target's token is the largest of its logits plus noise that is a function of seed, output, position and token
+(`kernels.noise`). The draft model adds the same noise to its own logits, and so agrees more often than if it drew by
+itself: drafter-invariant speculative decoding (Daliri, Musco and Suresh 2024).
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels.metadata import AttentionMetadata
+from worker_service.execution.cache.cache_engine import CacheEngine
+from worker_service.models.causal_model import CausalModel, LoraPlace
+from worker_service.models.layers.linear import NONE_QUANTIZED, Quantization, Quantized
+from worker_service.session.session import ScheduledChunk, SequenceState
+from worker_service.session.step import BlockMapping, ModelOutput, SchedulerOutput
+from worker_service.speculation.drafter import Beginning
+from worker_service.speculation.policy import StepCost
+
+
+class _Widened:
+    """A network as if it had another vocabulary's size, such as that of a target whose embedding has more padding."""
+
+    def __init__(self, model: CausalModel, vocabulary_size: int) -> None:
+        self.config = model.config
+        self._model = model
+        self._vocabulary_size = vocabulary_size
+
+    def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
+        return self._model.allocate_lora(num_slots, max_rank)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        attention: AttentionMetadata,
+        cache: Tensor,
+        lora_slots: Tensor | None = None,
+    ) -> Tensor:
+        known = token_ids.clamp(max=self.config.vocabulary_size - 1)
+        return self._model.forward(known, positions, slots, attention, cache, lora_slots)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        logits = self._model.compute_logits(hidden)[:, : self._vocabulary_size]
+        return torch.nn.functional.pad(logits, (0, self._vocabulary_size - logits.shape[1]), value=-torch.inf)
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        return self._model.checkpoint_tensors()
+
+    def pack(self, quantization: Quantization = "none", quantized: Quantized = NONE_QUANTIZED) -> None:
+        self._model.pack(quantization, quantized)
+
+
+def with_vocabulary(model: CausalModel, vocabulary_size: int) -> CausalModel:
+    """The same network with logits for so many tokens."""
+    return model if model.config.vocabulary_size == vocabulary_size else _Widened(model, vocabulary_size)
+
+
+_NOTHING_TO_MOVE = SchedulerOutput(epoch=0, step_id=0)
+_NO_SEQUENCE = -1
+_FEW = 64
+"""Tokens of a pass that says what a decode costs; prompts are computed at another rate."""
+
+
+class DraftRunner(Protocol):
+    """What computes the passes."""
+
+    cache_engine: CacheEngine
+    """Of as many blocks as the target's."""
+
+    def execute(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> ModelOutput:
+        """Compute slots [start, stop) of each chunk, and a guess for each that samples."""
+
+
+class DraftModel:
+    """A proposer. Only the device thread uses it."""
+
+    def __init__(
+        self,
+        runner: DraftRunner,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        prefill_tokens_per_second: int,
+        *,
+        reads_next: bool = False,
+    ) -> None:
+        """reads_next: whether what it computes in a token's slot depends on the token behind it, so that the last token
+        has no slot yet."""
+        cache = runner.cache_engine
+        self.cost: StepCost | None = StepCost(1 / max(1, prefill_tokens_per_second))
+        self._runner = runner
+        self._reads_next = reads_next
+        self._max_model_len = max_model_len
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._block_size = cache.device_blocks.shape[3]
+        # How many of each block's first slots hold keys and values of the tokens whose target's are there.
+        self._filled = np.zeros(len(cache.device_blocks), dtype=np.int64)
+        self._filled_on_host = np.zeros(len(cache.host_blocks), dtype=np.int64)
+        # Of each block, the sequence of which the target computes tokens there in the step that has begun.
+        self._writers = np.full(len(cache.device_blocks), _NO_SEQUENCE, dtype=np.int64)
+
+    def most_behind(self, num_tokens: int) -> int:
+        """As many as have positions, the last of them none of its own."""
+        return max(0, self._max_model_len - num_tokens + 1)
+
+    def step_begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> None:
+        """Move what the target moves, and know that what the target computes is new."""
+        self._runner.cache_engine.move(output)
+        _move(self._filled, self._filled_on_host, output.blocks_to_swap_out)
+        _move(self._filled_on_host, self._filled, output.blocks_to_swap_in)
+        _move(self._filled, self._filled, output.blocks_to_copy)
+        if self._reads_next:  # what is copied goes on with another token
+            copied = [*output.blocks_to_copy.sources, *output.blocks_to_copy.destinations]
+            self._filled[copied] = np.maximum(self._filled[copied] - 1, 0)
+        self._writers[:] = _NO_SEQUENCE
+        for chunk in chunks:
+            first, last = chunk.start // self._block_size, (chunk.stop - 1) // self._block_size
+            block_id, *others = chunk.sequence.block_ids[first : last + 1]
+            self._filled[block_id] = min(self._filled[block_id], chunk.start % self._block_size)
+            self._filled[others] = 0
+            self._writers[chunk.sequence.block_ids[first : last + 1]] = chunk.sequence.sequence_id
+
+    def guess(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
+        """One pass over what has not been computed of them, and one more for each further guess.
+
+        A pass computes no more tokens than a step may have; a sequence that does not fit has no guesses this time.
+        """
+        guesses: list[list[int]] = [[] for _ in beginnings]
+        numbers = [self._room(one) for one in beginnings]
+        rows, chunks = [], []
+        left = self._max_num_batched_tokens
+        for row, one in enumerate(beginnings):
+            if one.num_tokens > self._max_model_len:
+                continue
+            if self._reads_next and self._awaits_states(one):
+                continue
+            num_slots = one.num_tokens - self._reads_next
+            start = self._num_filled(one.sequence, num_slots)
+            if self._reads_next and start and start % self._block_size == 0:
+                start -= 1  # which another sequence may have computed, that shares this block and goes on differently
+            if numbers[row]:
+                start = min(start, num_slots - 1)
+            stop = min(num_slots, start + left)
+            if start < stop:
+                left -= stop - start
+                rows.append(row)
+                samples = numbers[row] > 0 and stop == num_slots
+                chunks.append(ScheduledChunk(_of_draft(one), start, stop, samples))
+        is_first = True
+        while chunks:
+            found, failed = self._pass(chunks)
+            if is_first:
+                for chunk in chunks:
+                    self._note(chunk)
+                is_first = False
+            going_on = []
+            tokens = iter(found)
+            for row, chunk in zip(rows, chunks, strict=True):
+                if not chunk.samples:
+                    continue
+                token_id = next(tokens)
+                if chunk.sequence.sequence_id in failed:
+                    continue
+                guesses[row].append(token_id)
+                chunk.sequence.token_ids.append(token_id)
+                if len(guesses[row]) < numbers[row]:
+                    going_on.append((row, chunk._replace(start=chunk.stop, stop=chunk.stop + 1)))
+            rows, chunks = [row for row, _ in going_on], [chunk for _, chunk in going_on]
+        return guesses
+
+    def _pass(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[int], set[int]]:
+        """The tokens after the chunks that sample, and the ids of sequences for which there is none."""
+        began = time.perf_counter()
+        answer = self._runner.execute(_NOTHING_TO_MOVE, chunks)
+        num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)
+        if num_tokens <= max(_FEW, len(chunks)):
+            assert self.cost is not None
+            self.cost.observe(num_tokens, time.perf_counter() - began)
+        return answer.token_ids, set(answer.failed_sequence_ids)
+
+    def _room(self, one: Beginning) -> int:
+        """How many of the guesses that are wanted have a slot for all but the last of them, and a position."""
+        slots = min(len(one.sequence.block_ids) * self._block_size, self._max_model_len)
+        return max(0, min(one.number, slots - one.num_tokens + 1))
+
+    def _awaits_states(self, one: Beginning) -> bool:
+        """Whether the target computes some of the sequence's first tokens in this step, for another sequence that
+        shares their blocks: a head has no states of them before."""
+        writers = self._writers[one.sequence.block_ids[: (one.num_tokens - 1) // self._block_size]]
+        return bool(((writers != _NO_SEQUENCE) & (writers != one.sequence.sequence_id)).any())
+
+    def _num_filled(self, sequence: SequenceState, num_slots: int) -> int:
+        """How many of the sequence's first slots the draft model has computed."""
+        firsts = np.arange(0, num_slots, self._block_size)
+        filled = self._filled[sequence.block_ids[: len(firsts)]]
+        (short,) = np.nonzero(filled < np.minimum(num_slots - firsts, self._block_size))
+        return int(firsts[short[0]] + filled[short[0]]) if len(short) else num_slots
+
+    def _note(self, chunk: ScheduledChunk) -> None:
+        """These slots have been computed."""
+        firsts = np.arange(chunk.start // self._block_size * self._block_size, chunk.stop, self._block_size)
+        blocks = chunk.sequence.block_ids[firsts[0] // self._block_size :][: len(firsts)]
+        self._filled[blocks] = np.minimum(chunk.stop - firsts, self._block_size)
+
+
+def _of_draft(one: Beginning) -> SequenceState:
+    """The sequence's first tokens, to go on with guesses, and the parameters that decide which token is chosen.
+
+    What is drafted for a sequence with an adapter is what the base would say, and for one with a form what it would say
+    without.
+    """
+    sampling = one.sequence.sampling
+    if sampling.form or sampling.logprobs is not None or sampling.prompt_logprobs is not None:
+        sampling = replace(sampling, form="", logprobs=None, prompt_logprobs=None)
+    return replace(one.sequence, token_ids=one.sequence.token_ids[: one.num_tokens], sampling=sampling, adapter="")
+
+
+def _move(sources: npt.NDArray[np.int64], destinations: npt.NDArray[np.int64], mapping: BlockMapping) -> None:
+    destinations[list(mapping.destinations)] = sources[list(mapping.sources)]

@@ -1,0 +1,83 @@
+"""The passes of a head, in a draft model's place.
+
+Its slot of a token has the keys and values that it computes of the *next* token and of the token's own state. So it can
+compute one slot less than there are tokens, and the last slot of a block depends on the first token behind the block:
+where sequences that share a block go on differently, one of them guesses from another's slot, which costs no more than
+a guess.
+"""
+
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from kernels.upload import upload
+from pagewire_common.start_error import StartError
+from worker_service.errors import is_out_of_memory
+from worker_service.execution.cache.cache_engine import CacheEngine
+from worker_service.execution.sampling.sampler import sample
+from worker_service.execution.steps.batch import build_batch
+from worker_service.models.decoders.decoder import Decoder
+from worker_service.models.decoders.head_layer import Head
+from worker_service.session.session import ScheduledChunk, SequenceState
+from worker_service.session.step import TOKENS, ModelOutput, SamplingParams, SchedulerOutput, StepTiming
+from worker_service.wording import reason
+
+
+class HeadRunner:
+    """What a `DraftModel` computes with."""
+
+    def __init__(self, head: Head, cache_engine: CacheEngine, target: Decoder) -> None:
+        """From now on the target's states are kept in the head's cache. Raises StartError where the head cannot be
+        computed."""
+        self.cache_engine = cache_engine
+        self._head = head
+        cache = cache_engine.device_blocks
+        self._try()
+        target.show_states(head.states_before, lambda states, slots: head.read(states, slots, cache))
+
+    def _try(self) -> None:
+        """Compute a slot, so that nothing about the head fails first while it serves."""
+        sequence = SequenceState(0, array(TOKENS, [0, 0]), 1, 0, array(TOKENS, [0, 0]), SamplingParams())
+        try:
+            self.execute(SchedulerOutput(epoch=0, step_id=0), [ScheduledChunk(sequence, 0, 1, samples=True)])
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise StartError(f"the head that guesses cannot be computed: {reason(error)}") from error
+
+    @torch.inference_mode()
+    def execute(self, _: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> ModelOutput:
+        """Compute slots [start, stop) of each chunk, and guess the token behind the one after them.
+
+        Where one is guessed, the head's state of the token that it guesses from is kept in the next slot, for a guess
+        after that: the target's takes its place when it has computed that token.
+        """
+        cache = self.cache_engine.device_blocks
+        block_size = cache.shape[3]
+        batch = build_batch(chunks, block_size, cache.device)
+        token_ids = array(TOKENS)
+        for chunk in chunks:
+            token_ids += chunk.sequence.token_ids[chunk.start + 1 : chunk.stop + 1]
+        states = self._head.forward(
+            upload(token_ids, torch.int64, cache.device), batch.positions, batch.slots, batch.attention, cache
+        )
+        sampling = [chunk for chunk in chunks if chunk.samples]
+        if not sampling:
+            return ModelOutput([], StepTiming(0, 0, 0))
+        stops = accumulate(chunk.stop - chunk.start for chunk in chunks)
+        last = [stop - 1 for stop, chunk in zip(stops, chunks, strict=True) if chunk.samples]
+        states = states[upload(last, torch.int64, cache.device)]
+        # A step that runs ahead may have the target's states there already.
+        keeping = [
+            (row, chunk.sequence.block_ids[chunk.stop // block_size] * block_size + chunk.stop % block_size)
+            for row, chunk in enumerate(sampling)
+            if chunk.stop >= chunk.sequence.num_computed_tokens
+        ]
+        if keeping:
+            rows, slots = upload(keeping, torch.int64, cache.device).T
+            self._head.keep(states[rows], slots.contiguous(), cache)
+        found = sample(self._head.compute_logits(states), [chunk.sequence for chunk in sampling]).tolist()
+        failed = [chunk.sequence.sequence_id for chunk, one in zip(sampling, found, strict=True) if one < 0]
+        return ModelOutput(found, StepTiming(0, 0, 0), failed_sequence_ids=failed)

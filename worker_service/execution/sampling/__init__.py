@@ -1,0 +1,1 @@
+"""From logits to tokens: edits, forms, draws, log-probabilities, poolings and transcripts."""

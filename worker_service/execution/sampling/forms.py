@@ -1,0 +1,373 @@
+"""Holds outputs to their forms: which tokens may come next, found while the forward pass runs.
+
+A form is a grammar, which llguidance reads: an Earley parser above a lexer, walked along a trie of all tokens. A
+matcher has read an output's tokens so far, and knows which may follow. It is a function of these tokens, so it is made
+again wherever the sequence is: after a preemption, on another worker, in a resumed stream. Matchers are in a process of
+their own, form_process.py; a thread here speaks with it, and the device thread waits for that where it samples. The
+scheduler has checked the form.
+
+What a form costs is charged to its own output, and may end that output alone:
+
+- For one token it may take `MOST_SECONDS`. After that the process is killed, and another one goes on with the other
+  outputs. For `BAN_SECONDS` the same owner's new outputs of the form end at once. The evidence is of the form alone:
+  one token or mask took that long, whatever was read before. Outputs that have begun go on, until it happens again.
+- For all of its tokens it may take `MOST_LEFT`, and `TOKEN_SECONDS` more for each token.
+- What it has written is read anew where its sequence is new, in slices beside other outputs' masks. Its answers are
+  late until then, and it gains no token in those steps. Reading is charged half: it costs no more than it did the
+  first time, so it ends no output that has come so far.
+
+So a form keeps other outputs waiting for at most three times `MOST_SECONDS` in a step: for its mask, for the masks
+after guesses, and once more where it fails and is read anew, without guesses; and for `TOKEN_SECONDS` on average.
+Forms that are new to the process are compiled one or a few in a step, in half of the time at most; others are late.
+"""
+
+import contextlib
+import itertools
+import socket
+import time
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import structlog
+
+from pagewire_common.forms import MOST_SECONDS
+from pagewire_common.model_files.eos_tokens import eos_token_ids
+from pagewire_common.model_files.generation_config import FILE, GenerationConfig
+from pagewire_common.processes.child_process import start_child
+from worker_service.execution.sampling.form_process import FORK, HEAD, MOST_REASON, READY, SLICE_SECONDS, Work
+from worker_service.loading.files.json_file import read_json
+from worker_service.loading.tokenizer_files import eos_token_id
+from worker_service.session.session import NO_DRAFTS, ScheduledChunk, SequenceState
+
+log = structlog.get_logger()
+
+LOOK_SECONDS = 0.05
+DEAF_SECONDS = 10.0
+"""A process that neither computes nor answers for so long is stuck."""
+START_SECONDS = 60.0
+MOST_LEFT = 3.0
+"""Seconds of a processor that an output's form may take before its tokens have paid for more."""
+TOKEN_SECONDS = 0.01
+"""Three times what any of 420 forms took for a token: see `MOST_SECONDS`."""
+BAN_SECONDS = 60.0
+MOST_BANS = 1024
+
+
+class _Found(NamedTuple):
+    masks: npt.NDArray[np.uint8]
+    """[rows, bytes]"""
+    late: Set[int]
+    """Ids of sequences."""
+
+
+class FormMasks:
+    """The tokens that may come next in a step, of the sequences that have a form and sample, and after guesses."""
+
+    def __init__(self, rows: dict[tuple[int, int], int], found: "Future[_Found]") -> None:
+        self._rows = rows  # by sequence id and number of tokens
+        self._found = found
+
+    def of(self, sequences: Sequence[SequenceState]) -> npt.NDArray[np.uint8]:
+        """[sequences, bytes], a bit a token, the lowest of a byte first, once they are known.
+
+        A sequence whose form cannot go on has none, nor has one that is late.
+        """
+        return self._found.result().masks[[self._rows[one.sequence_id, len(one.token_ids)] for one in sequences]]
+
+    def late(self) -> Set[int]:
+        """Ids of the sequences that sample later: what they have written before is still being read."""
+        return self._found.result().late if self._rows else frozenset()
+
+
+@dataclass(slots=True, eq=False)
+class _Progress:
+    """How far an output has been read, and by which process. When it goes, its key is among those to forget."""
+
+    key: int
+    gone: deque[int]
+    reader: Connection | None = None
+    num_tokens: int = 0
+    """That the process was sent."""
+    num_masks: int = 0
+    """That its matcher has found."""
+    left: float = field(default_factory=lambda: MOST_LEFT)
+    """Seconds of a processor that its form may still take."""
+    is_over: bool = False
+    """Whether its form took too long."""
+    is_alone: bool = False
+    """Whether its form is compiled for it, and nothing guessed: outputs of one form, and guesses, share limits of the
+    library, and some have ended a reading of it."""
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether what its matcher says follows from its tokens alone: it was made for it, and has found no mask."""
+        return self.is_alone and not self.num_masks
+
+    def begin(self, reader: Connection) -> None:
+        """Read it anew, by a new matcher."""
+        self.reader, self.num_tokens, self.num_masks, self.left = reader, 0, 0, MOST_LEFT
+
+    def charge(self, seconds: float, num_tokens: int) -> None:
+        """So many tokens took so long."""
+        cost = seconds if self.num_masks else seconds / 2
+        self.left = min(self.left - cost + num_tokens * TOKEN_SECONDS, MOST_LEFT)
+
+    def __del__(self) -> None:
+        self.gone.append(self.key)
+
+
+class _Item(NamedTuple):
+    sequence_id: int
+    form: str
+    owner: bytes
+    progress: _Progress
+    token_ids: "array[int]"  # all of the output
+    samples: bool
+    guesses: "array[int]"
+
+
+class Forms:
+    """Speaks with the process that follows forms, for one model."""
+
+    def __init__(self, tokenizer: Path, vocabulary_size: int, ends: Sequence[int]) -> None:
+        self._arguments = [str(tokenizer), str(vocabulary_size), ",".join(map(str, ends))]
+        self._vocabulary_size = vocabulary_size
+        self._keys = itertools.count()
+        self._gone: deque[int] = deque()
+        # Until when, and how often, by hashes of `_ban`: a form may have 64 KiB.
+        self._bans: OrderedDict[int, tuple[float, int]] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, "forms")
+        self._reader: Connection | None = None
+        self._process: psutil.Process  # which knows if its id is another process's by now
+        self._start()
+
+    @classmethod
+    def load(cls, files: Sequence[Path], vocabulary_size: int) -> "Forms | None":
+        """None for a model without tokenizer or end of sequence. The process may still be starting: see `is_ready`."""
+        by_name = {file.name: file for file in files}
+        if "tokenizer.json" not in by_name:
+            return None
+        config, said = (read_json(by_name[name]) if name in by_name else None for name in ("config.json", FILE))
+        generation = GenerationConfig.read(config or {}, said, vocabulary_size)
+        ends = eos_token_ids(config or {}, generation, eos_token_id(list(files)))
+        return cls(by_name["tokenizer.json"].resolve(), vocabulary_size, ends) if ends else None
+
+    def is_ready(self) -> bool:
+        """Wait for the process. False if it cannot follow forms: of a tokenizer whose tokens are not bytes, say."""
+        try:
+            self._fork()
+        except OSError as error:
+            log.warning("outputs cannot be held to a form", reason=str(error))
+            return False
+        return True
+
+    def close(self) -> None:
+        """End the process; it ends with the worker anyway."""
+        self._thread.shutdown()
+        self._end()
+        self._control.close()
+        self._template.wait()
+
+    def begin(self, chunks: Sequence[ScheduledChunk]) -> FormMasks | None:
+        """Begin to find what may follow the tokens of those chunks that have a form; None if there are none.
+
+        It also reads the tokens of a sequence that samples later. All tokens must be known.
+        """
+        formed = [chunk for chunk in chunks if chunk.sequence.sampling.form]
+        if not formed:
+            return None
+        sampled = [
+            (sequence.sequence_id, len(sequence.token_ids) + number)
+            for sequence, *_, samples, drafts in formed
+            for number in range(samples + len(drafts))
+        ]
+        rows = {key: row for row, key in enumerate(sampled)}
+        items = [self._item(chunk) for chunk in formed]
+        return FormMasks(rows, self._thread.submit(self._find, items, len(rows)))
+
+    def _item(self, chunk: ScheduledChunk) -> _Item:
+        sequence = chunk.sequence
+        form, owner = sequence.sampling.form, sequence.sampling.form_owner
+        output = sequence.token_ids[sequence.num_prompt_tokens :]
+        progress = sequence.form_progress
+        if not isinstance(progress, _Progress):
+            progress = sequence.form_progress = _Progress(next(self._keys), self._gone)
+            progress.is_over = not output and self._is_banned(form, owner)
+        return _Item(sequence.sequence_id, form, owner, progress, output, chunk.samples, chunk.drafts)
+
+    # ---- on the thread
+
+    def _find(self, items: Sequence[_Item], num_rows: int) -> _Found:
+        """What `FormMasks` has."""
+        masks = np.zeros((num_rows, -(-self._vocabulary_size // 32) * 4), np.uint8)
+        late: set[int] = set()
+        ends = itertools.accumulate(item.samples + len(item.guesses) for item in items)
+        left = deque(
+            (item, masks[end - item.samples - len(item.guesses) : end]) for item, end in zip(items, ends, strict=True)
+        )
+        died: set[int] = set()  # what processes were at that have died
+        while left := deque(self._followed(left)):
+            again: list[tuple[_Item, npt.NDArray[np.uint8]]] = []
+            try:
+                reader = self._living_reader()
+            except OSError as error:
+                log.error("forms cannot be followed now", reason=str(error))
+                break
+            number = 0
+            try:
+                self._send(reader, [item for item, _ in left])
+                while left:
+                    item, rows = left[0]
+                    number, has_failed = 0, False
+                    used, began = _processor_seconds(self._process) if item.guesses else 0.0, time.monotonic()
+                    for number in range(1 + len(item.guesses)):
+                        if number and time.monotonic() - began > MOST_SECONDS:
+                            self._check_used(used)
+                        answer = self._receive(reader)
+                        seconds, num_read, is_late = HEAD.unpack_from(answer)
+                        if number == 0:
+                            item.progress.charge(seconds, num_read)
+                        mask = np.frombuffer(answer, np.uint8, offset=HEAD.size)
+                        if is_late and item.samples:
+                            late.add(item.sequence_id)
+                        elif item.samples and len(mask):
+                            rows[number] = mask
+                        elif item.samples and number == 0:
+                            has_failed = True
+                    left.popleft()  # from here on it is asked for again only if it is among those
+                    if item.progress.left < 0:
+                        self._end_output(item, f"its tokens take more than {TOKEN_SECONDS:g} s each")
+                        rows[:] = 0
+                        late.discard(item.sequence_id)
+                    elif has_failed and not item.progress.is_fresh:
+                        item.progress.reader, item.progress.is_alone = None, True
+                        again.append((item, rows))
+                    elif item.samples and item.sequence_id not in late:
+                        item.progress.num_masks += 1
+            except (OSError, EOFError) as error:  # it takes too long, or has died: of too much memory, perhaps
+                self._end()
+                item = left[0][0]
+                if isinstance(error, TimeoutError):
+                    self._ban(item, number > 0, str(error))
+                elif item.progress.key in died:
+                    if number:
+                        item.progress.is_alone = True
+                    else:
+                        self._end_output(item, "the process that follows it has died twice")
+                died.add(item.progress.key)
+            left.extend(again)
+        return _Found(masks, late)
+
+    def _followed(
+        self, items: Iterable[tuple[_Item, npt.NDArray[np.uint8]]]
+    ) -> Iterator[tuple[_Item, npt.NDArray[np.uint8]]]:
+        """Those that are not over, without guesses where what would follow these is not looked for."""
+        for item, rows in items:
+            if not item.progress.is_over and self._is_banned(item.form, item.owner, times=2):
+                self._end_output(item, "other outputs of the form have taken too long twice in a minute")
+            if not item.progress.is_over:
+                without = item.progress.is_alone or self._is_banned(item.form, item.owner, is_guess=True)
+                yield item._replace(guesses=NO_DRAFTS) if without else item, rows
+
+    def _send(self, reader: Connection, items: Sequence[_Item]) -> None:
+        work = []
+        for _, form, _, progress, token_ids, samples, guesses in items:
+            if is_new := progress.reader is not reader:
+                progress.begin(reader)
+            unread = token_ids[progress.num_tokens :]
+            work.append(Work(progress.key, form if is_new else "", unread, samples, guesses, progress.is_alone))
+            progress.num_tokens = len(token_ids)
+        gone = [self._gone.popleft() for _ in range(len(self._gone))]
+        reader.send((gone, work))
+
+    def _receive(self, reader: Connection) -> bytes:
+        """The next answer. Raises TimeoutError when the process computes too long for it, OSError when it is stuck."""
+        if not reader.poll(LOOK_SECONDS):
+            used, began = _processor_seconds(self._process), time.monotonic()
+            while not reader.poll(LOOK_SECONDS):
+                self._check_used(used - LOOK_SECONDS)
+                if time.monotonic() - began > DEAF_SECONDS:
+                    raise OSError(f"nothing was heard for {DEAF_SECONDS:g} s")
+        return reader.recv_bytes()
+
+    def _check_used(self, seconds: float) -> None:
+        """Raises TimeoutError when the process has used more than its share since it had used so many seconds."""
+        if _processor_seconds(self._process) - seconds > MOST_SECONDS + SLICE_SECONDS:
+            raise TimeoutError(f"it takes more than {MOST_SECONDS:g} s")
+
+    def _end_output(self, item: _Item, why: str) -> None:
+        item.progress.is_over = True
+        log.warning("an output has ended: its form cannot be followed", reason=why)
+
+    def _ban(self, item: _Item, is_guess: bool, why: str) -> None:
+        """For a while, not begin an output of this form and owner, and after the second time not go on with one; if it
+        `is_guess`, what was not chosen, only not guess."""
+        if not is_guess:
+            self._end_output(item, why)
+        times = 2 if self._is_banned(item.form, item.owner, is_guess=is_guess) else 1
+        self._bans[hash((item.form, item.owner, is_guess))] = time.monotonic() + BAN_SECONDS, times
+        if len(self._bans) > MOST_BANS:
+            self._bans.popitem(last=False)
+
+    def _is_banned(self, form: str, owner: bytes, *, is_guess: bool = False, times: int = 1) -> bool:
+        if not self._bans:
+            return False
+        until, so_often = self._bans.get(hash((form, owner, is_guess)), (0.0, 0))
+        return so_often >= times and until > time.monotonic()
+
+    # ---- the processes
+
+    def _living_reader(self) -> Connection:
+        """The process that follows forms, or a new one where there is none any more. Raises OSError."""
+        if self._reader is not None and self._reader.poll(0):  # nothing was asked: it is its end
+            self._end()
+        return self._reader or self._fork()
+
+    def _end(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+            with contextlib.suppress(psutil.Error):
+                self._process.kill()
+
+    def _start(self) -> None:
+        self._template, self._control = start_child("worker_service.execution.sampling.form_process", self._arguments)
+        self._control.settimeout(START_SECONDS)
+        self._has_started = False
+
+    def _fork(self) -> Connection:
+        """A new process that follows forms. Raises OSError."""
+        if self._template.poll() is not None and self._has_started:
+            self._control.close()
+            self._start()
+        if not self._has_started:
+            if (answer := self._control.recv(MOST_REASON)) != READY:
+                raise OSError(answer.decode(errors="replace") or "the process that follows forms has ended")
+            self._has_started = True
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [FORK], [theirs.fileno()])
+        reader = Connection(ours.detach())
+        if not reader.poll(DEAF_SECONDS):
+            raise OSError("the process that follows forms does not start")
+        with contextlib.suppress(psutil.Error):  # it has ended already, which is seen at the first message
+            self._process = psutil.Process(reader.recv())
+        self._reader = reader
+        return reader
+
+
+def _processor_seconds(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(times.user + times.system)

@@ -1,0 +1,107 @@
+"""What sampling parameters do to logits before a token is chosen: bans, biases and penalties.
+
+First, forms, allowed tokens, bad words and minimum length ban tokens. Then the bias is added. Then repetition,
+frequency and presence are penalised. Last come the rules of transcripts, which look at the logits. This file turns each
+row's parameters into places in the matrix of logits; `kernels.logit_edits` changes them, all rows at once.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels import logit_edits as kernel
+from kernels.upload import upload
+from worker_service.execution.sampling.forms import FormMasks
+from worker_service.execution.sampling.transcripts import edit_transcript
+from worker_service.session.session import SequenceState
+
+_Ids = npt.NDArray[np.int64]
+_Floats = npt.NDArray[np.float32]
+_Bits = npt.NDArray[np.uint8]
+
+
+def edit_logits(logits: Tensor, sequences: Sequence[SequenceState], masks: FormMasks | None = None) -> None:
+    """Edit in place. logits: [rows, vocabulary_size] float32, contiguous; sequences: one a row; masks: of those with a
+    form."""
+    formed = [row for row, sequence in enumerate(sequences) if sequence.sampling.form]
+    mask: _Bits = np.empty((0, 0), dtype=np.uint8)
+    if formed:
+        assert masks is not None
+        mask = masks.of([sequences[row] for row in formed])
+    restricted: list[int] = []
+    allowed: list[_Ids] = []
+    banned: list[_Ids] = []
+    biased: list[_Ids] = []
+    biases: list[_Floats] = []
+    seen: list[_Ids] = []
+    repetition: list[_Floats] = []
+    subtracted: list[_Floats] = []
+    for row, sequence in enumerate(sequences):
+        params, first = sequence.sampling, row * logits.shape[1]
+        if not params.edits_logits:
+            continue
+        if params.allowed_token_ids:
+            restricted.append(row)
+            allowed.append(np.frombuffer(params.allowed_token_ids, dtype=np.int64) + first)
+        if token_ids := _banned(sequence):
+            banned.append(np.array(token_ids, dtype=np.int64) + first)
+        if params.logit_bias:
+            biased.append(np.array([token_id for token_id, _ in params.logit_bias], dtype=np.int64) + first)
+            biases.append(np.array([bias for _, bias in params.logit_bias], dtype=np.float32))
+        if params.penalizes:
+            tokens, penalties = _penalties(sequence)
+            seen.append(tokens + first)
+            repetition.append(np.full(len(tokens), params.repetition_penalty, dtype=np.float32))
+            subtracted.append(penalties)
+
+    def whole(parts: Sequence[npt.NDArray[Any]], dtype: torch.dtype = torch.int64) -> Tensor:
+        numbers = np.concatenate(parts) if parts else ()
+        return upload(numbers, dtype, logits.device)
+
+    kernel.edit_logits(
+        logits,
+        kernel.LogitEdits(
+            masked=upload(formed, torch.int64, logits.device),
+            mask=upload(mask, torch.uint8, logits.device),
+            restricted=upload(restricted, torch.int64, logits.device),
+            allowed=whole(allowed),
+            banned=whole(banned),
+            biased=whole(biased),
+            biases=whole(biases, torch.float32),
+            seen=whole(seen),
+            repetition=whole(repetition, torch.float32),
+            subtracted=whole(subtracted, torch.float32),
+        ),
+    )
+    for row, sequence in enumerate(sequences):
+        if sequence.sampling.transcript is not None:
+            edit_transcript(logits[row], sequence)
+
+
+def _banned(sequence: SequenceState) -> list[int]:
+    params = sequence.sampling
+    banned = [word[-1] for word in params.bad_words if _ends_with(sequence.token_ids, word[:-1])]
+    if len(sequence.token_ids) - sequence.num_prompt_tokens < params.min_tokens:
+        banned.extend(params.eos_token_ids)
+    return banned
+
+
+def _penalties(sequence: SequenceState) -> tuple[_Ids, _Floats]:
+    """The tokens seen so far, and what is subtracted from each token's logit: frequency for each time that it was
+    output, and presence once if it was output. Repetition counts the prompt, too.
+    """
+    params = sequence.sampling
+    tokens = np.array(sequence.token_ids, dtype=np.int64)
+    seen = np.unique(tokens)
+    output, times = np.unique(tokens[sequence.num_prompt_tokens :], return_counts=True)
+    penalties = np.zeros(len(seen), dtype=np.float32)
+    penalties[np.searchsorted(seen, output)] = params.frequency_penalty * times + params.presence_penalty
+    return seen, penalties
+
+
+def _ends_with(token_ids: Sequence[int], suffix: Sequence[int]) -> bool:
+    return not suffix or tuple(token_ids[-len(suffix) :]) == tuple(suffix)

@@ -1,0 +1,73 @@
+"""Chooses one token for each row of logits.
+
+A row's token depends on its own logits, parameters, seed and tokens alone, never on its neighbours, so that a sequence
+samples the same alone and in a batch. Temperature 0 takes the largest logit; among equal ones, that of the lowest id.
+Above 0 a token is drawn as `argmax(logit / temperature + gumbel)` among the tokens that pass the filters. This file
+turns sequences into tensors; `kernels.sampling` computes. Nothing here waits for a GPU.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.noise import row_keys
+from kernels.sampling import Draws
+from kernels.sampling_ops import sampling_ops_for
+from kernels.upload import upload
+from worker_service.execution.sampling.forms import FormMasks
+from worker_service.execution.sampling.logit_edits import edit_logits
+from worker_service.session.session import SequenceState
+
+FAILED = -1
+"""In a token's place: the logits were not finite."""
+BARRED = -2
+"""In a token's place: the logits were finite, but the sequence's parameters or form leave none above -inf."""
+
+
+def sample(
+    logits: Tensor, sequences: Sequence[SequenceState], masks: FormMasks | None = None, *, may_edit: bool = False
+) -> Tensor:
+    """The new token of each row, [rows] int64 on the device of the logits; FAILED or BARRED where there is none.
+
+    logits: [rows, vocabulary_size], any float type, left as they are unless it `may_edit` them, which saves a copy;
+    sequences: one a row; masks: of those that have a form.
+    """
+    plain = [row for row, sequence in enumerate(sequences) if not sequence.sampling.edits_logits]
+    token_ids, finite = _choose(logits, sequences, plain)
+    if len(plain) < len(sequences):
+        edited = [row for row, sequence in enumerate(sequences) if sequence.sampling.edits_logits]
+        rows = upload(edited, torch.int64, logits.device)
+        changed = logits
+        if plain or not may_edit or logits.dtype is not torch.float32:
+            changed = logits.index_select(0, rows).to(torch.float32)  # by [rows] it took four times as long
+        choosers = [sequences[row] for row in edited]
+        edit_logits(changed, choosers, masks)
+        chosen, possible = _choose(changed, choosers, range(len(choosers)))
+        token_ids[rows] = chosen.masked_fill_(~possible, BARRED)
+    return token_ids.masked_fill_(~finite, FAILED)
+
+
+def _choose(logits: Tensor, sequences: Sequence[SequenceState], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Every row's token, drawn if the row is in `rows` and has a temperature, and whether the row allows any."""
+    ops = sampling_ops_for(logits.device)
+    token_ids, largest = ops.greedy(logits)
+    drawing = [row for row in rows if sequences[row].sampling.temperature]
+    if drawing:
+        draws = _draws(sequences, drawing, logits.device)
+        token_ids[draws.rows] = ops.draw(logits, largest, draws)
+    return token_ids, largest.isfinite()
+
+
+def _draws(sequences: Sequence[SequenceState], rows: Sequence[int], device: torch.device) -> Draws:
+    params = [sequences[row].sampling for row in rows]
+    keys = row_keys(
+        torch.tensor([param.seed - (param.seed >> 63 << 64) for param in params]),
+        torch.tensor([param.index for param in params]),
+        torch.tensor([len(sequences[row].token_ids) for row in rows]),
+    )
+    whole = torch.stack((torch.tensor(rows), keys, torch.tensor([param.top_k for param in params])))
+    fractions = [[param.temperature, param.min_p, param.top_p] for param in params]
+    row_ids, keys, top_k = upload(whole, torch.int64, device)
+    temperature, min_p, top_p = upload(fractions, torch.float32, device).T.contiguous()
+    return Draws(row_ids, keys, temperature, min_p, top_k, top_p)

@@ -1,0 +1,1 @@
+"""What a worker builds and measures before its first step."""

@@ -1,0 +1,140 @@
+"""What a device has room for: the weights, and then as many KV cache blocks as its share of memory holds.
+
+Blocks are counted after the weights are loaded and the largest step is known to fit. A cache that is too small for one
+sequence of the model's full length is refused: such a request would be accepted and could never be served.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import torch
+
+from kernels.backends import ops_for
+from pagewire_common.start_error import StartError
+from worker_service.execution.cache.cache_engine import CacheShape
+from worker_service.parallel.ranks import ALONE, Ranks
+from worker_service.settings import WorkerSettings
+
+_CPU_SHARE = 4
+"""A quarter of a machine's free memory, because other workers and processes need memory too."""
+_GIB = 2**30
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def check_room_for_weights(
+    device: torch.device, dtype: torch.dtype, sizes: Sequence[int], ranks: Ranks = ALONE
+) -> None:
+    """Raise StartError where weights of these bytes cannot be allocated, before a machine is slowed down by trying.
+
+    sizes: of this rank's weights of this dtype. On a CPU there must be room for the weights of all ranks.
+    """
+    num_bytes = sum(sizes)
+    if device.type == "cpu":
+        # A weight and its packed form exist at the same time, and an embedding that is also the head of logits stays in
+        # both where rows cannot be read from the packed one. It is among the largest weights, and may be in float32.
+        num_bytes += max(sizes) * ops_for(device).wide_itemsize(dtype) // dtype.itemsize
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_host_bytes()
+    if device.type == "cpu":
+        num_bytes = sum(ranks.gather_numbers(num_bytes))
+    if num_bytes > free:
+        raise StartError(
+            f"the weights take {num_bytes / _GIB:.2f} GiB, and {device.type} has {free / _GIB:.2f} GiB of memory free; "
+            "choose a smaller model or a --dtype of fewer bits, or free some memory"
+        )
+
+
+def count_device_blocks(
+    device: torch.device,
+    shapes: Sequence[CacheShape],
+    max_model_len: int,
+    sliding_window: int,
+    settings: WorkerSettings,
+    ranks: Ranks = ALONE,
+    least_model_len: int | None = None,
+) -> int:
+    """As many as the operator says, else as many as fit. Raises StartError where one sequence does not fit.
+
+    least_model_len: tokens of a sequence for which there must be room, if these are fewer than `max_model_len`.
+
+    shapes: of this rank's part of a block in each pool; all pools and all ranks have as many blocks. sliding_window:
+    the scheduler gives back blocks behind it; 0 for none.
+    """
+    if settings.num_device_blocks is not None:
+        return settings.num_device_blocks
+    block_size, own_bytes = shapes[0].block_size, sum(shape.block_bytes for shape in shapes)
+
+    def blocks_for(num_tokens: int) -> int:
+        blocks = -(-num_tokens // block_size)
+        if not sliding_window:
+            return blocks
+        return min(blocks, (sliding_window + settings.max_num_batched_tokens - 3) // block_size + 2)
+
+    needed, least_model_len = blocks_for(max_model_len), min(max_model_len, least_model_len or max_model_len)
+    block_bytes = sum(ranks.gather_numbers(own_bytes))
+    if settings.kv_cache_memory is not None:
+        share = int(settings.kv_cache_memory * _GIB)
+        if device.type == "cpu" and share > (free := _free_host_bytes()):
+            raise StartError(
+                f"--kv-cache-memory is {settings.kv_cache_memory:g}, and {free / _GIB:.2f} GiB of memory are free"
+            )
+        count = share // block_bytes
+    elif device.type == "cuda":
+        count = _free_cuda_bytes(device, settings.gpu_memory_utilization) // own_bytes
+    else:
+        count = min(_free_host_bytes() // _CPU_SHARE // block_bytes, settings.max_num_seqs * needed)
+    count = min(ranks.gather_numbers(count))
+    if count < (least := blocks_for(least_model_len)):
+        raise StartError(_too_little(device, block_size, block_bytes, least_model_len, max(count, 0), least))
+    return count
+
+
+def _too_little(
+    device: torch.device, block_size: int, block_bytes: int, max_model_len: int, count: int, needed: int
+) -> str:
+    flags = "--gpu-memory-utilization or --kv-cache-memory" if device.type == "cuda" else "--kv-cache-memory"
+    less = f" to at most {count * block_size}" if count else ""
+    return (
+        f"the KV cache on {device.type} has room for {count} blocks ({count * block_bytes / _GIB:.3g} GiB), and "
+        f"one sequence of {max_model_len} tokens needs {needed} ({needed * block_bytes / _GIB:.3g} GiB); "
+        f"raise {flags}, or lower --max-model-len{less}"
+    )
+
+
+def _free_cuda_bytes(device: torch.device, utilization: float) -> int:
+    """The bytes of our share of the GPU that remain beside the highest use so far, our own and other processes'."""
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return int(utilization * total) - others - torch.cuda.max_memory_allocated(device)
+
+
+def _free_host_bytes() -> int:
+    """The bytes that the machine has available, or that the control group still allows if these are fewer."""
+    available = int(psutil.virtual_memory().available)
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return available
+    return available if limit == "max" else max(0, min(available, int(limit) - used + _reclaimable_bytes()))
+
+
+def _reclaimable_bytes() -> int:
+    """Bytes of the control group's usage that are cached, inactive file pages, such as weights that have been read."""
+    try:
+        lines = (_CGROUP / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+
+
+def give_freed_memory_back() -> None:
+    """Have the C library return to the system what was freed but lies among what is used.
+
+    glibc keeps blocks of up to 32 MiB for itself, once one as large was freed: 235 MiB after 1.5 billion weights were
+    packed, where they and all else took 1,360.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,339 @@
+"""A checkpoint that has been opened, and what this rank makes of it: a network with its weights on a device."""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+
+from kernels.backends import EAGER, backend_name, ops_for
+from kernels.float8 import FLOAT8, FLOAT8_CAPABILITY
+from kernels.narrow_cache import SCALE_BYTES, is_narrow
+from kernels.reference import W8A8_GROUP, WEIGHT_GROUP
+from pagewire_common.start_error import StartError
+from worker_service.errors import is_out_of_memory
+from worker_service.execution.adapters.adapters import AdapterRoom, Adapters
+from worker_service.execution.cache.cache_engine import CacheShape
+from worker_service.execution.startup.capacity import give_freed_memory_back
+from worker_service.loading.checkpoint import Checkpoint
+from worker_service.loading.dummy_weights import DummyWeights
+from worker_service.loading.gguf.blocks import GgufBlocks
+from worker_service.loading.model_store import find_model
+from worker_service.loading.quantized.packed_weights import PackedWeights
+from worker_service.loading.sentence_files import SentenceSettings
+from worker_service.loading.tokenizer_files import check_tokenizer, find_tokenizer_files
+from worker_service.models.causal_model import Fill, Loadable
+from worker_service.models.decoders.decoder_config import DecoderConfig
+from worker_service.models.decoders.shard import part_of
+from worker_service.models.layers.linear import NONE_QUANTIZED, Quantization, Quantized, can_pack, head_quantization
+from worker_service.models.registry import AnyConfig, build_encoder, build_encoder_decoder, build_model, read_config
+from worker_service.parallel.cut import Cut
+from worker_service.parallel.ranks import Ranks
+from worker_service.progress import byte_progress
+from worker_service.settings import WorkerSettings
+
+log = structlog.get_logger()
+
+NO_ADAPTERS = AdapterRoom()
+_CACHE_TYPES = {"int8": torch.int8, "fp8": FLOAT8}
+_QUANTIZED_SHARE = 5 / 8
+"""Of 16 bits, at most: a number of 8 bits and, for every 16, two of 16 bits."""
+_INT4_SHARE = 3 / 8
+"""Of 16 bits, at most: a number of 4 bits and, for every 32, two of 16 bits."""
+_LAYER = re.compile(r"model\.layers\.\d+\.")
+
+
+@dataclass(frozen=True)
+class Network:
+    """Nothing of it is in memory until `load`."""
+
+    model_id: str
+    checkpoint: Checkpoint
+    tokenizer_files: list[Path]
+    config: AnyConfig
+    dtype: torch.dtype
+    shape: CacheShape
+    """Of this rank's part of a block."""
+    cuts: Mapping[str, Cut]
+    device: torch.device
+    ranks: Ranks
+    quantization: Quantization
+    sentences: SentenceSettings
+    batch_invariant: bool = False
+    """As `ops_for` has it."""
+
+    @classmethod
+    def open(cls, name: str, settings: WorkerSettings, device: torch.device, ranks: Ranks) -> "Network":
+        """Find a model, downloading and converting it where needed. Raises StartError."""
+        cache, is_dummy = settings.cache.expanduser(), settings.load_format == "dummy"
+        source = find_model(name, cache, with_weights=not is_dummy)
+        checkpoint = Checkpoint(source.path, DummyWeights(device) if is_dummy else None)
+        config = _read_config(checkpoint)
+        config = config.untied(checkpoint.own(config.tied))
+        dtype = checkpoint.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
+        num_kv_heads, cuts = part_of(config, ranks)
+        otherwise = "LAST" if config.num_layers else "MEAN"
+        tokenizer_files = find_tokenizer_files(source.path, cache, may_lack=is_dummy)
+        check_tokenizer(tokenizer_files, config.vocabulary_size)
+        return cls(
+            source.model_id,
+            checkpoint,
+            tokenizer_files,
+            config,
+            dtype,
+            CacheShape(
+                config.num_layers,
+                settings.block_size,
+                num_kv_heads,
+                config.head_dim,
+                _CACHE_TYPES.get(settings.kv_cache_dtype, dtype),
+            ),
+            cuts,
+            device,
+            ranks,
+            settings.quantization,
+            SentenceSettings.read(source.path, otherwise, checkpoint.config, getattr(config, "num_labels", 0)),
+            settings.batch_invariant,
+        )
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether it reads texts whole and keeps no keys and values."""
+        return self.config.num_layers == 0
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest text by its files: those of a sentence-transformer may say fewer than config.json."""
+        return min(self.config.max_model_len, self.sentences.max_length or self.config.max_model_len)
+
+    @property
+    def unscaled_len(self) -> int:
+        """Tokens of the longest text by config.json's max_position_embeddings, whatever scales positions."""
+        stated = self.checkpoint.config.get("max_position_embeddings")
+        return min(self.config.max_model_len, stated or self.config.max_model_len)
+
+    @property
+    def max_encoder_len(self) -> int:
+        """Tokens that an encoder beside the decoder reads; 0 without one."""
+        return getattr(self.config, "max_encoder_len", 0)
+
+    def check(self, room: AdapterRoom = NO_ADAPTERS) -> list[int]:
+        """The bytes that each part of its weights takes at most. Raises StartError where they cannot be loaded;
+        allocates no memory.
+
+        room: for adapters, which counts as well.
+        """
+        model = self._build(torch.device("meta"))
+        blueprint = model.checkpoint_tensors()
+        self.checkpoint.check(blueprint, self.cuts)
+        self.checkpoint.check_none_left({*blueprint, *self.config.tied}, self.config.ignored_tensors)
+        if self.batch_invariant:
+            self._check_invariance()
+        self._check_quantization()
+        self._check_cache()
+        return [*self._sizes(blueprint), Adapters(model, room).num_bytes]
+
+    def _sizes(self, blueprint: Mapping[str, torch.Tensor]) -> list[int]:
+        """The bytes of each tensor as it is held, and of those of a layer while they are packed."""
+        stored, floats = self._quantized(), defaultdict[str, list[int]](list)
+        share = _INT4_SHARE if self.quantization == "int4" else _QUANTIZED_SHARE
+        block = None if self.checkpoint.packed is None else self.checkpoint.packed.config.block
+        widens = (self.quantization == "fp8" or self._is_stored_in_fp8) and not self._has_float8
+        sizes = []
+        for name, tensor in blueprint.items():
+            layer = _LAYER.match(name)
+            packs = self.quantization not in ("none", "gguf") and layer is not None
+            if layer is not None and packs:
+                floats[layer[0]].append(tensor.nbytes)
+            is_narrow = tensor.dim() == 2 and (packs or name in stored) and not widens
+            num_scales = tensor.numel() // block[1] if block is not None and name in stored else 0
+            sizes.append(int(tensor.nbytes * (share if is_narrow else 1)) + 4 * num_scales)
+        return [*sizes, *max(floats.values(), key=sum, default=[])]
+
+    def _build(self, device: torch.device, fill: Fill | None = None) -> Loadable:
+        if self.is_encoder or self.max_encoder_len:
+            build = build_encoder if self.is_encoder else build_encoder_decoder
+            try:
+                return build(self.config, self.dtype, device)
+            except Exception as error:  # its code takes any value, until one makes no sense
+                if is_out_of_memory(error):
+                    raise
+                file = self.checkpoint.path / "config.json"
+                raise StartError(f"{file} describes no network: {type(error).__name__}: {error}") from error
+        return build_model(self.config, self.dtype, device, self.ranks, batch_invariant=self.batch_invariant, fill=fill)
+
+    def fingerprint(self) -> str:
+        """Of the whole model, whatever this rank's part is. Several threads read the files, so that loading finds them
+        in memory.
+
+        Weights that are rounded in another way count as other weights: workers that round differently do not serve
+        together.
+        """
+        scheme: str = self.quantization
+        if self.quantization != "none":
+            head = head_quantization(self.device, self.dtype, self.quantization)
+            group = {"fp8": "output", "w8a8": W8A8_GROUP}.get(self.quantization, WEIGHT_GROUP)
+            scheme += f" by {group}" if head == self.quantization else f" by {group}, head {head}"
+        if self.quantization == "gguf":
+            scheme += f" with units {self._gguf_blocks.digest()}"
+        if self._packs_stored:
+            scheme = f"as stored, inputs by {WEIGHT_GROUP} and {W8A8_GROUP}"
+        if self.shape.dtype is not self.dtype:
+            scheme += f", {self.shape.dtype} cache"
+        if self.batch_invariant:
+            scheme += ", batch-invariant"
+        if (self.checkpoint.path / "modules.json").is_file():
+            scheme += f" {self.sentences}"
+        return self.checkpoint.fingerprint(self.tokenizer_files, self.dtype, scheme)
+
+    def load(self, room: AdapterRoom = NO_ADAPTERS) -> tuple[Any, Adapters]:
+        """The network, of the kind that `config` says. Raises StartError, and what torch raises where there is no room
+        for it."""
+        quantized = self._quantized()
+        with byte_progress("loading weights") as progress:
+
+            def fill(places: Mapping[str, torch.Tensor]) -> None:
+                give_freed_memory_back()  # of the layer before
+                self.checkpoint.load_into(places, self.cuts)
+                progress.update(sum(place.nbytes for place in places.values()))
+
+            model = self._build(self.device, fill)
+            tensors = _widened(model.checkpoint_tensors(), quantized)
+            progress.reset(sum(tensor.nbytes for tensor in tensors.values()))
+            fill({name: tensor for name, tensor in tensors.items() if not tensor.is_meta})
+            adapters = Adapters(model, room, self.cuts)
+            try:
+                model.pack(self.quantization, quantized)
+            except ValueError as error:
+                which = self.checkpoint.path if self.checkpoint.packed else f"--quantization {self.quantization}"
+                raise StartError(f"{which}: {error}") from error
+        give_freed_memory_back()
+        return model, adapters
+
+    @property
+    def _packs_stored(self) -> bool:
+        """Whether weights that are stored quantised are multiplied as they are, rather than widened."""
+        packed = self.checkpoint.packed
+        if packed is None or not isinstance(self.config, DecoderConfig):
+            return False
+        if self._stacks_experts and (packed.stores_input_scales or not self._has_whole_stacks(packed)):
+            return False
+        return all(self._can_pack(scheme) for scheme in packed.schemes)
+
+    @property
+    def _stacks_experts(self) -> bool:
+        """Whether there are experts, which are multiplied in one launch."""
+        assert isinstance(self.config, DecoderConfig)
+        return ops_for(self.device).GROUPED_PRODUCTS and any(layer.mixture for layer in self.config.layers)
+
+    def _has_whole_stacks(self, packed: PackedWeights) -> bool:
+        """Whether all experts of a layer are stored quantised, or none."""
+        assert isinstance(self.config, DecoderConfig)
+        counts = Counter(found[0] for name in packed if ".experts." in name and (found := _LAYER.match(name)))
+        mixtures = {f"model.layers.{n}.": layer.mixture for n, layer in enumerate(self.config.layers) if layer.mixture}
+        return all(counts[name] in (0, 3 * mixture.num_experts) for name, mixture in mixtures.items())
+
+    def _can_pack(self, scheme: Quantization) -> bool:
+        """Of a network that runs natively."""
+        if self._stacks_experts and not (scheme == "fp8" and self._has_float8):
+            return False
+        return can_pack(self.device, self.dtype, scheme)
+
+    def _quantized(self) -> Quantized:
+        if self._packs_stored and self.checkpoint.packed is not None:
+            return self.checkpoint.packed
+        return self._gguf_blocks if self.quantization == "gguf" else NONE_QUANTIZED
+
+    @cached_property
+    def _gguf_blocks(self) -> GgufBlocks:
+        return GgufBlocks(self.checkpoint.path)
+
+    @property
+    def _is_stored_in_fp8(self) -> bool:
+        return self.checkpoint.packed is not None and "fp8" in self.checkpoint.packed.schemes
+
+    @property
+    def _has_float8(self) -> bool:
+        """Whether the device has numbers of fp8, and products of them."""
+        return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= FLOAT8_CAPABILITY
+
+    def _check_invariance(self) -> None:
+        if not isinstance(self.config, DecoderConfig):
+            raise StartError(f"--batch-invariant is for the families that run natively, and {self.model_id} is of none")
+        if self.ranks.size > 2:
+            raise StartError(
+                f"--tensor-parallel-size is {self.ranks.size}; with --batch-invariant it is at most 2, because a "
+                "library chooses the order in which more processes' sums are added up"
+            )
+        if backend_name(self.device) == EAGER:
+            raise StartError("--batch-invariant needs compiled kernels, and eager torch computes here")
+        is_narrow_anywhere = self.quantization != "none" or self._is_stored_in_fp8 or self.shape.dtype is not self.dtype
+        if self.device.type != "cpu" and is_narrow_anywhere:
+            raise StartError("--batch-invariant is for weights and caches of --dtype, where a GPU computes")
+
+    def _check_cache(self) -> None:
+        if self.shape.dtype is FLOAT8 and not self._has_float8:
+            raise StartError(
+                "--kv-cache-dtype fp8 is for GPUs of compute capability 8.9 or later; int8 is for all devices"
+            )
+        if self.device.type != "cpu" and is_narrow(self.shape.dtype) and self.shape.head_dim % SCALE_BYTES:
+            raise StartError(
+                f"--kv-cache-dtype: {self.model_id} has heads of {self.shape.head_dim} numbers, which must be a "
+                f"multiple of {SCALE_BYTES} on a GPU"
+            )
+
+    def _check_quantization(self) -> None:
+        """Packs small weights to find out whether such weights can be packed, before any are loaded."""
+        if self.checkpoint.packed is not None:
+            if self.quantization != "none":
+                raise StartError(
+                    f"--quantization {self.quantization}: those of {self.model_id} are stored quantised already"
+                )
+            if self.ranks.size > 1:
+                raise StartError("--tensor-parallel-size: weights that are stored quantised cannot be cut")
+            if (family := self.checkpoint.config.get("model_type")) in _TRANSPOSED:
+                raise StartError(
+                    f"weights of {family} that are stored quantised are not read: its layers are transposed"
+                )
+            if not self._packs_stored:
+                log.warning(f"the quantised weights are widened to {self.dtype}: these kernels do not multiply by them")
+        if self.quantization == "none":
+            return
+        if not isinstance(self.config, DecoderConfig):
+            raise StartError(f"--quantization {self.quantization} is for the families that run natively")
+        if self.quantization in ("fp8", "w8a8") and self.ranks.size > 1:
+            raise StartError(
+                f"--quantization {self.quantization} is for workers of one process: parts of a row would have other "
+                "scales"
+            )
+        if not self._can_pack(self.quantization):
+            if self.quantization == "fp8":
+                raise StartError(
+                    "--quantization fp8 of experts is for CPUs and GPUs of compute capability 8.9 or later"
+                )
+            machine = "a CPU with AVX-512 BF16" if self.quantization == "int8" else "a CPU"
+            raise StartError(f"--quantization {self.quantization} needs bfloat16, compiled kernels, and {machine}")
+        if self.quantization == "gguf" and self.ranks.size > 1:
+            raise StartError("--quantization gguf is for workers of one process: its blocks cannot be cut")
+
+
+_TRANSPOSED = ("gpt2", "openai-gpt")
+"""Families whose layers are stored as [inputs, outputs], and quantised the other way around."""
+
+
+def _widened(tensors: Mapping[str, torch.Tensor], quantized: Quantized) -> dict[str, torch.Tensor]:
+    """Those that are needed in floating point: all but matrices."""
+    return {name: tensor for name, tensor in tensors.items() if name not in quantized or tensor.dim() != 2}
+
+
+def _read_config(checkpoint: Checkpoint) -> AnyConfig:
+    file = checkpoint.path / "config.json"
+    try:
+        return read_config(checkpoint.config)
+    except Exception as error:  # a config is untrusted, and the code that reads it may raise anything
+        raise StartError(f"{file}: {str(error) or type(error).__name__}") from error

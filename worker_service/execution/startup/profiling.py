@@ -1,0 +1,128 @@
+"""A forward pass with made-up tokens before the worker serves: how fast it is, and how much memory it takes.
+
+On a GPU the pass has as many tokens and sequences as a step can have, because its peak memory decides how many blocks
+fit; its contexts are short. On a CPU the cache is a share of free memory instead, and a small pass tells the speed
+without delaying the start.
+"""
+
+from array import array
+from typing import TYPE_CHECKING
+
+import torch
+
+from worker_service.execution.cache.cache_engine import CacheEngine, CacheShape
+from worker_service.execution.steps.encoder_decoder_runner import EncoderDecoderRunner
+from worker_service.execution.steps.model_runner import ModelRunner, Runner
+from worker_service.models.causal_model import CausalModel
+from worker_service.session.session import ScheduledChunk, SequenceState
+from worker_service.session.step import TOKENS, PoolingParams, PoolingType, SamplingParams, SchedulerOutput
+
+if TYPE_CHECKING:
+    from worker_service.models.encoders.encoder_decoder import EncoderDecoder  # which imports transformers
+
+_CPU_TOKENS = 256
+"""Tokens of the pass on a CPU: 0.2 s for the default model on two cores, where 2,048 tokens take two seconds."""
+
+
+def measure_prefill(
+    model: CausalModel,
+    shape: CacheShape,
+    device: torch.device,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+) -> int:
+    """Tokens a second of a step of `max_num_batched_tokens` tokens that samples for `max_num_seqs` sequences.
+
+    On a GPU, torch's peak of allocated memory afterwards covers such a step. Raises torch's OutOfMemoryError where it
+    does not fit.
+    """
+    num_tokens = max_num_batched_tokens if device.type == "cuda" else min(max_num_batched_tokens, _CPU_TOKENS)
+    num_seqs = min(max_num_seqs, num_tokens) if device.type == "cuda" else 1
+    lengths = [num_tokens // num_seqs + (number < num_tokens % num_seqs) for number in range(num_seqs)]
+    longest = min(max(lengths), model.config.max_model_len)
+    blocks = range(-(-longest // shape.block_size))
+    # All sequences write the same blocks, because the results do not matter.
+    chunks = [
+        ScheduledChunk(
+            SequenceState(
+                sequence_id=number,
+                token_ids=array(TOKENS, bytes(8 * min(length, longest))),
+                num_prompt_tokens=1,
+                num_computed_tokens=0,
+                block_ids=array(TOKENS, blocks),
+                sampling=SamplingParams(temperature=1.0, top_p=0.9),
+            ),
+            start=0,
+            stop=min(length, longest),
+            samples=True,
+        )
+        for number, length in enumerate(lengths)
+    ]
+    return _speed(ModelRunner(model, CacheEngine(shape, len(blocks), 0, device)), chunks)
+
+
+def measure_encoder_decoder(
+    model: "EncoderDecoder", shape: CacheShape, device: torch.device, max_num_batched_tokens: int
+) -> int:
+    """The same for an encoder and a decoder, the tokens of both together.
+
+    One input is read, because encoders read one after the other; a sound is never shorter than it can be.
+    """
+    config, is_cuda = model.config, device.type == "cuda"
+    is_whole = is_cuda or config.feature_bytes > 0
+    num_encoder_tokens = config.max_encoder_len if is_whole else min(config.max_encoder_len, _CPU_TOKENS)
+    most = max_num_batched_tokens if is_cuda else min(max_num_batched_tokens, _CPU_TOKENS)
+    num_tokens = min(config.max_model_len, most)
+    encoder = SequenceState(
+        sequence_id=0,
+        token_ids=array(TOKENS, bytes(8 * num_encoder_tokens)),
+        num_prompt_tokens=num_encoder_tokens,
+        num_computed_tokens=0,
+        block_ids=array(TOKENS, range(-(-num_encoder_tokens // shape.block_size))),
+        sampling=SamplingParams(),
+        is_encoder=True,
+    )
+    first = len(encoder.block_ids)
+    decoders = [
+        SequenceState(
+            sequence_id=1 + number,
+            token_ids=array(TOKENS, bytes(8 * num_tokens)),
+            num_prompt_tokens=1,
+            num_computed_tokens=0,
+            block_ids=array(TOKENS, range(first, first - (-num_tokens // shape.block_size))),
+            sampling=SamplingParams(temperature=1.0, top_p=0.9),
+            encoder=encoder,
+        )
+        for number in range(most // num_tokens if is_cuda else 1)
+    ]
+    chunks = [ScheduledChunk(encoder, 0, num_encoder_tokens, False)]
+    chunks += [ScheduledChunk(decoder, 0, num_tokens, True) for decoder in decoders]
+    cache = CacheEngine(shape, first + len(decoders[0].block_ids), 0, device)
+    encoder.features = bytes(config.feature_bytes)
+    return _speed(EncoderDecoderRunner(model, cache), chunks)
+
+
+def measure_encoder(runner: Runner, max_model_len: int, max_num_batched_tokens: int, num_labels: int = 0) -> int:
+    """The same for an encoder: of texts as long as it reads, on a GPU as many as a step can have."""
+    pooling = PoolingParams(type=PoolingType.SCORE if num_labels else PoolingType.CLS, dimensions=max(1, num_labels))
+    num_tokens = max_num_batched_tokens if runner.device.type == "cuda" else _CPU_TOKENS
+    length = min(max_model_len, num_tokens)
+    states = [
+        SequenceState(
+            sequence_id=number,
+            token_ids=array(TOKENS, bytes(8 * length)),
+            num_prompt_tokens=length,
+            num_computed_tokens=0,
+            block_ids=array(TOKENS),
+            sampling=SamplingParams(pooling=pooling),
+        )
+        for number in range(num_tokens // length)
+    ]
+    return _speed(runner, [ScheduledChunk(state, start=0, stop=length, samples=True) for state in states])
+
+
+def _speed(runner: Runner, chunks: list[ScheduledChunk]) -> int:
+    nothing_to_move = SchedulerOutput(epoch=0, step_id=0)
+    runner.execute(nothing_to_move, chunks)  # the first pass also pays for lazy loading and choices
+    timing = runner.execute(nothing_to_move, chunks).timing
+    return round(sum(chunk.stop for chunk in chunks) * 1e6 / max(timing.forward_us, 1))

@@ -1,0 +1,1 @@
+"""One step on the device: batches, forward passes, recorded graphs."""

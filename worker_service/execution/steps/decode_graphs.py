@@ -1,0 +1,203 @@
+"""Steps as CUDA graphs: a forward pass of hundreds of kernels is launched at once.
+
+On an H200 a decode of an 8-billion-parameter Llama takes 4.5 ms as a graph and 12.2 ms when each kernel is launched
+from Python. One graph is captured for each of a few numbers of rows. Every token has a row, so a step that verifies
+guesses, and one with a short prompt or a prompt's last tokens beside decodes, is replayed from the same graphs. The
+largest comes first, so that the others reuse its memory. Logits and sampling stay outside, because the rows that need
+them change from step to step.
+
+What adapters add takes two more kernels for each product, 256 in a pass of 32 layers. Where a worker has slots for
+adapters there are therefore two graphs of each size, one with these kernels and one without, so that a step of the base
+alone launches none of them. The two share inputs and memory: the second costs the time of its capture, and what the
+driver keeps of its launches. No launch depends on the adapters: slots and ranks are read on the device.
+
+From 8 rows on, each size has two graphs where kernels read a shared prefix once for all its rows
+(`worker_service.execution.cache.shared_prefixes`): one for steps whose rows share enough, with one more launch a layer,
+and one for all other steps. The tokens of a question behind a long prompt are such rows too. Steps that
+are launched kernel by kernel share nothing: without a graph a step loses more than it could gain.
+"""
+
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels.backends import EAGER, backend_name, ops_for
+from kernels.metadata import PART_KEYS
+from kernels.narrow_cache import is_narrow
+from worker_service.execution.cache.cache_engine import CacheEngine
+from worker_service.execution.cache.shared_prefixes import SharedInputs
+from worker_service.execution.steps.decode_inputs import DecodeInputs, UnseenTokens
+from worker_service.models.causal_model import CausalModel, ModelConfig
+from worker_service.models.decoders.decoder_config import DecoderConfig
+from worker_service.progress import count_progress
+from worker_service.session.session import ScheduledChunk
+from worker_service.settings import WorkerSettings
+
+_PROMPT_ROWS = 256
+"""Rows of the largest graph, where a step can have as many tokens and `max_num_seqs` is less. Twice as many keep the
+tensor cores of an H200 busy for as long as the launches of such a Llama take. Not measured."""
+_MOST_READ_AGAIN = 1 << 28
+"""Bytes of a layer's keys and values that the rows of a step may read beyond those that its sequences have: a prompt of
+360 tokens reads as much where a token has 4 KiB, as in that Llama.
+
+Rows of one sequence each read its context, which an eager pass reads once for several rows. Launched one by one, the
+kernels of a layer take 0.24 ms more of an H200's time, in which its memory reads 1 GB. A fourth of that: other GPUs
+have less bandwidth, and caches make up for some of it. Not measured.
+"""
+
+_FEWEST_SHARING = 8
+"""Rows of a step that may share what they attend to. Not measured."""
+_MOST_SHARED_BYTES = 1 << 27
+"""Of what a step's rows keep of the parts that they share, in float32: 32 parts of 512 tokens for 256 rows of 32 heads
+of 128. Behind these parts each row attends alone."""
+_LEAST_SAVED = 1 << 24
+"""Bytes of a layer's keys and values that rows need not read again. A GPU reads them in 4 to 8 µs, which is about what
+another launch and the results of parts cost. Not measured."""
+
+Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
+"""Takes a computation, and returns a function that repeats it over the same memory and the result, which each call
+overwrites."""
+
+
+class DecodeGraphs:
+    """The graphs of one model over one cache; the cache's memory must stay where it is."""
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        model: CausalModel,
+        cache: Tensor,
+        max_num_rows: int,
+        max_model_len: int,
+        *,
+        has_adapters: bool = False,
+        record: Record | None = None,
+    ) -> None:
+        """Capture them.
+
+        cache: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]; max_num_rows: of the largest graph, one
+        for each sequence of a step at least; has_adapters: whether the model has slots for them; record: in place of
+        capturing.
+        """
+        self._inputs = DecodeInputs(max_num_rows, max_model_len, cache.shape[3], cache.device)
+        # Of the heads of all ranks, which must decide alike: they sum up over equally many rows, padding included.
+        token_bytes = 2 * model.config.num_kv_heads * model.config.head_dim * cache.itemsize
+        self._most_read_again = _MOST_READ_AGAIN // token_bytes
+        self._shared = _shared_inputs(model, cache, max_num_rows, max_model_len)
+        self._graphs: dict[tuple[int, bool, bool], tuple[Callable[[], object], Tensor]] = {}
+        record = record or _CudaGraphs(cache.device)
+        kinds = [
+            (size, adapts, shares)
+            for size in reversed(self._inputs.sizes)
+            for adapts in ((True, False) if has_adapters else (False,))
+            for shares in ((False,) if self._shared_at(size) is None else (True, False))
+        ]
+        with count_progress("capturing CUDA graphs", len(kinds)) as progress:
+            for kind in kinds:
+                # Padding rows only.
+                self._graphs[kind] = record(partial(self._forward, model, cache, *kind))
+                progress.update()
+
+    def fit(self, chunks: Sequence[ScheduledChunk]) -> bool:
+        """Whether one of the graphs can compute a step, and is the faster way to.
+
+        Every step of one token for each sequence fits.
+        """
+        num_rows = sum(chunk.stop - chunk.start for chunk in chunks)
+        if num_rows == len(chunks):
+            return True
+        if num_rows > self._inputs.sizes[-1]:
+            return False
+        # A sequence's last row reads what it has; the sum is that of the contexts of the rows before.
+        read_again = sum((chunk.stop - chunk.start - 1) * (chunk.start + chunk.stop) // 2 for chunk in chunks)
+        size = self._inputs.size_of(num_rows)
+        if read_again > self._most_read_again and (shared := self._shared_at(size)) is not None:
+            found = shared.find(*_contexts(chunks), size)
+            read_again -= 0 if found is None else found.num_saved
+        return read_again <= self._most_read_again
+
+    def forward(
+        self, chunks: Sequence[ScheduledChunk], unseen: UnseenTokens | None, lora_slots: Tensor | None
+    ) -> Tensor:
+        """The hidden states of the tokens of chunks that `fit`, [tokens, hidden_size]; the next call overwrites them.
+
+        unseen, lora_slots: as `DecodeInputs.fill` has them.
+        """
+        size = self._inputs.fill(chunks, unseen, lora_slots)
+        shared = self._shared_at(size)
+        shares = shared is not None and shared.fill(*_contexts(chunks), size)
+        replay, hidden = self._graphs[size, lora_slots is not None, shares]
+        replay()
+        return hidden[: sum(chunk.stop - chunk.start for chunk in chunks)]
+
+    def _shared_at(self, size: int) -> SharedInputs | None:
+        """None where steps of so many rows share nothing."""
+        if self._shared is None or size < _FEWEST_SHARING or not self._shared.most_parts(size):
+            return None
+        return self._shared
+
+    def _forward(self, model: CausalModel, cache: Tensor, size: int, adapts: bool, shares: bool) -> Tensor:
+        shared = self._shared.tensors(size) if shares and self._shared is not None else None
+        inputs = self._inputs.tensors(size, shared)
+        return model.forward(*inputs, cache, self._inputs.lora_slots(size) if adapts else None)
+
+
+def _contexts(chunks: Sequence[ScheduledChunk]) -> "tuple[list[array[int]], list[int]]":
+    """The blocks of each row, and how many tokens it sees."""
+    tables = [chunk.sequence.block_ids for chunk in chunks for _ in range(chunk.start, chunk.stop)]
+    return tables, [stop for chunk in chunks for stop in range(chunk.start + 1, chunk.stop + 1)]
+
+
+def _shared_inputs(model: CausalModel, cache: Tensor, max_num_rows: int, max_model_len: int) -> SharedInputs | None:
+    """None where rows are never attended to together."""
+    config = model.config
+    if not isinstance(config, DecoderConfig) or is_narrow(cache.dtype):  # whose kernel reads no scales
+        return None
+    # Ranks that have copies of a key head have fewer query heads for each, and could take more rows together.
+    groups = config.num_heads // config.num_kv_heads
+    most_rows = ops_for(cache.device).shared_tokens(groups, config.head_dim, cache.dtype)
+    row_bytes = config.num_heads * config.head_dim * torch.float32.itemsize
+    most_parts, room = (max_model_len - 1) // PART_KEYS, _MOST_SHARED_BYTES // row_bytes
+    if not most_rows or not most_parts:
+        return None
+    token_bytes = 2 * config.num_kv_heads * config.head_dim * cache.itemsize  # of all ranks, which must decide alike
+    least_saved = _LEAST_SAVED // token_bytes
+    return SharedInputs(max_num_rows, most_rows, most_parts, room, least_saved, cache.shape[3], cache.device)
+
+
+class _CudaGraphs:
+    """Captures graphs that share memory: they are replayed one at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        compute()  # pays for what is compiled, chosen and allocated lazily
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=None if self._last is None else self._last.pool()):
+            result = compute()
+        self._last = graph
+        return graph.replay, result
+
+
+def capture(
+    config: ModelConfig,
+    model: CausalModel,
+    cache: CacheEngine,
+    settings: WorkerSettings,
+    max_model_len: int,
+    *,
+    has_adapters: bool = False,
+) -> DecodeGraphs | None:
+    """Graphs of a model's steps, where there can be any."""
+    blocks = cache.device_blocks
+    captures = isinstance(config, DecoderConfig) and blocks.is_cuda and backend_name(blocks.device) != EAGER
+    if not captures or settings.enforce_eager:
+        return None
+    max_num_rows = max(settings.max_num_seqs, min(_PROMPT_ROWS, settings.max_num_batched_tokens))
+    return DecodeGraphs(model, blocks, max_num_rows, max_model_len, has_adapters=has_adapters)

@@ -1,0 +1,96 @@
+"""Computes the steps of a network of encoder and decoder: first what encoders read, then the decoder's tokens."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.metadata import AttentionMetadata
+from kernels.upload import upload
+from worker_service.execution.adapters.adapters import Adapters
+from worker_service.execution.cache.cache_engine import CacheEngine
+from worker_service.execution.sampling.alignment import Aligner
+from worker_service.execution.sampling.forms import Forms
+from worker_service.execution.steps.batch import build_batch
+from worker_service.execution.steps.model_runner import ModelRunner, RunningStep
+from worker_service.models.causal_model import CausalModel
+from worker_service.session.session import ScheduledChunk, SequenceState
+
+if TYPE_CHECKING:
+    from worker_service.models.encoders.encoder_decoder import EncoderDecoder  # which imports transformers
+
+
+class EncoderDecoderRunner(ModelRunner):
+    """Such a model and its cache on one device. Not thread-safe: one thread owns the device."""
+
+    def __init__(
+        self,
+        model: "EncoderDecoder",
+        cache_engine: CacheEngine,
+        forms: Forms | None = None,
+        adapters: Adapters | None = None,
+        aligner: Aligner | None = None,
+    ) -> None:
+        """aligner: of a model that says when tokens are said; others pool nothing."""
+        super().__init__(cast(CausalModel, model), cache_engine, forms=forms, adapters=adapters)
+        self._model = model
+        self._aligner = aligner
+        self._queries: dict[int, Tensor] = {}  # of the step's cross attention by layer, if a chunk is to be aligned
+
+    def _encode(self, chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:
+        cache = self.cache_engine.device_blocks
+        for chunk in chunks:
+            if chunk.sequence.is_encoder:
+                lora_slots = None if self.adapters is None else self.adapters.slots([chunk])
+                self._model.encode(self._given(chunk.sequence), self._slots(chunk.sequence), cache, lora_slots)
+        return [chunk for chunk in chunks if not chunk.sequence.is_encoder]
+
+    def _given(self, sequence: SequenceState) -> Tensor:
+        if not sequence.features:
+            return upload(sequence.token_ids, torch.int64, self.device)
+        features = np.frombuffer(sequence.features, dtype="<f4").reshape(self._model.config.num_mel_bins, -1)
+        return upload(features.astype(np.float32), torch.float32, self.device)
+
+    def _slots(self, sequence: SequenceState) -> Tensor:
+        block_size = self.cache_engine.device_blocks.shape[3]
+        positions = np.arange(sequence.num_prompt_tokens)
+        slots = np.asarray(sequence.block_ids)[positions // block_size] * block_size + positions % block_size
+        return upload(slots, torch.int64, self.device)
+
+    def _forward(self, chunks: Sequence[ScheduledChunk], before: RunningStep | None) -> tuple[Tensor, Sequence[int]]:
+        assert before is None
+        cache = self.cache_engine.device_blocks
+        batch = build_batch(chunks, cache.shape[3], self.device)
+        encoders = [chunk.sequence.encoder for chunk in chunks if chunk.sequence.encoder is not None]
+        tables = np.zeros((len(chunks), max(len(encoder.block_ids) for encoder in encoders)), dtype=np.int64)
+        for row, encoder in enumerate(encoders):
+            tables[row, : len(encoder.block_ids)] = encoder.block_ids
+        cross = AttentionMetadata.build(
+            [chunk.stop - chunk.start for chunk in chunks],
+            [encoder.num_prompt_tokens for encoder in encoders],
+            torch.from_numpy(tables),
+            self.device,
+        )
+        lora_slots = None if self.adapters is None else self.adapters.slots(chunks)
+        inputs = (batch.token_ids, batch.positions, batch.slots, batch.attention)
+        self._queries = {}
+        queries = self._queries if any(chunk.sequence.sampling.pooling for chunk in chunks) else None
+        return self._model.forward(*inputs, cache, cross, lora_slots, queries), batch.query_start
+
+    def _pool(
+        self, chunks: Sequence[ScheduledChunk], query_start: Sequence[int], hidden: Tensor
+    ) -> list[tuple[ScheduledChunk, Tensor]]:
+        """As `ModelRunner` has it: of a prompt whose last chunk this is, when its tokens are said."""
+        del hidden
+        queries, self._queries = self._queries, {}
+        completed = []
+        for chunk, start, stop in zip(chunks, query_start, query_start[1:], strict=False):
+            if chunk.sequence.sampling.pooling is not None:
+                assert self._aligner is not None  # the limits say so
+                cache = self.cache_engine.device_blocks
+                times = self._aligner.take(chunk, {layer: of[start:stop] for layer, of in queries.items()}, cache)
+                if times is not None:
+                    completed.append((chunk, times))
+        return completed

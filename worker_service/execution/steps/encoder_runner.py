@@ -1,0 +1,61 @@
+"""Computes the steps of an encoder: whole texts, of which vectors are made. It trusts that the session judged them."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kernels.upload import upload
+from worker_service.execution.sampling.pooling import pool_all
+from worker_service.execution.steps.model_runner import Runner, RunningStep
+from worker_service.execution.steps.step_clock import StepClock
+from worker_service.session.session import ScheduledChunk
+from worker_service.session.step import SchedulerOutput
+
+if TYPE_CHECKING:
+    from worker_service.models.encoders.encoder import Encoder  # which imports transformers, two seconds of every start
+
+
+class EncoderRunner(Runner):
+    """An encoder on one device. Not thread-safe: one thread owns the device."""
+
+    runs_ahead = False
+
+    def __init__(self, model: "Encoder", device: torch.device) -> None:
+        super().__init__(device)
+        self._model = model
+
+    @torch.inference_mode()
+    def launch(
+        self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk], before: RunningStep | None = None
+    ) -> RunningStep:
+        """Have a step computed. There is nothing to move, and nothing runs ahead."""
+        del output, before
+        clock = StepClock(self.device)
+        clock.mark()
+        vectors = []
+        if chunks:
+            ordered = sorted(chunks, key=lambda chunk: chunk.stop)  # for attention, which takes equal lengths together
+            lengths = [chunk.stop for chunk in ordered]
+            starts = [0, *accumulate(lengths)]
+            positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
+            firsts = [_num_first_tokens(chunk) for chunk in ordered]
+            states = self._model.forward(
+                upload(np.concatenate([chunk.token_ids for chunk in ordered]), torch.int64, self.device),
+                upload(positions, torch.int64, self.device),
+                upload(positions >= np.repeat(firsts, lengths), torch.int64, self.device),
+                lengths,
+            )
+            classify = self._model.classify if self._model.config.num_labels else None
+            vectors = pool_all(ordered, starts, states, classify)
+        clock.mark()
+        nothing = torch.empty(0)
+        return RunningStep(chunks, clock, nothing, nothing.long(), [], set(), vectors)
+
+
+def _num_first_tokens(chunk: ScheduledChunk) -> int:
+    """Tokens before the second text of a pair; all, where there is none."""
+    pooling = chunk.sequence.sampling.pooling
+    return (pooling and pooling.num_first_tokens) or chunk.stop

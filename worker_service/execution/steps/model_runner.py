@@ -1,0 +1,329 @@
+"""Computes steps: moves blocks, runs the model over the batch, samples. It trusts that the session has judged the step.
+
+Logits are made only for the rows that need them: one for each sequence that samples, and those of prompts whose
+log-probabilities were asked for.
+"""
+
+from collections.abc import Sequence, Set
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from kernels.upload import upload
+from worker_service.errors import DeviceLostError, InvalidStepError
+from worker_service.execution.adapters.adapters import Adapters
+from worker_service.execution.cache.cache_engine import CacheEngine
+from worker_service.execution.sampling.forms import FormMasks, Forms
+from worker_service.execution.sampling.logprobs import check_finite, concatenate, gather_logprobs, sample_logprobs
+from worker_service.execution.sampling.pooling import encode, pool_all
+from worker_service.execution.sampling.sampler import BARRED, sample
+from worker_service.execution.steps.batch import build_batch
+from worker_service.execution.steps.decode_graphs import DecodeGraphs
+from worker_service.execution.steps.decode_inputs import UnseenTokens
+from worker_service.execution.steps.step_clock import StepClock
+from worker_service.models.causal_model import CausalModel
+from worker_service.session.session import PLACEHOLDER, ScheduledChunk, SequenceState
+from worker_service.session.step import ModelOutput, SampleLogprobs, SchedulerOutput, SequenceVectors, StepTiming
+
+_LOGPROB_ROWS = 256
+"""Prompt rows whose logits exist at a time; 2,048 rows of 49,152 float32 logits would be 400 MB."""
+
+
+class RunningStep:
+    """A step that the device has been asked to compute."""
+
+    def __init__(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        clock: StepClock,
+        logits: Tensor,
+        token_ids: Tensor,
+        prompt_logprobs: list[SampleLogprobs],
+        failed: Set[int],
+        vectors: Sequence[tuple[ScheduledChunk, Tensor]] = (),
+        masks: FormMasks | None = None,
+    ) -> None:
+        """logits: [rows, vocabulary_size], token_ids: [rows] int64, a row for each chunk that chooses a token, and one
+        more for each of its guesses.
+
+        failed: ids of sequences whose prompt has no log-probabilities. vectors: what chunks completed. masks: with
+        which tokens were chosen.
+        """
+        self.chunks = chunks
+        self._sampling = [chunk for chunk in chunks if chunk.samples]
+        self._vectors = vectors
+        self._masks = masks
+        self._sequences = [
+            chunk.sequence for chunk in self._sampling if chunk.chooses for _ in range(1 + len(chunk.drafts))
+        ]
+        self._clock = clock
+        self._logits = logits if any(sequence.sampling.logprobs is not None for sequence in self._sequences) else None
+        self._token_ids = token_ids
+        self._host_token_ids = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=token_ids.is_cuda)
+        self._host_token_ids.copy_(token_ids, non_blocking=True)
+        self._prompt_logprobs = prompt_logprobs
+        self._failed = failed
+        clock.mark()
+
+    def is_done(self) -> bool:
+        """Whether `finish` would not wait."""
+        return self._clock.has_stopped()
+
+    def unseen_tokens(self) -> UnseenTokens:
+        """The tokens that it samples, for a step that is launched before this one has finished."""
+        return UnseenTokens(
+            self._token_ids, {sequence.sequence_id: row for row, sequence in enumerate(self._sequences)}
+        )
+
+    @torch.inference_mode()
+    def finish(self) -> ModelOutput:
+        """Wait for the device, and read the results."""
+        durations = self._clock.durations()
+        found = self._host_token_ids.tolist()
+        logits, self._logits = self._logits, None
+        numbers = [chunk.chooses + len(chunk.drafts) for chunk in self._sampling]
+        rows_of = [range(stop - number, stop) for stop, number in zip(accumulate(numbers), numbers, strict=True)]
+        late: Set[int] = frozenset() if self._masks is None else self._masks.late()
+        shares = [
+            []
+            if chunk.sequence.sequence_id in late
+            else accepted(found[rows.start : rows.stop], chunk.drafts)
+            if rows
+            else [PLACEHOLDER]
+            for chunk, rows in zip(self._sampling, rows_of, strict=True)
+        ]
+        vectors, without = self._read_vectors()
+        failed = (
+            self._failed
+            | without
+            | {
+                chunk.sequence.sequence_id
+                for chunk, share in zip(self._sampling, shares, strict=True)
+                if share and share[0] < 0
+            }
+        )
+        reporting = [
+            (chunk.sequence, rows[: len(share)])
+            for chunk, rows, share in zip(self._sampling, rows_of, shares, strict=True)
+            if share and chunk.sequence.sampling.logprobs is not None and chunk.sequence.sequence_id not in failed
+        ]
+        barred = []
+        for chunk, share in zip(self._sampling, shares, strict=True):
+            if share[:1] == [BARRED] and chunk.sequence.sequence_id not in self._failed:
+                barred.append(chunk.sequence.sequence_id)
+            if chunk.sequence.sequence_id in failed:
+                share[:] = [PLACEHOLDER]
+        has_drafts = any(chunk.drafts for chunk in self._sampling)
+        return ModelOutput(
+            token_ids=[token_id for share in shares for token_id in share],
+            num_tokens=[len(share) for share in shares] if has_drafts or late else [],
+            num_draft_tokens=[len(chunk.drafts) for chunk in self._sampling] if has_drafts else [],
+            timing=StepTiming(*durations),
+            logprobs=[] if logits is None else sample_logprobs(logits, found, reporting),
+            prompt_logprobs=self._prompt_logprobs,
+            failed_sequence_ids=[
+                chunk.sequence.sequence_id for chunk in self.chunks if chunk.sequence.sequence_id in failed
+            ],
+            barred_sequence_ids=barred,
+            vectors=vectors,
+        )
+
+    def _read_vectors(self) -> tuple[list[SequenceVectors], set[int]]:
+        """The vectors, and the ids of sequences whose vectors are not finite."""
+        found, without = [], set()
+        for chunk, tensor in self._vectors:
+            pooling = chunk.sequence.sampling.pooling
+            assert pooling is not None
+            vectors = encode(chunk.sequence.sequence_id, tensor, pooling)
+            if vectors is None:
+                without.add(chunk.sequence.sequence_id)
+            else:
+                found.append(vectors)
+        self._vectors = ()
+        return found, without
+
+
+def accepted(found: list[int], drafts: Sequence[int]) -> list[int]:
+    """What a sequence gained: the target's own tokens up to the first that is not the one that was guessed.
+
+    found: the token after the last known one and after each guess. Each is the one that would have been sampled there
+    anyway, because it is a function of the tokens before it alone; so guesses change no output.
+    """
+    gained = found[:1]
+    for guess, token_id in zip(drafts, found[1:], strict=True):
+        if gained[-1] != guess or token_id < 0:
+            break
+        gained.append(token_id)
+    return gained
+
+
+def _choosers(chunk: ScheduledChunk) -> list[SequenceState]:
+    """The sequence as it would be at each token that is sampled, were the guesses right."""
+    sequence, drafts = chunk.sequence, chunk.drafts
+    guessed = [replace(sequence, token_ids=sequence.token_ids + drafts[: n + 1]) for n in range(len(drafts))]
+    return [sequence, *guessed]
+
+
+class Runner:
+    """What computes steps on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether steps may be launched before the one before them has finished, if they `follow` it."""
+        return False
+
+    def follow(self, chunks: Sequence[ScheduledChunk]) -> bool:  # noqa: ARG002 (others use it)
+        """Whether this step may be: it takes tokens that the host does not know from the device."""
+        return False
+
+    def launch(
+        self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk], before: RunningStep | None = None
+    ) -> RunningStep:
+        """Have a step computed. `chunks` is `output`'s work as the session returned it.
+
+        before: the previous step, if it has not finished; only a step whose chunks `follow` may then be launched.
+        """
+        raise NotImplementedError
+
+    def execute(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> ModelOutput:
+        """Compute a step from beginning to end."""
+        return self.launch(output, chunks).finish()
+
+    def recover(self) -> None:
+        """Free the memory that a failed step held, so that the next one has room; call it when its tensors are gone.
+
+        Raises DeviceLostError if the device is lost to this process: after an illegal access or a failed assertion in a
+        kernel, every further call into CUDA fails.
+        """
+        if self.device.type != "cuda":
+            return
+        try:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            raise DeviceLostError(str(error).partition("\n")[0]) from None
+
+
+class ModelRunner(Runner):
+    """A model and its cache on one device. Not thread-safe: one thread owns the device.
+
+    A step waits for a GPU when it finishes, and while it is launched only for log-probabilities of a prompt.
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        cache_engine: CacheEngine,
+        decode_graphs: DecodeGraphs | None = None,
+        forms: Forms | None = None,
+        adapters: Adapters | None = None,
+    ) -> None:
+        self.model = model
+        self.adapters = adapters
+        self._forms = forms
+        self.cache_engine = cache_engine
+        self._decode_graphs = decode_graphs
+        super().__init__(cache_engine.device_blocks.device)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """As `Runner` has it."""
+        return self._decode_graphs is not None
+
+    def follow(self, chunks: Sequence[ScheduledChunk]) -> bool:
+        """As `Runner` has it."""
+        return self._decode_graphs is not None and self._decode_graphs.fit(chunks)
+
+    @torch.inference_mode()
+    def launch(
+        self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk], before: RunningStep | None = None
+    ) -> RunningStep:
+        """As `Runner` has it."""
+        clock = StepClock(self.device)
+        self.cache_engine.move(output)
+        clock.mark()
+        chunks = self._encode(chunks)
+        if not chunks:
+            clock.mark()
+            return RunningStep(chunks, clock, torch.empty(0), torch.empty(0, dtype=torch.int64), [], set())
+        masks = self._begin_forms(chunks)
+        hidden, query_start = self._forward(chunks, before)
+        rows = [
+            row
+            for stop, chunk in zip(query_start[1:], chunks, strict=True)
+            if chunk.chooses
+            for row in range(stop - 1 - len(chunk.drafts), stop)
+        ]
+        sampling = hidden if len(rows) == len(hidden) else hidden[upload(rows, torch.int64, self.device)]
+        logits = self.model.compute_logits(sampling)
+        clock.mark()
+        prompt_logprobs: list[SampleLogprobs] = []
+        failed: set[int] = set()
+        for chunk, start, stop in zip(chunks, query_start, query_start[1:], strict=False):
+            try:
+                prompt_logprobs += self._prompt_logprobs(chunk, hidden[start:stop])
+            except FloatingPointError:
+                failed.add(chunk.sequence.sequence_id)
+        token_ids = torch.empty(0, dtype=torch.int64)
+        if rows:
+            choosers = [chooser for chunk in chunks if chunk.chooses for chooser in _choosers(chunk)]
+            reports = any(chooser.sampling.logprobs is not None for chooser in choosers)
+            token_ids = sample(logits, choosers, masks, may_edit=not reports)
+        vectors = self._pool(chunks, query_start, hidden)
+        return RunningStep(chunks, clock, logits, token_ids, prompt_logprobs, failed, vectors, masks)
+
+    def _encode(self, chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:
+        """Have an encoder, if there is one, read what the step has for it; returns the other chunks."""
+        return chunks
+
+    def _begin_forms(self, chunks: Sequence[ScheduledChunk]) -> FormMasks | None:
+        if self._forms is not None:
+            return self._forms.begin(chunks)
+        if any(chunk.sequence.sampling.form for chunk in chunks):
+            raise InvalidStepError("a sequence has a form, and this worker follows none")
+        return None
+
+    def _forward(self, chunks: Sequence[ScheduledChunk], before: RunningStep | None) -> tuple[Tensor, Sequence[int]]:
+        """The hidden states, and the first row of each chunk and behind the last one the number of rows."""
+        lora_slots = None if self.adapters is None else self.adapters.slots(chunks)
+        if self._decode_graphs is not None and (before is not None or self._decode_graphs.fit(chunks)):
+            unseen = None if before is None else before.unseen_tokens()
+            hidden = self._decode_graphs.forward(chunks, unseen, lora_slots)
+            return hidden, list(accumulate((chunk.stop - chunk.start for chunk in chunks), initial=0))
+        assert before is None
+        cache = self.cache_engine.device_blocks
+        batch = build_batch(chunks, cache.shape[3], self.device)
+        return self.model.forward(
+            batch.token_ids, batch.positions, batch.slots, batch.attention, cache, lora_slots
+        ), batch.query_start
+
+    def _pool(
+        self, chunks: Sequence[ScheduledChunk], query_start: Sequence[int], hidden: Tensor
+    ) -> list[tuple[ScheduledChunk, Tensor]]:
+        """What the chunks complete of sequences that are pooled. hidden, query_start: as `_forward` returns them."""
+        return pool_all(chunks, query_start, hidden)
+
+    def _prompt_logprobs(self, chunk: ScheduledChunk, hidden: Tensor) -> list[SampleLogprobs]:
+        """Log-probabilities of the prompt tokens that the chunk's rows predict: from its second to the one behind its
+        last.
+
+        hidden: [chunk's tokens, hidden_size]. One report, or none if none was asked for. Raises FloatingPointError if
+        there are no log-probabilities.
+        """
+        num_top = chunk.sequence.sampling.prompt_logprobs
+        first, last = chunk.start + 1, min(chunk.stop + 1, chunk.sequence.num_prompt_tokens)
+        if num_top is None or first >= last:
+            return []
+        token_ids = upload(chunk.sequence.token_ids[first:last], torch.int64, self.device)
+        rows = torch.split(hidden[: len(token_ids)], _LOGPROB_ROWS)
+        parts = []
+        for part, tokens in zip(rows, torch.split(token_ids, _LOGPROB_ROWS), strict=True):
+            logits = self.model.compute_logits(part)
+            check_finite(logits)
+            parts.append(gather_logprobs(logits, tokens, chunk.sequence.sequence_id, num_top))
+        return [concatenate(parts)]

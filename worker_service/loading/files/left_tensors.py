@@ -1,0 +1,65 @@
+"""Tensors of a checkpoint that no part of the network took: which may be left out and why; others are refused."""
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from pagewire_common.start_error import StartError
+from worker_service.loading.files.safetensors_header import StoredTensor
+from worker_service.wording import named
+
+_MOST_NAMED = 5
+_MOST_BIASES = 1 << 20
+"""Numbers of a bias: more than any product has outputs."""
+
+
+class _Harmless(NamedTuple):
+    name: str
+    """A pattern for the last parts of a name."""
+    dims: Collection[int]
+    reason: str
+
+
+_HARMLESS = (
+    _Harmless(r"(rotary_emb|rotary_pos_emb|rope)\.(original_)?inv_freq", (1,), "config.json says the frequencies"),
+    _Harmless(r"(embeddings|position_embedding|embed_positions)\.position_ids", (1, 2), "0, 1, 2, and so on"),
+    _Harmless(r"(attn|attention)\.bias", (4,), "a causal mask"),
+    _Harmless(r"(attn|attention)\.masked_bias", (0, 1), "the number that masks, minus infinity"),
+    _Harmless(r"mtp(_layers)?\..+", range(8), "layers that guess further tokens, which --speculate mtp reads"),
+    _Harmless(
+        r"(\w*attn|\w*attention|[kqv]_proj)\.([kqv]|kv|prob|output)_(scale|zero_point)", (0, 1),
+        "scales for a cache in 8 bits; a cache in --kv-cache-dtype has scales of its own",
+    ),
+)  # fmt: skip
+"""Tensors that no network needs, in any family."""
+
+
+def check_none_left(
+    tensors: Mapping[str, StoredTensor], taken: Collection[str], ignored: Collection[str], read: Callable[[str], Tensor]
+) -> None:
+    """Raise StartError where there is a tensor that was not taken and may change what the network computes.
+
+    ignored: patterns for names that this network does without; read: a tensor of the file. A bias that is zero changes
+    nothing: GPTQ's files have one for every layer.
+    """
+    left = [
+        name
+        for name, tensor in sorted(tensors.items())
+        if name not in taken
+        and not any(re.search(rf"(^|\.){one.name}$", name) and len(tensor.shape) in one.dims for one in _HARMLESS)
+        and not any(re.search(pattern, name) for pattern in ignored)
+        and not _is_zero_bias(name, tensor, read)
+    ]
+    if left:
+        more = f" and {len(left) - _MOST_NAMED} more" if len(left) > _MOST_NAMED else ""
+        raise StartError(
+            f"{tensors[left[0]].file.parent}: the weights have tensors that nothing in the network of config.json takes"
+            f": {', '.join(map(named, left[:_MOST_NAMED]))}{more}; it is another network, or they should not be there"
+        )
+
+
+def _is_zero_bias(name: str, tensor: StoredTensor, read: Callable[[str], Tensor]) -> bool:
+    is_bias = name.endswith(".bias") and len(tensor.shape) == 1 and tensor.shape[0] <= _MOST_BIASES
+    return is_bias and tensor.dtype in ("F64", "F32", "F16", "BF16") and not read(name).any()

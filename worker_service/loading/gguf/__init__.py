@@ -1,0 +1,1 @@
+"""GGUF files: header, tensors, keys and tokenizer."""

@@ -1,0 +1,1 @@
+"""Quantized checkpoints: packed integers, groups of compressed-tensors, FP8."""

@@ -1,0 +1,190 @@
+"""quantization_config of a config.json: how the linear layers of a checkpoint are stored.
+
+Everything that it says is read here, changes nothing (with the reason), or is refused by a ValueError that names it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from worker_service.loading.quantized.compressed_groups import Block, Group, block_size, read_groups
+from worker_service.loading.quantized.quantization_keys import COUNT, FLAG, SIZE, TEXT, Kind, agreed, check_keys, one_of
+from worker_service.wording import named, shown
+
+_NOTES = frozenset({
+    # How numbers were found.
+    "act_bits", "act_data_type", "act_dynamic", "act_group_aware", "act_group_size", "act_sym", "amp",
+    "autoround_version", "batch_size", "cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset",
+    "enable_alg_ext", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input", "gptaq",
+    "gptaq_alpha", "gradient_accumulate_steps", "hyb_act", "iters", "low_cpu_mem_usage", "low_gpu_mem_usage", "lr",
+    "meta", "minmax_lr", "mock_quantization", "model_file_base_name", "model_free", "model_name_or_path",
+    "model_seqlen", "module_name_preceding_first_block", "mse", "nsamples", "offload_to_disk", "offload_to_disk_path",
+    "pad_token_id", "quantizer", "scale_dtype", "seqlen", "super_bits", "super_group_size", "tokenizer", "train_bs",
+    "true_sequential",
+    # Which layers are quantised, and in which order, is seen by the tensors.
+    "block_name_to_quantize", "ignored_layers", "lm_head", "modules_in_block_to_quantize", "modules_to_not_convert",
+    "quant_block_list", "quant_lm_head", "static_groups", "supported_types", "to_quant_block_names",
+    # How other programs multiply by them.
+    "backend", "disable_exllama", "do_fuse", "exllama_config", "fuse_max_seq_len", "max_input_length",
+    "modules_to_fuse", "pack_impl", "use_cuda_fp16", "use_exllama",
+})  # fmt: skip
+"""Keys of GPTQ, AWQ, AutoRound and fp8 that change nothing."""
+_OBJECT: Kind = ("an object", lambda value: isinstance(value, dict))
+_OF_INTEGERS: Mapping[str, Kind] = {
+    "bits": COUNT, "group_size": SIZE, "desc_act": FLAG, "sym": FLAG, "data_type": one_of("int"),
+    "act_bits": one_of(16, 32), "dynamic": _OBJECT, "extra_config": _OBJECT, "pack_dtype": one_of("int32"),
+    "packing_format": TEXT, "checkpoint_format": TEXT, "format": TEXT, "method": TEXT,
+}  # fmt: skip
+"""AutoRound writes some of these into files of GPTQ and AWQ too."""
+_OF_GPTQ = {**_OF_INTEGERS, "is_marlin_format": one_of(False)}
+_OF_AWQ = {**_OF_INTEGERS, "w_bit": COUNT, "q_group_size": SIZE, "zero_point": FLAG, "version": TEXT}
+_OF_A_LAYER: Mapping[str, Kind] = {
+    "bits": COUNT, "group_size": SIZE, "desc_act": FLAG, "sym": FLAG, "data_type": TEXT,
+}  # fmt: skip
+"""Where layers differ: of GPTQ's "dynamic" and AutoRound's "extra_config"."""
+_OF_FP8: Mapping[str, Kind] = {
+    "activation_scheme": TEXT, "fmt": one_of("e4m3", "float8_e4m3fn"), "weight_block_size": block_size,
+    "scale_fmt": one_of("float", "ue8m0"), "dequantize": one_of(False), "expert_dtype": one_of("fp8"),
+    "quant_type": TEXT,
+}  # fmt: skip
+_ONE_LESS = ("gptq", "auto_round:auto_gptq", "auto_round:gptq")
+"""Layouts of GPTQ's words that store of each zero point one less."""
+_GPTQ = (*_ONE_LESS, "gptq_v2", "auto_round", "auto_round:gptqmodel")
+_AWQ = ("gemm", "auto_round:auto_awq", "auto_round:awq")
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """What readers of the layouts need to know."""
+
+    layout: str
+    """"gptq", "awq", "compressed-tensors" or "fp8"."""
+    bits: int = 0
+    """Of GPTQ's numbers where layers do not differ."""
+    group_size: int | None = None
+    """Of GPTQ and AWQ: inputs that share a scale, -1 for all; None if it is not said, or layers differ."""
+    layers_differ: bool = False
+    stores_one_less: bool = False
+    """Of GPTQ's zero points."""
+    is_ordered: bool = False
+    """Whether the inputs of GPTQ's groups may be from everywhere, which a tensor of each layer says."""
+    stores_input_scales: bool = False
+    """Whether each layer in fp8 must have a scale for its inputs."""
+    block: Block | None = None
+    """Outputs and inputs that share a scale, where weights in fp8 have blocks."""
+    groups: tuple[Group, ...] = ()
+    """The ways in which compressed-tensors stores weights."""
+
+    @classmethod
+    def from_json(cls, json: Mapping[str, Any]) -> "QuantizationConfig":
+        """Raises ValueError."""
+        method = json.get("quant_method")
+        read = _METHODS.get(str(method))
+        if read is None:
+            raise ValueError(
+                f"weights quantised by {shown(method)} are not read; gptq, awq, auto-round, compressed-tensors and fp8 "
+                "are"
+            )
+        return read(json)
+
+
+def _gptq(json: Mapping[str, Any]) -> QuantizationConfig:
+    check_keys("", json, _OF_GPTQ, _NOTES)
+    agreed(json, "quant_method", "method")
+    return _of_gptq(json, agreed(json, "checkpoint_format", "format") or json.get("packing_format") or "gptq")
+
+
+def _awq(json: Mapping[str, Any]) -> QuantizationConfig:
+    check_keys("", json, _OF_AWQ, _NOTES)
+    agreed(json, "quant_method", "method")
+    return _of_awq(json, agreed(json, "version", "format", "checkpoint_format") or json.get("packing_format") or "gemm")
+
+
+def _autoround(json: Mapping[str, Any]) -> QuantizationConfig:
+    check_keys("", json, _OF_INTEGERS, _NOTES)
+    layout = agreed(json, "packing_format", "checkpoint_format", "format") or "auto_round:gptq"
+    return _of_awq(json, layout) if layout.lower() in _AWQ else _of_gptq(json, layout)
+
+
+def _of_gptq(json: Mapping[str, Any], layout: str) -> QuantizationConfig:
+    if (layout := layout.lower()) not in _GPTQ:
+        raise ValueError(f"the layout {shown(layout)} is not read")
+    differ = _layers_that_differ(json)
+    return QuantizationConfig(
+        "gptq",
+        bits=_bits(json, (4, 8)),
+        group_size=None if differ else json.get("group_size"),
+        layers_differ=bool(differ),
+        stores_one_less=layout in _ONE_LESS,
+        is_ordered=json.get("desc_act") is True and not differ,
+    )
+
+
+def _of_awq(json: Mapping[str, Any], layout: str) -> QuantizationConfig:
+    if layout.lower() not in _AWQ:
+        raise ValueError(f"the layout {shown(layout.lower())} is not read")
+    if differ := _layers_that_differ(json):
+        raise ValueError(f"{differ[0]}: layers that differ are not read in the layout {layout}")
+    return QuantizationConfig("awq", bits=_bits(json, (4,)), group_size=agreed(json, "group_size", "q_group_size"))
+
+
+def _layers_that_differ(json: Mapping[str, Any]) -> list[str]:
+    """The patterns of layers that are quantised in another way than the rest, as "dynamic.PATTERN"."""
+    found = []
+    for name, whole in (("dynamic", None), ("extra_config", 16)):
+        for pattern, layer in (json.get(name) or {}).items():
+            where = f"{name}.{named(pattern)}"
+            if name == "dynamic" and pattern.startswith("-:"):  # its layers are stored as they were
+                continue
+            if not isinstance(layer, dict):
+                raise ValueError(f"{where} is {shown(layer)}; it must be an object")
+            check_keys(f"{where}.", layer, _OF_A_LAYER, _NOTES)
+            bits = layer.get("bits")
+            if whole is not None and bits is not None and bits >= whole:
+                continue
+            if bits not in (None, 4, 8) or layer.get("data_type", "int") != "int":
+                raise ValueError(f"{where} is {shown(layer)}; layers are read in whole numbers of 4 or 8 bits")
+            found.append(where)
+    return found
+
+
+def _bits(json: Mapping[str, Any], sizes: tuple[int, ...]) -> int:
+    bits = agreed(json, "bits", "w_bit")
+    if bits not in sizes:
+        method = json["quant_method"]
+        raise ValueError(f"bits is {shown(bits)}; {method} is read with {' or '.join(map(str, sizes))}")
+    return int(bits)
+
+
+def _fp8(json: Mapping[str, Any]) -> QuantizationConfig:
+    check_keys("", json, _OF_FP8, _NOTES | {"kv_cache_scheme"})
+    scheme = (json.get("activation_scheme") or "dynamic").lower()
+    if scheme not in ("dynamic", "static"):
+        raise ValueError(f"activation_scheme is {shown(scheme)}; dynamic and static are read")
+    size = json.get("weight_block_size")
+    if size is not None and scheme == "static":
+        raise ValueError(
+            "fp8 weights with a scale for each block are not read with stored scales of inputs (activation_scheme)"
+        )
+    return QuantizationConfig(
+        "fp8", stores_input_scales=scheme == "static", block=None if size is None else (size[0], size[1])
+    )
+
+
+def _compressed(json: Mapping[str, Any]) -> QuantizationConfig:
+    groups = read_groups(json)
+    blocks = {group.block for group in groups if group.block is not None}
+    if len(blocks) > 1:
+        raise ValueError("fp8 weights with blocks of several sizes are not read")
+    return QuantizationConfig(
+        "compressed-tensors",
+        stores_input_scales=bool(groups) and all(group.stores_input_scales for group in groups),
+        block=next(iter(blocks), None),
+        groups=groups,
+    )
+
+
+_METHODS: Mapping[str, Callable[[Mapping[str, Any]], QuantizationConfig]] = {
+    "auto-round": _autoround, "awq": _awq, "compressed-tensors": _compressed, "fp8": _fp8, "gptq": _gptq,
+    "intel/auto-round": _autoround,
+}  # fmt: skip

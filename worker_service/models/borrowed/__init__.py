@@ -1,0 +1,1 @@
+"""Families that run in transformers' code, with our paged attention."""

@@ -1,0 +1,131 @@
+"""The config.json of a network that runs in transformers' own code, and the reasons why one cannot."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import AutoModel, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from worker_service.models.borrowed.survey import Survey, survey
+from worker_service.models.config.config_keys import check_generates
+from worker_service.models.config.rope import scaled_length
+from worker_service.models.config.transformers_json import parse
+from worker_service.models.config.transformers_keys import check_known, rope_parameters_of
+
+
+@dataclass(frozen=True)
+class TransformersConfig:
+    """A network, the class that computes it, and what it needs."""
+
+    network: Any
+    """The configuration as transformers has it."""
+    network_class: Any
+    needs: Survey
+    vocabulary_size: int
+    max_model_len: int
+    own_tensors: frozenset[str] = frozenset()
+    """Names of tied tensors that have values of their own in the checkpoint."""
+
+    @classmethod
+    def from_json(cls, json: Mapping[str, Any]) -> "TransformersConfig":
+        """Raises ValueError where it describes no network that can be run."""
+        network = parse(json)
+        network_class = AutoModelForCausalLM._model_mapping.get(type(network), None)
+        if (reason := _why_not(network, network_class)) is not None:
+            raise ValueError(f"a model {network.model_type} is not supported: {reason}")
+        check_generates(json, network_class.__name__, AutoModel._model_mapping[type(network)].__name__)
+        check_known(json, network, network_class)
+        try:
+            needs = survey(network_class, network)
+        except ValueError as error:
+            raise ValueError(f"a model {network.model_type} is not supported: {error}") from error
+        _check_rotary_dims(network, needs)
+        return cls(
+            network=network,
+            network_class=network_class,
+            needs=needs,
+            vocabulary_size=int(network.vocab_size),
+            max_model_len=min(_lengths(network)),
+        )
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """As `ModelConfig` has it."""
+        return {name: other for name, other in self.needs.tied.items() if name not in self.own_tensors}
+
+    def untied(self, own: frozenset[str]) -> "TransformersConfig":
+        """As `ModelConfig` has it."""
+        return replace(self, own_tensors=own)
+
+    @property
+    def ignored_tensors(self) -> Collection[str]:
+        """As `ModelConfig` has it."""
+        return self.needs.ignored_tensors
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of a token's state."""
+        return self.needs.hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers the cache has to hold keys and values of."""
+        return self.needs.num_layers
+
+    @property
+    def num_kv_heads(self) -> int:
+        """The window of each layer."""
+        return self.needs.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """The dimension of keys and of values."""
+        return self.needs.head_dim
+
+    @property
+    def sliding_window(self) -> int | None:
+        """How many tokens up to itself a token attends to, whatever the layer; None for all."""
+        return self.needs.sliding_window
+
+
+def _why_not(network: Any, network_class: Any) -> str | None:
+    """The reason why a network cannot run, as far as its configuration tells; None if there is none."""
+    if network.is_encoder_decoder:
+        return "of networks with an encoder and a decoder, bart, t5 and whisper are supported"
+    if network_class is None:
+        return "it does not continue text"
+    if network.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return "it is made to fill gaps in text"
+    if network.get_text_config() is not network:
+        return "it is made for more than text"
+    if network_class._is_stateful:
+        return "it keeps a state other than keys and values"
+    if kinds := set(getattr(network, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
+        return f"it has layers of type {min(kinds)}"
+    if not network_class._can_set_attn_implementation():
+        return "its attention cannot be replaced by ours"
+    for name in ("max_position_embeddings", "num_hidden_layers", "vocab_size"):
+        if not isinstance(getattr(network, name, None), int):
+            return f"its {name} is not stated"
+    return None
+
+
+def _check_rotary_dims(network: Any, needs: Survey) -> None:
+    """Raise ValueError where a part of each head is to turn and the network's code turns another."""
+    for parameters in rope_parameters_of(network):
+        kind = parameters.get("rope_type", "default")
+        if kind != "default" and not needs.rotary_dims:
+            raise ValueError(f"it has positions of type {kind}, and the code of {network.model_type} turns no heads")
+        share = parameters.get("partial_rotary_factor")
+        if share is not None and int(needs.head_dim * share) not in needs.rotary_dims:
+            raise ValueError(
+                f"partial_rotary_factor is {share}, and the code of {network.model_type} turns other parts of a head"
+            )
+
+
+def _lengths(network: Any) -> Iterator[int]:
+    """The lengths that each of its kinds of positions is for."""
+    length = int(network.max_position_embeddings)
+    for parameters in rope_parameters_of(network) or [{}]:
+        yield scaled_length(parameters.get("rope_type", "default"), parameters, length)

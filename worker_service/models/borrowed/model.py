@@ -1,0 +1,107 @@
+"""Any other causal network, run through its own code in transformers with our paged attention in its layers.
+
+All tokens of a step go through the network as one row; only attention looks across tokens, and it knows which belong
+together. It is slower than the native decoder, because nothing is fused or packed. Families whose layers differ in
+shape from the native one's run here too, among them OLMo 2 (norms only behind the halves of a layer, and over all
+heads), Cohere (both halves side by side) and Granite (multipliers).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from kernels.backends import ops_for
+from kernels.metadata import AttentionMetadata
+from worker_service.models.borrowed.attention import NAME, within
+from worker_service.models.borrowed.config import TransformersConfig
+from worker_service.models.borrowed.network import Head, build_network
+from worker_service.models.borrowed.weights import checkpoint_places
+from worker_service.models.causal_model import LoraPlace
+from worker_service.models.layers.linear import NONE_QUANTIZED, Linear, Quantization, Quantized
+
+
+class TransformersModel:
+    """The network from token ids to logits."""
+
+    def __init__(self, config: TransformersConfig, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate the weights, without values yet; tensors that the configuration determines have theirs."""
+        self.config = config
+        self._network = build_network(config, dtype, device, NAME)
+        self._body = self._network.get_decoder()
+        self._head = Head(self._network, self._body)
+        self._lora_slots: Tensor | None = None  # of the pass that is being computed
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """As `CausalModel` has it."""
+        return checkpoint_places(self._network)
+
+    def pack(self, quantization: Quantization = "none", quantized: Quantized = NONE_QUANTIZED) -> None:
+        """As `CausalModel` has it, but never quantised."""
+        assert quantization == "none"
+        assert not quantized
+        self._head.pack()
+
+    def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
+        """As `CausalModel` has it, for the body's plain linear layers that see every token: experts do not."""
+        places = {}
+        names = {id(module): name for name, module in self._network.named_modules()}
+        for module in self._body.modules():
+            if type(module) is nn.Linear and ".experts." not in names[id(module)]:
+                linear = Linear(module.weight)
+                places[names[id(module)]] = LoraPlace(
+                    linear.allocate_lora([module.out_features], num_slots, max_rank), 0
+                )
+                module.register_forward_hook(self._adding(linear))
+        return places
+
+    def _adding(self, linear: Linear) -> Callable[[nn.Module, tuple[Tensor], Tensor], Tensor]:
+        def add(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+            if self._lora_slots is not None:
+                linear.add_lora(output.flatten(0, -2), inputs[0].flatten(0, -2), self._lora_slots)
+            return output
+
+        return add
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        attention: AttentionMetadata,
+        cache: Tensor,
+        lora_slots: Tensor | None = None,
+    ) -> Tensor:
+        """As `CausalModel` has it."""
+        self._lora_slots = lora_slots
+        with within(_CachedAttention(slots, attention, cache)):
+            output = self._body(
+                input_ids=token_ids[None],
+                position_ids=positions[None],
+                # Without it, transformers would search the positions for the ends of texts.
+                attention_mask=token_ids.new_ones((1, len(token_ids))),
+                use_cache=False,
+            )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """As `CausalModel` has it."""
+        return self._head(inputs_embeds=hidden[None])
+
+
+class _CachedAttention:
+    """Attention over the paged cache. The n-th call of a pass is layer n."""
+
+    def __init__(self, slots: Tensor, metadata: AttentionMetadata, cache: Tensor) -> None:
+        self._slots = slots
+        self._metadata = metadata
+        self._layers = iter(cache.unbind(1))
+        self._ops = ops_for(cache.device)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, soft_cap: float | None
+    ) -> Tensor:
+        layer_cache = next(self._layers)
+        self._ops.store_kv(key, value, layer_cache, self._slots)
+        return self._ops.paged_attention(query, layer_cache, self._metadata, scale, window, soft_cap)

@@ -1,0 +1,103 @@
+"""Networks of transformers with parts of ours: their allocation, packed layers, and the head apart from the body.
+
+A network's own code also caps and scales its logits, but the product that makes them is ours, in float32.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.initialization import no_init_weights
+
+from worker_service.models.borrowed.weights import tied_tensors
+from worker_service.models.layers.linear import Linear
+
+
+def build_network(config: Any, dtype: torch.dtype, device: torch.device, attention: str, **options: Any) -> Any:
+    """Allocate the weights of a configuration's `network_class`, without values yet; tensors that the configuration
+    determines have theirs. attention: the name of the attention in its layers. Tensors that the configuration
+    ties are one, but for its `own_tensors`."""
+    with device, no_init_weights():
+        network = config.network_class._from_config(
+            copy.deepcopy(config.network), dtype=dtype, attn_implementation=attention, **options
+        )
+    network.tie_weights()
+    tied = tied_tensors(network)
+    for inner, _ in [tied[name] for name in config.own_tensors]:
+        module, _, name = inner.rpartition(".")
+        weight = torch.empty_like(network.get_parameter(inner))
+        setattr(network.get_submodule(module), name, nn.Parameter(weight, requires_grad=False))
+    return network.requires_grad_(False).eval()
+
+
+class Head:
+    """What a network makes of its body's states: logits."""
+
+    def __init__(self, network: Any, body: nn.Module) -> None:
+        self._network = _with_part(network, _path(network, body), _GivenBody())
+        self._product: PackedLinear | None = None
+        if type(product := network.get_output_embeddings()) is nn.Linear:
+            self._product = PackedLinear(product, wide=True)
+            self._network = _with_part(self._network, _path(network, product), self._product)
+
+    def pack(self) -> None:
+        """Pack the product's weights as they are now."""
+        if self._product is not None:
+            self._product.pack()
+
+    def __call__(self, **inputs: Any) -> Tensor:
+        """inputs: those of the network, with the body's states, [1, rows, hidden_size], in place of embeddings. Returns
+        [rows, vocabulary_size] float32."""
+        logits: Tensor = self._network(**inputs, use_cache=False).logits[0]
+        return logits.float()
+
+
+class PackedLinear(nn.Module):
+    """Takes the place of a linear layer, and multiplies by its weights as they are when it is told to `pack`."""
+
+    def __init__(self, linear: nn.Linear, *, wide: bool = False) -> None:
+        super().__init__()
+        self.weight = linear.weight  # some networks ask for its dtype
+        self._linear = Linear(linear.weight, linear.bias, wide=wide)
+
+    def pack(self) -> None:
+        self._linear.pack()
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = self._linear(x.flatten(0, -2))
+        return product.view(*x.shape[:-1], product.shape[1])
+
+
+class _GivenBody(nn.Module):
+    """Takes the place of the module that computes hidden states, and returns the ones that it is given."""
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> "_Output":
+        return _Output(inputs_embeds)
+
+
+class _Output:
+    """The output of any body: hidden states, and None for all other fields that heads read."""
+
+    def __init__(self, last_hidden_state: Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _path(module: nn.Module, part: nn.Module) -> list[str]:
+    path: str
+    (path,) = (name for name, candidate in module.named_modules() if candidate is part)
+    return path.split(".")
+
+
+def _with_part(module: nn.Module, path: list[str], part: nn.Module) -> Any:
+    """The same module, weights and all, with another part in place of the one at `path`."""
+    name, *rest = path
+    other = copy.copy(module)
+    other._modules = {**module._modules, name: _with_part(getattr(module, name), rest, part) if rest else part}
+    return other

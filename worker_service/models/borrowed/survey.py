@@ -1,0 +1,122 @@
+"""Finds out what a network of transformers needs of a cache, and whether it can have it, before a weight is read.
+
+The network's code runs once over two tokens on torch's meta device, where tensors have shapes and no data. Families
+name heads and layers differently in their configurations; the shapes that a network computes have one meaning.
+"""
+
+import copy
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker_service.models.borrowed.attention import NAME, within
+from worker_service.models.borrowed.weights import checkpoint_places, tied_tensors
+from worker_service.models.causal_model import widest
+from worker_service.models.config.config_limits import check_padding
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What the survey found that a network needs."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    sliding_window: int | None
+    """As `ModelConfig` has it."""
+    hidden_size: int
+    tied: Mapping[str, str]
+    """As `ModelConfig` has it."""
+    ignored_tensors: Collection[str]
+    """As `ModelConfig` has it."""
+    rotary_dims: frozenset[int]
+    """Of each head, how many numbers turn; of each kind of positions that it has."""
+
+
+class _Observer:
+    """An attention that only notes its arguments."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, int]] = []
+        self.windows: list[int | None] = []
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, soft_cap: float | None
+    ) -> Tensor:
+        del scale, soft_cap
+        if value.shape != key.shape or query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
+            raise ValueError(
+                f"its queries, keys and values have heads that are not alike: {_sizes(query)}, {_sizes(key)} and "
+                f"{_sizes(value)}"
+            )
+        if window is not None and window < 1:
+            raise ValueError(f"its sliding_window is {window}; it must be at least 1")
+        self.shapes.append((key.shape[1], key.shape[2]))
+        self.windows.append(window)
+        return torch.empty_like(query)
+
+
+def survey(network_class: Any, config: Any) -> Survey:
+    """Raises ValueError with the reason why a network cannot run."""
+    observer = _Observer()
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            # Of the ways to compute experts, this one reads no data.
+            network = network_class._from_config(
+                _without_data(config), attn_implementation=NAME, experts_implementation="batched_mm"
+            )
+            body = network.get_decoder()
+            if body is network or "position_ids" not in signature(body.forward).parameters:
+                raise ValueError("its code takes no positions")
+            if any(isinstance(module, torch.nn.Conv1d) for module in network.modules()):
+                raise ValueError("it has convolutions, which look at tokens that a chunk does not have")
+            checkpoint_places(network)
+            tokens = torch.zeros((1, 2), dtype=torch.long)
+            with within(observer):
+                output = body(
+                    input_ids=tokens, position_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False
+                )
+    except ValueError:
+        raise
+    except Exception as error:
+        if "Padding_idx" in str(error):
+            check_padding(config)
+        # Foreign code runs where it was not written for, and may raise any error.
+        raise ValueError(f"its code does not run with our attention: {error or type(error).__name__}") from error
+    if not observer.shapes:
+        raise ValueError("it has no layer with attention")
+    if len(observer.shapes) < config.num_hidden_layers:
+        raise ValueError(
+            f"{len(observer.shapes)} of its {config.num_hidden_layers} layers use an attention that can be replaced"
+        )
+    if len(set(observer.shapes)) > 1:
+        sizes = " and ".join(f"{heads} x {size}" for heads, size in sorted(set(observer.shapes)))
+        raise ValueError(f"its layers have keys of different sizes, {sizes}")
+    hidden_size = output.last_hidden_state.shape[-1]
+    return Survey(
+        len(observer.shapes),
+        *observer.shapes[0],
+        widest(observer.windows),
+        hidden_size,
+        {name: other for name, (_, other) in tied_tensors(network).items()},
+        tuple(network._keys_to_ignore_on_load_unexpected or ()),
+        frozenset(2 * len(buffer) for name, buffer in network.named_buffers() if name.endswith("inv_freq")),
+    )
+
+
+def _without_data(config: Any) -> Any:
+    """A copy whose rotary frequencies do not depend on the positions; shapes never do."""
+    other = copy.deepcopy(config)
+    parameters = getattr(other, "rope_parameters", None) or {}
+    for rope in (parameters, *parameters.values()):
+        if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
+            rope["rope_type"] = "default"
+    return other
+
+
+def _sizes(heads: Tensor) -> str:
+    return f"{heads.shape[1]} x {heads.shape[2]}"

@@ -1,0 +1,1 @@
+"""Readers of config.json: every key is obeyed, or refused by name."""

@@ -1,0 +1,112 @@
+"""Values that no network can have and that transformers' configuration classes take, or do not survive.
+
+transformers compares each value with the type that its class has for the key. It takes numbers that are no numbers,
+negative sizes, and two values for one thing, and it builds as many layers as a file says.
+"""
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields
+from typing import Any, TypeGuard
+
+from worker_service.models.config.config_keys import HARMLESS
+from worker_service.wording import named, shown
+
+_COUNTED: Mapping[str, int] = {"layer": 512, "block": 512, "expert": 4_096, "head": 1_024, "label": 1 << 16}
+"""By a word in a key: how many of these a file may ask for. transformers makes an object for each, one after another,
+before any tensor is looked at: 10 to 20 ms a layer. The deepest network that is published has 126."""
+_MOST_HEADS = 1 << 15
+"""Of all layers together. StableLM's code makes two objects for each; the most that is published is 16,128."""
+_NO_COUNT = re.compile("dim|epsilon|eps|index|length|size|token|window")
+_NO_AMOUNT = re.compile("index|token_id")
+_AT_LEAST_ONE = ("hidden_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
+                 "type_vocab_size", "vocab_size")  # fmt: skip
+_DIVISORS = re.compile(r".*(eps|epsilon|soft_?cap(ping)?|logits_scaling)")
+"""Keys of numbers that a network divides by, or takes the root of a sum with."""
+_OF_ROPE = (
+    "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "long_factor", "low_freq_factor",
+    "mscale", "mscale_all_dim", "original_max_position_embeddings", "partial_rotary_factor", "rope_theta",
+    "short_factor",
+)  # fmt: skip
+"""Numbers, and lists of numbers, that positions are described by. transformers looks at no type of theirs."""
+_OF_ROPE_AT_TOP = ("partial_rotary_factor", "rope_pct", "rope_theta", "rotary_emb_base", "rotary_pct")
+
+
+def check_values(json: Mapping[str, Any], config_class: Any) -> None:
+    """Raise ValueError, naming the key, for a value that the class must not be given."""
+    for name, value in _numbers(json):
+        if not math.isfinite(value):
+            raise ValueError(f"{named(name)} is {value}; it must be a finite number")
+        if value <= 0 and _DIVISORS.fullmatch(name):
+            raise ValueError(f"{named(name)} is {value}; it must be above 0, because the network divides by it")
+        key = name.rpartition(".")[2]
+        for word in (word for word in _COUNTED if word in key and not _NO_COUNT.search(key)):
+            if value > _COUNTED[word]:
+                raise ValueError(f"{named(name)} is {shown(value)}; it must be at most {_COUNTED[word]}")
+    _check_aliases(json, config_class)
+    for field in fields(config_class):
+        may_be_negative = isinstance(field.default, int | float) and field.default < 0
+        for name in (field.name, *(alias for alias, of in config_class.attribute_map.items() if of == field.name)):
+            is_negative = _is_number(said := json.get(name)) and said < 0
+            if is_negative and not (may_be_negative or name in HARMLESS or _NO_AMOUNT.search(name)):
+                raise ValueError(f"{name} is {shown(said)}; it must not be negative")
+    _check_positions("", {name: json[name] for name in _OF_ROPE_AT_TOP if name in json}, _OF_ROPE_AT_TOP)
+    for name in ("rope_parameters", "rope_scaling"):
+        _check_positions(f"{name}.", json.get(name) or {}, _OF_ROPE)
+    said = json.get("is_encoder_decoder")  # whose type transformers does not look at
+    if said is not None and not isinstance(said, bool):
+        raise ValueError(f"is_encoder_decoder is {shown(said)}; it must be true or false")
+
+
+def check_sizes(network: Any) -> None:
+    """Raise ValueError where a configuration has none of what every network has."""
+    for name in _AT_LEAST_ONE:
+        size = getattr(network, name, None)
+        if size is not None and not (type(size) is int and size >= 1):
+            raise ValueError(f"{name} is {shown(size)}; it must be a whole number from 1 on")
+    layers, heads = (getattr(network, name, 1) for name in ("num_hidden_layers", "num_attention_heads"))
+    if layers * heads > _MOST_HEADS:
+        raise ValueError(f"{layers} layers of {heads} heads are too many: at most {_MOST_HEADS} heads are supported")
+
+
+def _check_aliases(json: Mapping[str, Any], config_class: Any) -> None:
+    """Raise ValueError where a key says another thing than one that means the same."""
+    for alias, name in config_class.attribute_map.items():
+        one, other = json.get(alias), json.get(name)
+        if one is not None and other is not None and one != other:
+            raise ValueError(f"{alias} is {shown(one)}, and {name}, which means the same, {shown(other)}")
+
+
+def _check_positions(where: str, parameters: object, names: Collection[str]) -> None:
+    """Raise ValueError where one of these parameters is no number that positions can have."""
+    if not isinstance(parameters, Mapping):
+        raise ValueError(f"{where[:-1]} is {shown(parameters)}; it must be an object")
+    for name, value in parameters.items():
+        if name not in names:
+            if isinstance(value, Mapping):  # of a kind of layers
+                _check_positions(f"{where}{name}.", value, names)
+            continue
+        is_list = name in ("long_factor", "short_factor")
+        for number in value if is_list and isinstance(value, list) else [value]:
+            fits = _is_number(number) and (number > 0 or (number == 0 and "mscale" in name))
+            if value is not None and not fits:
+                wanted = "a list of numbers" if is_list else "a number"
+                raise ValueError(f"{where}{named(name)} is {shown(value)}; it must be {wanted} above 0")
+
+
+def _numbers(json: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
+    """Every number of a file with the key that it stands under, as "rope_scaling.factor"."""
+    left: list[tuple[str, Any]] = [*json.items()]
+    while left:  # a file may be nested deeper than Python can recurse
+        name, value = left.pop()
+        if isinstance(value, Mapping):
+            left += [(f"{name}.{key}", within) for key, within in value.items()]
+        elif isinstance(value, list):
+            left += [(name, within) for within in value]
+        elif _is_number(value):
+            yield name, value
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,1 @@
+"""Decoders of our own: families, layers in order, heads that draft."""

@@ -1,0 +1,311 @@
+"""The decoder that Llama made common, in the variants of `DecoderConfig`: attention, then a gated feed-forward network
+or a mixture of several, each on the normalised and added to the plain.
+
+The query, key and value projections are fused into one product and gate and up into another. Weights are allocated
+once, in their final places; `checkpoint_tensors` says which part of them each tensor of a checkpoint fills.
+
+One of several ranks holds a part of the network, its `Shard`: some of the heads, inner units and tokens. From these it
+computes one summand of each half of a layer and of the embeddings, and some of the logits.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels.backends import ops_for
+from kernels.float8 import Float8Weight
+from kernels.metadata import AttentionMetadata
+from kernels.ops import Ops
+from kernels.reference import rotary_tables
+from worker_service.models.causal_model import Fill, LoraPlace
+from worker_service.models.decoders.decoder_config import DecoderConfig, LayerConfig
+from worker_service.models.decoders.embedding import Embedding
+from worker_service.models.decoders.mlp import DenseMlp, MixtureMlp, Mlp, Projection
+from worker_service.models.decoders.shard import Shard
+from worker_service.models.layers.linear import NONE_QUANTIZED, Linear, Quantization, Quantized, head_quantization
+from worker_service.parallel.ranks import ALONE, Ranks
+
+
+class DecoderLayer:
+    """One layer."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: LayerConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks,
+        shard: Shard,
+        ops: Ops,
+        *,
+        deferred: bool = False,
+    ) -> None:
+        self._config = config
+        self._window = layer.window
+        self._ops = ops
+        self._ranks = ranks
+        self._heads = [len(heads) * config.head_dim for heads in (shard.heads, shard.kv_heads, shard.kv_heads)]
+        hidden = config.hidden_size
+        self._attention_norm = torch.empty(hidden, dtype=dtype, device=device)
+        self._mlp_norm = torch.empty(hidden, dtype=dtype, device=device)
+        self._attention_post_norm, self._mlp_post_norm = (
+            torch.empty(hidden, dtype=dtype, device=device) if config.post_norms else None for _ in range(2)
+        )
+        self._qk_norms: tuple[Tensor, Tensor] | None = None
+        if config.qk_norm:
+            query_norm, key_norm = torch.empty(2, config.head_dim, dtype=dtype, device=device)
+            self._qk_norms = query_norm, key_norm
+        allocate = partial(Linear.allocate, dtype=dtype, device=device, deferred=deferred, ops=ops)
+        self._qkv = allocate(sum(self._heads), hidden, config.qkv_bias)
+        wide, adds_bias = self._ops.WIDE_PRODUCTS, ranks.rank == 0
+        self._out = allocate(hidden, self._heads[0], config.out_bias, wide=wide, adds_bias=adds_bias)
+        self._mlp: Mlp
+        if layer.mixture is None:
+            inner = len(shard.inner)
+            self._mlp = DenseMlp(config, inner, dtype, device, adds_bias=adds_bias, deferred=deferred, ops=ops)
+        else:
+            inner = len(shard.expert_inner)
+            self._mlp = MixtureMlp(config, layer.mixture, inner, dtype, device, deferred=deferred, ops=ops)
+
+    @property
+    def projections(self) -> list[Projection]:
+        """All products."""
+        return self._attention_projections + self._mlp.projections
+
+    @property
+    def adapted(self) -> list[Projection]:
+        """Those that adapters may add to."""
+        return self._attention_projections + self._mlp.adapted
+
+    @property
+    def _attention_projections(self) -> list[Projection]:
+        config = self._config
+        query, key, value = self._heads
+        if config.fused_checkpoint:
+            qkv = {"self_attn.qkv_proj": query + key + value}
+        else:
+            qkv = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": value}
+        return [(self._qkv, qkv), (self._out, {"self_attn.o_proj": config.hidden_size})]
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """What each tensor of this layer in a checkpoint fills."""
+        tensors = {"input_layernorm.weight": self._attention_norm}
+        for linear, names in self.projections:
+            tensors |= linear.parts(names)
+        if self._attention_post_norm is not None and self._mlp_post_norm is not None:
+            tensors |= {
+                "post_attention_layernorm.weight": self._attention_post_norm,
+                "pre_feedforward_layernorm.weight": self._mlp_norm,
+                "post_feedforward_layernorm.weight": self._mlp_post_norm,
+            }
+        else:
+            tensors["post_attention_layernorm.weight"] = self._mlp_norm
+        if self._qk_norms is not None:
+            tensors |= dict(zip(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), self._qk_norms, strict=True))
+        return tensors
+
+    def forward(
+        self,
+        delta: Tensor | None,
+        residual: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        layer_cache: Tensor,
+        slots: Tensor,
+        attention: AttentionMetadata,
+        lora_slots: Tensor | None,
+    ) -> Tensor:
+        """Bring `residual` up to this layer's attention in place, and return what its second half adds to it.
+
+        delta, residual: [num_tokens, hidden_size], where delta is what the layer before adds, None at the first, and
+        residual is float32; rotation: cosines and sines from `rotary_tables`, None where positions do not count;
+        layer_cache, slots: as `store_kv` has them; lora_slots: as `Linear` has it.
+        """
+        config, ops = self._config, self._ops
+        eps, offset = config.rms_norm_eps, config.norm_offset
+        if delta is None:
+            x = ops.rms_norm(residual, self._attention_norm, eps, offset)
+        else:
+            x = ops.add_rms_norm(delta, residual, self._attention_norm, eps, offset)
+        attended = ops.qkv_attention(
+            self._qkv(x, lora_slots),
+            self._qk_norms,
+            eps,
+            offset,
+            rotation,
+            layer_cache,
+            slots,
+            attention,
+            config.attention_scale,
+            self._window,
+            config.attention_soft_cap,
+        )
+        delta = self._ranks.all_reduce(self._out(attended, lora_slots))
+        if self._attention_post_norm is not None:
+            delta = ops.rms_norm(delta, self._attention_post_norm, eps, offset, torch.float32)
+        x = ops.add_rms_norm(delta, residual, self._mlp_norm, eps, offset)
+        delta = self._ranks.all_reduce(self._mlp(x, lora_slots))
+        if self._mlp_post_norm is not None:
+            delta = ops.rms_norm(delta, self._mlp_post_norm, eps, offset, torch.float32)
+        return delta
+
+
+class Decoder:
+    """The network from token ids to logits."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks = ALONE,
+        *,
+        batch_invariant: bool = False,
+        fill: Fill | None = None,
+    ) -> None:
+        """Allocate the weights of this rank, without values yet. batch_invariant: as `ops_for` has it.
+
+        fill: if it is there, matrices of layers have no memory until they are packed, layer after layer, when it fills
+        those that are needed in floating point. `pack` then raises what it raises.
+        """
+        self.config = config
+        self._ranks = ranks
+        self._ops: Ops = ops_for(device, batch_invariant)
+        shard = Shard.of(config, ranks.rank, ranks.size)
+        num_rows = -(-config.vocabulary_size // ranks.size)  # the last rank may have more rows than tokens
+        table = partial(torch.empty, num_rows, config.hidden_size, dtype=dtype, device=device)
+        self._embedding = Embedding(table(), shard.vocabulary, ranks)
+        self._layers = [
+            DecoderLayer(config, layer, dtype, device, ranks, shard, self._ops, deferred=fill is not None)
+            for layer in config.layers
+        ]
+        self._fill = fill
+        self._norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
+        # Networks are trained with this factor in the type of their weights.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+        # Not empty_like: on the meta device torch imports sympy for it, a fifth of a worker's start.
+        head = self._embedding.weight if config.tied_embeddings else table()
+        self._lm_head = Linear(head, wide=True, ops=self._ops)
+        ropes = {layer.rope for layer in config.layers if layer.rope is not None}
+        self._frequencies = {rope: rope.inverse_frequencies.to(device) for rope in ropes}
+        self._shown: tuple[int, ...] = ()
+        self._show: Callable[[Sequence[Tensor], Tensor], None] | None = None
+
+    @property
+    def embedding(self) -> Callable[[Tensor], Tensor]:
+        """From token ids, [num_tokens] int64, to their vectors, [num_tokens, hidden_size] float32."""
+        return self._embedding
+
+    def show_states(self, before: Sequence[int], show: Callable[[Sequence[Tensor], Tensor], None]) -> None:
+        """Have each pass call `show` with the states before these layers, [num_tokens, hidden_size] each in the type of
+        the weights, and with the slots of their tokens. The number of layers stands for the states behind the last
+        layer, and the next number for these when they are normalised."""
+        self._shown, self._show = tuple(before), show
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """The tensors that a checkpoint must hold, by their names in it, and the places that they fill."""
+        embedding = self._embedding.own_rows(self._embedding.weight)
+        tensors = {"model.embed_tokens.weight": embedding, "model.norm.weight": self._norm}
+        if not self.config.tied_embeddings:
+            tensors["lm_head.weight"] = self._embedding.own_rows(self._lm_head.weight)
+        for number, layer in enumerate(self._layers):
+            tensors |= {f"model.layers.{number}.{name}": part for name, part in layer.checkpoint_tensors().items()}
+        return tensors
+
+    def pack(self, quantization: Quantization = "none", quantized: Quantized = NONE_QUANTIZED) -> None:
+        """As `CausalModel` has it."""
+        head = self._lm_head.weight
+        name = "model.embed_tokens.weight" if self.config.tied_embeddings else "lm_head.weight"
+        if isinstance(quantized.get("model.embed_tokens.weight"), Float8Weight):
+            raise ValueError("model.embed_tokens.weight is stored in fp8; only weights of linear layers are read so")
+        if (found := quantized.get(name)) is not None:
+            self._lm_head.pack_parts([found], [len(head)])
+        else:
+            self._lm_head.pack(head_quantization(head.device, head.dtype, quantization))
+        if self.config.tied_embeddings:
+            self._embedding.take_rows_of(self._lm_head)
+        elif (found := quantized.get("model.embed_tokens.weight")) is not None:
+            rows = Linear(self._embedding.weight)
+            rows.pack_parts([found], [len(head)])
+            self._embedding.take_rows_of(rows)
+        for number, layer in enumerate(self._layers):
+            _pack_layer(layer, f"model.layers.{number}", quantization, quantized, self._fill)
+
+    def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
+        """As `CausalModel` has it."""
+        places: dict[str, LoraPlace] = {}
+        for number, layer in enumerate(self._layers):
+            for linear, names in layer.adapted:
+                weights = linear.allocate_lora(list(names.values()), num_slots, max_rank)
+                places |= {f"model.layers.{number}.{name}": LoraPlace(weights, part) for part, name in enumerate(names)}
+        return places
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        attention: AttentionMetadata,
+        cache: Tensor,
+        lora_slots: Tensor | None = None,
+    ) -> Tensor:
+        """As `CausalModel` has it; the hidden states are normalised."""
+        rotations = {
+            rope: rotary_tables(positions, frequencies, rope.scale) for rope, frequencies in self._frequencies.items()
+        }
+        residual, delta = self._embedding(token_ids), None
+        if self._embedding_scale != 1:
+            residual *= self._embedding_scale
+        states: dict[int, Tensor] = {}
+        for number, (layer, layer_config) in enumerate(zip(self._layers, self.config.layers, strict=True)):
+            if number in self._shown:
+                states[number] = (residual.clone() if delta is None else residual + delta).to(self._norm.dtype)
+            rotation = rotations[layer_config.rope] if layer_config.rope is not None else None
+            delta = layer.forward(delta, residual, rotation, cache[:, number], slots, attention, lora_slots)
+        assert delta is not None  # a network has a layer
+        normed = self._ops.add_rms_norm(delta, residual, self._norm, self.config.rms_norm_eps, self.config.norm_offset)
+        if self._show is not None:
+            behind = {len(self._layers): residual, len(self._layers) + 1: normed}
+            shown = [(states | behind)[number].to(normed.dtype) for number in self._shown]
+            self._show(shown, slots)
+        return normed
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """As `CausalModel` has it."""
+        logits, cap = self._lm_head(hidden), self.config.logit_soft_cap
+        if cap is not None:
+            logits = cap * torch.tanh(logits / cap)
+        # Every rank has all logits, and so samples the same tokens without communication.
+        return self._ranks.all_gather(logits)[:, : self.config.vocabulary_size].contiguous()
+
+
+def _pack_layer(
+    layer: DecoderLayer, name: str, quantization: Quantization, quantized: Quantized, fill: Fill | None
+) -> None:
+    """Its weights have memory as floating point for no longer than this takes, if they had none before."""
+    projections = [
+        (linear, {f"{name}.{part}": size for part, size in parts.items()}) for linear, parts in layer.projections
+    ]
+    if fill is not None:
+        fill(_materialised(projections, quantization, quantized))  # and held by nothing but the layer afterwards
+    for linear, parts in projections:
+        weights = [quantized.get(f"{part}.weight") for part in parts]
+        if any(weight is not None for weight in weights):
+            linear.pack_parts(weights, list(parts.values()))
+        else:
+            linear.pack(quantization)
+
+
+def _materialised(
+    projections: Sequence[Projection], quantization: Quantization, quantized: Quantized
+) -> dict[str, Tensor]:
+    """The weights that had no memory yet and are needed in floating point."""
+    places: dict[str, Tensor] = {}
+    for linear, parts in projections:
+        needed = [f"{part}.weight" for part in parts if f"{part}.weight" not in quantized]
+        if needed and linear.materialise(quantization):
+            found = linear.parts(parts)
+            places |= {name: found[name] for name in needed}
+    return places

@@ -1,0 +1,349 @@
+"""How the config.json of each native family reads as a `DecoderConfig`: one function a family.
+
+Where a file leaves out anything but sizes, the family's own default holds, as transformers has it. All raise
+ValueError for a file that describes no such network. What a function does not read is refused by
+`config_keys.check_all_read`, unless it changes nothing.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from worker_service.models.config.config_keys import check_all_read, check_generates
+from worker_service.models.config.config_limits import MOST_LAYERS, SIZES
+from worker_service.models.config.rope import Rope, read_rope, read_theta, rope_of
+from worker_service.models.decoders.decoder_config import DecoderConfig, LayerConfig, Mixture, MixtureNames
+from worker_service.read_keys import REFUSED, ReadKeys
+
+_OTHER_LENGTHS = ("max_seq_len", "max_seq_length", "max_sequence_length", "seq_len", "seq_length")
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+_KINDS = ("full_attention", "sliding_attention")
+
+
+def _llama(json: ReadKeys) -> DecoderConfig:
+    """Touvron et al., 2023; SmolLM2 too."""
+    if json.plain.get("hidden_act", "silu") == "silu":
+        json.neutral(activation="swiglu")  # Falcon 3's files have both
+    attention_bias = json.boolean("attention_bias", False)
+    return _read(json, qkv_bias=attention_bias, out_bias=attention_bias, mlp_bias=json.boolean("mlp_bias", False))
+
+
+def _mistral(json: ReadKeys) -> DecoderConfig:
+    """Llama with a sliding window in every layer. (Jiang et al., 2023.)"""
+    return _read(json, num_kv_heads=8, windows=[json.integer("sliding_window", 4096, null=None)] * _num_layers(json))
+
+
+def _mixtral(json: ReadKeys) -> DecoderConfig:
+    """Mistral with experts in every layer. (Jiang et al., 2024.)"""
+    num_layers = _num_layers(json)
+    mixture = Mixture(
+        num_experts=_num_experts(json, 8),
+        num_chosen=_size(json, "num_experts_per_tok", 2),
+        intermediate_size=_size(json, "intermediate_size"),
+        renormalise=True,
+        names=MixtureNames("block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2"),
+    )
+    return _read(
+        json,
+        num_kv_heads=8,
+        eps=1e-5,
+        ropes=[read_rope(json, _head_dim(json), 1_000_000.0)] * num_layers,
+        windows=[json.integer("sliding_window", None, null=None)] * num_layers,
+        mixtures=[mixture] * num_layers,
+    )
+
+
+def _qwen2(json: ReadKeys) -> DecoderConfig:
+    """Biases on query, key and value; windows in the layers behind the first ones, if at all. (Yang et al., 2024.)"""
+    json.neutral(attention_bias=True)
+    return _read(json, qkv_bias=True, num_kv_heads=32, windows=_qwen_windows(json))
+
+
+def _mimo(json: ReadKeys) -> DecoderConfig:
+    """Qwen2 with a layer for multi-token prediction beside it, for --speculate mtp. (Xiaomi LLM-Core Team, 2025.)"""
+    json.without_effect("num_nextn_predict_layers")
+    return _qwen2(json)
+
+
+def _qwen3(json: ReadKeys) -> DecoderConfig:
+    """Normalised queries and keys in place of the biases. (Yang et al., 2025.)"""
+    attention_bias = json.boolean("attention_bias", False)
+    return _read(
+        json,
+        qk_norm=True,
+        num_kv_heads=32,
+        qkv_bias=attention_bias,
+        out_bias=attention_bias,
+        head_dim=128,
+        windows=_qwen_windows(json),
+    )
+
+
+def _qwen3_moe(json: ReadKeys) -> DecoderConfig:
+    """Qwen3 with experts in all layers, or in all but some. A window, if any, is in all layers. (Yang et al., 2025.)"""
+    json.neutral(use_qk_norm=True)
+    num_layers, interval = _num_layers(json), json.integer("decoder_sparse_step", 1)
+    mixture = Mixture(
+        num_experts=_num_experts(json, 128),
+        num_chosen=_size(json, "num_experts_per_tok", 8),
+        intermediate_size=_size(json, "moe_intermediate_size", 768),
+        renormalise=json.boolean("norm_topk_prob", False),
+        names=MixtureNames("mlp.gate", "mlp.experts", gate="gate_proj", up="up_proj", down="down_proj"),
+    )
+    dense = json.integers("mlp_only_layers", least=0, most=MOST_LAYERS) or ()
+    has_experts = [number not in dense and (number + 1) % interval == 0 for number in range(num_layers)]
+    window = _window(json, 4096)
+    if window is None:
+        json.without_effect("max_window_layers")
+    attention_bias = json.boolean("attention_bias", False)
+    return _read(
+        json,
+        qk_norm=True,
+        num_kv_heads=4,
+        qkv_bias=attention_bias,
+        out_bias=attention_bias,
+        windows=[window] * num_layers,
+        mixtures=[mixture if has else None for has in has_experts],
+    )
+
+
+def _smollm3(json: ReadKeys) -> DecoderConfig:
+    """Llama where every fourth layer sees no positions. (Bakouch et al., 2025.)"""
+    num_layers = _num_layers(json)
+    interval = json.integer("no_rope_layer_interval", 4)
+    rotated = json.integers("no_rope_layers", num_layers, least=0, most=1)
+    if rotated is None:
+        rotated = [int((number + 1) % interval != 0) for number in range(num_layers)]
+    rope = read_rope(json, _head_dim(json), 2_000_000.0)
+    window = _window(json, None)
+    attention_bias = json.boolean("attention_bias", False)
+    return _read(
+        json,
+        num_kv_heads=4,
+        qkv_bias=attention_bias,
+        out_bias=attention_bias,
+        mlp_bias=json.boolean("mlp_bias", False),
+        tied_embeddings=True,
+        ropes=[rope if rotates else None for rotates in rotated],
+        windows=_windows(json, window, [not rotates for rotates in rotated]),
+    )
+
+
+def _phi3(json: ReadKeys) -> DecoderConfig:
+    """Fused projections in the checkpoint; often only a part of a head is rotated. (Abdin et al., 2024.)"""
+    num_layers = _num_layers(json)
+    rope = read_rope(json, _head_dim(json), parts_of_heads=True, original=4096)
+    return _read(
+        json,
+        fused_checkpoint=True,
+        eps=1e-5,
+        ropes=[rope] * num_layers,
+        windows=[json.integer("sliding_window", None, null=None)] * num_layers,
+    )
+
+
+def _gemma(json: ReadKeys) -> DecoderConfig:
+    """Scaled embeddings, norm weights stored less one, wide heads. (Gemma Team, 2024.)"""
+    return _read_gemma(json, "hidden_act", num_kv_heads=16)
+
+
+def _gemma2(json: ReadKeys) -> DecoderConfig:
+    """Norms behind both halves of a layer, soft caps, a window in every other layer. (Gemma Team, 2024.)"""
+    slides = [number % 2 == 0 for number in range(_num_layers(json))]
+    window = json.integer("sliding_window", 4096, null=None)
+    json.neutral(sliding_window_size=window)  # its first files have both
+    return _read_gemma(
+        json,
+        num_kv_heads=4,
+        post_norms=True,
+        attention_scale=json.integer("query_pre_attn_scalar", 256) ** -0.5,
+        attention_soft_cap=json.number("attn_logit_softcapping", 50.0, null=None),
+        logit_soft_cap=json.number("final_logit_softcapping", 30.0, null=None),
+        windows=_windows(json, window, slides),
+    )
+
+
+def _gemma3(json: ReadKeys) -> DecoderConfig:
+    """Normalised queries and keys in place of the caps; layers with a window turn faster. (Gemma Team, 2025.)"""
+    num_layers, pattern = _num_layers(json), json.integer("sliding_window_pattern", 6)
+    window = json.integer("sliding_window", 4096, null=None)
+    windows = _windows(json, window, [(number + 1) % pattern != 0 for number in range(num_layers)])
+    near = _gemma3_rope(json, "sliding_attention", "rope_local_base_freq", 10_000.0)
+    far = _gemma3_rope(json, "full_attention", "rope_theta", 1_000_000.0)
+    return _read_gemma(
+        json,
+        num_kv_heads=4,
+        qk_norm=True,
+        post_norms=True,
+        attention_scale=json.integer("query_pre_attn_scalar", 256) ** -0.5,
+        logit_soft_cap=json.number("final_logit_softcapping", None, null=None),
+        windows=windows,
+        ropes=[far if of_layer is None else near for of_layer in windows],
+    )
+
+
+FAMILIES: dict[str, Callable[[ReadKeys], DecoderConfig]] = {
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "llama": _llama,
+    "mimo": _mimo,
+    "mistral": _mistral,
+    "mixtral": _mixtral,
+    "phi3": _phi3,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "smollm3": _smollm3,
+}
+"""By the `model_type` of config.json."""
+
+
+def read_decoder(json: Mapping[str, Any]) -> DecoderConfig:
+    """Read the config.json of a native family. What it says is obeyed, or refused by name."""
+    keys = ReadKeys(json)
+    family = keys.choice("model_type", FAMILIES)
+    check_generates(json)
+    config = FAMILIES[family](keys)
+    keys.without_effect("architectures")
+    check_all_read(keys, family)
+    return config
+
+
+WITH_MTP = ("mimo",)
+"""Families whose checkpoints have a layer that `worker_service.models.decoders.mtp` reads."""
+
+
+def _read(
+    json: ReadKeys,
+    *,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    eps: float = 1e-6,
+    tied_embeddings: bool = False,
+    activation: str | None = None,
+    ropes: Sequence[Rope | None] | None = None,
+    windows: Sequence[int | None] | None = None,
+    mixtures: Sequence[Mixture | None] | None = None,
+    attention_scale: float | None = None,
+    **options: Any,
+) -> DecoderConfig:
+    """Fields that all families write alike. `num_kv_heads`, `head_dim`, `eps` and `tied_embeddings` are defaults."""
+    if activation is None:
+        activation = json.choice("hidden_act", _ACTIVATIONS, "silu")
+    num_heads, num_layers = _size(json, "num_attention_heads"), _num_layers(json)
+    head_dim = _head_dim(json, head_dim)
+    if ropes is None:
+        ropes = [read_rope(json, head_dim)] * num_layers
+    window_kinds = ["full_attention" if window is None else "sliding_attention" for window in windows or ()]
+    json.neutral(layer_types=window_kinds or ["full_attention"] * num_layers)
+    if not any(windows or ()) and json.plain.get("use_sliding_window") is False:
+        json.without_effect("use_sliding_window", "sliding_window", "max_window_layers")
+    return DecoderConfig(
+        vocabulary_size=_size(json, "vocab_size"),
+        hidden_size=_size(json, "hidden_size"),
+        intermediate_size=_size(json, "intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=_size(json, "num_key_value_heads", num_kv_heads or num_heads, null=num_heads),
+        head_dim=head_dim,
+        max_model_len=_max_model_len(json, ropes),
+        rms_norm_eps=float(json.number("rms_norm_eps", eps)),
+        activation=_ACTIVATIONS[activation],
+        layers=tuple(
+            LayerConfig(rope, window, mixture)
+            for rope, window, mixture in zip(
+                ropes, windows or [None] * num_layers, mixtures or [None] * num_layers, strict=True
+            )
+        ),
+        tied_embeddings=json.boolean("tie_word_embeddings", tied_embeddings),
+        attention_scale=head_dim**-0.5 if attention_scale is None else attention_scale,
+        **options,
+    )
+
+
+def _read_gemma(json: ReadKeys, act_name: str = "hidden_activation", **options: Any) -> DecoderConfig:
+    """act_name: the key that counts; a file that has the other one too must say the same there."""
+    if json.boolean("use_bidirectional_attention", False, null=False):
+        raise ValueError("use_bidirectional_attention is True, and attention to later tokens is not supported")
+    activation = json.choice(act_name, _ACTIVATIONS, "gelu_pytorch_tanh", null="gelu_pytorch_tanh")
+    if act_name == "hidden_act" and activation == "gelu":
+        activation = "gelu_pytorch_tanh"  # which the first files mean
+    json.neutral(hidden_act=activation, hidden_activation=activation)
+    attention_bias = json.boolean("attention_bias", False)
+    return _read(
+        json,
+        head_dim=256,
+        tied_embeddings=True,
+        activation=activation,
+        norm_offset=1.0,
+        embedding_scale=float(_size(json, "hidden_size")) ** 0.5,
+        qkv_bias=attention_bias,
+        out_bias=attention_bias,
+        **options,
+    )
+
+
+def _gemma3_rope(json: ReadKeys, kind: str, theta_name: str, theta: float) -> Rope:
+    """Newer files have parameters for each kind of layer; older ones scale those that see everything."""
+    older = json.group("rope_scaling") if kind == "full_attention" else ReadKeys({})
+    newer = json.group("rope_parameters").group(kind)
+    if older.plain and newer.plain:
+        raise ValueError("rope_parameters and rope_scaling are both there")
+    parameters = newer if newer.plain else older
+    theta = read_theta(parameters, json, theta_name, theta)
+    return rope_of(parameters, json, _head_dim(json, 256), theta, is_scaled_length=True)
+
+
+def _max_model_len(json: ReadKeys, ropes: Sequence[Rope | None]) -> int:
+    """The longest text that its positions are for, and that none of the other keys for a length rules out."""
+    length = _size(json, "max_position_embeddings")
+    lengths = [length if rope is None else rope.max_positions or length for rope in ropes]
+    others = [other for name in _OTHER_LENGTHS if (other := json.integer(name, None, null=None)) is not None]
+    return min([*lengths, *others])
+
+
+def _size(json: ReadKeys, name: str, default: int = REFUSED, *, null: int = REFUSED) -> int:
+    """One of `SIZES`. All of them are at least 1 here."""
+    return json.integer(name, default, null=null, most=SIZES[name][1])
+
+
+def _num_layers(json: ReadKeys) -> int:
+    return _size(json, "num_hidden_layers")
+
+
+def _num_experts(json: ReadKeys, default: int) -> int:
+    """Its key has two names."""
+    names = ("num_experts", "num_local_experts")
+    numbers = {_size(json, name) for name in names if name in json}
+    if len(numbers) > 1:
+        raise ValueError("num_experts and num_local_experts say different numbers")
+    return min(numbers, default=default)
+
+
+def _head_dim(json: ReadKeys, default: int | None = None) -> int:
+    hidden_size, num_heads = _size(json, "hidden_size"), _size(json, "num_attention_heads")
+    default = default or hidden_size // num_heads
+    found = _size(json, "head_dim", default, null=default)
+    if found < 1:
+        raise ValueError(f"hidden_size is {hidden_size}; it must be at least num_attention_heads, which is {num_heads}")
+    return found
+
+
+def _window(json: ReadKeys, default: int | None) -> int | None:
+    """That of families which have one only if they say so."""
+    window, uses = json.integer("sliding_window", default, null=None), json.boolean("use_sliding_window", False)
+    return window if uses else None
+
+
+def _qwen_windows(json: ReadKeys) -> list[int | None]:
+    window, first = _window(json, 4096), json.integer("max_window_layers", 28, least=0)
+    return _windows(json, window, [number >= first for number in range(_num_layers(json))])
+
+
+def _windows(json: ReadKeys, window: int | None, slides: Sequence[bool]) -> list[int | None]:
+    """The window in the layers that `layer_types` names, or else in those that `slides`."""
+    types = json.choices("layer_types", _KINDS, len(slides))
+    if types is not None:
+        slides = [kind == "sliding_attention" for kind in types]
+        if window is None and any(slides):
+            raise ValueError("layer_types names layers with a window, and there is none (sliding_window)")
+    return [window if slide else None for slide in slides]

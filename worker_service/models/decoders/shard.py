@@ -1,0 +1,143 @@
+"""What a rank holds of a network. (Shoeybi et al., 2019.)
+
+Projections into a half of a layer are cut by outputs, that is by heads or by inner units; projections out of it are cut
+by inputs. A half therefore needs one sum over the ranks. Each expert of a mixture is cut so too; its router is held
+whole. The embedding and the logits' head are cut by tokens: whole, they would be a rank's largest weights, and the
+price is a sum over one more vector a token.
+
+What a low-rank adapter adds to a projection is cut as its weights are, by cutting one half of the adapter: the one that
+leads to the outputs, or the one that leads from the inputs. Where inputs are cut, ranks add it before they sum up.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+
+from pagewire_common.start_error import StartError
+from worker_service.models.causal_model import ModelConfig
+from worker_service.models.decoders.decoder_config import DecoderConfig
+from worker_service.parallel.cut import UNCUT, Cut
+from worker_service.parallel.ranks import Ranks
+
+_ALIGNMENT = 16
+"""Inner units that stay together if possible: products of odd lengths are slow."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's stretches of a network."""
+
+    heads: range
+    kv_heads: range
+    inner: range
+    """A stretch of the intermediate size."""
+    expert_inner: range
+    """The same of each expert; empty where there are none."""
+    vocabulary: range
+
+    @classmethod
+    def of(cls, config: DecoderConfig, rank: int, size: int) -> "Shard":
+        """The part of rank `rank` of `size`. Raises StartError if the network cannot be cut into so many parts.
+
+        Key-value heads stay together with their query heads. Where there are fewer of them than ranks, several ranks
+        hold the same one, with some of its query heads each.
+        """
+        num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
+        group, copies = num_heads // num_kv_heads, max(1, size // num_kv_heads)
+        if size > num_kv_heads and (size % num_kv_heads or copies > group):
+            raise StartError(
+                f"--tensor-parallel-size is {size}, and {num_heads} heads that share {num_kv_heads} key-value heads "
+                f"cannot be dealt out so: it may be up to {num_kv_heads}, or a multiple of {num_kv_heads} "
+                f"up to {num_heads}"
+            )
+        inner_sizes = [config.intermediate_size]
+        if (mixture := config.mixture) is not None:
+            inner_sizes.append(mixture.intermediate_size)
+        if size > min(inner_sizes):
+            raise StartError(f"--tensor-parallel-size is {size}; the intermediate size is {min(inner_sizes)}")
+        kv_heads = _stretch(num_kv_heads, rank // copies, size // copies)
+        of_a_head = _stretch(group, rank % copies, copies) if copies > 1 else range(group * len(kv_heads))
+        first = group * kv_heads.start + of_a_head.start
+        inner, *of_experts = (_inner(units, rank, size) for units in inner_sizes)
+        tokens = -(-config.vocabulary_size // size)  # equal in all ranks but the last, so that logits can be joined
+        return cls(
+            range(first, first + len(of_a_head)),
+            kv_heads,
+            inner,
+            of_experts[0] if of_experts else range(0),
+            range(min(rank * tokens, config.vocabulary_size), min((rank + 1) * tokens, config.vocabulary_size)),
+        )
+
+    def cuts(self, config: DecoderConfig) -> Mapping[str, Cut]:
+        """The parts of a checkpoint's tensors, by the names that a `Decoder` has for them; others are held whole."""
+        hidden, head_dim = range(config.hidden_size), config.head_dim
+        query, key = (_times(heads, head_dim) for heads in (self.heads, self.kv_heads))
+        sizes = [count * head_dim for count in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+        qkv, gate_up = list(zip(sizes, (query, key, key), strict=True)), [(config.intermediate_size, self.inner)] * 2
+        rows: dict[str, Sequence[tuple[int, range]]]
+        if config.fused_checkpoint:
+            rows = {"self_attn.qkv_proj": qkv, "mlp.gate_up_proj": gate_up}
+        else:
+            names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+            rows = {name: [part] for name, part in zip(names, (*qkv, *gate_up), strict=True)}
+        layer = {
+            "self_attn.o_proj.weight": Cut((len(hidden), sizes[0]), [hidden], query),
+            "mlp.down_proj.weight": Cut((len(hidden), config.intermediate_size), [hidden], self.inner),
+        }
+        if config.mixture is not None:
+            of_expert, units = config.mixture.names, config.mixture.intermediate_size
+            for number in range(config.mixture.num_experts):
+                expert = f"{of_expert.experts}.{number}"
+                rows |= {f"{expert}.{name}": [(units, self.expert_inner)] for name in (of_expert.gate, of_expert.up)}
+                layer[f"{expert}.{of_expert.down}.weight"] = Cut((len(hidden), units), [hidden], self.expert_inner)
+        for name, parts in rows.items():
+            total, stretches = _joined(parts)
+            layer[f"{name}.weight"] = Cut((total, len(hidden)), stretches, hidden)
+            layer[f"{name}.bias"] = Cut((total,), stretches, range(1))
+        tokens = Cut((config.vocabulary_size, len(hidden)), [self.vocabulary], hidden)
+        return {
+            "model.embed_tokens.weight": tokens,
+            "lm_head.weight": tokens,
+            **{
+                f"model.layers.{number}.{name}": cut
+                for number in range(config.num_layers)
+                for name, cut in layer.items()
+            },
+        }
+
+
+def part_of(config: ModelConfig, ranks: Ranks) -> tuple[int, Mapping[str, Cut]]:
+    """This rank's number of key-value heads, and its part of the checkpoint. Raises StartError if there can be none."""
+    if ranks.size == 1:
+        return config.num_kv_heads, UNCUT
+    if not isinstance(config, DecoderConfig):
+        raise StartError(
+            "--tensor-parallel-size is for the families that run natively; this model runs in transformers' own code, "
+            "which keeps its layers whole"
+        )
+    shard = Shard.of(config, ranks.rank, ranks.size)
+    return len(shard.kv_heads), shard.cuts(config)
+
+
+def _stretch(total: int, part: int, parts: int) -> range:
+    """One of parts that are as nearly equal as possible."""
+    return range(total * part // parts, total * (part + 1) // parts)
+
+
+def _inner(units: int, rank: int, size: int) -> range:
+    """A rank's stretch of an intermediate size."""
+    together = gcd(_ALIGNMENT, units) if units >= _ALIGNMENT * size else 1
+    return _times(_stretch(units // together, rank, size), together)
+
+
+def _times(stretch: range, factor: int) -> range:
+    return range(stretch.start * factor, stretch.stop * factor)
+
+
+def _joined(parts: Sequence[tuple[int, range]]) -> tuple[int, list[range]]:
+    """Stretches of tensors of the given lengths, as stretches of the tensor that joins them one behind the other."""
+    total, stretches = 0, []
+    for length, stretch in parts:
+        stretches.append(range(total + stretch.start, total + stretch.stop))
+        total += length
+    return total, stretches

@@ -1,0 +1,120 @@
+"""The config.json of an encoder: a network whose tokens attend to all tokens of their text, before and behind them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from inspect import signature
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from transformers import AutoModel, AutoModelForSequenceClassification
+
+from worker_service.models.config.config_keys import architectures
+from worker_service.models.config.config_limits import check_padding
+from worker_service.models.config.transformers_json import parse
+from worker_service.models.config.transformers_keys import check_known
+from worker_service.read_keys import ReadKeys
+from worker_service.wording import named
+
+_FILLS_GAPS = ("ForMaskedLM", "ForPreTraining")
+_HEADS = {"bert": "cls", "roberta": "lm_head", "xlm-roberta": "lm_head", "modernbert": "head|decoder"}
+"""The parts of each network that filled gaps in its first training."""
+_UNUSED = (
+    "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head",
+    "pooler_type", "sbert_ce_default_activation_function", "sentence_transformers",
+)  # fmt: skip
+"""Of a pooler that no network has, and what the scheduler reads of a classifier's scores."""
+MAX_LABELS = 1 << 16
+"""transformers makes a name for each, before anything else is looked at."""
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """A network of one of `registry.ENCODERS`, and the class that computes it. There is nothing for a cache to hold."""
+
+    network: Any
+    """The configuration as transformers has it."""
+    network_class: Any
+    prefix: str
+    """What the names of its body's tensors begin with in a checkpoint. One of the body alone may lack it."""
+    vocabulary_size: int
+    hidden_size: int
+    max_model_len: int
+    num_labels: int
+    """Numbers that its classifier makes of a text; 0 without one."""
+    first_position: int
+    """Positions are counted from here: RoBERTa has those before it for padding."""
+    has_types: bool
+    """Whether it tells the two texts of a pair apart."""
+    ignored_tensors: tuple[str, ...]
+    """Patterns of tensors that a checkpoint may have and this network lacks: the pooler, and the masked-language-model
+    head."""
+
+    num_layers = num_kv_heads = head_dim = 0
+    sliding_window = None
+
+    @classmethod
+    def from_json(cls, json: Mapping[str, Any]) -> "EncoderConfig":
+        """Raises ValueError where it describes no network that can be run."""
+        keys = ReadKeys(json)
+        keys.integer("num_labels", None, null=None, most=MAX_LABELS)
+        names = architectures(json) or [""]
+        # Neither changes what a network computes; one refuses odd numbers of tokens, the other one gives no names.
+        network, name = parse({**json, "chunk_size_feed_forward": 0, "return_dict": True}), names[0]
+        classifies = name.endswith("ForSequenceClassification")
+        mapping = (AutoModelForSequenceClassification if classifies else AutoModel)._model_mapping
+        network_class = mapping[type(network)]
+        if getattr(network, "is_decoder", False) or network.is_encoder_decoder:
+            raise ValueError(
+                f"a model {network.model_type} is not supported as a decoder (is_decoder, is_encoder_decoder)"
+            )
+        body = AutoModel._model_mapping[type(network)]
+        if not (classifies or name in ("", body.__name__) or name.endswith(_FILLS_GAPS)):
+            raise ValueError(
+                f"architectures names {named(name)}, whose head is not read; encoders are read alone, with a "
+                "classifier of whole texts, or with the head that filled gaps in their first training"
+            )
+        keys.without_effect(*_UNUSED)
+        check_known(keys.unread(), network, network_class)
+        check_padding(network)
+        if hasattr(network, "type_vocab_size"):
+            keys.integer("type_vocab_size", None)
+        longest, first = network.max_position_embeddings, 0
+        if network.model_type in ("roberta", "xlm-roberta"):
+            first = _first_position(network)
+        return cls(
+            network=network,
+            network_class=network_class,
+            prefix="" if classifies else f"{body.base_model_prefix}.",  # a classifier's network has it in its names
+            vocabulary_size=network.vocab_size,
+            hidden_size=network.hidden_size,
+            max_model_len=longest - first,
+            num_labels=network.num_labels if classifies else 0,
+            first_position=first,
+            has_types=getattr(network, "type_vocab_size", 0) > 1,
+            ignored_tensors=() if classifies else (r"(^|\.)pooler\.", rf"^({_HEADS[network.model_type]})\."),
+        )
+
+    tied: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    own_tensors: ClassVar[frozenset[str]] = frozenset()
+
+    def untied(self, own: frozenset[str]) -> "EncoderConfig":
+        """As `ModelConfig` has it: it ties none."""
+        del own
+        return self
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For the network's constructor: bodies come without the pooler that their first training had."""
+        has_pooler = not self.num_labels and "add_pooling_layer" in signature(self.network_class.__init__).parameters
+        return {"add_pooling_layer": False} if has_pooler else {}
+
+
+def _first_position(network: Any) -> int:
+    """RoBERTa's positions begin behind the number of the token that fills rows."""
+    token, longest = network.pad_token_id, network.max_position_embeddings
+    if token is None or not 0 <= token < longest - 1:
+        raise ValueError(
+            f"pad_token_id is {token}, and max_position_embeddings {longest}: positions begin behind the first and end "
+            "before the second"
+        )
+    return int(token) + 1

@@ -1,0 +1,180 @@
+"""The config.json of a network of two parts: an encoder that reads a text or a sound whole, and a decoder."""
+
+import copy
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import AutoModel, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+
+from worker_service.models.borrowed.weights import tied_tensors
+from worker_service.models.config.config_keys import architectures
+from worker_service.models.config.config_limits import check_padding
+from worker_service.models.config.transformers_json import parse
+from worker_service.models.config.transformers_keys import check_known
+from worker_service.read_keys import ReadKeys
+from worker_service.wording import named, shown
+
+_NEUTRAL: Mapping[str, object] = {
+    "add_bias_logits": False, "add_final_layer_norm": False, "extra_pos_embeddings": 2, "normalize_before": False,
+    "normalize_embedding": True, "static_position_embeddings": False,
+}  # fmt: skip
+"""What older code than this wrote of BART, which is always so now."""
+_LARGEST = 1 << 20
+"""Of any size: larger than that of any existing network."""
+_FARTHEST = 1 << 16
+_SOUND_TOKENS = 1500
+_FRAMES_PER_TOKEN = 2
+"""Of a sound: Whisper's second convolution makes one token of two frames."""
+
+
+@dataclass(frozen=True)
+class EncoderDecoderConfig:
+    """A network of one of `registry.ENCODER_DECODERS`, and the class that computes it.
+
+    Layers, heads and lengths without another word are the decoder's; its cross attention has heads of the same number
+    and size as its self-attention.
+    """
+
+    network: Any
+    """The configuration as transformers has it."""
+    network_class: Any
+    vocabulary_size: int
+    hidden_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    max_model_len: int
+    max_encoder_len: int
+    """Tokens that the encoder reads of a text at most, and of a sound always."""
+    num_mel_bins: int = 0
+    """Numbers of a sound's frame; 0 for text."""
+    median_filter_width: int = 1
+    """Encoder's tokens over which weights of attention are smoothed where words are timed."""
+    own_tensors: frozenset[str] = frozenset()
+    """Those of the tensors that it ties which have values of their own. T5 ties its head in any case; its
+    tie_word_embeddings says whether states are scaled before logits are made of them."""
+
+    sliding_window = None
+
+    @classmethod
+    def from_json(cls, json: Mapping[str, Any]) -> "EncoderDecoderConfig":
+        """Raises ValueError where it describes no network that can be run."""
+        keys = ReadKeys(json)
+        keys.neutral(**_NEUTRAL)
+        keys.without_effect("n_positions")  # T5's, which `_t5` reads
+        network = parse(json)
+        if not network.is_encoder_decoder:
+            raise ValueError(f"is_encoder_decoder is false; a model {network.model_type} is supported with both parts")
+        sizes = _SIZES[network.model_type](network)
+        check_padding(network)
+        mapping = AutoModelForSpeechSeq2Seq if "num_mel_bins" in sizes else AutoModelForSeq2SeqLM
+        network_class = mapping._model_mapping[type(network)]
+        without_head = AutoModel._model_mapping[type(network)].__name__
+        for name in architectures(json):
+            if name not in (network_class.__name__, without_head, "T5WithLMHeadModel"):
+                raise ValueError(f"architectures names {named(name)}; supported is {network_class.__name__}")
+        check_known(keys.unread(), network, network_class)
+        return cls(
+            network=network,
+            network_class=network_class,
+            vocabulary_size=network.vocab_size,
+            hidden_size=network.d_model,
+            **sizes,
+        )
+
+    @cached_property
+    def _blueprint(self) -> Any:
+        with torch.device("meta"):
+            return self.network_class._from_config(copy.deepcopy(self.network))
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """As `ModelConfig` has it."""
+        every = tied_tensors(self._blueprint)
+        return {name: other for name, (_, other) in every.items() if name not in self.own_tensors}
+
+    def untied(self, own: frozenset[str]) -> "EncoderDecoderConfig":
+        """As `ModelConfig` has it."""
+        return replace(self, own_tensors=own)
+
+    @property
+    def ignored_tensors(self) -> Collection[str]:
+        """As `ModelConfig` has it."""
+        return tuple(self._blueprint._keys_to_ignore_on_load_unexpected or ())
+
+    @property
+    def num_frames(self) -> int:
+        """Of a sound."""
+        return self.max_encoder_len * _FRAMES_PER_TOKEN
+
+    @property
+    def feature_bytes(self) -> int:
+        """Of a sound's features; 0 for text."""
+        return self.num_mel_bins * self.num_frames * 4
+
+
+def _size(network: Any, name: str, default: int | None = None) -> int:
+    value = getattr(network, name, default)
+    if type(value) is not int or not 1 <= value <= _LARGEST:
+        raise ValueError(f"{name} is {shown(value)}; it must be a whole number from 1 to {_LARGEST}")
+    return value
+
+
+def _t5(network: Any) -> dict[str, Any]:
+    buckets, farthest = network.relative_attention_num_buckets, network.relative_attention_max_distance
+    if not (type(buckets) is type(farthest) is int and 4 <= buckets <= farthest <= _FARTHEST):
+        raise ValueError(
+            f"relative_attention_num_buckets is {shown(buckets)} and relative_attention_max_distance {shown(farthest)}"
+            f"; the first must be a whole number from 4 on, and the second one from there to {_FARTHEST}"
+        )
+    # Nothing in the network bounds its lengths; this is what it was trained with.
+    longest = _size(network, "n_positions", 512)
+    return {
+        "num_layers": _size(network, "num_decoder_layers"),
+        "num_kv_heads": _size(network, "num_heads"),
+        "head_dim": _size(network, "d_kv"),
+        "max_model_len": longest,
+        "max_encoder_len": longest,
+    }
+
+
+def _bart(network: Any) -> dict[str, Any]:
+    longest = _size(network, "max_position_embeddings")
+    return {**_decoder(network), "max_model_len": longest, "max_encoder_len": longest}
+
+
+def _whisper(network: Any) -> dict[str, Any]:
+    if network.max_source_positions != _SOUND_TOKENS:
+        raise ValueError(
+            f"max_source_positions is {shown(network.max_source_positions)}; sounds are heard 30 s at a time, which is "
+            f"{_SOUND_TOKENS}"
+        )
+    if (width := _size(network, "median_filter_width")) % 2 == 0:
+        raise ValueError(f"median_filter_width is {width}; it must be odd")
+    return {
+        **_decoder(network),
+        "median_filter_width": width,
+        "max_model_len": _size(network, "max_target_positions"),
+        "max_encoder_len": _SOUND_TOKENS,
+        "num_mel_bins": _size(network, "num_mel_bins"),
+    }
+
+
+def _decoder(network: Any) -> dict[str, Any]:
+    """BART's, and Whisper's."""
+    width = _size(network, "d_model")
+    for name in ("encoder_attention_heads", "decoder_attention_heads"):
+        if width % _size(network, name):
+            raise ValueError(f"d_model is {width}, and {name} {getattr(network, name)}, which must divide it")
+    heads = network.decoder_attention_heads
+    return {
+        "num_layers": _size(network, "decoder_layers"),
+        "num_kv_heads": heads,
+        "head_dim": width // heads,
+    }
+
+
+_SIZES: dict[str, Callable[[Any], dict[str, Any]]] = {"t5": _t5, "bart": _bart, "whisper": _whisper}

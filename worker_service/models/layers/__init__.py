@@ -1,0 +1,1 @@
+"""Linear layers, dense and with experts."""

@@ -1,0 +1,130 @@
+"""One linear layer of all experts of a mixture, each with a weight of its own and some of the rows."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from kernels.backends import ops_for
+from kernels.float8 import Float8Weight, quantize_float8
+from kernels.ops import Ops, QuantizedWeight
+from worker_service.models.layers.linear import Linear, Quantization, joined
+
+
+class ExpertLinear:
+    """`x[row] @ weights[expert].T`, where sums of a row are the same whatever other rows there are.
+
+    Where the kernels multiply all experts at once, their weights are one stack, in floating point or in fp8, whose
+    parts are filled one by one. Elsewhere each is packed alone, and only those that have rows are read; so no more than
+    one expert's weight is in memory twice at any time.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        outputs: int,
+        inputs: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        wide: bool = False,
+        deferred: bool = False,
+        ops: Ops | None = None,
+    ) -> None:
+        """Allocates the weights, without values yet. wide, deferred, ops: as `Linear` has them."""
+        self._ops: Ops = ops or ops_for(device)
+        self._wide = wide
+        self._stack: _Stack | None = None
+        numbers, place = range(num_experts), "meta" if deferred else device
+        if self._ops.GROUPED_PRODUCTS:
+            self._stack = stack = _Stack(num_experts, outputs, inputs, dtype, device)
+            whole = torch.empty(num_experts, outputs, inputs, dtype=dtype, device="meta") if deferred else stack.wide()
+            self.experts: list[Linear] = [_Stacked(whole[number], stack, number, self._ops) for number in numbers]
+        else:
+            weights = [torch.empty(outputs, inputs, dtype=dtype, device=place) for _ in numbers]
+            self.experts = [Linear(weight, wide=wide, alike=True, device=device, ops=ops) for weight in weights]
+
+    def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
+        """x: [rows, inputs], at least one; ends: as `kernels.experts.ExpertRows` has them. Returns [rows, outputs]."""
+        if self._stack is not None and self._stack.narrow is not None:
+            return self._ops.grouped_float8(x, self._stack.narrow, ends, self._wide)
+        if self._stack is not None:
+            return self._ops.grouped_linear(x, self._stack.wide(), ends, self._wide)
+        stretches = zip(self.experts, pairwise([0, *ends.tolist()]), strict=True)
+        return torch.cat([expert(x[start:stop]) for expert, (start, stop) in stretches if start < stop])
+
+
+class _Stack:
+    """The weights of all experts, allocated when the first of them has a place in it."""
+
+    def __init__(self, num_experts: int, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._shape, self._dtype, self.device = (num_experts, outputs, inputs), dtype, device
+        self._wide: Tensor | None = None
+        self.narrow: Float8Weight | None = None
+        """Of [num_experts, ...] numbers and scales."""
+        self._has_wide = False
+
+    def wide(self) -> Tensor:
+        """[num_experts, outputs, inputs] in floating point."""
+        if self._wide is None:
+            self._wide = torch.empty(self._shape, dtype=self._dtype, device=self.device)
+        return self._wide
+
+    def keep_wide(self) -> None:
+        """Say that an expert stays in floating point. Raises ValueError where another one does not."""
+        self._has_wide = True
+        self._check()
+
+    def put(self, number: int, weight: Float8Weight) -> None:
+        """Raises ValueError where another expert has other scales, or none."""
+        groups = weight.scales.shape[1]
+        if self.narrow is None:
+            self._wide = None  # views of it are filled, until they are packed too
+            numbers = torch.empty(self._shape, dtype=weight.numbers.dtype, device=self.device)
+            scales = torch.empty((*self._shape[:2], groups), dtype=torch.float32, device=self.device)
+            self.narrow = Float8Weight(numbers, scales)
+        self._check(groups)
+        self.narrow.numbers[number].copy_(weight.numbers)
+        self.narrow.scales[number].copy_(weight.scales)
+
+    def _check(self, groups: int | None = None) -> None:
+        known = None if self.narrow is None else self.narrow.scales.shape[2]
+        if (self._has_wide and known is not None) or (groups is not None and groups != known):
+            raise ValueError("the experts of a layer are quantised in several ways, and these kernels multiply one")
+
+
+class _Stacked(Linear):
+    """One expert, whose weight is packed to its place in a stack."""
+
+    def __init__(self, weight: Tensor, stack: _Stack, number: int, ops: Ops) -> None:
+        super().__init__(weight, device=stack.device, ops=ops)
+        self._stack, self._number = stack, number
+
+    def materialise(self, quantization: Quantization = "none") -> bool:
+        """As `Linear` has it: where it stays, if it stays as it is."""
+        if quantization == "fp8" or not self.weight.is_meta:
+            return super().materialise(quantization)
+        self.weight = self._stack.wide()[self._number]
+        return True
+
+    def pack(self, quantization: Quantization = "none") -> None:
+        """As `Linear` has it."""
+        if quantization in ("none", "gguf"):
+            self._stack.keep_wide()
+        elif quantization == "fp8":
+            self._put(quantize_float8(self.weight))
+        else:
+            raise ValueError(f"these kernels multiply no stack of experts in {quantization}")
+
+    def pack_parts(self, parts: Sequence[QuantizedWeight | None], sizes: Sequence[int]) -> None:
+        """As `Linear` has it."""
+        self.check_parts(parts, sizes)
+        weight = joined(parts)
+        if not isinstance(weight, Float8Weight) or weight.input_scale is not None:
+            raise ValueError("these kernels multiply no stack of such experts")
+        self._put(weight)
+
+    def _put(self, weight: Float8Weight) -> None:
+        self._stack.put(self._number, weight)
+        self.free()
