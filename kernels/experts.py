@@ -1,7 +1,8 @@
-"""A mixture of experts in eager torch: which experts a token has, their products, and the sum of what they return.
+"""A mixture of experts in eager torch: the choice of each token's experts, their products, and the sum of their
+outputs.
 
-A row's numbers never depend on the rows beside it, though these decide how many rows an expert has: each product sums
-up a row in one order whatever their number, and a token's experts are added in the order in which they were chosen.
+A row's result never depends on the other rows, though they decide how many rows an expert has: each product sums a row
+in one order, whatever the number of rows, and a token's experts are added in the order in which they were chosen.
 """
 
 from itertools import pairwise
@@ -15,12 +16,12 @@ from kernels.float8 import Float8Weight, product_in_16_bits
 from kernels.ops import Product
 
 _TILE_ROWS = 16
-"""Rows of each product of `pack_alike`. Libraries sum up in another order where there are other numbers of rows, MKL
-even where there are 3 in place of 4, and in one order where there are as many, wherever a row is among them."""
+"""Rows of each product of `pack_alike`. A library's order of summation depends on the number of rows (in MKL 3 and 4
+rows differ), but not on where a row lies among them."""
 
 
 class ExpertRows(NamedTuple):
-    """The rows of a mixture's products: one for each token and each of its experts, those of an expert together."""
+    """The rows of a mixture's products: one for each token and each of its experts, grouped by expert."""
 
     tokens: Tensor
     """[rows] int64: the token of each row, in order within an expert."""
@@ -31,11 +32,11 @@ class ExpertRows(NamedTuple):
 
 
 def choose_experts(logits: Tensor, num_chosen: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """The experts with the largest logits, the lowest number among equals, and their weights.
+    """The experts with the largest logits, and their weights. Of equal logits, the lower-numbered expert comes first.
 
     logits: [num_tokens, num_experts] float32. Returns weights, [num_tokens, num_chosen] float32: the softmax over all
-    experts, or, to `renormalise`, over the chosen ones, which is the former divided by its sum; and the experts, the
-    same shape in int64. (Shazeer et al., 2017; Jiang et al., 2024.)
+    experts or, with `renormalise`, over the chosen experts, which makes the weights sum to 1; and the experts, the same
+    shape in int64. (Shazeer et al., 2017; Jiang et al., 2024.)
     """
     ordered, experts = logits.sort(dim=1, descending=True, stable=True)
     weights = ordered[:, :num_chosen].softmax(1) if renormalise else ordered.softmax(1)[:, :num_chosen]
@@ -66,8 +67,8 @@ def grouped_linear(x: Tensor, weights: Tensor, ends: Tensor, wide: bool = False)
 
 
 def grouped_float8(x: Tensor, weight: Float8Weight, ends: Tensor, wide: bool = False) -> Tensor:
-    """The same for weights in e4m3, a `Float8Weight` of [num_experts, ...] numbers and scales, without an input scale,
-    as `kernels.float8` has such products."""
+    """`grouped_linear` for weights in e4m3: a `Float8Weight` of [num_experts, ...] numbers and scales, without an input
+    scale. Products are computed as in `kernels.float8`."""
     numbers, scales, _ = weight
     parts = []
     for expert, (start, stop) in enumerate(pairwise([0, *ends.tolist()])):
@@ -90,8 +91,8 @@ def combine_rows(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
 
 
 def pack_alike(weight: Tensor, wide: bool = False) -> Product:
-    """As `kernels.reference.pack`, for sums of a row that are the same whatever the number of rows. It is slower for
-    many rows, because all products are of 16 rows, the last of which may be zeros."""
+    """As `kernels.reference.pack`, but a row's sums are the same whatever the number of rows. It is slower for many
+    rows, because every product has 16 rows, padded with zeros."""
     factor = weight.float() if wide else weight
 
     def product(x: Tensor, bias: Tensor | None) -> Tensor:

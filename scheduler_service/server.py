@@ -33,13 +33,13 @@ log = structlog.get_logger()
 
 ADMIN_SERVICE = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 ADMIN_BYTES = 64 << 10
-"""Of a request of an operator."""
+"""The most bytes of an operator's request."""
 OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20))
 
 
 @contextlib.asynccontextmanager
 async def engine_server(front_ends: FrontEnds) -> AsyncIterator[str]:
-    """Serve front ends on a socket that only this user can open; gives its target."""
+    """Serve front ends on a socket that only this user can open; yields its target."""
     server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=OPTIONS)
     add_EngineServiceServicer_to_server(front_ends, server)
     with TemporaryFolder("engine") as directory:  # only its owner may enter it
@@ -57,7 +57,8 @@ async def engine_server(front_ends: FrontEnds) -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def admin_server(admin: AdminServicer, listen: str, security: Security = OPEN) -> AsyncIterator[str]:
-    """Serve operators, on a port of their own; gives HOST:PORT as bound. Raises StartError when it cannot be had."""
+    """Serve AdminService on a port of its own; yields HOST:PORT as bound. Raises StartError if the port cannot be
+    used."""
     check = key_check(lambda: admin.engine.keyring, admin=True)
     server = GrpcServer(
         [ADMIN_SERVICE], max_receive_bytes=ADMIN_BYTES, security=security, check=check, outermost=[Audit()]

@@ -1,8 +1,9 @@
 """Archives in pieces: written where there is a network, brought in any order, joined where there is none.
 
 A part is one folder of packages, an archive of it, and the pieces that the archive is cut into. manifest.json names
-them all with their sizes and digests. `join` may be called after each piece that has come: it keeps those that it has
-seen, and unpacks a part with its last. Standard library only, as it runs on the machine without a network.
+them all with their sizes and digests. `join` may be called after each piece that has come: it keeps the pieces that it
+finds, and unpacks a part when its last piece has come. Standard library only, as it runs on the machine without a
+network.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ MANIFEST = "manifest.json"
 _CHUNK = 2**20
 _KEPT = ".pieces"
 _NAME = re.compile(r"\w[\w.-]*")
-"""Of a part or a piece: a file right in a folder, and none of those that begin with a dot."""
+"""Names of parts and pieces: without a folder, and not beginning with a dot."""
 _IN_DATA_FOLDER = re.compile(r"[^/]+\.data/(?:purelib|platlib)/(.+)")
 
 
@@ -54,7 +55,8 @@ class Part:
 
 
 def _check_name(name: str) -> None:
-    """Raises ValueError for a name that leads elsewhere: what is found by it is written, or removed."""
+    """Raises ValueError for a name that leads out of its folder: files and folders of these names are written and
+    removed."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name of a file")
 
@@ -62,9 +64,10 @@ def _check_name(name: str) -> None:
 def write_archive(
     archive: Path, wheels: Iterable[Path], files: Mapping[str, Path], left_out: Sequence[str] = ()
 ) -> None:
-    """A zip with what the wheels install, as a folder on PYTHONPATH has it, and further files by their names there.
+    """Write a zip of a folder for PYTHONPATH: the files that the wheels install, and further files by their names in
+    it.
 
-    left_out: names. Programs of wheels are left out too. The same content makes the same bytes.
+    left_out: names of files to leave out. Programs of wheels are left out too. The same content makes the same bytes.
     """
     written = set(files)
     with zipfile.ZipFile(archive, "w") as target:
@@ -83,7 +86,7 @@ def write_archive(
 
 
 def _place_of(name: str) -> str | None:
-    """The place of a wheel's file in the folder; None for one that is installed elsewhere."""
+    """The place of a wheel's file in the folder; None for a file that is installed elsewhere."""
     if ".data/" not in name.partition("/")[0] + "/":
         return name
     found = _IN_DATA_FOLDER.fullmatch(name)

@@ -50,8 +50,8 @@ runpy.run_module("smg", run_name="__main__", alter_sys=True)
 class Gateway:
     """Serves HTTP at `listen`, for the scheduler at `target`, from construction until `stop`.
 
-    With `traces_endpoint`, http://HOST:PORT of a collector, it sends its spans there, and the scheduler is told of them
-    as the callers of its own.
+    With `traces_endpoint`, http://HOST:PORT of a collector, it sends its spans there and passes them to the scheduler
+    as parents of the scheduler's spans.
     """
 
     def __init__(self, target: str, listen: str, traces_endpoint: str | None = None) -> None:
@@ -61,7 +61,7 @@ class Gateway:
         command.append(f"--prometheus-port={_free_port()}")  # its own metrics, which it cannot do without
         # The calls that change the gateway's backends need a key, and this one is not kept.
         command.append(f"--control-plane-api-keys=none:none:admin:{secrets.token_urlsafe()}")
-        # Its spans are of the level of its information, which it would write to stdout.
+        # Its spans need the log level info, and lines of that level go to stdout.
         command.append(f"--log-level={'info' if traces_endpoint else 'error'}")
         if traces_endpoint:
             if not traces_endpoint.startswith("http://"):
@@ -100,8 +100,8 @@ class Gateway:
 
 
 def is_ready(url: str, tls: Path | None = None) -> bool:
-    """Whether the gateway there has a scheduler whose workers take requests. With a folder `tls`, a certificate is
-    shown where one is wanted. Raises StartError when it cannot be used."""
+    """Whether the gateway at `url` has a scheduler whose workers take requests. With a folder `tls`, its certificate is
+    shown to a gateway that asks for one. Raises StartError if the folder cannot be used."""
     try:
         context = TlsFolder(tls).client_context() if tls else ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # whether it serves is no secret
@@ -113,7 +113,7 @@ def is_ready(url: str, tls: Path | None = None) -> bool:
 
 
 def url_of(scheme: str, host: str, port: int) -> str:
-    """Where this machine reaches what listens there."""
+    """The URL under which this machine reaches a server that listens at this address."""
     reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  # it is only compared
     return f"{scheme}://{f'[{reached}]' if ':' in reached else reached}:{port}"
 
@@ -121,7 +121,7 @@ def url_of(scheme: str, host: str, port: int) -> str:
 def check_free(listen: str) -> tuple[str, int]:
     """The host and the port of HOST:PORT, or of [HOST]:PORT.
 
-    Raises ServerError when it cannot be had: the gateway shows a traceback.
+    Raises ServerError if the port cannot be used; the gateway itself would show a traceback.
     """
     host, _, port = listen.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")

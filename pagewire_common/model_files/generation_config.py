@@ -1,6 +1,6 @@
 """The defaults of sampling parameters that a request leaves out: from the model's generation_config.json.
 
-Workers read the file to refuse at start what is not obeyed, and front ends for its values.
+At start, workers check the file and refuse keys that are not supported; front ends use its values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,9 @@ _AS_THEY_ARE = (
 
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
-    """What a model's files say of generation, each value sound; `file` is the one that says so.
+    """The generation keys of a model's files, with checked values; `file` is the name of the file that has them.
 
-    Keys that say nothing (null, an empty list, object or text) are left out.
+    Keys with an empty value (null, or an empty list, object or text) are left out.
     """
 
     file: str
@@ -33,9 +33,8 @@ class GenerationConfig:
     def read(
         cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None, vocabulary_size: int
     ) -> "GenerationConfig":
-        """From generation_config.json or, where there is none, from those keys of config.json that belong there, as in
-        older folders and in transformers. Raises StartError for a key that is not known, and for a value that no
-        request might set."""
+        """From generation_config.json or, without that file, from the generation keys of config.json, as older folders
+        and transformers have it. Raises StartError for an unknown key, and for a value that no request might set."""
         if generation is None:
             file, said = "config.json", {key: config[key] for key in config.keys() & kinds({}).keys()}
         else:
@@ -56,7 +55,7 @@ class GenerationConfig:
 
     @property
     def chosen_by_requests(self) -> dict[str, Any]:
-        """The decoding method that the file prefers, and that no request has unless it asks for it."""
+        """The keys of the decoding method that the file prefers; a request gets that method only if it asks for it."""
         return {
             key: self.keys[key]
             for key, (_, nothing) in CHOSEN_BY_REQUESTS.items()
@@ -64,7 +63,7 @@ class GenerationConfig:
         }
 
     def tokens(self, key: str) -> tuple[int, ...]:
-        """The token ids that a key names: one, or a list of some."""
+        """The token ids of a key, whose value is one id or a list."""
         value = self.keys.get(key, [])
         return tuple(dict.fromkeys(value if isinstance(value, list) else [value]))
 
@@ -74,9 +73,9 @@ class GenerationDefaults:
     """Values for fields that a request leaves out, read as the authors' own library reads them.
 
     Without do_sample, decoding is greedy whatever the other fields say. `max_length` and `min_length` count the prompt,
-    and apply where `max_new_tokens` and `min_new_tokens` say nothing. Of each of `bad_words` the last token may not
-    follow the others. `suppressed` tokens are never chosen, and `begin_suppressed` ones not first: no request has a
-    field that says otherwise.
+    and apply where `max_new_tokens` and `min_new_tokens` say nothing. The last token of each of `bad_words` may not
+    follow its other tokens. `suppressed` tokens are never chosen, and `begin_suppressed` tokens are never chosen first;
+    no field of a request overrides this.
     """
 
     temperature: float = 0.0
@@ -104,7 +103,7 @@ class GenerationDefaults:
             temperature=keys.get("temperature", 1.0) if keys.get("do_sample") else 0.0,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             logit_bias={token_id: bias for (token_id,), bias in keys.get("sequence_bias", [])},
-            # transformers does not ban the end of an output so
+            # in transformers too, bad words do not ban an end-of-sequence token
             bad_words=tuple(
                 tuple(word) for word in keys.get("bad_words_ids", []) if word not in [[end] for end in ends]
             ),
@@ -131,13 +130,13 @@ class GenerationDefaults:
         return words + 2 * len(self.logit_bias) + len(self.suppressed) + len(self.begin_suppressed)
 
     def max_tokens(self, num_prompt_tokens: int) -> int | None:
-        """The most output tokens behind a prompt; None if nothing is said, below 1 if the prompt is too long."""
+        """The most output tokens after a prompt; None if the file has no limit, below 1 if the prompt is too long."""
         if self.max_new_tokens is not None or self.max_length is None:
             return self.max_new_tokens
         return self.max_length - num_prompt_tokens
 
     def min_tokens(self, num_prompt_tokens: int) -> int:
-        """The output tokens behind a prompt before which none is an end."""
+        """The number of output tokens after a prompt before which the output may not end."""
         return max(0, self.min_length - num_prompt_tokens) if self.min_new_tokens is None else self.min_new_tokens
 
     def sampling_params(self) -> dict[str, float]:

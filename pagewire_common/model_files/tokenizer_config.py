@@ -1,8 +1,8 @@
-"""What tokenizer_config.json says beside tokenizer.json, with the files that older folders have in place of its parts.
+"""Reads tokenizer_config.json, or the older files that some folders have in place of its parts.
 
-tokenizer.json is the truth about token ids. This file reads the rest: the names of special tokens, tokens that were
-added, chat templates. A key is obeyed, refused, or among those that may be left out, each for a reason. Other keys
-belong to classes that are unknown here; the log names them.
+Token ids come from tokenizer.json. tokenizer_config.json has the rest: the names of special tokens, added tokens, chat
+templates. A known key is obeyed, refused, or ignored for a stated reason. Other keys belong to tokenizer classes that
+are unknown here; the log names them.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,8 @@ log = structlog.get_logger()
 
 FILE = "tokenizer_config.json"
 MOST_MORE = 1 << 16
-"""Tokens that a tokenizer may know beyond those of its model, as some have a few: memory is taken by ids."""
+"""Most tokens that a tokenizer may have beyond its model's vocabulary. Some have a few; memory grows with the largest
+id."""
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _STANDARD = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OBEYED = (
@@ -59,7 +60,7 @@ _MAY_BE_LEFT_OUT = frozenset(key for keys in _LEFT_OUT.values() for key in keys)
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token's text, and those of FLAGS that the file sets."""
+    """A token's text, and the flags (of FLAGS) that the file sets for it."""
 
     content: str
     flags: Mapping[str, bool] = field(default_factory=dict)
@@ -74,10 +75,11 @@ class ChatTemplateSource(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenizerConfig:
-    """`special` are the special tokens that have a name (such as eos_token), `other_special` those that have none.
+    """`special` has the special tokens with a name (such as eos_token), `other_special` the special tokens without one.
 
-    `added` are tokens with the ids that the file states. Texts of `control_tokens` must not become these tokens where a
-    user wrote them. `adds` has what the file says of the tokens that are put around a text, by their names.
+    `added` are tokens with the ids that the file states. If a user's text spells one of `control_tokens`, it must not
+    be encoded as that token. `adds` says whether bos_token and eos_token are put around a text, as far as the file
+    states it.
     """
 
     special: Mapping[str, Token] = field(default_factory=dict)
@@ -92,7 +94,8 @@ class TokenizerConfig:
 
     @classmethod
     def read(cls, files: Mapping[str, Path]) -> "TokenizerConfig":
-        """From a folder's files, by name. Raises StartError, with the key, for a value that makes no sense."""
+        """Read a folder's files, given by name. Raises StartError, which names the key, for a value that makes no
+        sense."""
         config = _object(files, FILE)
         if "added_tokens_decoder" not in config:  # older folders have these parts in files of their own
             config |= _object(files, "special_tokens_map.json")
@@ -132,7 +135,7 @@ class TokenizerConfig:
         )
 
     def token_id(self, name: str, find: Callable[[str], int | None]) -> int | None:
-        """The id of a special token by its name; `find` has the ids of tokenizer.json by their texts."""
+        """The id of a special token by its name; `find` looks up a token's text in tokenizer.json."""
         if (token := self.special.get(name)) is None:
             return None
         stated = (token_id for token_id, added in self.added.items() if added.content == token.content)
@@ -192,7 +195,7 @@ def _id(written: object) -> int:
 
 
 def _chat_template(config: Mapping[str, Any], files: Mapping[str, Path]) -> ChatTemplateSource | None:
-    """A file of its own comes first, as in transformers. Of templates with names it is the one named "default":
+    """chat_template.jinja comes first, as in transformers. Of several named templates the one named "default" is read:
     the others are for tools and documents, which a chat here does not have."""
     if (name := "chat_template.jinja") in files:
         return ChatTemplateSource(_text(files[name]), name)

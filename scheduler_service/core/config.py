@@ -9,10 +9,10 @@ MAX_BLOCKS = 2**22
 
 
 class PreemptionMode(enum.Enum):
-    """What becomes of a group that has to make room.
+    """What happens to the blocks of a preempted group.
 
-    RECOMPUTE frees its blocks, and it computes its tokens anew; SWAP copies them to host memory and back; AUTO takes
-    whichever the worker's measured speeds make cheaper. Without room in host memory all recompute.
+    RECOMPUTE frees its blocks and computes its tokens again; SWAP copies its blocks to host memory and back; AUTO takes
+    the cheaper way by the worker's measured speeds. If host memory has no room, every mode recomputes.
     """
 
     RECOMPUTE = "recompute"
@@ -32,22 +32,32 @@ class SchedulerConfig:
     """Sizes and budgets; raises ValueError with the field and its bound.
 
     `max_num_batched_tokens` and `max_num_seqs` bound one step; `max_model_len` bounds prompt and output of one
-    sequence; `watermark` is the share of device blocks that admission leaves free so that running sequences can
-    grow before one has to be preempted. AUTO compares `block_bytes` of each block that is copied, out or back in, at
-    `swap_bytes_per_second` with the tokens to compute anew at `prefill_tokens_per_second`; what the other pool has, or
-    other groups hold in the prefix cache, costs neither. Where a speed is 0, that way counts as never finishing.
-    While others want a share of the step, a sequence computes at most `max_prefill_chunk` tokens of it, each further
-    one that is as long half as many as the one before it, and so all of them at most about twice as many: a long prompt
-    does not hold up those behind it. What is left then they compute all the same; 0 is no bound.
-    `max_loras` bounds the adapters among the groups that run at a time. The worker holds `max_held_loras` in host
-    memory, or whatever there is where that is 0; to copy one to the device takes `lora_copy_seconds`.
+    sequence; `watermark` is the share of device blocks that admission leaves free so that running sequences can grow
+    before one has to be preempted.
+
+    AUTO compares two times: that of copying blocks out and back in, from `block_bytes` and `swap_bytes_per_second`, and
+    that of computing tokens again at `prefill_tokens_per_second`. Blocks that the other pool already has are not
+    copied; blocks that other groups hold on the device are neither copied back nor computed again. A way whose speed is
+    0 counts as never finishing.
+
+    While other sequences want a share of the step, the first long prompt computes at most `max_prefill_chunk` tokens of
+    it. Each further prompt that is as long computes at most half as many as the one before it, so all of them at most
+    about twice as many: long prompts do not hold up requests behind them. Tokens of the step that are then left go to
+    the long prompts; 0 is no bound.
+
+    `max_loras` bounds the adapters of the groups that run at a time. The worker holds at most `max_held_loras` adapters
+    in host memory (0: all adapters); copying an adapter to the device takes `lora_copy_seconds`.
+
     `num_lookahead_slots` is the room that every sequence has past the tokens it computes next. With a `sliding_window`
-    each token attends to so many up to itself, 0 for all; blocks that fell behind the window are let go of, and
-    prefixes are not cached, whose first blocks would be missing.
-    A worker without device blocks holds an encoder, which keeps no keys and values: a prompt is computed whole in one
-    step, and takes nothing but its tokens of it.
-    A step computes up to `max_num_encoder_tokens` of what encoders of encoder-decoder models read, 0 for other models.
-    `max_step_bytes` bounds what a step tells the worker of sequences that are new to it; see step_bytes.py.
+    each token attends to so many tokens, itself included (0: to all). Blocks behind the window are freed, and prefixes
+    are not cached, because their first blocks would be missing.
+
+    A worker without device blocks has an encoder, which keeps no keys and values: a prompt is computed whole in one
+    step, and uses nothing but the step's token budget.
+
+    In a step, encoders of encoder-decoder models read up to `max_num_encoder_tokens` (0 for other models).
+    `max_step_bytes` bounds the bytes in which a step describes sequences that are new to the worker; see step_bytes.py.
+
     With SEPARATE phases admission waits until a request has waited for `delay_factor` times the last prompt step, so
     that prompts batch up; 0 admits at once. CHUNKED phases take no delay: prompts share the steps that the decodes take
     anyway, so that waiting would gain them nothing.

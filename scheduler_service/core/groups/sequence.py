@@ -4,9 +4,9 @@ Within a group the first live sequence is the leader: it computes the prompt onc
 blocks until then, fork the prompt's blocks from it. A preempted group starts again the same way.
 
 Steps may be planned before the answers to earlier ones. A sequence's computed tokens count what every step sent so far
-computes; its tokens are those that are known. One whose tokens are all computed has its next one sampled in a step
-that is in flight, and the worker, which works in step order, goes on from it by itself. Where steps in flight have room
-for guesses, the computed tokens are the most that they may come to be.
+computes; its tokens are those that are known. If all tokens of a sequence are computed, a step in flight samples its
+next token, and the worker, which works in step order, goes on from that token by itself. If steps in flight have room
+for guesses, the number of computed tokens is an upper bound.
 """
 
 from array import array
@@ -79,12 +79,12 @@ class Sequence:
         self.num_slots = 0  # tokens that its device blocks have room for
         self.forked_from: Sequence | None = None  # whose tokens it begins with, until the worker knows it
         self.num_forked_tokens = 0  # how many of them
-        self.num_draft_tokens = 0  # room for guesses in steps in flight: so many count as computed and may not be
-        self.num_draft_tokens_wanted = 0  # for how many its worker would have room in each further step
+        self.num_draft_tokens = 0  # room for guesses in steps in flight, which count as computed
+        self.num_draft_tokens_wanted = 0  # guesses for which its worker wants room in each further step
         self.score = 0.0  # of a beam: the sum of its tokens' log-probabilities
         self.candidates: list[tuple[int, float]] | None = None  # of a beam: likeliest next tokens, once they are known
         self.block_keys: list[bytes] = []  # of its leading full blocks, as far as they were needed
-        self.num_published_blocks = 0  # leading blocks that are in the prefix cache, or that another one is there for
+        self.num_published_blocks = 0  # leading blocks whose keys are in the prefix cache
         self.num_expected_blocks = 0  # leading blocks that others may wait for, if more than the published ones
 
     @property
@@ -112,9 +112,10 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens that a step could compute: the known ones that are left, or else the one that is being sampled.
+        """Tokens that a step could compute: the known tokens that are not computed, or else the token that is being
+        sampled.
 
-        What a beam goes on with is chosen among all beams' candidates: nothing can be computed ahead of the answer.
+        A beam's next token is chosen among all beams' candidates, so nothing can be computed before the answer.
         """
         num_left = self.num_prompt_tokens + len(self.output_token_ids) - self.num_computed_tokens
         if num_left > 0 or self.sampling.beam_width:
@@ -140,7 +141,8 @@ class Sequence:
 
 
 class EncoderSequence(Sequence):
-    """What a group's encoder reads: all prompt, and computed in one step. It is no output, and not among `live`."""
+    """The input of a group's encoder: prompt tokens only, computed in one step. It is not an output and not in
+    `live`."""
 
     is_encoder = True
 
@@ -160,32 +162,31 @@ class EncoderSequence(Sequence):
 
 
 class PrefixWait(NamedTuple):
-    """A waiting group's wait for what others compute on one worker."""
+    """How long a waiting group waits for a prefix that other groups are computing on one worker."""
 
     first: int
-    """The number of the first of its blocks that cannot be found there yet."""
+    """The number of the group's first block that is not yet in that worker's prefix cache."""
     until: float
 
 
 class SequenceGroup:
     """One request: `sampling.n` sequences that start from the same prompt, or the running beams of a search.
 
-    `prompt_token_ids` are the prompt's, four bytes each; an array is taken as it is, and must not change.
-    `error` says, in a sentence for the client, why a group ended without being served. `has_unforked` is set while
-    followers wait for the leader's prompt.
-    `suspicion` is None until a worker is lost with it in flight. Groups of equal `cache_root` and adapter may share
-    cached prefixes; `num_cached_tokens` is what was found of the prompt when it was first admitted. `lora_name` is the
-    adapter that it needs, empty for the base model. `arrived_at` is in seconds of the clock that `Scheduler.schedule`
-    is told. `encoder` is what an encoder-decoder model's encoder reads of it, None for other models; what the decoder
-    makes of a prompt depends on it, and with it the root of its cached prefixes.
+    `prompt_token_ids` are the prompt's, four bytes each; an array is taken as it is, and must not change. `error` says,
+    in a sentence for the client, why a group ended without being served. `has_unforked` is set while followers wait for
+    the leader's prompt. `suspicion` is None until a worker is lost with it in flight. Groups of equal `cache_root` and
+    adapter may share cached prefixes; `num_cached_tokens` is what was found of the prompt when it was first admitted.
+    `lora_name` is the adapter that it needs, empty for the base model. `arrived_at` is in seconds of the clock that
+    `Scheduler.schedule` is told. `encoder` is the sequence that the encoder of an encoder-decoder model reads, None for
+    other models. The decoder's keys and values depend on it, so `cache_root` does too.
 
-    What the balancer keeps of a group while it waits: `num_overtaken` counts the later ones that were taken before it;
-    until `left_until` it may be left to a better worker. `prefix_waits` are its waits for a prefix, by
-    worker. While it is swapped out, `swapped_at` says since when, and `num_moves` how often it has gone elsewhere.
+    The balancer's state of a waiting group: `num_overtaken` counts later groups that were taken before it; until
+    `left_until` a worker may leave it to a better worker. `prefix_waits` has its waits for a prefix, by worker. For a
+    swapped group, `swapped_at` is the time when it was swapped out, and `num_moves` how often it continued on another
+    worker.
 
-    For its client alone are counts of its preemptions, lost workers among the recomputes; the name of the `worker` that
-    took it last, and how often that was another one than before. `trace_parent` is what its spans belong to, if it is
-    traced.
+    Only its client is told its counts of preemptions (a lost worker counts as a recompute), the name of the `worker`
+    that took it last, and how often the worker changed. `trace_parent` is the parent of its spans, if it is traced.
 
     A request that goes on where another scheduler left it comes with its outputs so far, `output_token_ids` of each
     index, and the indices of those that have `ended`; it is like a group that was preempted.
@@ -271,16 +272,16 @@ class SequenceGroup:
         self.error: str | None = None
 
     def disband(self) -> None:
-        """Let go of the sequences of a group that has ended and that is not asked for them any more.
+        """Drop the sequences of a group that has ended, once no code needs them.
 
-        Each of them knows the group: together they would stay in memory until Python's collector comes.
+        They refer to the group, and this cycle would stay in memory until Python's garbage collector runs.
         """
         self.sequences = []
         self.encoder = None
 
     @property
     def is_suspect(self) -> bool:
-        """Whether workers may be lost to this group, so that it is scheduled alone."""
+        """Whether this group may be the cause of lost workers, so that it is scheduled alone."""
         return self.suspicion is not None and self.suspicion.is_grave
 
     @property
@@ -325,7 +326,7 @@ class SequenceGroup:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Those that its encoder reads included."""
+        """Tokens of the prompt, including the encoder's input."""
         return len(self.prompt_token_ids) + self.num_encoder_tokens
 
     @property
@@ -340,7 +341,8 @@ class SequenceGroup:
 
     @property
     def num_seqs(self) -> int:
-        """What the group counts in a step's budget: its live sequences, or all the beams that it may come to have."""
+        """How many sequences the group counts as in a step's budget: its live sequences, or the width of its beam
+        search."""
         return len(self.live) if self.beams is None else self.beams.width
 
     @property

@@ -1,7 +1,7 @@
 """Low-rank adapters by name: read from folders, handed to the workers, and kept until the last request of each is over.
 
-A request is of an adapter's fingerprint from its admission on. So a name may come to mean another adapter, or none,
-while requests of the old one still run, and are moved between workers.
+From its admission on, a request refers to its adapter by fingerprint. So a name may come to mean another adapter, or
+none, while requests of the old adapter still run and move between workers.
 """
 
 import asyncio
@@ -41,13 +41,13 @@ log = structlog.get_logger()
 
 MOST_COUNTED = 64
 MOST_HELD = 4096
-"""Of a worker's adapters before its session, as it reports them: it may not tell the truth."""
+"""Most adapters that a worker is believed to hold before its session: its report may be false."""
 OTHERS = "(others)"
 
 
 class AdapterCounts:
-    """Requests that are over, and tokens of theirs, by the names of adapters. After the first ones, further names are
-    counted together: each is a label for ever."""
+    """Finished requests and their tokens, by the name of the adapter. Names after the first MOST_COUNTED are counted
+    together, because each name stays a label for ever."""
 
     def __init__(self) -> None:
         self.num_requests: Counter[str] = Counter()
@@ -63,10 +63,10 @@ class AdapterCounts:
 
 
 class Users(Protocol):
-    """What an adapter matters to."""
+    """The workers and requests that use adapters."""
 
     def fetchers(self, *, admitting: bool = False) -> Sequence[AdapterFetcher]:
-        """Of the workers that serve, or of those that take requests."""
+        """The fetchers of the workers that serve or, if `admitting`, of the workers that take requests."""
 
     def wake(self) -> None:
         """Have every worker look whether there is something to send."""
@@ -79,9 +79,9 @@ class Users(Protocol):
 
 
 class Adapters:
-    """Those that requests can name, those that are being loaded, and those that requests in flight still need.
+    """All adapters: those that requests can name, that are being loaded, or that requests in flight still need.
 
-    Workers are brought them beside their steps, as far as they have places; see adapter_fetcher.py.
+    They are sent to workers beside steps, as far as a worker has places for them; see adapter_fetcher.py.
     """
 
     def __init__(self, settings: SchedulerSettings, users: Users) -> None:
@@ -89,15 +89,15 @@ class Adapters:
         self._folder = settings.lora_dir.expanduser() if settings.lora_dir is not None else None
         self._users = users
         self.when_changed: Callable[[], None] = lambda: None
-        """Called after others can be named than before."""
+        """Called after the adapters that requests can name have changed."""
         self.counts = AdapterCounts()
         self._copies: TemporaryFolder | None = None
         self._named: dict[str, Adapter] = {}
         self._loading: dict[str, Adapter] = {}  # by name
         self._leaving: dict[str, Adapter] = {}  # by fingerprint: no name leads to them any more
-        self._wanted: dict[str, Adapter] = {}  # all of those, by fingerprint
-        self._fingerprints: list[str] = []  # of those with names
-        self._contested: set[str] = set()  # that a worker could not use, and others could
+        self._wanted: dict[str, Adapter] = {}  # named, loading and leaving adapters, by fingerprint
+        self._fingerprints: list[str] = []  # of the named adapters
+        self._contested: set[str] = set()  # fingerprints that one worker could not use, and others could
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()  # by name
         try:
             for name, folder in configured_folders(settings.lora, self._folder):
@@ -115,7 +115,7 @@ class Adapters:
 
     @property
     def listed(self) -> list[Adapter]:
-        """Those that requests can name."""
+        """The adapters that requests can name."""
         return sorted(self._named.values(), key=lambda adapter: adapter.name)
 
     def find(self, name: str) -> str:
@@ -125,16 +125,16 @@ class Adapters:
         return adapter.fingerprint
 
     def check_held(self, fingerprint: str) -> None:
-        """Raises FAILED_PRECONDITION for an adapter that has turned out to be of no use since it was found."""
+        """Raises FAILED_PRECONDITION for an adapter that was given up after the request found it."""
         if fingerprint not in self._wanted:
             raise RequestError(grpc.StatusCode.FAILED_PRECONDITION, "lora_name: the adapter cannot be used any more")
 
     # ---- for operators
 
     async def load(self, name: str) -> Adapter:
-        """Have requests name an adapter of --lora-dir; one that is named so already goes, if it is another.
+        """Let requests name an adapter of --lora-dir. It replaces another adapter of that name.
 
-        Raises RequestError, also where a worker cannot use it; then nothing has changed.
+        Raises RequestError, also if a worker cannot use the adapter; then nothing has changed.
         """
         if self._folder is None:
             raise RequestError(grpc.StatusCode.FAILED_PRECONDITION, "the scheduler runs without --lora-dir")
@@ -180,9 +180,9 @@ class Adapters:
         return self._copies.path
 
     async def _bring(self, adapter: Adapter) -> None:
-        """Have all workers that serve check it, as far as they have a place.
+        """Send the adapter to all serving workers that have a place for it; each checks it.
 
-        Raises RequestError where one of them cannot use it, or all are full.
+        Raises RequestError if a worker cannot use the adapter, or if no worker has a place.
         """
         fetchers = self._users.fetchers()
         taking = [fetcher.take(adapter.fingerprint) for fetcher in fetchers]
@@ -206,7 +206,7 @@ class Adapters:
             )
 
     async def unload(self, name: str) -> None:
-        """Have no more requests name an adapter; those in flight go on. Raises NOT_FOUND."""
+        """Remove the name of an adapter; requests in flight go on. Raises NOT_FOUND."""
         async with self._lock(name):
             self.find(name)
             self._leave(self._named.pop(name))
@@ -220,7 +220,8 @@ class Adapters:
             self.released(adapter.fingerprint)
 
     def released(self, fingerprint: str) -> None:
-        """A request that named it is over: forget it if it was the last, and no name leads to it."""
+        """Called when a request of the adapter has ended: forget the adapter if no name and no other request needs
+        it."""
         adapter = self._leaving.get(fingerprint)
         if adapter is None or self._users.uses_adapter(fingerprint):
             return
@@ -248,19 +249,18 @@ class Adapters:
 
     @property
     def wanted(self) -> Mapping[str, Adapter]:
-        """Those that a worker may be brought, by fingerprint: those with names, and those that requests in flight
-        need."""
+        """The adapters that a worker may be sent, by fingerprint: named, loading, or needed by requests in flight."""
         return self._wanted
 
     @property
     def named(self) -> Sequence[str]:
-        """The fingerprints of those that requests can name."""
+        """The fingerprints of the adapters that requests can name."""
         return self._fingerprints
 
     async def check(self, client: WorkerClient, info: WorkerInfo) -> list[str]:
-        """Check before a worker serves that it takes adapters, and those that not every worker takes.
+        """Before a worker serves, check that it takes adapters, and send it the adapters that not every worker can use.
 
-        Returns what it holds, at most as many as it has places. Raises WorkerError.
+        Returns the fingerprints that it holds, at most as many as it has places. Raises WorkerError.
         """
         if self._wanted and not info.max_loras:
             raise WorkerError("the worker takes no adapters; start it with --max-loras, as this scheduler has adapters")
@@ -281,21 +281,21 @@ class Adapters:
         return held
 
     def may_be_brought(self, fingerprint: str) -> bool:
-        """Whether a worker that lacks an adapter should be brought it: only one worker at a time is, for that may be
-        enough, unless it takes that one long."""
+        """Whether a worker that lacks an adapter should be sent it. Only one worker at a time is, because one may be
+        enough; the next worker follows if the first takes long."""
         since = time.monotonic() - LONG_FETCH_SECONDS
         fetchers = self._users.fetchers()
         is_on_its_way = any(one.fetching == fingerprint and one.fetching_since > since for one in fetchers)
         return fingerprint in self._wanted and not is_on_its_way
 
     def fetched(self) -> None:
-        """A worker has been brought an adapter, or has turned out to be unable to use it."""
+        """Called when a worker has got an adapter, or has turned out to be unable to use it."""
         self.settle()
         self._users.wake()
 
     def settle(self) -> None:
-        """Decide about adapters that a worker cannot use. Where others can, it is not used; where none can that takes
-        requests, they go."""
+        """Decide about adapters that a worker cannot use. If another worker can use the adapter, the worker's session
+        ends; if no worker that takes requests can, the adapter is given up."""
         fetchers = self._users.fetchers()
         for fingerprint, reason in {f: reason for fetcher in fetchers for f, reason in fetcher.refused.items()}.items():
             refusing = [fetcher for fetcher in fetchers if fingerprint in fetcher.refused]
@@ -314,7 +314,7 @@ class Adapters:
                 self.give_up(adapter, reason)
 
     def give_up(self, adapter: Adapter, reason: str) -> None:
-        """End the requests of an adapter that no worker can be brought, and have no more name it."""
+        """End the requests of an adapter that no worker can use, and remove its names."""
         log.error("adapter given up", name=adapter.name, reason=reason)
         for name in [name for name, other in self._named.items() if other.fingerprint == adapter.fingerprint]:
             del self._named[name]
@@ -327,7 +327,7 @@ class Adapters:
 
 
 def _discard(reading: "asyncio.Future[Adapter]") -> None:
-    """Of a call that was cancelled meanwhile."""
+    """Remove the copy that was made for a call that is cancelled."""
     if not reading.cancelled() and reading.exception() is None:
         reading.result().weights.unlink(missing_ok=True)
 

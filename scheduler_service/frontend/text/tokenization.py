@@ -53,8 +53,8 @@ class PanicError(RuntimeError):
 
 
 def without_panic(function: Callable[[], T]) -> T:
-    """Call a function of Rust. Where that panics it raises an exception that is no `Exception`, and that would end
-    whatever takes care of one request's errors."""
+    """Call a Rust function; raises PanicError if it panics. The panic's own exception is no `Exception`, so code that
+    handles one request's errors would not catch it."""
     try:
         return function()
     except BaseException as error:
@@ -69,8 +69,8 @@ Text = str | tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class TextItem:
-    """A text, or a pair, of whose tokens `num_first_tokens` are of the first text, 0 where the model does not tell the
-    two apart. `largest_id` is 0 where there is none.
+    """The tokens of a text or of a pair. `num_first_tokens` counts the tokens of a pair's first text; it is 0 if the
+    model does not tell the two texts apart. `largest_id` is the largest token id, 0 without tokens.
     """
 
     token_ids: "array[int]"
@@ -120,8 +120,8 @@ class Tokenizer:
     async def encode_texts(self, texts: Sequence[Text], *, most: int, truncate: bool = False) -> list[TextItem]:
         """Token ids of texts, or of pairs of texts, with what the model expects around them.
 
-        Raises TooManyTokensError, with the number of the text, if one clearly has more than `most`; with `truncate` it
-        is cut instead, and of a pair the second.
+        Raises TooManyTokensError, with the number of the text, if a text clearly has more than `most`. With `truncate`
+        the text, or the second text of a pair, is cut instead.
         """
         return await self._on_thread(lambda: [self._encode_text(*item, most, truncate) for item in enumerate(texts)])
 
@@ -142,7 +142,7 @@ class Tokenizer:
         return await self._on_thread(lambda: self._encode_words(words))
 
     async def encode_alone(self, text: str) -> list[int]:
-        """Token ids of a text without what the model expects around it."""
+        """Token ids of a text without the special tokens that the model expects around it."""
         return await self._on_thread(lambda: _encode(self._plain, text, len(text.encode())))
 
     def token_id(self, token: str) -> int | None:
@@ -160,7 +160,8 @@ class Tokenizer:
         return await self._on_thread(decode, aside=True)
 
     async def decode_prefixes(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of the first token, of the first two, and so on, without special tokens: of a few hundred tokens."""
+        """The text of the first token, of the first two, and so on, without special tokens. Meant for a few hundred
+        tokens."""
 
         def decode() -> list[str]:
             prefixes = [list(token_ids[:stop]) for stop in range(1, len(token_ids) + 1)]
@@ -169,7 +170,7 @@ class Tokenizer:
         return await self._on_thread(decode, aside=True)
 
     async def decode_each(self, token_ids: Sequence[int]) -> list[str]:
-        """What each token says by itself, behind others, so that a space at its beginning is kept."""
+        """The text of each token when it is decoded after another token, so that a leading space is kept."""
 
         def decode() -> list[str]:
             alone = [[*self._anchor, token_id] for token_id in token_ids]
@@ -250,7 +251,7 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, add_specia
 
 
 def _excess(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, from_end: bool = False) -> int | None:
-    """After how many characters a text clearly has more than `most` tokens; None where that is not so."""
+    """The number of characters after which a text clearly has more than `most` tokens; None if it has no more."""
     parts = [text[start : start + CHARACTERS_AT_ONCE] for start in range(0, len(text), CHARACTERS_AT_ONCE)]
     if len(parts) > 1 and _most_tokens(tokenizer, parts) > most:
         num_tokens = num_characters = 0
@@ -263,14 +264,15 @@ def _excess(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, from_end: 
 
 
 def _most_tokens(tokenizer: tokenizers.Tokenizer, parts: Sequence[str]) -> int:
-    """At most one token a byte, of the longest form into which the normalizers, if any, turn a text."""
+    """An upper bound of a text's tokens: one a byte, of the longest form into which normalizers may turn the text."""
     if tokenizer.normalizer is not None:
         parts = [unicodedata.normalize("NFKD", part) for part in parts]
     return sum(len(part.encode()) for part in parts)
 
 
 def _anchor(tokenizer: tokenizers.Tokenizer) -> list[int]:
-    """A token that is put before others, so that they are decoded as the middle of a text; none if there is none."""
+    """A token to put before other tokens, so that they are decoded as the middle of a text; empty if the tokenizer has
+    none."""
     for letter in "aAeE0":
         token_id = tokenizer.token_to_id(letter)
         if token_id is not None and tokenizer.decode([token_id]) == letter:

@@ -54,7 +54,7 @@ class CacheEngine:
     def move(self, output: SchedulerOutput) -> None:
         """Do a step's moves: out, in, copy. A block swapped out may be the destination of one swapped in.
 
-        On a GPU the moves run on a stream of their own, after all work queued before and ahead of all work queued next.
+        On a GPU the moves run on their own stream, after all work queued so far and before all work queued later.
         """
         if not (output.blocks_to_swap_out.sources or output.blocks_to_swap_in.sources or output.blocks_to_copy.sources):
             return

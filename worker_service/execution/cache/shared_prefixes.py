@@ -1,8 +1,8 @@
-"""Which rows of a decode step have contexts that begin with the same blocks, and so attend to these together.
+"""Finds the rows of a decode step whose contexts begin with the same blocks, so that attention reads these blocks once.
 
-Requests behind one long prompt, the outputs of one request, and guesses for one sequence are such rows. What they share
-is found in parts of as many keys as attention works on, each of which is one item for as many rows as a kernel takes
-together. Rows that share a part are among those that share the part before it.
+Such rows belong to requests with one long common prompt, to the outputs of one request, or to guesses for one sequence.
+A shared prefix is cut into parts of `PART_KEYS` keys. An item is one part, for as many rows as a kernel takes together.
+Rows that share a part also share the part before it.
 """
 
 from array import array
@@ -18,18 +18,18 @@ from kernels.metadata import PART_KEYS, SharedParts
 from kernels.upload import upload
 
 _ITEMS_A_ROW = 2
-"""Items for which there is room: 256 rows behind one prompt have one for every 16 rows and 512 tokens, which is enough
-for 16,384 tokens. What goes beyond it is not shared."""
+"""Room for items, for each row of a step. 256 rows behind one prompt need an item for every 16 rows and 512 tokens, so
+2 a row are enough for 16,384 tokens. Further tokens are not shared."""
 
 
 class SharedRows(NamedTuple):
-    """As `SharedParts` has them, on the host."""
+    """The fields of `SharedParts`, on the host."""
 
     items: list[tuple[int, int, int]]
     rows: list[int]
     num_parts: list[int]
     num_saved: int
-    """Keys that are attended to with those of another row."""
+    """Keys that attention does not read again, because it reads them for another row."""
 
 
 def find_shared(
@@ -41,7 +41,7 @@ def find_shared(
     most_items: int,
     most_parts: int,
 ) -> SharedRows:
-    """tables, contexts: blocks and tokens of each row; most_rows: of an item."""
+    """tables, contexts: the blocks and the number of tokens of each row; most_rows: the most rows of an item."""
     items: list[tuple[int, int, int]] = []
     rows: list[int] = []
     num_parts = [0] * len(tables)
@@ -70,7 +70,7 @@ def find_shared(
 
 
 def _alike(tables: "Sequence[array[int]]", rows: Iterable[int], first: int, last: int) -> list[list[int]]:
-    """The rows that have the same blocks in these places as others have."""
+    """Groups of at least two rows with equal blocks from `first` to `last`."""
     groups: defaultdict[bytes, list[int]] = defaultdict(list)
     for row in rows:
         groups[tables[row][first:last].tobytes()].append(row)
@@ -78,7 +78,7 @@ def _alike(tables: "Sequence[array[int]]", rows: Iterable[int], first: int, last
 
 
 class SharedInputs:
-    """The same in memory that stays in its place, for graphs that are replayed over it."""
+    """Shared parts in memory at fixed addresses, for CUDA graphs that are replayed over it."""
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class SharedInputs:
         block_size: int,
         device: torch.device,
     ) -> None:
-        """most_rows: of an item; most_parts: of a row; room: for parts of all rows of a step, shared or not;
-        least_saved: keys, which rows that share must save together."""
+        """most_rows: the most rows of an item; most_parts: the most parts of a row; room: parts of all rows of a step,
+        shared or not; least_saved: the least number of keys that sharing must save in a step."""
         self._most_rows, self._longest, self._room, self._least_saved = most_rows, most_parts, room, least_saved
         self._block_size = block_size
         most_items = _ITEMS_A_ROW * max_num_rows
@@ -101,7 +101,7 @@ class SharedInputs:
         self._known: tuple[SharedRows, int] | None = None
 
     def find(self, tables: "Sequence[array[int]]", contexts: Sequence[int], size: int) -> SharedRows | None:
-        """What rows share, padded to this size; None if it is not enough."""
+        """The parts that rows share in a step padded to `size` rows; None if they save too few keys."""
         found = find_shared(
             tables,
             contexts,
@@ -113,7 +113,7 @@ class SharedInputs:
         return found if found.items and found.num_saved >= self._least_saved else None
 
     def fill(self, tables: "Sequence[array[int]]", contexts: Sequence[int], size: int) -> bool:
-        """Take a step of rows that are padded to this size, if they share enough, and return whether they do."""
+        """Store the shared parts of a step padded to `size` rows; returns False if they save too few keys."""
         found = self.find(tables, contexts, size)
         if found is None:
             return False
@@ -130,10 +130,10 @@ class SharedInputs:
         return True
 
     def tensors(self, size: int) -> SharedParts:
-        """Of a step of so many rows, padding included."""
+        """The stored parts of a step of `size` rows, padding included."""
         items: Tensor = self._items[: _ITEMS_A_ROW * size]
         return SharedParts(items, self._rows, self._num_parts[:size], self.most_parts(size))
 
     def most_parts(self, size: int) -> int:
-        """Of a row, in a step of so many rows. Beyond the last of these numbers there is no item for a part."""
+        """The most parts of a row in a step of `size` rows. The last bound is where the items run out."""
         return min(self._longest, self._room // size, _ITEMS_A_ROW * self._most_rows)

@@ -1,8 +1,8 @@
-"""Layers that are stored in e4m3 with inputs that are rounded to it: compressed-tensors' "float-quantized", and "fp8".
+"""Layers stored in e4m3, whose inputs are rounded to e4m3, too: compressed-tensors' "float-quantized", and "fp8".
 
-A layer has a scale for each output, or one for all, or one for each block of some outputs and inputs. Inputs are
-rounded with the scale that the file has for them (`input_scale`), or each row with its own, and where there are blocks
-each row with one for the inputs of each.
+A layer's weights have one scale, a scale for each output, or a scale for each block of outputs and inputs. Inputs are
+rounded with the file's `input_scale`; without one, each row gets its own scale, and if weights have blocks, a scale for
+each block of inputs.
 """
 
 import torch
@@ -16,8 +16,8 @@ from worker_service.wording import shown
 def float8_weight(
     numbers: Tensor, scales: Tensor, input_scale: Tensor | None, block: Block | None = None
 ) -> Float8Weight:
-    """numbers: [outputs, inputs] e4m3; scales: of each `block`, [blocks of outputs, blocks of inputs], or without one
-    of each output, [outputs] or [outputs, 1], or of all. Raises ValueError where they do not fit, or are no numbers."""
+    """numbers: [outputs, inputs] e4m3; scales: [blocks of outputs, blocks of inputs] with a `block`, otherwise
+    [outputs], [outputs, 1] or a single scale. Raises ValueError if shapes do not fit or a value is not finite."""
     outputs, inputs = numbers.shape
     if block is not None:
         if input_scale is not None:
