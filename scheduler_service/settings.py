@@ -64,7 +64,7 @@ class SchedulerSettings(ServiceSettings):
         description="name that every worker's certificate must have; by default the host that --workers names",
     )
     discovery_interval: float = Field(5.0, gt=0, description="seconds between look-ups of the names among --workers")
-    # More could make an answer too large for a message: see core/step_bytes.py.
+    # More could make an answer too large for a message: see core/planning/step.py.
     max_num_batched_tokens: int = Field(
         2048, ge=1, le=131_072, description="most tokens in one step; a worker's own limit counts"
     )

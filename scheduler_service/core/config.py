@@ -56,7 +56,8 @@ class SchedulerConfig:
     step, and uses nothing but the step's token budget.
 
     In a step, encoders of encoder-decoder models read up to `max_num_encoder_tokens` (0 for other models).
-    `max_step_bytes` bounds the bytes in which a step describes sequences that are new to the worker; see step_bytes.py.
+    `max_step_bytes` bounds the bytes in which a step describes sequences that are new to the worker: see
+    planning/step.py.
 
     With SEPARATE phases admission waits until a request has waited for `delay_factor` times the last prompt step, so
     that prompts batch up; 0 admits at once. CHUNKED phases take no delay: prompts share the steps that the decodes take

@@ -8,7 +8,7 @@ from tiny_model import write_byte_tokenizer, write_tiny_llama
 
 from pagewire_client import LocalServer
 from pagewire_common.connection import tls
-from scheduler_service.core.suspects import suspicion
+from scheduler_service.core.suspects import rule
 from scheduler_service.engine.workers import worker_loop
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.text.tokenization import Tokenizer
@@ -34,8 +34,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     A suspect may wait for three seconds on a busy machine, and it may be ended there after a loss or two more.
     """
     monkeypatch.setattr(worker_loop, "LAST_RETRY_SECONDS", 0.1)
-    monkeypatch.setattr(suspicion, "MOST_CONTROL_SECONDS", 3.0)
-    monkeypatch.setattr(suspicion, "NOTICE_SECONDS", 0.001)
+    monkeypatch.setattr(rule, "MOST_CONTROL_SECONDS", 3.0)
+    monkeypatch.setattr(rule, "NOTICE_SECONDS", 0.001)
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,7 @@ async def test_a_poison_request_ends_with_an_error_and_its_neighbours_finish(byt
         assert not engine.requests
         (loop,) = engine.workers
         await until(lambda: loop.admits)
-        assert worker.num_sessions >= 5  # four losses at least: see suspicion.py
+        assert worker.num_sessions >= 5  # four losses at least: see suspects/rule.py
         assert loop.scheduler is not None
         assert loop.scheduler.blocks.device.num_free == 64
 

@@ -17,7 +17,7 @@ from scheduler_service.core import (
 )
 from scheduler_service.core.blocks.pool import NO_BLOCK
 from scheduler_service.core.outputs import BlockTableUpdate, Fork, NewSequence, TokenLogprobs
-from scheduler_service.core.planning.step_bytes import bytes_to_tell
+from scheduler_service.core.planning.step import bytes_to_tell
 from scheduler_service.wire.codec import decode_model_output, encode_scheduler_output
 
 

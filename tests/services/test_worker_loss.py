@@ -15,7 +15,7 @@ from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.core import SamplingParams, SchedulerConfig, SchedulerOutput, SequenceStatus
-from scheduler_service.core.planning import scheduler as planner
+from scheduler_service.core import scheduler as planner
 from scheduler_service.engine import engine as engine_module
 from scheduler_service.engine.engine import Engine
 from scheduler_service.engine.worker_link.client import DrainedError, Session, WorkerClient, WorkerError

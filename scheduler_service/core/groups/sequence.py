@@ -18,7 +18,7 @@ from scheduler_service.core.groups.beam_search import BeamSearch
 from scheduler_service.core.groups.encoder_input import EncoderInput
 from scheduler_service.core.groups.sampling_params import SamplingParams
 from scheduler_service.core.groups.sequence_status import SequenceStatus
-from scheduler_service.core.suspects.suspicion import Suspicion
+from scheduler_service.core.groups.suspicion import Suspicion
 
 
 class Sequence:

@@ -27,10 +27,10 @@ from collections.abc import Collection
 
 from scheduler_service.core.blocks.prefix_directory import PrefixDirectory
 from scheduler_service.core.groups.sequence import SequenceGroup
+from scheduler_service.core.placement.background import Background
 from scheduler_service.core.placement.choice import Placement, PlacementReason
 from scheduler_service.core.placement.step_times import StepTimes
 from scheduler_service.core.placement.worker import SEQUENCE_TOKENS, Member, WorkerScheduler
-from scheduler_service.core.suspects.suspicion import Background
 
 MAX_OVERTAKES = 16
 MOST_CANDIDATES = 4  # of each kind that are looked at closely

@@ -7,29 +7,20 @@ from scheduler_service.core.groups.beam_search import Continuation
 from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
 from scheduler_service.core.groups.sequence_status import SequenceStatus
 from scheduler_service.core.outputs import ModelOutput, SchedulerOutput, SequenceOutput
-from scheduler_service.core.planning.evidence import Evidence
-from scheduler_service.core.planning.session import Session
+from scheduler_service.core.planning.worker_groups import Session
 
 
 class Answers:
     """Appends tokens, verifies drafts and goes on with beams."""
 
-    def __init__(self, session: Session, evidence: Evidence) -> None:
+    def __init__(self, session: Session) -> None:
         self._config = session.config
         self._waiting = session.waiting
-        self._balancer = session.balancer
-        self._member = session.member
         self._blocks = session.blocks
         self._groups = session.groups
-        self._in_flight = session.in_flight
-        self._evidence = evidence
 
-    def take_in(self, output: SchedulerOutput, answer: ModelOutput, now: float) -> list[SequenceOutput]:
+    def take_in(self, output: SchedulerOutput, answer: ModelOutput) -> list[SequenceOutput]:
         """Account for a step's computed tokens and append the sampled ones; see `Scheduler.update_from_output`."""
-        seconds = self._in_flight.answer(output, answer, now)
-        self._balancer.stepped(self._member, output.num_tokens + sum(answer.num_draft_tokens), seconds)
-        if self._groups.accused:
-            self._evidence.answered(output, seconds)
         if self._is_plain(output, answer):
             return self._take_in_decodes(output, answer.token_ids)
         if answer.num_draft_tokens_wanted:

@@ -6,9 +6,9 @@ A preempted group is freed and computes its tokens anew later (recompute), or is
 from scheduler_service.core.blocks.manager import AllocStatus
 from scheduler_service.core.config import PreemptionMode
 from scheduler_service.core.groups.sequence import SequenceGroup
-from scheduler_service.core.planning.session import Session
 from scheduler_service.core.planning.shared_prefixes import SharedPrefixes
 from scheduler_service.core.planning.step import Step
+from scheduler_service.core.planning.worker_groups import Session
 
 
 class Preemption:

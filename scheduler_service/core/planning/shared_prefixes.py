@@ -13,8 +13,8 @@ A step's look at the waiting requests ends when `MOST_LOOKED_UP` block hashes we
 
 from scheduler_service.core.blocks.found_runs import FoundRuns
 from scheduler_service.core.groups.sequence import PrefixWait, SequenceGroup
-from scheduler_service.core.planning.session import Session
 from scheduler_service.core.planning.step import Chunk, Step
+from scheduler_service.core.planning.worker_groups import Session
 
 MOST_LOOKED_UP = 1 << 12
 """Block hashes, in one step. For a request that waits about five are looked up or compared, and more if its prefix has

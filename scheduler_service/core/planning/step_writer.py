@@ -6,8 +6,8 @@ block table's new entries are sent, and what has left since the step before.
 
 from scheduler_service.core.groups.sequence import Sequence
 from scheduler_service.core.outputs import BlockTableUpdate, Fork, NewSequence, ScheduledSequence, SchedulerOutput
-from scheduler_service.core.planning.session import Session
 from scheduler_service.core.planning.step import Step
+from scheduler_service.core.planning.worker_groups import Session
 
 
 class StepWriter:

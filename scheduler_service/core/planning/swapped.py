@@ -3,10 +3,9 @@
 from scheduler_service.core.blocks.manager import AllocStatus
 from scheduler_service.core.groups.sequence import SequenceGroup
 from scheduler_service.core.planning.running import RunningPlanner
-from scheduler_service.core.planning.session import Session
-from scheduler_service.core.planning.step import Step
-from scheduler_service.core.planning.step_bytes import swap_bytes
+from scheduler_service.core.planning.step import Step, swap_bytes
 from scheduler_service.core.planning.waiting import WaitingPlanner
+from scheduler_service.core.planning.worker_groups import Session
 
 
 class SwappedPlanner:

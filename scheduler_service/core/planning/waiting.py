@@ -4,12 +4,11 @@ from scheduler_service.core.blocks.manager import AllocStatus
 from scheduler_service.core.config import PhaseRule
 from scheduler_service.core.groups.sequence import SequenceGroup
 from scheduler_service.core.placement.choice import Placement, PlacementReason
-from scheduler_service.core.planning.budget import SchedulingBudget
-from scheduler_service.core.planning.chunk_sizes import ChunkSizes
 from scheduler_service.core.planning.preemption import Preemption
-from scheduler_service.core.planning.session import Session
+from scheduler_service.core.planning.running import ChunkSizes
 from scheduler_service.core.planning.shared_prefixes import SharedPrefixes
-from scheduler_service.core.planning.step import Step
+from scheduler_service.core.planning.step import SchedulingBudget, Step
+from scheduler_service.core.planning.worker_groups import Session
 
 
 class WaitingPlanner:

@@ -2,19 +2,19 @@
 
 A request that brings workers down must not take all other streams with it. A request that was in flight twice in a row
 when a worker was lost is a suspect and is scheduled alone, with nothing else in flight, until it has gained a token, or
-more of them the more workers were lost; when these losses cannot be coincidence it is ended: suspicion.py has the rule.
+more of them the more workers were lost; when these losses cannot be coincidence it is ended: rule.py has the rule.
 But the worker may be to blame: a suspect goes to another one than it was lost on, if there is any, and is not ended
 before that.
 """
 
 from scheduler_service.core.blocks.manager import AllocStatus
 from scheduler_service.core.groups.sequence import SequenceGroup
-from scheduler_service.core.planning.budget import SchedulingBudget
 from scheduler_service.core.planning.queue_view import MOST_LEFT
 from scheduler_service.core.planning.running import RunningPlanner
-from scheduler_service.core.planning.session import Session
-from scheduler_service.core.planning.step import Step
+from scheduler_service.core.planning.step import SchedulingBudget, Step
 from scheduler_service.core.planning.waiting import WaitingPlanner
+from scheduler_service.core.planning.worker_groups import Session
+from scheduler_service.core.suspects import rule
 
 
 class SuspectTurns:
@@ -53,8 +53,10 @@ class SuspectTurns:
 
     def _hold(self, suspect: SequenceGroup, step: Step) -> bool:
         """Let a suspect wait, while what may come of it would prove nothing."""
+        if (suspicion := suspect.suspicion) is None:
+            return False
         background = self._balancer.background
-        missing = suspect.suspicion.missing_control(background, step.now) if suspect.suspicion is not None else 0.0
+        missing = rule.missing_control(suspicion, background, step.now)
         if missing:
             step.queue.held[suspect] = background.ahead(step.now, missing)
         return missing > 0.0

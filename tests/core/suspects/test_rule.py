@@ -6,8 +6,10 @@ from random import Random
 
 import pytest
 
-from scheduler_service.core.suspects import suspicion
-from scheduler_service.core.suspects.suspicion import CLEARING_TOKENS, Background, Suspicion, chance
+from scheduler_service.core.groups.suspicion import CLEARING_TOKENS, Suspicion
+from scheduler_service.core.placement.background import Background
+from scheduler_service.core.suspects import rule
+from scheduler_service.core.suspects.rule import chance
 
 
 @pytest.mark.parametrize("num_losses", [1, 2, 3, 7])
@@ -16,7 +18,7 @@ from scheduler_service.core.suspects.suspicion import CLEARING_TOKENS, Backgroun
 def test_the_chance_is_a_tail_of_the_binomial_distribution(
     num_losses: int, num_others: int, share: Fraction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suspicion, "CHANCE", 2.0)
+    monkeypatch.setattr(rule, "CHANCE", 2.0)
     total = num_losses + num_others
     exact = sum(comb(total, k) * share**k * (1 - share) ** (total - k) for k in range(num_losses, total + 1))
     assert chance(num_losses, float(share), num_others, float(1 - share)) == pytest.approx(float(exact))
@@ -30,8 +32,8 @@ def test_without_time_of_others_or_losses_there_is_no_evidence(
 
 
 def test_many_losses_over_a_long_time_are_added_up_without_overflow() -> None:
-    assert chance(10_000, 1000.0, 1_000_000, 100_000.0) >= suspicion.CHANCE
-    assert chance(10_000, 10.0, 100_000, 100_000.0) < suspicion.CHANCE
+    assert chance(10_000, 1000.0, 1_000_000, 100_000.0) >= rule.CHANCE
+    assert chance(10_000, 10.0, 100_000, 100_000.0) < rule.CHANCE
     assert chance(1000, 1e-9, 0, 1e9) == 0.0
 
 
@@ -39,7 +41,7 @@ def lose(request: Suspicion, background: Background, now: float, seconds: float,
     """One worker of the fleet is lost after so many seconds of a step with the request in it, and another one joins."""
     background.leave(now, is_lost=True)
     background.join(now)
-    return request.lose(background, f"worker {now}", seconds, now, alone=alone)
+    return rule.lose(request, background, worker=f"worker {now}", seconds=seconds, now=now, alone=alone)
 
 
 def test_losses_in_company_are_no_evidence_however_many_they_are() -> None:
@@ -110,7 +112,7 @@ def test_the_share_of_innocent_requests_that_is_ended_is_below_the_limit(
 
     The limit is raised to where its errors can be counted; one in a million works by the same sums.
     """
-    monkeypatch.setattr(suspicion, "CHANCE", limit)
+    monkeypatch.setattr(rule, "CHANCE", limit)
     random = Random(int(1000 * rate))
     num_requests, num_ended = 1000, 0
     for _ in range(num_requests):

@@ -2,10 +2,10 @@
 
 from scheduler_service.core.groups.sequence import SequenceGroup
 from scheduler_service.core.groups.sequence_status import SequenceStatus
+from scheduler_service.core.groups.suspicion import Suspicion
 from scheduler_service.core.outputs import SchedulerOutput
-from scheduler_service.core.planning.session import Session
-from scheduler_service.core.planning.steps_in_flight import groups_in
-from scheduler_service.core.suspects.suspicion import Suspicion
+from scheduler_service.core.planning.worker_groups import Session, groups_in
+from scheduler_service.core.suspects import rule
 
 # A worker that has not answered a step after MOST_OVERDUE times what it should take, and after OVERDUE_SECONDS, has
 # failed by then: however much later it counts as lost, it did not serve in that time.
@@ -53,7 +53,9 @@ class Evidence:
                 continue
             suspicion = group.suspicion = group.suspicion or Suspicion()
             alone = len(in_step) == 1
-            is_blamed = suspicion.lose(self._balancer.background, self._worker, seconds, now, alone=alone)
+            is_blamed = rule.lose(
+                suspicion, self._balancer.background, worker=self._worker, seconds=seconds, now=now, alone=alone
+            )
             if is_blamed and (is_only or len(suspicion.lost_on) > 1):
                 error = (
                     f"{suspicion.num_losses} workers failed in a row while computing this request, which is more than "

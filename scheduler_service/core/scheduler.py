@@ -6,22 +6,21 @@ others; then prompts under way; then groups that were swapped out; then, when al
 adapter are back, the head of the waiting queue, which goes before one of them only if it outranks it. Of a long prompt
 no more than `max_prefill_chunk` tokens are taken at first, so that those behind it get into the step as well. What is
 left of the budget after that goes to the long ones in the same order, so that a lone prompt is computed as fast as it
-can be. A request whose prefix others compute waits for it: see shared_prefixes.py. What the worker has to be told of
-sequences is counted as their tokens are: see step_bytes.py. When blocks run out, the policy's victim is preempted: the
-group admitted last, or last in rank. Within a step all swapping out is planned before any swapping in, which is the
-order in which the worker does it.
+can be. When blocks run out, the policy's victim is preempted: the group admitted last, or last in rank. Within a step
+all swapping out is planned before any swapping in, which is the order in which the worker does it.
 
 Steps may be planned ahead of the answers to earlier ones; the worker works in step order and feeds the tokens that it
 sampled, so a plan needs to know only how many there will be. Blocks that are let go of while steps are in flight may
 be given away at once, because the sequence that gets them writes in a later step. A sequence that turns out to have
 stopped has wasted its slot in the steps ahead, and only that.
 
-Where the worker guesses how a sequence goes on, a step has room for some guesses behind its token, as far as all else
-leaves any: see guess_room.py. The worker makes and verifies them, and how many it was right about, and so where the
-sequence stands, is known with the answer. Until then plans count with the most that it may be.
+Where the worker drafts how a sequence goes on, a step has room for some drafts behind its token, as far as all else
+leaves any. The worker makes and verifies them, and how many were right, and so where the sequence stands, is known with
+the answer. Until then plans count with the most that it may be.
 
-Most steps are like the one before: see steady_plan.py. A request that workers may be lost to has steps of its own: see
-suspect_turns.py.
+Where to read on: what a step is and how its bytes are counted in planning/step.py; steps like the one before in
+planning/steady_plan.py; requests that wait for a prefix which others compute in planning/shared_prefixes.py; room for
+drafts in planning/running.py; steps of its own for a request that workers may be lost to in suspects/turns.py.
 """
 
 from collections.abc import Iterable, Mapping
@@ -34,24 +33,20 @@ from scheduler_service.core.groups.sequence_status import SequenceStatus
 from scheduler_service.core.outputs import ModelOutput, SchedulerOutput, SequenceOutput
 from scheduler_service.core.placement.worker import Member
 from scheduler_service.core.planning.answers import Answers
-from scheduler_service.core.planning.chunk_sizes import ChunkSizes
-from scheduler_service.core.planning.evidence import Evidence
-from scheduler_service.core.planning.guess_room import GuessRoom
 from scheduler_service.core.planning.loras import LoraFetch, Loras
 from scheduler_service.core.planning.preemption import Preemption
 from scheduler_service.core.planning.queue_view import QueueView
-from scheduler_service.core.planning.running import RunningPlanner
-from scheduler_service.core.planning.session import Session
+from scheduler_service.core.planning.running import ChunkSizes, DraftRoom, RunningPlanner
 from scheduler_service.core.planning.shared_prefixes import SharedPrefixes
 from scheduler_service.core.planning.steady_plan import SteadyPlan
 from scheduler_service.core.planning.step import Step
 from scheduler_service.core.planning.step_writer import StepWriter
-from scheduler_service.core.planning.steps_in_flight import StepsInFlight
-from scheduler_service.core.planning.suspect_turns import SuspectTurns
 from scheduler_service.core.planning.swapped import SwappedPlanner
 from scheduler_service.core.planning.waiting import WaitingPlanner
-from scheduler_service.core.planning.worker_groups import WorkerGroups
+from scheduler_service.core.planning.worker_groups import Session, StepsInFlight, WorkerGroups
 from scheduler_service.core.queues.waiting_queue import WaitingQueue
+from scheduler_service.core.suspects.evidence import Evidence
+from scheduler_service.core.suspects.turns import SuspectTurns
 
 
 class Scheduler:
@@ -90,11 +85,11 @@ class Scheduler:
         self._admission = WaitingPlanner(session, chunk_sizes, self._preemption, prefixes)
         self._swapped = SwappedPlanner(session, self._running, self._admission)
         self._steady = SteadyPlan(session, self._admission)
-        self._guess_room = GuessRoom(session)
+        self._draft_room = DraftRoom(session)
         self._suspects = SuspectTurns(session, self._running, self._admission)
         self._writer = StepWriter(session)
         self._evidence = Evidence(session)
-        self._answers = Answers(session, self._evidence)
+        self._answers = Answers(session)
         self.running = self._groups.running  # in the order of admission
         self.swapped = self._groups.swapped  # first to resume first
         self.num_preemptions = self._preemption.counts
@@ -124,7 +119,7 @@ class Scheduler:
         if self._admission.schedule_sharing(step):
             self._running.hand_out_rest(step)
         if self.config.num_lookahead_slots:
-            self._guess_room.hand_out(step)
+            self._draft_room.hand_out(step)
         output = self._writer.write(step)
         self._steady.look_ahead(step)
         self._admission.report(step)
@@ -188,7 +183,11 @@ class Scheduler:
         guessing = output.num_draft_tokens
         if 0 in answer.num_tokens or any(one.num_computed_tokens + 1 >= one.max_num_tokens for one in guessing):
             self._steady.forget()  # such a one left the plan, and may have more to compute after all
-        return self._answers.take_in(output, answer, now)
+        seconds = self._in_flight.answer(output, answer, now)
+        self.balancer.stepped(self.member, output.num_tokens + sum(answer.num_draft_tokens), seconds)
+        if self._groups.accused:
+            self._evidence.answered(output, seconds)
+        return self._answers.take_in(output, answer)
 
     def finish_sequence(self, sequence: Sequence, status: SequenceStatus) -> None:
         """End one sequence and free its blocks; nothing happens when it has ended already."""
