@@ -255,7 +255,7 @@ class Scheduler:
         groups = self._groups.give_all_back()
         self.num_preemptions[PreemptionMode.RECOMPUTE] += len(groups)
         for group in groups:
-            group.num_recomputes += 1
+            group.history.num_recomputes += 1
         assert self.blocks.device.num_free == self.blocks.device.num_blocks
         self.blocks.device.withdraw_all()
         self.loras.withdraw_all()

@@ -404,7 +404,7 @@ class Engine:
             if call.queued_seconds is None:
                 call.queued_seconds = now - group.arrived_at
                 self.statistics.num_prompt_tokens += group.num_prompt_tokens
-                self.statistics.num_cached_tokens += min(group.num_cached_tokens or 0, group.num_prompt_tokens)
+                self.statistics.num_cached_tokens += min(group.history.num_cached_tokens or 0, group.num_prompt_tokens)
             call.tell_standing()
 
     def swapped(self, groups: Sequence[SequenceGroup]) -> None:

@@ -229,7 +229,7 @@ class Simulator:
             request = self.result.requests[int(group.request_id)]
             if request.admitted is None:
                 request.admitted = now
-                self.result.cached_tokens += group.num_cached_tokens or 0
+                self.result.cached_tokens += group.history.num_cached_tokens or 0
                 self._service_gap.admitted(request.arrival.tenant, request.arrival.prompt_tokens)
         if self._guessing is not None:
             self._verified[worker] = self._guessing.make(output)

@@ -143,12 +143,12 @@ class Both:
         assert fast.blocks.host.num_free == slow.num_host_free
         assert fast.num_preemptions == slow.num_preemptions
         assert fast.num_preemptions == {
-            PreemptionMode.RECOMPUTE: sum(group.num_recomputes for group, _ in self.groups),
-            PreemptionMode.SWAP: sum(group.num_swaps for group, _ in self.groups),
+            PreemptionMode.RECOMPUTE: sum(group.history.num_recomputes for group, _ in self.groups),
+            PreemptionMode.SWAP: sum(group.history.num_swaps for group, _ in self.groups),
         }
         for fast_group, slow_group in self.groups:
-            assert fast_group.num_cached_tokens == slow_group.num_cached
-            assert fast_group.num_overtaken == slow_group.num_overtaken
+            assert fast_group.history.num_cached_tokens == slow_group.num_cached
+            assert fast_group.placement.num_overtaken == slow_group.num_overtaken
             assert [(s.token_ids, s.status.is_finished and s.status) for s in fast_group.sequences] == [
                 (s.token_ids, s.status or False) for s in slow_group.sequences
             ]

@@ -40,7 +40,7 @@ async def test_turns_of_a_conversation_go_to_the_worker_that_has_them_cached(byt
                 group = engine.group(state)
                 (sequence,) = group.sequences
                 assert await text_of(engine, state) == "g" * 8
-                cached.append(group.num_cached_tokens)
+                cached.append(group.history.num_cached_tokens)
                 prompt += sequence.token_ids[len(prompt) :] + [number] * 8
     assert cached[:3] == [0, 0, 0]
     assert all(tokens is not None and tokens >= 40 for tokens in cached[3:])

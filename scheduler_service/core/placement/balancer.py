@@ -129,14 +129,18 @@ class Balancer:
         """
         cached = member.scheduler.blocks.num_shared_tokens(group.live[0])
         seconds = self._seconds(member, group, cached, now)
-        if group.num_overtaken >= MAX_OVERTAKES or (group.left_until is not None and now > group.left_until):
-            return Placement(group, PlacementReason.OVERDUE, seconds, cached, num_overtaken=group.num_overtaken)
+        if group.placement.num_overtaken >= MAX_OVERTAKES or (
+            group.placement.left_until is not None and now > group.placement.left_until
+        ):
+            return Placement(
+                group, PlacementReason.OVERDUE, seconds, cached, num_overtaken=group.placement.num_overtaken
+            )
         others = self._others(member, group, now, self._next_lightest(member, group))
         if not others:
-            return Placement(group, PlacementReason.ALONE, seconds, cached, num_overtaken=group.num_overtaken)
+            return Placement(group, PlacementReason.ALONE, seconds, cached, num_overtaken=group.placement.num_overtaken)
         there, entry, better, cached_there = min(others, key=lambda other: other[:2])
         reason = PlacementReason.AFFINITY if cached > cached_there else PlacementReason.LOAD
-        placement = Placement(group, reason, seconds, cached, None, there, cached_there, group.num_overtaken)
+        placement = Placement(group, reason, seconds, cached, None, there, cached_there, group.placement.num_overtaken)
         if (seconds, member.entry) < (there, entry):
             return placement
         if group.is_suspect:
@@ -165,13 +169,13 @@ class Balancer:
         better = [other for reluctance, other in others if reluctance == least]
         self.num_left[PlacementReason.SUSPECT] += 1
         to = next((other for other in better if other.room_for(suspect) is not None), better[0])
-        return Placement(suspect, PlacementReason.SUSPECT, to=to, num_overtaken=suspect.num_overtaken)
+        return Placement(suspect, PlacementReason.SUSPECT, to=to, num_overtaken=suspect.placement.num_overtaken)
 
     def place_elsewhere(self, member: Member, group: SequenceGroup, now: float) -> Placement | None:
         """The worker to which a group is left that has no room here; None when there is none."""
-        if not self.has_others(member) or group.num_overtaken >= MAX_OVERTAKES:
+        if not self.has_others(member) or group.placement.num_overtaken >= MAX_OVERTAKES:
             return None
-        if group.left_until is not None and now > group.left_until:
+        if group.placement.left_until is not None and now > group.placement.left_until:
             return None
         return self._best_elsewhere(member, group, now)
 
@@ -184,7 +188,10 @@ class Balancer:
         if not self.has_others(member):
             return None
         placement = self._best_elsewhere(member, group, now)
-        if placement is None or now - group.swapped_at < placement.seconds_there * 2**group.num_moves:
+        if (
+            placement is None
+            or now - group.placement.swapped_at < placement.seconds_there * 2**group.placement.num_moves
+        ):
             return None
         return placement
 
@@ -194,7 +201,9 @@ class Balancer:
         None where the adapter should be brought here: the group would be done sooner in spite of that, or has been left
         or overtaken for long enough. Of the workers that hold it and have room, a few are looked at.
         """
-        if group.num_overtaken >= MAX_OVERTAKES or (group.left_until is not None and now > group.left_until):
+        if group.placement.num_overtaken >= MAX_OVERTAKES or (
+            group.placement.left_until is not None and now > group.placement.left_until
+        ):
             return None
         others = self._with_room(member, group, now, self._lora_holders(member, group))
         if not others:
@@ -205,7 +214,7 @@ class Balancer:
         if here < there:
             return None
         reason, to = PlacementReason.AFFINITY, better.scheduler
-        return Placement(group, reason, here, cached, to, there, cached_there, group.num_overtaken)
+        return Placement(group, reason, here, cached, to, there, cached_there, group.placement.num_overtaken)
 
     def _first_members(self, bits: int) -> list[Member]:
         """Up to MOST_CANDIDATES of the workers of these bits."""
@@ -230,7 +239,7 @@ class Balancer:
             to=better.scheduler,
             seconds_there=there,
             cached_tokens_there=cached,
-            num_overtaken=group.num_overtaken,
+            num_overtaken=group.placement.num_overtaken,
         )
 
     def _others(
@@ -332,7 +341,7 @@ class Balancer:
         """The worker takes a group in the step that it plans."""
         group = placement.group
         self.num_placed[placement.reason] += 1
-        group.left_until = None
+        group.placement.left_until = None
         if not self.has_others(member):
             return
         backlog = member.backlog + _num_tokens(group) - placement.cached_tokens
@@ -342,14 +351,14 @@ class Balancer:
         """A group stays in the queue, for another worker to take."""
         group = placement.group
         self.num_left[placement.reason] += 1
-        if group.left_until is None:
-            group.left_until = now + abs(placement.seconds - placement.seconds_there)
+        if group.placement.left_until is None:
+            group.placement.left_until = now + abs(placement.seconds - placement.seconds_there)
 
     def overtook(self, groups: Collection[SequenceGroup]) -> None:
         """A later group was taken before these."""
         self.num_overtakes += len(groups)
         for group in groups:
-            group.num_overtaken += 1
+            group.placement.num_overtaken += 1
 
     def stepped(self, member: Member, num_tokens: int, seconds: float) -> None:
         """A worker's step is done; a worker that is alone is compared with none."""

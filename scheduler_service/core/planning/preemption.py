@@ -77,10 +77,10 @@ class Preemption:
         mode = PreemptionMode.RECOMPUTE if is_bound else self._mode(group)
         self.counts[mode] += 1
         if mode is PreemptionMode.SWAP:
-            group.num_swaps += 1
+            group.history.num_swaps += 1
             step.swap_out += self._groups.swap_out(group, step.now)
         else:
-            group.num_recomputes += 1
+            group.history.num_recomputes += 1
             self._groups.give_back(group)
 
     def _mode(self, group: SequenceGroup) -> PreemptionMode:

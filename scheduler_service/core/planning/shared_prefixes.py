@@ -12,7 +12,8 @@ A step's look at the waiting requests ends when `MOST_LOOKED_UP` block hashes we
 """
 
 from scheduler_service.core.blocks.found_runs import FoundRuns
-from scheduler_service.core.groups.sequence import PrefixWait, SequenceGroup
+from scheduler_service.core.groups.records import PrefixWait
+from scheduler_service.core.groups.sequence import SequenceGroup
 from scheduler_service.core.planning.step import Chunk, Step
 from scheduler_service.core.planning.worker_groups import Session
 
@@ -62,7 +63,7 @@ class SharedPrefixes:
         Of those whose time is over one gives up in a step for each block: it computes the prefix too, and the others
         wait for either. Blocks that were found in the last look are not looked up again.
         """
-        leader, wait = group.live[0], group.prefix_waits.get(self._worker)
+        leader, wait = group.live[0], group.placement.prefix_waits.get(self._worker)
         if step.runs is None:
             step.runs = FoundRuns(self._blocks.device)
         look = self._blocks.look_up(leader, 0 if wait is None else wait.first, step.runs)
@@ -75,7 +76,7 @@ class SharedPrefixes:
                 step.backlog = self._backlog()
             num_missing = leader.num_tokens - look.first * self._blocks.block_size
             seconds = self._balancer.times.seconds(step.backlog + num_missing) * 1000 / self._member.speed
-            wait = group.prefix_waits[self._worker] = PrefixWait(look.first, step.now + seconds)
+            wait = group.placement.prefix_waits[self._worker] = PrefixWait(look.first, step.now + seconds)
         if step.now <= wait.until or has_given_up:
             return True
         step.given_up.add(look.awaited)

@@ -77,7 +77,7 @@ class SwappedPlanner:
         placement = self._balancer.resume_elsewhere(self._member, group, step.now)
         if placement is None:
             return False
-        group.num_moves += 1
+        group.placement.num_moves += 1
         self._groups.give_back(group)
         self._balancer.num_moved += 1
         step.moved.append(placement)

@@ -110,7 +110,9 @@ class WaitingPlanner:
             group = step.queue.next
             if group is None or (suspect is None and (group.is_suspect or self._yields_to_swapped(group, step))):
                 return  # a suspect is admitted in a step of its own
-            if self._worker not in group.prefix_waits and self._never_fits(group):  # a look at one that waits is short
+            if self._worker not in group.placement.prefix_waits and self._never_fits(
+                group
+            ):  # a look at one that waits is short
                 self._ignore(group, step)
                 continue
             if suspect is None:
@@ -198,15 +200,15 @@ class WaitingPlanner:
 
     def _admit(self, group: SequenceGroup, placement: Placement, step: Step) -> None:
         self._groups.admit(group)
-        group.prefix_waits.clear()
-        group.num_worker_changes += group.worker not in (None, self._worker)
-        group.worker = self._worker
+        group.placement.prefix_waits.clear()
+        group.history.num_worker_changes += group.history.worker not in (None, self._worker)
+        group.history.worker = self._worker
         leader = group.live[0]
         num_cached = leader.num_computed_tokens + (group.encoder.num_computed_tokens if group.encoder else 0)
-        if group.num_cached_tokens is None:
-            group.num_cached_tokens = num_cached
+        if group.history.num_cached_tokens is None:
+            group.history.num_cached_tokens = num_cached
             self._waiting.charge(group, group.num_prompt_tokens, 0)
-        placement = placement._replace(cached_tokens=num_cached, num_overtaken=group.num_overtaken)
+        placement = placement._replace(cached_tokens=num_cached, num_overtaken=group.placement.num_overtaken)
         self._balancer.took(self._member, placement)
         self._balancer.overtook(step.queue.overtaken)
         step.queue.renew()

@@ -148,7 +148,7 @@ class WorkerGroups:
         self._stop_running(group)
         self.swapped[group] = None
         self.swapped.move_to_end(group, last=False)
-        group.swapped_at = now
+        group.placement.swapped_at = now
         for sequence in group.live:
             sequence.status = SequenceStatus.SWAPPED
         return pairs

@@ -89,15 +89,15 @@ class Call:
         assert group is not None
         standing = pb.Standing(
             queued_seconds=self.queued_seconds,
-            cached_tokens=group.num_cached_tokens or 0,
-            num_recomputes=group.num_recomputes,
-            num_swaps=group.num_swaps,
-            num_worker_changes=group.num_worker_changes,
+            cached_tokens=group.history.num_cached_tokens or 0,
+            num_recomputes=group.history.num_recomputes,
+            num_swaps=group.history.num_swaps,
+            num_worker_changes=group.history.num_worker_changes,
         )
         if group.trace_parent:
             self.told = self._stands()
             place = standing.place
-            place.at, place.runs, place.worker = time.monotonic(), self.told[0], group.worker or ""
+            place.at, place.runs, place.worker = time.monotonic(), self.told[0], group.history.worker or ""
         self.tell(standing=standing)
 
     def tell_change(self) -> None:
@@ -109,4 +109,4 @@ class Call:
         group = self.group
         assert group is not None
         runs = any(sequence.status is SequenceStatus.RUNNING for sequence in group.sequences)
-        return runs, group.num_recomputes, group.num_swaps
+        return runs, group.history.num_recomputes, group.history.num_swaps

@@ -23,7 +23,7 @@ def test_a_prompt_that_was_computed_is_found_while_and_after_a_sequence_holds_it
     assert scheduler.blocks.device.num_free == 16
     scheduler.add_request(third)
     assert plan(step(scheduler, worker)) == {"third": [3]}
-    assert [group.num_cached_tokens for group in (first, second, third)] == [0, 8, 8]
+    assert [group.history.num_cached_tokens for group in (first, second, third)] == [0, 8, 8]
     run(scheduler, worker)
     assert output_of(first) == output_of(second) == output_of(third) == reference_output(first, 0, 64)
 

@@ -263,7 +263,7 @@ def test_a_waiting_request_finds_in_the_step_of_a_swap_in_what_that_brings_back(
         output = step(scheduler, worker)
     assert output.blocks_to_swap_in
     assert plan(output) == {"younger": [1], "again": [1]}
-    assert again.num_cached_tokens == 12
+    assert again.history.num_cached_tokens == 12
     run(scheduler, worker)
     for group in (older, younger, again):
         assert output_of(group) == reference_output(group, 0, 32)

@@ -83,7 +83,7 @@ def test_a_worker_that_looks_past_a_group_takes_those_after_it() -> None:
     output = other.schedule()
     assert left(output)["again"] is holder
     assert taken(output)[0] == "0"
-    assert fleet[0].waiting.get("again").num_overtaken == len(taken(output))
+    assert fleet[0].waiting.get("again").placement.num_overtaken == len(taken(output))
 
 
 def test_a_drained_worker_is_left_nothing_and_gets_it_back() -> None:
